@@ -1,0 +1,90 @@
+"""The flags of a launch. Nothing else in the package reads command-line arguments."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, STRATEGY_CHOICES, FusedCEConfig
+
+FLAG = "--fused-chunked-ce"
+
+
+def _at_least_one(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags to Megatron's parser (or any other), in a group of their own."""
+    group = parser.add_argument_group(
+        title="fused chunked cross-entropy",
+        description="megatron_fused_ce: the language-model head without its logits",
+    )
+    group.add_argument(
+        FLAG,
+        action="store_true",
+        help="compute the language-model loss one sequence chunk at a time, never holding the logits",
+    )
+    chunking = group.add_mutually_exclusive_group()
+    chunking.add_argument(
+        "--fused-ce-num-chunks",
+        type=_at_least_one,
+        default=None,
+        metavar="N",
+        help="cut the tokens of a micro-batch into N chunks of equal size",
+    )
+    chunking.add_argument(
+        "--fused-ce-chunk-tokens",
+        type=_at_least_one,
+        default=None,
+        metavar="C",
+        help="or into chunks of C tokens, counted over the tensor-parallel group "
+        f"(default: {DEFAULT_CHUNK_TOKENS})",
+    )
+    group.add_argument(
+        "--fused-ce-strategy",
+        choices=STRATEGY_CHOICES,
+        default="auto",
+        help="recompute: least memory, computes the logits twice; store: keeps them in 2 bytes each "
+        "until the backward; auto: recompute",
+    )
+    group.add_argument(
+        "--fused-ce-debug-checks",
+        action="store_true",
+        help="compare shapes and options over the tensor-parallel ranks on every call",
+    )
+    return parser
+
+
+def config_from_args(args: Any) -> FusedCEConfig | None:
+    """The config that parsed arguments ask for, None without the flag."""
+    if not getattr(args, "fused_chunked_ce", False):
+        return None
+    return FusedCEConfig(
+        strategy=getattr(args, "fused_ce_strategy", "auto"),
+        num_chunks=getattr(args, "fused_ce_num_chunks", None),
+        chunk_tokens=getattr(args, "fused_ce_chunk_tokens", None),
+        debug_checks=getattr(args, "fused_ce_debug_checks", False),
+    )
+
+
+def config_from_argv(argv: Sequence[str]) -> FusedCEConfig | None:
+    """The same from a raw command line, all other arguments ignored."""
+    if FLAG not in argv:
+        return None
+    parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    return config_from_args(parser.parse_known_args(list(argv))[0])
+
+
+def megatron_args() -> Any:
+    """Megatron's own parsed arguments, None where there are none (yet)."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    return getattr(global_vars, "_GLOBAL_ARGS", None)

@@ -1,0 +1,90 @@
+"""Patches Megatron's modules right after they are imported, without importing any of them.
+
+Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
+already is patched at once, any other when its import ends. Patched are two modules: the argument
+parser (the flags) and the language module (the seams in the model).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+#: Megatron's module -> (module of this package, function in it) that patches it.
+TARGETS = {
+    "megatron.training.arguments": ("megatron_fused_ce.adapter.training_arguments", "patch"),
+    "megatron.core.models.common.language_module.language_module": (
+        "megatron_fused_ce.adapter.language_module",
+        "patch",
+    ),
+}
+
+_MARK = "__fused_ce_patched__"
+
+
+def install() -> None:
+    """Patch what is imported, watch for the rest. Calling it again changes nothing."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    for name in TARGETS:
+        module = sys.modules.get(name)
+        if module is not None and not _is_initializing(module):
+            _patch(module)
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _patch(module: ModuleType) -> None:
+    if getattr(module, _MARK, False):
+        return
+    setattr(module, _MARK, True)
+    module_name, function_name = TARGETS[module.__name__]
+    patch: Callable[[ModuleType], None] = getattr(
+        importlib.import_module(module_name), function_name
+    )
+    patch(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds a target module where the other finders do, and adds the patch after its execution."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in TARGETS:
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _PatchingLoader(spec.loader)
+                return spec
+        return None
+
+
+class _PatchingLoader(importlib.abc.Loader):
+    """Another loader, and the patch once it has executed the module."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _patch(module)
+
+    def __getattr__(self, name: str) -> object:
+        # inspect, linecache and pickling ask the loader for sources.
+        return getattr(self._loader, name)

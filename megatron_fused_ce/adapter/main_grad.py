@@ -1,0 +1,67 @@
+"""Where ``grad_weight`` ends under Megatron: its ``main_grad``, by the same rules as its own layer.
+
+With ``gradient_accumulation_fusion`` Megatron's linear layer adds into ``weight.main_grad`` itself,
+sets ``grad_added_to_main_grad`` and returns a dummy, so that its gradient hooks still run. A head that
+did otherwise for one of several uses of a weight (multi-token prediction, tied embeddings) would have
+its gradient dropped or counted twice by DDP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.grad_weight import (
+    GradWeight,
+    InPlaceGradWeight,
+    OpenGradWeight,
+    ReturnedGradWeight,
+)
+
+
+def open_grad_weight_for(weight: Any, gradient_accumulation_fusion: bool) -> OpenGradWeight:
+    """The end point for ``weight``, decided in the forward as Megatron does.
+
+    Megatron-FSDP's parameters (``__fsdp_param__``) get a plain gradient: its own hook adds it to the
+    sharded buffer.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if (
+        not gradient_accumulation_fusion
+        or main_grad is None
+        or not weight.requires_grad
+        or hasattr(weight, "__fsdp_param__")
+    ):
+        return ReturnedGradWeight
+
+    def open_main_grad(saved_weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
+        # A view of the same parameter may have replaced the attribute since: Megatron sets it back.
+        weight.main_grad = main_grad
+        return InPlaceGradWeight(
+            main_grad, num_chunks, scaled, lambda: _what_autograd_gets(weight, saved_weight.dtype)
+        )
+
+    return open_main_grad
+
+
+def _what_autograd_gets(weight: Any, dtype: torch.dtype) -> Tensor | None:
+    """A dummy gradient where DDP waits for one, else None.
+
+    The dummy must be zeros where another use of the same parameter (a tied embedding) returns a real
+    gradient: autograd sums the two.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zero = bool(getattr(weight, "zero_out_wgrad", False))
+    shape = list(weight.main_grad.shape)
+    from megatron.core.tensor_parallel import layers
+
+    if getattr(layers, "HAVE_TE", False):
+        # Transformer Engine shares one dummy between layers.
+        dummy: Tensor = layers.get_dummy_wgrad(shape, dtype, **({"zero": True} if zero else {}))
+        return dummy
+    make = torch.zeros if zero else torch.empty
+    return make(shape, dtype=dtype, device=weight.main_grad.device)

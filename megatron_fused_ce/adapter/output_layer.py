@@ -1,0 +1,117 @@
+"""Megatron's output layer with deferred logits. Imports megatron: import it only once that is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from megatron_fused_ce.adapter import report, stock_path
+from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
+from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
+from megatron_fused_ce.adapter.switch import counters
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.op import linear_cross_entropy
+
+
+class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
+    """The stock layer whose call defers the logits.
+
+    It keeps the stock name because Megatron-FSDP finds a layer's tensor-parallel layout by the name of
+    its class, and adds no parameter, buffer or state-dict key: a layer becomes one by assigning its
+    ``__class__`` and stays loadable without this package's flag.
+
+    The loss is evaluated inside ``nn.Module.__call__``, so that every hook on the layer fires around it:
+    DDP's wait for an overlapped parameter gather, FSDP's gather and release.
+    """
+
+    fused_ce_config: FusedCEConfig
+    fused_ce_sequence_parallel: bool
+    fused_ce_with_argmax: bool
+
+    @staticmethod
+    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool) -> None:
+        """Make a stock layer defer its logits from now on."""
+        layer.__class__ = ColumnParallelLinear
+        layer.fused_ce_config = config
+        layer.fused_ce_sequence_parallel = layer.sequence_parallel
+        layer.fused_ce_with_argmax = with_argmax
+
+    def __call__(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        reason = stock_path.reason_at_call(self, input_, gathers)
+        if kwargs and reason is None:
+            reason = f"the caller passes {', '.join(kwargs)}, which this package does not know"
+        if reason is not None:
+            counters().stock += 1
+            report.stock_path_once(self, reason)
+            return super().__call__(
+                input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
+            )
+        num_parts = self.tp_group.size() if self.sequence_parallel else 1
+        shape = (input_.shape[0] * num_parts, input_.shape[1], self.output_size_per_partition)
+        return DeferredLogits(self, input_, weight, torch.Size(shape)), None
+
+    def fused_loss(self, deferred: DeferredLogits, labels: Tensor) -> LossAndArgmax:
+        """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
+        request = _LossRequest(labels, deferred.logit_scale)
+        super().__call__(deferred.hidden, weight=deferred.weight, fused_ce_request=request)
+        assert request.result is not None
+        return request.result
+
+    def stock_logits(self, deferred: DeferredLogits) -> Tensor:
+        """Real logits ``[s, b, V]``, by Megatron's own forward."""
+        logits: Tensor = super().__call__(deferred.hidden, weight=deferred.weight)[0]
+        return logits
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        fused_ce_request: _LossRequest | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The stock forward, or the loss ``[b, s]`` in the place of the logits."""
+        if fused_ce_request is None:
+            return super().forward(
+                input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
+            )
+        weight = self.weight if weight is None else weight
+        config = replace(self.fused_ce_config, logit_scale=fused_ce_request.logit_scale)
+        report.evaluation_once(self, input_, weight)
+        out = linear_cross_entropy(
+            input_,
+            weight,
+            fused_ce_request.labels,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            vocab_start=self.tp_group.rank() * self.output_size_per_partition,
+            config=config,
+            with_argmax=self.fused_ce_with_argmax and self.training,
+            open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
+        )
+        local_max, local_argmax = out.local_max, out.local_argmax
+        if local_max is not None and local_argmax is not None:
+            in_sequence = fused_ce_request.labels.t().shape  # [s, b]
+            local_max, local_argmax = local_max.view(in_sequence), local_argmax.view(in_sequence)
+        fused_ce_request.result = LossAndArgmax(out.loss, local_max, local_argmax)
+        return out.loss, None
+
+
+class _LossRequest:
+    """Labels in, result out: carried through ``nn.Module.__call__`` as one keyword argument."""
+
+    def __init__(self, labels: Tensor, logit_scale: float) -> None:
+        self.labels = labels
+        self.logit_scale = logit_scale
+        self.result: LossAndArgmax | None = None

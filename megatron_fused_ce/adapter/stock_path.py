@@ -1,0 +1,98 @@
+"""What stays with Megatron's own output layer, and why: the one list.
+
+Checked once when a model is built (:func:`reason_at_build`) and on every call of its head
+(:func:`reason_at_call`). A reason is told once, by one rank; nothing falls back in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: Model classes whose head is understood, by name: they are found in different modules in different
+#: versions, and subclasses of them count.
+MODELS = ("GPTModel", "HybridModel", "MambaModel")
+
+
+def reason_at_build(model: Any, megatron_args: Any) -> str | None:
+    """Why this model's head stays on the stock path, or None."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
+        return f"{type(model).__name__} is not one of {', '.join(MODELS)}"
+    layer, config = model.output_layer, model.config
+    if type(layer) is not ColumnParallelLinear:
+        return (
+            f"its output layer is {type(layer).__module__}.{type(layer).__name__}, "
+            "not Megatron's ColumnParallelLinear"
+        )
+    output_dtype = getattr(layer, "output_dtype", None)
+    checks = (
+        (layer.bias is not None, "its output layer has a bias"),
+        (layer.gather_output, "its output layer gathers the logits (parallel_output=False)"),
+        (layer.is_expert, "its output layer is an expert layer"),
+        (layer.disable_grad_reduce, "its output layer does not reduce grad_hidden (LoRA)"),
+        (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
+        (
+            getattr(config, "defer_embedding_wgrad_compute", False),
+            "--defer-embedding-wgrad-compute keeps the gradient of the logits",
+        ),
+        (
+            output_dtype is not None and output_dtype != config.params_dtype,
+            f"--output-logit-dtype asks for {output_dtype} logits",
+        ),
+        (_config_logger_on(config), "the config logger writes the logits to disk"),
+        (
+            bool(getattr(megatron_args, "logits_save_dir", None)),
+            "--logits-save-dir reads the logits",
+        ),
+        (
+            bool(getattr(megatron_args, "logits_load_dir", None)),
+            "--logits-load-dir (distillation) reads the logits",
+        ),
+        (
+            bool(getattr(megatron_args, "modelopt_enabled", False)),
+            "ModelOpt reads the logits",
+        ),
+        (
+            bool(getattr(megatron_args, "export_kd_teacher_load", None)),
+            "distillation (--export-kd-teacher-load) reads the logits",
+        ),
+    )
+    return next((reason for applies, reason in checks if applies), None)
+
+
+def reason_at_call(layer: Any, hidden: Any, gather_output: bool) -> str | None:
+    """Why this call of a head that is otherwise fused takes the stock path, or None."""
+    if torch.is_inference_mode_enabled():
+        return "inference mode"
+    if gather_output:
+        return "the caller gathers the logits (runtime_gather_output)"
+    if layer.sequence_parallel != layer.fused_ce_sequence_parallel:
+        return "inference turned sequence parallelism off for this call"
+    if hidden.dim() != 3:
+        return f"the hidden states have {hidden.dim()} dimensions, not [s, b, h]"
+    for hook in layer._forward_hooks.values():
+        if not _is_sharding_hook(hook):
+            return f"a forward hook ({_name(hook)}) reads the layer's output"
+    return None
+
+
+def _config_logger_on(config: Any) -> bool:
+    return bool(getattr(config, "config_logger_dir", ""))
+
+
+def _is_sharding_hook(hook: Any) -> bool:
+    """Hooks of FSDP2 and Megatron-FSDP gather and free parameters; they read no logits."""
+    module = getattr(hook, "__module__", None) or getattr(
+        getattr(hook, "func", None), "__module__", ""
+    )
+    return str(module).startswith("torch.distributed.") or (
+        str(module).startswith("megatron") and "fsdp" in str(module)
+    )
+
+
+def _name(hook: Any) -> str:
+    function = getattr(hook, "func", hook)
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

@@ -1,0 +1,20 @@
+"""Adds the flags to Megatron's command line."""
+
+from __future__ import annotations
+
+import argparse
+from functools import wraps
+from types import ModuleType
+
+from megatron_fused_ce.adapter.arguments import add_arguments
+
+
+def patch(module: ModuleType) -> None:
+    """Wrap ``add_megatron_arguments``: every version looks it up in its module when it parses."""
+    stock = module.add_megatron_arguments
+
+    @wraps(stock)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(stock(parser))
+
+    module.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]

@@ -1,0 +1,184 @@
+"""Where ``grad_weight`` ends: accumulated over the chunks in fp32, whatever the weight's dtype.
+
+An *end point* is opened per backward, takes one product per chunk and is closed once. Adding in bf16
+instead loses precision with the number of chunks (1.7e-3 with 1, 9.4e-3 with 64; docs/math.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class GradWeight(Protocol):
+    """An end point of ``grad_weight``."""
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
+
+    def close(self, inv_scale: Tensor | None) -> Tensor | None:
+        """What autograd gets for the weight. ``inv_scale`` undoes a scale on all that was added."""
+
+
+#: Opens an end point for a weight and a number of chunks, with or without a scale to undo.
+OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
+
+
+class ReturnedGradWeight:
+    """Returns ``grad_weight`` to autograd in the weight's dtype.
+
+    Accumulates in an fp32 buffer of ``4 * V * H`` bytes; a single unscaled chunk needs none.
+    """
+
+    def __init__(self, weight: Tensor, num_chunks: int, scaled: bool) -> None:
+        self._weight = weight
+        self._direct = num_chunks == 1 and not scaled
+        self._sum: Tensor | None = None
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        if self._direct:
+            self._sum = torch.mm(grad_logits.t(), hidden)
+        elif self._sum is None:
+            self._sum = torch.empty_like(
+                self._weight, dtype=torch.float32, memory_format=torch.contiguous_format
+            )
+            accumulate_(self._sum, grad_logits, hidden, overwrite=True)
+        else:
+            accumulate_(self._sum, grad_logits, hidden)
+
+    def close(self, inv_scale: Tensor | None) -> Tensor | None:
+        if self._sum is None:
+            return torch.zeros_like(self._weight)
+        if inv_scale is not None:
+            self._sum.mul_(inv_scale)
+        return self._sum.to(self._weight.dtype)
+
+
+class InPlaceGradWeight:
+    """Adds into a gradient buffer that exists already, such as Megatron's ``main_grad``.
+
+    An fp32 buffer takes every chunk in place. Into any other dtype, or with a scale to undo, the
+    chunks are summed in fp32 first (``4 * V * H`` bytes) and added once. Nothing is added before all
+    of a backward's products have been issued, or, in place, chunk by chunk.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,  # [V, H]
+        num_chunks: int,
+        scaled: bool,
+        returned: Callable[[], Tensor | None],
+    ) -> None:
+        self._buffer = buffer
+        self._returned = returned
+        self._sum: Tensor | None = None
+        self._in_place = buffer.dtype == torch.float32 and not scaled
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        if self._in_place:
+            accumulate_(self._buffer, grad_logits, hidden)
+            return
+        if self._sum is None:
+            self._sum = torch.empty(
+                self._buffer.shape, dtype=torch.float32, device=self._buffer.device
+            )
+            accumulate_(self._sum, grad_logits, hidden, overwrite=True)
+        else:
+            accumulate_(self._sum, grad_logits, hidden)
+
+    def close(self, inv_scale: Tensor | None) -> Tensor | None:
+        if self._sum is not None:
+            if inv_scale is not None:
+                self._sum.mul_(inv_scale)
+            self._buffer.add_(self._sum)
+        return self._returned()
+
+
+def accumulate_(
+    total: Tensor,  # [V, H] fp32
+    grad_logits: Tensor,  # [C, V]
+    hidden: Tensor,  # [C, H]
+    overwrite: bool = False,
+) -> None:
+    """``total += grad_logits.T @ hidden`` in fp32, in place (``=`` with ``overwrite``)."""
+    if grad_logits.dtype == torch.float32:
+        total.addmm_(grad_logits.t(), hidden, beta=0 if overwrite else 1)
+        return
+    product = mixed_product() if total.is_cuda else _upcast_product
+    product(total, grad_logits, hidden, overwrite)
+
+
+@lru_cache(maxsize=1)
+def mixed_product() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
+    """The first there is of: torch's own fp32-output product, apex's kernel, TE's, an upcast.
+
+    All accumulate low-precision operands into an fp32 sum; they differ in speed only, and the last
+    one also in memory (fp32 copies of both operands, slice by slice).
+    """
+    if hasattr(torch.ops.aten.addmm, "dtype_out"):
+        return _torch_product
+    if _apex() is not None:
+        return _apex_product
+    if _te_gemm() is not None:
+        return _te_product
+    return _upcast_product
+
+
+def _torch_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+    torch.addmm(  # type: ignore[call-overload]
+        total,
+        grad_logits.t(),
+        hidden,
+        out_dtype=torch.float32,
+        beta=0 if overwrite else 1,
+        out=total,
+    )
+
+
+def _apex() -> Any:
+    try:
+        import fused_weight_gradient_mlp_cuda
+    except ImportError:
+        return None
+    return fused_weight_gradient_mlp_cuda
+
+
+def _apex_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+    if overwrite:
+        total.zero_()
+    _apex().wgrad_gemm_accum_fp32(hidden.contiguous(), grad_logits.contiguous(), total)
+
+
+def _te_gemm() -> Any:
+    try:
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+    except Exception:  # a broken install raises more than ImportError; it only means "not this one"
+        return None
+    return general_gemm
+
+
+def _te_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+    _te_gemm()(
+        hidden,
+        grad_logits,
+        out_dtype=torch.float32,
+        layout="NT",
+        out=total,
+        accumulate=not overwrite,
+        grad=True,
+    )
+
+
+#: Rows of `total` per upcast product.
+UPCAST_ROWS = 8192
+
+
+def _upcast_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+    wide = hidden.float()
+    for start in range(0, total.shape[0], UPCAST_ROWS):
+        rows = slice(start, start + UPCAST_ROWS)
+        total[rows].addmm_(grad_logits[:, rows].t().float(), wide, beta=0 if overwrite else 1)

@@ -1,0 +1,242 @@
+"""The op: per-token cross-entropy of ``hidden @ weight.T`` without the logits."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megatron_fused_ce.chunking import plan_chunks
+from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight
+from megatron_fused_ce.row_ops import backend_for
+from megatron_fused_ce.strategies import Head, Strategy, resolve_strategy
+from megatron_fused_ce.validation import CallShape, check_call
+from megatron_fused_ce.vocab_parallel import VocabParallel, agree
+
+
+class HeadOutputs(NamedTuple):
+    """Results of :func:`linear_cross_entropy`."""
+
+    loss: Tensor  # fp32, the labels' shape
+    local_max: Tensor | None  # fp32 [T] in token order (s-major): this shard's largest logit
+    local_argmax: Tensor | None  # int64 [T]: its row in this shard
+
+
+def fused_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    token_weights: Tensor | None = None,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> Tensor:
+    """Per-token cross-entropy of a vocabulary-parallel head, one sequence chunk at a time.
+
+    The same as::
+
+        logits = hidden @ weight.T                        # over all ranks' rows: [s, b, sum of V]
+        loss = cross_entropy(logits.float(), labels.T, reduction="none").T
+
+    but never holding more than one chunk ``[C, V]`` of logits (``recompute``). Differentiable in
+    ``hidden`` and ``weight`` for any upstream gradient per token.
+
+    Args:
+        hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
+            this rank's part, ``[s / R, b, H]`` or ``[T / R, H]``.
+        weight: ``[V, H]``, this rank's vocabulary rows, the dtype of ``hidden``. The ranks' shards may
+            differ in size; they follow each other in rank order.
+        labels: ``[b, s]`` (for ``hidden`` of three dimensions) or ``[T]``, global token ids, the same
+            on every rank. For ids outside the vocabulary (-100 too) the loss is ``lse - max``, what
+            Megatron's unfused loss gives for them.
+        tp_group: the tensor-parallel group; None for a vocabulary held whole.
+        sequence_parallel: each rank of the group holds its own part of the tokens.
+        token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
+            these; never changes the loss. The strategies of today are exact without it.
+        vocab_start: first global id of this rank's rows. None finds it on the device.
+        config: chunking, strategy and the rest; None for the defaults.
+
+    Returns:
+        fp32 loss in the labels' shape.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; on every rank when it is the group's first call
+            (with ``config.debug_checks``, on every call).
+
+    Collectives, all over ``tp_group`` (R > 1), in order. Once per call: the agreement check (first call
+    only), the all-gather of shard sizes (without ``vocab_start``). Per chunk of the forward: all-gather
+    of hidden states (sequence parallelism), MAX and SUM all-reduce of the statistics. Per chunk of the
+    backward: all-gather of hidden states (sequence parallelism, unless neither product needs them), one
+    reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce.
+
+    Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
+    recomputation of the logits: docs/design.md.
+    """
+    outputs: HeadOutputs = linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        token_weights=token_weights,
+        vocab_start=vocab_start,
+        config=config,
+    )
+    return outputs.loss
+
+
+@torch.compiler.disable
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    token_weights: Tensor | None = None,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+    with_argmax: bool = False,
+    open_grad_weight: OpenGradWeight = ReturnedGradWeight,
+) -> HeadOutputs:
+    """:func:`fused_linear_cross_entropy` with what the Megatron adapter needs beside it.
+
+    Args:
+        with_argmax: also give each token's largest logit in this shard and its row.
+        open_grad_weight: where ``grad_weight`` ends (see :mod:`.grad_weight`).
+    """
+    config = config or FusedCEConfig()
+    comm = VocabParallel.of(tp_group, sequence_parallel)
+    if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    call, error = None, None
+    try:
+        call = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
+    except (TypeError, ValueError) as bad:
+        error = bad
+    vocab_range = None if vocab_start is None or call is None else (vocab_start, weight.shape[0])
+    facts = _facts(call, hidden, weight, config, comm, vocab_start)
+    agree(comm.group, facts, vocab_range, error, config.debug_checks)
+    assert call is not None
+
+    # From here on every rank runs the same collectives.
+    if vocab_start is None:
+        first_id: int | Tensor = comm.vocab_start(weight.shape[0], hidden.device)
+    else:
+        first_id = vocab_start
+    in_token_order = labels if labels.dim() == 1 else labels.t()
+    local_labels = in_token_order.reshape(comm.num_parts, -1).to(torch.int64) - first_id
+    head = Head(
+        comm=comm,
+        chunks=plan_chunks(call.num_local_tokens, comm.num_parts, config),
+        logit_scale=config.logit_scale,
+        rows=backend_for(hidden.device, config.row_backend),
+        with_argmax=with_argmax,
+        open_grad_weight=open_grad_weight,
+    )
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    loss, local_max, local_argmax = _FusedLinearCrossEntropy.apply(
+        hidden.reshape(call.num_local_tokens, hidden.shape[-1]),
+        weight,
+        local_labels,
+        head,
+        resolve_strategy(config.strategy),
+        needs_grad,
+    )
+    if labels.dim() == 2:
+        loss = loss.view(labels.shape[1], labels.shape[0]).t().contiguous()
+    return HeadOutputs(loss, local_max, local_argmax)
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    """Saves, calls the strategy, returns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [n, H]
+        weight: Tensor,  # [V, H]
+        labels: Tensor,  # [parts, n]
+        head: Head,
+        strategy: Strategy,
+        needs_grad: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            out = strategy.forward(head, hidden, weight, labels, needs_grad)
+        if needs_grad:
+            ctx.head, ctx.strategy = head, strategy
+            ctx.save_for_backward(hidden, weight, labels, out.terms, *out.kept_logits)
+        ctx.set_materialize_grads(False)
+        row_max = None if out.row_max is None else out.row_max.flatten()
+        argmax = None if out.argmax is None else out.argmax.flatten()
+        if row_max is not None:
+            ctx.mark_non_differentiable(row_max, argmax)
+        return out.loss.flatten(), row_max, argmax
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad_loss is None:
+            return (None,) * 6
+        saved: Any = ctx
+        hidden, weight, labels, terms, *kept_logits = saved.saved_tensors
+        with torch.autocast(hidden.device.type, enabled=False):
+            grad_hidden, grad_weight = saved.strategy.backward(
+                saved.head,
+                hidden,
+                weight,
+                labels,
+                terms,
+                kept_logits,
+                grad_loss.float().reshape(labels.shape),
+                *saved.needs_input_grad[:2],
+            )
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _facts(
+    call: CallShape | None,
+    hidden: Tensor,
+    weight: Tensor,
+    config: FusedCEConfig,
+    comm: VocabParallel,
+    vocab_start: int | None,
+) -> dict[str, int]:
+    """What must be equal on every rank of the group; zeros where this rank's input is bad."""
+    names = (
+        "tokens in hidden",
+        "hidden size",
+        "dtype of hidden",
+        "hidden.requires_grad",
+        "sequence_parallel",
+        "num_chunks",
+        "chunk_tokens",
+        "strategy",
+        "logit_scale (bits)",
+        "vocab_start given",
+        "debug_checks",
+    )
+    if call is None:
+        return dict.fromkeys(names, 0)
+    values = (
+        call.num_local_tokens,
+        hidden.shape[-1],
+        hidden.element_size() + 100 * (hidden.dtype == torch.bfloat16),
+        int(hidden.requires_grad),
+        int(comm.sequence_parallel),
+        config.num_chunks or 0,
+        config.chunk_tokens or 0,
+        STRATEGY_CHOICES.index(config.strategy),
+        int.from_bytes(struct.pack("<f", config.logit_scale), "little"),
+        int(vocab_start is not None),
+        int(config.debug_checks),
+    )
+    return dict(zip(names, values, strict=True))

@@ -1,0 +1,140 @@
+"""The truth: the plain definition in fp64, eager PyTorch's error beside it, and inputs that bite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Norm-relative error that is always allowed, by dtype; otherwise twice eager PyTorch's own.
+FLOOR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
+
+
+class HeadResult(NamedTuple):
+    """Loss in the labels' shape and the two gradients, over the whole vocabulary and all tokens."""
+
+    loss: Tensor
+    grad_hidden: Tensor
+    grad_weight: Tensor
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """One problem over the whole vocabulary: ``hidden [s, b, H]``, ``weight [V, H]`` (all rows),
+    ``labels [b, s]``, upstream gradient ``grad_loss [b, s]`` in fp32."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    grad_loss: Tensor
+    logit_scale: float = 1.0
+
+
+def plain_head(inputs: HeadInputs, dtype: torch.dtype) -> HeadResult:
+    """The definition, evaluated by autograd in ``dtype`` (the loss in fp32 or wider, as Megatron's).
+
+    ``loss = logsumexp(z) - z_y`` with ``z = logit_scale * hidden @ weight.T``; for a label outside the
+    vocabulary ``logsumexp(z) - max(z)``.
+    """
+    hidden = inputs.hidden.detach().to(dtype).requires_grad_()
+    weight = inputs.weight.detach().to(dtype).requires_grad_()
+    logits = hidden @ weight.t()
+    wide = logits if dtype == torch.float64 else logits.float()
+    z = wide * inputs.logit_scale
+    labels = inputs.labels.t()
+    known = (labels >= 0) & (labels < weight.shape[0])
+    picked = z.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
+    # The maximum is a reference point, not a function of the logits: Megatron's takes no gradient.
+    loss = z.logsumexp(-1) - torch.where(known, picked, z.detach().amax(-1))
+    loss.backward(inputs.grad_loss.t().to(loss.dtype))
+    assert hidden.grad is not None and weight.grad is not None
+    return HeadResult(loss.detach().t(), hidden.grad, weight.grad)
+
+
+def truth(inputs: HeadInputs) -> HeadResult:
+    """The definition in fp64, on the values that the inputs have in their own dtype."""
+    return plain_head(inputs, torch.float64)
+
+
+def relative_error(value: Tensor, true: Tensor) -> float:
+    """``||value - true|| / ||true||`` (fp64); NaN or Inf in the value is an infinite error."""
+    value, true = value.double(), true.double()
+    if not torch.isfinite(value).all():
+        return float("inf")
+    norm = float(true.norm())
+    difference = float((value - true).norm())
+    return difference / norm if norm > 0 else difference
+
+
+def assert_close(result: HeadResult, inputs: HeadInputs) -> dict[str, float]:
+    """Every part of ``result`` within twice eager's error or the dtype's floor, whichever is larger.
+
+    Returns the errors. Raises ``AssertionError`` naming the part, its error and its bound.
+    """
+    exact = truth(inputs)
+    eager = plain_head(inputs, inputs.hidden.dtype)
+    floor = FLOOR[inputs.hidden.dtype]
+    errors = {}
+    for name, value, true, yardstick in zip(HeadResult._fields, result, exact, eager, strict=True):
+        assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
+        bound = max(2 * relative_error(yardstick, true), floor)
+        errors[name] = relative_error(value, true)
+        assert errors[name] <= bound, f"{name}: error {errors[name]:.3e} above {bound:.3e}"
+    return errors
+
+
+KINDS = ("plain", "peaked", "high", "low", "wide", "equal", "odd-labels")
+
+
+def make_inputs(
+    kind: str,
+    *,
+    s: int,
+    b: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    logit_scale: float = 1.0,
+) -> HeadInputs:
+    """A problem of one of :data:`KINDS`, with a random upstream gradient per token.
+
+    ``plain`` logits of about 1; ``peaked`` tokens sure of their label to 1 - 1e-5; all logits near
+    ``high`` 40 or ``low`` -80; ``wide`` spread over +-300; ``equal`` logits; ``odd-labels`` with ids
+    below 0 (-100), at and beyond the end of the vocabulary.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    hidden = normal(s, b, hidden_size)
+    weight = normal(vocab, hidden_size) / hidden_size**0.5
+    labels = torch.randint(0, vocab, (b, s), generator=generator)
+    if kind == "peaked":
+        rows = weight[labels.t()]
+        hidden = hidden * 0.1 + 12 * rows / rows.norm(dim=-1, keepdim=True) ** 2
+    elif kind in ("high", "low"):
+        hidden[..., 0], weight[:, 0] = 8.0, {"high": 5.0, "low": -10.0}[kind]
+    elif kind == "wide":
+        weight = weight * 100
+    elif kind == "equal":
+        half = hidden_size // 2
+        hidden[..., half:], weight[:, :half] = 0.0, weight[:1, :half]
+    elif kind == "odd-labels":
+        odd = torch.tensor([-100, -1, vocab, vocab + 7, 2**40])
+        flat = labels.view(-1)
+        where = torch.arange(0, flat.numel(), 3)
+        flat[where] = odd[torch.arange(where.numel()) % odd.numel()]
+    elif kind != "plain":
+        raise ValueError(f"no such kind of inputs: {kind}")
+    return HeadInputs(
+        hidden.to(device, dtype),
+        weight.to(device, dtype),
+        labels.to(device),
+        normal(b, s).to(device),
+        logit_scale,
+    )

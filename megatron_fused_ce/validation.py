@@ -1,0 +1,92 @@
+"""Checks of one call's arguments, before anything runs: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CallShape(NamedTuple):
+    """How a call's arguments are laid out."""
+
+    label_shape: tuple[int, ...]  # [b, s] or [T], the shape of the loss
+    num_local_tokens: int  # n over all chunks: tokens of `hidden` on this rank
+
+
+def check_call(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    token_weights: Tensor | None,
+    vocab_start: int | None,
+    num_parts: int,
+) -> CallShape:
+    """Shapes, dtypes and devices of one call.
+
+    Raises:
+        TypeError: an argument is not a tensor, or a dtype does not fit.
+        ValueError: a shape, a device or ``vocab_start`` does not fit.
+    """
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if hidden.dtype not in DTYPES:
+        raise TypeError(
+            f"hidden has dtype {hidden.dtype}; expected float32, bfloat16 or float16: cast it first"
+        )
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; expected one dtype: "
+            "cast one of them, or run under torch.autocast"
+        )
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels have dtype {labels.dtype}; expected int64 (or int32) token ids")
+    devices = {"hidden": hidden.device, "weight": weight.device, "labels": labels.device}
+    if len(set(devices.values())) > 1:
+        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{listed}; expected all on one device")
+    if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; expected [V, H], this rank's vocabulary rows, "
+            "with at least one row"
+        )
+    if hidden.dim() not in (2, 3):
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]"
+            + (" (this rank's part of s or T)" if num_parts > 1 else "")
+        )
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has H = {hidden.shape[-1]} and weight H = {weight.shape[1]}; "
+            "expected the same hidden size: hidden [s, b, H], weight [V, H]"
+        )
+    expected: tuple[int, ...]
+    if hidden.dim() == 3:
+        expected = (hidden.shape[1], hidden.shape[0] * num_parts)
+        words = "[b, s]"
+    else:
+        expected = (hidden.shape[0] * num_parts,)
+        words = "[T]"
+    if tuple(labels.shape) != expected:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}; expected {words} = {expected} for hidden "
+            f"{tuple(hidden.shape)}"
+            + (f" on each of {num_parts} sequence-parallel ranks" if num_parts > 1 else "")
+        )
+    if token_weights is not None and getattr(token_weights, "shape", None) != labels.shape:
+        came = getattr(token_weights, "shape", token_weights)
+        raise ValueError(
+            f"token_weights are {came}; expected a tensor of the labels' shape {expected}"
+        )
+    if vocab_start is not None and (
+        isinstance(vocab_start, bool) or not isinstance(vocab_start, int) or vocab_start < 0
+    ):
+        raise ValueError(
+            f"vocab_start is {vocab_start!r}; expected the first global id of this rank's rows "
+            "(0 or more), or None to find it"
+        )
+    return CallShape(tuple(labels.shape), hidden.shape[:-1].numel())

@@ -1,0 +1,37 @@
+"""Packaging. ``kernels/`` lives at the top level and is importable as ``megatron_fused_ce.kernels``
+through the committed link of that name inside the package."""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "megatron_fused_ce/__init__.py").read_text(), re.MULTILINE
+).group(1)
+
+setup(
+    name="megatron-fused-ce",
+    version=VERSION,
+    description="Vocab-parallel fused linear cross-entropy for Megatron-LM: the loss without the logits",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[
+        "megatron_fused_ce",
+        "megatron_fused_ce.adapter",
+        "megatron_fused_ce.kernels",
+        "megatron_fused_ce.testing",
+    ],
+    install_requires=[
+        # Tensors, autograd, the collectives and the matrix products. 2.6 is the oldest that runs in the
+        # NGC containers of megatron-core 0.15.
+        "torch>=2.6",
+        # The row kernels. PyPI's torch for CUDA brings it; a CPU build of torch does not.
+        "triton>=3.2; platform_system == 'Linux'",
+    ],
+    # megatron-core, apex and transformer-engine are found at run time where they are installed; the
+    # op works without them.
+)

@@ -1,0 +1,27 @@
+"""The same tests on a CPU (plain PyTorch rows, Triton's interpreter, gloo) and on GPUs (NCCL)."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+# Before triton is imported anywhere.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """torch.empty gives NaN: a result that reads what nobody wrote cannot pass."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

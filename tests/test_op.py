@@ -1,0 +1,316 @@
+"""The op in one process: loss and both gradients against fp64, eager PyTorch's error the yardstick."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.testing.reference import (
+    KINDS,
+    HeadResult,
+    assert_close,
+    make_inputs,
+    relative_error,
+    truth,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STRATEGIES = ("recompute", "store")
+
+
+def run(inputs, config, *, flat=False, **kwargs):
+    """The op on whole inputs; returns its result in the inputs' shapes."""
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    if flat:
+        loss = fused_linear_cross_entropy(
+            hidden.flatten(0, 1), weight, inputs.labels.t().reshape(-1), config=config, **kwargs
+        )
+        s, b = inputs.hidden.shape[:2]
+        loss = loss.view(s, b).t()
+    else:
+        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config, **kwargs)
+    loss.backward(inputs.grad_loss)
+    return HeadResult(loss.detach(), hidden.grad, weight.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_fp64(kind, dtype, strategy, device):
+    inputs = make_inputs(kind, s=23, b=3, hidden_size=48, vocab=331, dtype=dtype, device=device)
+    result = run(inputs, FusedCEConfig(strategy=strategy, num_chunks=4))
+    assert result.loss.dtype == torch.float32
+    assert result.loss.shape == inputs.labels.shape
+    assert_close(result, inputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "chunking",
+    [{}, {"num_chunks": 1}, {"num_chunks": 7}, {"num_chunks": 1000}]
+    + [{"chunk_tokens": c} for c in (1, 5, 32, 33, 34, 4096)],
+    ids=str,
+)
+def test_any_chunking(chunking, strategy, device):
+    """33 tokens: one chunk, ragged last chunks, more chunks than tokens, chunks beyond the end."""
+    inputs = make_inputs(
+        "plain", s=11, b=3, hidden_size=16, vocab=67, dtype=torch.bfloat16, device=device
+    )
+    assert_close(run(inputs, FusedCEConfig(strategy=strategy, **chunking)), inputs)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("s", "b", "hidden_size", "vocab"), [(1, 1, 1, 1), (5, 1, 3, 2), (2, 9, 8, 1)]
+)
+def test_smallest_shapes(s, b, hidden_size, vocab, flat, device):
+    inputs = make_inputs(
+        "plain", s=s, b=b, hidden_size=hidden_size, vocab=vocab, dtype=torch.float32, device=device
+    )
+    result = run(inputs, FusedCEConfig(chunk_tokens=2), flat=flat)
+    if vocab == 1:  # a certain token: loss and gradients are exactly 0
+        assert all(part.abs().max() == 0 for part in result)
+    else:
+        assert_close(result, inputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_empty_batch(strategy, device):
+    hidden = torch.empty(0, 2, 8, device=device, requires_grad=True)
+    weight = torch.randn(11, 8, device=device, requires_grad=True)
+    labels = torch.empty(2, 0, dtype=torch.int64, device=device)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, labels, config=FusedCEConfig(strategy=strategy)
+    )
+    assert loss.shape == (2, 0)
+    loss.sum().backward()
+    assert hidden.grad.shape == hidden.shape
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("scale", [0.25, -2.0])
+def test_logit_scale(scale, strategy, device):
+    inputs = make_inputs(
+        *("plain",), s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32,
+        device=device, logit_scale=scale,
+    )  # fmt: skip
+    result = run(inputs, FusedCEConfig(strategy=strategy, num_chunks=3, logit_scale=scale))
+    assert_close(result, inputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["hidden", "weight"])
+def test_frozen_operand(needs, strategy, device, monkeypatch):
+    """A frozen operand gets no gradient and costs no product."""
+    inputs = make_inputs(
+        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+    )
+    hidden = inputs.hidden.clone().requires_grad_(needs[0])
+    weight = inputs.weight.clone().requires_grad_(needs[1])
+    config = FusedCEConfig(strategy=strategy, num_chunks=3)
+    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward(inputs.grad_loss)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    num_products = sum(calls.get(name, 0) for name in ("aten::mm", "aten::addmm", "aten::addmm_"))
+    assert num_products == 3 * (2 if strategy == "recompute" else 1)
+    exact = truth(inputs)
+    assert (hidden.grad is not None, weight.grad is not None) == needs
+    if needs[0]:
+        assert relative_error(hidden.grad, exact.grad_hidden) < 2e-6
+    if needs[1]:
+        assert relative_error(weight.grad, exact.grad_weight) < 2e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_grad_saves_nothing(strategy, device):
+    inputs = make_inputs(
+        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+    )
+    weight = inputs.weight.clone().requires_grad_()
+    with torch.no_grad():
+        loss = fused_linear_cross_entropy(
+            inputs.hidden, weight, inputs.labels, config=FusedCEConfig(strategy=strategy)
+        )
+    assert loss.grad_fn is None
+    assert relative_error(loss, truth(inputs).loss) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_twice(strategy, dtype, device):
+    inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=dtype, device=device)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    config = FusedCEConfig(strategy=strategy, num_chunks=3)
+    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
+    first = torch.autograd.grad(loss, (hidden, weight), inputs.grad_loss, retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight), inputs.grad_loss, retain_graph=True)
+    other = torch.autograd.grad(loss, (hidden, weight), 2 * inputs.grad_loss)
+    for one, same, double in zip(first, again, other, strict=True):
+        assert torch.equal(one, same)
+        assert relative_error(double, 2 * one.double()) < 4e-3
+    assert_close(HeadResult(loss.detach(), *first), inputs)
+
+
+def test_grad_weight_does_not_lose_precision_with_chunks(device):
+    """bf16 accumulation would be at 9e-3 with 64 chunks; fp32 stays where one chunk is."""
+    inputs = make_inputs(
+        "plain", s=256, b=1, hidden_size=64, vocab=97, dtype=torch.bfloat16, device=device
+    )
+    exact = truth(inputs).grad_weight
+    errors = [
+        relative_error(run(inputs, FusedCEConfig(num_chunks=n)).grad_weight, exact) for n in (1, 64)
+    ]
+    assert errors[1] < 1.2 * errors[0] + 1e-4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_token_weights_never_change_the_loss(strategy, device):
+    """Non-binary weights, and the upstream they promise: a scalar times them."""
+    inputs = make_inputs(
+        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+    )
+    weights = torch.rand_like(inputs.grad_loss) * 3
+    inputs = inputs.__class__(inputs.hidden, inputs.weight, inputs.labels, 0.37 * weights)
+    config = FusedCEConfig(strategy=strategy, num_chunks=3)
+    with_weights = run(inputs, config, token_weights=weights)
+    assert_close(with_weights, inputs)
+    assert torch.equal(with_weights.loss, run(inputs, config).loss)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_confident_tokens_keep_their_gradient(strategy, device):
+    """fp32, 1 - p = 3e-13: a subtraction p - 1 would give 0; the loss stays positive."""
+    vocab, hidden_size, gap = 64, 8, 33.0
+    weight = torch.zeros(vocab, hidden_size, device=device)
+    weight[5, 0] = gap
+    weight.requires_grad_()
+    hidden = torch.zeros(4, 1, hidden_size, device=device)
+    hidden[..., 0] = 1.0
+    hidden.requires_grad_()
+    labels = torch.full((1, 4), 5, device=device)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, labels, config=FusedCEConfig(strategy=strategy, num_chunks=2)
+    )
+    loss.sum().backward()
+    miss = (vocab - 1) * math.exp(-gap)
+    torch.testing.assert_close(loss, torch.full_like(loss, math.log1p(miss)), rtol=1e-4, atol=0)
+    got = weight.grad[5, 0].item()
+    assert got == pytest.approx(-4 * miss / (1 + miss), rel=1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_hidden_states_give_nan_like_stock(bad, strategy, device):
+    inputs = make_inputs(
+        "plain", s=4, b=1, hidden_size=8, vocab=20, dtype=torch.float32, device=device
+    )
+    inputs.hidden[2, 0, 3] = bad
+    loss = run(inputs, FusedCEConfig(strategy=strategy, num_chunks=2)).loss
+    assert torch.isnan(loss[0]).tolist() == [False, False, True, False]
+
+
+def test_expanded_and_strided_operands(device):
+    inputs = make_inputs(
+        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+    )
+    hidden = inputs.hidden.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    weight = inputs.weight.t().contiguous().t().requires_grad_()
+    labels = inputs.labels.t().contiguous().t().to(torch.int32)
+    loss = fused_linear_cross_entropy(hidden, weight, labels, config=FusedCEConfig(num_chunks=3))
+    loss.sum().backward()  # upstream: one expanded scalar
+    ones = inputs.__class__(
+        inputs.hidden, inputs.weight, inputs.labels, torch.ones_like(inputs.grad_loss)
+    )
+    assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), ones)
+
+
+def test_autocast(device):
+    """Under autocast fp32 parameters are used in its dtype, as torch's own linear does."""
+    inputs = make_inputs(
+        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.bfloat16, device=device
+    )
+    hidden = inputs.hidden.float().requires_grad_()
+    weight = inputs.weight.float().requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = fused_linear_cross_entropy(
+            hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3)
+        )
+    loss.backward(inputs.grad_loss)
+    assert weight.grad.dtype == torch.float32
+    assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), inputs)
+
+
+def test_fp16_small_upstream_does_not_vanish(device):
+    """An upstream of 2**-20 would leave nothing of most softmax gradients in plain fp16."""
+    inputs = make_inputs(
+        "plain", s=16, b=1, hidden_size=16, vocab=2000, dtype=torch.float16, device=device
+    )
+    tiny = inputs.__class__(
+        inputs.hidden, inputs.weight, inputs.labels, inputs.grad_loss * 2.0**-14
+    )
+    result = run(tiny, FusedCEConfig(num_chunks=3))
+    exact = truth(tiny)
+    # The outputs are fp16 and partly subnormal there: their own rounding is what is left.
+    assert relative_error(result.grad_weight, exact.grad_weight.half()) < 2e-3
+    assert relative_error(result.grad_hidden, exact.grad_hidden.half()) < 2e-2
+
+
+def test_deterministic(device):
+    inputs = make_inputs(
+        "plain", s=32, b=2, hidden_size=32, vocab=500, dtype=torch.bfloat16, device=device
+    )
+    one, two = (run(inputs, FusedCEConfig(num_chunks=3)) for _ in range(2))
+    assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden": torch.zeros(4, 2, 9)}, "H = 9"),
+        ({"hidden": torch.zeros(4, 8)}, "labels have shape"),
+        ({"hidden": torch.zeros(4, 2, 8, dtype=torch.float64)}, "float64"),
+        ({"hidden": torch.zeros(4, 2, 8, dtype=torch.bfloat16)}, "one dtype"),
+        ({"hidden": [1.0]}, "must be a torch.Tensor"),
+        ({"weight": torch.zeros(0, 8)}, "at least one row"),
+        ({"weight": torch.zeros(8)}, "expected \\[V, H\\]"),
+        ({"labels": torch.zeros(4, 2, dtype=torch.int64)}, "labels have shape"),
+        ({"labels": torch.zeros(2, 4)}, "expected int64"),
+        ({"token_weights": torch.zeros(3)}, "token_weights"),
+        ({"vocab_start": -1}, "vocab_start"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(change, words):
+    arguments = {
+        "hidden": torch.zeros(4, 2, 8),
+        "weight": torch.zeros(11, 8),
+        "labels": torch.zeros(2, 4, dtype=torch.int64),
+        **change,
+    }
+    with pytest.raises((TypeError, ValueError), match=words):
+        fused_linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_chunks": 0}, "1 or more"),
+        ({"chunk_tokens": -3}, "1 or more"),
+        ({"num_chunks": 2.5}, "whole number"),
+        ({"num_chunks": 2, "chunk_tokens": 8}, "give one of them"),
+        ({"strategy": "fastest"}, "choose one of"),
+        ({"row_backend": "cuda"}, "choose one of"),
+        ({"logit_scale": 0.0}, "not 0"),
+    ],
+    ids=str,
+)
+def test_bad_config(fields, words):
+    with pytest.raises(ValueError, match=words):
+        FusedCEConfig(**fields)
