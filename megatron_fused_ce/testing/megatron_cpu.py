@@ -1,0 +1,396 @@
+"""Run an unmodified Megatron-LM script on a CPU: stand-ins for what it asks of CUDA.
+
+    torchrun --nproc-per-node 2 -m megatron_fused_ce.testing.megatron_cpu \
+        [--fused-wgrad] /path/to/Megatron-LM/pretrain_gpt.py --distributed-backend gloo ...
+
+The script is run as ``python SCRIPT args...`` would run it (``sys.argv``, ``sys.path[0]``,
+``__main__``), with gloo as the backend. With ``--fused-chunked-ce`` among its arguments it goes
+through ``megatron_fused_ce.launch``, the same entry as on GPUs.
+
+Nothing of the model's arithmetic is replaced. Megatron's own code runs on CPU tensors; what is
+stood in for, and who asks for it (paths below ``megatron/``; line numbers drift, names do not):
+
+=============================  ====================================================================
+stand-in                       asked for by
+=============================  ====================================================================
+`CudaIsCpu` (device mapping)   ``device='cuda'`` / ``device=torch.cuda.current_device()`` all over
+                               training/ and core/; ``.cuda()`` on modules and batches
+`CudaIsCpu` (`Tensor.type`)    ``'torch.cuda.FloatTensor'`` comparisons in core/optimizer
+`_CUDA_FUNCTIONS`              ``assert torch.cuda.is_available()`` and ``device_count() > 0`` in
+                               training/initialize.py, memory reports, synchronise, capability
+`_Stream`, `_Event`            side streams of the DDP wrap (training/training.py), timers
+random state                   core/tensor_parallel/random.py: the tracker's states and seeds live
+                               in the CPU generator, so dropout is as reproducible as on CUDA
+`_barrier`                     ``device_ids=`` in core/parallel_state.py, which gloo refuses
+`typing.override`              training/ from 0.18 on, where Python is older than 3.12
+`compile_dataset_helpers`      core/datasets/utils.py calls make with PATH's ``python3-config``,
+                               which need not be the running interpreter's
+`fused_kernels.load`           training/initialize.py up to 0.16 wants CUDA_HOME
+`WrappedTorchNorm`             core/transformer/torch_norm.py refuses sequence parallelism, because
+                               torch's norms do not mark their weights for the gradient all-reduce;
+                               the stand-in marks them
+``TENorm`` of Hybrid/Mamba     core/models/hybrid/hybrid_block.py and core/ssm/mamba_block.py
+                               hard-code TENorm for the final norm
+inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
+                               ``isinstance`` with classes that Transformer Engine would define
+training_log                   nobody: Megatron logs the gradient norm with three decimals, too few
+                               to compare by; the last rank prints every digit besides
+`fused_weight_gradient...`     ``--gradient-accumulation-fusion`` (Megatron's default) wants apex's
+                               extension; only with ``--fused-wgrad``
+=============================  ====================================================================
+
+The Hybrid and Mamba stacks ship Transformer Engine layers only; `local_stack_spec` beside this file
+is their local counterpart, for ``--spec megatron_fused_ce.testing.local_stack_spec stack_spec``.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import importlib.abc
+import importlib.machinery
+import inspect
+import json
+import logging
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+FUSED_WGRAD_OPTION = "--fused-wgrad"
+PLUGIN_FLAG = "--fused-chunked-ce"
+EXACT_LINE_PREFIX = "[megatron_cpu] exact "
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def _on_cpu(value: Any) -> Any:
+    """`value`, or the CPU where it names a CUDA device."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return torch.device("cpu")
+    return value
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Every torch call that names a CUDA device gets the CPU; ``Tensor.type()`` says the reverse."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if "device" in kwargs:
+            device = kwargs["device"]
+            is_index = isinstance(device, int)  # what torch.cuda.current_device() returns
+            kwargs["device"] = torch.device("cpu") if is_index else _on_cpu(device)
+        return func(*map(_on_cpu, args), **kwargs)
+
+
+# --- torch.cuda ------------------------------------------------------------------------------
+
+
+class _Stream:
+    """A CPU has one queue: every stream is it, and is always up to date."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    """Already happened, as everything before it on a CPU has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+@contextlib.contextmanager
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _no_bytes(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+_THE_STREAM = _Stream()
+
+_CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    # one device per rank, and it is there
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "set_device": _ignore,
+    "get_device_capability": lambda device=None: (8, 0),
+    "get_device_name": lambda device=None: "CPU stand-in",
+    "get_device_properties": lambda device=None: types.SimpleNamespace(
+        name="CPU stand-in", major=8, minor=0, total_memory=0, multi_processor_count=1
+    ),
+    # nothing is asynchronous
+    "synchronize": _ignore,
+    "stream": _nothing,
+    "set_stream": _ignore,
+    "current_stream": lambda device=None: _THE_STREAM,
+    "default_stream": lambda device=None: _THE_STREAM,
+    "is_current_stream_capturing": lambda: False,
+    # no allocator to report on
+    "empty_cache": _ignore,
+    "reset_peak_memory_stats": _ignore,
+    "memory_allocated": _no_bytes,
+    "max_memory_allocated": _no_bytes,
+    "memory_reserved": _no_bytes,
+    "max_memory_reserved": _no_bytes,
+    "device_memory_used": _no_bytes,
+    "memory_stats": lambda device=None: collections.defaultdict(int),
+    # the CPU's generator is the device's
+    "manual_seed": torch.default_generator.manual_seed,
+    "manual_seed_all": torch.default_generator.manual_seed,
+    "initial_seed": torch.initial_seed,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "_lazy_call": lambda callback, **kwargs: callback(),
+}
+
+
+def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function object of its own: torch._dynamo refuses one object under two torch names."""
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    stand_in.__name__ = stand_in.__qualname__ = name
+    return stand_in
+
+
+def _stand_in_for_torch_cuda() -> None:
+    for name, function in _CUDA_FUNCTIONS.items():
+        setattr(torch.cuda, name, _renamed(function, name))
+    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
+    torch.cuda.Event = _Event  # type: ignore[assignment, misc]
+    torch.cuda.default_generators = (torch.default_generator,)
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment, method-assign]
+
+    barrier = torch.distributed.barrier
+
+    def _barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return barrier(group=group, async_op=async_op)
+
+    torch.distributed.barrier = _barrier
+
+
+# --- Megatron's modules, changed as they are imported ----------------------------------------
+
+
+def compile_dataset_helpers() -> None:
+    """Build ``helpers_cpp`` beside ``megatron.core.datasets``, for the running interpreter."""
+    folder = os.path.dirname(sys.modules["megatron.core.datasets.utils"].__file__ or "")
+    includes = subprocess.run(
+        [sys.executable, "-m", "pybind11", "--includes"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    command = ["make", "-C", folder, f"LIBEXT={suffix}", f"CPPFLAGS={includes}"]
+    if subprocess.run(command).returncode != 0:
+        sys.exit("megatron_cpu: megatron.core.datasets' helpers_cpp did not build (output above)")
+
+
+def _stand_in_for_compile_helpers(module: Any) -> None:
+    module.compile_helpers = compile_dataset_helpers
+
+
+def _stand_in_for_fused_kernels(module: Any) -> None:
+    module.load = _ignore
+
+
+def _stand_in_for_torch_norm(module: Any) -> None:
+    wrapped = module.WrappedTorchNorm
+
+    class WrappedTorchNorm(wrapped):  # type: ignore[misc, valid-type]
+        def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+            without = copy.copy(config)
+            without.sequence_parallel = False
+            norm = wrapped.__new__(wrapped, without, *args, **kwargs)
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+            return norm
+
+    module.WrappedTorchNorm = WrappedTorchNorm
+
+
+def _stand_in_for_final_norm(module: Any) -> None:
+    def torch_norm(config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+        return WrappedTorchNorm(config=config, hidden_size=hidden_size, eps=eps)
+
+    module.TENorm = torch_norm
+
+
+def _stand_in_for_training_log(module: Any) -> None:
+    training_log = module.training_log
+    signature = inspect.signature(training_log)
+
+    def exact_training_log(*args: Any, **kwargs: Any) -> Any:
+        values = signature.bind(*args, **kwargs).arguments
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            losses = {
+                name: loss.item()
+                for name, loss in values["loss_dict"].items()
+                if isinstance(loss, torch.Tensor) and loss.numel() == 1
+            }
+            exact = {"iteration": values["iteration"], "grad norm": float(values["grad_norm"])}
+            print(f"{EXACT_LINE_PREFIX}{json.dumps(exact | losses)}", flush=True)
+        return training_log(*args, **kwargs)
+
+    module.training_log = exact_training_log
+
+
+def _stand_in_for_inference_layers(module: Any) -> None:
+    if not isinstance(getattr(module, "InferenceColumnParallelLinear", None), type):
+        module.is_inference_column_parallel_linear = lambda layer: False
+
+
+_MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
+    "megatron.core.datasets.utils": _stand_in_for_compile_helpers,
+    "megatron.legacy.fused_kernels": _stand_in_for_fused_kernels,
+    "megatron.core.transformer.torch_norm": _stand_in_for_torch_norm,
+    "megatron.core.models.hybrid.hybrid_block": _stand_in_for_final_norm,
+    "megatron.core.ssm.mamba_block": _stand_in_for_final_norm,
+    "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
+    "megatron.training.training": _stand_in_for_training_log,
+}
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a module's stand-in once, right after the module's own code has run."""
+
+    def __init__(self, stand_ins: dict[str, Callable[[Any], None]]) -> None:
+        self._stand_ins = dict(stand_ins)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        stand_in = self._stand_ins.pop(fullname, None)
+        if stand_in is None:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                run_module = spec.loader.exec_module
+
+                def exec_module(module: Any) -> None:
+                    run_module(module)
+                    stand_in(module)
+
+                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+                return spec
+        return None
+
+
+# --- apex's fused weight gradient ------------------------------------------------------------
+
+
+def install_fused_wgrad() -> None:
+    """Offer apex's ``fused_weight_gradient_mlp_cuda`` in plain PyTorch: ``main_grad += dYᵀ·X``."""
+
+    def accumulate(hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        with torch.no_grad():
+            main_grad.addmm_(grad_output.t().to(main_grad.dtype), hidden.to(main_grad.dtype))
+
+    module: Any = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = accumulate
+    module.wgrad_gemm_accum_fp16 = accumulate
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, loader=None)
+    sys.modules[module.__name__] = module
+
+
+# --- entry -----------------------------------------------------------------------------------
+
+
+def install(*, fused_wgrad: bool = False) -> None:
+    """Install every stand-in in this process; call before megatron is imported."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by training/arguments.py
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # jit_fuser is torch.compile
+    if not hasattr(typing, "override"):
+        from typing_extensions import override
+
+        typing.override = override  # type: ignore[attr-defined]
+    _stand_in_for_torch_cuda()
+    # Warns at every fork that the CPU's generator moved: here that generator is the device's.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+    sys.meta_path.insert(0, _AfterImport(_MODULE_STAND_INS))
+    if fused_wgrad:
+        install_fused_wgrad()
+    CudaIsCpu().__enter__()  # for the rest of the process
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """``[--fused-wgrad] SCRIPT args...``: install the stand-ins, then run the script."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    fused_wgrad = arguments[:1] == [FUSED_WGRAD_OPTION]
+    if fused_wgrad:
+        arguments.pop(0)
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit(f"usage: megatron_cpu [{FUSED_WGRAD_OPTION}] SCRIPT args...")
+    script, *script_arguments = arguments
+    if not os.path.isfile(script):
+        sys.exit(f"megatron_cpu: no such script: {script}")
+
+    install(fused_wgrad=fused_wgrad)
+    if PLUGIN_FLAG in script_arguments:
+        from megatron_fused_ce.launch import run_script
+
+        run_script(script, script_arguments)
+        return
+    sys.argv = [script, *script_arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

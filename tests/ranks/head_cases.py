@@ -1,0 +1,270 @@
+"""The op over a tensor-parallel group: each rank's part of the truth over the whole vocabulary."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.testing.reference import (
+    HeadResult,
+    assert_close,
+    make_inputs,
+    relative_error,
+    truth,
+)
+from tests.ranks.runner import Rank
+
+UNEQUAL = {1: (97,), 2: (64, 33), 4: (1, 50, 13, 33)}
+
+
+def bounds(rank: Rank, vocab: int, unequal: bool) -> list[int]:
+    sizes = UNEQUAL[rank.size] if unequal else [vocab // rank.size] * rank.size
+    return [sum(sizes[:i]) for i in range(rank.size + 1)]
+
+
+def run_sharded(
+    rank: Rank, inputs, config, *, sequence_parallel=False, unequal=False, named=False, flat=False
+):
+    """Run on this rank's shard and part, collect the whole result on every rank."""
+    vocab = inputs.weight.shape[0]
+    edges = bounds(rank, vocab, unequal)
+    assert edges[-1] == vocab
+    rows = slice(edges[rank.rank], edges[rank.rank + 1])
+    weight = inputs.weight[rows].clone().requires_grad_()
+    s, b, hidden_size = inputs.hidden.shape
+    tokens = slice(0, s)
+    if sequence_parallel:
+        tokens = slice(rank.rank * s // rank.size, (rank.rank + 1) * s // rank.size)
+    hidden = inputs.hidden[tokens].clone().requires_grad_()
+    given, labels = hidden, inputs.labels
+    if flat:
+        given, labels = hidden.flatten(0, 1), inputs.labels.t().reshape(-1)
+    loss = fused_linear_cross_entropy(
+        given,
+        weight,
+        labels,
+        tp_group=rank.group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=rows.start if named else None,
+        config=config,
+    )
+    if flat:
+        loss = loss.view(s, b).t()
+    loss.backward(inputs.grad_loss)
+
+    parts = [None] * rank.size
+    dist.all_gather_object(parts, (loss.detach().cpu(), hidden.grad.cpu(), weight.grad.cpu()))
+    losses, hiddens, weights = zip(*parts, strict=True)
+    assert all(torch.equal(losses[0], other) for other in losses), "the ranks' losses differ"
+    if not sequence_parallel and rank.size > 1:
+        assert all(torch.equal(hiddens[0], other) for other in hiddens)
+    grad_hidden = torch.cat(hiddens) if sequence_parallel else hiddens[0]
+    whole = HeadResult(losses[0], grad_hidden, torch.cat(weights))
+    return HeadResult(*(part.to(rank.device) for part in whole))
+
+
+def against_fp64(rank, *, kind, dtype, strategy, sequence_parallel, unequal, named, flat=False):
+    vocab = 97 if unequal else 100
+    inputs = make_inputs(
+        kind, s=24, b=3, hidden_size=32, vocab=vocab, dtype=dtype, device=rank.device
+    )
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=28)
+    result = run_sharded(
+        rank, inputs, config, sequence_parallel=sequence_parallel, unequal=unequal, named=named,
+        flat=flat,
+    )  # fmt: skip
+    assert_close(result, inputs)
+
+
+def gap_between_shards(rank):
+    """Shards 600 nats apart: the far ones vanish without NaN."""
+    inputs = make_inputs(
+        "plain", s=8, b=1, hidden_size=16, vocab=100, dtype=torch.float32, device=rank.device
+    )
+    edges = bounds(rank, 100, False)
+    inputs.hidden[..., 0] = 1.0
+    for index in range(rank.size):
+        inputs.weight[edges[index] : edges[index + 1], 0] = -600.0 * index
+    for strategy in ("recompute", "store"):
+        result = run_sharded(rank, inputs, FusedCEConfig(strategy=strategy, num_chunks=2))
+        assert_close(result, inputs)
+
+
+def nan_on_one_shard(rank):
+    """A NaN that only one rank can see is a NaN loss on every rank, and only for its token."""
+    inputs = make_inputs(
+        "plain", s=8, b=1, hidden_size=16, vocab=100, dtype=torch.float32, device=rank.device
+    )
+    inputs.weight[99, 3] = float("nan")  # in the last shard
+    inputs.hidden[..., 3] = 0.0
+    inputs.hidden[5, 0, 3] = 1.0
+    edges = bounds(rank, 100, False)
+    loss = fused_linear_cross_entropy(
+        inputs.hidden, inputs.weight[edges[rank.rank] : edges[rank.rank + 1]], inputs.labels,
+        tp_group=rank.group, config=FusedCEConfig(num_chunks=3),
+    )  # fmt: skip
+    assert torch.isnan(loss).all()  # 0 * NaN is NaN: every token meets that row
+
+
+def argmax_of_each_shard(rank):
+    inputs = make_inputs(
+        "plain", s=8, b=2, hidden_size=16, vocab=100, dtype=torch.float32, device=rank.device
+    )
+    edges = bounds(rank, 100, False)
+    weight = inputs.weight[edges[rank.rank] : edges[rank.rank + 1]]
+    for sequence_parallel in (False, True):
+        hidden = inputs.hidden
+        if sequence_parallel:
+            hidden = hidden.chunk(rank.size)[rank.rank]
+        out = linear_cross_entropy(
+            hidden, weight, inputs.labels, tp_group=rank.group,
+            sequence_parallel=sequence_parallel, config=FusedCEConfig(num_chunks=3),
+            with_argmax=True,
+        )  # fmt: skip
+        expected = (inputs.hidden @ weight.t()).flatten(0, 1).max(-1)
+        assert torch.equal(out.local_argmax, expected.indices)
+        torch.testing.assert_close(out.local_max, expected.values)
+
+
+def frozen_operands_and_no_grad(rank):
+    """Every requires_grad subset under sequence parallelism, both strategies, backward twice."""
+    inputs = make_inputs(
+        "plain", s=8, b=2, hidden_size=16, vocab=100, dtype=torch.float32, device=rank.device
+    )
+    edges = bounds(rank, 100, False)
+    exact = truth(inputs)
+    rows = slice(edges[rank.rank], edges[rank.rank + 1])
+    mine = slice(rank.rank * 8 // rank.size, (rank.rank + 1) * 8 // rank.size)
+    for strategy in ("recompute", "store"):
+        for needs_hidden, needs_weight in ((True, False), (False, True), (True, True)):
+            hidden = inputs.hidden[mine].clone().requires_grad_(needs_hidden)
+            weight = inputs.weight[rows].clone().requires_grad_(needs_weight)
+            loss = fused_linear_cross_entropy(
+                hidden, weight, inputs.labels, tp_group=rank.group, sequence_parallel=True,
+                config=FusedCEConfig(strategy=strategy, num_chunks=2, debug_checks=True),
+            )  # fmt: skip
+            loss.backward(inputs.grad_loss, retain_graph=True)
+            loss.backward(inputs.grad_loss)
+            assert (hidden.grad is None, weight.grad is None) == (
+                not needs_hidden,
+                not needs_weight,
+            )
+            if needs_hidden:
+                assert relative_error(hidden.grad, 2 * exact.grad_hidden[mine]) < 2e-6
+            if needs_weight:
+                assert relative_error(weight.grad, 2 * exact.grad_weight[rows]) < 2e-6
+        with torch.no_grad():
+            loss = fused_linear_cross_entropy(
+                inputs.hidden[mine], inputs.weight[rows], inputs.labels, tp_group=rank.group,
+                sequence_parallel=True, config=FusedCEConfig(strategy=strategy),
+            )  # fmt: skip
+        assert loss.grad_fn is None
+        assert relative_error(loss, exact.loss) < 2e-6
+
+
+def empty_batch(rank):
+    hidden = torch.empty(0, 2, 8, device=rank.device, requires_grad=True)
+    weight = torch.randn(5, 8, device=rank.device, requires_grad=True)
+    labels = torch.empty(2, 0, dtype=torch.int64, device=rank.device)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, labels, tp_group=rank.group, sequence_parallel=True
+    )
+    loss.sum().backward()
+    assert loss.shape == (2, 0) and weight.grad.abs().sum() == 0
+
+
+def one_call(rank, group, **changes):
+    """A small call that one rank makes with other arguments than the rest."""
+    arguments = {
+        "hidden": torch.ones(8, 1, 4, device=rank.device),
+        "weight": torch.ones(5, 4, device=rank.device),
+        "labels": torch.zeros(1, 8, dtype=torch.int64, device=rank.device),
+        "tp_group": group,
+        "config": FusedCEConfig(num_chunks=2),
+    }
+    return fused_linear_cross_entropy(**{**arguments, **changes})
+
+
+def disagreement(rank, changes, words, debug_call):
+    """A fresh group's first call (or a later one under debug_checks) where the last rank differs."""
+    if rank.size == 1:
+        return
+    group = dist.new_group(list(range(rank.size)))
+    odd_one = rank.rank == rank.size - 1
+    debug = {}
+    if debug_call:
+        one_call(rank, group, config=FusedCEConfig(num_chunks=2, debug_checks=True))
+        debug = {"config": FusedCEConfig(num_chunks=2, debug_checks=True)}
+    made = {name: make(rank) for name, make in changes.items()} if odd_one else {}
+    try:
+        one_call(rank, group, **{**debug, **made})
+    except (TypeError, ValueError) as error:
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError("no error on this rank")
+
+
+def overlapping_shards(rank):
+    if rank.size == 1:
+        return
+    group = dist.new_group(list(range(rank.size)))
+    try:
+        one_call(rank, group, vocab_start=0)
+    except ValueError as error:
+        assert "overlap" in str(error), str(error)
+    else:
+        raise AssertionError("no error on this rank")
+
+
+def unchecked_calls_cost_no_check(rank):
+    """After the first call no agreement is exchanged: a changed option passes unseen, by design."""
+    group = dist.new_group(list(range(rank.size)))
+    one_call(rank, group)
+    one_call(rank, group, config=FusedCEConfig(num_chunks=2, logit_scale=1.0 + rank.rank))
+
+
+CASES = {
+    "shards 600 nats apart": gap_between_shards,
+    "NaN in one shard": nan_on_one_shard,
+    "argmax of each shard": argmax_of_each_shard,
+    "frozen operands, no_grad, backward twice": frozen_operands_and_no_grad,
+    "empty batch": empty_batch,
+    "overlapping vocab_start": overlapping_shards,
+    "later calls are not checked": unchecked_calls_cost_no_check,
+}
+for _dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for _strategy in ("recompute", "store"):
+        for _sp in (False, True):
+            CASES[f"plain {_dtype} {_strategy} sp={_sp} equal shards"] = functools.partial(
+                against_fp64, kind="plain", dtype=_dtype, strategy=_strategy,
+                sequence_parallel=_sp, unequal=False, named=_sp,
+            )  # fmt: skip
+for _kind in ("peaked", "high", "low", "wide", "equal", "odd-labels"):
+    for _sp in (False, True):
+        CASES[f"{_kind} bf16 sp={_sp} unequal shards"] = functools.partial(
+            against_fp64, kind=_kind, dtype=torch.bfloat16, strategy="recompute",
+            sequence_parallel=_sp, unequal=True, named=_sp, flat=_sp,
+        )  # fmt: skip
+_BAD = {
+    "tokens": (
+        {
+            "hidden": lambda rank: torch.ones(6, 1, 4, device=rank.device),
+            "labels": lambda rank: torch.zeros(1, 6, dtype=torch.int64, device=rank.device),
+        },
+        "disagree on tokens in hidden",
+    ),
+    "chunking": ({"config": lambda rank: FusedCEConfig(num_chunks=3)}, "disagree on"),
+    "bad shape": ({"hidden": lambda rank: torch.ones(8, 1, 3, device=rank.device)}, "H = 3"),
+    "bad dtype": ({"labels": lambda rank: torch.ones(1, 8, device=rank.device)}, "expected int64"),
+}
+for _name, (_changes, _words) in _BAD.items():
+    for _debug in (False, True):
+        if _debug and "config" in _changes:
+            continue  # debug_checks must be given on all ranks
+        CASES[f"one rank differs: {_name}, {'debug call' if _debug else 'first call'}"] = (
+            functools.partial(disagreement, changes=_changes, words=_words, debug_call=_debug)
+        )

@@ -1,0 +1,104 @@
+"""Runs cases on every rank and collects one verdict per case, so that a failure cannot hang a run.
+
+A module of cases has ``CASES``: a dict of name -> function of a :class:`Rank`. Each case ends with an
+exchange of verdicts; the case failed if any rank raised. A rank that raises inside a case leaves the
+others in a collective: they end by the group's time-out, and the rest is reported as not run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's view: all ranks form one tensor-parallel group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    device: torch.device
+
+
+class Verdicts(dict[str, str]):
+    """Case name -> empty when it passed, else what each failing rank said."""
+
+    def check(self, name: str) -> None:
+        assert self[name] == "", self[name]
+
+
+@cache
+def run_cases(
+    module: str, num_ranks: int, env: tuple[tuple[str, str], ...] = (), timeout_s: int = 600
+) -> Verdicts:
+    """Run every case of ``module`` on ``num_ranks`` ranks (gloo, or NCCL where the GPUs suffice)."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(num_ranks), "-m", "tests.ranks.runner", module),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **dict(env)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    verdicts = Verdicts()
+    for line in done.stdout.splitlines():
+        if line.startswith("VERDICT "):
+            name, words = json.loads(line.removeprefix("VERDICT "))
+            verdicts[name] = words
+    for name in case_names(module):
+        tail = done.stdout[-1500:] + done.stderr[-3000:]
+        verdicts.setdefault(name, f"no verdict; the run ended with {done.returncode}: {tail}")
+    return verdicts
+
+
+def case_names(module: str) -> list[str]:
+    return list(importlib.import_module(module).CASES)
+
+
+def main() -> None:
+    import tests.conftest  # noqa: F401  sets the environment for Triton and cuBLAS
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo", timeout=datetime.timedelta(seconds=CASE_TIMEOUT_S)
+    )
+    torch.use_deterministic_algorithms(True)
+    cases = importlib.import_module(sys.argv[1]).CASES
+    for name, case in cases.items():
+        words = ""
+        try:
+            case(Rank(dist.group.WORLD, rank, size, device))
+        except Exception:
+            words = f"rank {rank}: {traceback.format_exc()}"
+        said: list[str] = [""] * size
+        dist.all_gather_object(said, words)
+        if rank == 0:
+            print("VERDICT " + json.dumps([name, "\n".join(filter(None, said))]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
