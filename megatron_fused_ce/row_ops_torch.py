@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_fused_ce.row_ops import RowStatistics, TokenTerms
 
-#: Elements of one fp32 temporary (4 MiB).
-BLOCK_ELEMENTS = 1 << 20
+#: Elements of one fp32 temporary (512 KiB).
+BLOCK_ELEMENTS = 1 << 17
 
 
 def _row_blocks(num_rows: int, num_columns: int) -> list[slice]:

@@ -50,6 +50,7 @@ import contextlib
 import copy
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import inspect
 import json
 import logging
@@ -218,7 +219,7 @@ def _stand_in_for_torch_cuda() -> None:
     def _barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         return barrier(group=group, async_op=async_op)
 
-    torch.distributed.barrier = _barrier
+    torch.distributed.barrier = _barrier  # type: ignore[assignment]
 
 
 # --- Megatron's modules, changed as they are imported ----------------------------------------
@@ -247,7 +248,8 @@ def _stand_in_for_fused_kernels(module: Any) -> None:
     module.load = _ignore
 
 
-def _stand_in_for_torch_norm(module: Any) -> None:
+def stand_in_for_torch_norm(module: Any) -> None:
+    """Let ``WrappedTorchNorm`` run under sequence parallelism (on GPUs too: local layers)."""
     wrapped = module.WrappedTorchNorm
 
     class WrappedTorchNorm(wrapped):  # type: ignore[misc, valid-type]
@@ -298,7 +300,7 @@ def _stand_in_for_inference_layers(module: Any) -> None:
 _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.datasets.utils": _stand_in_for_compile_helpers,
     "megatron.legacy.fused_kernels": _stand_in_for_fused_kernels,
-    "megatron.core.transformer.torch_norm": _stand_in_for_torch_norm,
+    "megatron.core.transformer.torch_norm": stand_in_for_torch_norm,
     "megatron.core.models.hybrid.hybrid_block": _stand_in_for_final_norm,
     "megatron.core.ssm.mamba_block": _stand_in_for_final_norm,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
@@ -316,18 +318,17 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         stand_in = self._stand_ins.pop(fullname, None)
         if stand_in is None:
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                run_module = spec.loader.exec_module
+        spec = importlib.util.find_spec(fullname)  # by the other finders, and by this one: None
+        if spec is None or spec.loader is None:
+            return None
+        run_module = spec.loader.exec_module
 
-                def exec_module(module: Any) -> None:
-                    run_module(module)
-                    stand_in(module)
+        def exec_module(module: Any) -> None:
+            run_module(module)
+            stand_in(module)
 
-                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-                return spec
-        return None
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 # --- apex's fused weight gradient ------------------------------------------------------------
@@ -336,7 +337,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def install_fused_wgrad() -> None:
     """Offer apex's ``fused_weight_gradient_mlp_cuda`` in plain PyTorch: ``main_grad += dYᵀ·X``."""
 
-    def accumulate(hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    def accumulate(
+        hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+    ) -> None:
         with torch.no_grad():
             main_grad.addmm_(grad_output.t().to(main_grad.dtype), hidden.to(main_grad.dtype))
 

@@ -35,7 +35,7 @@ def run_sharded(
     assert edges[-1] == vocab
     rows = slice(edges[rank.rank], edges[rank.rank + 1])
     weight = inputs.weight[rows].clone().requires_grad_()
-    s, b, hidden_size = inputs.hidden.shape
+    s, b, _ = inputs.hidden.shape
     tokens = slice(0, s)
     if sequence_parallel:
         tokens = slice(rank.rank * s // rank.size, (rank.rank + 1) * s // rank.size)

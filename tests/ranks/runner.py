@@ -24,6 +24,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 CASE_TIMEOUT_S = 60
 
+#: One thread a rank; Megatron's jitted functions run as they are written.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -44,9 +47,12 @@ class Verdicts(dict[str, str]):
 
 @cache
 def run_cases(
-    module: str, num_ranks: int, env: tuple[tuple[str, str], ...] = (), timeout_s: int = 600
+    module: str, num_ranks: int, path: tuple[str, ...] = (), timeout_s: int = 600
 ) -> Verdicts:
-    """Run every case of ``module`` on ``num_ranks`` ranks (gloo, or NCCL where the GPUs suffice)."""
+    """Run every case of ``module`` on ``num_ranks`` ranks (gloo, or NCCL where the GPUs suffice).
+
+    ``path`` comes first on the ranks' PYTHONPATH: another megatron-core, for instance.
+    """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks), "-m", "tests.ranks.runner", module),
@@ -54,7 +60,7 @@ def run_cases(
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **dict(env)},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join((*path, str(ROOT)))},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -86,8 +92,12 @@ def main() -> None:
         "nccl" if on_gpus else "gloo", timeout=datetime.timedelta(seconds=CASE_TIMEOUT_S)
     )
     torch.use_deterministic_algorithms(True)
-    cases = importlib.import_module(sys.argv[1]).CASES
-    for name, case in cases.items():
+    module = importlib.import_module(sys.argv[1])
+    getattr(module, "prepare", lambda device: None)(device)
+    skip = getattr(module, "skip", lambda name: False)
+    for name, case in module.CASES.items():
+        if skip(name):
+            continue
         words = ""
         try:
             case(Rank(dist.group.WORLD, rank, size, device))

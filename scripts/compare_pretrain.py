@@ -1,0 +1,679 @@
+"""Launch Megatron-LM's own pretraining scripts with the flag off and on, and compare the logs.
+
+On a CPU (gloo, fp32, tiny models; `megatron_fused_ce.testing.megatron_cpu` stands in for CUDA), the
+named cases below, for every checkout given:
+
+    python scripts/compare_pretrain.py --megatron ~/Megatron-LM-0.18 --megatron ~/Megatron-LM-0.19
+
+On GPUs, one case whose arguments are yours, launched as users launch it:
+
+    python scripts/compare_pretrain.py --megatron ~/Megatron-LM --device cuda --nproc 4 \
+        --case-name "TP 4, 128k" --args-file launch.args -- --train-iters 50
+
+Each variant is one launch of the unmodified script; ``unfused`` is what the others are compared
+with. More variants: ``--variant 'c4096=--fused-chunked-ce --fused-ce-chunk-tokens 4096'``.
+
+Every run's logs, command line and figures stay in the output folder, and a run whose inputs
+have not changed since is not repeated. Exit status: 0 all within bounds, 1 a bound broken or a run
+failed, 2 a mistake in the arguments.
+
+The bound on losses is relative: twice what Megatron's own native fused cross entropy differs from
+its unfused one by, or 1e-6 in fp32 (the log's seven digits), whichever is larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "megatron_fused_ce"
+REFERENCE = "unfused"
+YARDSTICK = "native"
+YARDSTICK_FACTOR = 2.0
+PLUGIN_FLAG = "--fused-chunked-ce"
+FP32_BOUND = 1e-6  # of losses
+FP32_GRAD_NORM_BOUND = 1e-5  # where every digit is known: on a CPU
+
+VARIANTS = {
+    REFERENCE: "",
+    YARDSTICK: "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
+    "fused-ce": f"{PLUGIN_FLAG} --fused-ce-num-chunks 3 --fused-ce-strategy recompute",
+    "fused-ce-store": f"{PLUGIN_FLAG} --fused-ce-num-chunks 3 --fused-ce-strategy store",
+}
+
+# What runs on a CPU without apex and Transformer Engine. Vocabulary 127 + eod, padded to 128·TP.
+CPU_BASE_ARGS = """
+    --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 5
+    --lr 1e-3 --lr-decay-style constant
+    --mock-data --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
+    --eval-iters 1 --eval-interval 3 --log-interval 1 --distributed-backend gloo
+    --tensor-model-parallel-size 2 --transformer-impl local --use-cpu-initialization
+    --attention-backend unfused --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+"""
+NO_FUSED_WGRAD = "--no-gradient-accumulation-fusion"
+UNTIED = "--untie-embeddings-and-output-weights"
+STACK_SPEC = "--spec megatron_fused_ce.testing.local_stack_spec stack_spec"
+
+
+class UsageError(Exception):
+    """A mistake in the arguments, in one line."""
+
+
+# --- what is run -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkout:
+    path: Path
+    label: str
+    version: tuple[int, int]
+
+    @staticmethod
+    def at(path: str) -> Checkout:
+        folder = Path(path).expanduser().resolve()
+        info = folder / "megatron" / "core" / "package_info.py"
+        if not (folder / "pretrain_gpt.py").is_file() or not info.is_file():
+            raise UsageError(f"no Megatron-LM checkout at {path}: pretrain_gpt.py is not there")
+        numbers = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)", info.read_text(), re.MULTILINE))
+        return Checkout(folder, folder.name, (int(numbers["MAJOR"]), int(numbers["MINOR"])))
+
+    @property
+    def stack_model(self) -> str:
+        """Megatron's name of the model with an attention/MLP pattern."""
+        return "hybrid" if self.version >= (0, 18) else "mamba"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a script, its arguments and its number of processes; ``args`` None: not offered."""
+
+    name: str
+    script: str
+    num_processes: int
+    args: list[str] | None
+    fused_wgrad: bool = False
+
+
+def _stack_pattern(checkout: Checkout, num_mtp_layers: int, pipelined: bool) -> str | None:
+    """The flags that give the Mamba or Hybrid model two attention and two MLP layers."""
+    if checkout.version >= (0, 17):
+        pattern = ("*-|*-" if pipelined else "*-*-") + "/*-" * num_mtp_layers
+        return f"--hybrid-layer-pattern {pattern}"
+    if num_mtp_layers:
+        return None  # MambaModel has MTP from 0.17 on
+    return "--hybrid-override-pattern *-*- --num-layers 4"
+
+
+def cpu_case(checkout: Checkout, model: str, name: str) -> Case:
+    """The case `name` of `model` ("gpt", "stack") as `checkout` spells it.
+
+    Together the cases cover sequence parallelism on and off, tied and untied weights, gradient
+    accumulation fusion on and off, several micro-batches per step, and evaluation.
+    """
+    num_mtp_layers = {"mtp": 1, "mtp2": 2}.get(name, 0)
+    num_processes = 4 if name in ("distopt", "pp2") else 2
+    fused_wgrad = name in ("mtp", "distopt")
+    extra = {
+        "plain": f"--sequence-parallel {UNTIED}",
+        "mtp": "--sequence-parallel",
+        "mtp2": UNTIED,
+        "distopt": f"--sequence-parallel {UNTIED} --use-distributed-optimizer"
+        " --overlap-grad-reduce --overlap-param-gather",
+        "pp2": "--pipeline-model-parallel-size 2",
+    }[name]
+    if model == "gpt":
+        script, layers = "pretrain_gpt.py", "--num-layers 2"
+        if num_mtp_layers:
+            layers += f" --mtp-num-layers {num_mtp_layers}"
+    else:
+        script = f"pretrain_{checkout.stack_model}.py"
+        pattern = _stack_pattern(checkout, num_mtp_layers, pipelined=name == "pp2")
+        if pattern is None:
+            return Case(name, script, num_processes, None)
+        layers = f"{pattern} {STACK_SPEC}"
+    words = [CPU_BASE_ARGS, layers, extra, "" if fused_wgrad else NO_FUSED_WGRAD]
+    return Case(name, script, num_processes, shlex.split(" ".join(words)), fused_wgrad)
+
+
+CPU_CASES = ("plain", "mtp", "mtp2", "distopt", "pp2")
+MODELS = ("gpt", "stack")
+
+
+# --- one run ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Figures:
+    """What one run's logs say."""
+
+    status: str = "ok"  # ok, failed, out of memory, timed out
+    losses: dict[str, list[float]] = field(default_factory=dict)  # per name, per logged iteration
+    grad_norms: list[float] = field(default_factory=list)
+    iteration_times_ms: list[float] = field(default_factory=list)
+    max_allocated_mb: float | None = None
+    heads_fused: int | None = None
+    logits_materialised: int | None = None
+    heads_stock: int | None = None
+    wall_s: float = 0.0
+    error: str = ""
+
+
+_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
+_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
+_TIME = re.compile(rf"elapsed time per iteration \(ms\): {_NUMBER}")
+_LOSS = re.compile(rf"\| ([\w ]*loss): {_NUMBER}", re.IGNORECASE)
+_GRAD_NORM = re.compile(rf"grad norm: {_NUMBER}")
+_EXACT = re.compile(r"\[megatron_cpu\] exact (\{.*\})")
+_EVALUATION = re.compile(rf"validation loss at .*?\| lm loss value: {_NUMBER}")
+_MEMORY = re.compile(rf"max allocated: {_NUMBER}")
+_COUNTERS = re.compile(
+    r"\[fused-ce\] heads evaluated fused: (\d+), logits materialised: (\d+), "
+    r"heads on the stock path: (\d+)"
+)
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(\w*(?:Error|Exception|assert)\w*: .*|.*: error: .*)$")
+
+
+def parse_logs(texts: Iterable[str]) -> Figures:
+    """Figures from the logs of a run's ranks (each rank's output apart, so lines are whole)."""
+    figures = Figures()
+    exact: dict[int, dict[str, float]] = {}
+    memory: list[float] = []
+    for text in texts:
+        for line in text.splitlines():
+            if match := _EXACT.search(line):
+                values = json.loads(match[1])
+                exact[values.pop("iteration")] = values
+            elif match := _ITERATION.search(line):
+                _parse_iteration(match[2], exact.get(int(match[1]), {}), figures)
+            elif match := _EVALUATION.search(line):
+                figures.losses.setdefault("validation loss", []).append(float(match[1]))
+            elif match := _COUNTERS.search(line):
+                counts = (int(number) for number in match.groups())
+                figures.heads_fused, figures.logits_materialised, figures.heads_stock = counts
+            elif match := _MEMORY.search(line):
+                memory.append(float(match[1]))
+            if match := _ERROR.match(line):
+                figures.error = figures.error or match[1].strip()
+            if "OutOfMemoryError" in line or "CUDA out of memory" in line:
+                figures.status = "out of memory"
+    figures.max_allocated_mb = max(memory) if any(memory) else None
+    return figures
+
+
+def _parse_iteration(columns: str, exact: dict[str, float], figures: Figures) -> None:
+    for name, value in _LOSS.findall(f"|{columns}"):
+        figures.losses.setdefault(name, []).append(exact.get(name, float(value)))
+    if match := _GRAD_NORM.search(columns):
+        figures.grad_norms.append(exact.get("grad norm", float(match[1])))
+    if match := _TIME.search(columns):
+        figures.iteration_times_ms.append(float(match[1]))
+
+
+@dataclass(frozen=True)
+class Run:
+    checkout: Checkout
+    model: str
+    case: Case
+    variant: str
+    variant_args: tuple[str, ...]
+    device: str
+    timeout_s: float
+
+    @property
+    def uses_plugin(self) -> bool:
+        return PLUGIN_FLAG in self.variant_args
+
+    def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
+        """The command line, with `megatron` for the checkout's folder."""
+        assert self.case.args is not None
+        command = [*torchrun, "--nproc-per-node", str(self.case.num_processes)]
+        if self.device == "cpu":
+            command += ["-m", "megatron_fused_ce.testing.megatron_cpu"]
+            command += ["--fused-wgrad"] if self.case.fused_wgrad else []
+        elif self.uses_plugin:
+            command += ["-m", "megatron_fused_ce.launch"]
+        return [*command, f"{megatron}/{self.case.script}", *self.case.args, *self.variant_args]
+
+    @property
+    def command(self) -> str:
+        return shlex.join(self.words("MEGATRON_LM", ["torchrun"]))
+
+    @property
+    def folder_name(self) -> str:
+        words = (self.checkout.label, self.model, self.case.name, self.variant)
+        return re.sub(r"[^\w.-]+", "_", "-".join(words))
+
+    def fingerprint(self) -> str:
+        """Changes with anything the run's figures depend on."""
+        files = [
+            PACKAGE / "testing" / "megatron_cpu.py",
+            PACKAGE / "testing" / "local_stack_spec.py",
+        ]
+        if self.uses_plugin:
+            files += [f for f in PACKAGE.rglob("*.py") if "testing" not in f.parts]
+            files += (REPOSITORY / "kernels").rglob("*.py")
+        digest = hashlib.sha256(f"{self.checkout.path} {self.command}".encode())
+        for file in sorted(files):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    def execute(self, output: Path) -> tuple[Figures, bool]:
+        """Its figures, and whether they were there already from an earlier, complete run."""
+        folder = output / self.folder_name
+        record, fingerprint = folder / "run.json", self.fingerprint()
+        if record.is_file():
+            earlier = json.loads(record.read_text())
+            complete = earlier["figures"]["status"] in ("ok", "out of memory")
+            if earlier["fingerprint"] == fingerprint and complete:
+                return Figures(**earlier["figures"]), True
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        figures = self._launch(folder)
+        content = {"command": self.command, "fingerprint": fingerprint, "figures": asdict(figures)}
+        record.write_text(json.dumps(content, indent=1) + "\n")
+        return figures, False
+
+    def _launch(self, folder: Path) -> Figures:
+        logs = folder / "logs"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--log-dir", str(logs), "--redirects", "3"]
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        search = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(search)
+        if self.device == "cpu":
+            environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+        started = time.monotonic()
+        with open(folder / "torchrun.log", "w") as launcher_log:
+            process = subprocess.Popen(
+                self.words(str(self.checkout.path), torchrun),
+                cwd=folder,
+                env=environment,
+                stdout=launcher_log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            status = "ok"
+            try:
+                status = "failed" if process.wait(self.timeout_s) else "ok"
+            except subprocess.TimeoutExpired:
+                status = f"timed out after {self.timeout_s:.0f} s"
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        ranks = [*sorted(logs.rglob("*.log")), folder / "torchrun.log"]
+        figures = parse_logs(file.read_text(errors="replace") for file in ranks)
+        figures.wall_s = round(time.monotonic() - started, 1)
+        if status == "ok":
+            figures.error = ""
+            figures.status = status if figures.losses else "no iteration in the log"
+        elif figures.status != "out of memory":
+            figures.status = status
+        return figures
+
+
+# --- comparison ------------------------------------------------------------------------------
+
+
+def largest_relative_difference(ours: Sequence[float], reference: Sequence[float]) -> float:
+    """Over the iterations; inf where one of them ended early, nan equals nan."""
+    if len(ours) != len(reference) or not reference:
+        return math.inf
+    differences = [
+        0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / max(abs(b), 1e-30)
+        for a, b in zip(ours, reference, strict=True)
+    ]
+    return max(math.inf if math.isnan(d) else d for d in differences)
+
+
+def loss_difference(ours: Figures, reference: Figures) -> float:
+    """The largest over every loss that Megatron logs: lm, MTP depths, validation."""
+    if ours.losses.keys() != reference.losses.keys():
+        return math.inf
+    return max(
+        largest_relative_difference(ours.losses[name], values)
+        for name, values in reference.losses.items()
+    )
+
+
+@dataclass
+class Row:
+    version: str
+    model: str
+    case: str
+    variant: str
+    status: str
+    loss_difference: float | None = None
+    native_loss_difference: float | None = None
+    grad_norm_difference: float | None = None
+    native_grad_norm_difference: float | None = None
+    heads_fused: int | None = None
+    logits_materialised: int | None = None
+    heads_stock: int | None = None
+    last_lm_loss: float | None = None
+    iteration_time_ms: float | None = None  # median after the warm-up
+    max_allocated_mb: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def compare(
+    run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out: Sequence[str]
+) -> Row:
+    """One variant's row; `all_figures` are the figures of this case's variants."""
+    figures = all_figures[run.variant]
+    row = Row(
+        version=run.checkout.label,
+        model=run.model,
+        case=run.case.name,
+        variant=run.variant,
+        status=figures.status,
+        heads_fused=figures.heads_fused,
+        logits_materialised=figures.logits_materialised,
+        heads_stock=figures.heads_stock,
+        max_allocated_mb=figures.max_allocated_mb,
+    )
+    times = figures.iteration_times_ms[warmup:]
+    row.iteration_time_ms = round(statistics.median(times), 1) if times else None
+    row.last_lm_loss = figures.losses.get("lm loss", [None])[-1]  # type: ignore[list-item]
+    if figures.status != "ok":
+        if not (figures.status == "out of memory" and run.variant in may_run_out):
+            row.problems.append(f"{figures.status} {figures.error}".strip())
+        return row
+
+    reference, native = all_figures.get(REFERENCE), all_figures.get(YARDSTICK)
+    if reference and reference.status == "ok" and run.variant != REFERENCE:
+        row.loss_difference = loss_difference(figures, reference)
+        row.grad_norm_difference = largest_relative_difference(
+            figures.grad_norms, reference.grad_norms
+        )
+        if native and native.status == "ok":
+            row.native_loss_difference = loss_difference(native, reference)
+            row.native_grad_norm_difference = largest_relative_difference(
+                native.grad_norms, reference.grad_norms
+            )
+    if run.uses_plugin:
+        row.problems += _broken_bounds(run, row)
+    return row
+
+
+def _broken_bounds(run: Run, row: Row) -> list[str]:
+    problems = []
+    is_fp32 = not {"--bf16", "--fp16"} & set(run.case.args or ())
+    for what, ours, native, fp32_bound in (
+        ("loss", row.loss_difference, row.native_loss_difference, FP32_BOUND),
+        (
+            "grad norm",
+            row.grad_norm_difference if run.device == "cpu" else None,  # else three decimals
+            row.native_grad_norm_difference,
+            FP32_GRAD_NORM_BOUND,
+        ),
+    ):
+        bound = max(YARDSTICK_FACTOR * (native or 0.0), fp32_bound if is_fp32 else 0.0)
+        if ours is not None and bound > 0.0 and not ours <= bound:
+            problems.append(f"{what} differs by {ours:.1e}, bound {bound:.1e}")
+    if row.heads_fused is None:
+        problems.append("the run printed no count of fused heads")
+    elif not row.heads_fused:
+        problems.append("no head was evaluated fused")
+    if row.logits_materialised:
+        problems.append(f"{row.logits_materialised} logits were materialised")
+    return problems
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+def _cell(value: Any, form: str = "") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def markdown(rows: Sequence[Row], device: str) -> str:
+    """The table; on a CPU the variants with the flag, on GPUs all of them."""
+    if device == "cpu":
+        head = ["version", "model", "case", "variant", "loss: flag − unfused"]
+        head += ["loss: native − unfused", "grad norm: flag − unfused"]
+        head += [
+            "grad norm: native − unfused",
+            "heads fused",
+            "logits materialised",
+            "within bounds",
+        ]
+    else:
+        head = ["version", "case", "variant", "ms per iteration", "max allocated MB"]
+        head += ["last lm loss", "largest loss difference to unfused", "heads fused"]
+        head += ["logits materialised", "within bounds"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in rows:
+        verdict = "; ".join(row.problems) or (row.status if row.status != "ok" else "yes")
+        difference = _cell(row.loss_difference, ".1e")
+        counts = [_cell(row.heads_fused), _cell(row.logits_materialised)]
+        if device == "cpu":
+            if row.variant in (REFERENCE, YARDSTICK) and not row.problems:
+                continue
+            cells = [row.version, row.model, row.case, row.variant, difference]
+            cells += [_cell(row.native_loss_difference, ".1e")]
+            cells += [_cell(row.grad_norm_difference, ".1e")]
+            cells += [_cell(row.native_grad_norm_difference, ".1e"), *counts, verdict]
+        else:
+            cells = [row.version, row.case, row.variant, _cell(row.iteration_time_ms, ".1f")]
+            cells += [_cell(row.max_allocated_mb, ".0f"), _cell(row.last_lm_loss, ".6f")]
+            cells += [difference, *counts, verdict]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no inf and nan: their names instead."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- command line ----------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False, exit_on_error=True
+    )
+    parser.add_argument(
+        "--megatron", action="append", metavar="PATH", help="a Megatron-LM checkout; repeatable"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="CPU: gpt, stack (Mamba or Hybrid), or both"
+    )
+    parser.add_argument("--cases", default=",".join(CPU_CASES), help="CPU: comma-separated")
+    parser.add_argument(
+        "--variants",
+        default=f"{REFERENCE},{YARDSTICK},fused-ce",
+        help=f"comma-separated, of {', '.join(VARIANTS)} and those of --variant",
+    )
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME=FLAGS",
+        help="one more variant, run after those of --variants; repeatable",
+    )
+    parser.add_argument("--args-file", help="the script's arguments, as in a shell; # comments")
+    parser.add_argument("--case-name", default="own arguments", help="with arguments of your own")
+    parser.add_argument("--script", default="pretrain_gpt.py", help="with arguments of your own")
+    parser.add_argument("--nproc", type=int, default=2, help="with arguments of your own")
+    parser.add_argument(
+        "--may-run-out-of-memory",
+        action="append",
+        default=[],
+        metavar="VARIANT",
+        help="running out of GPU memory is a result of this variant, not a failure; repeatable",
+    )
+    parser.add_argument("--warmup", type=int, help="logged iterations left out of the time [1]")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of one run")
+    parser.add_argument("--output", default="build/compare_pretrain", help="folder of the logs")
+    parser.add_argument("--json", help="[OUTPUT/results.json]")
+    parser.add_argument("--markdown", help="[OUTPUT/results.md]")
+    parser.add_argument(
+        "script_args", nargs="*", metavar="-- ARGS", help="arguments of your own for the script"
+    )
+    return parser
+
+
+def _chosen(text: str, known: Iterable[str], option: str) -> list[str]:
+    names, known = [name for name in text.split(",") if name], list(known)
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{option}: no {name!r}; there are {', '.join(known)}")
+    return names
+
+
+def _variants(options: argparse.Namespace) -> dict[str, str]:
+    chosen = {name: VARIANTS[name] for name in _chosen(options.variants, VARIANTS, "--variants")}
+    for definition in options.variant:
+        name, equals, flags = definition.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--variant takes NAME=FLAGS, got {definition!r}")
+        chosen[name] = flags
+    if not chosen:
+        raise UsageError("no variant to run")
+    return chosen
+
+
+def _own_args(options: argparse.Namespace) -> list[str]:
+    words: list[str] = []
+    if options.args_file:
+        if not os.path.isfile(options.args_file):
+            raise UsageError(f"--args-file: no file {options.args_file}")
+        words += shlex.split(Path(options.args_file).read_text(), comments=True)
+    return [*words, *options.script_args]
+
+
+def plan(options: argparse.Namespace) -> list[list[Run]]:
+    """The runs, one list per row group (checkout, model, case), the reference first."""
+    if not options.megatron:
+        raise UsageError("give at least one Megatron-LM checkout: --megatron PATH")
+    checkouts = [Checkout.at(path) for path in options.megatron]
+    if len({checkout.label for checkout in checkouts}) < len(checkouts):
+        raise UsageError("checkouts need folders of different names: their names label the table")
+    variants = _variants(options)
+    own_args = _own_args(options)
+    cases: list[tuple[Checkout, str, Case]] = []
+    for checkout in checkouts:
+        if own_args:
+            if not (checkout.path / options.script).is_file():
+                raise UsageError(f"--script: {checkout.label} has no {options.script}")
+            case = Case(options.case_name, options.script, options.nproc, own_args)
+            model = options.script.removeprefix("pretrain_").removesuffix(".py")
+            cases.append((checkout, model, case))
+            continue
+        if options.device == "cuda":
+            raise UsageError(
+                "on GPUs the script's arguments are yours: --args-file FILE or -- ARGS"
+            )
+        for model in _chosen(options.models, MODELS, "--models"):
+            for name in _chosen(options.cases, CPU_CASES, "--cases"):
+                label = model if model == "gpt" else checkout.stack_model
+                cases.append((checkout, label, cpu_case(checkout, model, name)))
+    return [
+        [
+            Run(
+                checkout,
+                model,
+                case,
+                name,
+                tuple(shlex.split(flags)),
+                options.device,
+                options.timeout,
+            )
+            for name, flags in variants.items()
+        ]
+        for checkout, model, case in cases
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        groups = plan(options)
+    except UsageError as error:
+        print(f"compare_pretrain: {error}", file=sys.stderr)
+        return 2
+    output = Path(options.output).resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    warmup = 1 if options.warmup is None else options.warmup
+
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    rows: list[Row] = []
+    records: list[dict[str, Any]] = []
+    total = sum(len(group) for group in groups if group[0].case.args is not None)
+    quiet = not sys.stderr.isatty()
+    with tqdm(total=total, unit="run", dynamic_ncols=True, disable=quiet) as progress:
+        for group in groups:
+            if group[0].case.args is None:
+                continue
+            all_figures: dict[str, Figures] = {}
+            for run in group:
+                words = (run.checkout.label, run.model, run.case.name, run.variant)
+                progress.set_description(" ".join(words))
+                figures, was_there = run.execute(output)
+                all_figures[run.variant] = figures
+                came = "kept" if was_there else f"{figures.wall_s:.0f} s"
+                progress.write(f"{' '.join(words)}: {figures.status} ({came}) {figures.error}")
+                progress.update()
+            for run in group:
+                row = compare(run, all_figures, warmup, options.may_run_out_of_memory)
+                rows.append(row)
+                figures = asdict(all_figures[run.variant])  # type: ignore[assignment]
+                records.append({**asdict(row), "command": run.command, "figures": figures})
+
+    table = markdown(rows, options.device)
+    record = {"device": options.device, "environment": _environment(), "rows": _finite(records)}
+    for path, text in (
+        (options.json or output / "results.json", json.dumps(record, indent=1) + "\n"),
+        (options.markdown or output / "results.md", table),
+    ):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    print(table)
+    broken = [row for row in rows if row.problems]
+    for row in broken:
+        where = f"{row.version} {row.model} {row.case} {row.variant}"
+        print(f"compare_pretrain: {where}: {'; '.join(row.problems)}", file=sys.stderr)
+    print(f"{total} runs, {len(broken)} broken; logs in {options.output}")
+    return 1 if broken else 0
+
+
+def _environment() -> dict[str, str]:
+    import torch
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout.strip()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"commit": commit, "torch": torch.__version__, "python": python, "gpu": gpu}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

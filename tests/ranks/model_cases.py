@@ -1,0 +1,353 @@
+"""Megatron's own models with the flag off and on: every parameter's gradient, losses, MTP metrics.
+
+Run with the megatron-core that is importable (0.16.1 or 0.19.2 in CI), wrapped in Megatron's DDP. Each
+case builds the same model twice from one seed and runs two micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tests.ranks.runner import Rank
+
+VOCAB, HIDDEN, SEQUENCE, BATCH = 160, 32, 24, 2
+
+#: Largest difference of a gradient between two right ways to compute it, norm-relative: fp32 rounding
+#: through two layers.
+GRADIENT_BOUND = 1e-5
+LOSS_BOUND = 1e-6
+
+
+def prepare(device: torch.device) -> None:
+    """Stand-ins for CUDA on a CPU (with apex's kernel in Python); only the norms on GPUs."""
+    from megatron_fused_ce.testing import megatron_cpu
+
+    if device.type == "cpu":
+        megatron_cpu.install(fused_wgrad=True)
+        # A backward called on a tensor runs outside the stand-ins' mode: name the CPU itself.
+        torch.cuda.current_device = lambda: device
+        torch.cuda.default_generators = {device: torch.default_generator}
+    else:
+        from megatron.core.transformer import torch_norm
+
+        megatron_cpu.stand_in_for_torch_norm(torch_norm)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model and how its head is used."""
+
+    family: str = "gpt"  # gpt or hybrid (MambaModel before 0.18)
+    mtp: int = 0
+    tied: bool = False
+    sequence_parallel: bool = False
+    mup: bool = False
+    fused_wgrad: bool = False
+    overlap: bool = False
+    dtype: torch.dtype = torch.float32
+    strategy: str = "recompute"
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+def core_version() -> tuple[int, int]:
+    import megatron.core
+
+    major, minor = megatron.core.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def build(model: Model, rank: Rank) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=True,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=model.fused_wgrad,
+        tensor_model_parallel_size=rank.size,
+        sequence_parallel=model.sequence_parallel,
+        mtp_num_layers=model.mtp or None,
+        params_dtype=model.dtype,
+        bf16=model.dtype == torch.bfloat16,
+        **mup,
+        **model.extra,
+    )
+    if model.family == "gpt":
+        spec = gpt_layer_specs.get_gpt_layer_local_spec()
+        mtp_spec = None
+        if model.mtp:
+            mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+                config, spec, use_transformer_engine=False
+            )
+        built = GPTModel(
+            config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
+            share_embeddings_and_output_weights=model.tied, mtp_block_spec=mtp_spec,
+            position_embedding_type="rope",
+        )  # fmt: skip
+    else:
+        from megatron_fused_ce.testing.local_stack_spec import stack_spec
+
+        shared = dict(
+            vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",
+            share_embeddings_and_output_weights=model.tied,
+        )  # fmt: skip
+        if core_version() >= (0, 18):
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            pattern = "*-" + "/*-" * model.mtp
+            built = HybridModel(config, stack_spec, hybrid_layer_pattern=pattern, **shared)
+        else:
+            from megatron.core.models.mamba.mamba_model import MambaModel
+
+            built = MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
+    return built.to(rank.device)
+
+
+def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]:
+    """Losses, every parameter's accumulated gradient, and the MTP metrics, by name."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    built = build(model, rank)
+    ddp = DistributedDataParallel(
+        built.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=model.overlap, bucket_size=1
+        ),
+        built,
+    )
+    ddp.zero_grad_buffer()
+    MTPLossLoggingHelper.tracker.clear()
+    generator = torch.Generator().manual_seed(3)
+    results = {}
+    for micro_batch in range(2):
+        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
+        mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
+        positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
+        causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=rank.device).triu(1)
+        last = micro_batch == 1
+        with contextlib.nullcontext() if last or not model.overlap else ddp.no_sync():
+            # MambaModel takes no loss_mask before 0.17.
+            given = {"loss_mask": mask} if model.family == "gpt" or model.mtp else {}
+            loss = ddp(ids[:, :-1], positions, causal[None, None], labels=ids[:, 1:], **given)
+            MTPLossAutoScaler.set_loss_scale(torch.tensor(0.5, device=rank.device))
+            assert isinstance(loss, torch.Tensor) and loss.shape == (BATCH, SEQUENCE)
+            (loss * mask).sum().backward()
+        results[f"loss of micro-batch {micro_batch}"] = loss.detach().clone()
+    ddp.finish_grad_sync()
+    for name, parameter in built.named_parameters():
+        assert parameter.main_grad is not None, name
+        results[f"gradient of {name}"] = parameter.main_grad.detach().clone()
+    for name, value in MTPLossLoggingHelper.tracker.items():
+        if isinstance(value, torch.Tensor):
+            results[f"MTP {name}"] = value.clone()
+    return results
+
+
+@contextlib.contextmanager
+def parallel(rank: Rank):
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(rank.size)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def off_against_on(rank: Rank, model: Model) -> None:
+    import megatron_fused_ce
+
+    with parallel(rank):
+        megatron_fused_ce.disable()
+        off = train_two_micro_batches(model, rank)
+        counters = megatron_fused_ce.counters()
+        counters.reset()
+        megatron_fused_ce.enable(
+            megatron_fused_ce.FusedCEConfig(strategy=model.strategy, num_chunks=3)
+        )
+        on = train_two_micro_batches(model, rank)
+        megatron_fused_ce.disable()
+    assert (counters.fused, counters.materialised, counters.stock) == (2 * (1 + model.mtp), 0, 0)
+    assert off.keys() == on.keys()
+    assert any("gradient" in name for name in off)
+    if model.mtp:
+        assert any(name.startswith("MTP") for name in off)
+    half = model.dtype != torch.float32
+    for name, expected in off.items():
+        got = on[name].double()
+        expected = expected.double()
+        norm = float(expected.norm())
+        difference = float((got - expected).norm()) / (norm or 1.0)
+        if "correct" in name or "total" in name:
+            assert torch.equal(got, expected), f"{name}: {got} instead of {expected}"
+            continue
+        assert norm > 0 or "gradient" not in name, f"{name} is zero: the case tests nothing"
+        bound = LOSS_BOUND if "loss" in name else GRADIENT_BOUND
+        if half:
+            bound = 2e-3 if "loss" in name else 2e-2
+        assert difference <= bound, f"{name}: differs by {difference:.2e}, more than {bound:.0e}"
+
+
+def checkpoint_moves(rank: Rank) -> None:
+    """A state dict saved with the flag on loads strictly with it off, and the other way round."""
+    import megatron_fused_ce
+
+    with parallel(rank):
+        megatron_fused_ce.disable()
+        off = build(Model(), rank)
+        megatron_fused_ce.enable()
+        on = build(Model(), rank)
+        megatron_fused_ce.disable()
+        assert type(on.output_layer) is not type(off.output_layer)
+        assert type(on.output_layer).__name__ == type(off.output_layer).__name__
+        assert list(on.state_dict()) == list(off.state_dict())
+        off.load_state_dict(on.state_dict())
+        on.load_state_dict(off.state_dict())
+        assert sorted(on.sharded_state_dict()) == sorted(off.sharded_state_dict())
+
+
+def forward(built: Any, rank: Rank, labels: bool, **kwargs: Any) -> Any:
+    ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) % VOCAB
+    positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
+    causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=rank.device).triu(1)
+    return built(
+        ids, positions, causal[None, None], labels=ids.roll(-1, 1) if labels else None, **kwargs
+    )
+
+
+def other_uses_get_real_logits(rank: Rank) -> None:
+    """No labels, gathered logits, inference mode, a hook that reads the output, evaluation."""
+    import megatron_fused_ce
+
+    counters = megatron_fused_ce.counters()
+    with parallel(rank):
+        megatron_fused_ce.disable()
+        off = build(Model(), rank)
+        megatron_fused_ce.enable()
+        on = build(Model(), rank)
+        megatron_fused_ce.disable()
+
+        counters.reset()
+        assert torch.equal(forward(on, rank, False), forward(off, rank, False))
+        assert (counters.fused, counters.materialised) == (0, 1)
+
+        counters.reset()
+        gathered = forward(on, rank, False, runtime_gather_output=True)
+        assert gathered.shape == (BATCH, SEQUENCE, VOCAB)
+        with torch.inference_mode():
+            forward(on, rank, True)
+        assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 2)
+
+        counters.reset()
+        seen = []
+        hook = on.output_layer.register_forward_hook(lambda *a: seen.append(a[2][0].shape))
+        loss = forward(on, rank, True)
+        hook.remove()
+        assert seen == [(SEQUENCE, BATCH, VOCAB // rank.size)]
+        assert (counters.fused, counters.stock) == (0, 1)
+
+        counters.reset()
+        on.eval(), off.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(forward(on, rank, True), forward(off, rank, True))
+            torch.testing.assert_close(forward(on, rank, True), loss.detach())
+        assert (counters.fused, counters.materialised, counters.stock) == (2, 0, 0)
+
+
+def hooks_fire_around_the_loss(rank: Rank) -> None:
+    """Pre-hooks (DDP's wait for gathered parameters) run before the loss, inside the layer's call."""
+    import megatron_fused_ce
+
+    with parallel(rank):
+        megatron_fused_ce.enable()
+        on = build(Model(), rank)
+        megatron_fused_ce.disable()
+        fired = []
+        on.output_layer.register_forward_pre_hook(lambda *a: fired.append("before"))
+        forward(on, rank, True)
+        assert fired == ["before"]
+
+
+def heads_left_to_megatron(rank: Rank) -> None:
+    """What the stock path keeps is not adopted."""
+    import megatron_fused_ce
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    with parallel(rank):
+        megatron_fused_ce.enable()
+        normal = build(Model(), rank)
+        megatron_fused_ce.disable()
+        from megatron_fused_ce.adapter import stock_path
+
+        assert type(normal.output_layer) is not ColumnParallelLinear
+        normal.output_layer.__class__ = ColumnParallelLinear
+        assert stock_path.reason_at_build(normal, None) is None
+        normal.output_layer.gather_output = True
+        assert "gathers" in stock_path.reason_at_build(normal, None)
+        normal.output_layer.gather_output = False
+        normal.config.defer_embedding_wgrad_compute = True
+        assert "defer" in stock_path.reason_at_build(normal, None)
+        normal.config.defer_embedding_wgrad_compute = False
+        normal.output_layer.disable_grad_reduce = True
+        assert "LoRA" in stock_path.reason_at_build(normal, None)
+
+
+CASES = {
+    "checkpoint moves between flag off and on": checkpoint_moves,
+    "other uses get real logits": other_uses_get_real_logits,
+    "hooks fire around the loss": hooks_fire_around_the_loss,
+    "heads left to Megatron": heads_left_to_megatron,
+}
+_MODELS = {
+    "gpt": Model(),
+    "gpt store": Model(strategy="store"),
+    "gpt tied": Model(tied=True),
+    "gpt sp": Model(sequence_parallel=True),
+    "gpt bf16 sp": Model(sequence_parallel=True, dtype=torch.bfloat16),
+    "gpt mtp 1": Model(mtp=1),
+    "gpt mtp 2 tied": Model(mtp=2, tied=True),
+    "gpt mtp 2 sp": Model(mtp=2, sequence_parallel=True),
+    "gpt fused wgrad": Model(fused_wgrad=True),
+    "gpt fused wgrad tied mtp 1 overlap": Model(fused_wgrad=True, tied=True, mtp=1, overlap=True),
+    "gpt fused wgrad sp overlap store": Model(
+        fused_wgrad=True, sequence_parallel=True, overlap=True, strategy="store"
+    ),
+    "hybrid": Model(family="hybrid"),
+    "hybrid tied sp": Model(family="hybrid", tied=True, sequence_parallel=True),
+}
+_SINCE_0_17 = {
+    "gpt mup": Model(mup=True),
+    "gpt mup mtp 1": Model(mup=True, mtp=1),
+    "hybrid mtp 1": Model(family="hybrid", mtp=1),
+    "gpt mtp 1 detached heads": Model(mtp=1, extra={"mtp_detach_heads": True}),
+}
+for _name, _model in {**_MODELS, **_SINCE_0_17}.items():
+    CASES[f"off against on: {_name}"] = functools.partial(off_against_on, model=_model)
+NEEDS_0_19 = {f"off against on: {name}" for name in _SINCE_0_17}
+
+
+def skip(name: str) -> bool:
+    """Cases that this megatron-core does not know."""
+    return name in NEEDS_0_19 and core_version() < (0, 19)
