@@ -15,11 +15,18 @@ Shape letters, the same in every file, kernel and document:
 
 Read the code in this order: :mod:`.op`, :mod:`.strategies`, :mod:`.row_ops`,
 :mod:`.vocab_parallel`, :mod:`.grad_weight`; then :mod:`.adapter` for Megatron.
+
+Names are imported when they are first used: the hook that waits for Megatron can then be installed
+while Python starts, before torch can be imported.
 """
 
-from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
-from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.op import fused_linear_cross_entropy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
+    from megatron_fused_ce.config import FusedCEConfig
+    from megatron_fused_ce.op import fused_linear_cross_entropy
 
 __version__ = "0.1.0"
 
@@ -31,3 +38,18 @@ __all__ = [
     "enable",
     "fused_linear_cross_entropy",
 ]
+
+_HOMES = {
+    "Counters": "adapter.switch",
+    "counters": "adapter.switch",
+    "disable": "adapter.switch",
+    "enable": "adapter.switch",
+    "FusedCEConfig": "config",
+    "fused_linear_cross_entropy": "op",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

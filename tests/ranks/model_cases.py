@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from tests.ranks.runner import Rank
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 160, 32, 24, 2
@@ -292,8 +293,9 @@ def hooks_fire_around_the_loss(rank: Rank) -> None:
 
 def heads_left_to_megatron(rank: Rank) -> None:
     """What the stock path keeps is not adopted."""
-    import megatron_fused_ce
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    import megatron_fused_ce
 
     with parallel(rank):
         megatron_fused_ce.enable()

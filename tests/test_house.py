@@ -1,0 +1,142 @@
+"""The walls of the house: which room may import what, read from the source, and what import costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron_fused_ce"
+SOURCES = sorted(
+    file
+    for folder in (PACKAGE, ROOT / "kernels")
+    for file in folder.rglob("*.py")
+    if "kernels" not in file.relative_to(folder).parts
+)
+
+
+def imports(file: Path) -> set[str]:
+    """Every module that ``file`` imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(file: Path) -> str:
+    """Path from the root, a folder's name for rooms that are folders."""
+    parts = file.relative_to(ROOT).parts
+    if parts[0] == "kernels":
+        return "kernels"
+    return parts[1] if len(parts) > 2 else parts[1].removesuffix(".py")
+
+
+def rooms_that_import(prefix: str) -> set[str]:
+    return {
+        room(file)
+        for file in SOURCES
+        if any(name == prefix or name.startswith(f"{prefix}.") for name in imports(file))
+    }
+
+
+def test_the_sources_were_found():
+    assert {"op", "strategies", "kernels", "adapter", "testing"} <= {room(f) for f in SOURCES}
+
+
+def test_only_the_kernels_know_triton():
+    assert rooms_that_import("triton") == {"kernels"}
+
+
+def test_only_the_adapter_knows_megatron():
+    assert rooms_that_import("megatron") <= {"adapter", "testing"}
+
+
+def test_only_the_vocab_parallel_module_knows_collectives():
+    """The op names a process group in its signature; the calls live in one module."""
+    assert rooms_that_import("torch.distributed") <= {"op", "vocab_parallel", "testing"}
+    calls = (
+        node.func.attr
+        for node in ast.walk(ast.parse((PACKAGE / "op.py").read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "dist"
+    )
+    assert not list(calls)
+
+
+def test_only_the_front_doors_read_command_lines():
+    readers = {
+        file.relative_to(ROOT).as_posix()
+        for file in SOURCES
+        if room(file) != "testing"
+        and ("argparse" in imports(file) or "sys.argv" in file.read_text())
+    }
+    assert readers == {
+        "megatron_fused_ce/adapter/arguments.py",
+        "megatron_fused_ce/adapter/switch.py",
+        "megatron_fused_ce/adapter/training_arguments.py",
+        "megatron_fused_ce/autoload.py",
+        "megatron_fused_ce/launch.py",
+    }
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        ("kernels", "strategies"),
+        ("row_ops", "strategies"),
+        ("vocab_parallel", "strategies"),
+        ("grad_weight", "strategies"),
+        ("chunking", "strategies"),
+        ("strategies", "op"),
+        ("op", "adapter"),
+    ],
+)
+def test_data_flows_one_way(low, high):
+    assert low not in rooms_that_import(f"megatron_fused_ce.{high}")
+
+
+def test_the_head_does_not_use_the_toolbox():
+    assert rooms_that_import("megatron_fused_ce.testing") <= {"testing"}
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_installing_the_hook_imports_neither_torch_nor_megatron():
+    """Python's start-up (autoload) runs it in every process with the flag."""
+    code = (
+        "import sys; from megatron_fused_ce.adapter import import_hook; import_hook.install(); "
+        "print([name for name in ('torch', 'triton', 'megatron') if name in sys.modules])"
+    )
+    assert python(code).strip() == "[]"
+
+
+def test_the_op_works_without_megatron():
+    code = (
+        "import sys; sys.modules['megatron'] = None; import torch, megatron_fused_ce as m; "
+        "h = torch.randn(3, 2, 4); w = torch.randn(5, 4); y = torch.zeros(2, 3, dtype=torch.long); "
+        "print(m.fused_linear_cross_entropy(h, w, y).shape)"
+    )
+    assert python(code).strip() == "torch.Size([2, 3])"
+
+
+def test_every_export_exists():
+    import megatron_fused_ce
+
+    for name in megatron_fused_ce.__all__:
+        assert getattr(megatron_fused_ce, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        megatron_fused_ce.no_such_name  # noqa: B018

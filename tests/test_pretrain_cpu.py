@@ -1,0 +1,176 @@
+"""The harness on a real Megatron-LM: unmodified pretrain_gpt.py on a CPU, flag off and on.
+
+    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/test_pretrain_cpu.py
+
+Several checkouts: separate them with ``:``. Its own parts (log parsing, bounds, bad input) are
+tested without one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+HARNESS = REPOSITORY / "scripts" / "compare_pretrain.py"
+CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
+NUM_HEADS = {"plain": 1, "mtp": 2}
+NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
+
+
+@pytest.fixture(scope="module")
+def harness():
+    spec = importlib.util.spec_from_file_location("compare_pretrain", HARNESS)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_harness(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HARNESS), *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+# Without a checkout: the skip says how to give one.
+@pytest.mark.skipif(
+    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
+)
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
+    results = tmp_path / "results.json"
+    run = run_harness(
+        f"--megatron={checkout}",
+        "--models=gpt",
+        f"--cases={','.join(NUM_HEADS)}",
+        "--variants=unfused,native,fused-ce,fused-ce-store",
+        f"--output={tmp_path}",
+        f"--json={results}",
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = json.loads(results.read_text())["rows"]
+    flag_rows = [row for row in rows if row["variant"].startswith("fused-ce")]
+    assert [row["case"] for row in flag_rows] == ["plain", "plain", "mtp", "mtp"]
+    for row in flag_rows:
+        assert row["heads_fused"] == NUM_HEADS[row["case"]] * NUM_FORWARDS
+        assert row["logits_materialised"] == 0
+        assert row["loss_difference"] <= max(1e-6, 2 * row["native_loss_difference"])
+
+
+LOG = """\
+ [2026-01-01 00:00:00.0] iteration        1/       5 | consumed samples:            8 | \
+elapsed time per iteration (ms): 341.1 | learning rate: 1.000000E-03 | global batch size:     8 | \
+lm loss: 5.537932E+00 | mtp_1 loss: 5.123535E+00 | loss scale: 1.0 | grad norm: 2.586 | \
+number of skipped iterations:   0 | number of nan iterations:   0 |
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 6408.50 | max allocated: 10624.25 | \
+reserved: 11000.00 | max reserved: 12000.00
+ validation loss at iteration 1 on validation set | lm loss value: 5.400000E+00 | lm loss PPL: 2E+02 |
+[fused-ce] heads evaluated fused: 12, logits materialised: 0, heads on the stock path: 3
+"""
+
+
+def test_log_as_megatron_writes_it(harness):
+    figures = harness.parse_logs([LOG])
+    assert figures.losses == {
+        "lm loss": [5.537932],
+        "mtp_1 loss": [5.123535],
+        "validation loss": [5.4],
+    }
+    assert (figures.grad_norms, figures.iteration_times_ms) == ([2.586], [341.1])
+    assert figures.max_allocated_mb == 10624.25
+    counts = (figures.heads_fused, figures.logits_materialised, figures.heads_stock)
+    assert counts == (12, 0, 3)
+
+
+def test_exact_figures_replace_rounded_ones(harness):
+    exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}'
+    figures = harness.parse_logs([f"{exact}\n{LOG}"])
+    assert figures.grad_norms == [2.58612345]
+    assert figures.losses["lm loss"] == [5.53793219]
+
+
+def test_out_of_memory_is_told_from_other_failures(harness):
+    line = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 31.31 GiB."
+    assert harness.parse_logs([LOG, line]).status == "out of memory"
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "difference"),
+    [
+        ([5.0, 4.0], [5.0, 4.0], 0.0),
+        ([5.0, 4.004], [5.0, 4.0], 1e-3),
+        ([5.0], [5.0, 4.0], math.inf),  # ended early
+        ([5.0, math.nan], [5.0, 4.0], math.inf),
+        ([math.nan], [math.nan], 0.0),
+        ([], [], math.inf),  # nothing was compared
+    ],
+)
+def test_largest_relative_difference(harness, ours, reference, difference):
+    assert harness.largest_relative_difference(ours, reference) == pytest.approx(difference)
+
+
+@pytest.mark.parametrize(
+    ("our_loss", "heads_fused", "logits_materialised", "problem"),
+    [
+        (5.0, 32, 0, None),
+        (5.00005, 32, 0, None),  # 1e-5: within twice the yardstick's 8e-6
+        (5.00010, 32, 0, "loss differs"),
+        (5.0, 0, 0, "no head was evaluated fused"),
+        (5.0, 32, 1, "1 logits were materialised"),
+        (5.0, None, None, "printed no count"),
+    ],
+)
+def test_bounds(harness, tmp_path, our_loss, heads_fused, logits_materialised, problem):
+    def figures(loss, **counts):
+        losses = {"lm loss": [loss]}
+        return harness.Figures(losses=losses, grad_norms=[1.0], **counts)
+
+    case = harness.Case("plain", "pretrain_gpt.py", 2, [])
+    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
+    run = harness.Run(checkout, "gpt", case, "fused-ce", ("--fused-chunked-ce",), "cpu", 60.0)
+    counts = {"heads_fused": heads_fused, "logits_materialised": logits_materialised}
+    all_figures = {
+        "unfused": figures(5.0),
+        "native": figures(5.00004),
+        "fused-ce": figures(our_loss, **counts),
+    }
+    row = harness.compare(run, all_figures, warmup=0, may_run_out=[])
+    assert (problem in " ".join(row.problems)) if problem else row.problems == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "--megatron PATH"),
+        (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(options, message):
+    run = run_harness(*options)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_unknown_case_and_gpus_without_arguments(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
+    (tmp_path / "pretrain_gpt.py").touch()
+    for options, message in (
+        (["--cases=plain,tp9"], "no 'tp9'; there are plain"),
+        (["--variants=other"], "no 'other'"),
+        (["--device=cuda"], "--args-file FILE or -- ARGS"),
+        (["--args-file=nowhere.args"], "no file nowhere.args"),
+    ):
+        run = run_harness(f"--megatron={tmp_path}", f"--output={tmp_path / 'out'}", *options)
+        assert run.returncode == 2, run.stderr
+        assert message in run.stderr
+        assert len(run.stderr.splitlines()) == 1
