@@ -198,7 +198,8 @@ def test_dummy_is_zero_where_a_tied_embedding_adds_to_it():
     weight = weight_with(grad_added_to_main_grad=False, zero_out_wgrad=True)
     end_point = open_grad_weight_for(weight, True)(weight, 1, False)
     add_three_chunks(end_point)
-    assert torch.equal(end_point.close(None), torch.zeros_like(weight))
+    # Where Transformer Engine is installed its shared dummy lies on the GPU.
+    assert torch.equal(end_point.close(None).to(weight), torch.zeros_like(weight))
 
 
 def test_no_dummy_where_nobody_waits_for_one():

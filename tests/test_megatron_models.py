@@ -37,7 +37,6 @@ def test_model(core, num_ranks, name):
 
 
 def installed_is_older_than_0_19() -> bool:
-    import importlib.metadata
+    from megatron.core.package_info import MAJOR, MINOR
 
-    version = importlib.metadata.version("megatron-core").split(".")
-    return (int(version[0]), int(version[1])) < (0, 19)
+    return bool((MAJOR, MINOR) < (0, 19))
