@@ -60,7 +60,7 @@ def run_cases(
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join((*path, str(ROOT)))},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, (*path, str(ROOT), os.environ.get("PYTHONPATH"))))},
         capture_output=True,
         text=True,
         timeout=timeout_s,
