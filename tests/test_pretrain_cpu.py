@@ -174,3 +174,78 @@ def test_unknown_case_and_gpus_without_arguments(tmp_path):
         assert run.returncode == 2, run.stderr
         assert message in run.stderr
         assert len(run.stderr.splitlines()) == 1
+
+
+FAKE_PRETRAIN = """
+import sys
+loss = 5.0
+if "--cross-entropy-loss-fusion" in sys.argv:
+    loss = 5.00004
+if "--wrong" in sys.argv:
+    loss = 5.1
+if "--full" in sys.argv:
+    raise SystemExit("torch.OutOfMemoryError: CUDA out of memory")
+for i in 1, 2:
+    print(f"iteration {i}/ 2 | elapsed time per iteration (ms): {i}.5 | lm loss: {loss} | grad norm: 1.0 |")
+"""
+
+
+@pytest.fixture
+def fake_checkout(tmp_path):
+    """Where a Megatron-LM would be: a script that logs as Megatron does."""
+    checkout = tmp_path / "fake-megatron"
+    (checkout / "megatron" / "core").mkdir(parents=True)
+    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
+    (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
+    return checkout
+
+
+def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
+    options = (
+        f"--megatron={fake_checkout}",
+        "--device=cuda",
+        "--nproc=1",
+        f"--output={tmp_path / 'out'}",
+        "--variants=unfused,native",
+        "--variant=too-large=--full",
+        "--may-run-out-of-memory=too-large",
+        "--",
+        "--bf16",
+    )
+    run = run_harness(*options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "out of memory"]
+    assert [row["iteration_time_ms"] for row in rows] == [2.5, 2.5, None]
+    assert rows[1]["loss_difference"] == pytest.approx(8e-6)
+    assert rows[1]["command"].endswith("--cross-entropy-fusion-impl native")
+    assert str(tmp_path) not in rows[1]["command"]
+
+    assert run_harness(*options).stdout.count("(kept)") == 3
+    (tmp_path / "out" / "fake-megatron-gpt-own_arguments-native" / "run.json").unlink()
+    assert run_harness(*options).stdout.count("(kept)") == 2
+
+
+def test_broken_bound_is_status_1(fake_checkout, tmp_path):
+    run = run_harness(
+        f"--megatron={fake_checkout}",
+        "--device=cuda",
+        "--nproc=1",
+        f"--output={tmp_path / 'out'}",
+        "--variants=unfused",
+        "--variant=flag=--fused-chunked-ce --wrong",
+        "--",
+        "--train-iters=2",
+    )
+    assert run.returncode == 1
+    assert "loss differs by 2.0e-02" in run.stderr
+    assert "printed no count of fused heads" in run.stderr
+
+
+def test_half_precision_needs_the_yardstick(harness, tmp_path):
+    case = harness.Case("own", "pretrain_gpt.py", 2, ["--bf16"])
+    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
+    run = harness.Run(checkout, "gpt", case, "flag", ("--fused-chunked-ce",), "cuda", 60.0)
+    figures = harness.Figures(losses={"lm loss": [5.0]}, heads_fused=1, logits_materialised=0)
+    row = harness.compare(run, {"unfused": figures, "flag": figures}, warmup=0, may_run_out=[])
+    assert row.problems == ["no native run to hold the loss against"]

@@ -119,7 +119,7 @@ def build(model: Model, rank: Rank) -> Any:
             from megatron.core.models.mamba.mamba_model import MambaModel
 
             built = MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
-    return built.to(rank.device)
+    return built.to(rank.device, model.dtype)
 
 
 def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]:
