@@ -18,13 +18,16 @@ have not changed since is not repeated. Exit status: 0 all within bounds, 1 a bo
 failed, 2 a mistake in the arguments.
 
 The bound on losses is relative: twice what Megatron's own native fused cross entropy differs from
-its unfused one by, or 1e-6 in fp32 (the log's seven digits), whichever is larger.
+its unfused one by, or 1e-6 (what the log's seven digits can tell apart), whichever is larger.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -47,8 +50,8 @@ REFERENCE = "unfused"
 YARDSTICK = "native"
 YARDSTICK_FACTOR = 2.0
 PLUGIN_FLAG = "--fused-chunked-ce"
-FP32_BOUND = 1e-6  # of losses
-FP32_GRAD_NORM_BOUND = 1e-5  # where every digit is known: on a CPU
+LOSS_RESOLUTION = 1e-6  # relative; Megatron logs seven digits
+GRAD_NORM_RESOLUTION = 1e-5  # relative, where every digit is known: on a CPU
 
 VARIANTS = {
     REFERENCE: "",
@@ -131,7 +134,7 @@ def cpu_case(checkout: Checkout, model: str, name: str) -> Case:
     """
     num_mtp_layers = {"mtp": 1, "mtp2": 2}.get(name, 0)
     num_processes = 4 if name in ("distopt", "pp2") else 2
-    fused_wgrad = name in ("mtp", "distopt")
+    fused_wgrad = name in ("mtp", "distopt", "bf16")
     extra = {
         "plain": f"--sequence-parallel {UNTIED}",
         "mtp": "--sequence-parallel",
@@ -139,6 +142,7 @@ def cpu_case(checkout: Checkout, model: str, name: str) -> Case:
         "distopt": f"--sequence-parallel {UNTIED} --use-distributed-optimizer"
         " --overlap-grad-reduce --overlap-param-gather",
         "pp2": "--pipeline-model-parallel-size 2",
+        "bf16": "--bf16 --sequence-parallel",
     }[name]
     if model == "gpt":
         script, layers = "pretrain_gpt.py", "--num-layers 2"
@@ -154,7 +158,15 @@ def cpu_case(checkout: Checkout, model: str, name: str) -> Case:
     return Case(name, script, num_processes, shlex.split(" ".join(words)), fused_wgrad)
 
 
-CPU_CASES = ("plain", "mtp", "mtp2", "distopt", "pp2")
+CPU_CASES = {
+    "plain": "TP 2, sequence parallelism, untied weights",
+    "mtp": "MTP 1, TP 2, sequence parallelism, tied, gradient accumulation fusion",
+    "mtp2": "MTP 2, TP 2, untied",
+    "distopt": "distributed optimizer with both overlaps, TP 2 × DP 2, sequence parallelism, untied, "
+    "gradient accumulation fusion",
+    "pp2": "TP 2 × PP 2, tied",
+    "bf16": "TP 2, sequence parallelism, tied, gradient accumulation fusion into fp32",
+}
 MODELS = ("gpt", "stack")
 
 
@@ -258,6 +270,10 @@ class Run:
         return shlex.join(self.words("MEGATRON_LM", ["torchrun"]))
 
     @property
+    def title(self) -> str:
+        return f"{self.checkout.label} {self.model} {self.case.name} {self.variant}"
+
+    @property
     def folder_name(self) -> str:
         words = (self.checkout.label, self.model, self.case.name, self.variant)
         return re.sub(r"[^\w.-]+", "_", "-".join(words))
@@ -271,7 +287,8 @@ class Run:
         if self.uses_plugin:
             files += [f for f in PACKAGE.rglob("*.py") if "testing" not in f.parts]
             files += (REPOSITORY / "kernels").rglob("*.py")
-        digest = hashlib.sha256(f"{self.checkout.path} {self.command}".encode())
+        software = f"{sys.version} {importlib.metadata.version('torch')}"
+        digest = hashlib.sha256(f"{self.checkout.path} {self.command} {software}".encode())
         for file in sorted(files):
             digest.update(file.read_bytes())
         return digest.hexdigest()
@@ -418,17 +435,19 @@ def compare(
 def _broken_bounds(run: Run, row: Row) -> list[str]:
     problems = []
     is_fp32 = not {"--bf16", "--fp16"} & set(run.case.args or ())
-    for what, ours, native, fp32_bound in (
-        ("loss", row.loss_difference, row.native_loss_difference, FP32_BOUND),
+    for what, ours, native, resolution in (
+        ("loss", row.loss_difference, row.native_loss_difference, LOSS_RESOLUTION),
         (
             "grad norm",
             row.grad_norm_difference if run.device == "cpu" else None,  # else three decimals
             row.native_grad_norm_difference,
-            FP32_GRAD_NORM_BOUND,
+            GRAD_NORM_RESOLUTION,
         ),
     ):
-        bound = max(YARDSTICK_FACTOR * (native or 0.0), fp32_bound if is_fp32 else 0.0)
-        if ours is not None and bound > 0.0 and not ours <= bound:
+        bound = max(YARDSTICK_FACTOR * (native or 0.0), resolution)
+        if ours is not None and native is None and not is_fp32:
+            problems.append(f"no {YARDSTICK} run to hold the {what} against")
+        elif ours is not None and not ours <= bound:
             problems.append(f"{what} differs by {ours:.1e}, bound {bound:.1e}")
     if row.heads_fused is None:
         problems.append("the run printed no count of fused heads")
@@ -481,6 +500,31 @@ def markdown(rows: Sequence[Row], device: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def report(rows: Sequence[Row], device: str, environment: dict[str, str]) -> str:
+    """The Markdown file: the table, and what it takes to read and repeat it."""
+    where = {
+        "cpu": "a CPU (gloo; fp32 unless the case says otherwise)",
+        "cuda": environment["gpu"],
+    }[device]
+    versions = f"Python {environment['python']}, torch {environment['torch']}"
+    differences = (
+        "Differences are the largest relative ones over all logged iterations and, for losses, over "
+        "every loss that Megatron logs (lm, each MTP depth, validation). The bound on a flag's loss "
+        f"is {YARDSTICK_FACTOR:g}× that of native or {LOSS_RESOLUTION:g} (what the log's seven digits "
+        "can tell apart), whichever is larger.\n"
+    )
+    legend = ""
+    if device == "cpu":
+        cases = "".join(f"- `{name}`: {text}\n" for name, text in CPU_CASES.items())
+        legend = f"\nCases, every one with four micro-batches or two per step, and evaluation:\n\n{cases}"
+    return (
+        "# Unmodified pretraining scripts, flag off and on\n\n"
+        f"By `scripts/compare_pretrain.py` at commit {environment['commit']} on {where}, {versions}. "
+        "The JSON file beside this one has every run's command line and figures.\n\n"
+        f"{markdown(rows, device)}\n{differences}{legend}"
+    )
+
+
 def _finite(value: Any) -> Any:
     """JSON has no inf and nan: their names instead."""
     if isinstance(value, dict):
@@ -528,7 +572,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="VARIANT",
         help="running out of GPU memory is a result of this variant, not a failure; repeatable",
     )
-    parser.add_argument("--warmup", type=int, help="logged iterations left out of the time [1]")
+    parser.add_argument(
+        "--warmup", type=int, default=1, metavar="N", help="logged iterations left out of the time"
+    )
     parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of one run")
     parser.add_argument("--output", default="build/compare_pretrain", help="folder of the logs")
     parser.add_argument("--json", help="[OUTPUT/results.json]")
@@ -620,55 +666,92 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     output = Path(options.output).resolve()
     output.mkdir(parents=True, exist_ok=True)
-    warmup = 1 if options.warmup is None else options.warmup
-
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    lock = open(output / "lock", "w")  # noqa: SIM115 (held until the process ends)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        print(f"compare_pretrain: another comparison writes to {output}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
 
     rows: list[Row] = []
     records: list[dict[str, Any]] = []
-    total = sum(len(group) for group in groups if group[0].case.args is not None)
-    quiet = not sys.stderr.isatty()
-    with tqdm(total=total, unit="run", dynamic_ncols=True, disable=quiet) as progress:
+    num_runs = sum(len(group) for group in groups if group[0].case.args is not None)
+    with _Progress(num_runs) as progress:
         for group in groups:
-            if group[0].case.args is None:
+            first = group[0]
+            if first.case.args is None:
+                status = f"{first.model} has no MTP in this version"
+                rows.append(Row(first.checkout.label, first.model, first.case.name, "", status))
                 continue
             all_figures: dict[str, Figures] = {}
             for run in group:
-                words = (run.checkout.label, run.model, run.case.name, run.variant)
-                progress.set_description(" ".join(words))
+                progress.begin(run.title)
                 figures, was_there = run.execute(output)
                 all_figures[run.variant] = figures
                 came = "kept" if was_there else f"{figures.wall_s:.0f} s"
-                progress.write(f"{' '.join(words)}: {figures.status} ({came}) {figures.error}")
-                progress.update()
+                progress.end(f"{run.title}: {figures.status} ({came}) {figures.error}".rstrip())
             for run in group:
-                row = compare(run, all_figures, warmup, options.may_run_out_of_memory)
+                row = compare(run, all_figures, options.warmup, options.may_run_out_of_memory)
                 rows.append(row)
-                figures = asdict(all_figures[run.variant])  # type: ignore[assignment]
-                records.append({**asdict(row), "command": run.command, "figures": figures})
+                record = {**asdict(row), "command": run.command}
+                records.append({**record, "figures": asdict(all_figures[run.variant])})
 
-    table = markdown(rows, options.device)
-    record = {"device": options.device, "environment": _environment(), "rows": _finite(records)}
+    environment = _environment()
+    results = {"device": options.device, "environment": environment, "rows": _finite(records)}
     for path, text in (
-        (options.json or output / "results.json", json.dumps(record, indent=1) + "\n"),
-        (options.markdown or output / "results.md", table),
+        (options.json or output / "results.json", json.dumps(results, indent=1) + "\n"),
+        (options.markdown or output / "results.md", report(rows, options.device, environment)),
     ):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text)
-    print(table)
+    print(markdown(rows, options.device))
     broken = [row for row in rows if row.problems]
     for row in broken:
         where = f"{row.version} {row.model} {row.case} {row.variant}"
         print(f"compare_pretrain: {where}: {'; '.join(row.problems)}", file=sys.stderr)
-    print(f"{total} runs, {len(broken)} broken; logs in {options.output}")
+    print(f"{num_runs} runs, {len(broken)} broken; logs in {options.output}")
     return 1 if broken else 0
+
+
+class _Progress:
+    """A bar on a terminal where tqdm is installed; one line per finished run everywhere."""
+
+    def __init__(self, total: int) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm  # type: ignore[import-untyped]
+
+                self._bar = tqdm(total=total, unit="run", dynamic_ncols=True)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def begin(self, title: str) -> None:
+        if self._bar is not None:
+            self._bar.set_description(title)
+
+    def end(self, line: str) -> None:
+        if self._bar is None:
+            print(line, flush=True)
+        else:
+            self._bar.write(line)
+            self._bar.update()
 
 
 def _environment() -> dict[str, str]:
     import torch
 
     commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     python = ".".join(map(str, sys.version_info[:3]))

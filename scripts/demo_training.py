@@ -130,13 +130,14 @@ def build_gpt(job: Job, *, native_loss: bool) -> torch.nn.Module:
     layer.submodules.input_layernorm = MarkedLayerNorm
     layer.submodules.pre_mlp_layernorm = MarkedLayerNorm
     layers = TransformerBlockSubmodules([layer] * job.num_layers, layer_norm=MarkedLayerNorm)
-    return GPTModel(
+    gpt: torch.nn.Module = GPTModel(
         config,
         layers,  # type: ignore[arg-type]
         vocab_size=job.vocab_size,
         max_sequence_length=job.seq_length,
         share_embeddings_and_output_weights=False,
     )
+    return gpt
 
 
 @dataclass(frozen=True)

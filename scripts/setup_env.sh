@@ -42,8 +42,6 @@ EOF
 if [ -x $VENV/bin/python ] && [ "$(cat $VENV/stamp 2>/dev/null)" = "$stamp" ]; then
     exit 0
 fi
-mkdir -p $VENV
-: >$VENV/missing.txt
 rm -f $VENV/stamp
 
 present_torch=$("$PYTHON" -c 'import torch; print(torch.__version__)' 2>/dev/null || true)
@@ -55,30 +53,47 @@ EOF
     present_torch=
 fi
 
-pip() { $VENV/bin/python -m pip --disable-pip-version-check "$@"; }
+pip_install() { # quietly: its words go to pip.log
+    $VENV/bin/python -m pip --disable-pip-version-check install "$@" >>$VENV/pip.log 2>&1
+}
 
-make_venv() { # with pip where that can be had
-    local log=$VENV/venv.log
-    "$PYTHON" -m venv "$@" $VENV >$log 2>&1 || "$PYTHON" -m venv --without-pip "$@" $VENV >>$log 2>&1
+# make_venv true|false: whether it sees $PYTHON's packages. One that fits is kept and brought up to
+# date. Without pip where ensurepip is missing.
+make_venv() {
+    if grep -qsx "include-system-site-packages = $1" $VENV/pyvenv.cfg &&
+        [ "$($VENV/bin/python -V 2>&1)" = "$("$PYTHON" -V 2>&1)" ]; then
+        return
+    fi
+    local options=(--clear)
+    if [ "$1" = true ]; then options+=(--system-site-packages); fi
+    "$PYTHON" -m venv "${options[@]}" $VENV >/dev/null 2>&1 ||
+        "$PYTHON" -m venv --without-pip "${options[@]}" $VENV >/dev/null 2>&1
 }
 
 if [ -z "$present_torch" ]; then
     say "$("$PYTHON" -V) has no torch: installing everything into $VENV (a few minutes)"
-    make_venv --clear || die "could not make a virtual environment: install Python's venv module (Debian: python3-venv)"
+    make_venv false || die "could not make a virtual environment: install Python's venv module (Debian: python3-venv)"
     $VENV/bin/python -m pip --version >/dev/null 2>&1 || die "the virtual environment has no pip: install Python's ensurepip (Debian: python3-venv)"
+    : >$VENV/missing.txt
+    : >$VENV/pip.log
     for wanted in requirements/torch.txt requirements/dev.txt; do
-        pip install --quiet -r $wanted ||
+        say "installing $wanted"
+        if ! pip_install -r $wanted; then
+            grep -v "^WARNING" $VENV/pip.log | tail -n 5 >&2
             die "could not install $wanted: connect this machine to a package index, or use a Python that has torch already"
+        fi
     done
 else
     say "using torch $present_torch and what else $PYTHON already has"
-    if ! make_venv --clear --system-site-packages; then
+    if ! make_venv true; then
         say "$PYTHON has no venv module: running the interpreter itself"
         mkdir -p $VENV/bin
         printf '#!/bin/sh\nPYTHONPATH="%s${PYTHONPATH:+:$PYTHONPATH}" exec "%s" "$@"\n' \
             "$PWD" "$(command -v "$PYTHON")" >$VENV/bin/python
         chmod +x $VENV/bin/python
     fi
+    : >$VENV/missing.txt
+    : >$VENV/pip.log
     # $PYTHON may itself live in a venv, whose packages --system-site-packages does not reach.
     if site=$($VENV/bin/python -c 'import sys, sysconfig; print(sysconfig.get_path("purelib")) if sys.prefix != sys.base_prefix else sys.exit(1)'); then
         "$PYTHON" -c 'import site, sysconfig
@@ -101,7 +116,7 @@ open(missing, "w").writelines(f"{line}\n" for line in absent)
 open(keep, "w").writelines(f"{name}=={version}\n" for name, version in present.items())
 EOF
     while read -r line; do
-        if pip install --quiet --retries 1 --timeout 15 -c $VENV/keep.txt "$line" >>$VENV/pip.log 2>&1; then
+        if pip_install --retries 1 --timeout 15 -c $VENV/keep.txt "$line"; then
             say "installed $line"
         else
             say "missing, and could not be installed: $line"
@@ -111,15 +126,15 @@ EOF
 fi
 
 aside=$VENV/mcore-$MCORE_ASIDE
-if ! [ -d "$aside/megatron" ] && ! pip install --quiet --retries 1 --timeout 15 --no-deps --ignore-requires-python \
-    --only-binary=:all: --target "$aside" "megatron-core==$MCORE_ASIDE" >>$VENV/pip.log 2>&1; then
+if ! [ -d "$aside/megatron" ] && ! pip_install --retries 1 --timeout 15 --no-deps --ignore-requires-python \
+    --only-binary=:all: --target "$aside" "megatron-core==$MCORE_ASIDE"; then
     rm -rf "$aside"
     say "missing, and could not be installed: megatron-core==$MCORE_ASIDE (it has wheels for Python 3.11 and newer)"
     echo "megatron-core==$MCORE_ASIDE" >>$VENV/missing.txt
 fi
 
 # The package itself. --no-build-isolation: torch has brought setuptools, so this needs no network.
-if ! pip install --quiet --no-deps --no-build-isolation -e . >>$VENV/pip.log 2>&1; then
+if ! pip_install --no-deps --no-build-isolation -e .; then
     site=$($VENV/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     if [[ $site = "$PWD"/* ]]; then
         echo "$PWD" >"$site/_megatron_fused_ce.pth"

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class LogitStorages(TorchDispatchMode):
         if key not in self._created:
             if key in given:
                 return  # a view of something that is older than the block
-            self._created[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._created[key] = weakref.ref(storage, partial(self._forget, key))
         if key in self._counted_bytes or self._is_logits(tensor.shape):
             self._count(key, storage.nbytes())
 
@@ -102,7 +103,7 @@ class LogitStorages(TorchDispatchMode):
         self._counted_bytes[key] = num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: object) -> None:
         self._created.pop(key, None)
         self.live_bytes -= self._counted_bytes.pop(key, 0)
 

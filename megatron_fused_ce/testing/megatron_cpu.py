@@ -389,10 +389,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_fused_ce.launch import run_script
 
         run_script(script, script_arguments)
-        return
-    sys.argv = [script, *script_arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
-    runpy.run_path(script, run_name="__main__")
+    else:
+        sys.argv = [script, *script_arguments]
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+    if torch.distributed.is_initialized():
+        # Megatron does this itself from 0.17 on; before, gloo's threads may abort a rank's exit.
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

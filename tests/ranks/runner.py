@@ -57,10 +57,11 @@ def run_cases(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks), "-m", "tests.ranks.runner", module),
     ]
+    folders = (*path, str(ROOT), os.environ.get("PYTHONPATH"))
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, (*path, str(ROOT), os.environ.get("PYTHONPATH"))))},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
         capture_output=True,
         text=True,
         timeout=timeout_s,
