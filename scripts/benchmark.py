@@ -326,15 +326,15 @@ def measure(shape: str, num_tokens: int, options: Any, world: World) -> list[dic
                 times[name].append(spans)
     roof_ms = statistics.median([sum(spans) for spans in times["roof"]])
     rows = []
-    for name, spans in times.items():
+    for name, steps in times.items():
         row: dict[str, Any] = (
             dict.fromkeys(KEYS) | facts | {"variant": name, "roof_ms": round(roof_ms, 3)}
         )
         if name in ("recompute", "store"):
             row["chunk_tokens"] = options.chunk_tokens
-        if spans:
-            forward, backward = (statistics.median(column) for column in zip(*spans, strict=True))
-            total = statistics.median([sum(span) for span in spans])
+        if steps:
+            forward, backward = (statistics.median(column) for column in zip(*steps, strict=True))
+            total = statistics.median([sum(spans) for spans in steps])
             row |= {
                 "forward_ms": round(forward, 3),
                 "backward_ms": round(backward, 3),
