@@ -168,6 +168,11 @@ CPU_CASES = {
     "bf16": "TP 2, sequence parallelism, tied, gradient accumulation fusion into fp32",
 }
 MODELS = ("gpt", "stack")
+SAME_NETWORK = (
+    "The Mamba or Hybrid model (`*-*-`: attention, MLP, attention, MLP) is the same network as the "
+    "GPT of two layers, in another class: where both draw the same random numbers, their rows "
+    "agree to the digit.\n"
+)
 
 
 # --- one run ---------------------------------------------------------------------------------
@@ -516,7 +521,7 @@ def report(rows: Sequence[Row], device: str, environment: dict[str, str]) -> str
     legend = ""
     if device == "cpu":
         cases = "".join(f"- `{name}`: {text}\n" for name, text in CPU_CASES.items())
-        legend = f"\nCases, every one with four micro-batches or two per step, and evaluation:\n\n{cases}"
+        legend = f"\nCases, every one with four micro-batches or two per step, and evaluation:\n\n{cases}\n{SAME_NETWORK}"
     return (
         "# Unmodified pretraining scripts, flag off and on\n\n"
         f"By `scripts/compare_pretrain.py` at commit {environment['commit']} on {where}, {versions}. "

@@ -91,8 +91,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--tokens", type=int, help="T (default 4096 on a CPU, 8192 on a GPU)")
-    add("--hidden", type=int, help="H (default 64, 4096)")
+    add("--tokens", type=int, help="T (default 2048 on a CPU, 8192 on a GPU)")
+    add("--hidden", type=int, help="H (default 96, 4096)")
     add("--vocab", type=int, help="vocabulary over all ranks (default 16384, 128256)")
     add("--dtype", choices=list(DTYPES), help="(default fp32, bf16)")
     add("--chunks", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
@@ -115,7 +115,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     if given.device == "cuda" and num_gpus < TP:
         parser.error(f"expected {TP} GPUs, found {num_gpus}: use --device cpu or fewer ranks")
     on_gpu = given.device == "cuda"
-    defaults = {"tokens": (4096, 8192), "hidden": (64, 4096), "vocab": (16384, 128256)}
+    defaults = {"tokens": (2048, 8192), "hidden": (96, 4096), "vocab": (16384, 128256)}
     for name, (on_cpu, default_on_gpu) in defaults.items():
         if getattr(given, name) is None:
             setattr(given, name, default_on_gpu if on_gpu else on_cpu)
@@ -265,7 +265,8 @@ def peak_bytes(problem: Problem, config: FusedCEConfig) -> int:
     above_inputs = torch.cuda.max_memory_allocated() - before
     # main_grad was there before.
     new = sum(output.nbytes for output in outputs if output is not problem.main_grad)
-    return int(above_inputs) - int(new)
+    peak: int = above_inputs - new
+    return peak
 
 
 def time_ms(problem: Problem, config: FusedCEConfig) -> float:
