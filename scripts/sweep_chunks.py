@@ -256,7 +256,7 @@ def peak_bytes(problem: Problem, config: FusedCEConfig) -> int:
         num_rows, hidden_size = problem.weight.shape
         with LogitStorages(vocab_rows=num_rows, hidden_size=hidden_size) as logits:
             problem.run(config)
-        return logits.peak_bytes
+        return int(logits.peak_bytes)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
