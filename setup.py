@@ -17,7 +17,6 @@ setup(
     description="Vocab-parallel fused linear cross-entropy for Megatron-LM: the loss without the logits",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
     python_requires=">=3.10",
     packages=[
         "megatron_fused_ce",
