@@ -49,7 +49,7 @@ def adopt_output_layer(model: Any, config: Any) -> None:
     ColumnParallelLinear.adopt(
         model.output_layer, config, with_argmax=_counts_mtp_acceptance(model.config)
     )
-    report.adopted(model.output_layer, args)
+    report.adopted(model, args)
 
 
 def _counts_mtp_acceptance(config: Any) -> bool:

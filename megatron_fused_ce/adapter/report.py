@@ -53,16 +53,19 @@ def stock_path_once(layer: Any, reason: str) -> None:
     _say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")
 
 
-def adopted(layer: Any, megatron_args: Any) -> None:
+def adopted(model: Any, megatron_args: Any) -> None:
     """A head is fused: say what to expect, where the launch's sizes are known already."""
     global _tells_totals
+    layer = model.output_layer
     if not _tells_totals and _speaks(layer.tp_group.rank()):
         _tells_totals = True
         atexit.register(_say_totals)
     if all(hasattr(megatron_args, name) for name in ("seq_length", "micro_batch_size")):
         context_parallel = getattr(megatron_args, "context_parallel_size", 1) or 1
         tokens = megatron_args.seq_length * megatron_args.micro_batch_size // context_parallel
-        _say_plan(layer, tokens, layer.config.params_dtype.itemsize, fused_main_grad=None)
+        # The weight's, not config.params_dtype: a YAML launch leaves that unset.
+        weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+        _say_plan(layer, tokens, _itemsize(model.config, weight), fused_main_grad=None)
 
 
 def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor) -> None:
@@ -104,6 +107,11 @@ def _say_plan(layer: Any, tokens: int, itemsize: int, fused_main_grad: bool | No
         f"predicted peak {peak_bytes} bytes ({peak_bytes / 2**20:.0f} MiB); full logits would be "
         f"{tokens * rows * itemsize / 2**20:.0f} MiB"
     )
+
+
+def _itemsize(config: Any, weight: Tensor) -> int:
+    """Bytes of a hidden state: Megatron turns an fp32 model into bf16 or fp16 after it is built."""
+    return 2 if config.bf16 or config.fp16 else weight.element_size()
 
 
 def _say_totals() -> None:

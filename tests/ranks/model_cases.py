@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ranks.runner import Rank
@@ -49,7 +51,7 @@ class Model:
     mup: bool = False
     fused_wgrad: bool = False
     overlap: bool = False
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32
     strategy: str = "recompute"
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -119,7 +121,7 @@ def build(model: Model, rank: Rank) -> Any:
             from megatron.core.models.mamba.mamba_model import MambaModel
 
             built = MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
-    return built.to(rank.device, model.dtype)
+    return built.to(rank.device, model.dtype or torch.float32)
 
 
 def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]:
@@ -316,7 +318,37 @@ def heads_left_to_megatron(rank: Rank) -> None:
         assert "LoRA" in stock_path.reason_at_build(normal, None)
 
 
+def start_up_line(rank: Rank) -> None:
+    """One rank names strategy, chunks and bytes; a YAML launch leaves params_dtype unset."""
+    import argparse
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import arguments
+
+    sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH)
+    said = io.StringIO()
+    with parallel(rank), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(arguments, "megatron_args", lambda: sizes)
+        megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(num_chunks=3))
+        for dtype in (torch.float32, None):
+            build(Model(dtype=dtype), rank)
+        build(Model(tied=True), rank)
+        megatron_fused_ce.disable()
+    lines = [
+        line for line in said.getvalue().splitlines() if line.startswith("[fused-ce] strategy")
+    ]
+    if rank.rank > 0:
+        assert lines == []
+        return
+    rows, tokens = VOCAB // rank.size, SEQUENCE * BATCH
+    peak_bytes = 4 * rows * tokens // 3 + 16 * tokens
+    expected = f"strategy recompute (auto), 3 chunks of {tokens // 3} tokens"
+    assert len(lines) == 3
+    assert all(expected in line and f"peak {peak_bytes} bytes" in line for line in lines), lines
+
+
 CASES = {
+    "start-up line": start_up_line,
     "checkpoint moves between flag off and on": checkpoint_moves,
     "other uses get real logits": other_uses_get_real_logits,
     "hooks fire around the loss": hooks_fire_around_the_loss,
