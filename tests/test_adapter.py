@@ -154,8 +154,9 @@ def test_megatrons_arguments_come_before_the_command_line(monkeypatch):
     parsed = argparse.Namespace(fused_chunked_ce=True, fused_ce_num_chunks=2)
     monkeypatch.setattr(arguments, "megatron_args", lambda: parsed)
     assert switch.active_config() == FusedCEConfig(num_chunks=2)
-    monkeypatch.setattr(arguments, "megatron_args", lambda: argparse.Namespace(yaml_cfg="f.yaml"))
-    assert switch.active_config() == FusedCEConfig(num_chunks=5)
+    for yaml in ({}, {"fused_chunked_ce": False}):
+        monkeypatch.setattr(arguments, "megatron_args", lambda y=yaml: argparse.Namespace(**y))
+        assert switch.active_config() == FusedCEConfig(num_chunks=5)
     monkeypatch.setattr(sys, "argv", ["x"])
     assert switch.active_config() is None
 

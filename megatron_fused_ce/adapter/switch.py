@@ -55,14 +55,12 @@ def disable() -> None:
 def active_config() -> FusedCEConfig | None:
     """What applies to a model built now: :func:`enable`'s config, else the command line's, else None.
 
-    The command line is read from Megatron's parsed arguments where they hold the flag, and from
-    ``sys.argv`` where they do not (``--yaml-cfg`` replaces them).
+    Megatron's parsed arguments count where they ask for it; else ``sys.argv`` does, since
+    ``--yaml-cfg`` replaces what was parsed from the command line.
     """
     if _enabled_config is not None:
         return _enabled_config
     from megatron_fused_ce.adapter import arguments
 
-    parsed = arguments.megatron_args()
-    if parsed is not None and hasattr(parsed, "fused_chunked_ce"):
-        return arguments.config_from_args(parsed)
-    return arguments.config_from_argv(sys.argv[1:])
+    parsed = arguments.config_from_args(arguments.megatron_args())
+    return parsed if parsed is not None else arguments.config_from_argv(sys.argv[1:])
