@@ -15,7 +15,7 @@ from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.row_ops import backend_for
 from megatron_fused_ce.strategies import Head, Strategy, resolve_strategy
-from megatron_fused_ce.validation import CallShape, check_call
+from megatron_fused_ce.validation import check_call
 from megatron_fused_ce.vocab_parallel import VocabParallel, agree
 
 
@@ -117,15 +117,17 @@ def linear_cross_entropy(
     if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    call, error = None, None
+    num_tokens, error = None, None
     try:
-        call = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
+        num_tokens = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
     except (TypeError, ValueError) as bad:
         error = bad
-    vocab_range = None if vocab_start is None or call is None else (vocab_start, weight.shape[0])
-    facts = _facts(call, hidden, weight, config, comm, vocab_start)
+    vocab_range = (
+        None if vocab_start is None or num_tokens is None else (vocab_start, weight.shape[0])
+    )
+    facts = _facts(num_tokens, hidden, weight, config, comm, vocab_start)
     agree(comm.group, facts, vocab_range, error, config.debug_checks)
-    assert call is not None
+    assert num_tokens is not None
 
     # From here on every rank runs the same collectives.
     if vocab_start is None:
@@ -136,7 +138,7 @@ def linear_cross_entropy(
     local_labels = in_token_order.reshape(comm.num_parts, -1).to(torch.int64) - first_id
     head = Head(
         comm=comm,
-        chunks=plan_chunks(call.num_local_tokens, comm.num_parts, config),
+        chunks=plan_chunks(num_tokens, comm.num_parts, config),
         logit_scale=config.logit_scale,
         rows=backend_for(hidden.device, config.row_backend),
         with_argmax=with_argmax,
@@ -144,7 +146,7 @@ def linear_cross_entropy(
     )
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     loss, local_max, local_argmax = _FusedLinearCrossEntropy.apply(
-        hidden.reshape(call.num_local_tokens, hidden.shape[-1]),
+        hidden.reshape(num_tokens, hidden.shape[-1]),
         weight,
         local_labels,
         head,
@@ -203,7 +205,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _facts(
-    call: CallShape | None,
+    num_tokens: int | None,
     hidden: Tensor,
     weight: Tensor,
     config: FusedCEConfig,
@@ -224,10 +226,10 @@ def _facts(
         "vocab_start given",
         "debug_checks",
     )
-    if call is None:
+    if num_tokens is None:
         return dict.fromkeys(names, 0)
     values = (
-        call.num_local_tokens,
+        num_tokens,
         hidden.shape[-1],
         hidden.element_size() + 100 * (hidden.dtype == torch.bfloat16),
         int(hidden.requires_grad),

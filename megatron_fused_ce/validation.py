@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class CallShape(NamedTuple):
-    """How a call's arguments are laid out."""
-
-    label_shape: tuple[int, ...]  # [b, s] or [T], the shape of the loss
-    num_local_tokens: int  # n over all chunks: tokens of `hidden` on this rank
 
 
 def check_call(
@@ -24,8 +15,8 @@ def check_call(
     token_weights: Tensor | None,
     vocab_start: int | None,
     num_parts: int,
-) -> CallShape:
-    """Shapes, dtypes and devices of one call.
+) -> int:
+    """Check shapes, dtypes and devices of one call; give the tokens of ``hidden`` on this rank.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype does not fit.
@@ -89,4 +80,4 @@ def check_call(
             f"vocab_start is {vocab_start!r}; expected the first global id of this rank's rows "
             "(0 or more), or None to find it"
         )
-    return CallShape(tuple(labels.shape), hidden.shape[:-1].numel())
+    return hidden.shape[:-1].numel()
