@@ -15,9 +15,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from megatron_fused_ce.adapter.arguments import FLAG
+
 #: Run by ``site`` at every start of Python: short, and without effect unless the flag is there.
 LINE = (
-    "import sys; '--fused-chunked-ce' in getattr(sys, 'argv', ()) and "
+    f"import sys; {FLAG!r} in getattr(sys, 'argv', ()) and "
     "__import__('megatron_fused_ce.adapter.import_hook', fromlist=['install']).install()\n"
 )
 

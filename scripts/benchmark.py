@@ -22,9 +22,10 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.testing.provenance import commit
 from megatron_fused_ce.testing.reference import HeadInputs, relative_error, truth
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 MIB = 1024 * 1024
 
 #: name -> (H, vocabulary)
@@ -178,8 +179,6 @@ class Clock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        import time
-
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -188,14 +187,11 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def spans_ms(self) -> list[float]:
+        spans = pairwise(self._marks)
         if self._on_gpu:
             torch.cuda.synchronize()
-            pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
-            return [first.elapsed_time(second) for first, second in pairs]
-        return [
-            1e3 * (second - first)
-            for first, second in zip(self._marks[:-1], self._marks[1:], strict=True)
-        ]
+            return [first.elapsed_time(second) for first, second in spans]
+        return [1e3 * (second - first) for first, second in spans]
 
 
 def one_step(loss_of: Loss, problem: Problem, clock: Clock) -> Tensor:
@@ -345,14 +341,6 @@ def measure(shape: str, num_tokens: int, options: Any, world: World) -> list[dic
         row["error"] = "out of memory" if name in out_of_memory else errors.get(name)
         rows.append(row)
     return rows
-
-
-def commit() -> str:
-    """The checkout's commit; FUSED_CE_COMMIT where the code travels without its repository."""
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    return done.stdout.strip() or os.environ.get("FUSED_CE_COMMIT", "unknown")
 
 
 def triton_version() -> str | None:

@@ -764,18 +764,12 @@ class _Progress:
 def _environment() -> dict[str, str]:
     import torch
 
-    def git(*words: str) -> str:
-        command = ["git", *words]
-        return subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True
-        ).stdout.strip()
+    sys.path.insert(0, str(REPOSITORY))  # the package need not be installed
+    from megatron_fused_ce.testing.provenance import commit
 
-    commit = git("rev-parse", "--short=12", "HEAD")
-    if git("status", "--porcelain", "--", "megatron_fused_ce", "kernels"):
-        commit += " with changes to the package"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     python = ".".join(map(str, sys.version_info[:3]))
-    return {"commit": commit, "torch": torch.__version__, "python": python, "gpu": gpu}
+    return {"commit": commit(), "torch": torch.__version__, "python": python, "gpu": gpu}
 
 
 if __name__ == "__main__":

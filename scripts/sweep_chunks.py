@@ -20,7 +20,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +39,7 @@ from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.grad_weight import GradWeight, InPlaceGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.live_storages import LogitStorages
+from megatron_fused_ce.testing.provenance import commit
 from megatron_fused_ce.testing.reference import (
     FLOOR,
     HeadInputs,
@@ -376,20 +376,6 @@ def environment(given: argparse.Namespace) -> dict[str, Any]:
         "tp": TP,
         "sp": given.sequence_parallel,
     }
-
-
-def commit() -> str:
-    """The checkout's commit, with `-dirty` where files differ from it; `unknown` without git."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if git("status", "-s") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def markdown(rows: list[Row], bound: float) -> str:

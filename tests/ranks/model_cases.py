@@ -124,6 +124,13 @@ def build(model: Model, rank: Rank) -> Any:
     return built.to(rank.device, model.dtype or torch.float32)
 
 
+def positions_and_mask(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]`` (True: not attended)."""
+    positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
+    causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=rank.device).triu(1)
+    return positions, causal[None, None]
+
+
 def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]:
     """Losses, every parameter's accumulated gradient, and the MTP metrics, by name."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -147,13 +154,11 @@ def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]
     for micro_batch in range(2):
         ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
         mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
-        positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
-        causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=rank.device).triu(1)
         last = micro_batch == 1
         with contextlib.nullcontext() if last or not model.overlap else ddp.no_sync():
             # MambaModel takes no loss_mask before 0.17.
             given = {"loss_mask": mask} if model.family == "gpt" or model.mtp else {}
-            loss = ddp(ids[:, :-1], positions, causal[None, None], labels=ids[:, 1:], **given)
+            loss = ddp(ids[:, :-1], *positions_and_mask(rank), labels=ids[:, 1:], **given)
             MTPLossAutoScaler.set_loss_scale(torch.tensor(0.5, device=rank.device))
             assert isinstance(loss, torch.Tensor) and loss.shape == (BATCH, SEQUENCE)
             (loss * mask).sum().backward()
@@ -213,16 +218,22 @@ def off_against_on(rank: Rank, model: Model) -> None:
         assert difference <= bound, f"{name}: differs by {difference:.2e}, more than {bound:.0e}"
 
 
-def checkpoint_moves(rank: Rank) -> None:
-    """A state dict saved with the flag on loads strictly with it off, and the other way round."""
+def built_off_and_on(rank: Rank) -> tuple[Any, Any]:
+    """The plain model without and with the flag, from one seed; the flag is off afterwards."""
     import megatron_fused_ce
 
+    megatron_fused_ce.disable()
+    off = build(Model(), rank)
+    megatron_fused_ce.enable()
+    on = build(Model(), rank)
+    megatron_fused_ce.disable()
+    return off, on
+
+
+def checkpoint_moves(rank: Rank) -> None:
+    """A state dict saved with the flag on loads strictly with it off, and the other way round."""
     with parallel(rank):
-        megatron_fused_ce.disable()
-        off = build(Model(), rank)
-        megatron_fused_ce.enable()
-        on = build(Model(), rank)
-        megatron_fused_ce.disable()
+        off, on = built_off_and_on(rank)
         assert type(on.output_layer) is not type(off.output_layer)
         assert type(on.output_layer).__name__ == type(off.output_layer).__name__
         assert list(on.state_dict()) == list(off.state_dict())
@@ -233,11 +244,8 @@ def checkpoint_moves(rank: Rank) -> None:
 
 def forward(built: Any, rank: Rank, labels: bool, **kwargs: Any) -> Any:
     ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) % VOCAB
-    positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
-    causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=rank.device).triu(1)
-    return built(
-        ids, positions, causal[None, None], labels=ids.roll(-1, 1) if labels else None, **kwargs
-    )
+    targets = ids.roll(-1, 1) if labels else None
+    return built(ids, *positions_and_mask(rank), labels=targets, **kwargs)
 
 
 def other_uses_get_real_logits(rank: Rank) -> None:
@@ -246,11 +254,7 @@ def other_uses_get_real_logits(rank: Rank) -> None:
 
     counters = megatron_fused_ce.counters()
     with parallel(rank):
-        megatron_fused_ce.disable()
-        off = build(Model(), rank)
-        megatron_fused_ce.enable()
-        on = build(Model(), rank)
-        megatron_fused_ce.disable()
+        off, on = built_off_and_on(rank)
 
         counters.reset()
         assert torch.equal(forward(on, rank, False), forward(off, rank, False))
