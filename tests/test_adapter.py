@@ -19,9 +19,11 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import arguments, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
+from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
 
 ROOT = Path(__file__).resolve().parents[1]
+UNKNOWN = TokenWeights(None, "nobody said")
 
 
 class Head:
@@ -34,7 +36,7 @@ class Head:
     def stock_logits(self, deferred):
         return self.logits
 
-    def fused_loss(self, deferred, labels):
+    def fused_loss(self, deferred, labels, token_weights):
         self.seen_scale = deferred.logit_scale
         top = (self.logits * deferred.logit_scale).max(-1)
         return LossAndArgmax(torch.zeros(2, 4), top.values, top.indices)
@@ -91,14 +93,14 @@ def test_logits_are_materialised_once(deferred):
 def test_scales_are_remembered_and_reach_the_loss(deferred):
     scaled = 0.5 * (deferred * 3)
     assert materialised() == 0
-    scaled.loss(torch.zeros(2, 4))
+    scaled.loss(torch.zeros(2, 4), UNKNOWN)
     assert deferred.head.seen_scale == 1.5
     assert torch.equal(scaled.float(), deferred.head.logits * 3 * 0.5)
 
 
 def test_acceptance_counts_are_served_from_the_fused_pass(deferred):
     """The two ways in which Megatron asks for a head's argmax."""
-    deferred.loss(torch.zeros(2, 4))
+    deferred.loss(torch.zeros(2, 4), UNKNOWN)
     expected = deferred.head.logits.max(dim=-1)
     values, indices = deferred.max(dim=-1)
     assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.adapter.switch import counters
+from megatron_fused_ce.adapter.token_weights import TokenWeights
 
 
 class DeferredHead(Protocol):
     """The output layer, as deferred logits see it."""
 
-    def fused_loss(self, deferred: DeferredLogits, labels: Tensor) -> LossAndArgmax: ...
+    def fused_loss(
+        self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
+    ) -> LossAndArgmax: ...
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor: ...
 
@@ -71,9 +74,9 @@ class DeferredLogits:
             product *= scale
         return product
 
-    def loss(self, labels: Tensor) -> Tensor:
+    def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
         """Per-token loss ``[b, s]`` for labels ``[b, s]``, without logits."""
-        self._evaluated = self.head.fused_loss(self, labels)
+        self._evaluated = self.head.fused_loss(self, labels, token_weights)
         counters().fused += 1
         return self._evaluated.loss
 

@@ -1,8 +1,9 @@
 """Patches Megatron's modules right after they are imported, without importing any of them.
 
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
-already is patched at once, any other when its import ends. Patched are two modules: the argument
-parser (the flags) and the language module (the seams in the model).
+already is patched at once, any other when its import ends. Patched are the argument parser (the
+flags), the language module (the seams in the model) and the optimizers (they check what strategy
+``eager`` was promised).
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ TARGETS = {
     "megatron.core.models.common.language_module.language_module": (
         "megatron_fused_ce.adapter.language_module",
         "patch",
+    ),
+    "megatron.core.optimizer.optimizer": ("megatron_fused_ce.adapter.optimizer_guard", "patch"),
+    "megatron.core.optimizer.optimizer_cuda_graph": (
+        "megatron_fused_ce.adapter.optimizer_guard",
+        "patch_cuda_graph",
     ),
 }
 

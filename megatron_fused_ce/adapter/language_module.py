@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fused_ce.adapter import arguments, report, stock_path
+from megatron_fused_ce.adapter import arguments, report, stock_path, token_weights
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.switch import active_config
 
@@ -29,7 +29,7 @@ def patch(module: ModuleType) -> None:
     @wraps(stock_loss)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, DeferredLogits):
-            return logits.loss(labels)
+            return logits.loss(labels, token_weights.of_loss(self, labels))
         loss: Tensor = stock_loss(self, labels, logits)
         return loss
 
@@ -49,6 +49,7 @@ def adopt_output_layer(model: Any, config: Any) -> None:
     ColumnParallelLinear.adopt(
         model.output_layer, config, with_argmax=_counts_mtp_acceptance(model.config)
     )
+    token_weights.remember_calls(type(model))
     report.adopted(model, args)
 
 

@@ -13,6 +13,7 @@ from megatron_fused_ce.adapter import report, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
+from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
 
@@ -61,9 +62,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         shape = (input_.shape[0] * num_parts, input_.shape[1], self.output_size_per_partition)
         return DeferredLogits(self, input_, weight, torch.Size(shape)), None
 
-    def fused_loss(self, deferred: DeferredLogits, labels: Tensor) -> LossAndArgmax:
+    def fused_loss(
+        self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
+    ) -> LossAndArgmax:
         """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
-        request = _LossRequest(labels, deferred.logit_scale)
+        request = _LossRequest(labels, token_weights, deferred.logit_scale)
         super().__call__(deferred.hidden, weight=deferred.weight, fused_ce_request=request)
         assert request.result is not None
         return request.result
@@ -87,7 +90,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
         weight = self.weight if weight is None else weight
-        config = replace(self.fused_ce_config, logit_scale=fused_ce_request.logit_scale)
         report.evaluation_once(self, input_, weight)
         out = linear_cross_entropy(
             input_,
@@ -95,8 +97,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             fused_ce_request.labels,
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
+            token_weights=fused_ce_request.token_weights.values,
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
-            config=config,
+            config=self._config_of_call(fused_ce_request),
             with_argmax=self.fused_ce_with_argmax and self.training,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
         )
@@ -107,11 +110,25 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         fused_ce_request.result = LossAndArgmax(out.loss, local_max, local_argmax)
         return out.loss, None
 
+    def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
+        """The layer's config for one call: ``eager`` only where the token weights are known."""
+        config = replace(self.fused_ce_config, logit_scale=request.logit_scale)
+        if config.strategy != "eager" or request.token_weights.values is not None:
+            return config
+        if torch.is_grad_enabled():
+            report._say_once(
+                self.tp_group.rank(),
+                "strategy auto instead of eager for a head whose token weights are not known in the "
+                f"forward: {request.token_weights.unknown}",
+            )
+        return replace(config, strategy="auto")
+
 
 class _LossRequest:
     """Labels in, result out: carried through ``nn.Module.__call__`` as one keyword argument."""
 
-    def __init__(self, labels: Tensor, logit_scale: float) -> None:
+    def __init__(self, labels: Tensor, token_weights: TokenWeights, logit_scale: float) -> None:
         self.labels = labels
+        self.token_weights = token_weights
         self.logit_scale = logit_scale
         self.result: LossAndArgmax | None = None

@@ -1,0 +1,106 @@
+"""Which token weights the loss of a head will be multiplied by: Megatron's ``loss_mask``.
+
+Megatron's models are called with ``labels`` and ``loss_mask``, but hand only the labels to the loss
+that this package computes. :func:`remember_calls` keeps both for the time of a call;
+:func:`of_loss` finds the mask again when a loss is asked for, by the labels being *the same object*:
+the heads of multi-token prediction come with rolled labels and get no weights.
+
+What is found is a promise by whoever wrote the loss function, which ``upstream_guard`` verifies.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TokenWeights(NamedTuple):
+    """Weights ``[b, s]`` (float, on the labels' device), or why there are none."""
+
+    values: Tensor | None
+    unknown: str = ""
+
+
+class _Call(NamedTuple):
+    """A model's call under way."""
+
+    model: Any
+    labels: Any
+    loss_mask: Any
+
+
+class _Calls(threading.local):
+    """Of this thread, innermost last: models call models, and a backward may run a forward again."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Call] = []
+
+
+_calls = _Calls()
+
+#: Where labels and mask arrive together: a model's own call, and the entry that combined 1F1B's
+#: schedule uses instead of it (GPTModel). Some versions' MambaModel.forward takes no mask.
+_ENTRIES = ("forward", "_postprocess")
+
+
+def remember_calls(model_class: type) -> None:
+    """Make the entries of a model class and its bases remember labels and mask while they run.
+
+    A subclass that makes up its mask and passes it to ``super().forward`` is remembered twice; the
+    inner call counts. Calling this again changes nothing.
+    """
+    for cls in model_class.__mro__:
+        for name in _ENTRIES:
+            entry = vars(cls).get(name)
+            if not callable(entry) or hasattr(entry, "__fused_ce_entry__"):
+                continue
+            if {"labels", "loss_mask"} <= inspect.signature(entry).parameters.keys():
+                setattr(cls, name, _remembering(entry))
+
+
+def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(entry)
+
+    @wraps(entry)
+    def remembering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(self, *args, **kwargs).arguments
+        except TypeError:
+            return entry(self, *args, **kwargs)  # raises the same with its own words
+        _calls.stack.append(_Call(self, given.get("labels"), given.get("loss_mask")))
+        try:
+            return entry(self, *args, **kwargs)
+        finally:
+            _calls.stack.pop()
+
+    remembering.__fused_ce_entry__ = True  # type: ignore[attr-defined]
+    return remembering
+
+
+def of_loss(model: Any, labels: Tensor) -> TokenWeights:
+    """The token weights of ``model``'s loss for ``labels`` ``[b, s]``, from the call under way."""
+    call = next((call for call in reversed(_calls.stack) if call.model is model), None)
+    name = type(model).__name__
+    if call is None:
+        return TokenWeights(None, f"{name} was called in a way that shows no loss_mask")
+    if call.labels is not labels:
+        return TokenWeights(
+            None, f"its labels are not those that {name} was called with (multi-token prediction)"
+        )
+    mask = call.loss_mask
+    if not isinstance(mask, Tensor):
+        return TokenWeights(None, f"{name} was called without a loss_mask")
+    if mask.shape != labels.shape or mask.device != labels.device:
+        return TokenWeights(
+            None,
+            f"the loss_mask is {tuple(mask.shape)} on {mask.device}, the labels are "
+            f"{tuple(labels.shape)} on {labels.device}",
+        )
+    mask = mask.detach()
+    return TokenWeights(mask if mask.is_floating_point() else mask.to(torch.float32))

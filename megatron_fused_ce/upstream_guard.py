@@ -1,0 +1,184 @@
+"""The never-silent rule of ``eager``: a wrong upstream gradient never reaches an optimizer step.
+
+``eager`` builds its gradients in the forward, for token weights ``w`` known there, and scales them in
+the backward by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
+token. :func:`fit` finds ``c`` and whether that holds, on the device; :func:`watch` remembers a
+mismatch there, in a flag that outlives steps and CUDA graphs; :func:`check` reads the flag where the
+host waits anyway, before a parameter changes. Nobody waits in the forward or the backward.
+
+NaN gradients instead of a flag would not do: Megatron's NaN check is off in the first iteration, under
+fp16's dynamic loss scale (which skips such steps in silence, for ever) and in full-iteration CUDA
+graphs, and where it is on it asks for a checkpoint and blames the hardware.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+#: Largest relative difference of one token's ``g`` from ``c * w``. A product in fp32 rounds by 2**-24;
+#: Megatron's loss makes one per token (scalars cancel in ``c``), a loss of one's own perhaps eight in
+#: another order than its weights were made in: 2**-21, and ``c``, a mean of such ratios, as much again.
+#: Taken token by token and not in norm, so that one wrong token in a million is as visible as all.
+RTOL = 2.0**-20
+
+#: Gradients below fp32's smallest normal number may have been flushed to zero on their way.
+ATOL = 2.0**-126
+
+_FIX = (
+    "use --fused-ce-strategy store or recompute (FusedCEConfig(strategy=...)), which are exact for any "
+    "upstream gradient, or pass the weights that the loss uses"
+)
+
+#: What a CUDA graph's assertion prints; torch takes at most 254 characters there.
+_ASSERTION = "fused-ce eager: upstream gradient is not a scalar times the token weights; " + _FIX
+
+
+class UpstreamMismatch(RuntimeError):
+    """The loss's upstream gradient was not a scalar times the token weights given to ``eager``."""
+
+
+@dataclass
+class _Flag:
+    """Of one device. ``seen`` is bool [2]: fitting and mismatching upstream gradients."""
+
+    seen: Tensor
+    in_graph: bool = False  # some CUDA graph writes it: a replay does so without calling `watch`
+    unread: bool = False
+
+
+_flags: dict[torch.device, _Flag] = {}
+_hooked = False
+
+
+@torch.no_grad()
+def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The scalar ``c`` with ``grad_loss = c * token_weights``, and whether there is none.
+
+    ::
+
+        c = sum(g * w) / sum(w * w)              # 0 where all weights are 0, which needs g = 0
+        mismatch = any(|g - c * w| > RTOL * |c * w|)
+
+    in fp64, whose products of fp32 numbers are exact. An upstream gradient with an inf or NaN in it
+    (fp16's loss scale has overflowed) is no mismatch: ``c`` is then NaN, for Megatron's own check to
+    find in the gradients. Runs no collective; the host does not wait.
+
+    Args:
+        grad_loss: upstream gradient of the per-token loss, any shape, float.
+        token_weights: the same shape, any float dtype, any values (not only 0 and 1).
+
+    Returns:
+        ``c``: fp32 []. ``mismatch``: bool [].
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if grad_loss.shape != token_weights.shape:
+        raise ValueError(
+            f"grad_loss has shape {tuple(grad_loss.shape)} and token_weights "
+            f"{tuple(token_weights.shape)}; expected one weight for each token's gradient"
+        )
+    g, w = grad_loss.double(), token_weights.double()
+    norm = (w * w).sum()
+    c = torch.where(norm > 0, (g * w).sum() / norm, 0.0)
+    expected = c * w
+    # `<=` and not `>`: a NaN among the weights must not pass.
+    fits = ((g - expected).abs() <= RTOL * expected.abs() + ATOL).all()
+    finite = torch.isfinite(g).all()
+    return torch.where(finite, c, torch.nan).float(), finite & ~fits
+
+
+@torch.no_grad()
+def watch(mismatch: Tensor) -> None:
+    """Remember ``mismatch`` (bool [], on any device) until :func:`check` reads it.
+
+    The host does not wait, and the call may be captured in a CUDA graph: each replay then remembers
+    anew. The first call makes every ``torch.optim`` optimizer call :func:`check` before it steps
+    (apex's and Transformer Engine's are such; whatever else changes parameters must call it itself).
+
+    Call it in the backward, on its stream, before the gradients leave: what orders them before an
+    optimizer then orders the flag as well.
+    """
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(_before_step)
+    device = mismatch.device
+    flag = _flags.get(device)
+    if flag is None:
+        flag = _flags.setdefault(device, _Flag(_lasting_false(device)))
+    flag.unread = True
+    flag.in_graph = flag.in_graph or _captures(device)
+    # Written without being read: two streams that do so at once cannot lose a True.
+    flag.seen.index_fill_(0, mismatch.reshape(1).long(), True)
+
+
+@torch.compiler.disable
+def check() -> None:
+    """Raise if a mismatch was remembered since the last call. The host waits for the device.
+
+    Returns at once where nothing was remembered. While a CUDA graph is captured (an optimizer step's,
+    say) it captures a device-side assertion instead, which ends the process in a replay that meets a
+    mismatch.
+
+    Raises:
+        UpstreamMismatch: naming the fix. The mismatch is forgotten then, and the gradients are as wrong
+            as they were: a caller that goes on must zero them.
+    """
+    if any(_captures(device) for device in _flags):
+        here = _flags.get(torch.device("cuda", torch.cuda.current_device()))
+        if here is not None:
+            torch._assert_async(~here.seen[1], _ASSERTION)  # type: ignore[call-overload]
+        return  # flags of other devices wait for the next call outside of a capture
+    mismatch = False
+    for flag in list(_flags.values()):
+        if flag.unread or flag.in_graph:
+            flag.unread = False
+            mismatch = bool(flag.seen[1].item()) or mismatch
+    if mismatch:
+        for flag in _flags.values():
+            flag.seen.zero_()
+        raise UpstreamMismatch(
+            "the upstream gradient of a per-token loss is not a scalar times the token weights that "
+            "strategy eager was given in the forward (under Megatron: the loss_mask that the model was "
+            f"called with), so its gradients are wrong; they were not applied. To go on: {_FIX}"
+        )
+
+
+def _before_step(optimizer: object, args: object, kwargs: object) -> None:
+    """torch's hook before every optimizer step."""
+    check()
+
+
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+#: torch hands out streams from a pool of 32 a device and priority, over and over.
+_POOL_STREAMS = 32
+
+
+def _lasting_false(device: torch.device) -> Tensor:
+    """bool [2] of False, which no CUDA graph resets, even if one is being captured.
+
+    ``torch.zeros`` would be captured then: every replay would forget what the ones before it found.
+    Memory by itself is not captured, and belongs to whoever holds the tensor, not to the graph; a
+    stream beside the capture zeroes it now.
+    """
+    if not _captures(device):
+        return torch.zeros(2, dtype=torch.bool, device=device)
+    # Not torch.empty, which torch fills (captured, with True) under use_deterministic_algorithms.
+    storage = torch.UntypedStorage(2, device=device)
+    seen = torch.empty(0, dtype=torch.bool, device=device).set_(storage)
+    for _ in range(_POOL_STREAMS + 1):
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            if not torch.cuda.is_current_stream_capturing():
+                seen.zero_()
+                return seen
+    raise RuntimeError(
+        "every CUDA stream is being captured; run one step of strategy eager before the capture"
+    )
