@@ -1,346 +1,233 @@
-"""Time and memory of the head against its matrix products and Megatron's own paths, in one run.
+"""Time and memory of the head against its matrix products, Megatron's paths and the peers, in one run.
 
     python scripts/benchmark.py --shapes llama3-8b --tokens 8192 32768
+    python scripts/benchmark.py --preset reach --peers --name reach --results-dir docs/benchmarks/results
+    python scripts/benchmark.py --shape 4096 128256 --strategies store eager:8192 recompute/rows
     torchrun --nproc-per-node 4 scripts/benchmark.py --sequence-parallel --shapes llama3-8b
+    python scripts/benchmark.py --render RESULT.json
 
-Under torchrun all ranks form one tensor-parallel group. The variants run interleaved, block after
-block, so that a drifting clock favours none; figures are medians over the blocks. Before anything is
-timed every variant is checked against fp64 on a part of the tokens. Each variant ends with a
-``grad_weight`` in the weight's dtype, as autograd accumulates it.
+Before anything is timed every variant is checked against fp64 on some of the tokens, and against a
+blockwise fp32 reference at the timed size: a strategy of this package that is wrong ends the run with
+exit code 1 and no figures. Then all variants run in turn, block after block, in an order that is
+shuffled anew in each block (fixed seed), so that a drifting clock favours none. Under torchrun all
+ranks form one tensor-parallel group; times are the slowest rank's, peaks the largest.
 
-    roof      the three matrix products alone, by torch.mm, on the operands of the real step
-    unfused, native, te
-              Megatron's output layer and its three cross entropies, where they are installed
-    recompute, store
-              this package
+    roof      the three matrix products alone, by cuBLAS, on the true grad_logits of these operands
+    roof-4    the same with the logits computed twice: the floor of recompute
+    roof-raw  the last two products on raw logits: they cost more, the chip being limited by power
+    store, eager, recompute, auto
+              this package; NAME[:C][/exp|/rows] sets the tokens of a chunk and the logit pass
+    megatron-*
+              Megatron's output layer with its cross entropies and Transformer Engine's
+    the rest  scripts/peers.py, with --peers
+
+Every variant ends in the same place: an fp32 main_grad (--end-point grad: a gradient in the weight's
+dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
+wrong, or failed a further check; 2: arguments; 3: a foreign kernel broke the device, rows so far are
+written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import benchmark_report as report
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.testing.provenance import commit
-from megatron_fused_ce.testing.reference import HeadInputs, relative_error, truth
-
-MIB = 1024 * 1024
-
-#: name -> (H, vocabulary)
-SHAPES = {
-    "llama3-8b": (4096, 128256),
-    "llama3-70b": (8192, 128256),
-    "qwen3-1.7b": (2048, 151936),
-    "tiny": (64, 512),
-}
-KEYS = (
-    *("commit", "device", "torch", "triton", "shape", "T", "H", "V", "dtype", "tp", "sp"),
-    *("variant", "chunk_tokens", "forward_ms", "backward_ms", "time_ms", "roof_ms", "ratio"),
-    *("peak_mib", "error"),
+from benchmark_measure import (
+    CHECKED_WELL,
+    Cell,
+    DeviceLost,
+    Settings,
+    WrongVariant,
+    measure_cell,
+    say,
 )
+from benchmark_problem import DTYPES, SHAPES, World
+from benchmark_roof import ROOFS
+from benchmark_variants import LOGIT_PASSES, Variant, megatron, ours, parse_strategy, peers
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, STRATEGY_CHOICES
+from megatron_fused_ce.testing.provenance import commit
 
-
-class Problem:
-    """This rank's operands: ``hidden`` ``[T / parts, 1, H]``, ``weight`` ``[V / R, H]``."""
-
-    def __init__(self, num_tokens: int, shape: str, dtype: torch.dtype, world: World) -> None:
-        hidden_size, vocab = SHAPES[shape]
-        generator = torch.Generator(device=world.device).manual_seed(1)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator, device=world.device)
-
-        # The same on every rank; each keeps its part.
-        hidden = normal(num_tokens, 1, hidden_size).to(dtype)
-        weight = (normal(vocab, hidden_size) * (2.0 / math.sqrt(hidden_size))).to(dtype)
-        self.rows = vocab // world.size
-        self.vocab_start = world.rank * self.rows
-        parts = world.size if world.sequence_parallel else 1
-        self.hidden = hidden.chunk(parts)[world.rank if parts > 1 else 0].clone()
-        self.weight = weight[self.vocab_start : self.vocab_start + self.rows].clone()
-        self.labels = torch.randint(
-            0, vocab, (1, num_tokens), generator=generator, device=world.device
-        )
-        self.grad_loss = normal(1, num_tokens) / num_tokens
-        self.whole = HeadInputs(hidden, weight, self.labels, self.grad_loss)
-        self.hidden.requires_grad_()
-        self.weight.requires_grad_()
-
-    def forget_whole(self) -> None:
-        del self.whole
-
-
-class World:
-    """The tensor-parallel group of all ranks, and Megatron's idea of it where it is installed."""
-
-    def __init__(self, sequence_parallel: bool) -> None:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29611")
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.on_gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
-        if self.on_gpu:
-            torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "nccl" if self.on_gpu else "gloo", rank=self.rank, world_size=self.size
-        )
-        self.group = dist.group.WORLD
-        self.sequence_parallel = sequence_parallel and self.size > 1
-        try:
-            from megatron.core import parallel_state
-
-            parallel_state.initialize_model_parallel(self.size)
-            self.group = parallel_state.get_tensor_model_parallel_group()
-            self.has_megatron = True
-        except ImportError:
-            self.has_megatron = False
+#: name -> cells, and options where the command line names none.
+PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
+    # The cells that issue 3's targets name. Cheap ones first: a time limit cuts the end.
+    "reach": (
+        [
+            ("llama3-8b", 8192),
+            ("llama3-8b", 32768),
+            ("qwen3-1.7b", 32768),
+            ("gemma2-2b", 32768),
+            ("llama3-70b", 8192),
+            ("llama3-70b", 32768),
+            ("llama3-8b", 131072),
+            ("qwen3-1.7b", 131072),
+        ],
+        {},
+    ),
+    "reach-small": (
+        [("qwen3-1.7b", 8192), ("gemma2-2b", 8192), ("llama3-8b", 8192), ("llama3-70b", 8192)],
+        {},
+    ),
+    "short": (
+        [(shape, T) for shape in ("llama3-8b", "qwen3-1.7b") for T in (1024, 2048)],
+        {},
+    ),
+    # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
+    "million": (
+        [("llama3-8b", 1048576)],
+        {
+            "strategies": ["recompute:2048"],
+            "blocks": 1,
+            "roofs": ("roof", "roof-4"),
+            "megatron": False,
+        },
+    ),
+}
+ROOT = Path(__file__).resolve().parent.parent
 
 
-def megatron_losses(world: World) -> dict[str, Loss]:
-    """Megatron's output layer with each of its cross entropies."""
-    if not (world.has_megatron and world.on_gpu):
-        return {}
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.layers import (
-        linear_with_grad_accumulation_and_async_allreduce as linear,
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-    def logits(hidden: Tensor, weight: Tensor) -> Any:
-        return linear(
-            hidden,
-            weight,
-            None,
-            gradient_accumulation_fusion=False,
-            allreduce_dgrad=world.size > 1 and not world.sequence_parallel,
-            sequence_parallel=world.sequence_parallel,
-            tp_group=world.group,
-        )
-
-    losses: dict[str, Loss] = {
-        "unfused": lambda h, w, y: vocab_parallel_cross_entropy(logits(h, w), y.t()).t(),
-        "native": lambda h, w, y: fused_vocab_parallel_cross_entropy(
-            logits(h, w), y.t().contiguous(), world.group
-        ).t(),
-    }
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, help="cells and options of one set of figures")
+    add("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=", ".join(SHAPES))
+    add("--shape", nargs=2, type=int, action="append", metavar=("H", "V"), help="a shape by size")
+    add("--tokens", nargs="+", type=int, help="T of each cell (default 8192)")
+    add(
+        "--strategies",
+        nargs="+",
+        metavar="NAME[:C][/PASS]",
+        help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logit pass exp or rows "
+        "(default: all but auto)",
+    )
+    add(
+        "--logit-pass",
+        nargs="+",
+        choices=LOGIT_PASSES,
+        help="each strategy that names no pass, with each of these",
+    )
+    add("--chunk-tokens", type=int, help="C of a strategy that names none")
+    add("--memory-mb", type=int, help="budget of strategy auto")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--upstream", choices=("weights", "random"), default="weights")
+    add("--end-point", choices=("main_grad", "grad"), default="main_grad")
+    add("--no-megatron", dest="megatron", action="store_const", const=False)
+    add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
+    add("--skip", nargs="+", default=[], metavar="VARIANT", help="leave these variants out")
+    add("--blocks", type=int, help="interleaved blocks (default 5)")
+    add("--sample-ms", type=float, default=20.0, help="a variant's turn runs at least so long")
+    add("--roofs", nargs="*", choices=tuple(ROOFS), help="(default: those that a variant needs)")
+    add("--seed", type=int, default=0, help="of the order within blocks")
+    add("--check-tokens", type=int, default=2048, help="T of the check against fp64")
+    add("--check-confident", action="store_true", help="also tokens of 1 - p = 3e-7")
+    add("--check-sync", action="store_true", help="a host synchronisation is an error")
+    add("--check-graph", action="store_true", help="a CUDA graph's replays, bit for bit")
+    add("--check-determinism", action="store_true", help="two runs, bit for bit")
+    add("--time-limit", type=float, metavar="SECONDS", help="start no cell or block after this")
+    add("--sequence-parallel", action="store_true")
+    add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
+    add("--results-dir", type=Path, default=ROOT / "docs" / "benchmarks" / "results")
+    add("--out", type=Path, help="or write this JSON file and the .md beside it")
+    add("--render", type=Path, metavar="FILE.json", help="render the .md of a result again")
+    given = parser.parse_args(words)
+    preset, options = PRESETS.get(given.preset, ([], {}))
+    for name, value in options.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    given.megatron = given.megatron is not False
+    given.blocks = 5 if given.blocks is None else given.blocks
+    for name in ("blocks", "check_tokens", "chunk_tokens"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            parser.error(f"expected --{name.replace('_', '-')} of at least 1, got {value}")
     try:
-        from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
-    except ImportError:
-        te_parallel_cross_entropy = None
-    if te_parallel_cross_entropy is not None:
-
-        def te(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-            target = labels.t().contiguous()
-            target = torch.as_strided(target, target.size(), (target.size(1), 1))
-            loss: Tensor = te_parallel_cross_entropy(logits(hidden, weight), target, world.group)
-            return loss.t()
-
-        losses["te"] = te
-    return losses
+        given.cells = cells_of(given, preset)
+        given.strategies = strategies_of(given)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
 
 
-def fused_losses(world: World, problem_start: int, chunk_tokens: int) -> dict[str, Loss]:
-    def of(strategy: str) -> Loss:
-        config = FusedCEConfig(strategy=strategy, chunk_tokens=chunk_tokens)
-        return lambda h, w, y: fused_linear_cross_entropy(
-            h,
-            w,
-            y,
-            tp_group=world.group,
-            sequence_parallel=world.sequence_parallel,
-            vocab_start=problem_start,
-            config=config,
-        )
-
-    return {strategy: of(strategy) for strategy in ("recompute", "store")}
-
-
-class Clock:
-    """Milliseconds of device time between marks."""
-
-    def __init__(self, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def spans_ms(self) -> list[float]:
-        spans = pairwise(self._marks)
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            return [first.elapsed_time(second) for first, second in spans]
-        return [1e3 * (second - first) for first, second in spans]
+def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[Cell]:
+    """``--preset``'s cells (those of ``--shapes`` and ``--tokens`` alone), or their product."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    named = given.shapes or []
+    if preset:
+        if given.shape:
+            raise ValueError("--shape and --preset exclude each other; use --shapes to narrow it")
+        cells = [
+            Cell.of(shape, T)
+            for shape, T in preset
+            if (not named or shape in named) and (not given.tokens or T in given.tokens)
+        ]
+    else:
+        if not named and not given.shape:
+            named = ["llama3-8b"]
+        tokens = given.tokens or [8192]
+        cells = [Cell.of(shape, T) for shape in named for T in tokens]
+        cells += [Cell(f"{H}x{V}", T, H, V) for H, V in given.shape or [] for T in tokens]
+    if not cells:
+        raise ValueError("the preset has no cell of these shapes and tokens")
+    for cell in cells:
+        if min(cell.num_tokens, cell.hidden_size, cell.vocab) < 1:
+            raise ValueError(f"expected sizes of at least 1, got {cell}")
+        if cell.num_tokens % size or cell.vocab % size:
+            raise ValueError(f"{cell} does not divide over {size} ranks")
+    return cells
 
 
-def one_step(loss_of: Loss, problem: Problem, clock: Clock) -> Tensor:
-    problem.hidden.grad = problem.weight.grad = None
-    clock.mark()
-    loss = loss_of(problem.hidden, problem.weight, problem.labels)
-    clock.mark()
-    loss.backward(problem.grad_loss)  # type: ignore[no-untyped-call]
-    clock.mark()
-    return loss.detach()
+def strategies_of(given: argparse.Namespace) -> list[str]:
+    """Each strategy with each logit pass, eager only where the upstream gradient lets it."""
+    names = given.strategies
+    if names is None:
+        names = [name for name in ("store", "eager", "recompute") if name in STRATEGY_CHOICES]
+        if given.upstream == "random":
+            names = [name for name in names if name != "eager"]
+    passes = given.logit_pass or [""]
+    chosen: list[str] = []
+    for name in names:
+        strategy, _, own_pass = parse_strategy(name)
+        if strategy == "eager" and given.upstream == "random":
+            raise ValueError("eager needs --upstream weights")
+        for logit_pass in [""] if own_pass else passes:
+            text = f"{name}/{logit_pass}" if logit_pass else name
+            parse_strategy(text)
+            chosen.append(text)
+    return list(dict.fromkeys(chosen))
 
 
-def roof_step(problem: Problem, world: World) -> Callable[[Clock], None]:
-    """The three products on the operands of the real step, true ``grad_logits`` included."""
-    with torch.no_grad():
-        hidden = problem.hidden.detach().flatten(0, 1)
-        if world.sequence_parallel:
-            whole = hidden.new_empty(hidden.shape[0] * world.size, hidden.shape[1])
-            dist.all_gather_into_tensor(whole, hidden, group=world.group)
-            hidden = whole
-        weight = problem.weight.detach()
-        grad_logits = hidden @ weight.t()
-        # Block by block: the fp32 copy of one block is all that it needs beside the logits.
-        label = (problem.labels[0] - problem.vocab_start).clamp(0, problem.rows - 1)
-        for rows in torch.arange(hidden.shape[0], device="cpu").split(1024):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            p = grad_logits[part].float().softmax(-1) / world.size
-            p.scatter_add_(-1, label[part, None], torch.full_like(p[:, :1], -1.0))
-            grad_logits[part] = (p * problem.grad_loss[0, part, None]).to(grad_logits.dtype)
-        logits = torch.empty_like(grad_logits)
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
-
-    def step(clock: Clock) -> None:
-        with torch.no_grad():
-            clock.mark()
-            torch.mm(hidden, weight.t(), out=logits)
-            clock.mark()
-            torch.mm(grad_logits, weight, out=grad_hidden)
-            torch.mm(grad_logits.t(), hidden, out=grad_weight)
-            clock.mark()
-
-    return step
+def variants_of(given: argparse.Namespace, world: World) -> list[Variant]:
+    chunk_tokens = given.chunk_tokens or DEFAULT_CHUNK_TOKENS
+    found = [ours(world, text, chunk_tokens, given.memory_mb) for text in given.strategies]
+    if given.megatron:
+        found += megatron(world)
+    if given.peers is not None:
+        found += peers(world, given.peers or None)
+    found = [v for v in found if not {v.name, v.key} & set(given.skip)]
+    keys = [variant.key for variant in found]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"{key} is there twice")
+    return found
 
 
-def errors_of(losses: dict[str, Loss], shape: str, dtype: torch.dtype, world: World, T: int) -> Any:
-    """Each variant's largest norm-relative error of loss and gradients against fp64."""
-    problem = Problem(T, shape, dtype, world)
-    exact = truth(problem.whole)
-    parts = world.size if world.sequence_parallel else 1
-    mine = exact.grad_hidden.chunk(parts)[world.rank if parts > 1 else 0]
-    rows = slice(problem.vocab_start, problem.vocab_start + problem.rows)
-    errors = {}
-    for name, loss_of in losses.items():
-        loss = one_step(loss_of, problem, Clock(world.on_gpu))
-        assert problem.hidden.grad is not None and problem.weight.grad is not None
-        errors[name] = max(
-            relative_error(loss, exact.loss),
-            relative_error(problem.hidden.grad, mine),
-            relative_error(problem.weight.grad, exact.grad_weight[rows]),
-        )
-    return errors
-
-
-def peak_mib(loss_of: Loss, problem: Problem, world: World) -> float | None:
-    """Peak above inputs and the two gradients."""
-    if not world.on_gpu:
-        return None
-    problem.hidden.grad = problem.weight.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    one_step(loss_of, problem, Clock(True))
-    torch.cuda.synchronize()
-    outputs = problem.hidden.nbytes + problem.weight.nbytes
-    return round((torch.cuda.max_memory_allocated() - before - outputs) / MIB, 1)
-
-
-def measure(shape: str, num_tokens: int, options: Any, world: World) -> list[dict[str, Any]]:
-    dtype = getattr(torch, options.dtype)
-    start = world.rank * (SHAPES[shape][1] // world.size)
-    losses = megatron_losses(world) | fused_losses(world, start, options.chunk_tokens)
-    check_tokens = min(num_tokens, options.check_tokens)
-    errors = errors_of(losses, shape, dtype, world, check_tokens)
-    bound = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}[dtype]
-    for name in ("recompute", "store"):
-        allowed = max(bound, 2 * errors.get("unfused", 0.0))
-        if not errors[name] <= allowed:
-            raise SystemExit(f"benchmark: {name} is off by {errors[name]:.1e}, bound {allowed:.1e}")
-
-    problem = Problem(num_tokens, shape, dtype, world)
-    problem.forget_whole()
-    facts = {
-        "commit": commit(),
-        "device": torch.cuda.get_device_name() if world.on_gpu else "cpu",
-        "torch": torch.__version__,
-        "triton": triton_version(),
-        "shape": shape,
-        "T": num_tokens,
-        "H": SHAPES[shape][0],
-        "V": problem.rows,
-        "dtype": options.dtype,
-        "tp": world.size,
-        "sp": world.sequence_parallel,
-    }
-    peaks: dict[str, float | None] = {}
-    out_of_memory = set()
-    for name, loss_of in losses.items():
-        try:
-            one_step(loss_of, problem, Clock(world.on_gpu))  # compile, load
-            peaks[name] = peak_mib(loss_of, problem, world)
-        except torch.OutOfMemoryError:
-            out_of_memory.add(name)
-    times: dict[str, list[list[float]]] = {name: [] for name in ("roof", *losses)}
-    roof = roof_step(problem, world)
-    for block in range(options.blocks + 1):
-        for name in times:
-            if name in out_of_memory:
-                continue
-            clock = Clock(world.on_gpu)
-            if name == "roof":
-                problem.hidden.grad = problem.weight.grad = None
-                roof(clock)
-            else:
-                one_step(losses[name], problem, clock)
-            spans = clock.spans_ms()
-            if block:  # the first warms up
-                times[name].append(spans)
-    roof_ms = statistics.median([sum(spans) for spans in times["roof"]])
-    rows = []
-    for name, steps in times.items():
-        row: dict[str, Any] = (
-            dict.fromkeys(KEYS) | facts | {"variant": name, "roof_ms": round(roof_ms, 3)}
-        )
-        if name in ("recompute", "store"):
-            row["chunk_tokens"] = options.chunk_tokens
-        if steps:
-            forward, backward = (statistics.median(column) for column in zip(*steps, strict=True))
-            total = statistics.median([sum(spans) for spans in steps])
-            row |= {
-                "forward_ms": round(forward, 3),
-                "backward_ms": round(backward, 3),
-                "time_ms": round(total, 3),
-                "ratio": round(total / roof_ms, 4),
-            }
-        row["peak_mib"] = peaks.get(name)
-        row["error"] = "out of memory" if name in out_of_memory else errors.get(name)
-        rows.append(row)
-    return rows
+def roofs_of(given: argparse.Namespace, variants: list[Variant]) -> tuple[str, ...]:
+    if given.roofs is not None:
+        return tuple(name for name in ROOFS if name in given.roofs)
+    four = any(variant.products == 4 and not variant.why_not for variant in variants)
+    return tuple(name for name in ROOFS if four or name != "roof-4")
 
 
 def triton_version() -> str | None:
@@ -351,50 +238,97 @@ def triton_version() -> str | None:
     return str(triton.__version__)
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    head = ("shape", "T", "tp", "sp", "variant", "chunk_tokens", "forward_ms", "backward_ms")
-    head += ("time_ms", "ratio", "peak_mib", "error")  # type: ignore[assignment]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in rows:
-        cells = []
-        for key in head:
-            value = row[key]
-            if key == "error" and isinstance(value, float):
-                value = f"{value:.1e}"
-            cells.append("" if value is None else str(value))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def expected_seconds(cell: Cell, variants: list[Variant], given: argparse.Namespace) -> float:
+    """A cell's time on a GPU of 600 TFLOP/s: two untimed runs and two a block, and half a minute."""
+    flop = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab
+    runs: int = sum(v.products for v in variants if not v.why_not) + 20
+    seconds: float = 30 + runs * (3 + 2 * given.blocks) * flop / 6e14
+    return seconds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llama3-8b"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8192], help="T of each run")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--chunk-tokens", type=int, default=4096)
-    parser.add_argument(
-        "--check-tokens", type=int, default=1024, help="T of the check against fp64"
+def main(words: Sequence[str] | None = None) -> int:
+    started = time.monotonic()
+    given = parse_arguments(words)
+    if given.render is not None:
+        print(f"written: {report.render(given.render)}")
+        return 0
+    world = World(given.sequence_parallel)
+    try:
+        return run(given, world, started)
+    finally:
+        world.close()
+
+
+def run(given: argparse.Namespace, world: World, started: float) -> int:
+    try:
+        variants = variants_of(given, world)
+    except ValueError as error:
+        say(world, str(error))
+        return 2
+    limit = given.time_limit or math.inf
+    settings = Settings(
+        dtype=DTYPES[given.dtype],
+        upstream=given.upstream,
+        end_point=given.end_point,
+        check_tokens=given.check_tokens,
+        blocks=given.blocks,
+        sample_ms=given.sample_ms,
+        seed=given.seed,
+        roofs=roofs_of(given, variants),
+        check_confident=given.check_confident,
+        check_sync=given.check_sync,
+        check_graph=given.check_graph,
+        check_determinism=given.check_determinism,
+        deadline=started + limit,
     )
-    parser.add_argument("--blocks", type=int, default=5, help="interleaved repetitions")
-    parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--out", type=Path, help="JSON file; a .md is written beside it")
-    options = parser.parse_args()
-    world = World(options.sequence_parallel)
-    rows = []
-    for shape in options.shapes:
-        for num_tokens in options.tokens:
-            if num_tokens % world.size or SHAPES[shape][1] % world.size:
-                parser.error(f"{num_tokens} tokens or {shape}'s rows do not divide over the ranks")
-            rows += measure(shape, num_tokens, options, world)
-    if world.rank == 0:
-        print(markdown(rows))
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(rows, indent=1) + "\n")
-            options.out.with_suffix(".md").write_text(markdown(rows))
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    facts = {
+        "commit": commit(),
+        "device": torch.cuda.get_device_name() if world.on_gpu else "cpu",
+        "torch": torch.__version__,
+        "triton": triton_version(),
+        "dtype": given.dtype,
+        "tp": world.size,
+        "sp": world.sequence_parallel,
+    }
+    path = given.out
+    if given.name:
+        path = report.result_path(given.results_dir, str(facts["device"]), given.name)
+    rows: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    known: dict[Any, Any] = {}
+    exit_code = 0
+    for cell in given.cells:
+        elapsed = time.monotonic() - started
+        need = expected_seconds(cell, variants, given) if world.on_gpu else 0.0
+        if world.slowest([elapsed + need])[0] > limit:
+            say(world, f"{cell}: not started, {elapsed:.0f} of {limit:.0f} s are gone")
+            skipped.append(str(cell))
+            continue
+        try:
+            found = measure_cell(cell, variants, settings, world, facts, known)
+        except WrongVariant as wrong:
+            say(world, f"{cell}: {wrong}: nothing of this cell is printed")
+            return 1
+        except DeviceLost as lost:
+            say(world, f"{cell}: the device is lost: {lost}; leave the variant out with --skip")
+            exit_code = 3
+            break
+        rows += found
+        if world.rank == 0:
+            print(f"## {report.title(found[0])}\n\n{report.table(found)}", flush=True)
+            if path is not None:  # a run that is cut short keeps its cells
+                report.write(path, rows, skipped)
+        for row in found:
+            for check in CHECKED_WELL:
+                if row["family"] == "ours" and row.get(check, "ok") != "ok":
+                    say(world, f"{cell}: {row['variant']}: {check}: {row[check]}")
+                    exit_code = 1
+    if world.rank == 0 and path is not None and rows:
+        report.write(path, rows, skipped)
+        print(f"written: {path} and {path.with_suffix('.md').name}")
+    if world.size > 1 and exit_code != 3:
+        dist.barrier()
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""The benchmark's rows on disk: JSON, and Markdown rendered from it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+#: What every row has, in this order; more keys may follow.
+KEYS = (
+    *("commit", "device", "torch", "triton", "shape", "T", "H", "V", "dtype", "tp", "sp"),
+    *("variant", "chunk_tokens", "forward_ms", "backward_ms", "time_ms", "roof_ms", "ratio"),
+    *("peak_mib", "error"),
+)
+#: What tables of one result file may differ in; each gets its own heading.
+CELL_KEYS = ("shape", "T", "H", "V", "dtype", "tp", "sp")
+CHECKS = ("confident_error", "determinism", "sync", "graph")
+EXPLANATION = (
+    "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is "
+    "(slowest - fastest block) / median. *roof*: the matrix products alone, by cuBLAS, on the true "
+    "`grad_logits` of the same operands; *over* says which: 3 products, or 4 where the variant "
+    "computes the logits twice. *raw*: the ratio to three products of which the last two read raw "
+    "logits. Peak: MiB above inputs, `grad_hidden` and the end point of `grad_weight`. Error: the "
+    "larger of both gradients', norm-relative to fp64."
+)
+
+
+def ratio_text(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def small(value: Any) -> str:
+    """A relative error, or the words in its place."""
+    if value is None:
+        return ""
+    return f"{value:.1e}" if isinstance(value, float | int) else str(value)
+
+
+def number(value: Any, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def cell_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in CELL_KEYS)
+
+
+def cells(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows of each cell, in the order of their first row."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(cell_of(row), []).append(row)
+    return list(groups.values())
+
+
+def title(row: dict[str, Any]) -> str:
+    parallel = f", TP {row['tp']}{' with sequence parallelism' if row['sp'] else ''}"
+    return (
+        f"{row['shape']}: T = {row['T']}, H = {row['H']}, V = {row['V']}, {row['dtype']}"
+        f"{parallel if row['tp'] > 1 else ''}"
+    )
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One cell's rows as a Markdown table."""
+    checks = [key for key in CHECKS if any(key in row for row in rows)]
+    head = ["variant", "C", "forward", "backward", "both, ms", "spread", "over", "ratio", "raw"]
+    head += ["TFLOP/s", "peak, MiB", "error", *(key.replace("_", " ") for key in checks)]
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    for row in rows:
+        spread = row.get("spread")
+        words = [
+            row["variant"],
+            "" if row["chunk_tokens"] is None else str(row["chunk_tokens"]),
+            number(row["forward_ms"], 2),
+            number(row["backward_ms"], 2),
+            number(row["time_ms"], 2),
+            "" if spread is None else f"{100 * spread:.1f} %",
+            str(row.get("roof_products", 3)) if row["ratio"] is not None else "",
+            ratio_text(row["ratio"]),
+            ratio_text(row.get("ratio_raw")),
+            number(row.get("tflops"), 0),
+            number(row["peak_mib"], 1),
+            small(row["error"]),
+            *(small(row.get(key)) for key in checks),
+        ]
+        lines.append("| " + " | ".join(word.replace("|", "/") for word in words) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def markdown(rows: list[dict[str, Any]], skipped: Iterable[str] = ()) -> str:
+    """Everything, one table a cell."""
+    if not rows:
+        return "No rows.\n"
+    first = rows[0]
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
+    lines = [
+        f"{first['device']}, torch {first['torch']}, triton {first['triton']}, commit {commits}.",
+    ]
+    if "end_point" in first:
+        end = {"main_grad": "an fp32 `main_grad`", "grad": "a `.grad` in the weight's dtype"}
+        upstream = {
+            "weights": "a scalar times random token weights",
+            "random": "random per token",
+        }
+        lines[0] += (
+            f" `grad_weight` ends in {end[first['end_point']]}; the upstream gradient is "
+            f"{upstream[next(r['upstream'] for r in rows if r['upstream'] in upstream)]}"
+        )
+        lonely = [row["variant"] for row in rows if row["upstream"] not in upstream]
+        if lonely:
+            names = ", ".join(dict.fromkeys(lonely))
+            lines[0] += f" (one scalar for all tokens: {names})"
+        lines[0] += "."
+    lines += ["", EXPLANATION, ""]
+    for group in cells(rows):
+        slices = group[0].get("roof_slices")
+        note = f" The roof ran in {slices} slices of the tokens." if slices else ""
+        vocab = group[0].get("check_vocab")
+        if vocab and vocab < group[0]["V"] * group[0]["tp"]:
+            note += f" Checked against fp64 on {vocab} vocabulary rows."
+        blocks = f"{group[0]['blocks']} blocks." if "blocks" in group[0] else ""
+        lines += [f"## {title(group[0])}", "", (blocks + note).strip(), "", table(group)]
+    lines += [f"Not run (time limit): {name}." for name in skipped]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def device_word(name: str) -> str:
+    """``NVIDIA H200`` -> ``h200``."""
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+    return "-".join(word for word in words if word != "nvidia") or "unknown"
+
+
+def result_path(folder: Path, device: str, what: str) -> Path:
+    return folder / f"{date.today().isoformat()}-{device_word(device)}-{what}.json"
+
+
+def write(path: Path, rows: list[dict[str, Any]], skipped: Iterable[str] = ()) -> None:
+    """The JSON list, and the Markdown beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(rows, skipped))
+
+
+def render(path: Path) -> Path:
+    """The Markdown of a JSON file, again."""
+    target = path.with_suffix(".md")
+    target.write_text(markdown(json.loads(path.read_text())))
+    return target

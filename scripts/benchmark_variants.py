@@ -1,0 +1,220 @@
+"""What the benchmark compares: this package's strategies, Megatron's own paths, the peers.
+
+Every variant runs one forward and one backward on a `Problem` and ends in the same end point: ours
+add there themselves, Megatron's layer too where apex's kernel is installed (gradient accumulation
+fusion), the others return a gradient in the weight's dtype that is then added, as Megatron's DDP does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from benchmark_problem import Problem, Run, World
+from torch import Tensor
+
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.op import linear_cross_entropy
+
+LOGIT_PASSES = ("auto", "exp", "rows")
+HAS_LOGIT_PASS = any(field.name == "logit_pass" for field in dataclasses.fields(FusedCEConfig))
+HAS_MEMORY = any(field.name == "memory_mb" for field in dataclasses.fields(FusedCEConfig))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the result. ``why_not`` says in one line why there is nothing to run."""
+
+    name: str
+    family: str  # "ours", "megatron", "peer"
+    run: Run | None = None
+    products: int = 3  # matrix products of one step: which roof it is measured against
+    chunk_tokens: int | None = None
+    logit_pass: str | None = None
+    one_upstream: bool = False  # takes one upstream gradient for all tokens, returns a summed loss
+    why_not: str | None = None
+    limits: Callable[[Problem], str | None] | None = None  # why it refuses a problem
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}:{self.chunk_tokens}" if self.chunk_tokens else self.name
+
+
+def parse_strategy(text: str) -> tuple[str, int | None, str | None]:
+    """``NAME[:C][/PASS]`` -> strategy, chunk tokens, logit pass. ValueError where it does not fit."""
+    rest, _, logit_pass = text.partition("/")
+    name, _, tokens = rest.partition(":")
+    if name not in STRATEGY_CHOICES:
+        raise ValueError(f"no strategy {name!r}; there are {', '.join(STRATEGY_CHOICES)}")
+    if logit_pass and logit_pass not in LOGIT_PASSES:
+        raise ValueError(f"no logit pass {logit_pass!r}; there are {', '.join(LOGIT_PASSES)}")
+    if logit_pass and not HAS_LOGIT_PASS:
+        raise ValueError("this version of the package has no choice of logit pass")
+    if tokens and (not tokens.isdigit() or int(tokens) < 1):
+        raise ValueError(f"chunk tokens of {text!r} must be a whole number of 1 or more")
+    return name, int(tokens) if tokens else None, logit_pass or None
+
+
+def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[], None]) -> Tensor:
+    """The second half of every step."""
+    mark()
+    loss.backward(upstream)  # type: ignore[no-untyped-call]
+    problem.finish_backward()
+    mark()
+    return loss.detach()
+
+
+def ours(
+    world: World, text: str, chunk_tokens: int | None, memory_mb: int | None = None
+) -> Variant:
+    """This package with a strategy ``NAME[:C][/PASS]``; ``chunk_tokens`` where it names none."""
+    strategy, own_tokens, logit_pass = parse_strategy(text)
+    options: dict[str, Any] = {"strategy": strategy}
+    if own_tokens or (chunk_tokens and strategy != "auto"):
+        options["chunk_tokens"] = own_tokens or chunk_tokens
+    if logit_pass:
+        options["logit_pass"] = logit_pass
+    if strategy == "auto" and memory_mb is not None:
+        if not HAS_MEMORY:
+            raise ValueError("this version of the package has no memory budget")
+        options["memory_mb"] = memory_mb
+    config = FusedCEConfig(**options)
+
+    def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
+        problem.reset()
+        mark()
+        loss = linear_cross_entropy(
+            problem.hidden,
+            problem.weight,
+            problem.labels,
+            tp_group=world.group if world.size > 1 else None,
+            sequence_parallel=world.sequence_parallel,
+            token_weights=problem.token_weights if strategy in ("auto", "eager") else None,
+            vocab_start=problem.vocab_start,
+            config=config,
+            open_grad_weight=problem.open_grad_weight,
+        ).loss
+        return backward(loss, problem.grad_loss, problem, mark)
+
+    return Variant(
+        name=strategy + (f"/{logit_pass}" if logit_pass else ""),
+        family="ours",
+        run=run,
+        products=4 if strategy == "recompute" else 3,
+        chunk_tokens=options.get("chunk_tokens"),
+        logit_pass=logit_pass or ("auto" if HAS_LOGIT_PASS else "rows"),
+    )
+
+
+def megatron(world: World) -> list[Variant]:
+    """Megatron's output layer with each of its cross entropies, and with Transformer Engine's."""
+    names = ("unfused", "native", "te", "te-overwrite")
+    if not (world.has_megatron and world.on_gpu):
+        why_not = "Megatron-LM is not installed" if world.on_gpu else "needs a GPU"
+        return [Variant(f"megatron-{name}", "megatron", why_not=why_not) for name in names]
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import (
+        linear_with_grad_accumulation_and_async_allreduce as linear,
+    )
+
+    try:
+        import fused_weight_gradient_mlp_cuda  # noqa: F401
+
+        has_apex = True
+    except ImportError:
+        has_apex = False
+    group = world.group
+    # Static shapes, as in training: without this the second T of a run would get dynamic kernels.
+    dynamo: Any = import_module("torch._dynamo")
+    dynamo.config.automatic_dynamic_shapes = False
+    dynamo.config.recompile_limit = max(64, dynamo.config.recompile_limit)
+
+    # (logits [T, 1, V], labels [T, 1]) -> loss [T, 1]
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "unfused": vocab_parallel_cross_entropy,
+        "native": lambda logits, labels: fused_vocab_parallel_cross_entropy(logits, labels, group),
+    }
+    te, te_why_not = None, ""
+    try:
+        te = import_module("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
+    except Exception as error:  # a broken install raises more than ImportError
+        te_why_not = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+    if te is not None:
+        losses["te"] = lambda logits, labels: te(logits, labels, dist_process_group=group)
+        te_why_not = "this Transformer Engine has no overwrite_input"
+        if "overwrite_input" in inspect.signature(te).parameters:
+            losses["te-overwrite"] = lambda logits, labels: te(
+                logits, labels, dist_process_group=group, overwrite_input=True
+            )
+
+    def variant(name: str) -> Variant:
+        if name not in losses:
+            return Variant(f"megatron-{name}", "megatron", why_not=te_why_not)
+        loss_of = losses[name]
+
+        def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
+            problem.reset()
+            weight: Any = problem.weight
+            # Without grad_added_to_main_grad Megatron returns None for the weight, as ours does here:
+            # the dummy that DDP waits for would cost both the same.
+            fused = has_apex and problem.main_grad is not None
+            if fused:
+                weight.main_grad = problem.main_grad
+            labels = problem.labels.unsqueeze(1)
+            mark()
+            logits = linear(
+                problem.hidden.unsqueeze(1),
+                weight,
+                None,
+                gradient_accumulation_fusion=fused,
+                allreduce_dgrad=world.size > 1 and not world.sequence_parallel,
+                sequence_parallel=world.sequence_parallel,
+                tp_group=group,
+            )
+            loss = loss_of(logits, labels).view(-1)
+            del logits
+            return backward(loss, problem.grad_loss, problem, mark)
+
+        return Variant(f"megatron-{name}", "megatron", run=run)
+
+    return [variant(name) for name in names]
+
+
+def peers(world: World, names: list[str] | None) -> list[Variant]:
+    """Every peer of scripts/peers.py, or those named; on one device only."""
+    import peers as table
+
+    chosen = table.available(world.device, names)
+    if world.size > 1:
+        why_not = "knows no tensor parallelism"
+        return [Variant(peer.name, "peer", why_not=why_not) for peer in chosen]
+
+    def variant(peer: table.Peer) -> Variant:
+        def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
+            problem.reset()
+            mark()
+            loss = peer.forward(problem.hidden, problem.weight, problem.labels)
+            upstream = problem.one_upstream if peer.scalar_only else problem.grad_loss
+            return backward(loss, upstream, problem, mark)
+
+        def limits(problem: Problem) -> str | None:
+            T, V, H = problem.num_tokens, *problem.weight.shape
+            return peer.refusal(T, H, V, problem.dtype)
+
+        return Variant(
+            peer.name,
+            "peer",
+            run=None if peer.why_not else run,
+            products=peer.gemms,
+            one_upstream=peer.scalar_only,
+            why_not=peer.why_not,
+            limits=limits,
+        )
+
+    return [variant(peer) for peer in chosen]
