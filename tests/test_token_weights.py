@@ -1,0 +1,270 @@
+"""How a head finds the loss mask that its model was called with, on models shaped like Megatron's."""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_fused_ce import upstream_guard
+from megatron_fused_ce.adapter import optimizer_guard, token_weights
+
+B, S = 2, 5
+
+
+def labels() -> torch.Tensor:
+    return torch.zeros(B, S, dtype=torch.int64)
+
+
+class GPT(nn.Module):
+    """Megatron's GPTModel as far as labels and masks travel; ``found`` is what its heads get."""
+
+    def __init__(self, mtp=0, before_loss=lambda: None):
+        super().__init__()
+        self.mtp, self.before_loss = mtp, before_loss
+        self.found = []
+
+    def forward(self, input_ids, labels=None, *, loss_mask=None, runtime_gather_output=None):
+        return self._postprocess(hidden=input_ids**2, labels=labels, loss_mask=loss_mask)
+
+    def _postprocess(self, hidden, labels, loss_mask=None):
+        rolled = labels.clone()
+        for _ in range(self.mtp):
+            rolled, loss_mask = rolled.roll(-1), loss_mask.roll(-1)
+            self.compute_language_model_loss(rolled)
+        self.before_loss()
+        return hidden.sum() * self.compute_language_model_loss(labels)
+
+    def compute_language_model_loss(self, labels):
+        self.found.append(token_weights.of_loss(self, labels))
+        return 1.0
+
+
+class Hybrid(GPT):
+    """HybridModel: the loss is computed in ``forward`` itself."""
+
+    def forward(self, input_ids, labels=None, loss_mask=None):
+        return input_ids.sum() * self.compute_language_model_loss(labels)
+
+
+class MaskByItself(GPT):
+    """A user's subclass that makes the mask up."""
+
+    def forward(self, input_ids, labels=None, *, loss_mask=None):
+        return super().forward(input_ids, labels=labels, loss_mask=labels.ne(7).float())
+
+
+class OldMamba(GPT):
+    """MambaModel before 0.17: no mask anywhere."""
+
+    def forward(self, input_ids, labels=None):
+        return input_ids.sum() * self.compute_language_model_loss(labels)
+
+
+for _class in (GPT, Hybrid, MaskByItself, OldMamba):
+    token_weights.remember_calls(_class)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    assert token_weights._calls.stack == []
+
+
+@pytest.mark.parametrize("model_class", [GPT, Hybrid])
+def test_the_mask_is_found(model_class):
+    model, mask = model_class(), torch.rand(B, S)
+    model(torch.ones(3), labels=labels(), loss_mask=mask)
+    (found,) = model.found
+    assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
+
+
+def test_by_position():
+    model, mask = Hybrid(), torch.rand(B, S)
+    model(torch.ones(3), labels(), mask)
+    assert torch.equal(model.found[0].values, mask)
+
+
+def test_by_the_schedules_entry():
+    """Combined 1F1B calls ``_postprocess`` and never ``forward``."""
+    model, mask = GPT(), torch.rand(B, S)
+    model._postprocess(hidden=torch.ones(1), labels=labels(), loss_mask=mask)
+    assert torch.equal(model.found[0].values, mask)
+
+
+def test_only_the_main_loss_gets_it():
+    model, mask = GPT(mtp=2), torch.rand(B, S)
+    model(torch.ones(3), labels=labels(), loss_mask=mask)
+    assert [found.values is None for found in model.found] == [True, True, False]
+    assert "multi-token prediction" in model.found[0].unknown
+    assert torch.equal(model.found[2].values, mask)  # not the rolled one
+
+
+@pytest.mark.parametrize(
+    ("model", "mask", "reason"),
+    [
+        (GPT(), None, "GPT was called without a loss_mask"),
+        (OldMamba(), None, "OldMamba was called in a way that shows no loss_mask"),
+        (GPT(), torch.ones(B * S), r"the loss_mask is (10,) on cpu, the labels are (2, 5)"),
+        (GPT(), torch.ones(B, S, device="meta"), "on meta"),
+        (GPT(), [[1.0] * S] * B, "without a loss_mask"),
+    ],
+)
+def test_unknown(model, mask, reason):
+    model(torch.ones(3), labels=labels(), **({} if mask is None else {"loss_mask": mask}))
+    assert model.found[0].values is None
+    assert reason in model.found[0].unknown
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64),
+        (torch.bool, torch.float32),
+        (torch.int64, torch.float32),
+    ],
+)
+def test_dtypes_of_masks(dtype, expected):
+    model, mask = GPT(), torch.tensor([[1, 0, 1, 1, 0]] * B).to(dtype)
+    model(torch.ones(3), labels=labels(), loss_mask=mask)
+    assert model.found[0].values.dtype == expected
+    assert torch.equal(model.found[0].values.bool(), mask.bool())
+
+
+def test_no_gradient_flows_into_the_mask():
+    model, mask = GPT(), torch.rand(B, S, requires_grad=True)
+    model(torch.ones(3), labels=labels(), loss_mask=mask)
+    assert not model.found[0].values.requires_grad
+
+
+def test_a_mask_changed_after_the_forward_is_noticed_by_autograd():
+    """What is handed on shares its version with the mask: a saved tensor then raises."""
+    model, mask = GPT(), torch.rand(B, S)
+    model(torch.ones(3), labels=labels(), loss_mask=mask)
+    x = torch.ones(B, S, requires_grad=True)
+    loss = (x * model.found[0].values).sum()
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_subclass_that_makes_its_mask():
+    model = MaskByItself()
+    model(torch.ones(3), labels=labels())
+    assert torch.equal(model.found[0].values, torch.ones(B, S))
+
+
+def test_a_teacher_inside_the_student():
+    """Each model finds its own mask, though both see the same labels."""
+    shared, for_student, for_teacher = labels(), torch.rand(B, S), torch.rand(B, S)
+    teacher = GPT()
+    student = GPT(before_loss=lambda: teacher(torch.ones(3), labels=shared, loss_mask=for_teacher))
+    student(torch.ones(3), labels=shared, loss_mask=for_student)
+    assert torch.equal(teacher.found[0].values, for_teacher)
+    assert torch.equal(student.found[0].values, for_student)
+
+    silent = GPT()
+    student.before_loss = lambda: silent(torch.ones(3), labels=shared)
+    student(torch.ones(3), labels=shared, loss_mask=for_student)
+    assert silent.found[0].values is None
+    assert torch.equal(student.found[1].values, for_student)
+
+
+def test_micro_batches_in_flight_keep_their_masks():
+    model, masks = GPT(), [torch.rand(B, S) for _ in range(3)]
+    for mask in masks:
+        model(torch.ones(3), labels=labels(), loss_mask=mask)
+    assert all(
+        torch.equal(found.values, mask) for found, mask in zip(model.found, masks, strict=True)
+    )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_run_again_in_the_backward(reentrant):
+    """Activation checkpointing around the model: the second run is on autograd's thread."""
+    model, mask = GPT(), torch.rand(B, S)
+    x = torch.ones(3, requires_grad=True)
+    out = checkpoint(
+        lambda x: model(x, labels=labels(), loss_mask=mask), x, use_reentrant=reentrant
+    )
+    model(torch.ones(3), labels=labels())  # another call between
+    out.backward()
+    assert [found.values is None for found in model.found] == [False, True, False]
+
+
+def test_an_exception_leaves_nothing_behind():
+    def fail():
+        raise KeyError("in forward")
+
+    model, mask = GPT(before_loss=fail), torch.rand(B, S)
+    shared = labels()
+    with pytest.raises(KeyError, match="in forward"):
+        model(torch.ones(3), labels=shared, loss_mask=mask)
+    assert token_weights.of_loss(model, shared).values is None
+
+
+def test_a_wrong_call_raises_what_it_did():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
+        GPT()(torch.ones(3), labels=labels(), no_such=1)
+
+
+def test_wrapped_once_and_still_itself():
+    entry = GPT.forward
+    token_weights.remember_calls(GPT)
+    assert GPT.forward is entry
+    assert entry.__name__ == "forward"
+    assert "forward" in vars(MaskByItself) and not hasattr(OldMamba.forward, "__fused_ce_entry__")
+    model, mask = copy.deepcopy(GPT()), torch.rand(B, S)
+    model(torch.ones(3), labels=labels(), loss_mask=mask)
+    assert torch.equal(model.found[0].values, mask)
+
+
+def remember_a_mismatch():
+    upstream_guard.watch(torch.tensor(True))
+
+
+def test_megatrons_optimizers_check_first():
+    """Every ``prepare_grads`` of the module, none of another's."""
+
+    class Elsewhere:
+        def prepare_grads(self):
+            return "elsewhere"
+
+    class Fp32:
+        def prepare_grads(self):
+            return "prepared"
+
+    module = types.ModuleType("fake.optimizer")
+    Fp32.__module__ = module.__name__
+    module.Fp32, module.Elsewhere = Fp32, Elsewhere
+    optimizer_guard.patch(module)
+    assert Fp32().prepare_grads() == "prepared"
+    remember_a_mismatch()
+    assert Elsewhere().prepare_grads() == "elsewhere"
+    with pytest.raises(upstream_guard.UpstreamMismatch):
+        Fp32().prepare_grads()
+    assert Fp32().prepare_grads() == "prepared"
+
+
+def test_a_replayed_optimizer_step_checks_first():
+    replayed = []
+
+    class OptimizerCudaGraphWrapper:
+        def __call__(self):
+            replayed.append(True)
+
+    module = types.ModuleType("fake.optimizer_cuda_graph")
+    module.OptimizerCudaGraphWrapper = OptimizerCudaGraphWrapper
+    optimizer_guard.patch_cuda_graph(module)
+    remember_a_mismatch()
+    with pytest.raises(upstream_guard.UpstreamMismatch):
+        OptimizerCudaGraphWrapper()()
+    assert replayed == []
+    OptimizerCudaGraphWrapper()()
+    assert replayed == [True]
