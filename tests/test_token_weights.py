@@ -37,7 +37,7 @@ class GPT(nn.Module):
             rolled, loss_mask = rolled.roll(-1), loss_mask.roll(-1)
             self.compute_language_model_loss(rolled)
         self.before_loss()
-        return hidden.sum() * self.compute_language_model_loss(labels)
+        return (hidden.sum() * self.compute_language_model_loss(labels)) ** 2
 
     def compute_language_model_loss(self, labels):
         self.found.append(token_weights.of_loss(self, labels))
