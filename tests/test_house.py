@@ -85,7 +85,16 @@ def test_only_the_front_doors_read_command_lines():
         "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",
         "megatron_fused_ce/launch.py",
+        "megatron_fused_ce/planner.py",
     }
+
+
+def test_the_planner_knows_numbers_only():
+    """It answers for GPUs that are not there, on machines without torch."""
+    planner = imports(PACKAGE / "planner.py")
+    ours = {name.split(".")[1] for name in planner if name.startswith("megatron_fused_ce.")}
+    assert ours == {"chunking", "config"}
+    assert not {"planner", "chunking", "config"} & rooms_that_import("torch")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +105,8 @@ def test_only_the_front_doors_read_command_lines():
         ("vocab_parallel", "strategies"),
         ("grad_weight", "strategies"),
         ("chunking", "strategies"),
+        ("chunking", "planner"),
+        ("config", "planner"),
         ("strategies", "op"),
         ("op", "adapter"),
     ],

@@ -1,0 +1,586 @@
+"""Which strategy, and how many tokens a chunk: a pure function of shapes, dtype, device and budget.
+
+Needs neither torch nor a device, so that the op, the Megatron adapter and the command line ask the same
+function. Letters: the package's own (``T`` tokens of the tensor-parallel group, ``H`` hidden size, ``V``
+vocabulary rows of this rank, ``C`` tokens of the largest chunk, ``e`` bytes of a hidden state).
+
+::
+
+    python -m megatron_fused_ce.planner --tokens 32768 --hidden 4096 --vocab 128256 --memory-mb 2048
+
+What a plan costs, beside inputs, ``grad_hidden`` and the end point of ``grad_weight``::
+
+    store      e*T*V kept                  3 products
+    eager      e*C*V + 4*V*H kept          3 products and one pass over grad_weight
+    mixed      e*(stored tokens)*V kept, e*C*V; the chunks that are not stored take a 4th product
+    recompute  e*C*V                       4 products
+
+and to each what :class:`Memory` names. Every chunk also reads and writes the fp32 ``grad_weight``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+from megatron_fused_ce.chunking import Chunk, plan_chunks
+from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+
+MIB = 2**20
+
+#: Bytes of an element, by torch's name of the dtype.
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+#: Where ``grad_weight`` ends: in an fp32 buffer that takes every chunk in place, in a buffer of a
+#: lower precision, returned to autograd in the weight's dtype, or nowhere (a frozen weight).
+END_POINTS = ("main_grad", "low_main_grad", "returned", "none")
+LOGIT_PASSES = ("exp", "rows")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Tokens of a chunk that a strategy takes when memory does not ask for fewer."""
+
+    #: A word of the name that ``torch.cuda.get_device_name()`` gives.
+    name: str
+    recompute: int
+    eager: int
+    store: int
+
+    def chunk_tokens(self, strategy: str) -> int:
+        """``mixed`` recomputes too: it takes what ``recompute`` does."""
+        return {"store": self.store, "eager": self.eager}.get(strategy, self.recompute)
+
+
+#: The pinned table, one row per device that was measured.
+DEVICES = (
+    # PLACEHOLDER until the sweep over chunk_tokens of scripts/benchmark.py stands in
+    # docs/benchmarks/README.md. So far: recompute at T = 32768, H = 4096, V = 128256 takes 212 ms with
+    # 8192, 217 with 4096 and 215 with 32768 (the "Peak bytes against the number of chunks" table there).
+    Device("H200", recompute=8192, eager=8192, store=32768),
+)
+#: Not measured: 4096 tokens lose 5 % to the passes over grad_weight by ACCUMULATION_TOKENS.
+UNKNOWN_DEVICE = Device("", recompute=4096, eager=4096, store=8192)
+
+#: No shorter for speed: 1024 tokens lose 20 % to the passes over grad_weight.
+SHORTEST_FAST_CHUNK = 1024
+#: What ``recompute`` goes down to when nothing else fits; below, the products starve.
+SHORTEST_CHUNK = 256
+#: Chunks that the planner chooses are whole tiles of the products.
+TILE_TOKENS = 128
+
+#: One pass over the fp32 grad_weight (8 bytes an entry) takes as long as the three products of this
+#: many tokens, whatever V and H are (H200, bf16; derived from 740 TFLOP/s and 4.8 TB/s).
+ACCUMULATION_TOKENS = 205
+#: The same for one byte an entry of an elementwise pass: eager's last pass moves 12 and takes 283.
+SWEEP_TOKENS_PER_BYTE = 283 / 12
+#: The row kernels read the logits twice and write them once, which takes this over H of the three
+#: products (740 TFLOP/s and 4.3 TB/s; 4 % at H = 4096).
+ROWS_HIDDEN_SIZE = 172
+
+#: The exponentiating product keeps a sum and a packed maximum (fp32) of each tile of 256 columns.
+TILE_COLUMNS = 256
+TILE_BYTES = 8
+#: A token's label (int64), four saved statistics, its loss and its factor in the backward (fp32).
+TOKEN_BYTES = 8 + 4 * 4 + 4 + 4
+#: A token's statistics on the way through one merge over the group, own and gathered (fp32).
+MERGE_BYTES = 4 * 4
+#: cuBLAS's, as torch allocates it on Hopper. Shared with the rest of the model.
+WORKSPACE_BYTES = 32 * MIB
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """All that a plan depends on. ``ValueError`` where a field does not fit.
+
+    The function is the same on every rank if its inputs are: where vocabulary shards differ in size,
+    give the largest as ``num_rows`` on all of them.
+    """
+
+    #: ``T``, over the tensor-parallel group; 0 is fine
+    num_tokens: int
+    #: ``H``
+    hidden_size: int
+    #: ``V`` of the largest shard
+    num_rows: int
+    #: torch's name: bfloat16, float16 or float32
+    dtype: str = "bfloat16"
+    #: ranks whose parts make up one chunk: ``tp_size`` with sequence parallelism, else 1
+    num_parts: int = 1
+    tp_size: int = 1
+    #: one of :data:`END_POINTS`
+    end_point: str = "main_grad"
+    #: whether the forward is given token weights, without which ``auto`` never takes ``eager``
+    token_weights_known: bool = False
+    #: which pass over the logits serves, one of :data:`LOGIT_PASSES`
+    logit_pass: str = "exp"
+    #: ``torch.cuda.get_device_name()``, or "cpu"
+    device: str = ""
+    #: what was asked for, as in :class:`FusedCEConfig`
+    strategy: str = "auto"
+    num_chunks: int | None = None
+    chunk_tokens: int | None = None
+    #: MiB, beside inputs, ``grad_hidden`` and the end point of ``grad_weight``
+    memory_mb: int | None = None
+    #: uses of the head that wait for their backward together: 1 and each depth of multi-token
+    #: prediction
+    uses_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "dtype": tuple(ITEMSIZES),
+            "end_point": END_POINTS,
+            "logit_pass": LOGIT_PASSES,
+            "strategy": STRATEGY_CHOICES,
+        }
+        for name, choices in allowed.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}"
+                )
+        for name in (
+            *("num_tokens", "hidden_size", "num_rows", "num_parts", "tp_size"),
+            *("memory_mb", "uses_in_flight"),
+        ):
+            value, smallest = getattr(self, name), 0 if name == "num_tokens" else 1
+            if value is not None and value < smallest:
+                raise ValueError(f"{name} must be {smallest} or more, got {value}")
+        if self.num_parts not in (1, self.tp_size):
+            raise ValueError(
+                f"num_parts is {self.num_parts} with tp_size {self.tp_size}; expected tp_size with "
+                "sequence parallelism, else 1"
+            )
+        if self.logit_pass == "exp" and self.dtype != "bfloat16":
+            raise ValueError(
+                f"logit_pass 'exp' takes bfloat16, got {self.dtype}; give logit_pass 'rows'"
+            )
+        self.config()  # its own checks of the chunks
+
+    @classmethod
+    def of(cls, config: FusedCEConfig, **facts: Any) -> PlanInputs:
+        """The inputs for what ``config`` asks, all else by keyword."""
+        return cls(
+            strategy=config.strategy,
+            num_chunks=config.num_chunks,
+            chunk_tokens=config.chunk_tokens,
+            memory_mb=config.memory_mb,
+            **facts,
+        )
+
+    def config(self) -> FusedCEConfig:
+        return FusedCEConfig(num_chunks=self.num_chunks, chunk_tokens=self.chunk_tokens)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def chunks_asked(self) -> bool:
+        return self.num_chunks is not None or self.chunk_tokens is not None
+
+    @property
+    def table_row(self) -> Device:
+        return next((row for row in DEVICES if row.name in self.device.split()), UNKNOWN_DEVICE)
+
+
+class Memory(NamedTuple):
+    """Bytes of the head's own buffers at their peak, part by part."""
+
+    #: logits of one chunk, then their gradient (the exponentiating ``store`` works in what it keeps)
+    chunk_logits: int
+    #: logits that wait for the backward
+    kept_logits: int
+    #: fp32 sum of ``grad_weight`` that is not its end point
+    grad_weight_sum: int
+    #: hidden states of one chunk times their row factor, for the exponentiating pass
+    scaled_hidden: int
+    #: what its epilogue leaves of each tile
+    tile_statistics: int
+    #: with sequence parallelism: a chunk's hidden states, its ``grad_hidden`` twice in flight
+    gathered_hidden: int
+    #: labels, statistics, loss
+    token_floats: int
+    #: cuBLAS's
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`plan` chose."""
+
+    #: store, eager, recompute, or mixed
+    strategy: str
+    #: How to cut, as :class:`FusedCEConfig` takes it: one of the two is None.
+    num_chunks: int | None
+    chunk_tokens: int | None
+    #: Leading chunks whose logits are kept: all in store, some in mixed, none else.
+    stored_chunks: int
+    #: What the cut comes to: chunks, and tokens of the largest over the tensor-parallel group.
+    count: int
+    capacity: int
+    memory: Memory
+    #: Predicted forward and backward over the three products into the same end point (two where the
+    #: weight is frozen). A ranking, good to a few percent on an H200 in bf16.
+    relative_time: float
+    #: One sentence for the log.
+    why: str = ""
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Beside inputs, ``grad_hidden`` and the end point of ``grad_weight``."""
+        return self.memory.total
+
+    @property
+    def chunks_in_words(self) -> str:
+        words = f"{self.count} chunk{'' if self.count == 1 else 's'} of {self.capacity} tokens"
+        return words + (
+            f", the first {self.stored_chunks} stored" if self.strategy == "mixed" else ""
+        )
+
+
+@lru_cache(maxsize=512)
+def plan(inputs: PlanInputs) -> Plan:
+    """The fastest plan that fits the budget, by predicted time and bytes.
+
+    A strategy and chunks that were asked for are taken as they are. Without a budget, ``auto`` gets
+    what ``eager`` would need with the chunks asked for, or its own: short sequences then take
+    ``store``, longer ones ``eager`` where the token weights are known, and else ``mixed``. Chunks are as
+    long as the device's row of :data:`DEVICES` says and shorter only where the budget asks for it.
+
+    Where nothing fits, the plan that needs the least, with its figure in ``why``.
+
+    Raises:
+        ValueError: the strategy was asked for by name and fits the budget with no chunking.
+
+    Source: docs/design.md and the constants above.
+    """
+    if inputs.strategy != "auto":
+        return _by_name(inputs)
+    budget = _budget_bytes(inputs)
+    options = _options(inputs, budget)
+    fitting = [option for option in options if option.predicted_peak_bytes <= budget]
+    if not fitting:
+        least = min(options, key=lambda option: (option.predicted_peak_bytes, option.relative_time))
+        return replace(least, why=_why_nothing_fits(inputs, least))
+    best = min(fitting, key=_rank)
+    return replace(best, why=_why_best(inputs, budget, options, best))
+
+
+def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
+    """The best plan of each strategy, whatever was asked: within the budget, else its smallest."""
+    inputs = replace(inputs, strategy="auto", token_weights_known=True)
+    budget = _budget_bytes(inputs)
+    options = _options(inputs, budget)
+    best = []
+    for strategy in ("store", "eager", "mixed", "recompute"):
+        of_it = [option for option in options if option.strategy == strategy]
+        fitting = [option for option in of_it if option.predicted_peak_bytes <= budget]
+        if fitting:
+            best.append(min(fitting, key=_rank))
+        elif of_it:
+            best.append(min(of_it, key=lambda option: option.predicted_peak_bytes))
+    return tuple(best)
+
+
+def peak_memory(
+    inputs: PlanInputs, strategy: str, count: int, capacity: int, stored_tokens: int
+) -> Memory:
+    """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, ``stored_tokens`` kept."""
+    exp = inputs.logit_pass == "exp"
+    e, rows, hidden_size = inputs.itemsize, inputs.num_rows, inputs.hidden_size
+    grad_weight = 4 * rows * hidden_size
+    if strategy == "eager":
+        summed = 0 if inputs.end_point == "none" else grad_weight * inputs.uses_in_flight
+    else:
+        summed = grad_weight if _sums_grad_weight(inputs, count) else 0
+    merge_buffers = MERGE_BYTES * capacity * (1 + inputs.tp_size) if inputs.tp_size > 1 else 0
+    return Memory(
+        chunk_logits=0 if exp and strategy == "store" else e * capacity * rows,
+        kept_logits=e * stored_tokens * rows * inputs.uses_in_flight,
+        grad_weight_sum=summed,
+        scaled_hidden=e * capacity * hidden_size if exp and inputs.end_point != "none" else 0,
+        tile_statistics=TILE_BYTES * capacity * math.ceil(rows / TILE_COLUMNS) if exp else 0,
+        gathered_hidden=3 * e * capacity * hidden_size if inputs.num_parts > 1 else 0,
+        token_floats=TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight + merge_buffers,
+        workspace=0 if inputs.device == "cpu" else WORKSPACE_BYTES,
+    )
+
+
+def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: int) -> float:
+    """Predicted time over the roof: the products of the step into the same end point.
+
+    Products, passes of the chunks over ``grad_weight`` beyond the roof's one, the last pass over an
+    fp32 sum, the row kernels. What the matrix units hide of it is not modelled, nor are collectives.
+    """
+    tokens = inputs.num_tokens
+    if tokens == 0:
+        return 1.0
+    frozen = inputs.end_point == "none"
+    time = 1.0
+    if strategy in ("recompute", "mixed"):
+        time += (tokens - stored_tokens) / tokens / 3
+    if inputs.logit_pass == "rows":
+        time += ROWS_HIDDEN_SIZE / inputs.hidden_size
+    if not frozen:
+        time += ACCUMULATION_TOKENS * max(0, count - 1) / tokens
+        if strategy == "eager" or _sums_grad_weight(inputs, count):
+            # Reads the sum; reads and writes a buffer, or writes what autograd gets.
+            end_itemsize = 4 if inputs.end_point == "main_grad" else inputs.itemsize
+            moved = 4 + (1 if inputs.end_point == "returned" else 2) * end_itemsize
+            time += SWEEP_TOKENS_PER_BYTE * moved / tokens
+    # All above is over three products; the roof of a frozen weight has two.
+    return 1 + (time - 1) * 3 / 2 if frozen else time
+
+
+def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
+    """Whether the backward sums in fp32 before the end point: see ``grad_weight.py``."""
+    scaled = inputs.dtype == "float16"
+    if inputs.end_point == "returned":
+        return inputs.dtype != "float32" and (count > 1 or scaled)
+    return inputs.end_point == "low_main_grad" or (inputs.end_point == "main_grad" and scaled)
+
+
+class _Cut(NamedTuple):
+    num_chunks: int | None
+    chunk_tokens: int | None
+    chunks: tuple[Chunk, ...]
+
+
+def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
+    """Ways to cut the tokens, longest chunks first: what was asked, or from the table downwards."""
+    tokens_per_rank = -(-inputs.num_tokens // inputs.num_parts)
+    if inputs.chunks_asked:
+        chunks = plan_chunks(tokens_per_rank, inputs.num_parts, inputs.config())
+        yield _Cut(inputs.num_chunks, inputs.chunk_tokens, chunks)
+        return
+    longest = inputs.table_row.chunk_tokens(strategy)
+    if (
+        strategy != "eager"
+        and not _sums_grad_weight(inputs, 1)
+        and _sums_grad_weight(inputs, 2)
+        and inputs.itemsize * (inputs.num_tokens - longest) <= 4 * inputs.hidden_size
+    ):
+        # One chunk needs no fp32 sum of grad_weight, which is more than the longer chunk takes.
+        longest = max(longest, inputs.num_tokens)
+    last_count = None
+    for size in _sizes(longest, shortest):
+        # Of about equal size, so that the last one is not tiny.
+        count = max(1, -(-inputs.num_tokens // size))
+        if count == last_count:
+            continue
+        last_count = count
+        tile = TILE_TOKENS // math.gcd(TILE_TOKENS, inputs.num_parts)
+        step = -(-tokens_per_rank // count)
+        step = min(-(-step // tile) * tile, tokens_per_rank) or size
+        chunk_tokens = step * inputs.num_parts
+        config = FusedCEConfig(chunk_tokens=chunk_tokens)
+        yield _Cut(None, chunk_tokens, plan_chunks(tokens_per_rank, inputs.num_parts, config))
+
+
+def _sizes(longest: int, shortest: int) -> Iterator[int]:
+    """``longest``, then the powers of two and three quarters of them below it, down to ``shortest``."""
+    yield longest
+    power = 2 ** (longest - 1).bit_length()
+    while power > shortest:
+        for size in (3 * power // 4, power // 2):
+            if shortest <= size < longest:
+                yield size
+        power //= 2
+
+
+def _option(inputs: PlanInputs, strategy: str, cut: _Cut, stored_chunks: int) -> Plan:
+    parts = inputs.num_parts
+    capacity = parts * max((chunk.num_tokens for chunk in cut.chunks), default=0)
+    count = len(cut.chunks)
+    stored_tokens = parts * cut.chunks[stored_chunks - 1].stop if stored_chunks else 0
+    return Plan(
+        strategy=strategy,
+        num_chunks=cut.num_chunks,
+        chunk_tokens=cut.chunk_tokens,
+        stored_chunks=stored_chunks,
+        count=count,
+        capacity=capacity,
+        memory=peak_memory(inputs, strategy, count, capacity, stored_tokens),
+        relative_time=relative_time(inputs, strategy, count, stored_tokens),
+    )
+
+
+def _pure_options(inputs: PlanInputs, strategy: str, shortest: int) -> list[Plan]:
+    return [
+        _option(inputs, strategy, cut, len(cut.chunks) if strategy == "store" else 0)
+        for cut in _cuts(inputs, strategy, shortest)
+    ]
+
+
+def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
+    """All that ``auto`` looks at; of the mixed ones those that fit, with all the chunks that fit."""
+    options = _pure_options(inputs, "store", SHORTEST_FAST_CHUNK)
+    if inputs.token_weights_known:
+        options += _pure_options(inputs, "eager", SHORTEST_FAST_CHUNK)
+    options += _pure_options(inputs, "recompute", SHORTEST_CHUNK)
+    for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
+
+        def peak(stored_chunks: int, cut: _Cut = cut) -> int:
+            return _option(inputs, "mixed", cut, stored_chunks).predicted_peak_bytes
+
+        fitting = bisect_right(range(len(cut.chunks)), budget, key=peak)
+        if fitting > 1:
+            options.append(_option(inputs, "mixed", cut, fitting - 1))
+    return options
+
+
+def _rank(option: Plan) -> tuple[float, int, int]:
+    """Fastest first; of equals the fewest chunks, then the fewest bytes."""
+    return option.relative_time, option.count, option.predicted_peak_bytes
+
+
+def _budget_bytes(inputs: PlanInputs) -> int:
+    if inputs.memory_mb is not None:
+        return inputs.memory_mb * MIB
+    return _pure_options(inputs, "eager", SHORTEST_FAST_CHUNK)[0].predicted_peak_bytes
+
+
+def _by_name(inputs: PlanInputs) -> Plan:
+    options = _pure_options(inputs, inputs.strategy, SHORTEST_CHUNK)
+    if inputs.memory_mb is None:
+        return replace(options[0], why="asked for by name")
+    fitting = [o for o in options if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
+    if fitting:
+        why = f"asked for by name, within the budget of {inputs.memory_mb} MiB"
+        return replace(min(fitting, key=_rank), why=why)
+    least = min(options, key=lambda option: option.predicted_peak_bytes)
+    needed = -(-least.predicted_peak_bytes // MIB)
+    shorter = ", ask for shorter chunks" if inputs.chunks_asked else ""
+    raise ValueError(
+        f"strategy {inputs.strategy!r} in {least.chunks_in_words} needs {needed} MiB beside its "
+        f"inputs and gradients, and the budget is {inputs.memory_mb} MiB: give memory_mb "
+        f"(--fused-ce-memory-mb) {needed} or more{shorter}, or choose strategy 'auto'"
+    )
+
+
+def _why_nothing_fits(inputs: PlanInputs, least: Plan) -> str:
+    how = " with the chunks asked for" if inputs.chunks_asked else ""
+    return (
+        f"the budget of {inputs.memory_mb} MiB cannot be met{how}: {least.strategy} in "
+        f"{least.chunks_in_words} needs the least, {_mib(least.predicted_peak_bytes)}"
+    )
+
+
+def _why_best(inputs: PlanInputs, budget: int, options: list[Plan], best: Plan) -> str:
+    if inputs.memory_mb is not None:
+        within = f"the budget of {inputs.memory_mb} MiB"
+    else:
+        within = f"the {_mib(budget)} that eager would need (no budget was given)"
+    others = []
+    for strategy in ("store", "eager"):
+        of_it = [option for option in options if option.strategy == strategy]
+        if strategy == best.strategy:
+            continue
+        if not of_it:
+            others.append("eager needs token weights that the forward knows")
+            continue
+        least = min(option.predicted_peak_bytes for option in of_it)
+        if least > budget:
+            others.append(f"{strategy} needs {_mib(least)}")
+        else:
+            others.append(f"{strategy} would be no faster")
+    return f"the fastest within {within}; {', '.join(others)}"
+
+
+def _mib(num_bytes: int) -> str:
+    """Rounded up, to tenths below 10 MiB."""
+    tenths = -(-10 * num_bytes // MIB)
+    return f"{tenths / 10:.1f} MiB" if tenths < 100 else f"{-(-num_bytes // MIB)} MiB"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"planner: {message}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan for the arguments, and what else there was to choose from."""
+    parser = _Parser(
+        prog="python -m megatron_fused_ce.planner",
+        description="Choose strategy and chunks for a head, as a training run would.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--tokens", type=int, required=True, help="T: tokens of a micro-batch over the TP group")
+    add("--hidden", type=int, required=True, help="H: hidden size")
+    add("--vocab", type=int, required=True, help="vocabulary of the model, padded as it is trained")
+    add("--tp", type=int, default=1, help="ranks of the tensor-parallel group")
+    add("--sequence-parallel", action="store_true")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
+    add("--memory-mb", type=int, help="budget in MiB (--fused-ce-memory-mb)")
+    add("--strategy", choices=STRATEGY_CHOICES, default="auto")
+    add("--num-chunks", type=int)
+    add("--chunk-tokens", type=int)
+    add("--end-point", choices=END_POINTS, default="main_grad", help="where grad_weight ends")
+    add(
+        "--no-token-weights",
+        action="store_true",
+        help="the forward gets no token weights (in Megatron: no loss_mask), so no eager",
+    )
+    add("--logit-pass", choices=LOGIT_PASSES, help="default: exp in bf16, rows else")
+    add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
+    add("--mtp-num-layers", type=int, default=0, help="depths of multi-token prediction")
+    given = parser.parse_args(argv)
+    try:
+        if given.tp < 1:
+            raise ValueError(f"--tp must be 1 or more, got {given.tp}")
+        inputs = PlanInputs(
+            num_tokens=given.tokens,
+            hidden_size=given.hidden,
+            num_rows=-(-given.vocab // given.tp),
+            dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[given.dtype],
+            num_parts=given.tp if given.sequence_parallel else 1,
+            tp_size=given.tp,
+            end_point=given.end_point,
+            token_weights_known=not given.no_token_weights,
+            logit_pass=given.logit_pass or ("exp" if given.dtype == "bf16" else "rows"),
+            device=given.device,
+            strategy=given.strategy,
+            num_chunks=given.num_chunks,
+            chunk_tokens=given.chunk_tokens,
+            memory_mb=given.memory_mb,
+            uses_in_flight=1 + given.mtp_num_layers,
+        )
+        chosen = plan(inputs)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}")
+    print("\npredicted peak beside inputs, grad_hidden and the end point of grad_weight:")
+    for name, num_bytes in (*chosen.memory._asdict().items(), ("total", chosen.memory.total)):
+        if num_bytes:
+            print(f"  {name.replace('_', ' '):16} {num_bytes / MIB:10.1f} MiB")
+    print(f"\n  {'strategy':10} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
+    for option in alternatives(inputs):
+        mark = "*" if replace(chosen, why="") == option else " "
+        print(
+            f"{mark} {option.strategy:10} {option.count:6} {option.capacity:7} "
+            f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
+            f"{option.relative_time:6.3f}{_remark(inputs, option)}"
+        )
+    print("\ntime: over the matrix products alone; * the one that was chosen")
+    return 0
+
+
+def _remark(inputs: PlanInputs, option: Plan) -> str:
+    if option.predicted_peak_bytes > _budget_bytes(inputs):
+        return "  does not fit"
+    if option.strategy == "eager" and not inputs.token_weights_known:
+        return "  needs token weights"
+    return ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
