@@ -28,6 +28,7 @@ from benchmark_roof import ROOFS, SLACK_BYTES, Roof
 from benchmark_variants import Variant
 from torch import Tensor
 
+from megatron_fused_ce import upstream_guard
 from megatron_fused_ce.testing.reference import (
     FLOOR,
     HeadInputs,
@@ -119,6 +120,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no words'}"[:160]
 
 
+def give_back(world: World) -> None:
+    """What nobody holds any more goes back to the driver."""
+    if world.on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's allocator's, and what cuBLAS, NCCL and foreign launchers say in words."""
     text = str(error)
@@ -152,9 +160,7 @@ def attempt(action: Callable[[], Any], world: World) -> tuple[Any, str | None]:
     reason = world.first_word(reason)
     if reason is not None:
         result = None
-        gc.collect()
-        if world.on_gpu:
-            torch.cuda.empty_cache()
+        give_back(world)
     return result, reason
 
 
@@ -299,7 +305,7 @@ def check_small(
             for outcome in todo:
                 known[(*place(outcome), "confident")] = _errors(outcome.variant, sure, world)
             del sure
-        gc.collect()
+        give_back(world)
     plain_loss, plain, (loss_bound, bound), facts = known[home]
     for outcome in outcomes:
         if outcome.reason is not None:
@@ -401,6 +407,10 @@ def check_full(
             outcome.extra["full_loss_error"] = loss_error
         elif variant.family == "ours" and outcome.reason != OUT_OF_MEMORY:
             raise WrongVariant(f"{variant.key} failed at full size: {outcome.reason}")
+        try:
+            upstream_guard.check()
+        except upstream_guard.UpstreamMismatch as mismatch:
+            raise WrongVariant(f"{variant.key}: {mismatch}") from None
         tell_if_long(variant, started, world)
 
 
@@ -638,7 +648,7 @@ def measure_cell(
         end_point=settings.end_point,
     )
     check_full(list(outcomes.values()), problem, world, plain_loss, plain)
-    gc.collect()
+    give_back(world)
     free = float(world.free_bytes())
     base = float(torch.cuda.memory_allocated()) if world.on_gpu else 0.0
     largest = base

@@ -62,8 +62,8 @@ class World:
             backend = "nccl"
         if self.size > 1:
             dist.init_process_group(backend, rank=self.rank, world_size=self.size)
-        else:  # no port that another run could hold
-            store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            store = dist.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]  # a free port
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         self.group = dist.group.WORLD
         self.sequence_parallel = sequence_parallel and self.size > 1

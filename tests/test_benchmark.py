@@ -1,0 +1,459 @@
+"""scripts/benchmark.py on a CPU: what it writes, what it refuses, what is a row and not a crash."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import benchmark  # noqa: E402
+import benchmark_measure as measure  # noqa: E402
+import benchmark_report as report  # noqa: E402
+import benchmark_variants  # noqa: E402
+from benchmark_problem import Problem, World, full_reference  # noqa: E402
+from benchmark_roof import Roof  # noqa: E402
+from benchmark_variants import Variant  # noqa: E402
+
+from megatron_fused_ce.testing.reference import relative_error, truth  # noqa: E402
+
+BRIEF = ["--shapes", "tiny", "--tokens", "96", "--check-tokens", "48", "--blocks", "2"]
+BRIEF += ["--sample-ms", "1", "--no-megatron", "--dtype", "float32"]
+
+
+def bench(tmp_path, *words: str) -> tuple[int, list[dict]]:
+    """Exit code and rows of one run; no rows where no file was written."""
+    path = tmp_path / "out.json"
+    code = benchmark.main([*BRIEF, *words, "--out", str(path)])
+    return code, json.loads(path.read_text()) if path.exists() else []
+
+
+@pytest.fixture
+def world():
+    group = World()
+    yield group
+    group.close()
+
+
+def foreign(name: str, run) -> Variant:
+    return Variant(name, "peer", run=run)
+
+
+def plain_run(problem, mark):
+    """A right variant: linear, then cross entropy."""
+    problem.reset()
+    mark()
+    logits = (problem.hidden @ problem.weight.t()).float()
+    loss = torch.nn.functional.cross_entropy(logits, problem.labels, reduction="none")
+    return benchmark_variants.backward(loss, problem.grad_loss, problem, mark)
+
+
+def with_foreign(monkeypatch, *variants: Variant) -> None:
+    """Have the run compare with these, in place of Megatron's paths."""
+    monkeypatch.setattr(benchmark, "megatron", lambda world: list(variants))
+    monkeypatch.setitem(benchmark.PRESETS, "foreign", ([("tiny", 96)], {"megatron": True}))
+
+
+def bench_foreign(tmp_path, monkeypatch, *variants: Variant) -> tuple[int, dict[str, dict]]:
+    with_foreign(monkeypatch, *variants)
+    path = tmp_path / "out.json"
+    words = [word for word in BRIEF if word != "--no-megatron"]
+    code = benchmark.main([*words, "--strategies", "recompute", "--out", str(path)])
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return code, {row["variant"]: row for row in rows}
+
+
+# --- what it writes --------------------------------------------------------------------------------
+
+
+def test_rows_begin_with_the_keys_and_the_roofs(tmp_path):
+    code, rows = bench(tmp_path, "--strategies", "store", "recompute:32", "recompute:40")
+    assert code == 0
+    assert all(tuple(row)[: len(report.KEYS)] == report.KEYS for row in rows)
+    assert [row["variant"] for row in rows] == [
+        *("roof", "roof-4", "roof-raw", "store", "recompute", "recompute")
+    ]
+    assert [row["chunk_tokens"] for row in rows[4:]] == [32, 40]
+    times = {row["variant"]: row["time_ms"] for row in rows}
+    for row in rows:
+        assert row["T"] == 96 and row["H"] == 64 and row["V"] == 512 and row["tp"] == 1
+        four = row["variant"] in ("recompute", "roof-4")
+        assert row["roof_products"] == (4 if four else 3)
+        assert row["roof_ms"] == times["roof-4" if four else "roof"] > 0
+        assert row["ratio"] == pytest.approx(row["time_ms"] / row["roof_ms"], rel=0.02)
+        assert (row["ratio_raw"] is None) == four
+        if row["family"] == "ours":
+            assert 0 < row["error"] < 2e-6
+            assert row["forward_ms"] > 0 and row["backward_ms"] > 0
+    assert rows[0]["ratio"] == 1.0 and rows[0]["error"] is None
+
+
+def test_the_markdown_says_what_the_json_says(tmp_path):
+    _, rows = bench(tmp_path, "--strategies", "store", "--check-determinism")
+    text = (tmp_path / "out.md").read_text()
+    assert rows[0]["commit"] in text and "tiny: T = 96, H = 64, V = 512, float32" in text
+    store = next(line for line in text.splitlines() if line.startswith("| store"))
+    assert f"| {rows[-1]['time_ms']:.2f} |" in store and store.endswith("| ok |")
+
+
+def test_render_reads_the_file_again(tmp_path, capsys):
+    _, rows = bench(tmp_path, "--strategies", "store")
+    rows[-1]["time_ms"] = 1234.5
+    (tmp_path / "out.json").write_text(json.dumps(rows))
+    assert benchmark.main(["--render", str(tmp_path / "out.json")]) == 0
+    assert "| 1234.50 |" in (tmp_path / "out.md").read_text()
+
+
+def test_render_takes_a_file_of_before(tmp_path):
+    old = ROOT / "docs" / "benchmarks" / "results" / "2026-11-21-h200-op-tp1.json"
+    (tmp_path / "old.json").write_text(old.read_text())
+    report.render(tmp_path / "old.json")
+    text = (tmp_path / "old.md").read_text()
+    assert "| store | 4096 | 57.03 |" in text and "| 1.067 |" in text
+
+
+def test_a_named_result_has_date_and_device(tmp_path):
+    words = ["--strategies", "store", "--name", "quick", "--results-dir", str(tmp_path)]
+    assert benchmark.main([*BRIEF, *words]) == 0
+    names = sorted(path.name[10:] for path in tmp_path.iterdir())
+    assert names == ["-cpu-quick.json", "-cpu-quick.md"]
+    assert report.device_word("NVIDIA H200") == "h200"
+
+
+def test_every_cell_has_its_table(tmp_path):
+    words = ["--shape", "32", "256", "--tokens", "64", "96", "--strategies", "recompute"]
+    code, rows = bench(tmp_path, *words)
+    assert code == 0
+    cells = [(group[0]["shape"], group[0]["T"]) for group in report.cells(rows)]
+    assert cells == [("tiny", 64), ("tiny", 96), ("32x256", 64), ("32x256", 96)]
+    assert (tmp_path / "out.md").read_text().count("| recompute |") == 4
+
+
+@pytest.mark.parametrize("end_point", ["main_grad", "grad"])
+@pytest.mark.parametrize("upstream", ["weights", "random"])
+def test_end_points_and_upstream_gradients(tmp_path, end_point, upstream):
+    words = ["--strategies", "store:32", "--end-point", end_point, "--upstream", upstream]
+    code, rows = bench(tmp_path, *words)
+    assert code == 0
+    assert rows[-1]["end_point"] == end_point and rows[-1]["upstream"] == upstream
+
+
+def test_a_time_limit_leaves_the_rest_out(tmp_path, capsys):
+    code, rows = bench(tmp_path, "--strategies", "store", "--time-limit", "0.000001")
+    assert code == 0 and rows == []
+    assert "not started" in capsys.readouterr().err
+
+
+# --- what it refuses -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradients", "at full size", "raises"])
+def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
+    right = benchmark_variants.linear_cross_entropy
+
+    def off(hidden, *args, **kwargs):
+        outputs = right(hidden, *args, **kwargs)
+        loss = outputs.loss
+        if wrong == "loss":
+            loss = loss + 1e-3
+        elif wrong == "gradients":
+            loss = loss.detach() + 1.001 * (loss - loss.detach())
+        elif wrong == "at full size" and hidden.shape[0] > 48:
+            loss = loss.index_fill(0, torch.tensor([70]), 0.0)
+        elif wrong == "raises":
+            raise RuntimeError("a bug")
+        return outputs._replace(loss=loss)
+
+    monkeypatch.setattr(benchmark_variants, "linear_cross_entropy", off)
+    code, rows = bench(tmp_path, "--strategies", "store")
+    assert code == 1 and rows == []
+    printed = capsys.readouterr()
+    assert printed.out == "" and "store" in printed.err
+
+
+def test_a_broken_promise_of_eager_prints_nothing(tmp_path, monkeypatch, capsys):
+    def flag(problem, mark):
+        measure.upstream_guard.watch(torch.tensor(True))
+        return plain_run(problem, mark)
+
+    variant = Variant("store", "ours", run=flag)
+    monkeypatch.setattr(benchmark, "ours", lambda *args: variant)
+    code, rows = bench(tmp_path, "--strategies", "store")
+    assert code == 1 and rows == []
+    assert "token weights" in capsys.readouterr().err
+
+
+def test_a_failed_further_check_is_printed_and_the_exit_code_tells(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "same_bits", lambda one, other: "differs: loss")
+    code, rows = bench(tmp_path, "--strategies", "store", "--check-determinism")
+    assert code == 1
+    assert rows[-1]["determinism"] == "differs: loss" and rows[-1]["time_ms"] > 0
+
+
+def test_same_bits_sees_one_bit():
+    one = [torch.ones(3), torch.ones(2, 2), torch.zeros(4)]
+    assert measure.same_bits(one, [value.clone() for value in one]) == "ok"
+    other = [value.clone() for value in one]
+    other[1][0, 0] += 2.0**-23
+    assert measure.same_bits(one, other) == "differs: grad_hidden"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--strategies", "stroe"],
+        ["--strategies", "store:x"],
+        ["--strategies", "store/fast"],
+        ["--blocks", "0"],
+        ["--preset", "reach", "--shape", "8", "16"],
+        ["--preset", "million", "--tokens", "8"],
+        ["--shapes", "llama"],
+    ],
+)
+def test_arguments_that_do_not_fit(words):
+    with pytest.raises(SystemExit) as stop:
+        benchmark.parse_arguments(words)
+    assert stop.value.code == 2
+
+
+def test_the_same_variant_twice_is_refused(tmp_path):
+    assert bench(tmp_path, "--strategies", "store:32", "store", "--chunk-tokens", "32")[0] == 2
+
+
+def test_presets_name_shapes_that_exist():
+    for name in benchmark.PRESETS:
+        assert benchmark.parse_arguments(["--preset", name]).cells
+    million = benchmark.parse_arguments(["--preset", "million"])
+    assert million.blocks == 1 and million.strategies == ["recompute:2048"]
+    assert not million.megatron and million.cells[0].num_tokens == 2**20
+    assert benchmark.parse_arguments(["--preset", "million", "--blocks", "3"]).blocks == 3
+
+
+# --- what is a row ---------------------------------------------------------------------------------
+
+
+def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
+    def too_big(problem, mark):
+        if problem.num_tokens > 48:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 125 GiB")
+        return plain_run(problem, mark)
+
+    code, rows = bench_foreign(tmp_path, monkeypatch, foreign("big", too_big))
+    assert code == 0
+    assert rows["big"]["error"] == "out of memory" and rows["big"]["time_ms"] is None
+    assert rows["recompute"]["time_ms"] > 0
+
+
+def test_our_own_out_of_memory_is_a_row_too(tmp_path, monkeypatch):
+    right = benchmark_variants.linear_cross_entropy
+
+    def too_big(hidden, *args, **kwargs):
+        if hidden.shape[0] > 48:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(benchmark_variants, "linear_cross_entropy", too_big)
+    code, rows = bench(tmp_path, "--strategies", "store")
+    assert code == 0
+    assert rows[-1]["error"] == "out of memory" and rows[-1]["ratio"] is None
+    assert rows[0]["time_ms"] > 0
+
+
+def test_out_of_memory_while_timed(tmp_path, monkeypatch):
+    calls = []
+
+    def later(problem, mark):
+        calls.append(1)
+        if len(calls) > 4:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+        return plain_run(problem, mark)
+
+    _, rows = bench_foreign(tmp_path, monkeypatch, foreign("late", later))
+    assert rows["late"]["error"] == "out of memory" and rows["late"]["time_ms"] is None
+
+
+def test_a_failing_peer_is_a_row_with_one_line(tmp_path, monkeypatch):
+    def fails(problem, mark):
+        raise RuntimeError("no kernel for this\nand a long story")
+
+    absent = Variant("absent", "peer", why_not="not installed")
+    picky = replace(foreign("picky", plain_run), limits=lambda problem: "takes bfloat16 only")
+    variants = (foreign("fails", fails), absent, picky)
+    code, rows = bench_foreign(tmp_path, monkeypatch, *variants)
+    assert code == 0
+    assert rows["fails"]["error"] == "RuntimeError: no kernel for this"
+    assert rows["absent"]["error"] == "not installed"
+    assert rows["picky"]["error"] == "takes bfloat16 only"
+
+
+def test_a_wrong_peer_is_a_row_without_times(tmp_path, monkeypatch):
+    def wrong(problem, mark):
+        return plain_run(problem, mark) * 1.5
+
+    def nan_later(problem, mark):
+        loss = plain_run(problem, mark)
+        if problem.num_tokens > 48:
+            problem.main_grad[3, 3] = float("nan")
+        return loss
+
+    code, rows = bench_foreign(
+        tmp_path, monkeypatch, foreign("wrong", wrong), foreign("nan", nan_later)
+    )
+    assert code == 0
+    assert rows["wrong"]["error"].startswith("wrong result: error 5")
+    assert rows["nan"]["error"] == "wrong result at T = 96: error inf"
+    assert rows["wrong"]["time_ms"] is rows["nan"]["time_ms"] is None
+
+
+def test_a_peer_of_one_upstream_is_checked_against_its_own_truth(tmp_path, monkeypatch):
+    def summed(problem, mark):
+        problem.reset()
+        mark()
+        logits = problem.hidden @ problem.weight.t()
+        loss = torch.nn.functional.cross_entropy(logits, problem.labels, reduction="sum")
+        return benchmark_variants.backward(loss, problem.one_upstream, problem, mark)
+
+    right = replace(foreign("sum", summed), one_upstream=True)
+    code, rows = bench_foreign(tmp_path, monkeypatch, right, foreign("per-token", summed))
+    assert code == 0
+    assert rows["sum"]["error"] < 2e-6 and rows["sum"]["upstream"] == "one scalar"
+    assert isinstance(rows["per-token"]["error"], str)
+    assert "one scalar for all tokens: sum" in (tmp_path / "out.md").read_text()
+
+
+def test_a_lost_device_keeps_the_cells_before(tmp_path, monkeypatch, capsys):
+    real = benchmark.measure_cell
+
+    def lose(cell, *args):
+        if cell.num_tokens == 96:
+            raise measure.DeviceLost("an illegal memory access was encountered")
+        return real(cell, *args)
+
+    monkeypatch.setattr(benchmark, "measure_cell", lose)
+    code, rows = bench(tmp_path, "--strategies", "store", "--tokens", "64", "96", "128")
+    assert code == 3 and {row["T"] for row in rows} == {64}
+    assert "--skip" in capsys.readouterr().err
+
+
+# --- how it measures -------------------------------------------------------------------------------
+
+
+def test_blocks_hold_everything_in_changing_order():
+    names = ["roof", "roof", "store", "eager", "recompute", "te"]
+    blocks = measure.block_order(names, 6, seed=0)
+    assert all(sorted(block) == sorted(names) for block in blocks)
+    assert len({tuple(block) for block in blocks}) > 3
+    assert blocks == measure.block_order(names, 6, seed=0) != measure.block_order(names, 6, seed=1)
+
+
+def test_turns_follow_the_order(tmp_path, monkeypatch):
+    seen = []
+    order = [["a", "roof", "b", "roof"], ["b", "roof", "roof", "a"]]
+
+    def of(name):
+        def run(problem, mark):
+            seen.append(name)
+            return plain_run(problem, mark)
+
+        return foreign(name, run)
+
+    real = Roof.turn
+    monkeypatch.setattr(
+        Roof, "turn", lambda self, name, *rest: seen.append(name) or real(self, name, *rest)
+    )
+
+    def known_order(names, blocks, seed):
+        assert sorted(names) == ["a", "b", "roof", "roof"] and blocks == 2
+        seen.clear()
+        return order
+
+    monkeypatch.setattr(measure, "block_order", known_order)
+    with_foreign(monkeypatch, of("a"), of("b"))
+    words = [word for word in BRIEF if word != "--no-megatron"]
+    skip = ["--strategies", "store", "--skip", "store", "--roofs", "roof"]
+    assert benchmark.main([*words, *skip]) == 0
+    turns = [name for at, name in enumerate(seen) if at == 0 or seen[at - 1] != name]
+    assert turns == ["a", "roof", "b", "roof", "b", "roof", "a"]
+
+
+def test_the_references_agree(world):
+    problem = Problem(
+        *(world,),
+        num_tokens=40,
+        hidden_size=16,
+        vocab=64,
+        dtype=torch.float32,
+        keep_whole=True,
+    )
+    exact = truth(problem.whole)
+    found = full_reference(problem, samples=16)
+    assert relative_error(found.loss, exact.loss[0]) < 1e-6
+    assert relative_error(found.grad_hidden, exact.grad_hidden[found.tokens, 0]) < 1e-6
+    assert relative_error(found.grad_weight, exact.grad_weight[found.rows]) < 1e-6
+    assert found.tokens.numel() >= 16 and found.rows.numel() >= 16
+    assert (problem.token_weights == 0).any() and problem.token_weights.max() > 1
+
+
+def test_the_confident_problem_is_confident(world):
+    problem = Problem(
+        *(world,),
+        num_tokens=32,
+        hidden_size=256,
+        vocab=512,
+        dtype=torch.float32,
+        keep_whole=True,
+        confident=True,
+    )
+    doubt = -torch.expm1(-truth(problem.whole).loss)
+    assert 3e-8 < float(doubt.median()) < 3e-6
+
+
+@pytest.mark.parametrize("slices", [1, 4])
+def test_the_roof_runs_on_the_true_gradients(world, slices):
+    """Its products are the gradients of the step, whole or in slices."""
+    problem = Problem(
+        *(world,),
+        num_tokens=40,
+        hidden_size=16,
+        vocab=64,
+        dtype=torch.float32,
+        keep_whole=True,
+    )
+    exact = truth(problem.whole)
+    roof = Roof(problem, world)
+    roof.num_slices = slices
+    spans = roof.turn("roof", warm=1, steps=2)
+    assert len(spans) == 2 and all(len(span) == 2 and min(span) > 0 for span in spans)
+    # warm + steps: three times into the same fp32 end point
+    assert relative_error(problem.grad_weight() / 3, exact.grad_weight) < 1e-6
+    assert roof._grad_logits is None  # not resident: given back
+
+
+def test_the_roof_is_planned_by_memory(world):
+    def planned(free, beside):
+        problem = Problem(world, num_tokens=64, hidden_size=8, vocab=32, dtype=torch.float32)
+        roof = Roof(problem, world)
+        gib = 2**30
+        roof.plan(free + 5 * gib, beside + 5 * gib)
+        return roof.resident, roof.num_slices
+
+    need = 2 * 64 * 32 * 4 + 2 * 64 * 8 * 4
+    assert planned(2 * need, need) == (True, 1)
+    assert planned(2 * need, need - 1) == (False, 1)
+    assert planned(need // 2, 0) == (False, 2)
+    assert planned(need // 5, 0) == (False, 8)
+
+
+def test_the_fp64_truth_takes_fewer_rows_where_memory_is_short(world, monkeypatch):
+    cell = measure.Cell("x", 2048, 4096, 128256)
+    monkeypatch.setattr(World, "free_bytes", lambda self: 140 * 2**30)
+    assert measure.rows_for_truth(cell, 2048, world) == 128256
+    monkeypatch.setattr(World, "free_bytes", lambda self: 16 * 2**30)
+    rows = measure.rows_for_truth(cell, 2048, world)
+    assert rows < 128256 and rows % 128 == 0 and 8 * rows * (4 * 4096 + 7 * 2048) < 13 * 2**30
