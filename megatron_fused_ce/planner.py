@@ -154,10 +154,6 @@ class PlanInputs:
                 f"num_parts is {self.num_parts} with tp_size {self.tp_size}; expected tp_size with "
                 "sequence parallelism, else 1"
             )
-        if self.logit_pass == "exp" and self.dtype != "bfloat16":
-            raise ValueError(
-                f"logit_pass 'exp' takes bfloat16, got {self.dtype}; give logit_pass 'rows'"
-            )
         self.config()  # its own checks of the chunks
 
     @classmethod
@@ -196,7 +192,7 @@ class Memory(NamedTuple):
     kept_logits: int
     #: fp32 sum of ``grad_weight`` that is not its end point
     grad_weight_sum: int
-    #: hidden states of one chunk times their row factor, for the exponentiating pass
+    #: hidden states of one chunk times their row factor, for the product with kept exponentials
     scaled_hidden: int
     #: what its epilogue leaves of each tile
     tile_statistics: int
@@ -296,17 +292,19 @@ def peak_memory(
     """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, ``stored_tokens`` kept."""
     exp = inputs.logit_pass == "exp"
     e, rows, hidden_size = inputs.itemsize, inputs.num_rows, inputs.hidden_size
+    frozen = inputs.end_point == "none"
     grad_weight = 4 * rows * hidden_size
     if strategy == "eager":
-        summed = 0 if inputs.end_point == "none" else grad_weight * inputs.uses_in_flight
+        summed = 0 if frozen else grad_weight * inputs.uses_in_flight
     else:
         summed = grad_weight if _sums_grad_weight(inputs, count) else 0
+    scales_hidden = exp and strategy != "recompute" and not frozen
     merge_buffers = MERGE_BYTES * capacity * (1 + inputs.tp_size) if inputs.tp_size > 1 else 0
     return Memory(
         chunk_logits=0 if exp and strategy == "store" else e * capacity * rows,
         kept_logits=e * stored_tokens * rows * inputs.uses_in_flight,
         grad_weight_sum=summed,
-        scaled_hidden=e * capacity * hidden_size if exp and inputs.end_point != "none" else 0,
+        scaled_hidden=e * capacity * hidden_size if scales_hidden else 0,
         tile_statistics=TILE_BYTES * capacity * math.ceil(rows / TILE_COLUMNS) if exp else 0,
         gathered_hidden=3 * e * capacity * hidden_size if inputs.num_parts > 1 else 0,
         token_floats=TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight + merge_buffers,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 
 FLAG = "--fused-chunked-ce"
 
@@ -47,14 +47,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         metavar="C",
         help="or into chunks of C tokens, counted over the tensor-parallel group "
-        f"(default: {DEFAULT_CHUNK_TOKENS})",
+        "(default: the planner's, see megatron_fused_ce.planner)",
     )
     group.add_argument(
         "--fused-ce-strategy",
         choices=STRATEGY_CHOICES,
         default="auto",
-        help="recompute: least memory, computes the logits twice; store: keeps them in 2 bytes each "
-        "until the backward; auto: recompute",
+        help="recompute: least memory, computes the logits twice; store: keeps them in the dtype of "
+        "the hidden states until the backward; eager: gradients in the forward, for the loss mask "
+        "known there; auto: the fastest that fits the budget, storing some chunks and recomputing "
+        "the rest where neither fits",
+    )
+    group.add_argument(
+        "--fused-ce-memory-mb",
+        type=_at_least_one,
+        default=None,
+        metavar="M",
+        help="budget in MiB of the head's own buffers, beside its inputs and gradients "
+        "(default: what eager needs)",
     )
     group.add_argument(
         "--fused-ce-debug-checks",
@@ -72,6 +82,7 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
         strategy=getattr(args, "fused_ce_strategy", "auto"),
         num_chunks=getattr(args, "fused_ce_num_chunks", None),
         chunk_tokens=getattr(args, "fused_ce_chunk_tokens", None),
+        memory_mb=getattr(args, "fused_ce_memory_mb", None),
         debug_checks=getattr(args, "fused_ce_debug_checks", False),
     )
 

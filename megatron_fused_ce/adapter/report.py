@@ -6,11 +6,14 @@ import atexit
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_fused_ce import logit_pass
+from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
-from megatron_fused_ce.chunking import plan_chunks
-from megatron_fused_ce.strategies import predicted_peak_bytes, resolve_strategy
+from megatron_fused_ce.grad_weight import kind_of
+from megatron_fused_ce.planner import Plan, PlanInputs, plan
 
 PREFIX = "[fused-ce]"
 
@@ -65,53 +68,118 @@ def adopted(model: Any, megatron_args: Any) -> None:
         tokens = megatron_args.seq_length * megatron_args.micro_batch_size // context_parallel
         # The weight's, not config.params_dtype: a YAML launch leaves that unset.
         weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
-        _say_plan(layer, tokens, _itemsize(model.config, weight), fused_main_grad=None)
+        # Stand-ins with what the choice of the logit pass looks at.
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        hidden = torch.empty(1, layer.input_size, dtype=_dtype(model.config, weight), device=device)
+        score, why = _logit_pass(layer, hidden, hidden.expand(layer.output_size_per_partition, -1))
+        expected = plan(
+            _plan_inputs(
+                layer,
+                tokens,
+                hidden.dtype,
+                score,
+                _end_point_to_be(layer, weight, megatron_args),
+                # As pretrain_gpt.py calls its model; the first evaluation knows.
+                token_weights_known=True,
+                uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
+            )
+        )
+        _say_plan(layer, expected, tokens, hidden.dtype, score, why)
 
 
-def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor) -> None:
-    """First evaluation of a head whose sizes were not known when it was built."""
-    if getattr(layer, "_fused_ce_told", False):
+def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None = None) -> None:
+    """First evaluation of a head: what runs, where that was not said when the model was built.
+
+    Args:
+        ran: the plan that the op follows; None where the op chooses none.
+    """
+    if getattr(layer, "_fused_ce_evaluated", False):
+        return
+    layer._fused_ce_evaluated = True
+    if ran is None and hasattr(layer, "_fused_ce_told"):
         return
     num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
-    main_grad = getattr(weight, "main_grad", None)
-    _say_plan(layer, tokens, hidden.element_size(), main_grad is not None)
+    score, why = _logit_pass(layer, hidden.flatten(0, 1), weight)
+    if ran is None:
+        end_point = kind_of(open_grad_weight_for(weight, layer.gradient_accumulation_fusion))
+        if not weight.requires_grad:
+            end_point = "none"
+        ran = plan(_plan_inputs(layer, tokens, hidden.dtype, score, end_point))
+    _say_plan(layer, ran, tokens, hidden.dtype, score, why)
 
 
-def _say_plan(layer: Any, tokens: int, itemsize: int, fused_main_grad: bool | None) -> None:
-    layer._fused_ce_told = True
-    if not _speaks(layer.tp_group.rank()):
-        return
+def _end_point_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
+    """Where ``grad_weight`` will end, before Megatron's DDP has made ``main_grad``."""
+    if not weight.requires_grad:
+        return "none"
+    if not layer.gradient_accumulation_fusion:
+        return "returned"
+    in_fp32 = getattr(megatron_args, "accumulate_allreduce_grads_in_fp32", True)
+    return "main_grad" if in_fp32 else "low_main_grad"
+
+
+def _logit_pass(layer: Any, hidden: Tensor, weight: Tensor) -> tuple[str, str]:
+    """Name of the pass that serves ``[T, H]`` and ``[V, H]``, and why not ``exp``."""
     config = layer.fused_ce_config
-    strategy = resolve_strategy(config.strategy)
-    num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
-    chunks = plan_chunks(tokens // num_parts, num_parts, config)
-    capacity = num_parts * max((chunk.num_tokens for chunk in chunks), default=0)
-    # The fp32 sum of grad_weight: none where an fp32 main_grad takes the chunks in place.
-    in_place = layer.gradient_accumulation_fusion and fused_main_grad is not False
-    rows = layer.output_size_per_partition
-    peak_bytes = predicted_peak_bytes(
-        strategy,
+    chosen, why = logit_pass.choose(
+        config.logit_pass, config.row_backend, hidden, weight, config.logit_scale
+    )
+    return chosen.name, why
+
+
+def _plan_inputs(
+    layer: Any, tokens: int, dtype: torch.dtype, score: str, end_point: str, **facts: Any
+) -> PlanInputs:
+    tp_size = layer.tp_group.size()
+    return PlanInputs.of(
+        layer.fused_ce_config,
         num_tokens=tokens,
         hidden_size=layer.input_size,
-        num_rows=rows,
-        itemsize=itemsize,
-        chunk_capacity=capacity,
-        num_parts=num_parts,
-        sums_grad_weight=not in_place and itemsize < 4 and len(chunks) > 1,
+        num_rows=layer.output_size_per_partition,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parts=tp_size if layer.sequence_parallel else 1,
+        tp_size=tp_size,
+        end_point=end_point,
+        logit_pass=score,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **facts,
     )
-    asked = "" if config.strategy == strategy.name else f" ({config.strategy})"
+
+
+def _say_plan(
+    layer: Any, chosen: Plan, tokens: int, dtype: torch.dtype, score: str, why_not_exp: str
+) -> None:
+    """Say it, unless it is what was said of this layer already."""
+    told = getattr(layer, "_fused_ce_told", None)
+    layer._fused_ce_told = chosen
+    if told is not None and _what_runs(told) == _what_runs(chosen):
+        return
+    if not _speaks(layer.tp_group.rank()):
+        return
+    asked = layer.fused_ce_config.strategy
+    asked = "" if asked == chosen.strategy else f" ({asked})"
+    rows, peak_bytes = layer.output_size_per_partition, chosen.predicted_peak_bytes
+    full_bytes = tokens * rows * dtype.itemsize
+    score += f" ({why_not_exp})" if why_not_exp else ""
     say(
-        f"strategy {strategy.name}{asked}, {len(chunks)} chunks of {capacity} tokens "
-        f"({tokens} tokens, {rows} of {layer.output_size} vocabulary rows on this rank), "
-        f"predicted peak {peak_bytes} bytes ({peak_bytes / 2**20:.0f} MiB); full logits would be "
-        f"{tokens * rows * itemsize / 2**20:.0f} MiB"
+        f"{'' if told is None else 'as it runs: '}strategy {chosen.strategy}{asked}, "
+        f"{chosen.chunks_in_words} ({tokens} tokens, {rows} of {layer.output_size} vocabulary rows "
+        f"on this rank), logit pass {score}, predicted peak {peak_bytes} bytes "
+        f"({peak_bytes / 2**20:.0f} MiB); full logits would be {full_bytes / 2**20:.0f} MiB; "
+        f"why: {chosen.why}"
     )
 
 
-def _itemsize(config: Any, weight: Tensor) -> int:
-    """Bytes of a hidden state: Megatron turns an fp32 model into bf16 or fp16 after it is built."""
-    return 2 if config.bf16 or config.fp16 else weight.element_size()
+def _what_runs(chosen: Plan) -> tuple[Any, ...]:
+    return chosen.strategy, chosen.count, chosen.capacity, chosen.stored_chunks
+
+
+def _dtype(config: Any, weight: Tensor) -> torch.dtype:
+    """Of the hidden states: Megatron turns an fp32 model into bf16 or fp16 after it is built."""
+    if config.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.fp16 else weight.dtype
 
 
 def _say_totals() -> None:
