@@ -54,7 +54,7 @@ from benchmark_problem import DTYPES, SHAPES, World
 from benchmark_roof import ROOFS
 from benchmark_variants import LOGIT_PASSES, Variant, megatron, ours, parse_strategy, peers
 
-from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, STRATEGY_CHOICES
+from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.testing.provenance import commit
 
 #: name -> cells, and options where the command line names none.
@@ -79,7 +79,15 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     ),
     "short": (
         [(shape, T) for shape in ("llama3-8b", "qwen3-1.7b") for T in (1024, 2048)],
-        {},
+        {"strategies": [name for name in STRATEGY_CHOICES if name in ("store", "auto")]},
+    ),
+    # What pins a device's tokens per chunk.
+    "chunks": (
+        [("llama3-8b", 32768), ("qwen3-1.7b", 32768)],
+        {
+            "chunk_tokens": [2048, 4096, 8192, 16384, 32768],
+            "megatron": False,
+        },
     ),
     # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
     "million": (
@@ -92,6 +100,7 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
         },
     ),
 }
+FURTHER_CHECKS = ("check_confident", "check_sync", "check_graph", "check_determinism")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -118,7 +127,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         choices=LOGIT_PASSES,
         help="each strategy that names no pass, with each of these",
     )
-    add("--chunk-tokens", type=int, help="C of a strategy that names none")
+    add("--chunk-tokens", nargs="+", type=int, help="each strategy that names no C, with each")
     add("--memory-mb", type=int, help="budget of strategy auto")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--upstream", choices=("weights", "random"), default="weights")
@@ -127,7 +136,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
     add("--skip", nargs="+", default=[], metavar="VARIANT", help="leave these variants out")
     add("--blocks", type=int, help="interleaved blocks (default 5)")
-    add("--sample-ms", type=float, default=20.0, help="a variant's turn runs at least so long")
+    add("--sample-ms", type=float, default=100.0, help="a variant's turn runs at least so long")
     add("--roofs", nargs="*", choices=tuple(ROOFS), help="(default: those that a variant needs)")
     add("--seed", type=int, default=0, help="of the order within blocks")
     add("--check-tokens", type=int, default=2048, help="T of the check against fp64")
@@ -135,6 +144,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--check-sync", action="store_true", help="a host synchronisation is an error")
     add("--check-graph", action="store_true", help="a CUDA graph's replays, bit for bit")
     add("--check-determinism", action="store_true", help="two runs, bit for bit")
+    add("--check-all", action="store_true", help="all four")
     add("--time-limit", type=float, metavar="SECONDS", help="start no cell or block after this")
     add("--sequence-parallel", action="store_true")
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
@@ -150,8 +160,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     given.blocks = 5 if given.blocks is None else given.blocks
     for name in ("blocks", "check_tokens", "chunk_tokens"):
         value = getattr(given, name)
-        if value is not None and value < 1:
+        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
             parser.error(f"expected --{name.replace('_', '-')} of at least 1, got {value}")
+    for name in FURTHER_CHECKS:
+        setattr(given, name, getattr(given, name) or given.check_all)
     try:
         given.cells = cells_of(given, preset)
         given.strategies = strategies_of(given)
@@ -189,33 +201,36 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
 
 
 def strategies_of(given: argparse.Namespace) -> list[str]:
-    """Each strategy with each logit pass, eager only where the upstream gradient lets it."""
+    """Each strategy with each number of chunk tokens and each logit pass, as ``NAME[:C][/PASS]``.
+
+    ``eager`` only where the upstream gradient lets it; ``auto`` chooses its chunks itself.
+    """
     names = given.strategies
     if names is None:
         names = [name for name in ("store", "eager", "recompute") if name in STRATEGY_CHOICES]
         if given.upstream == "random":
             names = [name for name in names if name != "eager"]
-    passes = given.logit_pass or [""]
     chosen: list[str] = []
     for name in names:
-        strategy, _, own_pass = parse_strategy(name)
+        strategy, own_tokens, own_pass = parse_strategy(name)
         if strategy == "eager" and given.upstream == "random":
             raise ValueError("eager needs --upstream weights")
-        for logit_pass in [""] if own_pass else passes:
-            text = f"{name}/{logit_pass}" if logit_pass else name
-            parse_strategy(text)
-            chosen.append(text)
+        sizes = [own_tokens] if own_tokens or strategy == "auto" else given.chunk_tokens or [None]
+        for logit_pass in [own_pass] if own_pass else given.logit_pass or [None]:
+            for size in sizes:
+                text = strategy + (f":{size}" if size else "")
+                chosen.append(text + (f"/{logit_pass}" if logit_pass else ""))
+                parse_strategy(chosen[-1])
     return list(dict.fromkeys(chosen))
 
 
 def variants_of(given: argparse.Namespace, world: World) -> list[Variant]:
-    chunk_tokens = given.chunk_tokens or DEFAULT_CHUNK_TOKENS
-    found = [ours(world, text, chunk_tokens, given.memory_mb) for text in given.strategies]
+    found = [ours(world, text, given.memory_mb) for text in given.strategies]
     if given.megatron:
         found += megatron(world)
     if given.peers is not None:
         found += peers(world, given.peers or None)
-    found = [v for v in found if not {v.name, v.key} & set(given.skip)]
+    found = [v for v in found if not {v.name, v.key, v.name.split("/")[0]} & set(given.skip)]
     keys = [variant.key for variant in found]
     for key in keys:
         if keys.count(key) > 1:
@@ -241,7 +256,9 @@ def triton_version() -> str | None:
 def expected_seconds(cell: Cell, variants: list[Variant], given: argparse.Namespace) -> float:
     """A cell's time on a GPU of 600 TFLOP/s: two untimed runs and two a block, and half a minute."""
     flop = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab
-    runs: int = sum(v.products for v in variants if not v.why_not) + 20
+    runs = 20 + sum(
+        v.products * (1.5 if v.family == "peer" else 1) for v in variants if not v.why_not
+    )
     seconds: float = 30 + runs * (3 + 2 * given.blocks) * flop / 6e14
     return seconds
 
@@ -275,10 +292,7 @@ def run(given: argparse.Namespace, world: World, started: float) -> int:
         sample_ms=given.sample_ms,
         seed=given.seed,
         roofs=roofs_of(given, variants),
-        check_confident=given.check_confident,
-        check_sync=given.check_sync,
-        check_graph=given.check_graph,
-        check_determinism=given.check_determinism,
+        **{name: getattr(given, name) for name in FURTHER_CHECKS},
         deadline=started + limit,
     )
     facts = {
@@ -325,6 +339,7 @@ def run(given: argparse.Namespace, world: World, started: float) -> int:
                     exit_code = 1
     if world.rank == 0 and path is not None and rows:
         report.write(path, rows, skipped)
+        print(report.summary(rows))
         print(f"written: {path} and {path.with_suffix('.md').name}")
     if world.size > 1 and exit_code != 3:
         dist.barrier()

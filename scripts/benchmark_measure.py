@@ -25,7 +25,7 @@ from benchmark_problem import (
 )
 from benchmark_report import KEYS
 from benchmark_roof import ROOFS, SLACK_BYTES, Roof
-from benchmark_variants import Variant
+from benchmark_variants import Variant, chosen
 from torch import Tensor
 
 from megatron_fused_ce import upstream_guard
@@ -90,7 +90,7 @@ class Settings:
     end_point: str = "main_grad"
     check_tokens: int = 2048
     blocks: int = 5
-    sample_ms: float = 20.0
+    sample_ms: float = 100.0
     seed: int = 0
     roofs: tuple[str, ...] = tuple(ROOFS)
     check_confident: bool = False
@@ -112,6 +112,8 @@ class Outcome:
     step_ms: float = 0.0  # a first estimate
     samples: list[list[float]] = field(default_factory=list)  # [forward, backward] of each block
     steps: int = 0
+    chunk_tokens: int | None = None  # that it ran with
+    logit_pass: str | None = None  # that served
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -633,7 +635,7 @@ def measure_cell(
     where a foreign kernel broke the device.
     """
     started = time.monotonic()
-    outcomes = {v.key: Outcome(v, reason=v.why_not) for v in variants}
+    outcomes = {v.key: Outcome(v, v.why_not, chunk_tokens=v.chunk_tokens) for v in variants}
     plain_loss, plain, check_facts = check_small(
         list(outcomes.values()), cell, settings, world, known
     )
@@ -647,6 +649,12 @@ def measure_cell(
         upstream=settings.upstream,
         end_point=settings.end_point,
     )
+    for outcome in outcomes.values():
+        if outcome.variant.config is not None:
+            choice = chosen(outcome.variant, problem, world)
+            outcome.chunk_tokens, outcome.logit_pass = choice.chunk_tokens, choice.logit_pass
+            outcome.extra["plan"] = choice.strategy
+            outcome.extra["predicted_peak_mib"] = choice.predicted_peak_mib
     check_full(list(outcomes.values()), problem, world, plain_loss, plain)
     give_back(world)
     free = float(world.free_bytes())
@@ -705,13 +713,14 @@ def rows_of(
             "T": cell.num_tokens,
             "H": cell.hidden_size,
             "variant": variant.name,
-            "chunk_tokens": variant.chunk_tokens,
+            "chunk_tokens": outcome.chunk_tokens,
             "forward_ms": None,
             "backward_ms": None,
             "time_ms": None,
             "roof_ms": rounded(below, 3),
             "ratio": None,
             "peak_mib": rounded(outcome.peak_mib, 1),
+            "peak_bound_mib": peak_bound_mib(outcome, facts["V"], cell, settings),
             "error": outcome.reason if outcome.reason is not None else outcome.error,
             "family": variant.family,
             "roof_products": variant.products,
@@ -719,7 +728,7 @@ def rows_of(
             "spread": None,
             "tflops": None,
             "steps": outcome.steps,
-            "logit_pass": variant.logit_pass,
+            "logit_pass": outcome.logit_pass,
             "end_point": settings.end_point,
             "upstream": "one scalar" if variant.one_upstream else settings.upstream,
             "loss_error": outcome.loss_error,
@@ -745,6 +754,24 @@ def rows_of(
             }
         rows.append({key: row[key] for key in KEYS} | row)
     return rows
+
+
+def peak_bound_mib(outcome: Outcome, num_rows: int, cell: Cell, settings: Settings) -> float | None:
+    """What the targets allow above inputs, `grad_hidden` and the end point, for one rank's rows.
+
+    ``recompute`` 2·C·V + X, ``store`` 2·T·V + X, ``eager`` 2·C·V + 4·V·H + X with
+    X = 2·C·H + 12·C·V/256 + 64 MiB, and 4·V·H where the end point is a ``.grad`` of 2 bytes an entry.
+    """
+    variant, T, H, V = outcome.variant, cell.num_tokens, cell.hidden_size, num_rows
+    if variant.family != "ours" or settings.dtype.itemsize != 2:
+        return None
+    C = outcome.chunk_tokens
+    strategy = outcome.extra.get("plan", "")
+    if C is None or strategy not in ("recompute", "store", "eager"):
+        return None
+    own = {"recompute": 2 * C * V, "store": 2 * T * V, "eager": 2 * C * V + 4 * V * H}
+    bound = own[strategy] + 2 * C * H + 12 * C * V / 256 + 64 * MIB
+    return rounded((bound + (4 * V * H if settings.end_point == "grad" else 0)) / MIB, 1)
 
 
 def rounded(value: float | None, digits: int) -> float | None:

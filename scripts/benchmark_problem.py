@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.grad_weight import GradWeight, InPlaceGradWeight, ReturnedGradWeight
+from megatron_fused_ce.grad_weight import (
+    GradWeight,
+    InPlaceGradWeight,
+    OpenGradWeight,
+    ReturnedGradWeight,
+)
 from megatron_fused_ce.testing.reference import HeadInputs
 
 MIB = 1024 * 1024
@@ -242,11 +247,18 @@ class Problem:
             self.main_grad.add_(self.weight.grad)
             self.weight.grad = None
 
-    def open_grad_weight(self, weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
-        """This problem's end point, for `linear_cross_entropy`."""
-        if self.main_grad is None:
-            return ReturnedGradWeight(weight, num_chunks, scaled)
-        return InPlaceGradWeight(self.main_grad, num_chunks, scaled, lambda: None)
+    @property
+    def open_grad_weight(self) -> OpenGradWeight:
+        """Opens this problem's end point, for `linear_cross_entropy`."""
+        main_grad = self.main_grad
+        if main_grad is None:
+            return ReturnedGradWeight
+
+        def open_main_grad(weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
+            return InPlaceGradWeight(main_grad, num_chunks, scaled, lambda: None)
+
+        open_main_grad.kind = "main_grad"  # type: ignore[attr-defined]
+        return open_main_grad
 
     def grad_weight(self) -> Tensor:
         """``[V, H]`` at the end point: fp32 in ``main_grad``, else the weight's dtype."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from benchmark_problem import Problem, Run, World
+import torch
+from benchmark_problem import MIB, Problem, Run, World
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, STRATEGY_CHOICES
 from megatron_fused_ce.op import linear_cross_entropy
 
 LOGIT_PASSES = ("auto", "exp", "rows")
@@ -35,7 +36,7 @@ class Variant:
     run: Run | None = None
     products: int = 3  # matrix products of one step: which roof it is measured against
     chunk_tokens: int | None = None
-    logit_pass: str | None = None
+    config: FusedCEConfig | None = None  # ours only
     one_upstream: bool = False  # takes one upstream gradient for all tokens, returns a summed loss
     why_not: str | None = None
     limits: Callable[[Problem], str | None] | None = None  # why it refuses a problem
@@ -69,14 +70,10 @@ def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[]
     return loss.detach()
 
 
-def ours(
-    world: World, text: str, chunk_tokens: int | None, memory_mb: int | None = None
-) -> Variant:
-    """This package with a strategy ``NAME[:C][/PASS]``; ``chunk_tokens`` where it names none."""
-    strategy, own_tokens, logit_pass = parse_strategy(text)
-    options: dict[str, Any] = {"strategy": strategy}
-    if own_tokens or (chunk_tokens and strategy != "auto"):
-        options["chunk_tokens"] = own_tokens or chunk_tokens
+def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
+    """This package with a strategy ``NAME[:C][/PASS]``, ``auto`` within ``memory_mb``."""
+    strategy, chunk_tokens, logit_pass = parse_strategy(text)
+    options: dict[str, Any] = {"strategy": strategy, "chunk_tokens": chunk_tokens}
     if logit_pass:
         options["logit_pass"] = logit_pass
     if strategy == "auto" and memory_mb is not None:
@@ -106,8 +103,53 @@ def ours(
         family="ours",
         run=run,
         products=4 if strategy == "recompute" else 3,
-        chunk_tokens=options.get("chunk_tokens"),
-        logit_pass=logit_pass or ("auto" if HAS_LOGIT_PASS else "rows"),
+        chunk_tokens=chunk_tokens,
+        config=config,
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the package makes of a variant of ours on a problem."""
+
+    strategy: str
+    chunk_tokens: int
+    logit_pass: str
+    predicted_peak_mib: float | None
+
+
+def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
+    """As `linear_cross_entropy` chooses: logit pass, strategy and chunks of this call."""
+    config = variant.config
+    assert config is not None
+    num_tokens, (num_rows, hidden_size) = problem.num_tokens, problem.weight.shape
+    if not HAS_LOGIT_PASS:
+        strategy = "recompute" if config.strategy == "auto" else config.strategy
+        tokens = min(config.chunk_tokens or DEFAULT_CHUNK_TOKENS, num_tokens)
+        return Chosen(strategy, tokens, "rows", None)
+    logit_pass: Any = import_module("megatron_fused_ce.logit_pass")
+    planner: Any = import_module("megatron_fused_ce.planner")
+    options: Any = config
+    logits, _ = logit_pass.choose(
+        options.logit_pass, options.row_backend, problem.hidden, problem.weight, options.logit_scale
+    )
+    plan = planner.plan(
+        planner.PlanInputs.of(
+            config,
+            num_tokens=num_tokens,
+            hidden_size=hidden_size,
+            num_rows=num_rows,
+            dtype=str(problem.dtype).removeprefix("torch."),
+            num_parts=world.parts,
+            tp_size=world.size,
+            end_point="main_grad" if problem.main_grad is not None else "returned",
+            token_weights_known=problem.token_weights is not None,
+            logit_pass=logits.name,
+            device=torch.cuda.get_device_name() if world.on_gpu else "cpu",
+        )
+    )
+    return Chosen(
+        plan.strategy, plan.capacity, logits.name, round(plan.predicted_peak_bytes / MIB, 1)
     )
 
 
