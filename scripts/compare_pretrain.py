@@ -61,16 +61,19 @@ VARIANTS = {
 }
 
 # What runs on a CPU without apex and Transformer Engine. Vocabulary 127 + eod, padded to 128·TP.
-CPU_BASE_ARGS = """
+CPU_ONLY_ARGS = """
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
+    --attention-backend unfused --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+"""
+CPU_BASE_ARGS = f"""
     --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
     --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
     --micro-batch-size 2 --global-batch-size 8 --train-iters 5
     --lr 1e-3 --lr-decay-style constant
     --mock-data --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
-    --eval-iters 1 --eval-interval 3 --log-interval 1 --distributed-backend gloo
-    --tensor-model-parallel-size 2 --transformer-impl local --use-cpu-initialization
-    --attention-backend unfused --no-persist-layer-norm --no-masked-softmax-fusion
-    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --eval-iters 1 --eval-interval 3 --log-interval 1 --tensor-model-parallel-size 2
+    {CPU_ONLY_ARGS}
 """
 NO_FUSED_WGRAD = "--no-gradient-accumulation-fusion"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -209,7 +212,17 @@ _COUNTERS = re.compile(
     r"\[fused-ce\] heads evaluated fused: (\d+), logits materialised: (\d+), "
     r"heads on the stock path: (\d+)"
 )
-_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(\w*(?:Error|Exception|assert)\w*: .*|.*: error: .*)$")
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
+    r"|Triton Error \[CUDA\]: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|assert)\w*: .*|.*: error: .*)$")
+
+
+def is_error(line: str) -> bool:
+    """Whether a line of a log is the message of an exception, or of argparse."""
+    return bool(_ERROR.match(line))
 
 
 def parse_logs(texts: Iterable[str]) -> Figures:
@@ -233,7 +246,7 @@ def parse_logs(texts: Iterable[str]) -> Figures:
                 memory.append(float(match[1]))
             if match := _ERROR.match(line):
                 figures.error = figures.error or match[1].strip()
-            if "OutOfMemoryError" in line or "CUDA out of memory" in line:
+            if _OUT_OF_MEMORY.search(line):
                 figures.status = "out of memory"
     figures.max_allocated_mb = max(memory) if any(memory) else None
     return figures
@@ -246,6 +259,42 @@ def _parse_iteration(columns: str, exact: dict[str, float], figures: Figures) ->
         figures.grad_norms.append(exact.get("grad norm", float(match[1])))
     if match := _TIME.search(columns):
         figures.iteration_times_ms.append(float(match[1]))
+
+
+def log_texts(folder: Path) -> list[str]:
+    """The logs that a run left in its folder: each rank's own, then torchrun's."""
+    files = [*sorted((folder / "logs").rglob("*.log")), folder / "torchrun.log"]
+    return [file.read_text(errors="replace") for file in files if file.is_file()]
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes below ``pid``, from /proc."""
+    children: dict[int, list[int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # "pid (name) state parent ...", where the name may hold spaces and parentheses.
+            parent = file.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(file.parent.name))
+    found, below = [], [pid]
+    while below:
+        below = [child for parent in below for child in children.get(parent, [])]
+        found += below
+    return found
+
+
+def end_launch(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
+    """End torchrun and its ranks, which it gives a session each: a signal to its group misses them.
+
+    SIGTERM first, which torchrun passes on; SIGKILL for whatever is left after the grace.
+    """
+    ranks = _descendants(process.pid)
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    for pid in (process.pid, *ranks):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 @dataclass(frozen=True)
@@ -343,10 +392,8 @@ class Run:
                 status = f"timed out after {self.timeout_s:.0f} s"
             finally:
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        ranks = [*sorted(logs.rglob("*.log")), folder / "torchrun.log"]
-        figures = parse_logs(file.read_text(errors="replace") for file in ranks)
+                    end_launch(process)
+        figures = parse_logs(log_texts(folder))
         figures.wall_s = round(time.monotonic() - started, 1)
         if status == "ok":
             figures.error = ""
