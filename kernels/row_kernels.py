@@ -135,7 +135,7 @@ def row_statistics(
         WITH_ARGMAX=with_argmax,
         num_warps=STATISTICS_WARPS,
     )
-    return RowStatistics(row_max, others, label_logit, argmax)
+    return RowStatistics(row_max, row_max, others, label_logit, argmax)
 
 
 def row_gradients(

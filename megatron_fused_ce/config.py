@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-STRATEGY_CHOICES = ("auto", "store", "recompute")
+STRATEGY_CHOICES = ("auto", "store", "eager", "recompute")
 ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
+LOGIT_PASS_CHOICES = ("auto", "exp", "rows")
 
 #: Tokens of a chunk when neither ``num_chunks`` nor ``chunk_tokens`` is given. Every chunk reads and
 #: writes the fp32 ``grad_weight`` once, which costs about ``205 / C`` of the step: 5 % at 4096.
@@ -21,35 +22,42 @@ class FusedCEConfig:
     """
 
     #: ``store`` keeps the chunk logits until the backward (3 matrix products), ``recompute`` computes
-    #: them again (4), ``auto`` chooses (today: ``recompute``).
+    #: them again (4), ``eager`` makes the gradients in the forward (3) and needs token weights; ``auto``
+    #: takes the fastest that fits ``memory_mb``, mixing the first two (see :mod:`.planner`).
     strategy: str = "auto"
     #: Cut the tokens into this many chunks of equal size (they differ by one token at most).
     num_chunks: int | None = None
     #: Or cut them into chunks of this many tokens, counted over the tensor-parallel group.
     chunk_tokens: int | None = None
+    #: Budget in MiB of the head's own buffers, beside inputs, ``grad_hidden`` and the end point of
+    #: ``grad_weight``; None for what ``eager`` needs.
+    memory_mb: int | None = None
     #: The logits are ``logit_scale * hidden @ weight.T`` (MuP, temperature).
     logit_scale: float = 1.0
     #: Compare shapes and options over the ranks on every call, not only on the first.
     debug_checks: bool = False
     #: Which row kernels run between the products: Triton on CUDA, plain PyTorch elsewhere by default.
     row_backend: str = "auto"
+    #: How logits become gradients: the exponentiating product (``exp``), a plain one and row kernels
+    #: (``rows``), or the first where it can serve (see :mod:`.logit_pass`).
+    logit_pass: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.strategy not in STRATEGY_CHOICES:
-            raise ValueError(
-                f"strategy is {self.strategy!r}; choose one of {', '.join(STRATEGY_CHOICES)}"
-            )
-        if self.row_backend not in ROW_BACKEND_CHOICES:
-            raise ValueError(
-                f"row_backend is {self.row_backend!r}; choose one of "
-                f"{', '.join(ROW_BACKEND_CHOICES)}"
-            )
+        for name, choices in (
+            ("strategy", STRATEGY_CHOICES),
+            ("row_backend", ROW_BACKEND_CHOICES),
+            ("logit_pass", LOGIT_PASS_CHOICES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}"
+                )
         if self.num_chunks is not None and self.chunk_tokens is not None:
             raise ValueError(
                 f"both num_chunks={self.num_chunks} and chunk_tokens={self.chunk_tokens} are given; "
                 "give one of them"
             )
-        for name in ("num_chunks", "chunk_tokens"):
+        for name in ("num_chunks", "chunk_tokens", "memory_mb"):
             value = getattr(self, name)
             if value is None:
                 continue

@@ -20,12 +20,20 @@ class GradWeight(Protocol):
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
 
+    def add_total(self, total: Tensor, scale: Tensor) -> None:
+        """Add ``scale * total``: fp32 ``[V, H]``, which is used up, and fp32 ``[]``."""
+
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         """What autograd gets for the weight. ``inv_scale`` undoes a scale on all that was added."""
 
 
 #: Opens an end point for a weight and a number of chunks, with or without a scale to undo.
 OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
+
+
+def kind_of(open_grad_weight: OpenGradWeight) -> str:
+    """Which of ``planner.END_POINTS`` this opens, said by its attribute ``kind``: for plans of memory."""
+    return str(getattr(open_grad_weight, "kind", "returned"))
 
 
 class ReturnedGradWeight:
@@ -49,6 +57,9 @@ class ReturnedGradWeight:
             accumulate_(self._sum, grad_logits, hidden, overwrite=True)
         else:
             accumulate_(self._sum, grad_logits, hidden)
+
+    def add_total(self, total: Tensor, scale: Tensor) -> None:
+        self._sum = total.mul_(scale)
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         if self._sum is None:
@@ -90,12 +101,51 @@ class InPlaceGradWeight:
         else:
             accumulate_(self._sum, grad_logits, hidden)
 
+    def add_total(self, total: Tensor, scale: Tensor) -> None:
+        if self._buffer.dtype == torch.float32:
+            add_scaled_(self._buffer, total, scale)
+        else:
+            self._buffer.add_(total.mul_(scale))
+
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         if self._sum is not None:
             if inv_scale is not None:
                 self._sum.mul_(inv_scale)
             self._buffer.add_(self._sum)
         return self._returned()
+
+
+class HeldGradWeight:
+    """Sums the chunks in fp32 and holds the sum, for an end point that is opened later (``eager``)."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._sum: Tensor | None = None
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add one chunk, as :meth:`GradWeight.add`."""
+        first = self._sum is None
+        if self._sum is None:
+            self._sum = torch.empty(
+                self._weight.shape, dtype=torch.float32, device=self._weight.device
+            )
+        accumulate_(self._sum, grad_logits, hidden, overwrite=first)
+
+    def total(self, inv_scale: Tensor | None) -> Tensor:
+        """The sum, fp32 ``[V, H]``, with a scale on all of it undone."""
+        if self._sum is None:
+            return torch.zeros(self._weight.shape, dtype=torch.float32, device=self._weight.device)
+        return self._sum if inv_scale is None else self._sum.mul_(inv_scale)
+
+
+def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:
+    """``total += scale * addend``, fp32, in one pass over both."""
+    if total.is_cuda and total.is_contiguous() and addend.is_contiguous():
+        from megatron_fused_ce.kernels import exp_rows
+
+        exp_rows.add_scaled_(total, addend, scale)
+    else:
+        total.addcmul_(addend, scale)
 
 
 def accumulate_(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +11,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from megatron_fused_ce import logit_pass, planner
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
-from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight
-from megatron_fused_ce.row_ops import backend_for
-from megatron_fused_ce.strategies import Head, Strategy, resolve_strategy
+from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.strategies import (
+    RECOMPUTE,
+    Forward,
+    Head,
+    KeptChunk,
+    Needs,
+    Strategy,
+    strategy_of,
+)
 from megatron_fused_ce.validation import check_call
 from megatron_fused_ce.vocab_parallel import VocabParallel, agree
+
+#: Strategies as a plan names them.
+PLANNED = ("store", "recompute", "mixed", "eager")
 
 
 class HeadOutputs(NamedTuple):
@@ -59,7 +71,9 @@ def fused_linear_cross_entropy(
         tp_group: the tensor-parallel group; None for a vocabulary held whole.
         sequence_parallel: each rank of the group holds its own part of the tokens.
         token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
-            these; never changes the loss. The strategies of today are exact without it.
+            these, which lets ``eager`` make the gradients in the forward; never changes the loss. A
+            broken promise raises :class:`.upstream_guard.UpstreamMismatch` at the next optimizer step,
+            before a parameter changes. The other strategies are exact without it.
         vocab_start: first global id of this rank's rows. None finds it on the device.
         config: chunking, strategy and the rest; None for the defaults.
 
@@ -74,7 +88,8 @@ def fused_linear_cross_entropy(
     only), the all-gather of shard sizes (without ``vocab_start``). Per chunk of the forward: all-gather
     of hidden states (sequence parallelism), MAX and SUM all-reduce of the statistics. Per chunk of the
     backward: all-gather of hidden states (sequence parallelism, unless neither product needs them), one
-    reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce.
+    reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``eager`` this
+    reduction follows the statistics in the forward, and the backward has none.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
@@ -125,9 +140,19 @@ def linear_cross_entropy(
     vocab_range = (
         None if vocab_start is None or num_tokens is None else (vocab_start, weight.shape[0])
     )
-    facts = _facts(num_tokens, hidden, weight, config, comm, vocab_start)
+    plan, logits = None, None
+    if num_tokens is not None:
+        try:
+            flat = hidden.reshape(num_tokens, hidden.shape[-1])
+            logits, _ = logit_pass.choose(
+                config.logit_pass, config.row_backend, flat, weight, config.logit_scale
+            )
+            plan = _plan(config, comm, flat, weight, logits.name, token_weights, open_grad_weight)
+        except ValueError as bad:
+            num_tokens, error = None, bad
+    facts = _facts(num_tokens, hidden, weight, config, comm, vocab_start, plan)
     agree(comm.group, facts, vocab_range, error, config.debug_checks)
-    assert num_tokens is not None
+    assert num_tokens is not None and plan is not None and logits is not None
 
     # From here on every rank runs the same collectives.
     if vocab_start is None:
@@ -136,22 +161,33 @@ def linear_cross_entropy(
         first_id = vocab_start
     in_token_order = labels if labels.dim() == 1 else labels.t()
     local_labels = in_token_order.reshape(comm.num_parts, -1).to(torch.int64) - first_id
+    weights = None
+    if token_weights is not None and plan.strategy == "eager":
+        in_order = token_weights if token_weights.dim() == 1 else token_weights.t()
+        weights = in_order.detach().reshape(comm.num_parts, -1).to(torch.float32)
     head = Head(
         comm=comm,
-        chunks=plan_chunks(num_tokens, comm.num_parts, config),
+        chunks=plan_chunks(
+            num_tokens,
+            comm.num_parts,
+            replace(config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens),
+        ),
         logit_scale=config.logit_scale,
-        rows=backend_for(hidden.device, config.row_backend),
+        logits=logits,
         with_argmax=with_argmax,
         open_grad_weight=open_grad_weight,
+        token_weights=weights,
     )
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    needs_grad = torch.is_grad_enabled()
+    needs = Needs(needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad)
+    strategy = strategy_of(plan.strategy, plan.stored_chunks) if any(needs) else RECOMPUTE
     loss, local_max, local_argmax = _FusedLinearCrossEntropy.apply(
         hidden.reshape(num_tokens, hidden.shape[-1]),
         weight,
         local_labels,
         head,
-        resolve_strategy(config.strategy),
-        needs_grad,
+        strategy,
+        needs,
     )
     if labels.dim() == 2:
         loss = loss.view(labels.shape[1], labels.shape[0]).t().contiguous()
@@ -169,19 +205,25 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,  # [parts, n]
         head: Head,
         strategy: Strategy,
-        needs_grad: bool,
+        needs: Needs,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         with torch.autocast(hidden.device.type, enabled=False):
-            out = strategy.forward(head, hidden, weight, labels, needs_grad)
-        if needs_grad:
-            ctx.head, ctx.strategy = head, strategy
-            ctx.save_for_backward(hidden, weight, labels, out.terms, *out.kept_logits)
-        ctx.set_materialize_grads(False)
+            out = strategy.forward(head, hidden, weight, labels, needs)
+        loss = out.loss.flatten()
         row_max = None if out.row_max is None else out.row_max.flatten()
         argmax = None if out.argmax is None else out.argmax.flatten()
+        if any(needs):
+            # Tensors that wait go through autograd, which frees them with the graph; the gradients
+            # that eager made are used up by hand.
+            kept = [tensor for chunk in out.kept for tensor in chunk]
+            ctx.head, ctx.strategy = head, strategy
+            ctx.made = replace(out, loss=loss.new_empty(0), row_max=None, argmax=None, kept=[])
+            ctx.made.terms = None
+            ctx.save_for_backward(hidden, weight, labels, out.terms, *kept)
+        ctx.set_materialize_grads(False)
         if row_max is not None:
             ctx.mark_non_differentiable(row_max, argmax)
-        return out.loss.flatten(), row_max, argmax
+        return loss, row_max, argmax
 
     @staticmethod
     @once_differentiable
@@ -189,19 +231,58 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 6
         saved: Any = ctx
-        hidden, weight, labels, terms, *kept_logits = saved.saved_tensors
-        with torch.autocast(hidden.device.type, enabled=False):
-            grad_hidden, grad_weight = saved.strategy.backward(
-                saved.head,
-                hidden,
-                weight,
-                labels,
-                terms,
-                kept_logits,
-                grad_loss.float().reshape(labels.shape),
-                *saved.needs_input_grad[:2],
-            )
+        hidden, weight, labels, terms, *kept = saved.saved_tensors
+        made: Forward = saved.made
+        made.terms = terms
+        made.kept = [KeptChunk(*pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
+        try:
+            with torch.autocast(hidden.device.type, enabled=False):
+                grad_hidden, grad_weight = saved.strategy.backward(
+                    saved.head,
+                    hidden,
+                    weight,
+                    labels,
+                    made,
+                    grad_loss.float().reshape(labels.shape),
+                    Needs(*saved.needs_input_grad[:2]),
+                )
+        finally:
+            made.terms, made.kept = None, []  # type: ignore[assignment]
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _plan(
+    config: FusedCEConfig,
+    comm: VocabParallel,
+    hidden: Tensor,
+    weight: Tensor,
+    logits: str,
+    token_weights: Tensor | None,
+    open_grad_weight: OpenGradWeight,
+) -> planner.Plan:
+    """Strategy and chunks of this call."""
+    on_gpu = hidden.is_cuda
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if config.strategy == "eager" and token_weights is None and needs_grad:
+        raise ValueError(
+            "strategy 'eager' makes the gradients in the forward and needs token_weights, the weights "
+            "that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
+        )
+    inputs = planner.PlanInputs.of(
+        config,
+        num_tokens=hidden.shape[0] * comm.num_parts,
+        hidden_size=hidden.shape[1],
+        num_rows=weight.shape[0],
+        dtype=str(hidden.dtype).removeprefix("torch."),
+        num_parts=comm.num_parts,
+        tp_size=comm.size,
+        end_point=kind_of(open_grad_weight) if weight.requires_grad else "none",
+        token_weights_known=token_weights is not None,
+        # Elsewhere only the interpreter runs `exp`, in dtypes that no plan is made for.
+        logit_pass=logits if on_gpu else "rows",
+        device=torch.cuda.get_device_name(hidden.device) if on_gpu else "cpu",
+    )
+    return planner.plan(inputs)
 
 
 def _facts(
@@ -211,6 +292,7 @@ def _facts(
     config: FusedCEConfig,
     comm: VocabParallel,
     vocab_start: int | None,
+    plan: planner.Plan | None,
 ) -> dict[str, int]:
     """What must be equal on every rank of the group; zeros where this rank's input is bad."""
     names = (
@@ -225,8 +307,11 @@ def _facts(
         "logit_scale (bits)",
         "vocab_start given",
         "debug_checks",
+        "the planned strategy (shards of one size? else name strategy and chunk_tokens)",
+        "the planned number of chunks",
+        "the planned number of stored chunks",
     )
-    if num_tokens is None:
+    if num_tokens is None or plan is None:
         return dict.fromkeys(names, 0)
     values = (
         num_tokens,
@@ -240,5 +325,8 @@ def _facts(
         int.from_bytes(struct.pack("<f", config.logit_scale), "little"),
         int(vocab_start is not None),
         int(config.debug_checks),
+        PLANNED.index(plan.strategy),
+        plan.count,
+        plan.stored_chunks,
     )
     return dict(zip(names, values, strict=True))

@@ -1,8 +1,6 @@
-"""What happens to a chunk's logits between the matrix products, and the maths of one token's loss.
+"""The maths of one token's loss, given statistics of its logits.
 
-Two passes over a chunk of logits ``[C, V]``, each with a Triton and a plain PyTorch form that take the
-same arguments: :func:`row_statistics` (forward) and :func:`row_gradients` (backward). The rest of this
-file is ``[C]``-sized arithmetic on what they return.
+Where the statistics come from is :mod:`.logit_pass`'s matter. This file is ``[C]``-sized arithmetic.
 
 For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
 
@@ -18,20 +16,37 @@ Megatron's unfused loss gives for it. See docs/math.md.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+LOG2_E = 1.4426950408889634
 
 
 class RowStatistics(NamedTuple):
     """Statistics of each row over one vocabulary shard, all fp32 ``[C]`` (``argmax`` int64)."""
 
     row_max: Tensor  # largest logit
-    others: Tensor  # sum of exp(z - row_max) without the label's own column
+    reference: Tensor  # what `others` is relative to: row_max, or near it
+    others: Tensor  # sum of exp(z - reference) without the label's own column
     label_logit: Tensor  # z_y where this shard holds the label, else 0
-    argmax: Tensor | None  # local column of row_max, lowest on a tie; None unless asked for
+    argmax: Tensor | None = None  # local column of row_max, lowest on a tie; None unless asked for
+    #: exponentiating product only: the row's excess where its tiles differ in theirs, else -1
+    excess: Tensor | None = None
+
+
+class TileStatistics(NamedTuple):
+    """What the exponentiating product leaves of each row and tile of columns, ``[num_tiles, C]``.
+
+    A tile's entries are ``E = 2**(z2 - reference2 - excess)`` with ``z2 = log2(e) * logit_scale * z``
+    and ``excess`` 0, or ``tile_max`` where that is above 64.
+    """
+
+    tile_columns: int
+    tile_max: Tensor  # fp32: largest z2 - reference2 of the tile, label left out
+    tile_sum: Tensor  # fp32: sum of E over the tile, label left out
+    tile_argmax: Tensor | None  # int32: column of tile_max
 
 
 class TokenTerms(NamedTuple):
@@ -42,25 +57,12 @@ class TokenTerms(NamedTuple):
     miss: Tensor  # others / (others + label) = 1 - p_y
 
 
-def backend_for(device: torch.device, requested: str) -> ModuleType:
-    """The module with ``row_statistics`` and ``row_gradients`` for tensors on ``device``."""
-    if requested == "auto":
-        requested = "triton" if device.type == "cuda" else "torch"
-    if requested == "triton":
-        from megatron_fused_ce.kernels import row_kernels
-
-        return row_kernels
-    from megatron_fused_ce import row_ops_torch
-
-    return row_ops_torch
-
-
 def shard_terms(stats: RowStatistics, global_max: Tensor, label_here: Tensor) -> Tensor:
     """This shard's addends ``[3, C]`` (others, label, z_y - m), to be summed over the shards.
 
     A row without any finite logit in this shard (``row_max = -inf``) adds nothing.
     """
-    rescale = torch.exp(stats.row_max - global_max)
+    rescale = torch.exp(stats.reference - global_max)
     shifted_label = stats.label_logit - global_max
     zero = torch.zeros_like(global_max)
     return torch.stack(

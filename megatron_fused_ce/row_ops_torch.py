@@ -46,7 +46,7 @@ def row_statistics(
         label_logit[rows] = torch.where(here, picked, 0.0)
         if argmax is not None:
             argmax[rows] = block_argmax
-    return RowStatistics(row_max, others, label_logit, argmax)
+    return RowStatistics(row_max, row_max, others, label_logit, argmax)
 
 
 def row_gradients(

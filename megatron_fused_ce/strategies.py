@@ -1,20 +1,31 @@
-"""The loop over chunks, forward and backward: hidden -> loss -> gradients.
+"""The loops over chunks, forward and backward: hidden -> loss -> gradients.
 
-A strategy decides what of a chunk's logits outlives the forward. Adding one means: a subclass of
-:class:`Strategy` and its line in :data:`STRATEGIES` (and its name in ``config.STRATEGY_CHOICES``).
+A strategy decides when the gradients are made and what of a chunk's logits outlives the forward:
+
+=============  ========================================  ========  ======================================
+strategy       between forward and backward              products  upstream gradient it is exact for
+=============  ========================================  ========  ======================================
+``store``      every chunk's logits                      3         any
+``recompute``  three floats a token                      4         any
+mixed          the logits of the first chunks            3 to 4    any
+``eager``      ``grad_hidden`` and fp32 ``grad_weight``  3         a scalar times the token weights
+=============  ========================================  ========  ======================================
+
+The first three are one class. How logits become statistics and gradients is :mod:`.logit_pass`'s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import ModuleType
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_fused_ce import logit_pass, upstream_guard
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.grad_weight import OpenGradWeight
+from megatron_fused_ce.grad_weight import GradWeight, HeldGradWeight, OpenGradWeight
+from megatron_fused_ce.logit_pass import LogitPass, Operand, Scores
 from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.vocab_parallel import DONE, VocabParallel
 
@@ -26,9 +37,10 @@ class Head:
     comm: VocabParallel
     chunks: tuple[Chunk, ...]
     logit_scale: float
-    rows: ModuleType  # row kernels, see row_ops.backend_for
+    logits: LogitPass
     with_argmax: bool
     open_grad_weight: OpenGradWeight
+    token_weights: Tensor | None = None  # [parts, n] fp32
 
     @property
     def chunk_capacity(self) -> int:
@@ -40,28 +52,56 @@ class Head:
         return per_token[..., chunk.start : chunk.stop].flatten(-2)
 
 
-class Forward(NamedTuple):
+class Needs(NamedTuple):
+    """Which gradients the backward will be asked for."""
+
+    grad_hidden: bool
+    grad_weight: bool
+
+
+class KeptChunk(NamedTuple):
+    """What of a chunk waits for the backward: ``[C, V]``, and its seal (see :mod:`.logit_pass`)."""
+
+    matrix: Tensor
+    seal: Tensor | None
+
+
+@dataclass
+class MadeGradients:
+    """Gradients made in the forward, for an upstream gradient equal to the token weights."""
+
+    token_weights: Tensor  # [parts, n] fp32
+    grad_hidden: Tensor | None  # [n, H]
+    grad_weight: Tensor | None  # [V, H] fp32
+
+
+@dataclass
+class Forward:
     """What a forward pass leaves; ``parts`` is ``R`` with sequence parallelism, else 1."""
 
     loss: Tensor  # [parts, n] fp32
     terms: Tensor  # [3, parts, n] fp32: row_ops.TokenTerms of every token
-    kept_logits: list[Tensor]  # [C, V] of the chunks that the strategy keeps, in order
     row_max: Tensor | None  # [parts, n] fp32, this shard's largest logit, with argmax only
     argmax: Tensor | None  # [parts, n] int64, its column in this shard
+    kept: list[KeptChunk] = field(default_factory=list)
+    gradients: MadeGradients | None = None
+
+    @staticmethod
+    def empty(head: Head, labels: Tensor) -> Forward:
+        loss = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        return Forward(
+            loss,
+            loss.new_empty((3, *labels.shape)),
+            torch.empty_like(loss) if head.with_argmax else None,
+            torch.empty_like(labels) if head.with_argmax else None,
+        )
 
 
-class Strategy:
-    """Both loops. A subclass says which chunks' logits to keep until the backward."""
+class Strategy(Protocol):
+    """Both loops."""
 
-    name: str
-
-    def keeps(self, chunk: Chunk) -> bool:
-        """Whether this chunk's logits wait for the backward."""
-        raise NotImplementedError
-
-    def kept_bytes(self, num_tokens: int, num_rows: int, itemsize: int) -> int:
-        """Bytes of logits that live from the forward to the backward."""
-        raise NotImplementedError
+    @property
+    def name(self) -> str: ...
 
     def forward(
         self,
@@ -69,146 +109,304 @@ class Strategy:
         hidden: Tensor,  # [n, H], this rank's tokens
         weight: Tensor,  # [V, H]
         labels: Tensor,  # [parts, n] int64, columns of this shard
-        needs_grad: bool,
+        needs: Needs,
     ) -> Forward:
         """Loss of every token, chunk by chunk.
 
-        Per chunk: gather of hidden states (sequence parallelism), product, row statistics, merge over
-        the group (see :class:`VocabParallel` for each one's collectives).
+        Per chunk: gather of hidden states (sequence parallelism), product and row statistics, merge
+        over the group (see :class:`VocabParallel` for each one's collectives).
         """
-        num_rows = weight.shape[0]
-        loss = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        terms = loss.new_empty((3, *labels.shape))
-        row_max = torch.empty_like(loss) if head.with_argmax else None
-        argmax = torch.empty_like(labels) if head.with_argmax else None
-        kept: list[Tensor] = []
-        reused: Tensor | None = None
-        for chunk in head.chunks:
-            tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
-            if needs_grad and self.keeps(chunk):
-                logits = hidden.new_empty(tokens.shape[0], num_rows)
-                kept.append(logits)
-            else:
-                if reused is None:
-                    reused = hidden.new_empty(head.chunk_capacity, num_rows)
-                logits = reused[: tokens.shape[0]]
-            torch.mm(tokens, weight.t(), out=logits)
-            chunk_labels = head.split(labels, chunk)
-            stats = head.rows.row_statistics(
-                logits, chunk_labels, head.logit_scale, head.with_argmax
-            )
-            label_here = (chunk_labels >= 0) & (chunk_labels < num_rows)
-            chunk_loss, chunk_terms = head.comm.merge(stats, label_here)
-            part = (slice(None), slice(chunk.start, chunk.stop))
-            shape = (labels.shape[0], chunk.num_tokens)
-            loss[part] = chunk_loss.view(shape)
-            for saved, term in zip(terms, chunk_terms, strict=True):
-                saved[part] = term.view(shape)
-            if row_max is not None and argmax is not None:
-                row_max[part] = stats.row_max.view(shape)
-                argmax[part] = stats.argmax.view(shape)
-        return Forward(loss, terms, kept, row_max, argmax)
 
     def backward(
         self,
         head: Head,
-        hidden: Tensor,  # [n, H]
-        weight: Tensor,  # [V, H]
-        labels: Tensor,  # [parts, n] int64
-        terms: Tensor,  # [3, parts, n]
-        kept_logits: list[Tensor],
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        made: Forward,
         grad_loss: Tensor,  # [parts, n] fp32
-        needs_grad_hidden: bool,
-        needs_grad_weight: bool,
+        needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``grad_hidden`` of this rank's tokens and what autograd gets for the weight.
+        """``grad_hidden`` of this rank's tokens and what autograd gets for the weight."""
 
-        Per chunk: gather of hidden states where they are needed, logits again where they were not
-        kept, gradients of the logits in one reused buffer, the two products. The reduction of a
-        chunk's ``grad_hidden`` runs under its ``grad_weight`` product and is waited for one chunk
-        later.
-        """
-        num_rows = weight.shape[0]
-        factor = grad_loss * head.logit_scale
-        scale = inv_scale = None
-        if hidden.dtype == torch.float16:
-            scale, inv_scale = fp16_scale(factor)
-            factor = factor * scale
-        grad_hidden = torch.empty_like(hidden) if needs_grad_hidden else None
-        end_point = None
-        if needs_grad_weight:
-            end_point = head.open_grad_weight(weight, len(head.chunks), scale is not None)
-        buffer = hidden.new_empty(head.chunk_capacity, num_rows)
-        kept = iter(kept_logits)
-        pending = DONE
+
+@dataclass(frozen=True)
+class KeepOrRecompute:
+    """Keeps the logits of the first ``stored_chunks`` chunks (None: of all), makes the others again."""
+
+    name: str
+    stored_chunks: int | None
+
+    def _keeps(self, chunk: Chunk) -> bool:
+        return self.stored_chunks is None or chunk.index < self.stored_chunks
+
+    def forward(
+        self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
+    ) -> Forward:
+        out = Forward.empty(head, labels)
+        scratch = _Scratch(head, hidden, weight.shape[0])
         for chunk in head.chunks:
-            keeps = self.keeps(chunk)
-            part = slice(chunk.start, chunk.stop)
-            num_tokens = head.comm.num_parts * chunk.num_tokens
+            tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
+            kept = None
+            if any(needs) and self._keeps(chunk):
+                kept = hidden.new_empty(tokens.shape[0], weight.shape[0])
+            elif head.logits.scores_in_memory:
+                kept = scratch.logits(chunk)
+            scores, terms = _score(head, out, chunk, tokens, weight, labels, kept)
+            if any(needs) and self._keeps(chunk):
+                assert kept is not None
+                seal = head.logits.seal(kept, head.split(labels, chunk), scores, terms)
+                out.kept.append(KeptChunk(kept, seal))
+        return out
+
+    def backward(
+        self,
+        head: Head,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        made: Forward,
+        grad_loss: Tensor,
+        needs: Needs,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Per chunk: gather of hidden states where they are needed, gradients of the logits, the two
+        products. The reduction of a chunk's ``grad_hidden`` runs under its ``grad_weight`` product
+        and is waited for one chunk later.
+        """
+        factor, inv_scale = _row_factor(grad_loss, head.logit_scale, hidden.dtype)
+        end_point = None
+        if needs.grad_weight:
+            end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
+        scratch = _Scratch(head, hidden, weight.shape[0])
+        products = _Products(head, hidden, weight, needs.grad_hidden, end_point, inv_scale, scratch)
+        kept = iter(made.kept)
+        for chunk in head.chunks:
             tokens = None
-            if needs_grad_weight or not keeps:
-                tokens = head.comm.gather_hidden(hidden[part])
-            grad_logits = buffer[:num_tokens]
-            if keeps:
-                logits = next(kept)
+            if needs.grad_weight or not self._keeps(chunk):
+                tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
+            chunk_labels = head.split(labels, chunk)
+            terms = TokenTerms(*head.split(made.terms, chunk))
+            chunk_factor = head.split(factor, chunk)
+            if self._keeps(chunk):
+                waited = next(kept)
+                operand = head.logits.operand_of_kept(
+                    waited.matrix,
+                    waited.seal,
+                    chunk_labels,
+                    terms,
+                    chunk_factor,
+                    head.logit_scale,
+                    None if head.logits.reads_kept else scratch.logits(chunk),
+                )
             else:
                 assert tokens is not None
-                logits = torch.mm(tokens, weight.t(), out=grad_logits)
-            head.rows.row_gradients(
-                logits,
-                head.split(labels, chunk),
-                TokenTerms(*head.split(terms, chunk)),
-                head.split(factor, chunk),
-                head.logit_scale,
-                out=grad_logits,
-            )
-            if grad_hidden is not None:
-                out = grad_hidden[part]
-                partial = out
-                if head.comm.num_parts > 1:
-                    partial = out.new_empty(num_tokens, out.shape[-1])
-                torch.mm(grad_logits, weight, out=partial)
-                if inv_scale is not None:
-                    partial.mul_(inv_scale)
-                pending.wait()
-                pending = head.comm.reduce_grad_hidden(partial, out)
-            if end_point is not None:
-                assert tokens is not None
-                end_point.add(grad_logits, tokens)
-        pending.wait()
+                operand = head.logits.operand_again(
+                    tokens,
+                    weight,
+                    chunk_labels,
+                    terms,
+                    chunk_factor,
+                    head.logit_scale,
+                    scratch.logits(chunk),
+                )
+            products.add(chunk, operand, tokens)
+        grad_hidden = products.finish()
         return grad_hidden, None if end_point is None else end_point.close(inv_scale)
 
 
-class Recompute(Strategy):
-    """Keeps three floats a token; the backward computes the logits again. Four products."""
+class Eager:
+    """Makes the gradients in the forward, for the token weights that are known there.
 
-    name = "recompute"
+    The backward multiplies them by the one scalar that the upstream gradient then is; whether it is one
+    is checked on the device (:mod:`.upstream_guard`). Gradients are used up by the first backward.
+    """
 
-    def keeps(self, chunk: Chunk) -> bool:
-        return False
+    name = "eager"
 
-    def kept_bytes(self, num_tokens: int, num_rows: int, itemsize: int) -> int:
-        return 0
+    def forward(
+        self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
+    ) -> Forward:
+        assert head.token_weights is not None
+        factor, inv_scale = _row_factor(head.token_weights, head.logit_scale, hidden.dtype)
+        out = Forward.empty(head, labels)
+        held = HeldGradWeight(weight) if needs.grad_weight else None
+        scratch = _Scratch(head, hidden, weight.shape[0])
+        products = _Products(head, hidden, weight, needs.grad_hidden, held, inv_scale, scratch)
+        for chunk in head.chunks:
+            tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
+            logits = scratch.logits(chunk)
+            scores, terms = _score(head, out, chunk, tokens, weight, labels, logits)
+            chunk_labels = head.split(labels, chunk)
+            seal = head.logits.seal(logits, chunk_labels, scores, terms)
+            operand = head.logits.operand_of_kept(
+                logits,
+                seal,
+                chunk_labels,
+                terms,
+                head.split(factor, chunk),
+                head.logit_scale,
+                logits,
+            )
+            products.add(chunk, operand, tokens)
+        grad_hidden = products.finish()
+        total = None if held is None else held.total(inv_scale)
+        out.gradients = MadeGradients(head.token_weights, grad_hidden, total)
+        return out
+
+    def backward(
+        self,
+        head: Head,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        made: Forward,
+        grad_loss: Tensor,
+        needs: Needs,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Scales what the forward made. Collectives: none."""
+        gradients, made.gradients = made.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "backward ran twice through an eager head, whose gradients the first one used up; "
+                "use strategy 'recompute' or 'store' with retain_graph=True"
+            )
+        scale, mismatch = upstream_guard.fit(grad_loss, gradients.token_weights)
+        upstream_guard.watch(mismatch)
+        grad_hidden = None
+        if needs.grad_hidden and gradients.grad_hidden is not None:
+            grad_hidden = gradients.grad_hidden.mul_(scale)
+        if not needs.grad_weight or gradients.grad_weight is None:
+            return grad_hidden, None
+        end_point = head.open_grad_weight(weight, 1, False)
+        end_point.add_total(gradients.grad_weight, scale)
+        return grad_hidden, end_point.close(None)
 
 
-class Store(Strategy):
-    """Keeps every chunk's logits for the backward. Three products, ``T * V`` logits held once."""
-
-    name = "store"
-
-    def keeps(self, chunk: Chunk) -> bool:
-        return True
-
-    def kept_bytes(self, num_tokens: int, num_rows: int, itemsize: int) -> int:
-        return num_tokens * num_rows * itemsize
+RECOMPUTE = KeepOrRecompute("recompute", 0)
+STORE = KeepOrRecompute("store", None)
+EAGER = Eager()
 
 
-STRATEGIES: dict[str, Strategy] = {strategy.name: strategy for strategy in (Recompute(), Store())}
+def strategy_of(name: str, stored_chunks: int) -> Strategy:
+    """The strategy of a plan: ``store``, ``recompute``, ``eager``, or ``mixed`` with a number."""
+    fixed: dict[str, Strategy] = {"store": STORE, "recompute": RECOMPUTE, "eager": EAGER}
+    return fixed.get(name) or KeepOrRecompute(name, stored_chunks)
 
 
-def resolve_strategy(name: str) -> Strategy:
-    """The strategy of that name; ``auto`` is ``recompute``."""
-    return STRATEGIES["recompute" if name == "auto" else name]
+def _score(
+    head: Head,
+    out: Forward,
+    chunk: Chunk,
+    tokens: Tensor,  # [C, H]
+    weight: Tensor,
+    labels: Tensor,
+    kept: Tensor | None,  # [C, V]
+) -> tuple[Scores, TokenTerms]:
+    """Product, statistics and merge of one chunk; its loss and terms go to their places in ``out``."""
+    chunk_labels = head.split(labels, chunk)
+    scores = head.logits.score(
+        tokens, weight, chunk_labels, head.logit_scale, kept, head.with_argmax
+    )
+    label_here = (chunk_labels >= 0) & (chunk_labels < weight.shape[0])
+    loss, terms = head.comm.merge(scores.stats, label_here)
+    part = (slice(None), slice(chunk.start, chunk.stop))
+    shape = (labels.shape[0], chunk.num_tokens)
+    out.loss[part] = loss.view(shape)
+    for saved, term in zip(out.terms, terms, strict=True):
+        saved[part] = term.view(shape)
+    if out.row_max is not None and out.argmax is not None:
+        assert scores.stats.argmax is not None
+        out.row_max[part] = scores.stats.row_max.view(shape)
+        out.argmax[part] = scores.stats.argmax.view(shape)
+    return scores, terms
+
+
+class _Scratch:
+    """Buffers that all chunks of a pass share, allocated when first asked for."""
+
+    def __init__(self, head: Head, hidden: Tensor, num_rows: int) -> None:
+        self._head = head
+        self._hidden = hidden
+        self._num_rows = num_rows
+        self._logits: Tensor | None = None
+        self._tokens: Tensor | None = None
+
+    def logits(self, chunk: Chunk) -> Tensor:
+        """``[C, V]`` in the hidden states' dtype."""
+        if self._logits is None:
+            self._logits = self._hidden.new_empty(self._head.chunk_capacity, self._num_rows)
+        return self._logits[: self._head.comm.num_parts * chunk.num_tokens]
+
+    def tokens(self, chunk: Chunk) -> Tensor:
+        """``[C, H]`` in the hidden states' dtype."""
+        if self._tokens is None:
+            self._tokens = self._hidden.new_empty(self._head.chunk_capacity, self._hidden.shape[1])
+        return self._tokens[: self._head.comm.num_parts * chunk.num_tokens]
+
+
+class _Sink(Protocol):
+    """Takes a chunk's addend to ``grad_weight``."""
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None: ...
+
+
+class _Products:
+    """The two products of every chunk, and the reduction of ``grad_hidden`` under the second."""
+
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,
+        weight: Tensor,
+        wants_grad_hidden: bool,
+        grad_weight: GradWeight | _Sink | None,
+        inv_scale: Tensor | None,
+        scratch: _Scratch,
+    ) -> None:
+        self._head = head
+        self._weight = weight
+        self._grad_hidden = torch.empty_like(hidden) if wants_grad_hidden else None
+        self._grad_weight = grad_weight
+        self._inv_scale = inv_scale
+        self._scratch = scratch
+        self._pending = DONE
+
+    def add(self, chunk: Chunk, operand: Operand, tokens: Tensor | None) -> None:
+        """``tokens`` ``[C, H]`` are needed where ``grad_weight`` is."""
+        matrix, factor = operand
+        if self._grad_hidden is not None:
+            out = self._grad_hidden[chunk.start : chunk.stop]
+            partial = out
+            if self._head.comm.num_parts > 1:
+                partial = out.new_empty(matrix.shape[0], out.shape[-1])
+            torch.mm(matrix, self._weight, out=partial)
+            if factor is not None:
+                logit_pass.scale_rows(partial, factor, out=partial)
+            if self._inv_scale is not None:
+                partial.mul_(self._inv_scale)
+            self._pending.wait()
+            self._pending = self._head.comm.reduce_grad_hidden(partial, out)
+        if self._grad_weight is not None:
+            assert tokens is not None
+            if factor is not None:
+                tokens = logit_pass.scale_rows(tokens, factor, out=self._scratch.tokens(chunk))
+            self._grad_weight.add(matrix, tokens)
+
+    def finish(self) -> Tensor | None:
+        """``grad_hidden`` ``[n, H]``, reduced."""
+        self._pending.wait()
+        return self._grad_hidden
+
+
+def _row_factor(
+    upstream: Tensor, logit_scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """``upstream * logit_scale``, for fp16 times a power of two whose inverse comes second."""
+    factor = upstream * logit_scale
+    if dtype != torch.float16:
+        return factor, None
+    scale, inv_scale = fp16_scale(factor)
+    return factor * scale, inv_scale
 
 
 #: fp16 gradients of logits are written as ``2**FP16_HEADROOM_BITS`` times their share of the largest
@@ -228,33 +426,3 @@ def fp16_scale(factor: Tensor) -> tuple[Tensor, Tensor]:
     shift = torch.where(torch.isfinite(largest) & (largest > 0), shift, 0)
     one = torch.ones_like(largest)
     return torch.ldexp(one, shift), torch.ldexp(one, -shift)
-
-
-def predicted_peak_bytes(
-    strategy: Strategy,
-    *,
-    num_tokens: int,
-    hidden_size: int,
-    num_rows: int,
-    itemsize: int,
-    chunk_capacity: int,
-    num_parts: int,
-    sums_grad_weight: bool,
-) -> int:
-    """Bytes of the head's own buffers at their peak, beside inputs, ``grad_hidden`` and the end point.
-
-    Args:
-        num_tokens: ``T``; hidden_size: ``H``; num_rows: ``V``; itemsize: bytes of a hidden state.
-        chunk_capacity: ``C`` of the largest chunk.
-        num_parts: ``R`` with sequence parallelism (two chunk buffers of hidden states), else 1.
-        sums_grad_weight: whether ``grad_weight`` is summed in an fp32 buffer before its end point.
-
-    Returns:
-        chunk logits + kept logits + gathered chunk hidden states and their gradients + fp32 sum of
-        ``grad_weight`` + 16 bytes a token of statistics and loss.
-    """
-    chunk_logits = chunk_capacity * num_rows * itemsize
-    kept = strategy.kept_bytes(num_tokens, num_rows, itemsize)
-    gathered = 3 * chunk_capacity * hidden_size * itemsize if num_parts > 1 else 0
-    grad_weight = 4 * num_rows * hidden_size if sums_grad_weight else 0
-    return chunk_logits + kept + gathered + grad_weight + 16 * num_tokens

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, planner
+from megatron_fused_ce.strategies import KeepOrRecompute
 from megatron_fused_ce.testing.reference import (
     KINDS,
     HeadResult,
@@ -18,11 +19,22 @@ from megatron_fused_ce.testing.reference import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STRATEGIES = ("recompute", "store")
+STRATEGIES = ("recompute", "store", "eager")
+
+
+def weights_for(strategy, upstream):
+    """What ``eager`` is told, None for the strategies that need not know."""
+    return {"token_weights": upstream / 1.5} if strategy == "eager" else {}
 
 
 def run(inputs, config, *, flat=False, **kwargs):
-    """The op on whole inputs; returns its result in the inputs' shapes."""
+    """The op on whole inputs; returns its result in the inputs' shapes.
+
+    ``eager`` gets token weights that the upstream gradient is 1.5 times of.
+    """
+    if config.strategy == "eager":
+        weights = inputs.grad_loss / 1.5
+        kwargs.setdefault("token_weights", weights.t().reshape(-1) if flat else weights)
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     if flat:
@@ -84,7 +96,11 @@ def test_empty_batch(strategy, device):
     weight = torch.randn(11, 8, device=device, requires_grad=True)
     labels = torch.empty(2, 0, dtype=torch.int64, device=device)
     loss = fused_linear_cross_entropy(
-        hidden, weight, labels, config=FusedCEConfig(strategy=strategy)
+        hidden,
+        weight,
+        labels,
+        config=FusedCEConfig(strategy=strategy),
+        **weights_for(strategy, torch.empty(2, 0, device=device)),
     )
     assert loss.shape == (2, 0)
     loss.sum().backward()
@@ -112,13 +128,19 @@ def test_frozen_operand(needs, strategy, device, monkeypatch):
     )
     hidden = inputs.hidden.clone().requires_grad_(needs[0])
     weight = inputs.weight.clone().requires_grad_(needs[1])
-    config = FusedCEConfig(strategy=strategy, num_chunks=3)
-    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
+    config = FusedCEConfig(strategy=strategy, num_chunks=3, logit_pass="rows")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss = fused_linear_cross_entropy(
+            hidden,
+            weight,
+            inputs.labels,
+            config=config,
+            **weights_for(strategy, inputs.grad_loss),
+        )
         loss.backward(inputs.grad_loss)
     calls = {event.key: event.count for event in profile.key_averages()}
     num_products = sum(calls.get(name, 0) for name in ("aten::mm", "aten::addmm", "aten::addmm_"))
-    assert num_products == 3 * (2 if strategy == "recompute" else 1)
+    assert num_products == 3 * (3 if strategy == "recompute" else 2)
     exact = truth(inputs)
     assert (hidden.grad is not None, weight.grad is not None) == needs
     if needs[0]:
@@ -142,7 +164,7 @@ def test_no_grad_saves_nothing(strategy, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["recompute", "store"])
 def test_backward_twice(strategy, dtype, device):
     inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=dtype, device=device)
     hidden = inputs.hidden.clone().requires_grad_()
@@ -156,6 +178,78 @@ def test_backward_twice(strategy, dtype, device):
         assert torch.equal(one, same)
         assert relative_error(double, 2 * one.double()) < 4e-3
     assert_close(HeadResult(loss.detach(), *first), inputs)
+
+
+def test_backward_twice_through_eager_says_so(device):
+    inputs = make_inputs(
+        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+    )
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = fused_linear_cross_entropy(
+        hidden,
+        inputs.weight,
+        inputs.labels,
+        token_weights=inputs.grad_loss,
+        config=FusedCEConfig(strategy="eager"),
+    )
+    loss.backward(inputs.grad_loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"backward ran twice.*'recompute' or 'store'"):
+        loss.backward(inputs.grad_loss)
+
+
+def test_eager_without_token_weights_names_the_fix(device):
+    inputs = make_inputs(
+        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+    )
+    config = FusedCEConfig(strategy="eager")
+    with pytest.raises(ValueError, match=r"token_weights.*'store' or 'recompute'"):
+        fused_linear_cross_entropy(
+            inputs.hidden.requires_grad_(), inputs.weight, inputs.labels, config=config
+        )
+    with torch.no_grad():  # an evaluation makes no gradients
+        loss = fused_linear_cross_entropy(
+            inputs.hidden, inputs.weight, inputs.labels, config=config
+        )
+    assert relative_error(loss, truth(inputs).loss) < 2e-6
+
+
+@pytest.mark.parametrize("stored", [0, 1, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixed_keeps_the_first_chunks(stored, dtype, device, monkeypatch):
+    """``mixed`` between ``recompute`` (0 of 4 chunks) and ``store`` (all): bitwise the same."""
+    inputs = make_inputs("plain", s=9, b=4, hidden_size=16, vocab=50, dtype=dtype, device=device)
+    mixed = KeepOrRecompute("mixed", stored)
+    kept = []
+    monkeypatch.setattr(op, "strategy_of", lambda name, stored_chunks: mixed)
+    forward = KeepOrRecompute.forward
+
+    def spied(self, *args):
+        out = forward(self, *args)
+        kept.append(len(out.kept))
+        return out
+
+    monkeypatch.setattr(KeepOrRecompute, "forward", spied)
+    config = FusedCEConfig(strategy="recompute", num_chunks=4, logit_pass="rows")
+    result = run(inputs, config)
+    assert kept == [stored]
+    assert_close(result, inputs)
+    monkeypatch.undo()
+    for part, plain in zip(result, run(inputs, config), strict=True):
+        assert torch.equal(part, plain)
+
+
+def test_auto_within_a_budget_mixes(device):
+    """The planner's choice reaches the op: as many chunks stored as the budget allows."""
+    inputs = make_inputs(
+        "plain", s=1024, b=1, hidden_size=16, vocab=8192, dtype=torch.bfloat16, device=device
+    )
+    facts = dict(
+        num_tokens=1024, hidden_size=16, num_rows=8192, logit_pass="rows", end_point="returned"
+    )
+    config = FusedCEConfig(chunk_tokens=128, memory_mb=16, logit_pass="rows")
+    plan = planner.plan(planner.PlanInputs.of(config, device="cpu", **facts))
+    assert plan.strategy == "mixed" and 0 < plan.stored_chunks < 8
+    assert_close(run(inputs, config), inputs)
 
 
 def test_grad_weight_does_not_lose_precision_with_chunks(device):
@@ -196,7 +290,11 @@ def test_confident_tokens_keep_their_gradient(strategy, device):
     hidden.requires_grad_()
     labels = torch.full((1, 4), 5, device=device)
     loss = fused_linear_cross_entropy(
-        hidden, weight, labels, config=FusedCEConfig(strategy=strategy, num_chunks=2)
+        hidden,
+        weight,
+        labels,
+        config=FusedCEConfig(strategy=strategy, num_chunks=2),
+        **weights_for(strategy, torch.ones(1, 4, device=device)),
     )
     loss.sum().backward()
     miss = (vocab - 1) * math.exp(-gap)

@@ -43,6 +43,8 @@ def open_grad_weight_for(weight: Any, gradient_accumulation_fusion: bool) -> Ope
             main_grad, num_chunks, scaled, lambda: _what_autograd_gets(weight, saved_weight.dtype)
         )
 
+    kind = "main_grad" if main_grad.dtype == torch.float32 else "low_main_grad"
+    open_main_grad.kind = kind  # type: ignore[attr-defined]
     return open_main_grad
 
 

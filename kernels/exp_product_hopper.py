@@ -1,0 +1,394 @@
+"""The exponentiating product on Hopper, in Gluon: warp-specialised, its epilogue hidden.
+
+The same maths as :mod:`.exp_product`. One program per SM: a loader warp brings 128 x 64 tokens and
+256 x 64 weights into a ring of shared memory by TMA; two warpgroups take 64 rows each of the
+128 x 256 tile. They wait for the ring one by one, never for each other, so one can run up to the ring's
+length ahead: while it exponentiates, the other has the tensor cores to itself.
+
+What the epilogue costs, per tile of 32768 logits (the products take ``H/64 * 1024`` cycles): exponentials
+2048 cycles at 16 a cycle; maximum 512; multiply-add and sum 512. The label and the ragged last columns
+would double that: they are left out by a branch that only their tiles take (12 % of the half tiles).
+Predicted over cuBLAS's product: 1.03 at H = 4096 with half of it hidden. Measured on an H200
+(8192 x H x V, one run, median of 9): H = 4096, V = 128256: 1.005 (no output: 0.978); H = 2048,
+V = 151936: 0.954 (0.940), where cuBLAS itself is 1.08 times this kernel without an epilogue. More of it
+is hidden than predicted: the ring of four lets a warpgroup run 2048 cycles ahead.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
+
+#: See exp_product.HEADROOM.
+HEADROOM = gl.constexpr(64.0)
+
+BLOCK_M = gl.constexpr(128)  # two warpgroups of 64 rows
+HALF_M = gl.constexpr(64)
+BLOCK_N = gl.constexpr(256)
+BLOCK_K = gl.constexpr(64)
+#: Slots of 48 KiB in the ring, and halves in which a tile leaves through 16 KiB per warpgroup: 224 KiB
+#: in all. Three slots and whole tiles cost 2 % (H = 4096) to 5 % (H = 2048).
+NUM_SLOTS = gl.constexpr(4)
+#: Row blocks that share the columns in L2: 16 was fastest of 8, 16, 32, 64.
+GROUP_M = gl.constexpr(16)
+#: Registers of a consumer's thread; the loader keeps 24. 168 * 384 are there.
+CONSUMER_REGISTERS = 240
+LOADER_REGISTERS = 24
+
+STATISTICS = gl.constexpr(0)
+GRADIENTS = gl.constexpr(1)
+
+# Its name changed after triton 3.6.
+_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+
+@gluon.jit
+def _tile_of(tile, num_m, num_n):
+    per_group = GROUP_M * num_n
+    first_m = (tile // per_group) * GROUP_M
+    in_group = gl.minimum(num_m - first_m, GROUP_M)
+    return first_m + (tile % per_group) % in_group, (tile % per_group) // in_group
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _larger_first(value, index, other, other_index):
+    """The larger value, and of equal ones the lower index."""
+    first = (value > other) | ((value == other) & (index < other_index))
+    return gl.where(first, value, other), gl.where(first, index, other_index)
+
+
+@gluon.jit
+def _loader(
+    tokens_desc,
+    weight_desc,
+    upper_slots,
+    lower_slots,
+    weight_slots,
+    full,
+    empty,
+    num_m,
+    num_n,
+    num_k,
+    NUM_PROGRAMS: gl.constexpr,
+):
+    """One warp: fills the ring, slot by slot, ahead of the consumers and across tiles."""
+    step = 0
+    for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+        m, n = _tile_of(tile, num_m, num_n)
+        for k in range(num_k):
+            slot = step % NUM_SLOTS
+            mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
+            bar = full.index(slot)
+            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+            tma.async_copy_global_to_shared(
+                tokens_desc, [m * BLOCK_M, k * BLOCK_K], bar, upper_slots.index(slot)
+            )
+            tma.async_copy_global_to_shared(
+                tokens_desc, [m * BLOCK_M + HALF_M, k * BLOCK_K], bar, lower_slots.index(slot)
+            )
+            tma.async_copy_global_to_shared(
+                weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, weight_slots.index(slot)
+            )
+            step += 1
+
+
+@gluon.jit
+def _store_half(out_desc, half, staging, row, column):
+    """Through shared memory, once the half before it has been read from there."""
+    tma.store_wait(0)
+    _barrier()
+    staging.store(half)
+    fence_async_shared()
+    _barrier()
+    tma.async_copy_shared_to_global(out_desc, [row, column], staging)
+
+
+@gluon.jit
+def _consumer(
+    out_desc,
+    label_ptr,
+    reference_ptr,  # STATISTICS: reference2; GRADIENTS: the row maximum, in powers of two
+    factor_ptr,
+    at_label_ptr,
+    label_tiles_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    tile_argmax_ptr,
+    token_slots,
+    weight_slots,
+    staging,
+    full,
+    empty,
+    num_rows,
+    num_columns,
+    num_m,
+    num_n,
+    num_k,
+    scale2,
+    FIRST_ROW: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+    MODE: gl.constexpr,
+    WRITE: gl.constexpr,
+    WITH_ARGMAX: gl.constexpr,
+):
+    """One warpgroup: 64 rows of every tile of this program."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
+    step = 0
+    for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+        m, n = _tile_of(tile, num_m, num_n)
+        first_row = m * BLOCK_M + FIRST_ROW
+        first_column = n * BLOCK_N
+        # Row vectors first: their latency hides under the products.
+        rows = first_row + gl.arange(0, HALF_M, ROWS)
+        inside = rows < num_rows
+        reference = gl.load(reference_ptr + rows, mask=inside, other=0.0)
+        label = gl.load(label_ptr + rows, mask=inside, other=-1) - first_column
+        label = gl.where((label >= 0) & (label < BLOCK_N), label, -1).to(gl.int32)
+        holds_label = gl.load(label_tiles_ptr + n * (2 * num_m) + first_row // HALF_M)
+        if MODE == GRADIENTS:
+            factor = gl.load(factor_ptr + rows, mask=inside, other=0.0)
+            at_label = gl.load(at_label_ptr + rows, mask=inside, other=0.0)
+
+        z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
+        slot = step % NUM_SLOTS
+        mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
+        weights = weight_slots.index(slot).permute((1, 0))
+        z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
+        z = warpgroup_mma_wait(1, deps=[z])
+        step += 1
+        for _k in range(1, num_k):
+            slot = step % NUM_SLOTS
+            mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
+            weights = weight_slots.index(slot).permute((1, 0))
+            z = warpgroup_mma(token_slots.index(slot), weights, z, is_async=True)
+            z = warpgroup_mma_wait(1, deps=[z])
+            # All four warps are done with the slot before one thread gives it back.
+            _barrier()
+            mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
+            step += 1
+        z = warpgroup_mma_wait(0, deps=[z])
+        _barrier()
+        mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
+
+        if MODE == STATISTICS:
+            if (holds_label != 0) | (first_column + BLOCK_N > num_columns):
+                columns = gl.arange(0, BLOCK_N, COLUMNS)
+                left_out = columns[None, :] == label[:, None]
+                left_out = left_out | ((columns + first_column)[None, :] >= num_columns)
+                z = gl.where(left_out, float("-inf"), z)
+            at = n.to(gl.int64) * num_rows + rows
+            if WITH_ARGMAX:
+                columns = gl.arange(0, BLOCK_N, COLUMNS) + first_column
+                index = gl.zeros([HALF_M, BLOCK_N], gl.int32, ACC) + columns[None, :]
+                row_max, row_argmax = gl.reduce((z, index), 1, _larger_first)
+                gl.store(tile_argmax_ptr + at, row_argmax, mask=inside)
+            else:
+                row_max = gl.reduce(z, 1, _larger)
+            # logit_scale is above 0 here, so the maximum commutes with it.
+            tile_max = row_max * scale2 - reference
+            shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + reference
+            out = gl.exp2(z * scale2 - shift[:, None])
+            gl.store(tile_max_ptr + at, tile_max, mask=inside)
+            gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
+        else:
+            out = gl.exp2(z * scale2 - reference[:, None]) * factor[:, None]
+            if holds_label != 0:
+                columns = gl.arange(0, BLOCK_N, COLUMNS)
+                out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
+        if WRITE:
+            halves = gl.reshape(out.to(out_desc.dtype), (HALF_M, 2, BLOCK_N // 2))
+            left, right = gl.split(gl.permute(halves, (0, 2, 1)))
+            _store_half(out_desc, left, staging, first_row, first_column)
+            _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
+    if WRITE:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _product_kernel(
+    tokens_desc,
+    weight_desc,
+    out_desc,
+    label_ptr,
+    reference_ptr,
+    factor_ptr,
+    at_label_ptr,
+    label_tiles_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    tile_argmax_ptr,
+    num_rows,
+    num_columns,
+    hidden_size,
+    scale2,
+    NUM_PROGRAMS: gl.constexpr,
+    MODE: gl.constexpr,
+    WRITE: gl.constexpr,
+    WITH_ARGMAX: gl.constexpr,
+):
+    num_m = gl.cdiv(num_rows, BLOCK_M)
+    num_n = gl.cdiv(num_columns, BLOCK_N)
+    num_k = gl.cdiv(hidden_size, BLOCK_K)
+    dtype: gl.constexpr = tokens_desc.dtype
+    token_layout: gl.constexpr = tokens_desc.layout
+    upper_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, HALF_M, BLOCK_K], token_layout)
+    lower_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, HALF_M, BLOCK_K], token_layout)
+    weight_slots = gl.allocate_shared_memory(
+        dtype, [NUM_SLOTS, BLOCK_N, BLOCK_K], weight_desc.layout
+    )
+    staged: gl.constexpr = [HALF_M, BLOCK_N // 2] if WRITE else [HALF_M, BLOCK_K]
+    upper_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
+    lower_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(NUM_SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    fence_async_shared()
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, upper_slots, weight_slots, upper_staging,
+                full, empty, num_rows, num_columns, num_m, num_n, num_k, scale2,
+                0, NUM_PROGRAMS, MODE, WRITE, WITH_ARGMAX,
+            )),
+            (_consumer, (
+                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, lower_slots, weight_slots, lower_staging,
+                full, empty, num_rows, num_columns, num_m, num_n, num_k, scale2,
+                64, NUM_PROGRAMS, MODE, WRITE, WITH_ARGMAX,
+            )),
+            (_loader, (
+                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots,
+                full, empty, num_m, num_n, num_k, NUM_PROGRAMS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+    # fmt: on
+
+
+def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+def _launch(
+    tokens: Tensor,
+    weight: Tensor,
+    out: Tensor | None,
+    labels: Tensor,
+    label_tiles: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    tiles: tuple[Tensor, Tensor, Tensor],
+    logit_scale: float,
+    mode: int,
+    with_argmax: bool,
+) -> None:
+    half, half_n = int(HALF_M), int(BLOCK_N) // 2
+    tokens_desc = _descriptor(tokens, [half, int(BLOCK_K)])
+    num_programs = torch.cuda.get_device_properties(tokens.device).multi_processor_count
+    _product_kernel[(num_programs,)](
+        tokens_desc,
+        _descriptor(weight, [int(BLOCK_N), int(BLOCK_K)]),
+        tokens_desc if out is None else _descriptor(out, [half, half_n]),
+        labels,
+        *rows,
+        label_tiles,
+        *tiles,
+        tokens.shape[0],
+        weight.shape[0],
+        tokens.shape[1],
+        logit_scale * LOG2_E,
+        NUM_PROGRAMS=num_programs,
+        MODE=mode,
+        WRITE=out is not None,
+        WITH_ARGMAX=with_argmax,
+        num_warps=4,
+        maxnreg=168,
+    )
+
+
+def exp_product(
+    tokens: Tensor,  # [C, H] bf16
+    weight: Tensor,  # [V, H] bf16
+    labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
+    reference2: Tensor,  # [C] fp32
+    label_tiles: Tensor,  # int32, from exp_rows.row_prologue: half tiles that hold a label
+    logit_scale: float,  # above 0
+    out: Tensor | None,  # [C, V] bf16
+    with_argmax: bool = False,
+) -> TileStatistics:
+    """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both."""
+    num_tiles = triton.cdiv(weight.shape[0], int(BLOCK_N))
+    tile_max = torch.empty((num_tiles, tokens.shape[0]), dtype=torch.float32, device=tokens.device)
+    tile_sum = torch.empty_like(tile_max)
+    tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
+    _launch(
+        tokens,
+        weight,
+        out,
+        labels,
+        label_tiles,
+        (reference2, reference2, reference2),
+        (tile_max, tile_sum, label_tiles if tile_argmax is None else tile_argmax),
+        logit_scale,
+        int(STATISTICS),
+        with_argmax,
+    )
+    return TileStatistics(int(BLOCK_N), tile_max, tile_sum, tile_argmax)
+
+
+def gradient_product(
+    tokens: Tensor,  # [C, H] bf16
+    weight: Tensor,  # [V, H] bf16
+    labels: Tensor,  # [C] int64
+    label_tiles: Tensor,  # int32, from exp_rows.row_prologue
+    max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
+    factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
+    at_label: Tensor,  # [C] fp32: the label's gradient
+    logit_scale: float,
+    out: Tensor,  # [C, V] bf16
+) -> Tensor:
+    """Gradients of the logits into ``out``."""
+    _launch(
+        tokens,
+        weight,
+        out,
+        labels,
+        label_tiles,
+        (max2, factor, at_label),
+        (max2, max2, label_tiles),
+        logit_scale,
+        int(GRADIENTS),
+        False,
+    )
+    return out

@@ -1,0 +1,342 @@
+"""How a chunk's logits are made and used: the two ways, and the one place that chooses.
+
+``rows``
+    A cuBLAS product writes the logits; row kernels (Triton, or plain PyTorch) read them for their
+    statistics and write their gradients. Any device, any dtype.
+``exp``
+    The product's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
+    Hopper and newer.
+
+Both keep the same promise: ``grad_logits = factor[:, None] * operand`` (``factor`` None for 1), with
+``operand`` ``[C, V]`` in the hidden states' dtype, for an upstream gradient per token.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce import row_ops_torch
+from megatron_fused_ce.row_ops import LOG2_E, RowStatistics, TileStatistics, TokenTerms
+
+
+class Scores(NamedTuple):
+    """A chunk after its product: row statistics, and what sealing it needs."""
+
+    stats: RowStatistics
+    tiles: TileStatistics | None = None
+
+
+class Operand(NamedTuple):
+    """``grad_logits = factor[:, None] * matrix``; ``factor`` fp32 ``[C]``, None for 1."""
+
+    matrix: Tensor
+    factor: Tensor | None
+
+
+class LogitPass(Protocol):
+    """One way through a chunk's logits. Labels are columns of this shard, int64 ``[C]``."""
+
+    name: str
+    #: Whether :meth:`score` needs room ``[C, V]`` even where nothing is kept.
+    scores_in_memory: bool
+    #: Whether :meth:`operand_of_kept` leaves what was kept as it is and needs no room.
+    reads_kept: bool
+
+    def score(
+        self,
+        tokens: Tensor,  # [C, H]
+        weight: Tensor,  # [V, H]
+        labels: Tensor,
+        logit_scale: float,
+        out: Tensor | None,  # [C, V], what is kept
+        with_argmax: bool,
+    ) -> Scores:
+        """The product and its row statistics."""
+
+    def seal(
+        self, kept: Tensor, labels: Tensor, scores: Scores, terms: TokenTerms
+    ) -> Tensor | None:
+        """Make ``kept`` ready to wait for the backward; what to hand to :meth:`operand_of_kept`."""
+
+    def operand_of_kept(
+        self,
+        kept: Tensor,
+        seal: Tensor | None,
+        labels: Tensor,
+        terms: TokenTerms,
+        factor: Tensor,  # [C] fp32: upstream gradient times logit_scale
+        logit_scale: float,
+        out: Tensor | None,  # [C, V]; may be ``kept``
+    ) -> Operand:
+        """Gradients of the logits from what was kept."""
+
+    def operand_again(
+        self,
+        tokens: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        terms: TokenTerms,
+        factor: Tensor,
+        logit_scale: float,
+        out: Tensor,  # [C, V]
+    ) -> Operand:
+        """Gradients of the logits from the product again, into ``out``."""
+
+
+@dataclass(frozen=True)
+class RowPass:
+    """A plain product, then passes over its logits."""
+
+    rows: ModuleType  # kernels.row_kernels or row_ops_torch
+
+    name = "rows"
+    scores_in_memory = True
+    reads_kept = False
+
+    def score(
+        self,
+        tokens: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        logit_scale: float,
+        out: Tensor | None,
+        with_argmax: bool,
+    ) -> Scores:
+        assert out is not None
+        torch.mm(tokens, weight.t(), out=out)
+        return Scores(self.rows.row_statistics(out, labels, logit_scale, with_argmax))
+
+    def seal(self, kept: Tensor, labels: Tensor, scores: Scores, terms: TokenTerms) -> None:
+        return None
+
+    def operand_of_kept(
+        self,
+        kept: Tensor,
+        seal: Tensor | None,
+        labels: Tensor,
+        terms: TokenTerms,
+        factor: Tensor,
+        logit_scale: float,
+        out: Tensor | None,
+    ) -> Operand:
+        self.rows.row_gradients(kept, labels, terms, factor, logit_scale, out=out)
+        assert out is not None
+        return Operand(out, None)
+
+    def operand_again(
+        self,
+        tokens: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        terms: TokenTerms,
+        factor: Tensor,
+        logit_scale: float,
+        out: Tensor,
+    ) -> Operand:
+        torch.mm(tokens, weight.t(), out=out)
+        return self.operand_of_kept(out, None, labels, terms, factor, logit_scale, out)
+
+
+@dataclass(frozen=True)
+class ExpPass:
+    """A product that exponentiates in its epilogue."""
+
+    product: ModuleType  # kernels.exp_product or kernels.exp_product_hopper
+
+    name = "exp"
+    scores_in_memory = False
+    reads_kept = True
+
+    def score(
+        self,
+        tokens: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        logit_scale: float,
+        out: Tensor | None,
+        with_argmax: bool,
+    ) -> Scores:
+        exp_rows = _exp_rows()
+        prologue = exp_rows.row_prologue(tokens, weight, labels, logit_scale)
+        tiles = self.product.exp_product(
+            tokens,
+            weight,
+            labels,
+            prologue.reference2,
+            prologue.label_tiles,
+            logit_scale,
+            out,
+            with_argmax,
+        )
+        return Scores(exp_rows.combine_tiles(prologue, tiles, labels, weight.shape[0]), tiles)
+
+    def seal(self, kept: Tensor, labels: Tensor, scores: Scores, terms: TokenTerms) -> Tensor:
+        unit: Tensor = _exp_rows().seal_rows(kept, labels, scores.tiles, scores.stats, terms)
+        return unit
+
+    def operand_of_kept(
+        self,
+        kept: Tensor,
+        seal: Tensor | None,
+        labels: Tensor,
+        terms: TokenTerms,
+        factor: Tensor,
+        logit_scale: float,
+        out: Tensor | None,
+    ) -> Operand:
+        assert seal is not None
+        return Operand(kept, seal * factor)
+
+    def operand_again(
+        self,
+        tokens: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        terms: TokenTerms,
+        factor: Tensor,
+        logit_scale: float,
+        out: Tensor,
+    ) -> Operand:
+        self.product.gradient_product(
+            tokens,
+            weight,
+            labels,
+            _exp_rows().label_tiles(labels, weight.shape[0]),
+            terms.row_max * LOG2_E,
+            factor * terms.inv_sum,
+            -factor * terms.miss,
+            logit_scale,
+            out,
+        )
+        return Operand(out, None)
+
+
+def _exp_rows() -> Any:
+    from megatron_fused_ce.kernels import exp_rows
+
+    return exp_rows
+
+
+def row_pass(device: torch.device, requested: str = "auto") -> RowPass:
+    """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested."""
+    if requested == "auto":
+        requested = "triton" if device.type == "cuda" else "torch"
+    if requested == "triton":
+        from megatron_fused_ce.kernels import row_kernels
+
+        return RowPass(row_kernels)
+    return RowPass(row_ops_torch)
+
+
+def choose(
+    requested: str,  # one of config.LOGIT_PASS_CHOICES
+    row_backend: str,
+    tokens: Tensor,  # [T, H]
+    weight: Tensor,  # [V, H]
+    logit_scale: float,
+) -> tuple[LogitPass, str]:
+    """The pass for these tensors, and why not ``exp`` (empty where it is).
+
+    The same on every rank of a group of equal GPUs, but nothing depends on that: both passes issue the
+    same collectives.
+
+    Raises:
+        ValueError: ``exp`` was asked for by name and cannot serve.
+    """
+    if requested == "rows":
+        reason = "rows was asked for"
+    else:
+        interpreter = requested == "exp"
+        reason = why_not_exp(tokens, weight, logit_scale, interpreter)
+    if not reason:
+        return ExpPass(_product_for(tokens.device)), ""
+    if requested == "exp":
+        raise ValueError(f"logit_pass='exp' cannot serve here: {reason}; use 'auto' or 'rows'")
+    return row_pass(tokens.device, row_backend), reason
+
+
+def why_not_exp(
+    tokens: Tensor, weight: Tensor, logit_scale: float, interpreter: bool = False
+) -> str:
+    """What keeps the exponentiating product from serving, or an empty string: the one list.
+
+    ``interpreter`` lets Triton's interpreter serve on a CPU, in any dtype but bf16.
+    """
+    interpreted = (
+        interpreter
+        and tokens.device.type == "cpu"
+        and os.environ.get("TRITON_INTERPRET") == "1"
+        and tokens.dtype != torch.bfloat16  # whose products it gets wrong (triton 3.9)
+    )
+    if not tokens.is_cuda and not interpreted:
+        return f"it runs on CUDA devices, not on {tokens.device.type}"
+    missing = _triton_lacks()
+    if missing:
+        return missing
+    if not interpreted:
+        capability = torch.cuda.get_device_capability(tokens.device)
+        if capability < (9, 0):
+            return f"its TMA loads need Hopper or newer, this is sm_{capability[0]}{capability[1]}"
+        if tokens.dtype != torch.bfloat16:
+            # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
+            return f"it takes bfloat16, not {tokens.dtype}"
+    if logit_scale <= 0:
+        return f"its row maximum needs a logit_scale above 0, this is {logit_scale}"
+    if tokens.shape[0] == 0:
+        return "there are no tokens"
+    for name, tensor in (("hidden", tokens), ("weight", weight)):
+        row_bytes = tensor.stride(0) * tensor.element_size()
+        if tensor.stride(1) != 1 or row_bytes % 16 or tensor.data_ptr() % 16:
+            return (
+                f"TMA needs rows of {name} that are contiguous and begin at multiples of 16 bytes"
+            )
+    if weight.shape[0] * weight.element_size() % 16:
+        return f"TMA needs rows of logits of a multiple of 16 bytes, V is {weight.shape[0]}"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _triton_lacks() -> str:
+    try:
+        import triton
+        from triton.tools import tensor_descriptor  # noqa: F401
+    except ImportError as missing:
+        return f"triton is missing or has no tensor descriptors ({missing})"
+    if not hasattr(triton.language, "make_tensor_descriptor"):
+        return f"triton {triton.__version__} has no tensor descriptors"
+    return ""
+
+
+#: Versions of triton whose Gluon the Hopper kernel was compiled with.
+GLUON_VERSIONS = ((3, 6), (3, 9))
+
+
+@lru_cache(maxsize=8)
+def _product_for(device: torch.device) -> ModuleType:
+    """The Hopper kernel where both chip and triton fit it, else the portable one."""
+    import triton
+
+    from megatron_fused_ce.kernels import exp_product
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if hopper and GLUON_VERSIONS[0] <= version <= GLUON_VERSIONS[1]:
+        try:
+            from megatron_fused_ce.kernels import exp_product_hopper
+        except (ImportError, AttributeError):  # Gluon is experimental: names move
+            return exp_product
+        return exp_product_hopper
+    return exp_product
+
+
+def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """``out = factor[:, None] * x``: ``[C, H]`` and fp32 ``[C]``, for an operand's factor."""
+    scaled: Tensor = _exp_rows().scale_rows(x, factor, out)
+    return scaled

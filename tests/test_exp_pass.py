@@ -1,0 +1,252 @@
+"""The exponentiating product: on GPUs in bf16, on a CPU by the interpreter in fp32.
+
+Odd token counts and ragged vocabulary tiles throughout; every strategy against fp64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logit_pass
+from megatron_fused_ce.kernels import exp_product, exp_rows
+from megatron_fused_ce.row_ops import shard_terms, token_loss
+from megatron_fused_ce.testing.reference import (
+    KINDS,
+    assert_close,
+    make_inputs,
+    relative_error,
+    truth,
+)
+from tests.test_op import STRATEGIES, run, weights_for
+
+ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+HAS_EXP = not ON_GPU or torch.cuda.get_device_capability() >= (9, 0)
+pytestmark = pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
+
+# On a GPU several tiles of 128 x 256 with ragged ends; the interpreter's tiles are 32 x 64.
+SIZES = (
+    dict(s=201, b=3, hidden_size=328, vocab=2056)
+    if ON_GPU
+    else dict(s=23, b=3, hidden_size=48, vocab=332)
+)
+
+
+def products():
+    """Every form of the kernel that this device can run."""
+    forms = [exp_product]
+    if ON_GPU and torch.cuda.get_device_capability()[0] == 9:
+        from megatron_fused_ce.kernels import exp_product_hopper
+
+        forms.append(exp_product_hopper)
+    return forms
+
+
+@pytest.fixture(params=products(), ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def product(request, monkeypatch):
+    monkeypatch.setattr(logit_pass, "_product_for", lambda device: request.param)
+    return request.param
+
+
+def exp_config(strategy, **fields):
+    return FusedCEConfig(strategy=strategy, logit_pass="exp", **fields)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_fp64(kind, strategy, product, device):
+    inputs = make_inputs(kind, dtype=DTYPE, device=device, **SIZES)
+    result = run(inputs, exp_config(strategy, num_chunks=2))
+    if kind == "wide" and not ON_GPU:
+        # fp32, which this pass is not offered for: exponents of +-430 rounded to 24 bits, twice.
+        for part, true in zip(result, truth(inputs), strict=True):
+            assert relative_error(part, true) < 2 * 432 * 2.0**-24 * math.log(2)
+    else:
+        assert_close(result, inputs)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 129])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_few_tokens(num_tokens, strategy, product, device):
+    inputs = make_inputs(
+        "plain", s=num_tokens, b=1, hidden_size=40, vocab=72, dtype=DTYPE, device=device
+    )
+    assert_close(run(inputs, exp_config(strategy)), inputs)
+
+
+@pytest.mark.parametrize("vocab", [8, 64, 256, 264, 512])
+def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
+    """Labels in every column, the last ones too; a vocabulary of fewer rows than are sampled."""
+    inputs = make_inputs(
+        "plain", s=vocab, b=1, hidden_size=64, vocab=vocab, dtype=DTYPE, device=device
+    )
+    labels = torch.arange(vocab, device=device).view(1, -1)
+    inputs = dataclasses.replace(inputs, labels=labels)
+    for strategy in STRATEGIES:
+        assert_close(run(inputs, exp_config(strategy)), inputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_logit_scale(strategy, product, device):
+    inputs = make_inputs("plain", dtype=DTYPE, device=device, logit_scale=0.25, **SIZES)
+    assert_close(run(inputs, exp_config(strategy, num_chunks=3, logit_scale=0.25)), inputs)
+
+
+def head_of_outliers(device, outlier, *, at_label):
+    """Logits of 0 but one of ``outlier`` a row: at the label, or beside it in another tile."""
+    hidden_size, vocab, tokens = 16, 520, 70
+    hidden = torch.zeros(tokens, 1, hidden_size)
+    hidden[..., 0] = 1.0
+    weight = torch.zeros(vocab, hidden_size)
+    weight[301, 0] = outlier
+    labels = torch.full((1, tokens), 301 if at_label else 5)
+    return hidden.to(device, DTYPE), weight.to(device, DTYPE), labels.to(device), vocab, tokens
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("gap", [15.0, 28.0, 33.0, 60.0])
+def test_confident_tokens_keep_loss_and_gradient(gap, strategy, product, device):
+    """1 - p from 1e-4 to 5e-24: nothing is subtracted from 1 on the way."""
+    hidden, weight, labels, vocab, tokens = head_of_outliers(device, gap, at_label=True)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    ones = torch.ones(labels.shape, device=device)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, labels, config=exp_config(strategy), **weights_for(strategy, ones)
+    )
+    loss.backward(ones)
+    miss = (vocab - 1) * math.exp(-gap)
+    torch.testing.assert_close(loss, torch.full_like(loss, math.log1p(miss)), rtol=1e-4, atol=0)
+    got = weight.grad[301, 0].item()
+    assert got == pytest.approx(-tokens * miss / (1 + miss), rel=1e-2 if ON_GPU else 1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("outlier", [40.0, 60.0, 100.0, 300.0])
+def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
+    """The sample misses the outlier: its tile is exponentiated against its own maximum, and the other
+    tiles of the row are brought into its unit afterwards."""
+    hidden, weight, labels, vocab, tokens = head_of_outliers(device, outlier, at_label=False)
+    weight = weight + 0.25 * torch.randn(weight.shape, device=device).to(DTYPE)
+    weight[301] = 0
+    weight[301, 0] = outlier
+    inputs = make_inputs(
+        "plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=DTYPE, device=device
+    )
+    inputs = dataclasses.replace(inputs, hidden=hidden, weight=weight, labels=labels)
+    assert_close(run(inputs, exp_config(strategy)), inputs)
+
+
+@pytest.mark.parametrize("gap", [-600.0, -90.0, -50.0, 50.0, 90.0, 600.0])
+def test_shards_far_apart(gap, product, device):
+    """A vocabulary in two halves ``gap`` nats apart, labels on either: by hand, without ranks."""
+    vocab, tokens = 512, 70
+    inputs = make_inputs(
+        "plain", s=tokens, b=1, hidden_size=32, vocab=vocab, dtype=DTYPE, device=device
+    )
+    hidden, weight = inputs.hidden.flatten(0, 1), inputs.weight
+    hidden[:, 0] = 1.0
+    weight[: vocab // 2, 0], weight[vocab // 2 :, 0] = gap / 2, -gap / 2
+    labels = inputs.labels[0]
+    shards = [weight[: vocab // 2], weight[vocab // 2 :]]
+    passes = logit_pass.ExpPass(product)
+    kept, scores, local = [], [], []
+    for index, shard in enumerate(shards):
+        local.append(labels - index * (vocab // 2))
+        kept.append(hidden.new_empty(tokens, vocab // 2))
+        scores.append(passes.score(hidden, shard, local[-1], 1.0, kept[-1], False))
+    row_max = torch.maximum(*(score.stats.row_max for score in scores))
+    terms = sum(
+        shard_terms(score.stats, row_max, (own >= 0) & (own < vocab // 2))
+        for score, own in zip(scores, local, strict=True)
+    )
+    loss, terms = token_loss(terms, row_max)
+    z = hidden.double() @ weight.double().t()
+    exact = torch.nn.functional.cross_entropy(z, labels, reduction="none")
+    assert relative_error(loss, exact) < 1e-5
+    expected = z.softmax(-1)
+    expected[torch.arange(tokens), labels] -= 1
+    factor = torch.ones(tokens, device=device)
+    grad_hidden = torch.zeros(tokens, 32, dtype=torch.float64, device=device)
+    for index, shard in enumerate(shards):
+        seal = passes.seal(kept[index], local[index], scores[index], terms)
+        operand = passes.operand_of_kept(kept[index], seal, local[index], terms, factor, 1.0, None)
+        part = operand.matrix.double() * operand.factor.double()[:, None]
+        assert torch.isfinite(operand.matrix.float()).all()
+        columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
+        again = passes.operand_again(
+            hidden, shard, local[index], terms, factor, 1.0, torch.empty_like(kept[index])
+        )
+        for got in (part, again.matrix.double()):
+            difference = (got - expected[:, columns]).norm()
+            assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)
+        grad_hidden += part @ shard.double()
+    assert relative_error(grad_hidden, expected @ weight.double()) < 4e-3
+
+
+def test_argmax_of_ties_outliers_and_labels(product, device):
+    """The lowest column of the largest logit, whether or not it is the label's."""
+    hidden, weight, _, vocab, tokens = head_of_outliers(device, 7.0, at_label=False)
+    weight[450, 0] = 7.0  # a tie with 301, in another tile
+    weight[302, 0] = 7.0  # and one in the same
+    labels = torch.arange(tokens, device=device) % 4 + 300
+    reference = exp_rows.row_prologue(hidden.flatten(0, 1), weight, labels, 1.0)
+    tiles = product.exp_product(
+        hidden.flatten(0, 1), weight, labels, reference.reference2, reference.label_tiles, 1.0,
+        None, True,
+    )  # fmt: skip
+    stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 7.0))
+    # A label that ties with the rest wins: its logit was taken apart from them.
+    expected = torch.where(labels == 302, 302, 301)
+    assert torch.equal(stats.argmax, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_hidden_states_give_nan(bad, strategy, product, device):
+    inputs = make_inputs("plain", s=4, b=1, hidden_size=8, vocab=24, dtype=DTYPE, device=device)
+    inputs.hidden[2, 0, 3] = bad
+    loss = run(inputs, exp_config(strategy, num_chunks=2)).loss
+    assert torch.isnan(loss[0]).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "store"])
+def test_backward_twice_is_bitwise_equal(strategy, product, device):
+    inputs = make_inputs("wide", dtype=DTYPE, device=device, **SIZES)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=exp_config(strategy))
+    first, again = (
+        torch.autograd.grad(loss, (hidden, weight), inputs.grad_loss, retain_graph=True)
+        for _ in range(2)
+    )
+    for one, same in zip(first, again, strict=True):
+        assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(vocab=331), "multiple of 16 bytes, V is 331"),
+        (dict(hidden_size=47), "rows of hidden that are contiguous"),
+        (dict(logit_scale=-1.0), "logit_scale above 0"),
+        (dict(dtype=torch.float64), "float64"),
+    ],
+)
+def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
+    facts = dict(s=4, b=1, hidden_size=48, vocab=336, dtype=DTYPE)
+    scale = change.get("logit_scale", 1.0)
+    if change.get("dtype") == torch.float64 and not ON_GPU:
+        pytest.skip("the interpreter takes any dtype")
+    facts |= {key: value for key, value in change.items() if key != "logit_scale"}
+    inputs = make_inputs("plain", device=device, **facts)
+    hidden = inputs.hidden.flatten(0, 1)
+    with pytest.raises(ValueError, match=words):
+        logit_pass.choose("exp", "auto", hidden, inputs.weight, scale)
+    chosen, reason = logit_pass.choose("auto", "auto", hidden, inputs.weight, scale)
+    assert chosen.name == "rows" and reason
