@@ -29,14 +29,14 @@ def test_model(core, num_ranks, name):
         pytest.skip("megatron-core is not installed")
     if core == "0.19.2" and not CORE_0_19.is_dir():
         pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh")
-    if core == "installed" and name in NEEDS_0_19 and installed_is_older_than_0_19():
+    if core == "installed" and name in NEEDS_0_19 and installed_is_older_than(0, 19):
         pytest.skip("not in the installed megatron-core")
     if num_ranks == 1 and " sp" in name:
         pytest.skip("one rank has no sequence parallelism")
     run_cases(MODULE, num_ranks, CORES[core]).check(name)
 
 
-def installed_is_older_than_0_19() -> bool:
+def installed_is_older_than(major: int, minor: int) -> bool:
     from megatron.core.package_info import MAJOR, MINOR
 
-    return bool((MAJOR, MINOR) < (0, 19))
+    return bool((MAJOR, MINOR) < (major, minor))

@@ -124,6 +124,11 @@ def build(model: Model, rank: Rank) -> Any:
     return built.to(rank.device, model.dtype or torch.float32)
 
 
+def takes_mask(model: Model) -> bool:
+    """MambaModel takes no loss_mask before 0.17."""
+    return model.family == "gpt" or core_version() >= (0, 17)
+
+
 def positions_and_mask(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
     """Position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]`` (True: not attended)."""
     positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
@@ -156,8 +161,7 @@ def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]
         mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
         last = micro_batch == 1
         with contextlib.nullcontext() if last or not model.overlap else ddp.no_sync():
-            # MambaModel takes no loss_mask before 0.17.
-            given = {"loss_mask": mask} if model.family == "gpt" or model.mtp else {}
+            given = {"loss_mask": mask} if takes_mask(model) else {}
             loss = ddp(ids[:, :-1], *positions_and_mask(rank), labels=ids[:, 1:], **given)
             MTPLossAutoScaler.set_loss_scale(torch.tensor(0.5, device=rank.device))
             assert isinstance(loss, torch.Tensor) and loss.shape == (BATCH, SEQUENCE)
@@ -186,8 +190,11 @@ def parallel(rank: Rank):
 
 def off_against_on(rank: Rank, model: Model) -> None:
     import megatron_fused_ce
+    from megatron_fused_ce import upstream_guard
 
-    with parallel(rank):
+    watched: list[bool] = []
+    with parallel(rank), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upstream_guard, "watch", lambda mismatch: watched.append(bool(mismatch)))
         megatron_fused_ce.disable()
         off = train_two_micro_batches(model, rank)
         counters = megatron_fused_ce.counters()
@@ -198,6 +205,8 @@ def off_against_on(rank: Rank, model: Model) -> None:
         on = train_two_micro_batches(model, rank)
         megatron_fused_ce.disable()
     assert (counters.fused, counters.materialised, counters.stock) == (2 * (1 + model.mtp), 0, 0)
+    # Of each micro-batch the main loss, and no other head, was eager.
+    assert watched == [False] * (2 if model.strategy == "eager" and takes_mask(model) else 0)
     assert off.keys() == on.keys()
     assert any("gradient" in name for name in off)
     if model.mtp:
@@ -333,7 +342,8 @@ def start_up_line(rank: Rank) -> None:
     said = io.StringIO()
     with parallel(rank), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(arguments, "megatron_args", lambda: sizes)
-        megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(num_chunks=3))
+        config = megatron_fused_ce.FusedCEConfig("recompute", num_chunks=3, logit_pass="rows")
+        megatron_fused_ce.enable(config)
         for dtype in (torch.float32, None):
             build(Model(dtype=dtype), rank)
         build(Model(tied=True), rank)
@@ -345,8 +355,12 @@ def start_up_line(rank: Rank) -> None:
         assert lines == []
         return
     rows, tokens = VOCAB // rank.size, SEQUENCE * BATCH
-    peak_bytes = 4 * rows * tokens // 3 + 16 * tokens
-    expected = f"strategy recompute (auto), 3 chunks of {tokens // 3} tokens"
+    peak_bytes = 4 * rows * tokens // 3 + 32 * tokens
+    if rank.size > 1:
+        peak_bytes += 16 * (tokens // 3) * (1 + rank.size)  # one merge of the statistics
+    if torch.cuda.is_available():
+        peak_bytes += 32 * 2**20  # cuBLAS's workspace
+    expected = f"strategy recompute, 3 chunks of {tokens // 3} tokens"
     assert len(lines) == 3
     assert all(expected in line and f"peak {peak_bytes} bytes" in line for line in lines), lines
 
@@ -372,6 +386,13 @@ _MODELS = {
     "gpt fused wgrad sp overlap store": Model(
         fused_wgrad=True, sequence_parallel=True, overlap=True, strategy="store"
     ),
+    "gpt eager": Model(strategy="eager"),
+    "gpt eager sp": Model(strategy="eager", sequence_parallel=True),
+    "gpt eager bf16": Model(strategy="eager", dtype=torch.bfloat16),
+    "gpt eager fused wgrad tied mtp 1 overlap": Model(
+        strategy="eager", fused_wgrad=True, tied=True, mtp=1, overlap=True
+    ),
+    "hybrid eager": Model(strategy="eager", family="hybrid"),
     "hybrid": Model(family="hybrid"),
     "hybrid tied sp": Model(family="hybrid", tied=True, sequence_parallel=True),
 }

@@ -1,0 +1,414 @@
+"""``eager`` under Megatron's own optimizers: a loss that breaks the promise never changes a parameter.
+
+Real GPT, Mamba and Hybrid models in Megatron's DDP, trained by Megatron's optimizers as its train_step
+does. A wrong loss weights one token otherwise than the ``loss_mask`` that the model was called with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.ranks import model_cases
+from tests.ranks.model_cases import BATCH, SEQUENCE, VOCAB, Model, core_version, parallel
+from tests.ranks.runner import Rank
+
+prepare = model_cases.prepare
+
+PLAIN = Model()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, its precision and its optimizer."""
+
+    model: Model = PLAIN
+    fp16: bool = False
+    distributed: bool = False
+    loss_scale: float = 2.0**4
+    chained: bool = False
+    strategy: str = "eager"
+
+
+class Training:
+    """One model under training, step by step."""
+
+    def __init__(self, rank: Rank, setup: Setup) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+        import megatron_fused_ce
+
+        megatron_fused_ce.enable(
+            megatron_fused_ce.FusedCEConfig(strategy=setup.strategy, num_chunks=3)
+        )
+        self.rank = rank
+        self.model = model_cases.build(setup.model, rank)
+        megatron_fused_ce.disable()
+        self.ddp = DistributedDataParallel(
+            self.model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed
+            ),
+            self.model,
+        )
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            fp16=setup.fp16,
+            bf16=setup.model.dtype == torch.bfloat16,
+            params_dtype=setup.model.dtype,
+            use_distributed_optimizer=setup.distributed,
+            initial_loss_scale=setup.loss_scale,
+            min_loss_scale=1.0,
+            clip_grad=1.0,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+        if setup.chained and not isinstance(self.optimizer, ChainedOptimizer):
+            self.optimizer = ChainedOptimizer([self.optimizer])
+        self.generator = torch.Generator().manual_seed(5)
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def mask(self) -> torch.Tensor:
+        random = torch.rand(BATCH, SEQUENCE, generator=self.generator)
+        return (random < 0.7).float().to(self.rank.device)
+
+    def losses(self, **given: Any) -> torch.Tensor:
+        """Per-token losses ``[b, s]`` of a random micro-batch; ``given``: what the model is told."""
+        shape = (BATCH, SEQUENCE + 1)
+        ids = torch.randint(0, VOCAB, shape, generator=self.generator).to(self.rank.device)
+        positions, causal = model_cases.positions_and_mask(self.rank)
+        losses: torch.Tensor = self.ddp(ids[:, :-1], positions, causal, labels=ids[:, 1:], **given)
+        return losses
+
+    def backward(self, right: bool = True, scale: float = 1.0) -> torch.Tensor:
+        """One micro-batch through Megatron's loss arithmetic; gives its loss."""
+        mask = self.mask()
+        losses = self.losses(loss_mask=mask)
+        used = mask if right else one_token_changed(mask)
+        return self.backward_of(losses, used, scale)
+
+    def backward_of(
+        self, losses: torch.Tensor, used: torch.Tensor, scale: float = 1.0
+    ) -> torch.Tensor:
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        loss_scale = self.optimizer.get_loss_scale()
+        MTPLossAutoScaler.set_loss_scale(torch.ones_like(loss_scale) * loss_scale)
+        loss = torch.sum(losses.view(-1).float() * used.view(-1).float())
+        loss = loss / torch.clamp(used.sum().int(), min=1) / 2
+        self.optimizer.scale_loss(loss * scale).backward()
+        return loss.detach()
+
+    def state(self) -> list[torch.Tensor]:
+        """Every parameter of the model and of the optimizer, copied."""
+        kept = [*self.model.parameters(), *self.optimizer.get_parameters()]
+        return [parameter.detach().clone() for parameter in kept]
+
+    def step(self) -> bool:
+        self.ddp.finish_grad_sync()
+        succeeded, _, _ = self.optimizer.step()
+        return bool(succeeded)
+
+    def assert_raises_and_changes_nothing(self) -> None:
+        from megatron_fused_ce.upstream_guard import UpstreamMismatch
+
+        before = self.state()
+        try:
+            self.step()
+        except UpstreamMismatch as error:
+            assert "--fused-ce-strategy store or recompute" in str(error)
+        else:
+            raise AssertionError("the step was taken")
+        assert all(map(torch.equal, before, self.state())), "a parameter changed before the error"
+
+    def assert_steps(self) -> None:
+        before = self.state()
+        assert self.step()
+        assert not all(map(torch.equal, before, self.state())), "no parameter changed"
+
+
+def one_token_changed(mask: torch.Tensor) -> torch.Tensor:
+    changed = mask.clone()
+    changed[1, 3] = 1.0 - changed[1, 3]
+    return changed
+
+
+@contextlib.contextmanager
+def what_was_said() -> Iterator[io.StringIO]:
+    from megatron_fused_ce.adapter import report
+
+    report._said.clear()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        yield said
+
+
+def notes(said: io.StringIO) -> list[str]:
+    return [line for line in said.getvalue().splitlines() if "instead of eager" in line]
+
+
+def wrong_loss(rank: Rank, setup: Setup) -> None:
+    """In the first iteration, and again after right ones; right steps are taken before and after."""
+    with parallel(rank):
+        training = Training(rank, setup)
+        for _ in range(2):
+            training.zero_grad()
+            training.backward(right=False)
+            training.backward()
+            training.assert_raises_and_changes_nothing()
+            training.zero_grad()
+            training.backward()
+            training.backward()
+            training.assert_steps()
+
+
+def wrong_loss_in_skipped_steps(rank: Rank, distributed: bool) -> None:
+    """fp16's gradients overflow and Megatron skips the step: raised all the same, at once."""
+    from megatron_fused_ce.upstream_guard import check
+
+    setup = Setup(FP16, fp16=True, distributed=distributed, loss_scale=2.0**40)
+    with parallel(rank):
+        training = Training(rank, setup)
+        before = training.state()
+        for _ in range(2):
+            training.zero_grad()
+            training.backward()
+            assert not training.step(), "the step was not skipped: the case tests nothing"
+            check()
+        assert all(map(torch.equal, before, training.state()))
+        training.zero_grad()
+        training.backward(right=False)
+        training.assert_raises_and_changes_nothing()
+
+
+def overflow_upstream(rank: Rank) -> None:
+    """An upstream gradient that is itself inf: no mismatch, and Megatron sees it and skips."""
+    with parallel(rank):
+        training = Training(rank, Setup(FP16, fp16=True))
+        before = training.state()
+        training.zero_grad()
+        training.backward(scale=float("inf"))
+        assert not training.step()
+        assert all(map(torch.equal, before, training.state()))
+        training.zero_grad()
+        training.backward()
+        training.assert_steps()
+
+
+def run_iteration(
+    training: Training, state_machine: Any, wrong_in: tuple[int, ...], reject_first: bool
+) -> int:
+    """One iteration of Megatron's train_step up to the optimizer; gives its number of runs."""
+    masks = [training.mask() for _ in range(2)]
+    start = training.generator.get_state()
+    runs = 0
+    while state_machine.should_run_forward_backward(None):
+        training.zero_grad()
+        training.generator.set_state(start)
+        for mask in masks:
+            used = one_token_changed(mask) if runs in wrong_in else mask
+            loss = training.backward_of(training.losses(loss_mask=mask), used)
+            state_machine.validate_result(
+                result=loss,
+                rejection_func=lambda value, rejected=reject_first and runs == 0: rejected,
+                message="rejected by the test",
+                fatal=False,
+            )
+        runs += 1
+    state_machine.should_checkpoint_and_exit()
+    return runs
+
+
+def rerun(rank: Rank, mode: str, wrong_in: tuple[int, ...], reject_first: bool) -> None:
+    """Megatron's re-run state machine: a second run of an iteration neither trips nor forgets.
+
+    Without a rejected result in the first iteration of all, where Megatron validates nothing.
+    """
+    from megatron.core import rerun_state_machine as machine
+
+    with parallel(rank):
+        training = Training(rank, Setup())
+        state_machine: Any = machine.RerunStateMachine(mode=machine.RerunMode(mode))
+        state_machine._maybe_report_stats = lambda: None  # 0.16.1's raises an AttributeError
+        if reject_first:
+            assert run_iteration(training, state_machine, (), False) == 1
+            training.assert_steps()
+        runs = run_iteration(training, state_machine, wrong_in, reject_first)
+        assert runs == (2 if reject_first or mode == "report_determinism_stats" else 1)
+        if wrong_in:
+            training.assert_raises_and_changes_nothing()
+        else:
+            training.assert_steps()
+        run_iteration(training, state_machine, (), False)
+        training.assert_steps()
+
+
+def all_masked(rank: Rank) -> None:
+    """A micro-batch without any token that counts is legal, and adds nothing to the gradient."""
+    with parallel(rank):
+        gradients = []
+        for with_empty in (False, True):
+            training = Training(rank, Setup())
+            training.zero_grad()
+            training.backward()
+            if with_empty:
+                nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
+                training.backward_of(training.losses(loss_mask=nothing), nothing)
+            training.ddp.finish_grad_sync()
+            gradients.append([p.main_grad.clone() for p in training.model.parameters()])
+            training.assert_steps()
+        assert all(map(torch.equal, *gradients))
+
+        training.zero_grad()
+        nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
+        training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing))
+        training.assert_raises_and_changes_nothing()
+
+
+def masks_of_other_dtypes(rank: Rank) -> None:
+    with parallel(rank):
+        training = Training(rank, Setup())
+        for dtype in (torch.bfloat16, torch.bool, torch.int64, torch.float64):
+            training.zero_grad()
+            mask = training.mask().to(dtype)
+            training.backward_of(training.losses(loss_mask=mask), mask)
+            training.assert_steps()
+
+
+def weights_between_0_and_1(rank: Rank) -> None:
+    with parallel(rank):
+        training = Training(rank, Setup())
+        training.zero_grad()
+        weights = torch.rand(BATCH, SEQUENCE, generator=training.generator).to(rank.device)
+        training.backward_of(training.losses(loss_mask=weights), weights)
+        training.assert_steps()
+        training.zero_grad()
+        training.backward_of(training.losses(loss_mask=weights), (weights > 0).float())
+        training.assert_raises_and_changes_nothing()
+
+
+def multi_token_prediction(rank: Rank) -> None:
+    """MTP's rolled masks are no mismatch; a wrong main loss still is; told once."""
+    with parallel(rank), what_was_said() as said:
+        training = Training(rank, Setup(Model(mtp=2)))
+        for _ in range(2):
+            training.zero_grad()
+            training.backward()
+            training.assert_steps()
+        training.zero_grad()
+        training.backward(right=False)
+        training.assert_raises_and_changes_nothing()
+    lines = notes(said)
+    assert len(lines) == (rank.rank == 0), lines
+    assert all("multi-token prediction" in line for line in lines)
+
+
+def without_a_mask(rank: Rank, family: str) -> None:
+    """No loss_mask (old MambaModel's signature has none): exact for any loss, said once."""
+    with parallel(rank), what_was_said() as said:
+        training = Training(rank, Setup(Model(family=family)))
+        for _ in range(2):
+            training.zero_grad()
+            anything = torch.randn(BATCH, SEQUENCE, generator=training.generator)
+            training.backward_of(training.losses(), anything.to(rank.device))
+            training.assert_steps()
+    lines = notes(said)
+    assert len(lines) == (rank.rank == 0), lines
+    assert all("loss_mask" in line for line in lines)
+
+
+def evaluation_says_nothing(rank: Rank) -> None:
+    with parallel(rank), what_was_said() as said:
+        training = Training(rank, Setup())
+        training.model.eval()
+        with torch.no_grad():
+            training.losses()
+            training.losses(loss_mask=training.mask())
+    assert notes(said) == []
+
+
+def two_models(rank: Rank) -> None:
+    """Two models with an optimizer each in one process: the wrong one's mismatch stops the next step."""
+    with parallel(rank):
+        wrong, right = Training(rank, Setup()), Training(rank, Setup())
+        for training in (wrong, right):
+            training.zero_grad()
+        wrong.backward(right=False)
+        right.backward()
+        right.assert_raises_and_changes_nothing()
+        right.assert_steps()
+
+
+def other_strategies_take_any_loss(rank: Rank, strategy: str) -> None:
+    with parallel(rank):
+        training = Training(rank, Setup(strategy=strategy))
+        training.zero_grad()
+        training.backward(right=False)
+        training.assert_steps()
+
+
+FP16 = Model(dtype=torch.float16, extra={"fp16": True})
+BF16 = Model(dtype=torch.bfloat16)
+_OPTIMIZERS = {
+    "fp32": Setup(),
+    "fp32, chained": Setup(chained=True),
+    "bf16": Setup(BF16),
+    "fp16": Setup(FP16, fp16=True),
+    "fp32, distributed": Setup(distributed=True),
+    "bf16, distributed": Setup(BF16, distributed=True),
+    "fp16, distributed": Setup(FP16, fp16=True, distributed=True),
+    "fused wgrad": Setup(Model(fused_wgrad=True)),
+    "tied": Setup(Model(tied=True)),
+    "hybrid": Setup(Model(family="hybrid")),
+}
+CASES: dict[str, Any] = {
+    "an upstream overflow": overflow_upstream,
+    "an all-masked micro-batch": all_masked,
+    "masks of other dtypes": masks_of_other_dtypes,
+    "weights between 0 and 1": weights_between_0_and_1,
+    "multi-token prediction": multi_token_prediction,
+    "no loss_mask, gpt": functools.partial(without_a_mask, family="gpt"),
+    "no loss_mask, hybrid": functools.partial(without_a_mask, family="hybrid"),
+    "evaluation says nothing": evaluation_says_nothing,
+    "two models": two_models,
+}
+for _name, _setup in _OPTIMIZERS.items():
+    CASES[f"wrong loss: {_name}"] = functools.partial(wrong_loss, setup=_setup)
+for _distributed in (False, True):
+    CASES[f"wrong loss in skipped steps, distributed={_distributed}"] = functools.partial(
+        wrong_loss_in_skipped_steps, distributed=_distributed
+    )
+for _strategy in ("recompute", "store"):
+    CASES[f"any loss: {_strategy}"] = functools.partial(
+        other_strategies_take_any_loss, strategy=_strategy
+    )
+for _mode in ("disabled", "validate_results", "report_determinism_stats"):
+    CASES[f"re-run machine {_mode}: right"] = functools.partial(
+        rerun, mode=_mode, wrong_in=(), reject_first=False
+    )
+    CASES[f"re-run machine {_mode}: wrong loss"] = functools.partial(
+        rerun, mode=_mode, wrong_in=(0, 1), reject_first=False
+    )
+for _wrong_in in ((), (0,), (1,), (0, 1)):
+    CASES[f"re-run after a rejected result, wrong in runs {_wrong_in}"] = functools.partial(
+        rerun, mode="validate_results", wrong_in=_wrong_in, reject_first=True
+    )
+
+
+def skip(name: str) -> bool:
+    """MambaModel takes no loss_mask before 0.17: eager is never used for it."""
+    return name == "wrong loss: hybrid" and core_version() < (0, 17)
