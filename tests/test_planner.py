@@ -392,6 +392,15 @@ def test_command_line(capsys):
     assert not rows["recompute"].endswith("does not fit")
 
 
+def test_documented_example(monkeypatch, capsys):
+    """docs/memory.md shows what the tool prints: refresh it when the table of devices changes."""
+    monkeypatch.setattr(planner, "DEVICES", REAL_DEVICES)
+    text = (ROOT / "docs" / "memory.md").read_text()
+    command, shown = text.split("```\n$ python -m megatron_fused_ce.planner ")[1].split("\n", 1)
+    planner.main(command.split())
+    assert shown.split("```")[0] == capsys.readouterr().out
+
+
 def test_command_line_says_what_eager_needs(capsys):
     assert planner.main([*LINE.split(), "--no-token-weights"]) == 0
     assert "needs token weights\n" in capsys.readouterr().out
