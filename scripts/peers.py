@@ -27,6 +27,7 @@ import argparse
 import importlib
 import importlib.metadata
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -44,15 +45,22 @@ Limits = Callable[[int, int, int, torch.dtype], str | None]
 #: Longest reason that still fits a cell of the result table.
 REASON_CHARS = 160
 
+#: CuTe's errors come in terminal colours.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
 #: Tokens of a chunk where a library lets its user choose: the fastest of 1024 to 8192 for most of
 #: them on an H200 (Liger's own table in its issue 1472; QuACK's default).
 CHUNK_TOKENS = 4096
 
 
+#: Distributions that may hold TE's cross entropy: the whole, or its three files (``_te``).
+TE_NAMES = ("transformer-engine", "transformer-engine-ce")
+
+
 def one_line(error: BaseException) -> str:
-    """``error`` as one line: its type, and the first line of its text that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """``error`` as one line of at most ``REASON_CHARS``: its type and its text without colours."""
+    text = " ".join(_COLOUR.sub("", str(error)).split())
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= REASON_CHARS else text[: REASON_CHARS - 1] + "…"
 
 
@@ -111,11 +119,14 @@ class Peer:
         return loss.detach()
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+def _version(*distributions: str) -> str:
+    """The version of the first one that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "(not installed)"
 
 
 def _hopper(device: torch.device) -> None:
@@ -183,8 +194,7 @@ def _te(overwrite: bool) -> Callable[[torch.device], Loss]:
         extra = {}
         if overwrite:
             if "overwrite_input" not in inspect.signature(function).parameters:
-                version = _version("transformer-engine")
-                raise RuntimeError(f"Transformer Engine {version} has no overwrite_input")
+                raise RuntimeError(f"TE {_version(*TE_NAMES)} has no overwrite_input")
             extra["overwrite_input"] = True
 
         def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -214,7 +224,9 @@ def liger_chunk_budget(T: int, H: int, V: int, chunk_tokens: int) -> int:
         budget *= 2
 
 
-def _liger(reduction: str = "sum", large: bool = False, row_kernel: str | None = None) -> Any:
+def _liger(
+    reduction: str, large: bool = False, row_kernel: str | None = None
+) -> Callable[[torch.device], Loss]:
     """Liger's chunks. ``grad_weight`` is summed over the chunks in the weight's dtype (its default).
 
     The arguments are positional: ``Function.apply`` takes no others.
@@ -243,6 +255,7 @@ def _liger(reduction: str = "sum", large: bool = False, row_kernel: str | None =
 
 
 def _liger_cute(device: torch.device) -> Loss:
+    """Compiles four kernels, some seconds in all, for every new (T, H, V)."""
     _hopper(device)
     module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
     function: Any = module.LigerFusedLinearCrossEntropySM90Function
@@ -258,7 +271,11 @@ def _liger_cute_limits(T: int, H: int, V: int, dtype: torch.dtype) -> str | None
 
 
 def _liger_cute_scaled(device: torch.device) -> Loss:
-    """Checks its labels on the host in every forward (LIGER_SCALED_CE_SM90_VALIDATE_TARGETS=0: not)."""
+    """Compiles for about a minute for every new V, and for every new T below 1024.
+
+    Checks its labels on the host in every forward (LIGER_SCALED_CE_SM90_VALIDATE_TARGETS=0: not). Its
+    backward spins on a barrier of all its thread blocks: nothing else may run on the GPU meanwhile.
+    """
     _hopper(device)
     module = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
     function: Any = module.LigerFusedScaledCrossEntropySM90Function
@@ -347,99 +364,87 @@ def _cce(impl: str) -> Callable[[torch.device], Loss]:
 class _Entry:
     peer: Peer
     build: Callable[[torch.device], Loss]
-    needs_cuda: bool = True
+    needs_cuda: bool
+
+
+def _entry(
+    name: str,
+    title: str,
+    build: Callable[[torch.device], Loss],
+    *,
+    reduction: str = "none",
+    gemms: int = 3,
+    limits: Limits | None = None,
+    needs_cuda: bool = True,
+) -> _Entry:
+    scalar_only = reduction != "none"
+    peer = Peer(name, f"{title}, {reduction}", scalar_only, gemms, limits=limits)
+    return _Entry(peer, build, needs_cuda)
 
 
 def _table() -> list[_Entry]:
-    torch_, te = (
-        f"torch {torch.__version__}",
-        f"Transformer Engine {_version('transformer-engine')}",
-    )
+    torch_ = f"torch {torch.__version__}"
+    te, te_dtypes = f"TE {_version(*TE_NAMES)}", _only(torch.bfloat16, torch.float32)
     liger, quack = f"Liger {_version('liger-kernel')}", f"QuACK {_version('quack-kernels')}"
     cce = f"Cut Cross Entropy {_version('cut-cross-entropy')}"
-    half = (torch.bfloat16, torch.float16)
-    bf16 = _only(torch.bfloat16)
+    bf16, large = _only(torch.bfloat16), f"chunks of {CHUNK_TOKENS} tokens or more"
+    lce = f"{torch_}: F.linear_cross_entropy, its own chunks"
+    plain = f"{torch_}: linear, cross_entropy of fp32 logits"
+
+    def eager(device: torch.device) -> Loss:
+        return _linear_then_ce
+
     return [
-        _Entry(
-            Peer("torch-eager", f"{torch_}: linear, cross_entropy of fp32 logits"),
-            lambda device: _linear_then_ce,
-            needs_cuda=False,
+        _entry("torch-eager", plain, eager, needs_cuda=False),
+        _entry("torch-compile", f"{plain}, compiled", _torch_compile, needs_cuda=False),
+        _entry("torch-lce", lce, _torch_lce("none"), gemms=4, needs_cuda=False),
+        _entry("torch-lce-sum", lce, _torch_lce("sum"), reduction="sum", needs_cuda=False),
+        _entry("te", f"{te}: linear, parallel_cross_entropy", _te(False), limits=te_dtypes),
+        _entry("te-overwrite", f"{te}: the same, overwrite_input", _te(True), limits=te_dtypes),
+        _entry("liger", f"{liger}: Triton, its own chunks", _liger("sum"), reduction="sum"),
+        _entry(
+            "liger-large-chunks",
+            f"{liger}: Triton, {large}",
+            _liger("sum", large=True),
+            reduction="sum",
         ),
-        _Entry(
-            Peer("torch-compile", f"{torch_}: torch.compile of torch-eager"),
-            _torch_compile,
-            needs_cuda=False,
+        _entry("liger-none", f"{liger}: Triton, {large}", _liger("none", large=True), gemms=4),
+        _entry(
+            "liger-cutedsl-ce",
+            f"{liger}: cuBLAS products, CuTe rows, {large}",
+            _liger("sum", large=True, row_kernel="nvidia-cutedsl"),
+            reduction="sum",
         ),
-        _Entry(
-            Peer("torch-lce", f"{torch_}: F.linear_cross_entropy, default chunks, none", gemms=4),
-            _torch_lce("none"),
-            needs_cuda=False,
-        ),
-        _Entry(
-            Peer("torch-lce-sum", f"{torch_}: F.linear_cross_entropy, default chunks, sum", True),
-            _torch_lce("sum"),
-            needs_cuda=False,
-        ),
-        _Entry(
-            Peer(
-                "te",
-                f"{te}: linear, parallel_cross_entropy",
-                limits=_only(*half[:1], torch.float32),
-            ),
-            _te(overwrite=False),
-        ),
-        _Entry(
-            Peer(
-                "te-overwrite",
-                f"{te}: linear, parallel_cross_entropy(overwrite_input=True)",
-                limits=_only(*half[:1], torch.float32),
-            ),
-            _te(overwrite=True),
-        ),
-        _Entry(Peer("liger", f"{liger}: Triton chunks, defaults, sum", True), _liger()),
-        _Entry(
-            Peer("liger-large-chunks", f"{liger}: Triton, chunks of {CHUNK_TOKENS} up, sum", True),
-            _liger(large=True),
-        ),
-        _Entry(
-            Peer("liger-none", f"{liger}: Triton, chunks of {CHUNK_TOKENS} up, none", gemms=4),
-            _liger("none", large=True),
-        ),
-        _Entry(
-            Peer("liger-cutedsl-ce", f"{liger}: cuBLAS and CuTe rows, large chunks, sum", True),
-            _liger(large=True, row_kernel="nvidia-cutedsl"),
-        ),
-        _Entry(
-            Peer(
-                "liger-cute", f"{liger}: CuTe SM90 products, sum", True, limits=_liger_cute_limits
-            ),
+        _entry(
+            "liger-cute",
+            f"{liger}: CuTe SM90 products",
             _liger_cute,
+            reduction="sum",
+            limits=_liger_cute_limits,
         ),
-        _Entry(
-            Peer("liger-cute-scaled", f"{liger}: CuTe SM90 pair, none", gemms=4, limits=bf16),
+        _entry(
+            "liger-cute-scaled",
+            f"{liger}: CuTe SM90 without logits in memory",
             _liger_cute_scaled,
+            gemms=4,
+            limits=bf16,
         ),
-        _Entry(
-            Peer(
-                "quack",
-                f"{quack}: chunks of {CHUNK_TOKENS}, untuned, sum",
-                True,
-                limits=_quack_limits,
-            ),
+        _entry(
+            "quack",
+            f"{quack}: chunks of {CHUNK_TOKENS} tokens, untuned",
             _quack,
+            reduction="sum",
+            limits=_quack_limits,
         ),
-        _Entry(
-            Peer("quack-scaled-exp", f"{quack}: scaled-exp, sum", True, limits=_scaled_exp_limits),
+        _entry(
+            "quack-scaled-exp",
+            f"{quack}: scaled-exp",
             _quack_scaled_exp,
+            reduction="sum",
+            limits=_scaled_exp_limits,
         ),
-        _Entry(
-            Peer("cce", f"{cce}: filtered gradients, none", gemms=4, limits=_only(*half)),
-            _cce("cce"),
-        ),
-        _Entry(
-            Peer("cce-exact", f"{cce}: cce_exact, none", gemms=4, limits=_only(*half)),
-            _cce("cce_exact"),
-        ),
+        _entry("cce", f"{cce}: filtered gradients", _cce("cce"), gemms=4),
+        _entry("cce-exact", f"{cce}: unfiltered, fp32 sums", _cce("cce_exact"), gemms=4),
     ]
 
 

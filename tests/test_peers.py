@@ -103,12 +103,12 @@ def test_torch_peers_compute_the_definition(name, dtype):
 
 
 def test_torch_compile_works_or_says_why():
-    peer = peers.try_out(by_name("torch-compile"), CPU, torch.float32)
-    if peer.why_not is not None:
-        assert peer.why_not.count("\n") == 0 and ":" in peer.why_not
-        return
+    peer = by_name("torch-compile")
     hidden, weight, labels, grad_loss = problem()
-    loss = peer.step(hidden, weight, labels, grad_loss)
+    try:
+        loss = peer.step(hidden, weight, labels, grad_loss)
+    except Exception as error:  # no C++ compiler here
+        pytest.skip(peers.one_line(error))
     want = exact(hidden, weight, labels, grad_loss)
     for got, true in zip((loss, hidden.grad, weight.grad), want, strict=True):
         assert (got.double() - true).norm() <= 1e-6 * true.norm()
@@ -126,7 +126,7 @@ def test_a_scalar_peers_upstream():
 
 def test_a_failing_peer_is_a_reason():
     def fails(hidden, weight, labels):
-        raise TypeError("\n\nno such tile\nand a page of C++")
+        raise TypeError("\n\n\x1b[91m\x1b[1mno such\x1b[0m tile\n  at line 3")
 
     absent = peers.Peer("x", "x", why_not="not installed")
     assert peers.try_out(absent, CPU) is absent
@@ -134,7 +134,8 @@ def test_a_failing_peer_is_a_reason():
     with pytest.raises(RuntimeError, match="peer x is absent: not installed"):
         absent.forward(*problem()[:3])
     assert (
-        peers.try_out(peers.Peer("x", "x", loss_of=fails), CPU).why_not == "TypeError: no such tile"
+        peers.try_out(peers.Peer("x", "x", loss_of=fails), CPU).why_not
+        == "TypeError: no such tile at line 3"
     )
     nan = peers.Peer("x", "x", loss_of=lambda h, w, y: F.linear(h, w).sum(-1) * float("nan"))
     assert "not finite" in (peers.try_out(nan, CPU).why_not or "")
