@@ -296,14 +296,19 @@ def check_small(
             check.plain_loss_error,
             check.plain_error,
             check.bounds(settings.dtype),
-            {"check_tokens": check.problem.num_tokens, "check_vocab": check.vocab},
+            {
+                "check_tokens": check.problem.num_tokens,
+                "check_vocab": check.vocab,
+                "plain_error": check.plain_error,
+                "plain_loss_error": check.plain_loss_error,
+            },
         )
         for outcome in todo:
             known[place(outcome)] = _errors(outcome.variant, check, world)
         del check
         if settings.check_confident:
             sure = SmallCheck.of(cell, settings, world, one_upstream, confident=True)
-            known[(*home, "confident plain")] = sure.plain_error
+            known[home][-1]["plain_confident_error"] = sure.plain_error
             for outcome in todo:
                 known[(*place(outcome), "confident")] = _errors(outcome.variant, sure, world)
             del sure

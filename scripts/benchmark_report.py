@@ -141,6 +141,14 @@ def markdown(rows: list[dict[str, Any]], skipped: Iterable[str] = ()) -> str:
         if vocab and vocab < group[0]["V"] * group[0]["tp"]:
             note += f" Checked against fp64 on {vocab} vocabulary rows."
         blocks = f"{group[0]['blocks']} blocks." if "blocks" in group[0] else ""
+        if group[0].get("plain_error") is not None:
+            note += (
+                f" Plain PyTorch's errors: gradients {small(group[0]['plain_error'])}, loss "
+                f"{small(group[0]['plain_loss_error'])}"
+            )
+            if "plain_confident_error" in group[0]:
+                note += f", confident tokens {small(group[0]['plain_confident_error'])}"
+            note += "."
         lines += [f"## {title(group[0])}", "", (blocks + note).strip(), "", table(group)]
     lines += [f"Not run (time limit): {name}." for name in skipped]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"

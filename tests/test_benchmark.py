@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,26 @@ def test_end_points_and_upstream_gradients(tmp_path, end_point, upstream):
     code, rows = bench(tmp_path, *words)
     assert code == 0
     assert rows[-1]["end_point"] == end_point and rows[-1]["upstream"] == upstream
+
+
+def test_two_ranks(tmp_path):
+    words = [*BRIEF, "--strategies", "store:32", "--out", str(tmp_path / "out.json")]
+    words += ["--sequence-parallel"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*launch, str(ROOT / "scripts" / "benchmark.py"), *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert all((row["tp"], row["sp"], row["V"]) == (2, True, 256) for row in rows)
+    assert rows[-1]["error"] < 2e-6 and rows[-1]["full_error"] < 2e-6 and rows[-1]["ratio"] > 0
 
 
 def test_a_time_limit_leaves_the_rest_out(tmp_path, capsys):
@@ -406,6 +427,31 @@ def test_the_references_agree(world):
     assert relative_error(found.grad_weight, exact.grad_weight[found.rows]) < 1e-6
     assert found.tokens.numel() >= 16 and found.rows.numel() >= 16
     assert (problem.token_weights == 0).any() and problem.token_weights.max() > 1
+
+
+def test_what_no_sample_sees_must_be_finite(world):
+    problem = Problem(world, num_tokens=40, hidden_size=16, vocab=64, dtype=torch.float32)
+    reference = full_reference(problem, samples=4)
+    unseen = next(row for row in range(64) if row not in reference.rows)
+
+    def poisoned(problem, mark):
+        loss = plain_run(problem, mark)
+        problem.main_grad[unseen, 5] = float("nan")
+        return loss
+
+    loss_error, error, finite = measure.full_errors(foreign("x", plain_run), problem, reference)
+    assert finite and loss_error < 1e-6 and error < 1e-6
+    _, error, finite = measure.full_errors(foreign("x", poisoned), problem, reference)
+    assert not finite and error < 1e-6
+
+
+def test_a_turn_runs_untimed_steps_first(world):
+    problem = Problem(world, num_tokens=8, hidden_size=8, vocab=16, dtype=torch.float32)
+    runs = []
+    variant = foreign("x", lambda *args: runs.append(1) or plain_run(*args))
+    spans = measure.turn(variant, problem, world, warm=2, steps=3)
+    assert len(runs) == 5 and [len(step) for step in spans] == [2, 2, 2]
+    assert problem.hidden.grad is None
 
 
 def test_the_confident_problem_is_confident(world):
