@@ -178,6 +178,17 @@ def mixed_product() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
     return _upcast_product
 
 
+def has_wide_product() -> bool:
+    """Whether torch has low-precision products with an fp32 output."""
+    return hasattr(torch.ops.aten.mm, "dtype_out")
+
+
+def wide_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+    """``out = left @ right``, low precision into fp32."""
+    torch.mm(left, right, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
+    return out
+
+
 def _torch_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     torch.addmm(  # type: ignore[call-overload]
         total,

@@ -164,7 +164,7 @@ def linear_cross_entropy(
     weights = None
     if token_weights is not None and plan.strategy == "eager":
         in_order = token_weights if token_weights.dim() == 1 else token_weights.t()
-        weights = in_order.detach().reshape(comm.num_parts, -1).to(torch.float32)
+        weights = in_order.detach().reshape(comm.num_parts, -1).to(torch.float32, copy=True)
     head = Head(
         comm=comm,
         chunks=plan_chunks(

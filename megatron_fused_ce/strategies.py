@@ -24,7 +24,13 @@ from torch import Tensor
 
 from megatron_fused_ce import logit_pass, upstream_guard
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.grad_weight import GradWeight, HeldGradWeight, OpenGradWeight
+from megatron_fused_ce.grad_weight import (
+    GradWeight,
+    HeldGradWeight,
+    OpenGradWeight,
+    has_wide_product,
+    wide_product,
+)
 from megatron_fused_ce.logit_pass import LogitPass, Operand, Scores
 from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.vocab_parallel import DONE, VocabParallel
@@ -72,6 +78,8 @@ class MadeGradients:
 
     token_weights: Tensor  # [parts, n] fp32
     grad_hidden: Tensor | None  # [n, H]
+    #: [n] fp32 that ``grad_hidden`` still has to be multiplied by, None for 1
+    row_factor: Tensor | None
     grad_weight: Tensor | None  # [V, H] fp32
 
 
@@ -231,7 +239,9 @@ class Eager:
         out = Forward.empty(head, labels)
         held = HeldGradWeight(weight) if needs.grad_weight else None
         scratch = _Scratch(head, hidden, weight.shape[0])
-        products = _Products(head, hidden, weight, needs.grad_hidden, held, inv_scale, scratch)
+        products = _Products(
+            head, hidden, weight, needs.grad_hidden, held, inv_scale, scratch, eager=True
+        )
         for chunk in head.chunks:
             tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
             logits = scratch.logits(chunk)
@@ -250,7 +260,7 @@ class Eager:
             products.add(chunk, operand, tokens)
         grad_hidden = products.finish()
         total = None if held is None else held.total(inv_scale)
-        out.gradients = MadeGradients(head.token_weights, grad_hidden, total)
+        out.gradients = MadeGradients(head.token_weights, grad_hidden, products.row_factor, total)
         return out
 
     def backward(
@@ -274,7 +284,11 @@ class Eager:
         upstream_guard.watch(mismatch)
         grad_hidden = None
         if needs.grad_hidden and gradients.grad_hidden is not None:
-            grad_hidden = gradients.grad_hidden.mul_(scale)
+            grad_hidden = gradients.grad_hidden
+            if gradients.row_factor is None:
+                grad_hidden.mul_(scale)
+            else:
+                logit_pass.scale_rows(grad_hidden, gradients.row_factor * scale, out=grad_hidden)
         if not needs.grad_weight or gradients.grad_weight is None:
             return grad_hidden, None
         end_point = head.open_grad_weight(weight, 1, False)
@@ -330,6 +344,7 @@ class _Scratch:
         self._num_rows = num_rows
         self._logits: Tensor | None = None
         self._tokens: Tensor | None = None
+        self._wide: Tensor | None = None
 
     def logits(self, chunk: Chunk) -> Tensor:
         """``[C, V]`` in the hidden states' dtype."""
@@ -343,6 +358,16 @@ class _Scratch:
             self._tokens = self._hidden.new_empty(self._head.chunk_capacity, self._hidden.shape[1])
         return self._tokens[: self._head.comm.num_parts * chunk.num_tokens]
 
+    def wide(self, chunk: Chunk) -> Tensor:
+        """``[C, H]`` in fp32."""
+        if self._wide is None:
+            self._wide = torch.empty(
+                (self._head.chunk_capacity, self._hidden.shape[1]),
+                dtype=torch.float32,
+                device=self._hidden.device,
+            )
+        return self._wide[: self._head.comm.num_parts * chunk.num_tokens]
+
 
 class _Sink(Protocol):
     """Takes a chunk's addend to ``grad_weight``."""
@@ -351,7 +376,12 @@ class _Sink(Protocol):
 
 
 class _Products:
-    """The two products of every chunk, and the reduction of ``grad_hidden`` under the second."""
+    """The two products of every chunk, and the reduction of ``grad_hidden`` under the second.
+
+    ``eager`` rounds ``grad_hidden`` once more than the others, when its backward scales it. So that the
+    whole stays below the error of three roundings, its rows' factor waits for the backward too
+    (``row_factor``); over several ranks, whose factors differ, the product goes through fp32 instead.
+    """
 
     def __init__(
         self,
@@ -362,6 +392,7 @@ class _Products:
         grad_weight: GradWeight | _Sink | None,
         inv_scale: Tensor | None,
         scratch: _Scratch,
+        eager: bool = False,
     ) -> None:
         self._head = head
         self._weight = weight
@@ -369,7 +400,10 @@ class _Products:
         self._grad_weight = grad_weight
         self._inv_scale = inv_scale
         self._scratch = scratch
+        self._waits = eager and head.comm.size == 1
+        self._widens = eager and head.comm.size > 1
         self._pending = DONE
+        self.row_factor: Tensor | None = None  # [n] fp32
 
     def add(self, chunk: Chunk, operand: Operand, tokens: Tensor | None) -> None:
         """``tokens`` ``[C, H]`` are needed where ``grad_weight`` is."""
@@ -379,8 +413,18 @@ class _Products:
             partial = out
             if self._head.comm.num_parts > 1:
                 partial = out.new_empty(matrix.shape[0], out.shape[-1])
-            torch.mm(matrix, self._weight, out=partial)
-            if factor is not None:
+            if factor is None:
+                torch.mm(matrix, self._weight, out=partial)
+            elif self._waits:
+                torch.mm(matrix, self._weight, out=partial)
+                if self.row_factor is None:
+                    self.row_factor = factor.new_empty(self._grad_hidden.shape[0])
+                self.row_factor[chunk.start : chunk.stop] = factor
+            elif self._widens and has_wide_product():
+                wide = wide_product(matrix, self._weight, self._scratch.wide(chunk))
+                logit_pass.scale_rows(wide, factor, out=partial)
+            else:
+                torch.mm(matrix, self._weight, out=partial)
                 logit_pass.scale_rows(partial, factor, out=partial)
             if self._inv_scale is not None:
                 partial.mul_(self._inv_scale)
