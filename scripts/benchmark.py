@@ -52,9 +52,9 @@ from benchmark_measure import (
 )
 from benchmark_problem import DTYPES, SHAPES, World
 from benchmark_roof import ROOFS
-from benchmark_variants import LOGIT_PASSES, Variant, megatron, ours, parse_strategy, peers
+from benchmark_variants import Variant, megatron, ours, parse_strategy, peers
 
-from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.config import LOGIT_PASS_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.testing.provenance import commit
 
 #: name -> cells, and options where the command line names none.
@@ -79,7 +79,7 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     ),
     "short": (
         [(shape, T) for shape in ("llama3-8b", "qwen3-1.7b") for T in (1024, 2048)],
-        {"strategies": [name for name in STRATEGY_CHOICES if name in ("store", "auto")]},
+        {"strategies": ["store", "auto"]},
     ),
     # What pins a device's tokens per chunk.
     "chunks": (
@@ -124,7 +124,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--logit-pass",
         nargs="+",
-        choices=LOGIT_PASSES,
+        choices=LOGIT_PASS_CHOICES,
         help="each strategy that names no pass, with each of these",
     )
     add("--chunk-tokens", nargs="+", type=int, help="each strategy that names no C, with each")
@@ -207,9 +207,9 @@ def strategies_of(given: argparse.Namespace) -> list[str]:
     """
     names = given.strategies
     if names is None:
-        names = [name for name in ("store", "eager", "recompute") if name in STRATEGY_CHOICES]
+        names = ["store", "eager", "recompute"]
         if given.upstream == "random":
-            names = [name for name in names if name != "eager"]
+            names.remove("eager")
     chosen: list[str] = []
     for name in names:
         strategy, own_tokens, own_pass = parse_strategy(name)

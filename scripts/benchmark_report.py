@@ -67,9 +67,9 @@ def title(row: dict[str, Any]) -> str:
 def name_of(row: dict[str, Any]) -> str:
     """The variant, with the logit pass that served and what ``auto`` chose."""
     name, plan, served = row["variant"], row.get("plan"), row.get("logit_pass")
-    if name.startswith("auto") and plan:
-        name += f" ({plan})"
-    return name if not served or name.endswith(f"/{served}") else f"{name} {served}"
+    if served and not name.endswith(f"/{served}"):
+        name += f" {served}"
+    return f"{name} ({plan})" if name.startswith("auto") and plan else name
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -7,7 +7,6 @@ fusion), the others return a gradient in the weight's dtype that is then added, 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +17,10 @@ import torch
 from benchmark_problem import MIB, Problem, Run, World
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, STRATEGY_CHOICES
+from megatron_fused_ce import FusedCEConfig, logit_pass, planner
+from megatron_fused_ce.config import LOGIT_PASS_CHOICES, STRATEGY_CHOICES
+from megatron_fused_ce.grad_weight import kind_of
 from megatron_fused_ce.op import linear_cross_entropy
-
-LOGIT_PASSES = ("auto", "exp", "rows")
-HAS_LOGIT_PASS = any(field.name == "logit_pass" for field in dataclasses.fields(FusedCEConfig))
-HAS_MEMORY = any(field.name == "memory_mb" for field in dataclasses.fields(FusedCEConfig))
 
 
 @dataclass(frozen=True)
@@ -48,17 +44,15 @@ class Variant:
 
 def parse_strategy(text: str) -> tuple[str, int | None, str | None]:
     """``NAME[:C][/PASS]`` -> strategy, chunk tokens, logit pass. ValueError where it does not fit."""
-    rest, _, logit_pass = text.partition("/")
+    rest, _, asked_pass = text.partition("/")
     name, _, tokens = rest.partition(":")
     if name not in STRATEGY_CHOICES:
         raise ValueError(f"no strategy {name!r}; there are {', '.join(STRATEGY_CHOICES)}")
-    if logit_pass and logit_pass not in LOGIT_PASSES:
-        raise ValueError(f"no logit pass {logit_pass!r}; there are {', '.join(LOGIT_PASSES)}")
-    if logit_pass and not HAS_LOGIT_PASS:
-        raise ValueError("this version of the package has no choice of logit pass")
+    if asked_pass and asked_pass not in LOGIT_PASS_CHOICES:
+        raise ValueError(f"no logit pass {asked_pass!r}; there are {', '.join(LOGIT_PASS_CHOICES)}")
     if tokens and (not tokens.isdigit() or int(tokens) < 1):
         raise ValueError(f"chunk tokens of {text!r} must be a whole number of 1 or more")
-    return name, int(tokens) if tokens else None, logit_pass or None
+    return name, int(tokens) if tokens else None, asked_pass or None
 
 
 def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[], None]) -> Tensor:
@@ -72,15 +66,13 @@ def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[]
 
 def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
     """This package with a strategy ``NAME[:C][/PASS]``, ``auto`` within ``memory_mb``."""
-    strategy, chunk_tokens, logit_pass = parse_strategy(text)
-    options: dict[str, Any] = {"strategy": strategy, "chunk_tokens": chunk_tokens}
-    if logit_pass:
-        options["logit_pass"] = logit_pass
-    if strategy == "auto" and memory_mb is not None:
-        if not HAS_MEMORY:
-            raise ValueError("this version of the package has no memory budget")
-        options["memory_mb"] = memory_mb
-    config = FusedCEConfig(**options)
+    strategy, chunk_tokens, asked_pass = parse_strategy(text)
+    config = FusedCEConfig(
+        strategy=strategy,
+        chunk_tokens=chunk_tokens,
+        memory_mb=memory_mb if strategy == "auto" else None,
+        logit_pass=asked_pass or "auto",
+    )
 
     def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
         problem.reset()
@@ -99,7 +91,7 @@ def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
         return backward(loss, problem.grad_loss, problem, mark)
 
     return Variant(
-        name=strategy + (f"/{logit_pass}" if logit_pass else ""),
+        name=strategy + (f"/{asked_pass}" if asked_pass else ""),
         family="ours",
         run=run,
         products=4 if strategy == "recompute" else 3,
@@ -115,34 +107,27 @@ class Chosen:
     strategy: str
     chunk_tokens: int
     logit_pass: str
-    predicted_peak_mib: float | None
+    predicted_peak_mib: float
 
 
 def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
     """As `linear_cross_entropy` chooses: logit pass, strategy and chunks of this call."""
     config = variant.config
     assert config is not None
-    num_tokens, (num_rows, hidden_size) = problem.num_tokens, problem.weight.shape
-    if not HAS_LOGIT_PASS:
-        strategy = "recompute" if config.strategy == "auto" else config.strategy
-        tokens = min(config.chunk_tokens or DEFAULT_CHUNK_TOKENS, num_tokens)
-        return Chosen(strategy, tokens, "rows", None)
-    logit_pass: Any = import_module("megatron_fused_ce.logit_pass")
-    planner: Any = import_module("megatron_fused_ce.planner")
-    options: Any = config
+    num_rows, hidden_size = problem.weight.shape
     logits, _ = logit_pass.choose(
-        options.logit_pass, options.row_backend, problem.hidden, problem.weight, options.logit_scale
+        config.logit_pass, config.row_backend, problem.hidden, problem.weight, config.logit_scale
     )
     plan = planner.plan(
         planner.PlanInputs.of(
             config,
-            num_tokens=num_tokens,
+            num_tokens=problem.num_tokens,
             hidden_size=hidden_size,
             num_rows=num_rows,
             dtype=str(problem.dtype).removeprefix("torch."),
             num_parts=world.parts,
             tp_size=world.size,
-            end_point="main_grad" if problem.main_grad is not None else "returned",
+            end_point=kind_of(problem.open_grad_weight),
             token_weights_known=problem.token_weights is not None,
             logit_pass=logits.name,
             device=torch.cuda.get_device_name() if world.on_gpu else "cpu",
