@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 from benchmark_measure import (
     CHECKED_WELL,
+    LONGEST_WARM_STEP_MS,
     Cell,
     DeviceLost,
     Settings,
@@ -254,12 +255,20 @@ def triton_version() -> str | None:
 
 
 def expected_seconds(cell: Cell, variants: list[Variant], given: argparse.Namespace) -> float:
-    """A cell's time on a GPU of 600 TFLOP/s: two untimed runs and two a block, and half a minute."""
-    flop = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab
-    runs = 20 + sum(
-        v.products * (1.5 if v.family == "peer" else 1) for v in variants if not v.why_not
-    )
-    seconds: float = 30 + runs * (3 + 2 * given.blocks) * flop / 6e14
+    """A cell's time on a GPU of 600 TFLOP/s, within a factor of two; 4 s for a peer to compile."""
+    product = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab / 6e14
+
+    def turns(step: float, warm: bool, times: int) -> float:
+        return (
+            step * (warm + max(1, math.ceil(given.sample_ms / 1e3 / step))) * times * given.blocks
+        )
+
+    seconds = 15.0 + turns(10 * product, True, 2)  # the roofs, 3 + 4 + 3 products
+    for variant in variants:
+        if not variant.why_not:
+            peer = variant.family == "peer"
+            step = product * variant.products * (1.5 if peer else 1)
+            seconds += 3 * step + turns(step, 1e3 * step < LONGEST_WARM_STEP_MS, 1) + 4 * peer
     return seconds
 
 

@@ -453,6 +453,16 @@ def test_a_turn_runs_untimed_steps_first(world):
     assert problem.hidden.grad is None
 
 
+def test_a_long_step_that_waited_for_the_driver_runs_again(world, monkeypatch):
+    problem = Problem(world, num_tokens=8, hidden_size=8, vocab=16, dtype=torch.float32)
+    runs = []
+    variant = foreign("x", lambda *args: runs.append(1) or plain_run(*args))
+    calls = iter([0, 2, 2, 2, 2, 2])  # before and after each step: the first one allocates
+    monkeypatch.setattr(measure, "driver_calls", lambda world: next(calls))
+    assert len(measure.turn(variant, problem, world, warm=0, steps=2)) == 2
+    assert len(runs) == 3 and next(calls, None) is None
+
+
 def test_the_confident_problem_is_confident(world):
     problem = Problem(
         *(world,),
