@@ -259,8 +259,9 @@ def expected_seconds(cell: Cell, variants: list[Variant], given: argparse.Namesp
     product = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab / 6e14
 
     def turns(step: float, warm: bool, times: int) -> float:
-        steps = warm + max(1, math.ceil(given.sample_ms / 1e3 / step))
-        return step * steps * times * int(given.blocks)
+        steps: int = warm + max(1, math.ceil(given.sample_ms / 1e3 / step))
+        blocks: int = given.blocks
+        return step * steps * times * blocks
 
     seconds = 15.0 + turns(10 * product, True, 2)  # the roofs, 3 + 4 + 3 products
     for variant in variants:
