@@ -51,8 +51,10 @@ LOADER_REGISTERS = 24
 STATISTICS = gl.constexpr(0)
 GRADIENTS = gl.constexpr(1)
 
-# Its name changed after triton 3.6.
+# Names that changed after triton 3.6, which has the older ones.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -103,15 +105,11 @@ def _loader(
             mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
             bar = full.index(slot)
             mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            tma.async_copy_global_to_shared(
-                tokens_desc, [m * BLOCK_M, k * BLOCK_K], bar, upper_slots.index(slot)
-            )
-            tma.async_copy_global_to_shared(
+            _tma_load(tokens_desc, [m * BLOCK_M, k * BLOCK_K], bar, upper_slots.index(slot))
+            _tma_load(
                 tokens_desc, [m * BLOCK_M + HALF_M, k * BLOCK_K], bar, lower_slots.index(slot)
             )
-            tma.async_copy_global_to_shared(
-                weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, weight_slots.index(slot)
-            )
+            _tma_load(weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, weight_slots.index(slot))
             step += 1
 
 
@@ -123,7 +121,7 @@ def _store_half(out_desc, half, staging, row, column):
     staging.store(half)
     fence_async_shared()
     _barrier()
-    tma.async_copy_shared_to_global(out_desc, [row, column], staging)
+    _tma_store(out_desc, [row, column], staging)
 
 
 @gluon.jit

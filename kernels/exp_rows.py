@@ -325,7 +325,8 @@ def combine_tiles(
     row_max = torch.empty_like(prologue.reference2)
     reference, others, excess = (torch.empty_like(row_max) for _ in range(3))
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
-    block_rows = 32
+    # Few rows: more programs, since each walks all tiles by itself.
+    block_rows = 32 if num_rows > 4096 else 8
     _combine_tiles_kernel[(triton.cdiv(num_rows, block_rows),)](
         prologue.reference2,
         tiles.tile_max,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -218,6 +217,12 @@ class ExpPass:
         return Operand(out, None)
 
 
+def _forms() -> Any:
+    from megatron_fused_ce.kernels import forms
+
+    return forms
+
+
 def _exp_rows() -> Any:
     from megatron_fused_ce.kernels import exp_rows
 
@@ -256,7 +261,7 @@ def choose(
         interpreter = requested == "exp"
         reason = why_not_exp(tokens, weight, logit_scale, interpreter)
     if not reason:
-        return ExpPass(_product_for(tokens.device)), ""
+        return ExpPass(_forms().product_for(tokens.device)), ""
     if requested == "exp":
         raise ValueError(f"logit_pass='exp' cannot serve here: {reason}; use 'auto' or 'rows'")
     return row_pass(tokens.device, row_backend), reason
@@ -277,7 +282,7 @@ def why_not_exp(
     )
     if not tokens.is_cuda and not interpreted:
         return f"it runs on CUDA devices, not on {tokens.device.type}"
-    missing = _triton_lacks()
+    missing: str = _forms().triton_lacks()
     if missing:
         return missing
     if not interpreted:
@@ -300,40 +305,6 @@ def why_not_exp(
     if weight.shape[0] * weight.element_size() % 16:
         return f"TMA needs rows of logits of a multiple of 16 bytes, V is {weight.shape[0]}"
     return ""
-
-
-@lru_cache(maxsize=1)
-def _triton_lacks() -> str:
-    try:
-        import triton
-        from triton.tools import tensor_descriptor  # noqa: F401
-    except ImportError as missing:
-        return f"triton is missing or has no tensor descriptors ({missing})"
-    if not hasattr(triton.language, "make_tensor_descriptor"):
-        return f"triton {triton.__version__} has no tensor descriptors"
-    return ""
-
-
-#: Versions of triton whose Gluon the Hopper kernel was compiled with.
-GLUON_VERSIONS = ((3, 6), (3, 9))
-
-
-@lru_cache(maxsize=8)
-def _product_for(device: torch.device) -> ModuleType:
-    """The Hopper kernel where both chip and triton fit it, else the portable one."""
-    import triton
-
-    from megatron_fused_ce.kernels import exp_product
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and GLUON_VERSIONS[0] <= version <= GLUON_VERSIONS[1]:
-        try:
-            from megatron_fused_ce.kernels import exp_product_hopper
-        except (ImportError, AttributeError):  # Gluon is experimental: names move
-            return exp_product
-        return exp_product_hopper
-    return exp_product
 
 
 def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:

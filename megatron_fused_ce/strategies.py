@@ -165,6 +165,7 @@ class KeepOrRecompute:
                 assert kept is not None
                 seal = head.logits.seal(kept, head.split(labels, chunk), scores, terms)
                 out.kept.append(KeptChunk(kept, seal))
+            del scores  # its tile statistics must not live beside the next chunk's
         return out
 
     def backward(
@@ -248,6 +249,7 @@ class Eager:
             scores, terms = _score(head, out, chunk, tokens, weight, labels, logits)
             chunk_labels = head.split(labels, chunk)
             seal = head.logits.seal(logits, chunk_labels, scores, terms)
+            del scores
             operand = head.logits.operand_of_kept(
                 logits,
                 seal,

@@ -39,4 +39,4 @@ def test_model(core, num_ranks, name):
 def installed_is_older_than(major: int, minor: int) -> bool:
     from megatron.core.package_info import MAJOR, MINOR
 
-    return bool((MAJOR, MINOR) < (major, minor))
+    return bool((major, minor) > (MAJOR, MINOR))
