@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce import upstream_guard
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, upstream_guard
 from megatron_fused_ce.upstream_guard import UpstreamMismatch, check, fit, watch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +39,11 @@ def fractions(num_tokens: int = 4096) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("c", [1.0, -3.0, 1 / 3, 65536 * 0.77, 2.0**-30 / 7, 1e-30])
-@pytest.mark.parametrize("weights", [mask(), fractions()], ids=["mask", "fractions"])
+@pytest.mark.parametrize(
+    "weights",
+    [mask(), fractions(), torch.tensor([1.0, -1.0, 2.0, -2.0])],
+    ids=["mask", "fractions", "sum of 0"],
+)
 def test_a_scalar_times_the_weights_fits(weights, c):
     found, mismatch = fit(weights * c, weights)
     assert not mismatch and found.dtype == torch.float32 and found.shape == ()
@@ -309,6 +313,94 @@ def test_check_without_a_step(device):
     with pytest.raises(UpstreamMismatch):
         check()
     check()
+
+
+class HeadTraining:
+    """The bare op under ``eager``, its two operands trained by a plain torch optimizer."""
+
+    def __init__(self, device):
+        generator = torch.Generator().manual_seed(3)
+        self.hidden = torch.randn(12, 2, 8, generator=generator).to(device).requires_grad_()
+        self.weight = torch.randn(20, 8, generator=generator).to(device).requires_grad_()
+        self.labels = torch.randint(0, 20, (2, 12), generator=generator).to(device)
+        self.mask = (torch.rand(2, 12, generator=generator) < 0.7).float().to(device)
+        self.optimizer = torch.optim.AdamW([self.hidden, self.weight])
+
+    def losses(self, strategy="eager"):
+        return fused_linear_cross_entropy(
+            self.hidden, self.weight, self.labels, token_weights=self.mask,
+            config=FusedCEConfig(strategy=strategy, num_chunks=3),
+        )  # fmt: skip
+
+    def gradients(self, strategy):
+        self.optimizer.zero_grad()
+        (self.losses(strategy) * self.mask).sum().mul(0.3).backward()
+        return self.hidden.grad, self.weight.grad
+
+    def assert_step_raises(self):
+        before = [self.hidden.detach().clone(), self.weight.detach().clone()]
+        with pytest.raises(UpstreamMismatch):
+            self.optimizer.step()
+        assert torch.equal(before[0], self.hidden) and torch.equal(before[1], self.weight)
+
+
+def test_the_op_with_a_plain_optimizer(device):
+    training = HeadTraining(device)
+    expected = training.gradients("recompute")
+    for got, right in zip(training.gradients("eager"), expected, strict=True):
+        torch.testing.assert_close(got, right)
+    training.optimizer.step()
+
+    training.optimizer.zero_grad()
+    training.losses().mean().backward()  # over all tokens, not those of the mask
+    training.assert_step_raises()
+    training.gradients("eager")
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize("logit_pass", ["auto", "rows"])
+@pytest.mark.parametrize(
+    ("dtype", "c"),
+    [
+        (torch.bfloat16, 1 + 38.5 / 2**7),  # half way between two bf16 numbers: 3e-3 from each
+        (torch.float16, 1 + 307.5 / 2**10),  # 4e-4 from each
+        (torch.float16, 2.0**17),  # inf
+    ],
+)
+def test_the_scalar_keeps_its_digits(device, logit_pass, dtype, c):
+    """It stays in fp32 beside gradients of 16 bits."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(256, 1, 64, generator=generator)
+    weight = 1e-3 * torch.randn(512, 64, generator=generator)
+    labels = torch.randint(0, 512, (1, 256), generator=generator).to(device)
+    weights = torch.ones(1, 256, device=device)
+
+    def gradient(scalar):
+        x = hidden.to(device, dtype).requires_grad_()
+        loss = fused_linear_cross_entropy(
+            x, weight.to(device, dtype).requires_grad_(), labels, token_weights=weights,
+            config=FusedCEConfig(strategy="eager", logit_pass=logit_pass),
+        )  # fmt: skip
+        loss.backward(scalar * weights)
+        return x.grad.double()
+
+    # The entries' own rounding averages out, a wrong factor does not.
+    one, scaled = gradient(1.0), gradient(c)
+    ratio = float((scaled * one).sum() / (one * one).sum())
+    assert ratio == pytest.approx(c, rel=5e-4 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_weights_changed_between_loss_and_backward(device, num_sequences):
+    """The gradients were made for what the weights were: the loss uses what they are now."""
+    training = HeadTraining(device)
+    training.hidden = training.hidden.detach()[:, :num_sequences].clone().requires_grad_()
+    training.labels, training.mask = training.labels[:num_sequences], training.mask[:num_sequences]
+    training.optimizer = torch.optim.AdamW([training.hidden, training.weight])
+    losses = training.losses()
+    training.mask[0, 5] = 1.0 - training.mask[0, 5]
+    (losses * training.mask).sum().backward()
+    training.assert_step_raises()
 
 
 def test_one_hook_whatever_the_number_of_backwards():

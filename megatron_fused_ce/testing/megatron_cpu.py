@@ -285,7 +285,9 @@ def _stand_in_for_training_log(module: Any) -> None:
                 for name, loss in values["loss_dict"].items()
                 if isinstance(loss, torch.Tensor) and loss.numel() == 1
             }
-            exact = {"iteration": values["iteration"], "grad norm": float(values["grad_norm"])}
+            norm = values["grad_norm"]  # None where the step was skipped
+            norm = float("nan") if norm is None else float(norm)
+            exact = {"iteration": values["iteration"], "grad norm": norm}
             print(f"{EXACT_LINE_PREFIX}{json.dumps(exact | losses)}", flush=True)
         return training_log(*args, **kwargs)
 
