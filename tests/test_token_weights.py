@@ -164,6 +164,11 @@ def test_a_teacher_inside_the_student():
     assert silent.found[0].values is None
     assert torch.equal(student.found[1].values, for_student)
 
+    unseen = OldMamba()
+    student.before_loss = lambda: unseen(torch.ones(3), labels=shared)
+    student(torch.ones(3), labels=shared, loss_mask=for_student)
+    assert unseen.found[0].values is None  # not the student's
+
 
 def test_micro_batches_in_flight_keep_their_masks():
     model, masks = GPT(), [torch.rand(B, S) for _ in range(3)]
@@ -218,27 +223,53 @@ def remember_a_mismatch():
     upstream_guard.watch(torch.tensor(True))
 
 
-def test_megatrons_optimizers_check_first():
-    """Every ``prepare_grads`` of the module, none of another's."""
+class Skips:
+    """A Megatron optimizer; ``result`` is what its step returns, no torch optimizer steps in it."""
 
-    class Elsewhere:
-        def prepare_grads(self):
-            return "elsewhere"
+    def __init__(self, succeeded, **attributes):
+        self.result = succeeded, 1.5, None
+        vars(self).update(attributes)
 
-    class Fp32:
-        def prepare_grads(self):
-            return "prepared"
+    def step(self):
+        return self.result
 
+
+class Elsewhere(Skips):
+    def step(self):
+        return self.result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patched():
     module = types.ModuleType("fake.optimizer")
-    Fp32.__module__ = module.__name__
-    module.Fp32, module.Elsewhere = Fp32, Elsewhere
+    Skips.__module__ = module.__name__
+    module.Skips, module.Elsewhere = Skips, Elsewhere
     optimizer_guard.patch(module)
-    assert Fp32().prepare_grads() == "prepared"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "checks"),
+    [
+        (Skips(False), True),
+        (Skips(True), False),  # torch's hook has checked
+        (Skips(True, is_stub_optimizer=True), True),  # it has nothing to step
+        (Skips(True, chained_optimizers=[Skips(True, is_stub_optimizer=True)]), True),
+        (Skips(True, chained_optimizers=[Skips(True, is_stub_optimizer=True), Skips(True)]), False),
+        (Skips(False, chained_optimizers=[Skips(True)]), True),
+        (Elsewhere(False), False),  # of another module
+    ],
+)
+def test_a_step_without_a_step_checks(optimizer, checks):
+    assert optimizer.step() == optimizer.result
     remember_a_mismatch()
-    assert Elsewhere().prepare_grads() == "elsewhere"
-    with pytest.raises(upstream_guard.UpstreamMismatch):
-        Fp32().prepare_grads()
-    assert Fp32().prepare_grads() == "prepared"
+    if checks:
+        with pytest.raises(upstream_guard.UpstreamMismatch):
+            optimizer.step()
+    else:
+        assert optimizer.step() == optimizer.result
+        with pytest.raises(upstream_guard.UpstreamMismatch):
+            upstream_guard.check()
+    assert optimizer.step() == optimizer.result
 
 
 def test_a_replayed_optimizer_step_checks_first():

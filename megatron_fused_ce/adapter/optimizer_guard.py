@@ -1,9 +1,9 @@
-"""Megatron's optimizers read ``upstream_guard``'s flag before they look at a gradient.
+"""Megatron's optimizers read ``upstream_guard``'s flag in the steps that torch's hook does not see.
 
-torch's hook before each optimizer step guards every parameter already. This is for the steps that
-Megatron does not take: under fp16 it drops the gradients of an overflowing step, and a loss that
-mismatches would go unseen for as long as that lasts; and for the step that it replays from a CUDA
-graph, where a Python error is better than a device-side assertion.
+torch's hook before each optimizer step guards every parameter. But under fp16 Megatron drops the
+gradients of an overflowing step: a loss that mismatches would go unseen for as long as that lasts. And
+a step that is replayed from a CUDA graph runs no hook: a Python error is better there than the
+assertion that was captured.
 """
 
 from __future__ import annotations
@@ -16,24 +16,45 @@ from megatron_fused_ce import upstream_guard
 
 
 def patch(module: ModuleType) -> None:
-    """Make every ``prepare_grads`` of ``megatron.core.optimizer.optimizer`` check first."""
+    """Make every ``step`` of ``megatron.core.optimizer.optimizer`` check where it changed nothing.
+
+    After the step and only then: where it does change parameters, the hook has read the flag at a
+    point where Megatron has just waited for the gradient norm; reading it earlier would cost a wait.
+    """
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__:
-            stock = vars(cls).get("prepare_grads")
+            stock = vars(cls).get("step")
             if stock is not None and not getattr(stock, "__isabstractmethod__", False):
-                cls.prepare_grads = _checking(stock)  # type: ignore[attr-defined]
+                cls.step = _checking_what_was_skipped(stock)  # type: ignore[attr-defined]
+
+
+def _checking_what_was_skipped(stock: Any) -> Any:
+    @wraps(stock)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        succeeded, *rest = stock(self, *args, **kwargs)
+        if not succeeded or _has_no_parameters(self):
+            upstream_guard.check()
+        return succeeded, *rest
+
+    return step
+
+
+def _has_no_parameters(optimizer: Any) -> bool:
+    """A rank whose parameters are all frozen still sends gradients to the stages before it."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        return all(map(_has_no_parameters, chained))
+    return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
 def patch_cuda_graph(module: ModuleType) -> None:
     """Make the call of a captured optimizer step check first."""
     wrapper: Any = module.OptimizerCudaGraphWrapper
-    wrapper.__call__ = _checking(wrapper.__call__)
+    stock = wrapper.__call__
 
-
-def _checking(stock: Any) -> Any:
     @wraps(stock)
-    def checking(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         upstream_guard.check()
         return stock(self, *args, **kwargs)
 
-    return checking
+    wrapper.__call__ = call
