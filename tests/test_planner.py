@@ -301,6 +301,16 @@ def test_chunks_no_longer_than_the_table(inputs, memory_mb):
         assert chosen.capacity >= 512  # of equal size: half of 1024 at the least
 
 
+def test_a_budget_met_to_the_byte():
+    """8 MiB of chunk logits and 1 MiB of statistics."""
+    exactly = PlanInputs(32768, 8, 1024, logit_pass="rows", device="cpu", num_chunks=8, memory_mb=9)
+    assert plan(exactly).predicted_peak_bytes == 9 * MIB
+    assert plan(replace(exactly, strategy="recompute")).predicted_peak_bytes == 9 * MIB
+    free = replace(exactly, num_chunks=None)
+    recompute = [option for option in alternatives(free) if option.strategy == "recompute"]
+    assert recompute[0].capacity == 4096
+
+
 def test_predicted_time_of_worked_examples():
     def time(**others):
         return plan(llama(32768, **others)).relative_time
@@ -318,6 +328,7 @@ def test_predicted_time_of_worked_examples():
     assert time(strategy="recompute", end_point="none", **four) == pytest.approx(3 / 2)
     half = plan(llama(32768, 5100, num_chunks=8, **UNWEIGHTED))
     assert half.stored_chunks == 4
+    assert plan(llama(0)).relative_time == 1
     assert half.relative_time == pytest.approx(1 + 1 / 6 + 7 * 205 / 32768)
 
 
@@ -401,9 +412,12 @@ def test_documented_example(monkeypatch, capsys):
     assert shown.split("```")[0] == capsys.readouterr().out
 
 
-def test_command_line_says_what_eager_needs(capsys):
-    assert planner.main([*LINE.split(), "--no-token-weights"]) == 0
-    assert "needs token weights\n" in capsys.readouterr().out
+@pytest.mark.parametrize("flags", [[], ["--no-token-weights"]])
+def test_command_line_says_what_eager_needs(flags, capsys):
+    assert planner.main([*LINE.split(), *flags]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    needs = [row[2:].split()[0] for row in rows if row.endswith("needs token weights")]
+    assert needs == (["eager"] if flags else [])
 
 
 @pytest.mark.parametrize(
