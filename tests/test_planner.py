@@ -581,28 +581,44 @@ def test_start_up_line_counts_the_heads_of_multi_token_prediction(said):
 
 
 def test_first_evaluation_tells_what_differs(said):
-    """A plan that the op followed, against what the start-up line expected."""
+    """Plans that the op followed, against what the start-up line expected."""
     model = megatron_head(FusedCEConfig(memory_mb=7))
     hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)  # this rank's half
     layer = model.output_layer
     report.adopted(model, LAUNCH)
-    expected = layer._fused_ce_told
+    expected = layer._fused_ce_expected
     other = replace(expected, strategy="recompute", stored_chunks=0, why="of this test")
     report.evaluation_once(layer, hidden, layer.weight, other)
     assert len(said) == 2
     assert said[1].startswith("as it runs: strategy recompute (auto), 1 chunk of 128 tokens")
     assert "(128 tokens" in said[1] and said[1].endswith("of this test")
+    # The main head comes after those of multi-token prediction; batches may differ in length.
     report.evaluation_once(layer, hidden, layer.weight, expected)
+    report.evaluation_once(layer, hidden, layer.weight, replace(other, count=2))
     assert len(said) == 2
 
 
-def test_first_evaluation_repeats_nothing(said):
+@pytest.mark.parametrize("change", [{}, {"why": "other words"}])
+def test_first_evaluation_repeats_nothing(said, change):
     model = megatron_head(FusedCEConfig())
     layer = model.output_layer
     report.adopted(model, LAUNCH)
     hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)
-    report.evaluation_once(layer, hidden, layer.weight, layer._fused_ce_told)
+    report.evaluation_once(layer, hidden, layer.weight)
+    report.evaluation_once(layer, hidden, layer.weight, replace(layer._fused_ce_expected, **change))
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"count": 2}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "eager"}]
+)
+def test_first_evaluation_tells_of_other_chunks(said, change):
+    model = megatron_head(FusedCEConfig(memory_mb=7))
+    layer = model.output_layer
+    report.adopted(model, LAUNCH)
+    hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)
+    report.evaluation_once(layer, hidden, layer.weight, replace(layer._fused_ce_expected, **change))
+    assert len(said) == 2
 
 
 def test_first_evaluation_tells_where_the_launch_could_not(said):

@@ -72,7 +72,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hidden = torch.empty(1, layer.input_size, dtype=_dtype(model.config, weight), device=device)
         score, why = _logit_pass(layer, hidden, hidden.expand(layer.output_size_per_partition, -1))
-        expected = plan(
+        layer._fused_ce_expected = plan(
             _plan_inputs(
                 layer,
                 tokens,
@@ -84,19 +84,22 @@ def adopted(model: Any, megatron_args: Any) -> None:
                 uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
             )
         )
-        _say_plan(layer, expected, tokens, hidden.dtype, score, why)
+        _say_plan(layer, layer._fused_ce_expected, tokens, hidden.dtype, score, why)
 
 
 def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None = None) -> None:
-    """First evaluation of a head: what runs, where that was not said when the model was built.
+    """What runs, once for each strategy of a head, where it was not said when the model was built.
+
+    Heads of multi-token prediction share a layer with the main one and may run another strategy.
 
     Args:
-        ran: the plan that the op follows; None where the op chooses none.
+        ran: the plan that the op followed. None to predict it, and only where nothing was said yet.
     """
-    if getattr(layer, "_fused_ce_evaluated", False):
+    told: set[str] = layer.__dict__.setdefault("_fused_ce_told", set())
+    expected: Plan | None = layer.__dict__.get("_fused_ce_expected")
+    if ran is None and (told or expected is not None):
         return
-    layer._fused_ce_evaluated = True
-    if ran is None and hasattr(layer, "_fused_ce_told"):
+    if ran is not None and ran.strategy in told:
         return
     num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
@@ -106,7 +109,10 @@ def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None
         if not weight.requires_grad:
             end_point = "none"
         ran = plan(_plan_inputs(layer, tokens, hidden.dtype, score, end_point))
-    _say_plan(layer, ran, tokens, hidden.dtype, score, why)
+    told.add(ran.strategy)
+    if expected is None or _what_runs(expected) != _what_runs(ran):
+        before = "" if expected is None else "as it runs: "
+        _say_plan(layer, ran, tokens, hidden.dtype, score, why, before)
 
 
 def _end_point_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
@@ -148,13 +154,14 @@ def _plan_inputs(
 
 
 def _say_plan(
-    layer: Any, chosen: Plan, tokens: int, dtype: torch.dtype, score: str, why_not_exp: str
+    layer: Any,
+    chosen: Plan,
+    tokens: int,
+    dtype: torch.dtype,
+    score: str,
+    why_not_exp: str,
+    before: str = "",
 ) -> None:
-    """Say it, unless it is what was said of this layer already."""
-    told = getattr(layer, "_fused_ce_told", None)
-    layer._fused_ce_told = chosen
-    if told is not None and _what_runs(told) == _what_runs(chosen):
-        return
     if not _speaks(layer.tp_group.rank()):
         return
     asked = layer.fused_ce_config.strategy
@@ -163,7 +170,7 @@ def _say_plan(
     full_bytes = tokens * rows * dtype.itemsize
     score += f" ({why_not_exp})" if why_not_exp else ""
     say(
-        f"{'' if told is None else 'as it runs: '}strategy {chosen.strategy}{asked}, "
+        f"{before}strategy {chosen.strategy}{asked}, "
         f"{chosen.chunks_in_words} ({tokens} tokens, {rows} of {layer.output_size} vocabulary rows "
         f"on this rank), logit pass {score}, predicted peak {peak_bytes} bytes "
         f"({peak_bytes / 2**20:.0f} MiB); full logits would be {full_bytes / 2**20:.0f} MiB; "
