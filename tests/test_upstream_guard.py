@@ -470,6 +470,38 @@ def test_captured_backwards_remember_at_every_replay(monkeypatch, first_in_captu
 
 
 @on_gpu
+@pytest.mark.parametrize("first_in_capture", [False, True])
+@pytest.mark.parametrize("error_mode", ["global", "thread_local"])
+def test_the_op_in_a_graph_of_the_whole_iteration(first_in_capture, error_mode):
+    """Forward and backward captured as Megatron's full_iteration graphs are; the step is outside."""
+    code = f"""
+from tests.test_upstream_guard import *
+training = HeadTraining("cuda")
+used = training.mask.clone()
+def iteration():
+    (training.losses() * used).sum().backward()
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side): iteration()
+torch.cuda.synchronize()
+if {first_in_capture}: upstream_guard._flags.clear()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode={error_mode!r}): iteration()
+check()
+for wrong in (False, True, False):
+    training.optimizer.zero_grad(set_to_none=False)
+    used.copy_(torch.ones_like(used) if wrong else training.mask)
+    graph.replay()
+    used.copy_(training.mask)
+    graph.replay()
+    try: training.optimizer.step(); print("stepped")
+    except UpstreamMismatch: print("raised")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["stepped", "raised", "stepped"], done.stdout + done.stderr
+
+
+@on_gpu
 @pytest.mark.parametrize("right", [True, False])
 def test_a_captured_optimizer_step_asserts_on_the_device(right):
     """In a process of its own: the assertion ends it."""
@@ -483,6 +515,7 @@ def test_a_captured_optimizer_step_asserts_on_the_device(right):
         "    (losses * used).sum().backward()\n"
         "    training.optimizer.step()\n"
         "side = torch.cuda.Stream()\n"
+        "side.wait_stream(torch.cuda.current_stream())\n"
         "with torch.cuda.stream(side): whole_step()\n"
         "torch.cuda.synchronize()\n"
         "graph = torch.cuda.CUDAGraph()\n"
