@@ -42,8 +42,10 @@ BLOCK_K = gl.constexpr(64)
 #: Slots of 48 KiB in the ring, and halves in which a tile leaves through 16 KiB per warpgroup: 224 KiB
 #: in all. Three slots and whole tiles cost 2 % (H = 4096) to 5 % (H = 2048).
 NUM_SLOTS = gl.constexpr(4)
-#: Row blocks that share the columns in L2: 16 was fastest of 8, 16, 32, 64.
-GROUP_M = gl.constexpr(16)
+#: Row blocks that share the columns in L2: as many as hold 16 MiB of tokens, and at most 16 (8192 x
+#: 4096 x 128256 and 8192 x 2048 x 151936: 16 was the fastest of 8, 16, 32, 64).
+GROUP_BYTES = 16 * 2**20
+LARGEST_GROUP = 16
 #: Registers of a consumer's thread; the loader keeps 24. 168 * 384 are there.
 CONSUMER_REGISTERS = 240
 LOADER_REGISTERS = 24
@@ -58,7 +60,7 @@ _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 
 
 @gluon.jit
-def _tile_of(tile, num_m, num_n):
+def _tile_of(tile, num_m, num_n, GROUP_M: gl.constexpr):
     per_group = GROUP_M * num_n
     first_m = (tile // per_group) * GROUP_M
     in_group = gl.minimum(num_m - first_m, GROUP_M)
@@ -95,11 +97,12 @@ def _loader(
     num_n,
     num_k,
     NUM_PROGRAMS: gl.constexpr,
+    GROUP_M: gl.constexpr,
 ):
     """One warp: fills the ring, slot by slot, ahead of the consumers and across tiles."""
     step = 0
     for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
-        m, n = _tile_of(tile, num_m, num_n)
+        m, n = _tile_of(tile, num_m, num_n, GROUP_M)
         for k in range(num_k):
             slot = step % NUM_SLOTS
             mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
@@ -148,6 +151,7 @@ def _consumer(
     scale2,
     FIRST_ROW: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
+    GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
@@ -158,7 +162,7 @@ def _consumer(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
     step = 0
     for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
-        m, n = _tile_of(tile, num_m, num_n)
+        m, n = _tile_of(tile, num_m, num_n, GROUP_M)
         first_row = m * BLOCK_M + FIRST_ROW
         first_column = n * BLOCK_N
         # Row vectors first: their latency hides under the products.
@@ -245,6 +249,7 @@ def _product_kernel(
     hidden_size,
     scale2,
     NUM_PROGRAMS: gl.constexpr,
+    GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
@@ -275,17 +280,17 @@ def _product_kernel(
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, upper_slots, weight_slots, upper_staging,
                 full, empty, num_rows, num_columns, num_m, num_n, num_k, scale2,
-                0, NUM_PROGRAMS, MODE, WRITE, WITH_ARGMAX,
+                0, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
             )),
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, lower_slots, weight_slots, lower_staging,
                 full, empty, num_rows, num_columns, num_m, num_n, num_k, scale2,
-                64, NUM_PROGRAMS, MODE, WRITE, WITH_ARGMAX,
+                64, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
             )),
             (_loader, (
                 tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots,
-                full, empty, num_m, num_n, num_k, NUM_PROGRAMS,
+                full, empty, num_m, num_n, num_k, NUM_PROGRAMS, GROUP_M,
             )),
         ],
         [4, 1],
@@ -297,6 +302,11 @@ def _product_kernel(
 def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor.from_tensor(tensor, block, layout)
+
+
+def group_m(hidden_size: int) -> int:
+    """Row blocks of a group."""
+    return max(1, min(LARGEST_GROUP, GROUP_BYTES // (int(BLOCK_M) * 2 * hidden_size)))
 
 
 def _launch(
@@ -327,6 +337,7 @@ def _launch(
         tokens.shape[1],
         logit_scale * LOG2_E,
         NUM_PROGRAMS=num_programs,
+        GROUP_M=group_m(tokens.shape[1]),
         MODE=mode,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,

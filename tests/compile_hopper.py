@@ -39,7 +39,7 @@ def compiled(mode: int, write: bool, with_argmax: bool):
         "hidden_size": "i32",
         "scale2": "fp32",
     }
-    constants = dict(NUM_PROGRAMS=132, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax)
+    constants = dict(NUM_PROGRAMS=132, GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax)
     names = hopper._product_kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names
