@@ -178,9 +178,10 @@ def mixed_product() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
     return _upcast_product
 
 
-def has_wide_product() -> bool:
-    """Whether torch has low-precision products with an fp32 output."""
-    return hasattr(torch.ops.aten.mm, "dtype_out")
+def has_wide_product(operand: Tensor) -> bool:
+    """Whether torch multiplies such operands into an fp32 output."""
+    low = operand.dtype in (torch.bfloat16, torch.float16)
+    return operand.is_cuda and low and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
 def wide_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:

@@ -422,7 +422,7 @@ class _Products:
                 if self.row_factor is None:
                     self.row_factor = factor.new_empty(self._grad_hidden.shape[0])
                 self.row_factor[chunk.start : chunk.stop] = factor
-            elif self._widens and has_wide_product():
+            elif self._widens and has_wide_product(matrix):
                 wide = wide_product(matrix, self._weight, self._scratch.wide(chunk))
                 logit_pass.scale_rows(wide, factor, out=partial)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,21 @@ from megatron_fused_ce.testing.reference import (
 )
 from tests.ranks.runner import Rank
 
+STRATEGIES = ("recompute", "store", "eager")
 UNEQUAL = {1: (97,), 2: (64, 33), 4: (1, 50, 13, 33)}
 
 
 def bounds(rank: Rank, vocab: int, unequal: bool) -> list[int]:
     sizes = UNEQUAL[rank.size] if unequal else [vocab // rank.size] * rank.size
     return [sum(sizes[:i]) for i in range(rank.size + 1)]
+
+
+def eager_weights(config, inputs, flat):
+    """Weights that the upstream gradient is -3 times of, for the strategy that needs them."""
+    if config.strategy != "eager":
+        return None
+    weights = inputs.grad_loss / -3.0
+    return weights.t().reshape(-1) if flat else weights
 
 
 def run_sharded(
@@ -51,6 +61,7 @@ def run_sharded(
         sequence_parallel=sequence_parallel,
         vocab_start=rows.start if named else None,
         config=config,
+        token_weights=eager_weights(config, inputs, flat),
     )
     if flat:
         loss = loss.view(s, b).t()
@@ -80,18 +91,40 @@ def against_fp64(rank, *, kind, dtype, strategy, sequence_parallel, unequal, nam
     assert_close(result, inputs)
 
 
-def gap_between_shards(rank):
-    """Shards 600 nats apart: the far ones vanish without NaN."""
+def exp_dtype(rank):
+    """What the exponentiating product runs in: bf16 on GPUs, fp32 by Triton's interpreter."""
+    return torch.bfloat16 if rank.device.type == "cuda" else torch.float32
+
+
+def exponentiating_product(rank, *, kind, strategy, sequence_parallel):
+    """Its references, units and label entries differ from shard to shard."""
     inputs = make_inputs(
-        "plain", s=8, b=1, hidden_size=16, vocab=100, dtype=torch.float32, device=rank.device
+        kind, s=24, b=3, hidden_size=32, vocab=512, dtype=exp_dtype(rank), device=rank.device
     )
-    edges = bounds(rank, 100, False)
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=40, logit_pass="exp")
+    result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=True)
+    assert_close(result, inputs)
+
+
+def gap_between_shards(rank, *, logit_pass="rows", gap=-600.0):
+    """Shards 600 nats apart: the far ones vanish without NaN."""
+    dtype = exp_dtype(rank) if logit_pass == "exp" else torch.float32
+    inputs = make_inputs(
+        "plain", s=8, b=1, hidden_size=16, vocab=512, dtype=dtype, device=rank.device
+    )
+    edges = bounds(rank, 512, False)
     inputs.hidden[..., 0] = 1.0
     for index in range(rank.size):
-        inputs.weight[edges[index] : edges[index + 1], 0] = -600.0 * index
-    for strategy in ("recompute", "store"):
-        result = run_sharded(rank, inputs, FusedCEConfig(strategy=strategy, num_chunks=2))
-        assert_close(result, inputs)
+        inputs.weight[edges[index] : edges[index + 1], 0] = gap * index
+    for strategy in STRATEGIES:
+        config = FusedCEConfig(strategy=strategy, num_chunks=2, logit_pass=logit_pass)
+        result = run_sharded(rank, inputs, config)
+        if dtype == torch.float32 and logit_pass == "exp":
+            # Exponents of up to 4 * 600 * log2(e) rounded to 24 bits, twice: fp32 is for tests only.
+            for part, true in zip(result, truth(inputs), strict=True):
+                assert relative_error(part, true) < 2 * 3463 * 2.0**-24 * math.log(2)
+        else:
+            assert_close(result, inputs)
 
 
 def nan_on_one_shard(rank):
@@ -237,7 +270,7 @@ CASES = {
     "later calls are not checked": unchecked_calls_cost_no_check,
 }
 for _dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for _strategy in ("recompute", "store"):
+    for _strategy in STRATEGIES:
         for _sp in (False, True):
             CASES[f"plain {_dtype} {_strategy} sp={_sp} equal shards"] = functools.partial(
                 against_fp64, kind="plain", dtype=_dtype, strategy=_strategy,
@@ -249,6 +282,16 @@ for _kind in ("peaked", "high", "low", "wide", "equal", "odd-labels"):
             against_fp64, kind=_kind, dtype=torch.bfloat16, strategy="recompute",
             sequence_parallel=_sp, unequal=True, named=_sp, flat=_sp,
         )  # fmt: skip
+for _gap in (-600.0, 600.0):
+    CASES[f"shards {_gap} nats apart, exponentiating product"] = functools.partial(
+        gap_between_shards, logit_pass="exp", gap=_gap
+    )
+for _strategy in STRATEGIES:
+    for _kind in ("plain", "peaked", "odd-labels"):
+        for _sp in (False, True):
+            CASES[f"exponentiating product, {_kind} {_strategy} sp={_sp}"] = functools.partial(
+                exponentiating_product, kind=_kind, strategy=_strategy, sequence_parallel=_sp
+            )
 _BAD = {
     "tokens": (
         {
