@@ -545,6 +545,22 @@ def test_start_up_line_of_auto_says_why(said):
     assert "why: the fastest within the budget of 7 MiB" in said[0]
 
 
+def test_start_up_line_expects_the_loss_mask(said):
+    """pretrain_gpt.py's model is called with one: eager is possible."""
+    report.adopted(
+        megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2)
+    )
+    assert said[0].startswith("strategy eager (auto), 8 chunks of 4096 tokens (32768 tokens")
+    assert "(12 MiB); full logits would be 62 MiB" in said[0]
+
+
+@pytest.mark.parametrize(("context_parallel", "tokens"), [(4, 32), (1, 128), (None, 128)])
+def test_start_up_line_counts_this_context_ranks_tokens(said, context_parallel, tokens):
+    launch = SimpleNamespace(**{**vars(LAUNCH), "context_parallel_size": context_parallel})
+    report.adopted(megatron_head(), launch)
+    assert f"({tokens} tokens, " in said[0]
+
+
 def test_only_the_first_rank_tells(said):
     report.adopted(megatron_head(rank=1), LAUNCH)
     assert said == []
@@ -631,6 +647,14 @@ def test_first_evaluation_tells_where_the_launch_could_not(said):
     # No main_grad: the chunks are summed in fp32.
     peak_bytes = rows_bytes(200, 50) + 4 * 1000 * 16
     assert "4 chunks of 50 tokens (200 tokens" in line and f"peak {peak_bytes} bytes" in line
+
+
+def test_first_evaluation_without_sequence_parallelism(said):
+    layer = megatron_head().output_layer
+    layer.sequence_parallel = False
+    hidden = torch.zeros(50, 2, 16, dtype=torch.bfloat16)
+    report.evaluation_once(layer, hidden, layer.weight)
+    assert "4 chunks of 25 tokens (100 tokens" in said[0]
 
 
 @pytest.mark.parametrize(
