@@ -551,7 +551,7 @@ def test_start_up_line_expects_the_loss_mask(said):
         megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2)
     )
     assert said[0].startswith("strategy eager (auto), 8 chunks of 4096 tokens (32768 tokens")
-    assert "(12 MiB); full logits would be 62 MiB" in said[0]
+    assert "(9 MiB); full logits would be 62 MiB" in said[0]
 
 
 @pytest.mark.parametrize(("context_parallel", "tokens"), [(4, 32), (1, 128), (None, 128)])
