@@ -236,6 +236,7 @@ class Eager:
         self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
     ) -> Forward:
         assert head.token_weights is not None
+        upstream_guard.prepare(hidden.device)
         factor, inv_scale = _row_factor(head.token_weights, head.logit_scale, hidden.dtype)
         out = Forward.empty(head, labels)
         held = HeldGradWeight(weight) if needs.grad_weight else None
@@ -287,10 +288,15 @@ class Eager:
         grad_hidden = None
         if needs.grad_hidden and gradients.grad_hidden is not None:
             grad_hidden = gradients.grad_hidden
-            if gradients.row_factor is None:
-                grad_hidden.mul_(scale)
+            row_factor = gradients.row_factor
+            if row_factor is not None:
+                logit_pass.scale_rows(grad_hidden, row_factor * scale, out=grad_hidden)
+            elif grad_hidden.is_cuda:
+                # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
+                rows = scale.expand(grad_hidden.shape[0]).contiguous()
+                logit_pass.scale_rows(grad_hidden, rows, out=grad_hidden)
             else:
-                logit_pass.scale_rows(grad_hidden, gradients.row_factor * scale, out=grad_hidden)
+                grad_hidden.mul_(scale)
         if not needs.grad_weight or gradients.grad_weight is None:
             return grad_hidden, None
         end_point = head.open_grad_weight(weight, 1, False)

@@ -93,24 +93,43 @@ def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def watch(mismatch: Tensor) -> None:
-    """Remember ``mismatch`` (bool [], on any device) until :func:`check` reads it.
+def prepare(device: torch.device) -> None:
+    """Make the flag of ``device`` and hook the optimizers, if that has not been done.
 
-    The host does not wait, and the call may be captured in a CUDA graph: each replay then remembers
-    anew. The first call makes every ``torch.optim`` optimizer call :func:`check` before it steps
-    (apex's and Transformer Engine's are such; whatever else changes parameters must call it itself).
-
-    Call it in the backward, on its stream, before the gradients leave: what orders them before an
-    optimizer then orders the flag as well.
+    Raises:
+        RuntimeError: a CUDA graph is being captured and there is no flag yet. One made there would be
+            the graph's: each of its replays would forget what the ones before it found.
     """
     global _hooked
     if not _hooked:
         _hooked = True
         register_optimizer_step_pre_hook(_before_step)
+    if device in _flags:
+        return
+    if _captures(device):
+        raise RuntimeError(
+            "strategy eager is used for the first time while a CUDA graph is captured; run one step "
+            "before the capture, as torch's and Megatron's warm-up do, or use strategy store or "
+            "recompute"
+        )
+    _flags[device] = _Flag(torch.zeros(2, dtype=torch.bool, device=device))
+
+
+@torch.no_grad()
+def watch(mismatch: Tensor) -> None:
+    """Remember ``mismatch`` (bool [], on any device) until :func:`check` reads it.
+
+    The host does not wait, and the call may be captured in a CUDA graph, if not as the first of all
+    (:func:`prepare`): each replay then remembers anew. The first call makes every ``torch.optim``
+    optimizer call :func:`check` before it steps (apex's and Transformer Engine's are such; whatever else
+    changes parameters must call it itself).
+
+    Call it in the backward, on its stream, before the gradients leave: what orders them before an
+    optimizer then orders the flag as well.
+    """
     device = mismatch.device
-    flag = _flags.get(device)
-    if flag is None:
-        flag = _flags.setdefault(device, _Flag(_lasting_false(device)))
+    prepare(device)
+    flag = _flags[device]
     flag.unread = True
     flag.in_graph = flag.in_graph or _captures(device)
     # Written without being read: two streams that do so at once cannot lose a True.
@@ -156,29 +175,3 @@ def _before_step(optimizer: object, args: object, kwargs: object) -> None:
 
 def _captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-#: torch hands out streams from a pool of 32 a device and priority, over and over.
-_POOL_STREAMS = 32
-
-
-def _lasting_false(device: torch.device) -> Tensor:
-    """bool [2] of False, which no CUDA graph resets, even if one is being captured.
-
-    ``torch.zeros`` would be captured then: every replay would forget what the ones before it found.
-    Memory by itself is not captured, and belongs to whoever holds the tensor, not to the graph; a
-    stream beside the capture zeroes it now.
-    """
-    if not _captures(device):
-        return torch.zeros(2, dtype=torch.bool, device=device)
-    # Not torch.empty, which torch fills (captured, with True) under use_deterministic_algorithms.
-    storage = torch.UntypedStorage(2, device=device)
-    seen = torch.empty(0, dtype=torch.bool, device=device).set_(storage)
-    for _ in range(_POOL_STREAMS + 1):
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            if not torch.cuda.is_current_stream_capturing():
-                seen.zero_()
-                return seen
-    raise RuntimeError(
-        "every CUDA stream is being captured; run one step of strategy eager before the capture"
-    )
