@@ -58,39 +58,48 @@ class Device:
 
 #: The pinned table, one row per device that was measured.
 DEVICES = (
-    # PLACEHOLDER until the sweep over chunk_tokens of scripts/benchmark.py stands in
-    # docs/benchmarks/README.md. So far: recompute at T = 32768, H = 4096, V = 128256 takes 212 ms with
-    # 8192, 217 with 4096 and 215 with 32768 (the "Peak bytes against the number of chunks" table there).
-    Device("H200", recompute=8192, eager=8192, store=32768),
+    # docs/benchmarks/results/2026-11-21-h200-chunks.md, T = 32768, chunks of 2048 to 32768: 8192 is the
+    # fastest for each at H = 4096, V = 128256 (store 1.007 of the products, eager 1.016, recompute 0.998
+    # of its four) and within the spread of it at H = 2048, V = 151936.
+    Device("H200", recompute=8192, eager=8192, store=8192),
 )
-#: Not measured: 4096 tokens lose 5 % to the passes over grad_weight by ACCUMULATION_TOKENS.
+#: Not measured: 4096 tokens lose 1 to 3 % against 8192 on an H200, with half of the memory.
 UNKNOWN_DEVICE = Device("", recompute=4096, eager=4096, store=8192)
 
-#: No shorter for speed: 1024 tokens lose 20 % to the passes over grad_weight.
+#: No shorter for speed: 1024 tokens lose 13 to 20 % to the passes over grad_weight.
 SHORTEST_FAST_CHUNK = 1024
 #: What ``recompute`` goes down to when nothing else fits; below, the products starve.
 SHORTEST_CHUNK = 256
 #: Chunks that the planner chooses are whole tiles of the products.
 TILE_TOKENS = 128
 
-#: One pass over the fp32 grad_weight (8 bytes an entry) takes as long as the three products of this
-#: many tokens, whatever V and H are (H200, bf16; derived from 740 TFLOP/s and 4.8 TB/s).
-ACCUMULATION_TOKENS = 205
-#: The same for one byte an entry of an elementwise pass: eager's last pass moves 12 and takes 283.
-SWEEP_TOKENS_PER_BYTE = 283 / 12
+#: One more chunk takes as long as the three products of this many tokens, whatever V and H are: its pass
+#: over the fp32 grad_weight. 205 is 8 bytes an entry at 4.8 TB/s against 740 TFLOP/s, and what
+#: 2026-11-21-h200-sweep-chunks-tp1-main-grad.md shows from 8192 to 1024 tokens; the exponentiating
+#: pipeline hides some of it (2026-11-21-h200-chunks.md, 8192 to 2048 tokens). H200, bf16.
+ACCUMULATION_TOKENS = {"exp": 130, "rows": 205}
+#: The same for one byte an entry of an elementwise pass: eager's last pass moves 12 in 1.70 ms of 155
+#: (1.58 of 37 at T = 8192, 1.03 of 91 at H = 2048; same tables and 2026-11-21-h200-reach-llama3-8b.md).
+SWEEP_TOKENS_PER_BYTE = 355 / 12
 #: The row kernels read the logits twice and write them once, which takes this over H of the three
 #: products (740 TFLOP/s and 4.3 TB/s; 4 % at H = 4096).
 ROWS_HIDDEN_SIZE = 172
 
-#: The exponentiating product keeps a sum and a packed maximum (fp32) of each tile of 256 columns.
+#: The exponentiating product keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
+#: a mark (int32) of each 64 tokens and tile.
 TILE_COLUMNS = 256
 TILE_BYTES = 8
+TOKENS_PER_MARK_BYTE = 64 // 4
 #: A token's label (int64), four saved statistics, its loss and its factor in the backward (fp32).
 TOKEN_BYTES = 8 + 4 * 4 + 4 + 4
 #: A token's statistics on the way through one merge over the group, own and gathered (fp32).
 MERGE_BYTES = 4 * 4
-#: cuBLAS's, as torch allocates it on Hopper. Shared with the rest of the model.
-WORKSPACE_BYTES = 32 * MIB
+#: cuBLAS's, as torch allocates it on Hopper: one in the thread of the forward and one in autograd's.
+#: Shared with the rest of the model.
+WORKSPACE_BYTES = 2 * 32 * MIB
+#: torch's allocator takes buffers from 10 MiB on in steps of 2 MiB and does not split off the last one.
+ROUNDED_FROM = 10 * MIB
+ROUNDING_BYTES = MIB
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,7 @@ class PlanInputs:
 
 
 class Memory(NamedTuple):
-    """Bytes of the head's own buffers at their peak, part by part."""
+    """Bytes of the head's own buffers at one time, part by part."""
 
     #: logits of one chunk, then their gradient (the exponentiating ``store`` works in what it keeps)
     chunk_logits: int
@@ -192,9 +201,9 @@ class Memory(NamedTuple):
     kept_logits: int
     #: fp32 sum of ``grad_weight`` that is not its end point
     grad_weight_sum: int
-    #: hidden states of one chunk times their row factor, for the product with kept exponentials
+    #: hidden states of one chunk times their row factor, for the product with exponentials
     scaled_hidden: int
-    #: what its epilogue leaves of each tile
+    #: what the exponentiating product's epilogue leaves of each tile, and what it is told of it
     tile_statistics: int
     #: with sequence parallelism: a chunk's hidden states, its ``grad_hidden`` twice in flight
     gathered_hidden: int
@@ -202,6 +211,8 @@ class Memory(NamedTuple):
     token_floats: int
     #: cuBLAS's
     workspace: int
+    #: the allocator's, at most, on what is kept and on the chunk's buffer
+    rounding: int
 
     @property
     def total(self) -> int:
@@ -287,29 +298,51 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
 
 
 def peak_memory(
-    inputs: PlanInputs, strategy: str, count: int, capacity: int, stored_tokens: int
+    inputs: PlanInputs,
+    strategy: str,
+    count: int,
+    capacity: int,
+    stored_chunks: int,
+    stored_tokens: int,
 ) -> Memory:
-    """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, ``stored_tokens`` kept."""
-    exp = inputs.logit_pass == "exp"
+    """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are kept.
+
+    The larger of forward and backward: statistics of tiles are the one's, scaled hidden states the
+    other's. ``eager`` does all in its forward.
+    """
+    exp, eager = inputs.logit_pass == "exp", strategy == "eager"
+    frozen, on_gpu = inputs.end_point == "none", inputs.device != "cpu"
     e, rows, hidden_size = inputs.itemsize, inputs.num_rows, inputs.hidden_size
-    frozen = inputs.end_point == "none"
     grad_weight = 4 * rows * hidden_size
-    if strategy == "eager":
-        summed = 0 if frozen else grad_weight * inputs.uses_in_flight
-    else:
-        summed = grad_weight if _sums_grad_weight(inputs, count) else 0
-    scales_hidden = exp and strategy != "recompute" and not frozen
+    chunk_hidden = e * capacity * hidden_size
+    chunk_logits = e * capacity * rows
+    tiles = capacity * math.ceil(rows / TILE_COLUMNS) if exp else 0
+    marks = math.ceil(tiles / TOKENS_PER_MARK_BYTE)
+    gathered = chunk_hidden if inputs.num_parts > 1 else 0
     merge_buffers = MERGE_BYTES * capacity * (1 + inputs.tp_size) if inputs.tp_size > 1 else 0
-    return Memory(
-        chunk_logits=0 if exp and strategy == "store" else e * capacity * rows,
+    rounded = on_gpu and chunk_logits >= ROUNDED_FROM
+    forward = Memory(
+        # Only row kernels need logits that nobody keeps in a forward without gradients.
+        chunk_logits=chunk_logits if eager or (not exp and strategy != "store") else 0,
         kept_logits=e * stored_tokens * rows * inputs.uses_in_flight,
-        grad_weight_sum=summed,
-        scaled_hidden=e * capacity * hidden_size if scales_hidden else 0,
-        tile_statistics=TILE_BYTES * capacity * math.ceil(rows / TILE_COLUMNS) if exp else 0,
-        gathered_hidden=3 * e * capacity * hidden_size if inputs.num_parts > 1 else 0,
+        grad_weight_sum=grad_weight * inputs.uses_in_flight if eager and not frozen else 0,
+        scaled_hidden=chunk_hidden if eager and exp and not frozen else 0,
+        tile_statistics=TILE_BYTES * tiles + marks,
+        gathered_hidden=(3 if eager else 2) * gathered,
         token_floats=TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight + merge_buffers,
-        workspace=0 if inputs.device == "cpu" else WORKSPACE_BYTES,
+        workspace=WORKSPACE_BYTES if on_gpu else 0,
+        rounding=ROUNDING_BYTES * (stored_chunks * inputs.uses_in_flight + 1) if rounded else 0,
     )
+    if eager:
+        return forward
+    backward = forward._replace(
+        chunk_logits=0 if exp and strategy == "store" else chunk_logits,
+        grad_weight_sum=grad_weight if _sums_grad_weight(inputs, count) else 0,
+        scaled_hidden=chunk_hidden if exp and strategy != "recompute" and not frozen else 0,
+        tile_statistics=0 if strategy == "store" else marks,
+        gathered_hidden=3 * gathered,
+    )
+    return max(forward, backward, key=lambda memory: memory.total)
 
 
 def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: int) -> float:
@@ -328,7 +361,7 @@ def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: 
     if inputs.logit_pass == "rows":
         time += ROWS_HIDDEN_SIZE / inputs.hidden_size
     if not frozen:
-        time += ACCUMULATION_TOKENS * max(0, count - 1) / tokens
+        time += ACCUMULATION_TOKENS[inputs.logit_pass] * max(0, count - 1) / tokens
         if strategy == "eager" or _sums_grad_weight(inputs, count):
             # Reads the sum; reads and writes a buffer, or writes what autograd gets.
             end_itemsize = 4 if inputs.end_point == "main_grad" else inputs.itemsize
@@ -406,7 +439,7 @@ def _option(inputs: PlanInputs, strategy: str, cut: _Cut, stored_chunks: int) ->
         stored_chunks=stored_chunks,
         count=count,
         capacity=capacity,
-        memory=peak_memory(inputs, strategy, count, capacity, stored_tokens),
+        memory=peak_memory(inputs, strategy, count, capacity, stored_chunks, stored_tokens),
         relative_time=relative_time(inputs, strategy, count, stored_tokens),
     )
 
