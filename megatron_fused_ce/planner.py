@@ -322,8 +322,8 @@ def peak_memory(
     merge_buffers = MERGE_BYTES * capacity * (1 + inputs.tp_size) if inputs.tp_size > 1 else 0
     rounded = on_gpu and chunk_logits >= ROUNDED_FROM
     forward = Memory(
-        # Only row kernels need logits that nobody keeps in a forward without gradients.
-        chunk_logits=chunk_logits if eager or (not exp and strategy != "store") else 0,
+        # Row kernels need them too, in a forward that is never above its backward.
+        chunk_logits=chunk_logits if eager else 0,
         kept_logits=e * stored_tokens * rows * inputs.uses_in_flight,
         grad_weight_sum=grad_weight * inputs.uses_in_flight if eager and not frozen else 0,
         scaled_hidden=chunk_hidden if eager and exp and not frozen else 0,
