@@ -81,9 +81,11 @@ def _exp_product_kernel(
     tile_max_ptr,  # [num_n, C] fp32
     tile_sum_ptr,  # [num_n, C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
+    label_logit_ptr,  # [C] fp32
     num_rows,
     num_columns,
     hidden_size,
+    logit_scale,
     scale2,
     NUM_PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -110,9 +112,12 @@ def _exp_product_kernel(
         label = tl.load(label_ptr + rows, mask=inside, other=-1)
         # The label's column, or one that no column has.
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
+        is_label = columns[None, :] == label[:, None]
+        picked = tl.sum(tl.where(is_label, z, 0.0), axis=1)
+        in_tile = (label >= n * BLOCK_N) & (label < (n + 1) * BLOCK_N)
+        tl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & in_tile)
         z = z * scale2 - reference[:, None]
-        left_out = (columns[None, :] == label[:, None]) | (columns[None, :] >= num_columns)
-        z = tl.where(left_out, float("-inf"), z)
+        z = tl.where(is_label | (columns[None, :] >= num_columns), float("-inf"), z)
         at = n.to(tl.int64) * num_rows + rows
         if WITH_ARGMAX:
             tile_max, tile_argmax = tl.max(z, axis=1, return_indices=True)
@@ -196,6 +201,7 @@ def exp_product(
     num_tiles = triton.cdiv(num_columns, tiling.block_n)
     tile_max = torch.empty((num_tiles, num_rows), dtype=torch.float32, device=tokens.device)
     tile_sum = torch.empty_like(tile_max)
+    label_logit = torch.zeros_like(reference2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     tokens_desc = TensorDescriptor.from_tensor(tokens, [tiling.block_m, tiling.block_k])
     out_desc = tokens_desc
@@ -210,9 +216,11 @@ def exp_product(
         tile_max,
         tile_sum,
         tile_max if tile_argmax is None else tile_argmax,
+        label_logit,
         num_rows,
         num_columns,
         hidden_size,
+        logit_scale,
         logit_scale * LOG2_E,
         NUM_PROGRAMS=num_programs,
         BLOCK_M=tiling.block_m,
@@ -224,7 +232,7 @@ def exp_product(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    return TileStatistics(tiling.block_n, tile_max, tile_sum, tile_argmax)
+    return TileStatistics(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax)
 
 
 def gradient_product(

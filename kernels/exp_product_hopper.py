@@ -138,6 +138,7 @@ def _consumer(
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
+    label_logit_ptr,
     token_slots,
     weight_slots,
     staging,
@@ -148,6 +149,7 @@ def _consumer(
     num_m,
     num_n,
     num_k,
+    logit_scale,
     scale2,
     FIRST_ROW: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
@@ -200,8 +202,10 @@ def _consumer(
         if MODE == STATISTICS:
             if (holds_label != 0) | (first_column + BLOCK_N > num_columns):
                 columns = gl.arange(0, BLOCK_N, COLUMNS)
-                left_out = columns[None, :] == label[:, None]
-                left_out = left_out | ((columns + first_column)[None, :] >= num_columns)
+                is_label = columns[None, :] == label[:, None]
+                picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
+                gl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & (label >= 0))
+                left_out = is_label | ((columns + first_column)[None, :] >= num_columns)
                 z = gl.where(left_out, float("-inf"), z)
             at = n.to(gl.int64) * num_rows + rows
             if WITH_ARGMAX:
@@ -244,9 +248,11 @@ def _product_kernel(
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
+    label_logit_ptr,
     num_rows,
     num_columns,
     hidden_size,
+    logit_scale,
     scale2,
     NUM_PROGRAMS: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -278,14 +284,16 @@ def _product_kernel(
         [
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, upper_slots, weight_slots, upper_staging,
-                full, empty, num_rows, num_columns, num_m, num_n, num_k, scale2,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, upper_slots, weight_slots,
+                upper_staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
+                logit_scale, scale2,
                 0, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
             )),
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, lower_slots, weight_slots, lower_staging,
-                full, empty, num_rows, num_columns, num_m, num_n, num_k, scale2,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, lower_slots, weight_slots,
+                lower_staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
+                logit_scale, scale2,
                 64, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
             )),
             (_loader, (
@@ -316,7 +324,7 @@ def _launch(
     labels: Tensor,
     label_tiles: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
-    tiles: tuple[Tensor, Tensor, Tensor],
+    tiles: tuple[Tensor, Tensor, Tensor, Tensor],
     logit_scale: float,
     mode: int,
     with_argmax: bool,
@@ -335,6 +343,7 @@ def _launch(
         tokens.shape[0],
         weight.shape[0],
         tokens.shape[1],
+        logit_scale,
         logit_scale * LOG2_E,
         NUM_PROGRAMS=num_programs,
         GROUP_M=group_m(tokens.shape[1]),
@@ -360,6 +369,7 @@ def exp_product(
     num_tiles = triton.cdiv(weight.shape[0], int(BLOCK_N))
     tile_max = torch.empty((num_tiles, tokens.shape[0]), dtype=torch.float32, device=tokens.device)
     tile_sum = torch.empty_like(tile_max)
+    label_logit = torch.zeros_like(reference2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     _launch(
         tokens,
@@ -368,12 +378,12 @@ def exp_product(
         labels,
         label_tiles,
         (reference2, reference2, reference2),
-        (tile_max, tile_sum, label_tiles if tile_argmax is None else tile_argmax),
+        (tile_max, tile_sum, label_tiles if tile_argmax is None else tile_argmax, label_logit),
         logit_scale,
         int(STATISTICS),
         with_argmax,
     )
-    return TileStatistics(int(BLOCK_N), tile_max, tile_sum, tile_argmax)
+    return TileStatistics(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax)
 
 
 def gradient_product(
@@ -395,7 +405,7 @@ def gradient_product(
         labels,
         label_tiles,
         (max2, factor, at_label),
-        (max2, max2, label_tiles),
+        (max2, max2, label_tiles, max2),
         logit_scale,
         int(GRADIENTS),
         False,

@@ -6,14 +6,15 @@ H200, so all of it together should stay below 0.2 ms:
 =================  ==============================================  =========  ====================
 kernel             bytes                                           predicted  measured (first form)
 =================  ==============================================  =========  ====================
-row_prologue       ``4CH`` read (token and its label's weight)     0.04 ms    0.17 (one fused kernel)
+row_prologue       ``2CH`` read, ``2C * 64 * H`` FLOP               0.03 ms    0.17 (one fused kernel)
 combine_tiles      ``8CV/256`` read                                0.01 ms    0.08 (two passes)
 seal_rows          one entry a row; whole rows only on demand      0.01 ms    0.07 (read tile maxima)
-scale_rows         ``4CH``                                         0.03 ms    0.04
+scale_rows         ``4CH``                                         0.03 ms    0.02
 =================  ==============================================  =========  ====================
 
-The first forms lost to latency and to strided reads: a dot of 16 rows per program; two dependent sweeps
-over the tiles; one program a row reading a column of the tile maxima.
+The first forms lost to latency and to strided reads: a dot of 16 rows per program, with the label's own
+weight gathered beside it (0.02 to 0.04 ms alone; the product's epilogue has that logit anyway); two
+dependent sweeps over the tiles; one program a row reading a column of the tile maxima.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class RowPrologue(NamedTuple):
     """What the product needs to know of its rows beforehand."""
 
     reference2: Tensor  # [C] fp32: largest sampled logit, in powers of two
-    label_logit: Tensor  # [C] fp32: logit_scale * z_y, 0 where the label is not here
     label_tiles: (
         Tensor  # [V / 256, 2 * ceil(C / 128)] int32: 1 where 64 rows hold a label of the tile
     )
@@ -52,39 +52,22 @@ class RowPrologue(NamedTuple):
 
 @triton.jit
 def _row_prologue_kernel(
-    tokens_ptr,  # [C, H]
-    weight_ptr,  # [V, H]
-    label_ptr,  # [C] int64
     sample_ptr,  # [C, SAMPLED] logits
-    reference_ptr,
-    label_logit_ptr,
+    label_ptr,  # [C] int64
+    reference_ptr,  # [C] fp32, out
+    marks_ptr,  # [tiles, halves] int32, out, 0 before
     num_rows,
     num_columns,
-    hidden_size,
     num_sampled,
-    tokens_stride,
-    weight_stride,
-    logit_scale,
+    halves,
     scale2,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     SAMPLED: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
-    label = tl.load(label_ptr + rows, mask=inside, other=-1)
-    here = (label >= 0) & (label < num_columns)
-    column = tl.where(here, label, 0)
-    own_ptr = weight_ptr + column * weight_stride
-    token_ptr = tokens_ptr + rows.to(tl.int64) * tokens_stride
-    total = tl.zeros((BLOCK_ROWS, BLOCK_K), dtype=tl.float32)
-    for start in range(0, hidden_size, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        mask = here[:, None] & (k < hidden_size)[None, :]
-        token = tl.load(token_ptr[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        own = tl.load(own_ptr[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += token * own
-    tl.store(label_logit_ptr + rows, tl.sum(total, axis=1) * logit_scale, mask=inside)
     sampled = tl.arange(0, SAMPLED)
     z = tl.load(
         sample_ptr + rows[:, None] * num_sampled + sampled[None, :],
@@ -92,6 +75,10 @@ def _row_prologue_kernel(
         other=float("-inf"),
     ).to(tl.float32)
     tl.store(reference_ptr + rows, tl.max(z, axis=1) * scale2, mask=inside)
+    label = tl.load(label_ptr + rows, mask=inside, other=-1)
+    here = (label >= 0) & (label < num_columns)
+    at = (tl.where(here, label, 0) // TILE) * halves + rows // HALF_TILE
+    tl.store(marks_ptr + at, tl.full((BLOCK_ROWS,), 1, tl.int32), mask=here)
 
 
 @triton.jit
@@ -132,35 +119,36 @@ def _combine_tiles_kernel(
     BLOCK_TILES: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
 ):
-    """One sweep over the tiles of a block of rows."""
+    """One sweep over the tiles of a block of rows; slots of tiles are reduced once, at its end."""
     LN2: tl.constexpr = 0.6931471805599453
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
-    largest = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
-    lowest_excess = tl.full((BLOCK_ROWS,), float("inf"), dtype=tl.float32)
-    row_excess = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    others = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    best = tl.zeros((BLOCK_ROWS,), dtype=tl.int32)
+    slots = tl.zeros((BLOCK_TILES, BLOCK_ROWS), dtype=tl.float32)
+    slot_max = slots + float("-inf")
+    slot_lowest = slots + float("inf")
+    slot_excess = slots
+    slot_others = slots
+    slot_best = slots.to(tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
         at = tiles[:, None].to(tl.int64) * num_rows + rows[None, :]
         real = (tiles < num_tiles)[:, None] & inside[None, :]
         tile_max = tl.load(tile_max_ptr + at, mask=real, other=float("-inf"))
         tile_sum = tl.load(tile_sum_ptr + at, mask=real, other=0.0)
-        block_max = tl.max(tile_max, axis=0)
         if WITH_ARGMAX:
             columns = tl.load(tile_argmax_ptr + at, mask=real, other=0)
-            first = tl.min(tl.where(tile_max == block_max[None, :], columns, num_columns), axis=0)
-            best = tl.where(block_max > largest, first, best)
-        largest = tl.maximum(largest, block_max)
+            slot_best = tl.where(tile_max > slot_max, columns, slot_best)
+        slot_max = tl.maximum(slot_max, tile_max)
         excess = tl.where(tile_max > HEADROOM, tile_max, 0.0)
-        lowest_excess = tl.minimum(
-            lowest_excess, tl.min(tl.where(real, excess, float("inf")), axis=0)
-        )
-        new_excess = tl.maximum(row_excess, tl.max(excess, axis=0))
-        others = others * tl.exp2(row_excess - new_excess)
-        others += tl.sum(tile_sum * tl.exp2(excess - new_excess[None, :]), axis=0)
-        row_excess = new_excess
+        slot_lowest = tl.minimum(slot_lowest, tl.where(real, excess, float("inf")))
+        new_excess = tl.maximum(slot_excess, excess)
+        slot_others = slot_others * tl.exp2(slot_excess - new_excess)
+        slot_others += tile_sum * tl.exp2(excess - new_excess)
+        slot_excess = new_excess
+    largest = tl.max(slot_max, axis=0)
+    lowest_excess = tl.min(slot_lowest, axis=0)
+    row_excess = tl.max(slot_excess, axis=0)
+    others = tl.sum(slot_others * tl.exp2(slot_excess - row_excess[None, :]), axis=0)
     reference = tl.load(reference_ptr + rows, mask=inside, other=0.0)
     label = tl.load(label_ptr + rows, mask=inside, other=-1)
     here = (label >= 0) & (label < num_columns)
@@ -172,6 +160,8 @@ def _combine_tiles_kernel(
     tl.store(others_ptr + rows, others, mask=inside)
     tl.store(excess_ptr + rows, tl.where(lowest_excess < row_excess, row_excess, -1.0), mask=inside)
     if WITH_ARGMAX:
+        first = tl.where(slot_max == largest[None, :], slot_best, num_columns)
+        best = tl.min(first, axis=0)
         tl.store(argmax_ptr + rows, tl.where(own_wins, label, best.to(tl.int64)), mask=inside)
 
 
@@ -253,23 +243,27 @@ def _add_scaled_kernel(total_ptr, addend_ptr, scale_ptr, numel, BLOCK: tl.conste
     tl.store(total_ptr + at, total + scale * tl.load(addend_ptr + at, mask=mask), mask=mask)
 
 
+def _no_label_tiles(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
+    halves = 2 * triton.cdiv(num_rows, 2 * HALF_TILE_ROWS)
+    return torch.zeros(
+        (triton.cdiv(num_columns, TILE_COLUMNS), halves), dtype=torch.int32, device=device
+    )
+
+
 def label_tiles(
-    labels: Tensor,  # [C] int64
+    labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     num_columns: int,
 ) -> Tensor:
     """Where the half tiles are that hold a label, as :class:`RowPrologue` has it."""
     num_rows = labels.shape[0]
-    halves = 2 * triton.cdiv(num_rows, 2 * HALF_TILE_ROWS)
-    marks = torch.zeros(
-        (triton.cdiv(num_columns, TILE_COLUMNS), halves), dtype=torch.int32, device=labels.device
-    )
+    marks = _no_label_tiles(num_rows, num_columns, labels.device)
     block_rows = 256
     _label_tiles_kernel[(triton.cdiv(num_rows, block_rows),)](
         labels,
         marks,
         num_rows,
         num_columns,
-        halves,
+        marks.shape[1],
         BLOCK_ROWS=block_rows,
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
@@ -283,35 +277,30 @@ def row_prologue(
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float,
 ) -> RowPrologue:
-    """A reference for every row, the label's own logit, and which tiles hold labels."""
-    num_rows, hidden_size = tokens.shape
-    num_columns = weight.shape[0]
+    """A reference for every row, and which tiles hold labels."""
+    num_rows, num_columns = tokens.shape[0], weight.shape[0]
     sample = weight[:: max(1, num_columns // SAMPLED_ROWS)][:SAMPLED_ROWS]
     sample_logits = torch.mm(tokens, sample.t())
     reference2 = torch.empty(num_rows, dtype=torch.float32, device=tokens.device)
-    label_logit = torch.empty_like(reference2)
-    block_rows = 2
+    marks = _no_label_tiles(num_rows, num_columns, tokens.device)
+    block_rows = 32
     _row_prologue_kernel[(triton.cdiv(num_rows, block_rows),)](
-        tokens,
-        weight,
-        labels,
         sample_logits,
+        labels,
         reference2,
-        label_logit,
+        marks,
         num_rows,
         num_columns,
-        hidden_size,
         sample.shape[0],
-        tokens.stride(0),
-        weight.stride(0),
-        logit_scale,
+        marks.shape[1],
         logit_scale * LOG2_E,
         BLOCK_ROWS=block_rows,
-        BLOCK_K=min(1024, triton.next_power_of_2(hidden_size)),
         SAMPLED=SAMPLED_ROWS,
+        HALF_TILE=HALF_TILE_ROWS,
+        TILE=TILE_COLUMNS,
         num_warps=4,
     )
-    return RowPrologue(reference2, label_logit, label_tiles(labels, num_columns))
+    return RowPrologue(reference2, marks)
 
 
 def combine_tiles(
@@ -325,15 +314,15 @@ def combine_tiles(
     row_max = torch.empty_like(prologue.reference2)
     reference, others, excess = (torch.empty_like(row_max) for _ in range(3))
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
-    # Few rows: more programs, since each walks all tiles by itself.
-    block_rows = 32 if num_rows > 4096 else 8
+    # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
+    block_rows = 16 if num_rows > 4096 else 8
     _combine_tiles_kernel[(triton.cdiv(num_rows, block_rows),)](
         prologue.reference2,
         tiles.tile_max,
         tiles.tile_sum,
         tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
         labels,
-        prologue.label_logit,
+        tiles.label_logit,
         row_max,
         reference,
         others,
@@ -347,7 +336,7 @@ def combine_tiles(
         WITH_ARGMAX=argmax is not None,
         num_warps=8,
     )
-    return RowStatistics(row_max, reference, others, prologue.label_logit, argmax, excess)
+    return RowStatistics(row_max, reference, others, tiles.label_logit, argmax, excess)
 
 
 def seal_rows(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import row_ops_torch
+from megatron_fused_ce import row_ops, row_ops_torch
 from megatron_fused_ce.row_ops import LOG2_E, RowStatistics, TileStatistics, TokenTerms
 
 
@@ -47,6 +47,10 @@ class LogitPass(Protocol):
     scores_in_memory: bool
     #: Whether :meth:`operand_of_kept` leaves what was kept as it is and needs no room.
     reads_kept: bool
+
+    @property
+    def token_ops(self) -> ModuleType:
+        """``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
 
     def score(
         self,
@@ -98,6 +102,10 @@ class RowPass:
     name = "rows"
     scores_in_memory = True
     reads_kept = False
+
+    @property
+    def token_ops(self) -> ModuleType:
+        return row_ops if self.rows is row_ops_torch else _token_kernels()
 
     def score(
         self,
@@ -152,6 +160,10 @@ class ExpPass:
     name = "exp"
     scores_in_memory = False
     reads_kept = True
+
+    @property
+    def token_ops(self) -> ModuleType:
+        return _token_kernels()
 
     def score(
         self,
@@ -217,6 +229,12 @@ class ExpPass:
         return Operand(out, None)
 
 
+def _token_kernels() -> ModuleType:
+    from megatron_fused_ce.kernels import token_kernels
+
+    return token_kernels
+
+
 def _forms() -> Any:
     from megatron_fused_ce.kernels import forms
 
@@ -249,8 +267,8 @@ def choose(
 ) -> tuple[LogitPass, str]:
     """The pass for these tensors, and why not ``exp`` (empty where it is).
 
-    The same on every rank of a group of equal GPUs, but nothing depends on that: both passes issue the
-    same collectives.
+    The same on every rank of a group of equal GPUs and shards; plans depend on it, so the op compares it
+    over the group (both passes issue the same collectives for the same plan).
 
     Raises:
         ValueError: ``exp`` was asked for by name and cannot serve.

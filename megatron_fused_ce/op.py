@@ -15,6 +15,7 @@ from megatron_fused_ce import logit_pass, planner
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.logit_pass import LogitPass
 from megatron_fused_ce.strategies import (
     RECOMPUTE,
     Forward,
@@ -25,10 +26,7 @@ from megatron_fused_ce.strategies import (
     strategy_of,
 )
 from megatron_fused_ce.validation import check_call
-from megatron_fused_ce.vocab_parallel import VocabParallel, agree
-
-#: Strategies as a plan names them.
-PLANNED = ("store", "recompute", "mixed", "eager")
+from megatron_fused_ce.vocab_parallel import VocabParallel, agree, largest_shard
 
 
 class HeadOutputs(NamedTuple):
@@ -37,6 +35,7 @@ class HeadOutputs(NamedTuple):
     loss: Tensor  # fp32, the labels' shape
     local_max: Tensor | None  # fp32 [T] in token order (s-major): this shard's largest logit
     local_argmax: Tensor | None  # int64 [T]: its row in this shard
+    plan: planner.Plan  # what was chosen for this call
 
 
 def fused_linear_cross_entropy(
@@ -120,12 +119,14 @@ def linear_cross_entropy(
     config: FusedCEConfig | None = None,
     with_argmax: bool = False,
     open_grad_weight: OpenGradWeight = ReturnedGradWeight,
+    uses_in_flight: int = 1,
 ) -> HeadOutputs:
     """:func:`fused_linear_cross_entropy` with what the Megatron adapter needs beside it.
 
     Args:
         with_argmax: also give each token's largest logit in this shard and its row.
         open_grad_weight: where ``grad_weight`` ends (see :mod:`.grad_weight`).
+        uses_in_flight: calls that wait for their backward together, for plans of memory.
     """
     config = config or FusedCEConfig()
     comm = VocabParallel.of(tp_group, sequence_parallel)
@@ -140,19 +141,38 @@ def linear_cross_entropy(
     vocab_range = (
         None if vocab_start is None or num_tokens is None else (vocab_start, weight.shape[0])
     )
-    plan, logits = None, None
+    logits = None
     if num_tokens is not None:
         try:
             flat = hidden.reshape(num_tokens, hidden.shape[-1])
             logits, _ = logit_pass.choose(
                 config.logit_pass, config.row_backend, flat, weight, config.logit_scale
             )
-            plan = _plan(config, comm, flat, weight, logits.name, token_weights, open_grad_weight)
+            _check_token_weights(config, token_weights, hidden, weight)
         except ValueError as bad:
             num_tokens, error = None, bad
-    facts = _facts(num_tokens, hidden, weight, config, comm, vocab_start, plan)
-    agree(comm.group, facts, vocab_range, error, config.debug_checks)
-    assert num_tokens is not None and plan is not None and logits is not None
+    facts = _facts(
+        num_tokens, hidden, weight, config, comm, vocab_start, logits, token_weights, uses_in_flight
+    )
+    num_rows = 0 if num_tokens is None else weight.shape[0]
+    agree(comm.group, facts, vocab_range, num_rows, error, config.debug_checks)
+    assert num_tokens is not None and logits is not None
+    plan = planner.plan(
+        planner.PlanInputs.of(
+            config,
+            num_tokens=num_tokens * comm.num_parts,
+            hidden_size=hidden.shape[-1],
+            num_rows=largest_shard(comm.group, weight.shape[0]),
+            dtype=str(hidden.dtype).removeprefix("torch."),
+            num_parts=comm.num_parts,
+            tp_size=comm.size,
+            end_point=kind_of(open_grad_weight) if weight.requires_grad else "none",
+            token_weights_known=token_weights is not None,
+            logit_pass=logits.name,
+            device=torch.cuda.get_device_name(hidden.device) if hidden.is_cuda else "cpu",
+            uses_in_flight=uses_in_flight,
+        )
+    )
 
     # From here on every rank runs the same collectives.
     if vocab_start is None:
@@ -191,7 +211,7 @@ def linear_cross_entropy(
     )
     if labels.dim() == 2:
         loss = loss.view(labels.shape[1], labels.shape[0]).t().contiguous()
-    return HeadOutputs(loss, local_max, local_argmax)
+    return HeadOutputs(loss, local_max, local_argmax, plan)
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -251,38 +271,15 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _plan(
-    config: FusedCEConfig,
-    comm: VocabParallel,
-    hidden: Tensor,
-    weight: Tensor,
-    logits: str,
-    token_weights: Tensor | None,
-    open_grad_weight: OpenGradWeight,
-) -> planner.Plan:
-    """Strategy and chunks of this call."""
-    on_gpu = hidden.is_cuda
+def _check_token_weights(
+    config: FusedCEConfig, token_weights: Tensor | None, hidden: Tensor, weight: Tensor
+) -> None:
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if config.strategy == "eager" and token_weights is None and needs_grad:
         raise ValueError(
             "strategy 'eager' makes the gradients in the forward and needs token_weights, the weights "
             "that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
         )
-    inputs = planner.PlanInputs.of(
-        config,
-        num_tokens=hidden.shape[0] * comm.num_parts,
-        hidden_size=hidden.shape[1],
-        num_rows=weight.shape[0],
-        dtype=str(hidden.dtype).removeprefix("torch."),
-        num_parts=comm.num_parts,
-        tp_size=comm.size,
-        end_point=kind_of(open_grad_weight) if weight.requires_grad else "none",
-        token_weights_known=token_weights is not None,
-        # Elsewhere only the interpreter runs `exp`, in dtypes that no plan is made for.
-        logit_pass=logits if on_gpu else "rows",
-        device=torch.cuda.get_device_name(hidden.device) if on_gpu else "cpu",
-    )
-    return planner.plan(inputs)
 
 
 def _facts(
@@ -292,7 +289,9 @@ def _facts(
     config: FusedCEConfig,
     comm: VocabParallel,
     vocab_start: int | None,
-    plan: planner.Plan | None,
+    logits: LogitPass | None,
+    token_weights: Tensor | None,
+    uses_in_flight: int,
 ) -> dict[str, int]:
     """What must be equal on every rank of the group; zeros where this rank's input is bad."""
     names = (
@@ -307,11 +306,13 @@ def _facts(
         "logit_scale (bits)",
         "vocab_start given",
         "debug_checks",
-        "the planned strategy (shards of one size? else name strategy and chunk_tokens)",
-        "the planned number of chunks",
-        "the planned number of stored chunks",
+        "memory_mb",
+        "token_weights given",
+        "weight.requires_grad",
+        "the logit pass (shards of unequal alignment? then name logit_pass='rows')",
+        "uses_in_flight",
     )
-    if num_tokens is None or plan is None:
+    if num_tokens is None or logits is None:
         return dict.fromkeys(names, 0)
     values = (
         num_tokens,
@@ -325,8 +326,10 @@ def _facts(
         int.from_bytes(struct.pack("<f", config.logit_scale), "little"),
         int(vocab_start is not None),
         int(config.debug_checks),
-        PLANNED.index(plan.strategy),
-        plan.count,
-        plan.stored_chunks,
+        config.memory_mb or 0,
+        int(token_weights is not None),
+        int(weight.requires_grad),
+        int(logits.name == "exp"),
+        uses_in_flight,
     )
     return dict(zip(names, values, strict=True))

@@ -1,6 +1,7 @@
 """The maths of one token's loss, given statistics of its logits.
 
-Where the statistics come from is :mod:`.logit_pass`'s matter. This file is ``[C]``-sized arithmetic.
+Where the statistics come from is :mod:`.logit_pass`'s matter. This file is ``[C]``-sized arithmetic in
+plain PyTorch; :mod:`.kernels.token_kernels` has the same two functions in one launch each.
 
 For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
 
@@ -46,6 +47,7 @@ class TileStatistics(NamedTuple):
     tile_columns: int
     tile_max: Tensor  # fp32: largest z2 - reference2 of the tile, label left out
     tile_sum: Tensor  # fp32: sum of E over the tile, label left out
+    label_logit: Tensor  # fp32 [C]: logit_scale * z_y, 0 where the label is not here
     tile_argmax: Tensor | None  # int32: column of tile_max
 
 
@@ -57,11 +59,17 @@ class TokenTerms(NamedTuple):
     miss: Tensor  # others / (others + label) = 1 - p_y
 
 
-def shard_terms(stats: RowStatistics, global_max: Tensor, label_here: Tensor) -> Tensor:
+def shard_terms(
+    stats: RowStatistics,
+    global_max: Tensor,  # [C] fp32
+    labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
+    num_columns: int,
+) -> Tensor:
     """This shard's addends ``[3, C]`` (others, label, z_y - m), to be summed over the shards.
 
     A row without any finite logit in this shard (``row_max = -inf``) adds nothing.
     """
+    label_here = (labels >= 0) & (labels < num_columns)
     rescale = torch.exp(stats.reference - global_max)
     shifted_label = stats.label_logit - global_max
     zero = torch.zeros_like(global_max)
@@ -74,11 +82,14 @@ def shard_terms(stats: RowStatistics, global_max: Tensor, label_here: Tensor) ->
     )
 
 
-def token_loss(terms: Tensor, global_max: Tensor) -> tuple[Tensor, TokenTerms]:
-    """Loss ``[C]`` fp32 and what the backward needs, from the summed terms ``[3, C]``."""
+def token_loss(
+    terms: Tensor,  # [3, C] fp32, summed over the shards
+    global_max: Tensor,  # [C] fp32
+) -> tuple[Tensor, Tensor]:
+    """Loss ``[C]`` and, stacked ``[3, C]``, the :class:`TokenTerms` that the backward needs; fp32."""
     others, label, shifted_label = terms.unbind(0)
     total = others + label
     loss = torch.where(
         label > others, torch.log1p(others / label), torch.log(total) - shifted_label
     )
-    return loss, TokenTerms(global_max, total.reciprocal(), others / total)
+    return loss, torch.stack((global_max, total.reciprocal(), others / total))

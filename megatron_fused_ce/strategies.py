@@ -329,18 +329,18 @@ def _score(
     scores = head.logits.score(
         tokens, weight, chunk_labels, head.logit_scale, kept, head.with_argmax
     )
-    label_here = (chunk_labels >= 0) & (chunk_labels < weight.shape[0])
-    loss, terms = head.comm.merge(scores.stats, label_here)
+    loss, terms = head.comm.merge(
+        scores.stats, chunk_labels, weight.shape[0], head.logits.token_ops
+    )
     part = (slice(None), slice(chunk.start, chunk.stop))
     shape = (labels.shape[0], chunk.num_tokens)
     out.loss[part] = loss.view(shape)
-    for saved, term in zip(out.terms, terms, strict=True):
-        saved[part] = term.view(shape)
+    out.terms[:, :, chunk.start : chunk.stop] = terms.view(3, *shape)
     if out.row_max is not None and out.argmax is not None:
         assert scores.stats.argmax is not None
         out.row_max[part] = scores.stats.row_max.view(shape)
         out.argmax[part] = scores.stats.argmax.view(shape)
-    return scores, terms
+    return scores, TokenTerms(*terms)
 
 
 class _Scratch:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import RowStatistics, TokenTerms, shard_terms, token_loss
+from megatron_fused_ce.row_ops import RowStatistics
 
 
 class Pending(Protocol):
@@ -97,8 +98,14 @@ class VocabParallel:
             work = dist.all_reduce(partial, group=self.group, async_op=True)
         return cast(Pending, work)
 
-    def merge(self, stats: RowStatistics, label_here: Tensor) -> tuple[Tensor, TokenTerms]:
-        """Loss ``[C]`` and terms of each token over the whole vocabulary.
+    def merge(
+        self,
+        stats: RowStatistics,
+        labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
+        num_columns: int,
+        token_ops: ModuleType,  # row_ops or kernels.token_kernels
+    ) -> tuple[Tensor, Tensor]:
+        """Loss ``[C]`` and terms ``[3, C]`` (row_ops.TokenTerms) over the whole vocabulary.
 
         Collectives, in this order: MAX all-reduce of the row maximum ``[C]``, SUM all-reduce of
         (others, label, label logit) ``[3, C]``, both fp32. NaN in any shard gives NaN on all: a MAX
@@ -108,10 +115,11 @@ class VocabParallel:
         if self.size > 1:
             global_max = global_max.clone()
             dist.all_reduce(global_max, op=dist.ReduceOp.MAX, group=self.group)
-        terms = shard_terms(stats, global_max, label_here)
+        terms: Tensor = token_ops.shard_terms(stats, global_max, labels, num_columns)
         if self.size > 1:
             dist.all_reduce(terms, group=self.group)
-        return token_loss(terms, global_max)
+        merged: tuple[Tensor, Tensor] = token_ops.token_loss(terms, global_max)
+        return merged
 
 
 class RankDisagreement(ValueError):
@@ -120,11 +128,25 @@ class RankDisagreement(ValueError):
 
 _calls_by_group: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
+#: Of each group: rows of this rank's shard -> rows of the largest shard beside it.
+_largest_shards: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
+
+
+def largest_shard(group: dist.ProcessGroup | None, num_rows: int) -> int:
+    """Rows of the group's largest shard, as far as :func:`agree` has compared them; else ``num_rows``.
+
+    Plans are made from it, so that ranks with unequal shards cut their tokens alike.
+    """
+    if group is None:
+        return num_rows
+    return _largest_shards.get(group, {}).get(num_rows, num_rows)
+
 
 def agree(
     group: dist.ProcessGroup | None,
     facts: dict[str, int],
     vocab_range: tuple[int, int] | None,
+    num_rows: int,
     error: Exception | None,
     every_call: bool,
 ) -> None:
@@ -142,6 +164,7 @@ def agree(
         facts: what must be equal on every rank, as whole numbers.
         vocab_range: ``(vocab_start, V)`` where the caller named it, else None: named ranges must not
             overlap.
+        num_rows: of this rank's shard, remembered for :func:`largest_shard`.
         error: what this rank's own checks found; raised here when nobody else waits for it.
         every_call: compare on this call too.
 
@@ -160,7 +183,7 @@ def agree(
     start, rows = vocab_range if vocab_range is not None else (-1, -1)
     # A rank with bad input has no facts to compare: it sends zeros and its error.
     values = list(facts.values()) if error is None else [0] * len(facts)
-    mine = [int(error is not None), start, rows, *values]
+    mine = [int(error is not None), start, rows, num_rows, *values]
     device = _collective_device(group)
     sent = torch.tensor(mine, dtype=torch.int64, device=device)
     received = torch.empty(size * len(mine), dtype=torch.int64, device=device)
@@ -174,13 +197,14 @@ def agree(
             raise error
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
         raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
-    for column, name in enumerate(facts, start=3):
+    for column, name in enumerate(facts, start=4):
         seen = [row[column] for row in table]
         if len(set(seen)) > 1:
             raise RankDisagreement(
                 f"the ranks of the tensor-parallel group disagree on {name}: {seen} (by rank); "
                 "call the head with the same shapes and options on every rank"
             )
+    _largest_shards.setdefault(group, {})[num_rows] = max(row[3] for row in table)
     ranges = [(row[1], row[1] + row[2]) for row in table]
     for left, right in pairwise(sorted(ranges)):
         if vocab_range is not None and left[1] > right[0]:

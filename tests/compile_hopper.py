@@ -37,6 +37,7 @@ def compiled(mode: int, write: bool, with_argmax: bool):
         "num_rows": "i32",
         "num_columns": "i32",
         "hidden_size": "i32",
+        "logit_scale": "fp32",
         "scale2": "fp32",
     }
     constants = dict(NUM_PROGRAMS=132, GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax)

@@ -17,7 +17,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logit_pass
 from megatron_fused_ce.kernels import exp_product, exp_rows, forms
-from megatron_fused_ce.row_ops import shard_terms, token_loss
+from megatron_fused_ce.row_ops import TokenTerms, shard_terms, token_loss
 from megatron_fused_ce.testing.reference import (
     KINDS,
     assert_close,
@@ -60,17 +60,22 @@ def exp_config(strategy, **fields):
     return FusedCEConfig(strategy=strategy, logit_pass="exp", **fields)
 
 
+def assert_right(result, inputs, largest):
+    """As ``assert_close``; for ``largest`` logits in fp32, which this pass is not offered for, within
+    the rounding of their exponents (in powers of two) to 24 bits, twice."""
+    if ON_GPU or largest < 30:
+        assert_close(result, inputs)
+        return
+    for part, true in zip(result, truth(inputs), strict=True):
+        assert relative_error(part, true) < 2 * largest * 2.0**-24
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_fp64(kind, strategy, product, device):
     inputs = make_inputs(kind, dtype=DTYPE, device=device, **SIZES)
     result = run(inputs, exp_config(strategy, num_chunks=2))
-    if kind == "wide" and not ON_GPU:
-        # fp32, which this pass is not offered for: exponents of +-430 rounded to 24 bits, twice.
-        for part, true in zip(result, truth(inputs), strict=True):
-            assert relative_error(part, true) < 2 * 432 * 2.0**-24 * math.log(2)
-    else:
-        assert_close(result, inputs)
+    assert_right(result, inputs, largest=300.0 if kind == "wide" else 1.0)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 129])
@@ -135,14 +140,15 @@ def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
     """The sample misses the outlier: its tile is exponentiated against its own maximum, and the other
     tiles of the row are brought into its unit afterwards."""
     hidden, weight, labels, vocab, tokens = head_of_outliers(device, outlier, at_label=False)
-    weight = weight + 0.25 * torch.randn(weight.shape, device=device).to(DTYPE)
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    weight = weight + 0.25 * noise.to(device, DTYPE)
     weight[301] = 0
     weight[301, 0] = outlier
     inputs = make_inputs(
         "plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=DTYPE, device=device
     )
     inputs = dataclasses.replace(inputs, hidden=hidden, weight=weight, labels=labels)
-    assert_close(run(inputs, exp_config(strategy)), inputs)
+    assert_right(run(inputs, exp_config(strategy)), inputs, largest=outlier)
 
 
 @pytest.mark.parametrize("gap", [-600.0, -90.0, -50.0, 50.0, 90.0, 600.0])
@@ -165,10 +171,11 @@ def test_shards_far_apart(gap, product, device):
         scores.append(passes.score(hidden, shard, local[-1], 1.0, kept[-1], False))
     row_max = torch.maximum(*(score.stats.row_max for score in scores))
     terms = sum(
-        shard_terms(score.stats, row_max, (own >= 0) & (own < vocab // 2))
+        shard_terms(score.stats, row_max, own, vocab // 2)
         for score, own in zip(scores, local, strict=True)
     )
     loss, terms = token_loss(terms, row_max)
+    terms = TokenTerms(*terms)
     z = hidden.double() @ weight.double().t()
     exact = torch.nn.functional.cross_entropy(z, labels, reduction="none")
     assert relative_error(loss, exact) < 1e-5

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, row_ops_torch
-from megatron_fused_ce.kernels import row_kernels
-from megatron_fused_ce.row_ops import shard_terms, token_loss
+from megatron_fused_ce.kernels import row_kernels, token_kernels
+from megatron_fused_ce.row_ops import RowStatistics, TokenTerms, shard_terms, token_loss
 from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
 from tests.test_op import run
 
@@ -34,8 +34,8 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     for left, right in zip(ours[:3], plain[:3], strict=True):
         torch.testing.assert_close(left, right, rtol=2e-6, atol=1e-6)
 
-    here = (labels >= 0) & (labels < num_columns)
-    _, terms = token_loss(shard_terms(plain, plain.row_max, here), plain.row_max)
+    _, terms = token_loss(shard_terms(plain, plain.row_max, labels, num_columns), plain.row_max)
+    terms = TokenTerms(*terms)
     factor = torch.randn(7, generator=torch.Generator().manual_seed(1)).to(device)
     out = torch.empty_like(logits)
     row_kernels.row_gradients(logits, labels, terms, factor, 0.7, out=out)
@@ -47,6 +47,32 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=1e-7)
     row_kernels.row_gradients(logits, labels, terms, factor, 0.7, out=logits)
     assert torch.equal(logits, out), "in place must equal out of place"
+
+
+def test_token_kernels_match_their_definition(device):
+    """Confident and hopeless tokens, labels elsewhere, an empty shard, infinities and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows = 300
+    row_max = torch.randn(num_rows, generator=generator) * 50
+    others = torch.exp(torch.randn(num_rows, generator=generator) * 12)
+    label_logit = row_max - torch.rand(num_rows, generator=generator) * 20
+    labels = torch.randint(-3, 12, (num_rows,), generator=generator)
+    reference = row_max - 3 * torch.rand(num_rows, generator=generator)
+    others[0], reference[0] = 0.0, -torch.inf
+    others[1], reference[2], others[3] = torch.nan, torch.nan, torch.inf
+    others[4:40] *= 1e-30  # 1 - p far below fp32's resolution of 1
+    parts = (row_max, reference, others, label_logit)
+    stats = RowStatistics(*(part.to(device) for part in parts))
+    labels = labels.to(device)
+    plain = shard_terms(stats, stats.row_max, labels, 9)
+    ours = token_kernels.shard_terms(stats, stats.row_max, labels, 9)
+    torch.testing.assert_close(ours, plain, rtol=4e-6, atol=0, equal_nan=True)
+    for got, expected in zip(
+        token_kernels.token_loss(plain, stats.row_max),
+        token_loss(plain, stats.row_max),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=4e-6, atol=1e-45, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", [row_kernels, row_ops_torch], ids=["triton", "torch"])

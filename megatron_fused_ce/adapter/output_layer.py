@@ -90,7 +90,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
         weight = self.weight if weight is None else weight
-        report.evaluation_once(self, input_, weight)
         out = linear_cross_entropy(
             input_,
             weight,
@@ -102,7 +101,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             config=self._config_of_call(fused_ce_request),
             with_argmax=self.fused_ce_with_argmax and self.training,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
+            uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
         )
+        report.evaluation_once(self, input_, weight, out.plan)
         local_max, local_argmax = out.local_max, out.local_argmax
         if local_max is not None and local_argmax is not None:
             in_sequence = fused_ce_request.labels.t().shape  # [s, b]
