@@ -16,6 +16,8 @@ is hidden than predicted: the ring of four lets a warpgroup run 2048 cycles ahea
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 from torch import Tensor
@@ -49,6 +51,8 @@ LARGEST_GROUP = 16
 #: Registers of a consumer's thread; the loader keeps 24. 168 * 384 are there.
 CONSUMER_REGISTERS = 240
 LOADER_REGISTERS = 24
+
+PARTS = int(os.environ.get("FUSED_CE_PARTS", "4"))  # experiment
 
 STATISTICS = gl.constexpr(0)
 GRADIENTS = gl.constexpr(1)
@@ -117,14 +121,23 @@ def _loader(
 
 
 @gluon.jit
-def _store_half(out_desc, half, staging, row, column):
-    """Through shared memory, once the half before it has been read from there."""
-    tma.store_wait(0)
+def _store_part(out_desc, part, staging, row, column, PENDING: gl.constexpr):
+    """Through shared memory, once all but PENDING of the parts before it have been read from there."""
+    tma.store_wait(PENDING)
     _barrier()
-    staging.store(half)
+    staging.store(part)
     fence_async_shared()
     _barrier()
     _tma_store(out_desc, [row, column], staging)
+
+
+@gluon.jit
+def _store_quarters(out_desc, half, staging, row, column):
+    """Two quarters of a tile through two buffers: neither waits for the one just before it."""
+    quarters = gl.reshape(half, (HALF_M, 2, BLOCK_N // 4))
+    left, right = gl.split(gl.permute(quarters, (0, 2, 1)))
+    _store_part(out_desc, left, staging.index(0), row, column, 1)
+    _store_part(out_desc, right, staging.index(1), row, column + BLOCK_N // 4, 1)
 
 
 @gluon.jit
@@ -156,6 +169,7 @@ def _consumer(
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
+    PARTS: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
@@ -229,8 +243,12 @@ def _consumer(
         if WRITE:
             halves = gl.reshape(out.to(out_desc.dtype), (HALF_M, 2, BLOCK_N // 2))
             left, right = gl.split(gl.permute(halves, (0, 2, 1)))
-            _store_half(out_desc, left, staging, first_row, first_column)
-            _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
+            if PARTS == 2:
+                _store_part(out_desc, left, staging, first_row, first_column, 0)
+                _store_part(out_desc, right, staging, first_row, first_column + BLOCK_N // 2, 0)
+            else:
+                _store_quarters(out_desc, left, staging, first_row, first_column)
+                _store_quarters(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
     if WRITE:
         tma.store_wait(0)
 
@@ -258,6 +276,7 @@ def _product_kernel(
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
+    PARTS: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
 ):
     num_m = gl.cdiv(num_rows, BLOCK_M)
@@ -270,7 +289,10 @@ def _product_kernel(
     weight_slots = gl.allocate_shared_memory(
         dtype, [NUM_SLOTS, BLOCK_N, BLOCK_K], weight_desc.layout
     )
-    staged: gl.constexpr = [HALF_M, BLOCK_N // 2] if WRITE else [HALF_M, BLOCK_K]
+    if PARTS == 2:
+        staged: gl.constexpr = [HALF_M, BLOCK_N // 2] if WRITE else [HALF_M, BLOCK_K]
+    else:
+        staged: gl.constexpr = [2, HALF_M, BLOCK_N // 4]
     upper_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
     lower_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -287,14 +309,14 @@ def _product_kernel(
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, upper_slots, weight_slots,
                 upper_staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
                 logit_scale, scale2,
-                0, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+                0, NUM_PROGRAMS, GROUP_M, MODE, WRITE, PARTS, WITH_ARGMAX,
             )),
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, lower_slots, weight_slots,
                 lower_staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
                 logit_scale, scale2,
-                64, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+                64, NUM_PROGRAMS, GROUP_M, MODE, WRITE, PARTS, WITH_ARGMAX,
             )),
             (_loader, (
                 tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots,
@@ -329,13 +351,13 @@ def _launch(
     mode: int,
     with_argmax: bool,
 ) -> None:
-    half, half_n = int(HALF_M), int(BLOCK_N) // 2
+    half, part_n = int(HALF_M), int(BLOCK_N) // PARTS
     tokens_desc = _descriptor(tokens, [half, int(BLOCK_K)])
     num_programs = torch.cuda.get_device_properties(tokens.device).multi_processor_count
     _product_kernel[(num_programs,)](
         tokens_desc,
         _descriptor(weight, [int(BLOCK_N), int(BLOCK_K)]),
-        tokens_desc if out is None else _descriptor(out, [half, half_n]),
+        tokens_desc if out is None else _descriptor(out, [half, part_n]),
         labels,
         *rows,
         label_tiles,
@@ -349,6 +371,7 @@ def _launch(
         GROUP_M=group_m(tokens.shape[1]),
         MODE=mode,
         WRITE=out is not None,
+        PARTS=PARTS,
         WITH_ARGMAX=with_argmax,
         num_warps=4,
         maxnreg=168,
