@@ -30,9 +30,7 @@ def compiled(mode: int, write: bool, with_argmax: bool):
     types = {
         "tokens_desc": descriptor(half, block_k),
         "weight_desc": descriptor(block_n, block_k),
-        "out_desc": descriptor(half, block_n // hopper.PARTS)
-        if write
-        else descriptor(half, block_k),
+        "out_desc": descriptor(half, block_n // 2) if write else descriptor(half, block_k),
         "label_ptr": "*i64",
         "label_tiles_ptr": "*i32",
         "tile_argmax_ptr": "*i32",
@@ -42,14 +40,7 @@ def compiled(mode: int, write: bool, with_argmax: bool):
         "logit_scale": "fp32",
         "scale2": "fp32",
     }
-    constants = dict(
-        NUM_PROGRAMS=132,
-        GROUP_M=16,
-        MODE=mode,
-        WRITE=write,
-        PARTS=hopper.PARTS,
-        WITH_ARGMAX=with_argmax,
-    )
+    constants = dict(NUM_PROGRAMS=132, GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax)
     names = hopper._product_kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names

@@ -12,9 +12,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def commit() -> str:
     """The checkout's commit, with ``-dirty`` where the package or its kernels differ from it.
 
-    Where the code travelled without its repository: the environment's ``FUSED_CE_COMMIT``, else
-    ``unknown``.
+    Where the code travelled without its repository, or with a stale one: the environment's
+    ``FUSED_CE_COMMIT``, which comes first; ``unknown`` without either.
     """
+    named = os.environ.get("FUSED_CE_COMMIT")
+    if named:
+        return named
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -25,4 +28,4 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--", "megatron_fused_ce", "kernels")
         return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("FUSED_CE_COMMIT", "unknown")
+        return "unknown"
