@@ -38,8 +38,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
 
 #: A tile is exponentiated against its own maximum once that exceeds the row's reference by more than
-#: this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that falls 126 powers
-#: below is lost only where it is 2**-62 of the row's largest.
+#: this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is below
+#: ``2**-126`` of the row's largest.
 HEADROOM = tl.constexpr(64.0)
 
 

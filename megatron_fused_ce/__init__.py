@@ -13,8 +13,9 @@ Shape letters, the same in every file, kernel and document:
 ``n``   tokens of one chunk that this rank holds: ``C / R`` with sequence parallelism
 ======  ==========================================================================
 
-Read the code in this order: :mod:`.op`, :mod:`.strategies`, :mod:`.row_ops`,
-:mod:`.vocab_parallel`, :mod:`.grad_weight`; then :mod:`.adapter` for Megatron.
+Read the code in this order: :mod:`.op`, :mod:`.strategies`, :mod:`.logit_pass`, :mod:`.row_ops`,
+:mod:`.vocab_parallel`, :mod:`.grad_weight`, :mod:`.upstream_guard`, :mod:`.planner`; then
+:mod:`.adapter` for Megatron.
 
 Names are imported when they are first used: the hook that waits for Megatron can then be installed
 while Python starts, before torch can be imported.
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
     from megatron_fused_ce.op import fused_linear_cross_entropy
+    from megatron_fused_ce.upstream_guard import UpstreamMismatch
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Counters",
     "FusedCEConfig",
+    "UpstreamMismatch",
     "counters",
     "disable",
     "enable",
@@ -45,6 +48,7 @@ _HOMES = {
     "disable": "adapter.switch",
     "enable": "adapter.switch",
     "FusedCEConfig": "config",
+    "UpstreamMismatch": "upstream_guard",
     "fused_linear_cross_entropy": "op",
 }
 

@@ -202,7 +202,7 @@ class Memory(NamedTuple):
     #: fp32 sum of ``grad_weight`` that is not its end point
     grad_weight_sum: int
     #: hidden states of one chunk times their row factor, for the product with exponentials
-    scaled_hidden: int
+    scaled_hidden: int  # with eager over several ranks also a chunk's grad_hidden in fp32
     #: what the exponentiating product's epilogue leaves of each tile, and what it is told of it
     tile_statistics: int
     #: with sequence parallelism: a chunk's hidden states, its ``grad_hidden`` twice in flight
@@ -319,6 +319,9 @@ def peak_memory(
     tiles = capacity * math.ceil(rows / TILE_COLUMNS) if exp else 0
     marks = math.ceil(tiles / TOKENS_PER_MARK_BYTE)
     gathered = chunk_hidden if inputs.num_parts > 1 else 0
+    # eager over several ranks sums grad_hidden of a chunk from an fp32 product (strategies._Products).
+    wide = 4 * capacity * hidden_size if inputs.tp_size > 1 and on_gpu else 0
+    eager_hidden = wide + (0 if frozen else chunk_hidden)
     merge_buffers = MERGE_BYTES * capacity * (1 + inputs.tp_size) if inputs.tp_size > 1 else 0
     rounded = on_gpu and chunk_logits >= ROUNDED_FROM
     forward = Memory(
@@ -326,7 +329,7 @@ def peak_memory(
         chunk_logits=chunk_logits if eager else 0,
         kept_logits=e * stored_tokens * rows * inputs.uses_in_flight,
         grad_weight_sum=grad_weight * inputs.uses_in_flight if eager and not frozen else 0,
-        scaled_hidden=chunk_hidden if eager and exp and not frozen else 0,
+        scaled_hidden=eager_hidden if eager and exp else 0,
         tile_statistics=TILE_BYTES * tiles + marks,
         gathered_hidden=(3 if eager else 2) * gathered,
         token_floats=TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight + merge_buffers,

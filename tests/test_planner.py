@@ -150,6 +150,8 @@ def exact(inputs: PlanInputs, strategy: str, sizes: list[int], stored_chunks: in
     if strategy == "eager":
         held = 4 * v * h * uses if trained else 0
         scaled = e * c * h if exp and trained else 0
+        if exp and tp > 1 and inputs.device != "cpu":
+            scaled += 4 * c * h  # grad_hidden of a chunk from an fp32 product
         return always + e * c * v + held + scaled + tiles + (3 * e * c * h if sp else 0)
     forward = always + tiles + (2 * e * c * h if sp else 0)
     if not exp and strategy != "store":
