@@ -240,8 +240,13 @@ def train(job: Job, name: str, report: Callable[[Run], None]) -> Run:
         trainer.zero_grad()
         tracker = LogitStorages(vocab_rows=num_vocab_rows, hidden_size=job.hidden_size)
         with watch(tracker, eager=on_gpu) if not on_gpu or step == 1 else contextlib.nullcontext():
+            # The mask, as pretrain_gpt.py gives it: the flag then knows the weights in the forward.
             loss = trainer.model(
-                tokens, batches.position_ids, batches.attention_mask, labels=labels
+                tokens,
+                batches.position_ids,
+                batches.attention_mask,
+                labels=labels,
+                loss_mask=torch.ones(labels.shape, device=labels.device),
             )
             loss.mean().backward()
         trainer.finish_grads()
