@@ -215,6 +215,17 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
     # A label that ties with the rest wins: its logit was taken apart from them.
     expected = torch.where(labels == 302, 302, 301)
     assert torch.equal(stats.argmax, expected)
+    # A label that is the largest by itself is nowhere in the tiles' maxima.
+    weight[100, 0] = 9.0
+    labels = torch.where(torch.arange(tokens, device=device) % 2 == 0, 100, 7)
+    reference = exp_rows.row_prologue(hidden.flatten(0, 1), weight, labels, 1.0)
+    tiles = product.exp_product(
+        hidden.flatten(0, 1), weight, labels, reference.reference2, reference.label_tiles, 1.0,
+        None, True,
+    )  # fmt: skip
+    stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 9.0))
+    assert torch.equal(stats.argmax, torch.full_like(labels, 100))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
