@@ -25,6 +25,15 @@ from megatron_fused_ce import row_ops, row_ops_torch
 from megatron_fused_ce.row_ops import LOG2_E, RowStatistics, TileStatistics, TokenTerms
 
 
+class ChunkInputs(NamedTuple):
+    """What one chunk's product takes."""
+
+    tokens: Tensor | None  # [C, H]; None where kept logits serve and grad_weight is not wanted
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [C] int64, columns of this shard; anything else: not here
+    logit_scale: float
+
+
 class Scores(NamedTuple):
     """A chunk after its product: row statistics, and what sealing it needs."""
 
@@ -40,7 +49,7 @@ class Operand(NamedTuple):
 
 
 class LogitPass(Protocol):
-    """One way through a chunk's logits. Labels are columns of this shard, int64 ``[C]``."""
+    """One way through a chunk's logits."""
 
     name: str
     #: Whether :meth:`score` needs room ``[C, V]`` even where nothing is kept.
@@ -52,19 +61,11 @@ class LogitPass(Protocol):
     def token_ops(self) -> ModuleType:
         """``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
 
-    def score(
-        self,
-        tokens: Tensor,  # [C, H]
-        weight: Tensor,  # [V, H]
-        labels: Tensor,
-        logit_scale: float,
-        out: Tensor | None,  # [C, V], what is kept
-        with_argmax: bool,
-    ) -> Scores:
-        """The product and its row statistics."""
+    def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
+        """The product and its row statistics; what is kept goes to ``out`` ``[C, V]``."""
 
     def seal(
-        self, kept: Tensor, labels: Tensor, scores: Scores, terms: TokenTerms
+        self, kept: Tensor, chunk: ChunkInputs, scores: Scores, terms: TokenTerms
     ) -> Tensor | None:
         """Make ``kept`` ready to wait for the backward; what to hand to :meth:`operand_of_kept`."""
 
@@ -72,25 +73,17 @@ class LogitPass(Protocol):
         self,
         kept: Tensor,
         seal: Tensor | None,
-        labels: Tensor,
+        chunk: ChunkInputs,
         terms: TokenTerms,
         factor: Tensor,  # [C] fp32: upstream gradient times logit_scale
-        logit_scale: float,
         out: Tensor | None,  # [C, V]; may be ``kept``
     ) -> Operand:
         """Gradients of the logits from what was kept."""
 
     def operand_again(
-        self,
-        tokens: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        terms: TokenTerms,
-        factor: Tensor,
-        logit_scale: float,
-        out: Tensor,  # [C, V]
+        self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
     ) -> Operand:
-        """Gradients of the logits from the product again, into ``out``."""
+        """Gradients of the logits from the product again, into ``out`` ``[C, V]``."""
 
 
 @dataclass(frozen=True)
@@ -107,48 +100,34 @@ class RowPass:
     def token_ops(self) -> ModuleType:
         return row_ops if self.rows is row_ops_torch else _token_kernels()
 
-    def score(
-        self,
-        tokens: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        logit_scale: float,
-        out: Tensor | None,
-        with_argmax: bool,
-    ) -> Scores:
-        assert out is not None
-        torch.mm(tokens, weight.t(), out=out)
-        return Scores(self.rows.row_statistics(out, labels, logit_scale, with_argmax))
+    def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
+        assert chunk.tokens is not None and out is not None
+        torch.mm(chunk.tokens, chunk.weight.t(), out=out)
+        stats = self.rows.row_statistics(out, chunk.labels, chunk.logit_scale, with_argmax)
+        return Scores(stats)
 
-    def seal(self, kept: Tensor, labels: Tensor, scores: Scores, terms: TokenTerms) -> None:
+    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, terms: TokenTerms) -> None:
         return None
 
     def operand_of_kept(
         self,
         kept: Tensor,
         seal: Tensor | None,
-        labels: Tensor,
+        chunk: ChunkInputs,
         terms: TokenTerms,
         factor: Tensor,
-        logit_scale: float,
         out: Tensor | None,
     ) -> Operand:
-        self.rows.row_gradients(kept, labels, terms, factor, logit_scale, out=out)
         assert out is not None
+        self.rows.row_gradients(kept, chunk.labels, terms, factor, chunk.logit_scale, out=out)
         return Operand(out, None)
 
     def operand_again(
-        self,
-        tokens: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        terms: TokenTerms,
-        factor: Tensor,
-        logit_scale: float,
-        out: Tensor,
+        self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
     ) -> Operand:
-        torch.mm(tokens, weight.t(), out=out)
-        return self.operand_of_kept(out, None, labels, terms, factor, logit_scale, out)
+        assert chunk.tokens is not None
+        torch.mm(chunk.tokens, chunk.weight.t(), out=out)
+        return self.operand_of_kept(out, None, chunk, terms, factor, out)
 
 
 @dataclass(frozen=True)
@@ -165,15 +144,8 @@ class ExpPass:
     def token_ops(self) -> ModuleType:
         return _token_kernels()
 
-    def score(
-        self,
-        tokens: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        logit_scale: float,
-        out: Tensor | None,
-        with_argmax: bool,
-    ) -> Scores:
+    def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
+        tokens, weight, labels, logit_scale = chunk
         exp_rows = _exp_rows()
         prologue = exp_rows.row_prologue(tokens, weight, labels, logit_scale)
         tiles = self.product.exp_product(
@@ -188,33 +160,27 @@ class ExpPass:
         )
         return Scores(exp_rows.combine_tiles(prologue, tiles, labels, weight.shape[0]), tiles)
 
-    def seal(self, kept: Tensor, labels: Tensor, scores: Scores, terms: TokenTerms) -> Tensor:
-        unit: Tensor = _exp_rows().seal_rows(kept, labels, scores.tiles, scores.stats, terms)
+    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, terms: TokenTerms) -> Tensor:
+        tiles, stats = scores.tiles, scores.stats
+        unit: Tensor = _exp_rows().seal_rows(kept, chunk.labels, tiles, stats, terms)
         return unit
 
     def operand_of_kept(
         self,
         kept: Tensor,
         seal: Tensor | None,
-        labels: Tensor,
+        chunk: ChunkInputs,
         terms: TokenTerms,
         factor: Tensor,
-        logit_scale: float,
         out: Tensor | None,
     ) -> Operand:
         assert seal is not None
         return Operand(kept, seal * factor)
 
     def operand_again(
-        self,
-        tokens: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        terms: TokenTerms,
-        factor: Tensor,
-        logit_scale: float,
-        out: Tensor,
+        self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
     ) -> Operand:
+        tokens, weight, labels, logit_scale = chunk
         self.product.gradient_product(
             tokens,
             weight,

@@ -31,7 +31,7 @@ from megatron_fused_ce.grad_weight import (
     has_wide_product,
     wide_product,
 )
-from megatron_fused_ce.logit_pass import LogitPass, Operand, Scores
+from megatron_fused_ce.logit_pass import ChunkInputs, LogitPass, Operand, Scores
 from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.vocab_parallel import DONE, VocabParallel
 
@@ -56,6 +56,19 @@ class Head:
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank."""
         return per_token[..., chunk.start : chunk.stop].flatten(-2)
+
+    def inputs(
+        self,
+        chunk: Chunk,
+        hidden: Tensor | None,  # [n, H], this rank's tokens; None where they are not needed
+        weight: Tensor,  # [V, H]
+        labels: Tensor,  # [parts, n] int64
+    ) -> ChunkInputs:
+        """The chunk's operands. Collectives: the gather of its hidden states (sequence parallelism)."""
+        tokens = None
+        if hidden is not None:
+            tokens = self.comm.gather_hidden(hidden[chunk.start : chunk.stop])
+        return ChunkInputs(tokens, weight, self.split(labels, chunk), self.logit_scale)
 
 
 class Needs(NamedTuple):
@@ -154,16 +167,16 @@ class KeepOrRecompute:
         out = Forward.empty(head, labels)
         scratch = _Scratch(head, hidden, weight.shape[0])
         for chunk in head.chunks:
-            tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
+            inputs = head.inputs(chunk, hidden, weight, labels)
             kept = None
             if any(needs) and self._keeps(chunk):
-                kept = hidden.new_empty(tokens.shape[0], weight.shape[0])
+                kept = hidden.new_empty(inputs.labels.shape[0], weight.shape[0])
             elif head.logits.scores_in_memory:
                 kept = scratch.logits(chunk)
-            scores, terms = _score(head, out, chunk, tokens, weight, labels, kept)
+            scores, terms = _score(head, out, chunk, inputs, kept)
             if any(needs) and self._keeps(chunk):
                 assert kept is not None
-                seal = head.logits.seal(kept, head.split(labels, chunk), scores, terms)
+                seal = head.logits.seal(kept, inputs, scores, terms)
                 out.kept.append(KeptChunk(kept, seal))
             del scores  # its tile statistics must not live beside the next chunk's
         return out
@@ -190,35 +203,18 @@ class KeepOrRecompute:
         products = _Products(head, hidden, weight, needs.grad_hidden, end_point, inv_scale, scratch)
         kept = iter(made.kept)
         for chunk in head.chunks:
-            tokens = None
-            if needs.grad_weight or not self._keeps(chunk):
-                tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
-            chunk_labels = head.split(labels, chunk)
+            gathers = needs.grad_weight or not self._keeps(chunk)
+            inputs = head.inputs(chunk, hidden if gathers else None, weight, labels)
             terms = TokenTerms(*head.split(made.terms, chunk))
             chunk_factor = head.split(factor, chunk)
             if self._keeps(chunk):
                 waited = next(kept)
-                operand = head.logits.operand_of_kept(
-                    waited.matrix,
-                    waited.seal,
-                    chunk_labels,
-                    terms,
-                    chunk_factor,
-                    head.logit_scale,
-                    None if head.logits.reads_kept else scratch.logits(chunk),
-                )
+                room = None if head.logits.reads_kept else scratch.logits(chunk)
+                operand = head.logits.operand_of_kept(*waited, inputs, terms, chunk_factor, room)
             else:
-                assert tokens is not None
-                operand = head.logits.operand_again(
-                    tokens,
-                    weight,
-                    chunk_labels,
-                    terms,
-                    chunk_factor,
-                    head.logit_scale,
-                    scratch.logits(chunk),
-                )
-            products.add(chunk, operand, tokens)
+                room = scratch.logits(chunk)
+                operand = head.logits.operand_again(inputs, terms, chunk_factor, room)
+            products.add(chunk, operand, inputs.tokens)
         grad_hidden = products.finish()
         return grad_hidden, None if end_point is None else end_point.close(inv_scale)
 
@@ -245,22 +241,14 @@ class Eager:
             head, hidden, weight, needs.grad_hidden, held, inv_scale, scratch, eager=True
         )
         for chunk in head.chunks:
-            tokens = head.comm.gather_hidden(hidden[chunk.start : chunk.stop])
+            inputs = head.inputs(chunk, hidden, weight, labels)
             logits = scratch.logits(chunk)
-            scores, terms = _score(head, out, chunk, tokens, weight, labels, logits)
-            chunk_labels = head.split(labels, chunk)
-            seal = head.logits.seal(logits, chunk_labels, scores, terms)
+            scores, terms = _score(head, out, chunk, inputs, logits)
+            seal = head.logits.seal(logits, inputs, scores, terms)
             del scores
-            operand = head.logits.operand_of_kept(
-                logits,
-                seal,
-                chunk_labels,
-                terms,
-                head.split(factor, chunk),
-                head.logit_scale,
-                logits,
-            )
-            products.add(chunk, operand, tokens)
+            chunk_factor = head.split(factor, chunk)
+            operand = head.logits.operand_of_kept(logits, seal, inputs, terms, chunk_factor, logits)
+            products.add(chunk, operand, inputs.tokens)
         grad_hidden = products.finish()
         total = None if held is None else held.total(inv_scale)
         out.gradients = MadeGradients(head.token_weights, grad_hidden, products.row_factor, total)
@@ -319,21 +307,16 @@ def _score(
     head: Head,
     out: Forward,
     chunk: Chunk,
-    tokens: Tensor,  # [C, H]
-    weight: Tensor,
-    labels: Tensor,
+    inputs: ChunkInputs,
     kept: Tensor | None,  # [C, V]
 ) -> tuple[Scores, TokenTerms]:
     """Product, statistics and merge of one chunk; its loss and terms go to their places in ``out``."""
-    chunk_labels = head.split(labels, chunk)
-    scores = head.logits.score(
-        tokens, weight, chunk_labels, head.logit_scale, kept, head.with_argmax
-    )
+    scores = head.logits.score(inputs, kept, head.with_argmax)
     loss, terms = head.comm.merge(
-        scores.stats, chunk_labels, weight.shape[0], head.logits.token_ops
+        scores.stats, inputs.labels, inputs.weight.shape[0], head.logits.token_ops
     )
     part = (slice(None), slice(chunk.start, chunk.stop))
-    shape = (labels.shape[0], chunk.num_tokens)
+    shape = (out.loss.shape[0], chunk.num_tokens)
     out.loss[part] = loss.view(shape)
     out.terms[:, :, chunk.start : chunk.stop] = terms.view(3, *shape)
     if out.row_max is not None and out.argmax is not None:

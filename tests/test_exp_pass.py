@@ -164,11 +164,12 @@ def test_shards_far_apart(gap, product, device):
     labels = inputs.labels[0]
     shards = [weight[: vocab // 2], weight[vocab // 2 :]]
     passes = logit_pass.ExpPass(product)
-    kept, scores, local = [], [], []
+    kept, scores, local, chunks = [], [], [], []
     for index, shard in enumerate(shards):
         local.append(labels - index * (vocab // 2))
         kept.append(hidden.new_empty(tokens, vocab // 2))
-        scores.append(passes.score(hidden, shard, local[-1], 1.0, kept[-1], False))
+        chunks.append(logit_pass.ChunkInputs(hidden, shard, local[-1], 1.0))
+        scores.append(passes.score(chunks[-1], kept[-1], False))
     row_max = torch.maximum(*(score.stats.row_max for score in scores))
     terms = sum(
         shard_terms(score.stats, row_max, own, vocab // 2)
@@ -184,14 +185,13 @@ def test_shards_far_apart(gap, product, device):
     factor = torch.ones(tokens, device=device)
     grad_hidden = torch.zeros(tokens, 32, dtype=torch.float64, device=device)
     for index, shard in enumerate(shards):
-        seal = passes.seal(kept[index], local[index], scores[index], terms)
-        operand = passes.operand_of_kept(kept[index], seal, local[index], terms, factor, 1.0, None)
+        seal = passes.seal(kept[index], chunks[index], scores[index], terms)
+        operand = passes.operand_of_kept(kept[index], seal, chunks[index], terms, factor, None)
         part = operand.matrix.double() * operand.factor.double()[:, None]
         assert torch.isfinite(operand.matrix.float()).all()
         columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
-        again = passes.operand_again(
-            hidden, shard, local[index], terms, factor, 1.0, torch.empty_like(kept[index])
-        )
+        room = torch.empty_like(kept[index])
+        again = passes.operand_again(chunks[index], terms, factor, room)
         for got in (part, again.matrix.double()):
             difference = (got - expected[:, columns]).norm()
             assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)
