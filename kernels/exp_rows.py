@@ -51,6 +51,24 @@ class RowPrologue(NamedTuple):
 
 
 @triton.jit
+def _mark_labels(
+    label_ptr,  # [C] int64
+    marks_ptr,  # [tiles, halves] int32, 0 before
+    rows,
+    num_rows,
+    num_columns,
+    halves,
+    HALF_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """1 where a half tile holds the label of one of ``rows``."""
+    label = tl.load(label_ptr + rows, mask=rows < num_rows, other=-1)
+    here = (label >= 0) & (label < num_columns)
+    at = (tl.where(here, label, 0) // TILE) * halves + rows // HALF_TILE
+    tl.store(marks_ptr + at, tl.full(rows.shape, 1, tl.int32), mask=here)
+
+
+@triton.jit
 def _row_prologue_kernel(
     sample_ptr,  # [C, SAMPLED] logits
     label_ptr,  # [C] int64
@@ -75,10 +93,7 @@ def _row_prologue_kernel(
         other=float("-inf"),
     ).to(tl.float32)
     tl.store(reference_ptr + rows, tl.max(z, axis=1) * scale2, mask=inside)
-    label = tl.load(label_ptr + rows, mask=inside, other=-1)
-    here = (label >= 0) & (label < num_columns)
-    at = (tl.where(here, label, 0) // TILE) * halves + rows // HALF_TILE
-    tl.store(marks_ptr + at, tl.full((BLOCK_ROWS,), 1, tl.int32), mask=here)
+    _mark_labels(label_ptr, marks_ptr, rows, num_rows, num_columns, halves, HALF_TILE, TILE)
 
 
 @triton.jit
@@ -93,10 +108,7 @@ def _label_tiles_kernel(
     TILE: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    label = tl.load(label_ptr + rows, mask=rows < num_rows, other=-1)
-    here = (label >= 0) & (label < num_columns)
-    at = (tl.where(here, label, 0) // TILE) * halves + rows // HALF_TILE
-    tl.store(marks_ptr + at, tl.full((BLOCK_ROWS,), 1, tl.int32), mask=here)
+    _mark_labels(label_ptr, marks_ptr, rows, num_rows, num_columns, halves, HALF_TILE, TILE)
 
 
 @triton.jit

@@ -36,6 +36,33 @@ def kind_of(open_grad_weight: OpenGradWeight) -> str:
     return str(getattr(open_grad_weight, "kind", "returned"))
 
 
+class HeldGradWeight:
+    """Sums the chunks in an fp32 buffer ``[V, H]``, made by the first.
+
+    What ``eager`` holds until an end point is opened, and what the end points below sum in where they
+    cannot take a chunk in place.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self.sum: Tensor | None = None
+
+    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add one chunk, as :meth:`GradWeight.add`."""
+        first = self.sum is None
+        if self.sum is None:
+            self.sum = torch.empty(
+                self._weight.shape, dtype=torch.float32, device=self._weight.device
+            )
+        accumulate_(self.sum, grad_logits, hidden, overwrite=first)
+
+    def total(self, inv_scale: Tensor | None) -> Tensor:
+        """The sum, zeros without a chunk, with a scale on all of it undone."""
+        if self.sum is None:
+            return torch.zeros(self._weight.shape, dtype=torch.float32, device=self._weight.device)
+        return self.sum if inv_scale is None else self.sum.mul_(inv_scale)
+
+
 class ReturnedGradWeight:
     """Returns ``grad_weight`` to autograd in the weight's dtype.
 
@@ -43,30 +70,23 @@ class ReturnedGradWeight:
     """
 
     def __init__(self, weight: Tensor, num_chunks: int, scaled: bool) -> None:
-        self._weight = weight
+        self._dtype = weight.dtype
         self._direct = num_chunks == 1 and not scaled
-        self._sum: Tensor | None = None
+        self._product: Tensor | None = None
+        self._held = HeldGradWeight(weight)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._direct:
-            self._sum = torch.mm(grad_logits.t(), hidden)
-        elif self._sum is None:
-            self._sum = torch.empty_like(
-                self._weight, dtype=torch.float32, memory_format=torch.contiguous_format
-            )
-            accumulate_(self._sum, grad_logits, hidden, overwrite=True)
+            self._product = torch.mm(grad_logits.t(), hidden)
         else:
-            accumulate_(self._sum, grad_logits, hidden)
+            self._held.add(grad_logits, hidden)
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
-        self._sum = total.mul_(scale)
+        self._product = total.mul_(scale)
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        if self._sum is None:
-            return torch.zeros_like(self._weight)
-        if inv_scale is not None:
-            self._sum.mul_(inv_scale)
-        return self._sum.to(self._weight.dtype)
+        product = self._product
+        return (self._held.total(inv_scale) if product is None else product).to(self._dtype)
 
 
 class InPlaceGradWeight:
@@ -86,20 +106,14 @@ class InPlaceGradWeight:
     ) -> None:
         self._buffer = buffer
         self._returned = returned
-        self._sum: Tensor | None = None
+        self._held = HeldGradWeight(buffer)
         self._in_place = buffer.dtype == torch.float32 and not scaled
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._in_place:
             accumulate_(self._buffer, grad_logits, hidden)
-            return
-        if self._sum is None:
-            self._sum = torch.empty(
-                self._buffer.shape, dtype=torch.float32, device=self._buffer.device
-            )
-            accumulate_(self._sum, grad_logits, hidden, overwrite=True)
         else:
-            accumulate_(self._sum, grad_logits, hidden)
+            self._held.add(grad_logits, hidden)
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
         if self._buffer.dtype == torch.float32:
@@ -108,34 +122,9 @@ class InPlaceGradWeight:
             self._buffer.add_(total.mul_(scale))
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        if self._sum is not None:
-            if inv_scale is not None:
-                self._sum.mul_(inv_scale)
-            self._buffer.add_(self._sum)
+        if self._held.sum is not None:
+            self._buffer.add_(self._held.total(inv_scale))
         return self._returned()
-
-
-class HeldGradWeight:
-    """Sums the chunks in fp32 and holds the sum, for an end point that is opened later (``eager``)."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        self._sum: Tensor | None = None
-
-    def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add one chunk, as :meth:`GradWeight.add`."""
-        first = self._sum is None
-        if self._sum is None:
-            self._sum = torch.empty(
-                self._weight.shape, dtype=torch.float32, device=self._weight.device
-            )
-        accumulate_(self._sum, grad_logits, hidden, overwrite=first)
-
-    def total(self, inv_scale: Tensor | None) -> Tensor:
-        """The sum, fp32 ``[V, H]``, with a scale on all of it undone."""
-        if self._sum is None:
-            return torch.zeros(self._weight.shape, dtype=torch.float32, device=self._weight.device)
-        return self._sum if inv_scale is None else self._sum.mul_(inv_scale)
 
 
 def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:

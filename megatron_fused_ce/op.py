@@ -18,11 +18,11 @@ from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, ki
 from megatron_fused_ce.logit_pass import LogitPass
 from megatron_fused_ce.strategies import (
     RECOMPUTE,
-    Forward,
     Head,
     KeptChunk,
     Needs,
     Strategy,
+    Waiting,
     strategy_of,
 )
 from megatron_fused_ce.validation import check_call
@@ -202,7 +202,7 @@ def linear_cross_entropy(
     needs = Needs(needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad)
     strategy = strategy_of(plan.strategy, plan.stored_chunks) if any(needs) else RECOMPUTE
     loss, local_max, local_argmax = _FusedLinearCrossEntropy.apply(
-        hidden.reshape(num_tokens, hidden.shape[-1]),
+        flat,
         weight,
         local_labels,
         head,
@@ -234,11 +234,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         argmax = None if out.argmax is None else out.argmax.flatten()
         if any(needs):
             # Tensors that wait go through autograd, which frees them with the graph; the gradients
-            # that eager made are used up by hand.
+            # that eager made are handed over by the first backward.
             kept = [tensor for chunk in out.kept for tensor in chunk]
             ctx.head, ctx.strategy = head, strategy
-            ctx.made = replace(out, loss=loss.new_empty(0), row_max=None, argmax=None, kept=[])
-            ctx.made.terms = None
+            ctx.gradients = out.gradients
             ctx.save_for_backward(hidden, weight, labels, out.terms, *kept)
         ctx.set_materialize_grads(False)
         if row_max is not None:
@@ -252,22 +251,19 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             return (None,) * 6
         saved: Any = ctx
         hidden, weight, labels, terms, *kept = saved.saved_tensors
-        made: Forward = saved.made
-        made.terms = terms
-        made.kept = [KeptChunk(*pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
-        try:
-            with torch.autocast(hidden.device.type, enabled=False):
-                grad_hidden, grad_weight = saved.strategy.backward(
-                    saved.head,
-                    hidden,
-                    weight,
-                    labels,
-                    made,
-                    grad_loss.float().reshape(labels.shape),
-                    Needs(*saved.needs_input_grad[:2]),
-                )
-        finally:
-            made.terms, made.kept = None, []  # type: ignore[assignment]
+        chunks = [KeptChunk(*pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
+        waited = Waiting(terms, chunks, saved.gradients)
+        saved.gradients = None
+        with torch.autocast(hidden.device.type, enabled=False):
+            grad_hidden, grad_weight = saved.strategy.backward(
+                saved.head,
+                hidden,
+                weight,
+                labels,
+                waited,
+                grad_loss.float().reshape(labels.shape),
+                Needs(*saved.needs_input_grad[:2]),
+            )
         return grad_hidden, grad_weight, None, None, None, None
 
 

@@ -85,8 +85,7 @@ class KeptChunk(NamedTuple):
     seal: Tensor | None
 
 
-@dataclass
-class MadeGradients:
+class MadeGradients(NamedTuple):
     """Gradients made in the forward, for an upstream gradient equal to the token weights."""
 
     token_weights: Tensor  # [parts, n] fp32
@@ -118,6 +117,14 @@ class Forward:
         )
 
 
+class Waiting(NamedTuple):
+    """What of a :class:`Forward` its backward is given."""
+
+    terms: Tensor  # [3, parts, n] fp32
+    kept: list[KeptChunk]
+    gradients: MadeGradients | None  # None too for a second backward
+
+
 class Strategy(Protocol):
     """Both loops."""
 
@@ -144,7 +151,7 @@ class Strategy(Protocol):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        made: Forward,
+        waited: Waiting,
         grad_loss: Tensor,  # [parts, n] fp32
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -168,13 +175,13 @@ class KeepOrRecompute:
         scratch = _Scratch(head, hidden, weight.shape[0])
         for chunk in head.chunks:
             inputs = head.inputs(chunk, hidden, weight, labels)
-            kept = None
-            if any(needs) and self._keeps(chunk):
+            keeps, kept = self._keeps(chunk), None
+            if keeps:
                 kept = hidden.new_empty(inputs.labels.shape[0], weight.shape[0])
             elif head.logits.scores_in_memory:
                 kept = scratch.logits(chunk)
             scores, terms = _score(head, out, chunk, inputs, kept)
-            if any(needs) and self._keeps(chunk):
+            if keeps:
                 assert kept is not None
                 seal = head.logits.seal(kept, inputs, scores, terms)
                 out.kept.append(KeptChunk(kept, seal))
@@ -187,7 +194,7 @@ class KeepOrRecompute:
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        made: Forward,
+        waited: Waiting,
         grad_loss: Tensor,
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -201,16 +208,18 @@ class KeepOrRecompute:
             end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
         scratch = _Scratch(head, hidden, weight.shape[0])
         products = _Products(head, hidden, weight, needs.grad_hidden, end_point, inv_scale, scratch)
-        kept = iter(made.kept)
+        kept = iter(waited.kept)
         for chunk in head.chunks:
             gathers = needs.grad_weight or not self._keeps(chunk)
             inputs = head.inputs(chunk, hidden if gathers else None, weight, labels)
-            terms = TokenTerms(*head.split(made.terms, chunk))
+            terms = TokenTerms(*head.split(waited.terms, chunk))
             chunk_factor = head.split(factor, chunk)
             if self._keeps(chunk):
-                waited = next(kept)
+                chunk_kept = next(kept)
                 room = None if head.logits.reads_kept else scratch.logits(chunk)
-                operand = head.logits.operand_of_kept(*waited, inputs, terms, chunk_factor, room)
+                operand = head.logits.operand_of_kept(
+                    *chunk_kept, inputs, terms, chunk_factor, room
+                )
             else:
                 room = scratch.logits(chunk)
                 operand = head.logits.operand_again(inputs, terms, chunk_factor, room)
@@ -260,12 +269,12 @@ class Eager:
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        made: Forward,
+        waited: Waiting,
         grad_loss: Tensor,
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Scales what the forward made. Collectives: none."""
-        gradients, made.gradients = made.gradients, None
+        gradients = waited.gradients
         if gradients is None:
             raise RuntimeError(
                 "backward ran twice through an eager head, whose gradients the first one used up; "

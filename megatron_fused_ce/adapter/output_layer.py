@@ -117,7 +117,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         if config.strategy != "eager" or request.token_weights.values is not None:
             return config
         if torch.is_grad_enabled():
-            report._say_once(
+            report.say_once(
                 self.tp_group.rank(),
                 "strategy auto instead of eager for a head whose token weights are not known in the "
                 f"forward: {request.token_weights.unknown}",

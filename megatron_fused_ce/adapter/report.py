@@ -36,7 +36,7 @@ def _speaks(tp_rank: int) -> bool:
     return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
 
 
-def _say_once(tp_rank: int, text: str) -> None:
+def say_once(tp_rank: int, text: str) -> None:
     if text not in _said and _speaks(tp_rank):
         _said.add(text)
         say(text)
@@ -45,7 +45,7 @@ def _say_once(tp_rank: int, text: str) -> None:
 def left_to_megatron(model: Any, reason: str) -> None:
     """The whole head stays on the stock path."""
     tp_group = getattr(model.output_layer, "tp_group", None)
-    _say_once(
+    say_once(
         tp_group.rank() if tp_group is not None else 0,
         f"the head of {type(model).__name__} stays on Megatron's own path: {reason}",
     )
@@ -53,7 +53,7 @@ def left_to_megatron(model: Any, reason: str) -> None:
 
 def stock_path_once(layer: Any, reason: str) -> None:
     """Some calls of a fused head take the stock path."""
-    _say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")
+    say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")
 
 
 def adopted(model: Any, megatron_args: Any) -> None:
