@@ -1,0 +1,180 @@
+"""Watch, and disturb, the collectives that this process issues.
+
+    with Collectives({tp_group: "tp", dp_group: "dp"}) as issued:
+        step()
+    print(issued.calls)  # [Call(group='tp', name='all_gather', ...), ...] in the order of issue
+
+Process groups are watched at their own methods, below `torch.distributed`'s functions: whatever calls
+them, by whatever name it was imported, is seen, in the backward's thread too.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+#: Method of ProcessGroup -> the collective's name. torch 2.13 renamed two of them.
+METHODS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+}
+
+
+class Call(NamedTuple):
+    """One collective as all ranks of its group must issue it."""
+
+    group: str
+    name: str
+    shapes: tuple[tuple[int, ...], ...]  # of its tensors, outputs before inputs
+    dtype: str  # of the first
+    op: str  # SUM, MAX, ...; empty where nothing is reduced
+
+
+class Collectives:
+    """Context manager: notes every collective, and calls ``before`` ahead of each.
+
+    Args:
+        groups: names of the groups; one that is not named gets "other".
+        before: called with the :class:`Call` before it is issued, to disturb its timing.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[dist.ProcessGroup, str],
+        before: Callable[[Call], None] | None = None,
+    ) -> None:
+        self.calls: list[Call] = []
+        self._names = {group.group_name: name for group, name in groups.items()}
+        self._before = before
+        self._inside = threading.local()
+        self._originals: dict[str, Any] = {}
+
+    def __enter__(self) -> Collectives:
+        for method in METHODS:
+            original = getattr(dist.ProcessGroup, method, None)
+            if original is not None:
+                # As the class holds it: what getattr gives would no longer bind to its group.
+                self._originals[method] = vars(dist.ProcessGroup)[method]
+                setattr(dist.ProcessGroup, method, self._watching(method, original))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for method, original in self._originals.items():
+            setattr(dist.ProcessGroup, method, original)
+        self._originals.clear()
+
+    def _watching(self, method: str, original: Any) -> Any:
+        @functools.wraps(original)
+        def watched(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._inside, "a_call", False):  # one method may be written by another
+                return original(group, *args, **kwargs)
+            self._inside.a_call = True
+            try:
+                call = self._describe(group, METHODS[method], (*args, *kwargs.values()))
+                if self._before is not None:
+                    self._before(call)
+                self.calls.append(call)
+                return original(group, *args, **kwargs)
+            finally:
+                self._inside.a_call = False
+
+        return watched
+
+    def _describe(self, group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...]) -> Call:
+        tensors = list(_tensors(arguments))
+        options = [getattr(argument, "reduceOp", None) for argument in arguments]
+        op = next((_op_name(option) for option in options if option is not None), "")
+        return Call(
+            self._names.get(group.group_name, "other"),
+            name,
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            op,
+        )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _op_name(op: Any) -> str:
+    """SUM of ``ReduceOp.SUM`` and of the object that wraps it in the options."""
+    for name in ("SUM", "MAX", "MIN", "PRODUCT", "AVG"):
+        if op == getattr(dist.ReduceOp, name):
+            return name
+    return str(op)
+
+
+class RandomDelays:
+    """Sleeps before some collectives, on the host and, with ``device``, on its current stream.
+
+    Args:
+        seed: give every rank another one.
+        longest_s: delays are uniform between 0 and this.
+        share: of the collectives that are delayed.
+        device: a CUDA device whose current stream is delayed as well, independently.
+    """
+
+    #: Clock of an H100 or H200 under load, for sleeps that are counted in its cycles.
+    CYCLES_PER_S = 1.7e9
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        longest_s: float,
+        share: float = 1.0,
+        device: torch.device | None = None,
+    ) -> None:
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+        self._share = share
+        self._on_device = device is not None and device.type == "cuda"
+
+    def __call__(self, call: Call) -> None:
+        if self._random.random() < self._share:
+            time.sleep(self._random.uniform(0.0, self._longest_s))
+        if self._on_device and self._random.random() < self._share:
+            seconds = self._random.uniform(0.0, self._longest_s)
+            torch.cuda._sleep(int(seconds * self.CYCLES_PER_S))  # type: ignore[attr-defined]
+
+
+def first_difference(by_rank: list[list[Call]]) -> str:
+    """'' where every rank issued the same calls in the same order, else the first that differ."""
+    for index in range(max(map(len, by_rank), default=0)):
+        here = [str(calls[index]) if index < len(calls) else "nothing more" for calls in by_rank]
+        if len(set(here)) > 1:
+            told = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(here))
+            return f"collective {index} differs: {told}"
+    return ""

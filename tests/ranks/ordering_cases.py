@@ -1,0 +1,291 @@
+"""Every rank issues the same collectives in the same order, whatever its timing and its data.
+
+A head beside a data-parallel group: parameters are gathered over it under the head's forward, and a
+hook in the backward launches its gradients' all-reduce, as Megatron's overlaps do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, upstream_guard
+from megatron_fused_ce.strategies import KeepOrRecompute
+from megatron_fused_ce.testing.collectives import (
+    Call,
+    Collectives,
+    RandomDelays,
+    first_difference,
+)
+from tests.ranks.runner import Rank
+
+NUM_CHUNKS = 4
+SEQUENCE, BATCH, HIDDEN, VOCAB = 48, 2, 16, 512
+STRATEGIES = ("store", "eager", "recompute", "mixed")
+
+#: With four chunks some 30 collectives a step: a step of tens of milliseconds, each rank far out of
+#: step with the others.
+LONGEST_DELAY_S = 3e-3
+NUM_DISTURBED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """TP and DP sizes and how the head is called."""
+
+    tp: int
+    strategy: str
+    sequence_parallel: bool
+    logit_pass: str = "rows"
+    kind: str = "plain"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's two communicators; at TP 4 the second one runs over the same ranks."""
+
+    tp: dist.ProcessGroup
+    tp_rank: int
+    beside: dist.ProcessGroup
+    beside_rank: int
+
+    @property
+    def names(self) -> dict[dist.ProcessGroup, str]:
+        return {self.tp: "tp", self.beside: "dp"}
+
+
+@functools.cache
+def groups_of(rank: Rank, tp: int) -> Groups:
+    """Made once for the whole run, in the same order on every rank."""
+    everyone = list(range(rank.size))
+    tp_groups = [everyone[i : i + tp] for i in range(0, rank.size, tp)]
+    dp_groups = [everyone] if tp == rank.size else [everyone[i::tp] for i in range(tp)]
+    mine = []
+    for members_of_each in (tp_groups, dp_groups):
+        for members in members_of_each:
+            group = dist.new_group(members)
+            if rank.rank in members:
+                mine += [group, members.index(rank.rank)]
+    return Groups(*mine)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What one data-parallel rank trains on; hidden states and weight of this rank."""
+
+    source: torch.Tensor  # [s, b, H], goes through one layer before the head
+    weight: torch.Tensor  # [V, H]
+    labels: torch.Tensor  # [b, s]
+    token_weights: torch.Tensor  # [b, s] fp32
+
+
+def make_data(rank: Rank, groups: Groups, setup: Setup, dtype: torch.dtype) -> Data:
+    """``setup.kind``: plain, or one of the ways in which data may tempt a rank to skip something."""
+    generator = torch.Generator().manual_seed(100 + groups.beside_rank * (setup.tp < rank.size))
+    source = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator) / HIDDEN**0.5
+    labels = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
+    token_weights = torch.rand(BATCH, SEQUENCE, generator=generator) + 0.5
+    rows = VOCAB // setup.tp
+    if setup.kind == "labels on one shard":
+        labels = labels % rows + VOCAB - rows
+    elif setup.kind == "labels out of range":
+        labels = torch.where(labels % 2 == 0, -100, VOCAB + labels)
+    elif setup.kind == "weights of zero":
+        token_weights = torch.zeros_like(token_weights)
+    elif setup.kind == "NaN on one shard":
+        weight[VOCAB - 1] = float("nan")
+    elif setup.kind == "NaN in one rank's tokens":
+        source[SEQUENCE - 1] = float("nan")
+    shard = weight[groups.tp_rank * rows : (groups.tp_rank + 1) * rows]
+    part = source
+    if setup.sequence_parallel:
+        part = source.chunk(setup.tp)[groups.tp_rank]
+    return Data(
+        part.to(rank.device, dtype),
+        shard.to(rank.device, dtype),
+        labels.to(rank.device),
+        token_weights.to(rank.device),
+    )
+
+
+def train_step(rank: Rank, groups: Groups, setup: Setup, data: Data) -> list[torch.Tensor]:
+    """Loss and both parameters' gradients, reduced over the second communicator."""
+    torch.manual_seed(9)
+    layer = (torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5).to(data.source).requires_grad_()
+    weight = data.weight.clone().requires_grad_()
+    pending = []
+
+    def reduce(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        pending.append(dist.all_reduce(parameter.grad, group=groups.beside, async_op=True))
+
+    weight.register_post_accumulate_grad_hook(reduce)
+    layer.register_post_accumulate_grad_hook(reduce)
+    gathered = torch.ones(HIDDEN, device=rank.device)
+    under_way = dist.all_reduce(gathered, group=groups.beside, async_op=True)
+    config = FusedCEConfig(
+        strategy="store" if setup.strategy == "mixed" else setup.strategy,
+        num_chunks=NUM_CHUNKS,
+        logit_pass=setup.logit_pass,
+    )
+    loss = fused_linear_cross_entropy(
+        data.source @ layer,
+        weight,
+        data.labels,
+        tp_group=groups.tp,
+        sequence_parallel=setup.sequence_parallel,
+        token_weights=data.token_weights if setup.strategy == "eager" else None,
+        config=config,
+    )
+    under_way.wait()
+    (loss * data.token_weights).sum().backward()
+    assert len(pending) == 2
+    for work in pending:
+        work.wait()
+    upstream_guard.check()
+    assert weight.grad is not None and layer.grad is not None
+    return [loss.detach(), weight.grad, layer.grad, gathered]
+
+
+@contextlib.contextmanager
+def strategy_in_place(setup: Setup) -> Iterator[None]:
+    """``mixed`` is otherwise the planner's choice, for budgets of whole MiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        if setup.strategy == "mixed":
+            mixed = KeepOrRecompute("mixed", NUM_CHUNKS // 2)
+            patch.setattr(op, "strategy_of", lambda *args: mixed)
+        yield
+
+
+def dtype_of(rank: Rank, setup: Setup) -> torch.dtype:
+    """The exponentiating product runs in bf16 on GPUs and in fp32 by Triton's interpreter."""
+    on_gpu = rank.device.type == "cuda"
+    return torch.bfloat16 if on_gpu or setup.logit_pass == "rows" else torch.float32
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def disturbed_timing(rank: Rank, setup: Setup) -> None:
+    """Random sleeps before every collective, other ones on each rank: the same bits come out."""
+    groups = groups_of(rank, setup.tp)
+    data = make_data(rank, groups, setup, dtype_of(rank, setup))
+    with strategy_in_place(setup):
+        train_step(rank, groups, setup, data)  # a group's first call compares shapes besides
+        with Collectives(groups.names) as quiet:
+            expected = train_step(rank, groups, setup, data)
+        for repeat in range(NUM_DISTURBED_STEPS):
+            delays = RandomDelays(
+                1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device
+            )
+            with Collectives(groups.names, before=delays) as disturbed:
+                got = train_step(rank, groups, setup, data)
+            assert disturbed.calls == quiet.calls
+            for name, a, b in zip(
+                ("loss", "grad_weight", "the layer's gradient", "gathered"),
+                got,
+                expected,
+                strict=True,
+            ):
+                assert torch.equal(bits(a), bits(b)), f"{name} differs in repeat {repeat}"
+    assert all(torch.isfinite(tensor).all() for tensor in expected)
+    check_calls_of_a_step(setup, quiet.calls)
+
+
+def check_calls_of_a_step(setup: Setup, calls: list[Call]) -> None:
+    """What was watched is a whole step: the second communicator's, and each chunk's own."""
+    beside = [call for call in calls if call.group == "dp"]
+    assert [call.name for call in beside] == ["all_reduce"] * 3
+    assert all(call.group in ("tp", "dp") for call in calls)
+    reduction = "reduce_scatter" if setup.sequence_parallel else "all_reduce"
+    part = (SEQUENCE // (setup.tp if setup.sequence_parallel else 1)) * BATCH // NUM_CHUNKS
+    reduced = [call for call in calls if call.group == "tp" and call.name == reduction]
+    reduced = [call for call in reduced if call.shapes[0] == (part, HIDDEN)]
+    assert len(reduced) == NUM_CHUNKS, f"{len(reduced)} reductions of grad_hidden"
+    if setup.sequence_parallel:
+        gathers = [call for call in calls if (part, HIDDEN) in call.shapes[1:]]
+        gathers = [call for call in gathers if call.name == "all_gather"]
+        passes = 1 if setup.strategy == "eager" else 2
+        assert len(gathers) == passes * NUM_CHUNKS, f"{len(gathers)} gathers of hidden states"
+
+
+KINDS = (
+    "labels on one shard",
+    "labels out of range",
+    "weights of zero",
+    "NaN on one shard",
+    "NaN in one rank's tokens",
+)
+
+
+def same_order_whatever_the_data(rank: Rank, setup: Setup) -> None:
+    """One sequence of (group, collective, shapes, dtype, operation) for all ranks and all data."""
+    groups = groups_of(rank, setup.tp)
+    sequences: dict[str, list[Call]] = {}
+    with strategy_in_place(setup):
+        for kind in ("plain", *KINDS):
+            of_kind = Setup(setup.tp, setup.strategy, setup.sequence_parallel, kind=kind)
+            data = make_data(rank, groups, of_kind, dtype_of(rank, setup))
+            if kind == "plain":
+                train_step(rank, groups, of_kind, data)
+            with Collectives(groups.names) as issued:
+                train_step(rank, groups, of_kind, data)
+            sequences[kind] = issued.calls
+    by_rank: list[Any] = [None] * rank.size
+    dist.all_gather_object(by_rank, sequences)
+    for kind in sequences:
+        difference = first_difference([told[kind] for told in by_rank])
+        assert not difference, f"{kind}: {difference}"
+        assert sequences[kind] == sequences["plain"], (
+            f"{kind}: {first_difference([sequences[kind], sequences['plain']])}"
+        )
+    check_calls_of_a_step(setup, sequences["plain"])
+
+
+def another_order_is_seen(rank: Rank) -> None:
+    """The check itself: a rank that issues two collectives the other way round is named."""
+    groups = groups_of(rank, 2)
+    a, b = (torch.ones(4, device=rank.device) for _ in range(2))
+    with Collectives(groups.names) as issued:
+        launches = [
+            lambda: dist.all_reduce(a, group=groups.tp, async_op=True),
+            lambda: dist.all_reduce(b, group=groups.beside, async_op=True),
+        ]
+        if rank.rank == rank.size - 1 and rank.device.type == "cpu":
+            launches.reverse()
+        for work in [launch() for launch in launches]:
+            work.wait()
+    by_rank: list[Any] = [None] * rank.size
+    dist.all_gather_object(by_rank, issued.calls)
+    difference = first_difference(by_rank)
+    assert ("collective 0 differs" in difference) == (rank.device.type == "cpu"), difference
+    shorter = first_difference([by_rank[0], by_rank[0][:1]])
+    assert "rank 1: nothing more" in shorter
+    assert torch.equal(a, torch.full_like(a, 2.0))
+
+
+CASES: dict[str, Any] = {"another order is seen": another_order_is_seen}
+for _tp in (2, 4):
+    for _strategy in STRATEGIES:
+        for _sp in (False, True):
+            _setup = Setup(_tp, _strategy, _sp)
+            _name = f"TP {_tp}, {_strategy}, sp={_sp}"
+            CASES[f"disturbed timing: {_name}"] = functools.partial(disturbed_timing, setup=_setup)
+            CASES[f"same order whatever the data: {_name}"] = functools.partial(
+                same_order_whatever_the_data, setup=_setup
+            )
+    CASES[f"disturbed timing: TP {_tp}, eager, sp=True, exponentiating product"] = (
+        functools.partial(disturbed_timing, setup=Setup(_tp, "eager", True, "exp"))
+    )
+    CASES[f"disturbed timing: TP {_tp}, mixed, sp=True, exponentiating product"] = (
+        functools.partial(disturbed_timing, setup=Setup(_tp, "mixed", True, "exp"))
+    )
