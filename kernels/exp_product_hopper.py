@@ -12,6 +12,12 @@ Predicted over cuBLAS's product: 1.03 at H = 4096 with half of it hidden. Measur
 (8192 x H x V, one run, median of 9): H = 4096, V = 128256: 1.005 (no output: 0.978); H = 2048,
 V = 151936: 0.954 (0.940), where cuBLAS itself is 1.08 times this kernel without an epilogue. More of it
 is hidden than predicted: the ring of four lets a warpgroup run 2048 cycles ahead.
+
+Tiles are handed out by a counter in global memory: a program that starts late, because NCCL's kernels
+hold its SM, takes fewer of them. The loader asks for its next tile while it loads the present one and
+puts the number into shared memory beside the tile's first slot, whose barrier the consumers wait for
+anyway: nobody waits for the atomic, and no barrier is added. Every tile is computed by itself and
+written by one program: results do not depend on the order.
 """
 
 from __future__ import annotations
@@ -50,6 +56,12 @@ LARGEST_GROUP = 16
 #: Registers of a consumer's thread; the loader keeps 24. 168 * 384 are there.
 CONSUMER_REGISTERS = 240
 LOADER_REGISTERS = 24
+#: Slots before a tile's end at which its loader asks for the next tile: 8 * 1024 cycles, 5 us, for an
+#: atomic of about 1 us. Not earlier: all programs have then begun their first tile, so that the tiles
+#: in flight stay neighbours, and a program that starts late finds more left.
+CLAIM_AHEAD = gl.constexpr(8)
+#: Tiles are taken from a counter (else: every program has a fixed share).
+DYNAMIC = True
 
 STATISTICS = gl.constexpr(0)
 GRADIENTS = gl.constexpr(1)
@@ -86,7 +98,42 @@ def _larger_first(value, index, other, other_index):
 
 
 @gluon.jit
-def _loader(
+def _claim(next_tile_ptr):
+    """Ask for a tile: lane 0's element is the answer. Nothing waits for it before :func:`_answer`."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    ones = gl.full([32], 1, gl.int32, lane.type.layout)
+    return gl.atomic_add(next_tile_ptr + lane, ones, mask=lane == 0, sem="relaxed")
+
+
+@gluon.jit
+def _answer(claim):
+    """The tile of :func:`_claim`, on all lanes."""
+    lane = gl.arange(0, 32, claim.type.layout)
+    return gl.reduce(gl.where(lane == 0, claim, 0), 0, _plus)
+
+
+@gluon.jit
+def _tell(tile_ids, empty, step, tile):
+    """Put the tile's number beside the slot of its first step: whoever sees that slot full sees it."""
+    slot = step % NUM_SLOTS
+    mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    tile_ids.index(slot).store(gl.full([1], tile, gl.int32, layout))
+    # All lanes have stored before one of them arrives at the slot's barrier.
+    _barrier()
+
+
+@gluon.jit
+def _told(tile_ids, full, step):
+    """Wait for a tile's first slot and read the tile's number there."""
+    slot = step % NUM_SLOTS
+    mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.reduce(tile_ids.index(slot).load(layout), 0, _plus)
+
+
+@gluon.jit
+def _fill(  # steps first_k to last_k of a tile; returns the step after them
     tokens_desc,
     weight_desc,
     upper_slots,
@@ -94,27 +141,71 @@ def _loader(
     weight_slots,
     full,
     empty,
+    m,
+    n,
+    first_k,
+    last_k,
+    step,
+):
+    for k in range(first_k, last_k):
+        slot = step % NUM_SLOTS
+        mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
+        bar = full.index(slot)
+        mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
+        _tma_load(tokens_desc, [m * BLOCK_M, k * BLOCK_K], bar, upper_slots.index(slot))
+        _tma_load(tokens_desc, [m * BLOCK_M + HALF_M, k * BLOCK_K], bar, lower_slots.index(slot))
+        _tma_load(weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, weight_slots.index(slot))
+        step += 1
+    return step
+
+
+@gluon.jit
+def _loader(
+    tokens_desc,
+    weight_desc,
+    next_tile_ptr,
+    upper_slots,
+    lower_slots,
+    weight_slots,
+    tile_ids,
+    full,
+    empty,
     num_m,
     num_n,
     num_k,
     NUM_PROGRAMS: gl.constexpr,
     GROUP_M: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ):
     """One warp: fills the ring, slot by slot, ahead of the consumers and across tiles."""
     step = 0
-    for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
-        m, n = _tile_of(tile, num_m, num_n, GROUP_M)
-        for k in range(num_k):
-            slot = step % NUM_SLOTS
-            mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
-            bar = full.index(slot)
-            mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-            _tma_load(tokens_desc, [m * BLOCK_M, k * BLOCK_K], bar, upper_slots.index(slot))
-            _tma_load(
-                tokens_desc, [m * BLOCK_M + HALF_M, k * BLOCK_K], bar, lower_slots.index(slot)
-            )
-            _tma_load(weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, weight_slots.index(slot))
-            step += 1
+    if DYNAMIC:
+        num_tiles = num_m * num_n
+        early = gl.maximum(num_k - CLAIM_AHEAD, 0)
+        tile = _answer(_claim(next_tile_ptr))
+        while tile < num_tiles:
+            m, n = _tile_of(tile, num_m, num_n, GROUP_M)
+            _tell(tile_ids, empty, step, tile)
+            step = _fill(
+                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
+                m, n, 0, early, step,
+            )  # fmt: skip
+            claim = _claim(next_tile_ptr)
+            step = _fill(
+                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
+                m, n, early, num_k, step,
+            )  # fmt: skip
+            tile = _answer(claim)
+        # A number past the last tile's, in a slot without anything else, ends the consumers.
+        _tell(tile_ids, empty, step, tile)
+        mbarrier.arrive(full.index(step % NUM_SLOTS), count=1)
+    else:
+        for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+            m, n = _tile_of(tile, num_m, num_n, GROUP_M)
+            step = _fill(
+                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
+                m, n, 0, num_k, step,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -129,7 +220,9 @@ def _store_half(out_desc, half, staging, row, column):
 
 
 @gluon.jit
-def _consumer(
+def _consume_tile(
+    tile,
+    step,
     out_desc,
     label_ptr,
     reference_ptr,  # STATISTICS: reference2; GRADIENTS: the row maximum, in powers of two
@@ -153,90 +246,149 @@ def _consumer(
     logit_scale,
     scale2,
     FIRST_ROW: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    MODE: gl.constexpr,
+    WRITE: gl.constexpr,
+    WITH_ARGMAX: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+):
+    """64 rows of one tile, whose first slot is full (DYNAMIC); returns the step after its last."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
+    m, n = _tile_of(tile, num_m, num_n, GROUP_M)
+    first_row = m * BLOCK_M + FIRST_ROW
+    first_column = n * BLOCK_N
+    # Row vectors first: their latency hides under the products.
+    rows = first_row + gl.arange(0, HALF_M, ROWS)
+    inside = rows < num_rows
+    reference = gl.load(reference_ptr + rows, mask=inside, other=0.0)
+    label = gl.load(label_ptr + rows, mask=inside, other=-1) - first_column
+    label = gl.where((label >= 0) & (label < BLOCK_N), label, -1).to(gl.int32)
+    holds_label = gl.load(label_tiles_ptr + n * (2 * num_m) + first_row // HALF_M)
+    if MODE == GRADIENTS:
+        factor = gl.load(factor_ptr + rows, mask=inside, other=0.0)
+        at_label = gl.load(at_label_ptr + rows, mask=inside, other=0.0)
+
+    z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
+    slot = step % NUM_SLOTS
+    if not DYNAMIC:
+        mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
+    weights = weight_slots.index(slot).permute((1, 0))
+    z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
+    z = warpgroup_mma_wait(1, deps=[z])
+    step += 1
+    for _k in range(1, num_k):
+        slot = step % NUM_SLOTS
+        mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
+        weights = weight_slots.index(slot).permute((1, 0))
+        z = warpgroup_mma(token_slots.index(slot), weights, z, is_async=True)
+        z = warpgroup_mma_wait(1, deps=[z])
+        # All four warps are done with the slot before one thread gives it back.
+        _barrier()
+        mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
+        step += 1
+    z = warpgroup_mma_wait(0, deps=[z])
+    _barrier()
+    mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
+
+    if MODE == STATISTICS:
+        if (holds_label != 0) | (first_column + BLOCK_N > num_columns):
+            columns = gl.arange(0, BLOCK_N, COLUMNS)
+            is_label = columns[None, :] == label[:, None]
+            picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
+            gl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & (label >= 0))
+            left_out = is_label | ((columns + first_column)[None, :] >= num_columns)
+            z = gl.where(left_out, float("-inf"), z)
+        at = n.to(gl.int64) * num_rows + rows
+        if WITH_ARGMAX:
+            columns = gl.arange(0, BLOCK_N, COLUMNS) + first_column
+            index = gl.zeros([HALF_M, BLOCK_N], gl.int32, ACC) + columns[None, :]
+            row_max, row_argmax = gl.reduce((z, index), 1, _larger_first)
+            gl.store(tile_argmax_ptr + at, row_argmax, mask=inside)
+        else:
+            row_max = gl.reduce(z, 1, _larger)
+        # logit_scale is above 0 here, so the maximum commutes with it.
+        tile_max = row_max * scale2 - reference
+        shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + reference
+        out = gl.exp2(z * scale2 - shift[:, None])
+        gl.store(tile_max_ptr + at, tile_max, mask=inside)
+        gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
+    else:
+        out = gl.exp2(z * scale2 - reference[:, None]) * factor[:, None]
+        if holds_label != 0:
+            columns = gl.arange(0, BLOCK_N, COLUMNS)
+            out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
+    if WRITE:
+        halves = gl.reshape(out.to(out_desc.dtype), (HALF_M, 2, BLOCK_N // 2))
+        left, right = gl.split(gl.permute(halves, (0, 2, 1)))
+        _store_half(out_desc, left, staging, first_row, first_column)
+        _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
+    return step
+
+
+@gluon.jit
+def _consumer(
+    out_desc,
+    label_ptr,
+    reference_ptr,  # STATISTICS: reference2; GRADIENTS: the row maximum, in powers of two
+    factor_ptr,
+    at_label_ptr,
+    label_tiles_ptr,
+    tile_max_ptr,
+    tile_sum_ptr,
+    tile_argmax_ptr,
+    label_logit_ptr,
+    token_slots,
+    weight_slots,
+    staging,
+    tile_ids,
+    full,
+    empty,
+    num_rows,
+    num_columns,
+    num_m,
+    num_n,
+    num_k,
+    logit_scale,
+    scale2,
+    FIRST_ROW: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
     step = 0
-    for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
-        m, n = _tile_of(tile, num_m, num_n, GROUP_M)
-        first_row = m * BLOCK_M + FIRST_ROW
-        first_column = n * BLOCK_N
-        # Row vectors first: their latency hides under the products.
-        rows = first_row + gl.arange(0, HALF_M, ROWS)
-        inside = rows < num_rows
-        reference = gl.load(reference_ptr + rows, mask=inside, other=0.0)
-        label = gl.load(label_ptr + rows, mask=inside, other=-1) - first_column
-        label = gl.where((label >= 0) & (label < BLOCK_N), label, -1).to(gl.int32)
-        holds_label = gl.load(label_tiles_ptr + n * (2 * num_m) + first_row // HALF_M)
-        if MODE == GRADIENTS:
-            factor = gl.load(factor_ptr + rows, mask=inside, other=0.0)
-            at_label = gl.load(at_label_ptr + rows, mask=inside, other=0.0)
-
-        z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
-        slot = step % NUM_SLOTS
-        mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
-        weights = weight_slots.index(slot).permute((1, 0))
-        z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
-        z = warpgroup_mma_wait(1, deps=[z])
-        step += 1
-        for _k in range(1, num_k):
-            slot = step % NUM_SLOTS
-            mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
-            weights = weight_slots.index(slot).permute((1, 0))
-            z = warpgroup_mma(token_slots.index(slot), weights, z, is_async=True)
-            z = warpgroup_mma_wait(1, deps=[z])
-            # All four warps are done with the slot before one thread gives it back.
-            _barrier()
-            mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
-            step += 1
-        z = warpgroup_mma_wait(0, deps=[z])
-        _barrier()
-        mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
-
-        if MODE == STATISTICS:
-            if (holds_label != 0) | (first_column + BLOCK_N > num_columns):
-                columns = gl.arange(0, BLOCK_N, COLUMNS)
-                is_label = columns[None, :] == label[:, None]
-                picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
-                gl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & (label >= 0))
-                left_out = is_label | ((columns + first_column)[None, :] >= num_columns)
-                z = gl.where(left_out, float("-inf"), z)
-            at = n.to(gl.int64) * num_rows + rows
-            if WITH_ARGMAX:
-                columns = gl.arange(0, BLOCK_N, COLUMNS) + first_column
-                index = gl.zeros([HALF_M, BLOCK_N], gl.int32, ACC) + columns[None, :]
-                row_max, row_argmax = gl.reduce((z, index), 1, _larger_first)
-                gl.store(tile_argmax_ptr + at, row_argmax, mask=inside)
-            else:
-                row_max = gl.reduce(z, 1, _larger)
-            # logit_scale is above 0 here, so the maximum commutes with it.
-            tile_max = row_max * scale2 - reference
-            shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + reference
-            out = gl.exp2(z * scale2 - shift[:, None])
-            gl.store(tile_max_ptr + at, tile_max, mask=inside)
-            gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
-        else:
-            out = gl.exp2(z * scale2 - reference[:, None]) * factor[:, None]
-            if holds_label != 0:
-                columns = gl.arange(0, BLOCK_N, COLUMNS)
-                out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
-        if WRITE:
-            halves = gl.reshape(out.to(out_desc.dtype), (HALF_M, 2, BLOCK_N // 2))
-            left, right = gl.split(gl.permute(halves, (0, 2, 1)))
-            _store_half(out_desc, left, staging, first_row, first_column)
-            _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
+    if DYNAMIC:
+        num_tiles = num_m * num_n
+        tile = _told(tile_ids, full, step)
+        while tile < num_tiles:
+            step = _consume_tile(
+                tile, step,
+                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
+                weight_slots, staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
+                logit_scale, scale2, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
+            )  # fmt: skip
+            tile = _told(tile_ids, full, step)
+    else:
+        for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+            step = _consume_tile(
+                tile, step,
+                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
+                weight_slots, staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
+                logit_scale, scale2, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
+            )  # fmt: skip
     if WRITE:
         tma.store_wait(0)
 
 
-@gluon.jit
+# The counter is a slice of other zeros: its alignment differs from shape to shape.
+@gluon.jit(do_not_specialize_on_alignment=["next_tile_ptr"])
 def _product_kernel(
     tokens_desc,
     weight_desc,
@@ -246,6 +398,7 @@ def _product_kernel(
     factor_ptr,
     at_label_ptr,
     label_tiles_ptr,
+    next_tile_ptr,
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
@@ -260,6 +413,7 @@ def _product_kernel(
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ):
     num_m = gl.cdiv(num_rows, BLOCK_M)
     num_n = gl.cdiv(num_columns, BLOCK_N)
@@ -274,6 +428,8 @@ def _product_kernel(
     staged: gl.constexpr = [HALF_M, BLOCK_N // 2] if WRITE else [HALF_M, BLOCK_K]
     upper_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
     lower_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
+    one_each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    tile_ids = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS, 1], one_each)
     full = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(NUM_SLOTS):
@@ -286,20 +442,20 @@ def _product_kernel(
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, upper_slots, weight_slots,
-                upper_staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
+                upper_staging, tile_ids, full, empty, num_rows, num_columns, num_m, num_n, num_k,
                 logit_scale, scale2,
-                0, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+                0, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
             )),
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, lower_slots, weight_slots,
-                lower_staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
+                lower_staging, tile_ids, full, empty, num_rows, num_columns, num_m, num_n, num_k,
                 logit_scale, scale2,
-                64, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+                64, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
             )),
             (_loader, (
-                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots,
-                full, empty, num_m, num_n, num_k, NUM_PROGRAMS, GROUP_M,
+                tokens_desc, weight_desc, next_tile_ptr, upper_slots, lower_slots, weight_slots,
+                tile_ids, full, empty, num_m, num_n, num_k, NUM_PROGRAMS, GROUP_M, DYNAMIC,
             )),
         ],
         [4, 1],
@@ -324,6 +480,7 @@ def _launch(
     out: Tensor | None,
     labels: Tensor,
     label_tiles: Tensor,
+    next_tile: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
     tiles: tuple[Tensor, Tensor, Tensor, Tensor],
     logit_scale: float,
@@ -340,6 +497,7 @@ def _launch(
         labels,
         *rows,
         label_tiles,
+        next_tile,
         *tiles,
         tokens.shape[0],
         weight.shape[0],
@@ -351,6 +509,7 @@ def _launch(
         MODE=mode,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
+        DYNAMIC=DYNAMIC,
         num_warps=4,
         maxnreg=168,
     )
@@ -362,6 +521,7 @@ def exp_product(
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     reference2: Tensor,  # [C] fp32
     label_tiles: Tensor,  # int32, from exp_rows.row_prologue: half tiles that hold a label
+    next_tile: Tensor,  # int32 [1], 0: the counter that hands out the tiles; used up here
     logit_scale: float,  # above 0
     out: Tensor | None,  # [C, V] bf16
     with_argmax: bool = False,
@@ -378,6 +538,7 @@ def exp_product(
         out,
         labels,
         label_tiles,
+        next_tile,
         (reference2, reference2, reference2),
         (tile_max, tile_sum, label_tiles if tile_argmax is None else tile_argmax, label_logit),
         logit_scale,
@@ -392,6 +553,7 @@ def gradient_product(
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64
     label_tiles: Tensor,  # int32, from exp_rows.row_prologue
+    next_tile: Tensor,  # int32 [1], 0: see exp_product
     max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
     at_label: Tensor,  # [C] fp32: the label's gradient
@@ -405,6 +567,7 @@ def gradient_product(
         out,
         labels,
         label_tiles,
+        next_tile,
         (max2, factor, at_label),
         (max2, max2, label_tiles, max2),
         logit_scale,

@@ -25,7 +25,7 @@ def descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
 
 
-def compiled(mode: int, write: bool, with_argmax: bool):
+def compiled(mode: int, write: bool, with_argmax: bool, dynamic: bool = True):
     half, block_n, block_k = (int(x) for x in (hopper.HALF_M, hopper.BLOCK_N, hopper.BLOCK_K))
     types = {
         "tokens_desc": descriptor(half, block_k),
@@ -33,6 +33,7 @@ def compiled(mode: int, write: bool, with_argmax: bool):
         "out_desc": descriptor(half, block_n // 2) if write else descriptor(half, block_k),
         "label_ptr": "*i64",
         "label_tiles_ptr": "*i32",
+        "next_tile_ptr": "*i32",
         "tile_argmax_ptr": "*i32",
         "num_rows": "i32",
         "num_columns": "i32",
@@ -40,7 +41,10 @@ def compiled(mode: int, write: bool, with_argmax: bool):
         "logit_scale": "fp32",
         "scale2": "fp32",
     }
-    constants = dict(NUM_PROGRAMS=132, GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax)
+    constants = dict(
+        NUM_PROGRAMS=132, GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax,
+        DYNAMIC=dynamic,
+    )  # fmt: skip
     names = hopper._product_kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names
@@ -66,7 +70,9 @@ def main() -> int:
         print(f"mode {mode} write {write} argmax {with_argmax}: {shared} bytes of shared memory")
         if shared > SHARED_MEMORY:
             return 1
-        if "wgmma.mma_async" not in kernel.asm["ptx"]:
+        # One atomic for the first tile and one for the next.
+        asm = kernel.asm["ptx"]
+        if "wgmma.mma_async" not in asm or asm.count("atom.global.gpu.relaxed.add") != 2:
             return 1
     return 0
 
