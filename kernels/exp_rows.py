@@ -27,27 +27,33 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.exp_product import HEADROOM
-from megatron_fused_ce.row_ops import LOG2_E, RowStatistics, TileStatistics, TokenTerms
+from megatron_fused_ce.row_ops import LOG2_E, NOT_HERE, Merged, RowStatistics, TileStatistics
 
-#: Rows of the weight whose logits give a row's reference, spread over the shard: any real rows do.
+#: Rows of the whole weight whose logits give a token's reference, spread over it: any real rows do.
 SAMPLED_ROWS = 64
 
-#: A shard whose row stands further than this below the whole vocabulary (log2 of its unit) has the unit
-#: folded into ``E``: the label's entry, ``-others`` in this shard's unit, would overflow otherwise.
+#: A token whose other logits stand further than this below the largest (log2 of its unit) has the unit
+#: folded into ``E``: the unit by itself would underflow.
 FAR_BELOW = tl.constexpr(-60.0)
+_NOT_HERE = tl.constexpr(NOT_HERE)
 
 #: Tokens and columns of the product's half tiles, whose labels row_prologue marks.
 HALF_TILE_ROWS = 64
 TILE_COLUMNS = 256
 
 
+class TileTable(NamedTuple):
+    """What the product needs to know of its tiles beforehand; int32, made anew for every launch."""
+
+    holds_label: Tensor  # [V / 256, 2 * ceil(C / 128)]: 1 where 64 rows hold a label of the tile
+    next_tile: Tensor  # [1]: 0, the counter that the Hopper form hands its tiles out by
+
+
 class RowPrologue(NamedTuple):
     """What the product needs to know of its rows beforehand."""
 
     reference2: Tensor  # [C] fp32: largest sampled logit, in powers of two
-    label_tiles: (
-        Tensor  # [V / 256, 2 * ceil(C / 128)] int32: 1 where 64 rows hold a label of the tile
-    )
+    tiles: TileTable
 
 
 @triton.jit
@@ -119,9 +125,7 @@ def _combine_tiles_kernel(
     tile_argmax_ptr,  # [num_tiles, C] int32
     label_ptr,  # [C] int64
     label_logit_ptr,  # [C] fp32
-    row_max_ptr,  # out: largest logit of the shard, label included (natural units)
-    row_reference_ptr,  # out: what `others` is relative to (natural units)
-    others_ptr,  # out
+    shard_ptr,  # [4, C] fp32, out, natural units: row_ops.RowStatistics.shard
     excess_ptr,  # out: the row's excess where its tiles differ in theirs, else -1
     argmax_ptr,  # out, int64
     num_rows,
@@ -167,9 +171,12 @@ def _combine_tiles_kernel(
     label_logit = tl.load(label_logit_ptr + rows, mask=inside, other=0.0)
     others_max = (reference + largest) * LN2
     own_wins = here & (label_logit >= others_max)
-    tl.store(row_max_ptr + rows, tl.where(own_wins, label_logit, others_max), mask=inside)
-    tl.store(row_reference_ptr + rows, (reference + row_excess) * LN2, mask=inside)
-    tl.store(others_ptr + rows, others, mask=inside)
+    row_max = tl.where(own_wins, label_logit, others_max)
+    label_logit = tl.where(here, label_logit, _NOT_HERE)
+    tl.store(shard_ptr + rows, row_max, mask=inside)
+    tl.store(shard_ptr + num_rows + rows, (reference + row_excess) * LN2, mask=inside)
+    tl.store(shard_ptr + 2 * num_rows + rows, others, mask=inside)
+    tl.store(shard_ptr + 3 * num_rows + rows, label_logit, mask=inside)
     tl.store(excess_ptr + rows, tl.where(lowest_excess < row_excess, row_excess, -1.0), mask=inside)
     if WITH_ARGMAX:
         first = tl.where(slot_max == largest[None, :], slot_best, num_columns)
@@ -182,11 +189,10 @@ def _seal_rows_kernel(
     e_ptr,  # [C, V], in and out
     label_ptr,  # [C] int64
     tile_max_ptr,  # [num_tiles, C]
-    row_reference_ptr,  # [C] fp32, natural units
+    own_reference_ptr,  # [C] fp32, natural units
     excess_ptr,  # [C] fp32
-    row_max_ptr,  # [C] fp32: over the whole vocabulary
-    inv_sum_ptr,  # [C] fp32
-    miss_ptr,  # [C] fp32
+    reference_ptr,  # [C] fp32, natural units: the largest of all shards
+    terms_ptr,  # [3, C] fp32: row_ops.TokenTerms
     unit_ptr,  # [C] fp32, out
     e_stride,
     num_rows,
@@ -194,21 +200,27 @@ def _seal_rows_kernel(
     num_tiles,
     TILE: tl.constexpr,
 ):
-    """One program per row: ``E`` in one unit over all its tiles, and the label's entry."""
+    """One program per row: ``E`` in one unit over all tiles and shards, and the label's entry."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     row_ptr = e_ptr + row * e_stride
     row_excess = tl.load(excess_ptr + row)
-    below_max = tl.load(row_reference_ptr + row) - tl.load(row_max_ptr + row)
-    log2_unit = below_max * LOG2E + tl.log2(tl.load(inv_sum_ptr + row))
+    own_reference = tl.load(own_reference_ptr + row)
+    reference = tl.load(reference_ptr + row)
+    row_max = tl.load(terms_ptr + row)
+    inv_sum = tl.load(terms_ptr + num_rows + row)
+    miss = tl.load(terms_ptr + 2 * num_rows + row)
+    log2_unit = (reference - row_max) * LOG2E + tl.log2(inv_sum)
     far_below = log2_unit < FAR_BELOW
     label = tl.load(label_ptr + row)
     here = (label >= 0) & (label < num_columns)
     unit = tl.where(far_below, 1.0, tl.exp2(log2_unit))
-    at_label = (-tl.load(miss_ptr + row) / unit).to(e_ptr.dtype.element_ty)
+    at_label = (-miss / unit).to(e_ptr.dtype.element_ty)
     mixed = row_excess >= 0.0
-    if far_below | mixed:
-        shift = tl.where(far_below, log2_unit, 0.0) - tl.where(mixed, row_excess, 0.0)
+    differs = own_reference != reference
+    if far_below | mixed | differs:
+        shift = (own_reference - reference) * LOG2E
+        shift += tl.where(far_below, log2_unit, 0.0) - tl.where(mixed, row_excess, 0.0)
         tile_ptr = tile_max_ptr + row
         for tile in range(0, num_tiles):
             tile_max = tl.load(tile_ptr)
@@ -255,64 +267,75 @@ def _add_scaled_kernel(total_ptr, addend_ptr, scale_ptr, numel, BLOCK: tl.conste
     tl.store(total_ptr + at, total + scale * tl.load(addend_ptr + at, mask=mask), mask=mask)
 
 
-def _no_label_tiles(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
+def _empty_table(num_rows: int, num_columns: int, device: torch.device) -> TileTable:
+    """No labels, no tile handed out."""
     halves = 2 * triton.cdiv(num_rows, 2 * HALF_TILE_ROWS)
-    return torch.zeros(
-        (triton.cdiv(num_columns, TILE_COLUMNS), halves), dtype=torch.int32, device=device
-    )
+    num_tiles = triton.cdiv(num_columns, TILE_COLUMNS)
+    # In one piece: the counter costs no launch of its own.
+    zeros = torch.zeros(num_tiles * halves + 1, dtype=torch.int32, device=device)
+    return TileTable(zeros[:-1].view(num_tiles, halves), zeros[-1:])
 
 
-def label_tiles(
+def tile_table(
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     num_columns: int,
-) -> Tensor:
-    """Where the half tiles are that hold a label, as :class:`RowPrologue` has it."""
+) -> TileTable:
+    """Where the half tiles are that hold a label."""
     num_rows = labels.shape[0]
-    marks = _no_label_tiles(num_rows, num_columns, labels.device)
+    table = _empty_table(num_rows, num_columns, labels.device)
     block_rows = 256
     _label_tiles_kernel[(triton.cdiv(num_rows, block_rows),)](
         labels,
-        marks,
+        table.holds_label,
         num_rows,
         num_columns,
-        marks.shape[1],
+        table.holds_label.shape[1],
         BLOCK_ROWS=block_rows,
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
     )
-    return marks
+    return table
+
+
+def sample_rows(weight: Tensor, num_sampled: int) -> Tensor:
+    """``[num_sampled, H]`` of the rows of ``weight`` ``[V, H]``, evenly spread; strided, mostly a view."""
+    num_rows = weight.shape[0]
+    if num_rows < num_sampled:
+        weight = weight.repeat(-(-num_sampled // num_rows), 1)
+        num_rows = weight.shape[0]
+    return weight[:: num_rows // num_sampled][:num_sampled]
 
 
 def row_prologue(
     tokens: Tensor,  # [C, H]
-    weight: Tensor,  # [V, H]
+    sample: Tensor,  # [S, H]: rows of the weight, unit column stride
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
+    num_columns: int,
     logit_scale: float,
 ) -> RowPrologue:
     """A reference for every row, and which tiles hold labels."""
-    num_rows, num_columns = tokens.shape[0], weight.shape[0]
-    sample = weight[:: max(1, num_columns // SAMPLED_ROWS)][:SAMPLED_ROWS]
+    num_rows, num_sampled = tokens.shape[0], sample.shape[0]
     sample_logits = torch.mm(tokens, sample.t())
     reference2 = torch.empty(num_rows, dtype=torch.float32, device=tokens.device)
-    marks = _no_label_tiles(num_rows, num_columns, tokens.device)
+    table = _empty_table(num_rows, num_columns, tokens.device)
     block_rows = 32
     _row_prologue_kernel[(triton.cdiv(num_rows, block_rows),)](
         sample_logits,
         labels,
         reference2,
-        marks,
+        table.holds_label,
         num_rows,
         num_columns,
-        sample.shape[0],
-        marks.shape[1],
+        num_sampled,
+        table.holds_label.shape[1],
         logit_scale * LOG2_E,
         BLOCK_ROWS=block_rows,
-        SAMPLED=SAMPLED_ROWS,
+        SAMPLED=triton.next_power_of_2(num_sampled),
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
         num_warps=4,
     )
-    return RowPrologue(reference2, marks)
+    return RowPrologue(reference2, table)
 
 
 def combine_tiles(
@@ -323,8 +346,8 @@ def combine_tiles(
 ) -> RowStatistics:
     """Statistics of every row from those of its tiles."""
     num_tiles, num_rows = tiles.tile_max.shape
-    row_max = torch.empty_like(prologue.reference2)
-    reference, others, excess = (torch.empty_like(row_max) for _ in range(3))
+    shard = torch.empty((4, num_rows), dtype=torch.float32, device=labels.device)
+    excess = torch.empty_like(prologue.reference2)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
     block_rows = 16 if num_rows > 4096 else 8
@@ -335,9 +358,7 @@ def combine_tiles(
         tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
         labels,
         tiles.label_logit,
-        row_max,
-        reference,
-        others,
+        shard,
         excess,
         labels if argmax is None else argmax,
         num_rows,
@@ -348,7 +369,7 @@ def combine_tiles(
         WITH_ARGMAX=argmax is not None,
         num_warps=8,
     )
-    return RowStatistics(row_max, reference, others, tiles.label_logit, argmax, excess)
+    return RowStatistics(shard, argmax, excess)
 
 
 def seal_rows(
@@ -356,25 +377,24 @@ def seal_rows(
     labels: Tensor,  # [C] int64
     tiles: TileStatistics,
     stats: RowStatistics,
-    terms: TokenTerms,
+    merged: Merged,
 ) -> Tensor:
-    """Bring every row of ``E`` into one unit and write the label's entry.
+    """Bring every row of ``E`` into one unit over all shards and write the label's entry.
 
     Afterwards ``unit * E`` is the gradient of the loss with respect to the logits, for an upstream
-    gradient of 1. Returns the unit, fp32 ``[C]``.
+    gradient of 1. Returns the unit, fp32 ``[C]``, the same on every rank.
     """
     assert stats.excess is not None
     num_rows, num_columns = e.shape
-    unit = torch.empty_like(stats.row_max)
+    unit = torch.empty_like(stats.excess)
     _seal_rows_kernel[(num_rows,)](
         e,
         labels,
         tiles.tile_max,
         stats.reference,
         stats.excess,
-        terms.row_max,
-        terms.inv_sum,
-        terms.miss,
+        merged.reference,
+        merged.terms,
         unit,
         e.stride(0),
         num_rows,

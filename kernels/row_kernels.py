@@ -20,24 +20,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import RowStatistics, TokenTerms
+from megatron_fused_ce.row_ops import NOT_HERE, RowStatistics, TokenTerms
 
 #: Columns that one program of a kernel holds in registers at a time, and its warps.
 STATISTICS_BLOCK = 4096
 STATISTICS_WARPS = 8
 GRADIENT_BLOCK = 4096
 GRADIENT_WARPS = 8
+_NOT_HERE = tl.constexpr(NOT_HERE)
 
 
 @triton.jit
 def _row_statistics_kernel(
     logits_ptr,  # [C, V]
     label_ptr,  # [C] int64
-    max_ptr,  # [C] fp32
-    others_ptr,  # [C] fp32
-    label_logit_ptr,  # [C] fp32
+    shard_ptr,  # [4, C] fp32, out: row_ops.RowStatistics.shard
     argmax_ptr,  # [C] int64
     row_stride,
+    num_rows,
     num_columns,
     logit_scale,
     BLOCK: tl.constexpr,
@@ -68,9 +68,10 @@ def _row_statistics_kernel(
         running_max = new_max
     here = (label >= 0) & (label < num_columns)
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
-    tl.store(max_ptr + row, running_max)
-    tl.store(others_ptr + row, running_sum)
-    tl.store(label_logit_ptr + row, tl.where(here, label_logit, 0.0))
+    tl.store(shard_ptr + row, running_max)
+    tl.store(shard_ptr + num_rows + row, running_max)
+    tl.store(shard_ptr + 2 * num_rows + row, running_sum)
+    tl.store(shard_ptr + 3 * num_rows + row, tl.where(here, label_logit, _NOT_HERE))
     if WITH_ARGMAX:
         tl.store(argmax_ptr + row, best)
 
@@ -117,25 +118,22 @@ def row_statistics(
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit (fp32)."""
     num_rows, num_columns = logits.shape
-    row_max = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    others = torch.empty_like(row_max)
-    label_logit = torch.empty_like(row_max)
+    shard = torch.empty((4, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty_like(local_labels) if with_argmax else None
     _row_statistics_kernel[(num_rows,)](
         logits_ptr=logits,
         label_ptr=local_labels,
-        max_ptr=row_max,
-        others_ptr=others,
-        label_logit_ptr=label_logit,
+        shard_ptr=shard,
         argmax_ptr=local_labels if argmax is None else argmax,
         row_stride=logits.stride(0),
+        num_rows=num_rows,
         num_columns=num_columns,
         logit_scale=logit_scale,
         BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_columns)),
         WITH_ARGMAX=with_argmax,
         num_warps=STATISTICS_WARPS,
     )
-    return RowStatistics(row_max, row_max, others, label_logit, argmax)
+    return RowStatistics(shard, argmax)
 
 
 def row_gradients(

@@ -1,7 +1,8 @@
 """The ``[C]``-sized maths of row_ops in one launch each, instead of some eight elementwise ones.
 
-16 bytes read and 16 written a token: 0.3 MB at ``C = 8192``, all launch latency. Predicted: 2 us each
-where the elementwise launches took 30 us a chunk together (docs/design.md has the profile).
+16 bytes read of each shard and 20 written a token: 0.7 MB at ``C = 8192`` and 4 shards, all launch
+latency. Predicted: 2 us each where the elementwise launches took 30 us a chunk together (docs/design.md
+has the profile).
 """
 
 from __future__ import annotations
@@ -11,35 +12,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import RowStatistics
+from megatron_fused_ce.row_ops import NOT_HERE, Merged
 
 BLOCK = 256
+_NOT_HERE = tl.constexpr(NOT_HERE)
+
+
+@triton.jit
+def _addends(shard_ptr, rows, inside, num_rows, row_max):
+    """One shard's addends to (others, label, z_y - m): row_ops.shard_terms."""
+    reference = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
+    others = tl.load(shard_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
+    label_logit = tl.load(shard_ptr + 3 * num_rows + rows, mask=inside, other=0.0)
+    shifted = label_logit - row_max
+    here = label_logit != _NOT_HERE
+    rescaled = tl.where(others == 0.0, 0.0, others * tl.exp(reference - row_max))
+    rescaled = tl.where(row_max == float("inf"), float("nan"), rescaled)
+    return rescaled, tl.where(here, tl.exp(shifted), 0.0), tl.where(here, shifted, 0.0)
 
 
 @triton.jit
 def _shard_terms_kernel(
+    shard_ptr,  # [4, C] fp32: row_ops.RowStatistics.shard
     row_max_ptr,  # [C] fp32: over the whole vocabulary
-    reference_ptr,
-    others_ptr,
-    label_logit_ptr,
-    label_ptr,  # [C] int64
     terms_ptr,  # [3, C] fp32, out
     num_rows,
-    num_columns,
     BLOCK: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     row_max = tl.load(row_max_ptr + rows, mask=inside, other=0.0)
-    reference = tl.load(reference_ptr + rows, mask=inside, other=0.0)
-    others = tl.load(others_ptr + rows, mask=inside, other=0.0)
-    shifted = tl.load(label_logit_ptr + rows, mask=inside, other=0.0) - row_max
-    label = tl.load(label_ptr + rows, mask=inside, other=-1)
-    here = (label >= 0) & (label < num_columns)
-    rescaled = tl.where(others == 0.0, 0.0, others * tl.exp(reference - row_max))
-    tl.store(terms_ptr + rows, rescaled, mask=inside)
-    tl.store(terms_ptr + num_rows + rows, tl.where(here, tl.exp(shifted), 0.0), mask=inside)
-    tl.store(terms_ptr + 2 * num_rows + rows, tl.where(here, shifted, 0.0), mask=inside)
+    others, label, shifted = _addends(shard_ptr, rows, inside, num_rows, row_max)
+    tl.store(terms_ptr + rows, others, mask=inside)
+    tl.store(terms_ptr + num_rows + rows, label, mask=inside)
+    tl.store(terms_ptr + 2 * num_rows + rows, shifted, mask=inside)
 
 
 @triton.jit
@@ -48,6 +54,18 @@ def _log1p(x):
     u = 1.0 + x
     exact = u == 1.0
     return tl.where(exact, x, tl.log(u) * (x / tl.where(exact, 1.0, u - 1.0)))
+
+
+@triton.jit
+def _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
+    total = others + label
+    confident = label > others
+    ratio = others / tl.where(confident, label, 1.0)
+    loss = tl.where(confident, _log1p(ratio), tl.log(total) - shifted)
+    tl.store(loss_ptr + rows, loss, mask=inside)
+    tl.store(saved_ptr + rows, row_max, mask=inside)
+    tl.store(saved_ptr + num_rows + rows, 1.0 / total, mask=inside)
+    tl.store(saved_ptr + 2 * num_rows + rows, others / total, mask=inside)
 
 
 @triton.jit
@@ -61,38 +79,61 @@ def _token_loss_kernel(
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
+    row_max = tl.load(row_max_ptr + rows, mask=inside, other=0.0)
     others = tl.load(terms_ptr + rows, mask=inside, other=0.0)
     label = tl.load(terms_ptr + num_rows + rows, mask=inside, other=1.0)
     shifted = tl.load(terms_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
-    total = others + label
-    confident = label > others
-    ratio = others / tl.where(confident, label, 1.0)
-    loss = tl.where(confident, _log1p(ratio), tl.log(total) - shifted)
-    tl.store(loss_ptr + rows, loss, mask=inside)
-    tl.store(saved_ptr + rows, tl.load(row_max_ptr + rows, mask=inside), mask=inside)
-    tl.store(saved_ptr + num_rows + rows, 1.0 / total, mask=inside)
-    tl.store(saved_ptr + 2 * num_rows + rows, others / total, mask=inside)
+    _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger, NaN where one is."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def _merge_shards_kernel(
+    shards_ptr,  # [R, 4, C] fp32
+    loss_ptr,  # [C] fp32, out
+    saved_ptr,  # [3, C] fp32, out: row_ops.TokenTerms
+    reference_ptr,  # [C] fp32, out
+    num_shards,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    """Two sweeps over the shards: the maxima, then what is relative to them. In rank order."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    row_max = tl.full((BLOCK,), float("-inf"), tl.float32)
+    largest_reference = row_max
+    for shard in range(num_shards):
+        shard_ptr = shards_ptr + shard * 4 * num_rows
+        row_max = _larger(tl.load(shard_ptr + rows, mask=inside, other=0.0), row_max)
+        reference = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
+        largest_reference = _larger(reference, largest_reference)
+    others = tl.zeros((BLOCK,), tl.float32)
+    label = others
+    shifted = others
+    for shard in range(num_shards):
+        shard_ptr = shards_ptr + shard * 4 * num_rows
+        a, b, c = _addends(shard_ptr, rows, inside, num_rows, row_max)
+        others += a
+        label += b
+        shifted += c
+    tl.store(reference_ptr + rows, largest_reference, mask=inside)
+    _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
 def shard_terms(
-    stats: RowStatistics,
+    shard: Tensor,  # [4, C] fp32: RowStatistics.shard, contiguous
     global_max: Tensor,  # [C] fp32
-    labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
-    num_columns: int,
 ) -> Tensor:
     """:func:`.row_ops.shard_terms`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
     terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
     _shard_terms_kernel[(triton.cdiv(num_rows, BLOCK),)](
-        global_max,
-        stats.reference,
-        stats.others,
-        stats.label_logit,
-        labels,
-        terms,
-        num_rows,
-        num_columns,
-        BLOCK=BLOCK,
+        shard, global_max, terms, num_rows, BLOCK=BLOCK
     )
     return terms
 
@@ -109,3 +150,15 @@ def token_loss(
         global_max, terms, loss, saved, num_rows, BLOCK=BLOCK
     )
     return loss, saved
+
+
+def merge_shards(shards: Tensor) -> Merged:
+    """:func:`.row_ops.merge_shards` of ``[R, 4, C]`` fp32, contiguous."""
+    num_shards, _, num_rows = shards.shape
+    loss = torch.empty(num_rows, dtype=torch.float32, device=shards.device)
+    saved = loss.new_empty((3, num_rows))
+    reference = torch.empty_like(loss)
+    _merge_shards_kernel[(triton.cdiv(num_rows, BLOCK),)](
+        shards, loss, saved, reference, num_shards, num_rows, BLOCK=BLOCK
+    )
+    return Merged(loss, saved, reference)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 STRATEGY_CHOICES = ("auto", "store", "eager", "recompute")
 ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
 LOGIT_PASS_CHOICES = ("auto", "exp", "rows")
+MERGE_CHOICES = ("auto", "packed", "all_reduce")
 
 #: Tokens of a chunk for :func:`.chunking.plan_chunks` when neither ``num_chunks`` nor ``chunk_tokens``
 #: is given. The op and the adapter always give one: the planner's choice (:mod:`.planner`).
@@ -41,12 +42,16 @@ class FusedCEConfig:
     #: How logits become gradients: the exponentiating product (``exp``), a plain one and row kernels
     #: (``rows``), or the first where it can serve (see :mod:`.logit_pass`).
     logit_pass: str = "auto"
+    #: How a chunk's statistics meet over the tensor-parallel group: all of them in one all-gather
+    #: (``packed``), or in a MAX and a SUM all-reduce; ``auto`` takes the first.
+    merge: str = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in (
             ("strategy", STRATEGY_CHOICES),
             ("row_backend", ROW_BACKEND_CHOICES),
             ("logit_pass", LOGIT_PASS_CHOICES),
+            ("merge", MERGE_CHOICES),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(

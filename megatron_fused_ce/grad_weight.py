@@ -167,18 +167,6 @@ def mixed_product() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
     return _upcast_product
 
 
-def has_wide_product(operand: Tensor) -> bool:
-    """Whether torch multiplies such operands into an fp32 output."""
-    low = operand.dtype in (torch.bfloat16, torch.float16)
-    return operand.is_cuda and low and hasattr(torch.ops.aten.mm, "dtype_out")
-
-
-def wide_product(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """``out = left @ right``, low precision into fp32."""
-    torch.mm(left, right, out_dtype=torch.float32, out=out)  # type: ignore[call-overload]
-    return out
-
-
 def _torch_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     torch.addmm(  # type: ignore[call-overload]
         total,

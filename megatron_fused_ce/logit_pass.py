@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import row_ops, row_ops_torch
-from megatron_fused_ce.row_ops import LOG2_E, RowStatistics, TileStatistics, TokenTerms
+from megatron_fused_ce.row_ops import LOG2_E, Merged, RowStatistics, TileStatistics, TokenTerms
 
 
 class ChunkInputs(NamedTuple):
@@ -32,6 +32,7 @@ class ChunkInputs(NamedTuple):
     weight: Tensor  # [V, H]
     labels: Tensor  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float
+    sample: Tensor | None = None  # [S, H]: some rows of the whole weight, for LogitPass.score
 
 
 class Scores(NamedTuple):
@@ -42,7 +43,11 @@ class Scores(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """``grad_logits = factor[:, None] * matrix``; ``factor`` fp32 ``[C]``, None for 1."""
+    """``grad_logits = factor[:, None] * matrix``; ``factor`` fp32 ``[C]``, None for 1.
+
+    A factor is the same on every rank of the group, so that ``grad_hidden`` may be summed over the
+    ranks before it is multiplied by it.
+    """
 
     matrix: Tensor
     factor: Tensor | None
@@ -58,14 +63,21 @@ class LogitPass(Protocol):
     reads_kept: bool
 
     @property
+    def num_sampled(self) -> int:
+        """Rows of the whole weight that :meth:`score` wants as the chunk's ``sample``; 0 for none."""
+
+    @property
     def token_ops(self) -> ModuleType:
-        """``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
+        """``merge_shards``, ``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
 
     def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
         """The product and its row statistics; what is kept goes to ``out`` ``[C, V]``."""
 
+    def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
+        """``[num_sampled, H]`` of the rows of ``weight``."""
+
     def seal(
-        self, kept: Tensor, chunk: ChunkInputs, scores: Scores, terms: TokenTerms
+        self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
     ) -> Tensor | None:
         """Make ``kept`` ready to wait for the backward; what to hand to :meth:`operand_of_kept`."""
 
@@ -95,6 +107,7 @@ class RowPass:
     name = "rows"
     scores_in_memory = True
     reads_kept = False
+    num_sampled = 0
 
     @property
     def token_ops(self) -> ModuleType:
@@ -106,7 +119,10 @@ class RowPass:
         stats = self.rows.row_statistics(out, chunk.labels, chunk.logit_scale, with_argmax)
         return Scores(stats)
 
-    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, terms: TokenTerms) -> None:
+    def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
+        return weight[:0]
+
+    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> None:
         return None
 
     def operand_of_kept(
@@ -141,28 +157,38 @@ class ExpPass:
     reads_kept = True
 
     @property
+    def num_sampled(self) -> int:
+        return int(_exp_rows().SAMPLED_ROWS)
+
+    @property
     def token_ops(self) -> ModuleType:
         return _token_kernels()
 
+    def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
+        rows: Tensor = _exp_rows().sample_rows(weight, num_sampled)
+        return rows
+
     def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
-        tokens, weight, labels, logit_scale = chunk
+        tokens, weight, labels, logit_scale, sample = chunk
+        assert sample is not None
         exp_rows = _exp_rows()
-        prologue = exp_rows.row_prologue(tokens, weight, labels, logit_scale)
+        num_columns = weight.shape[0]
+        prologue = exp_rows.row_prologue(tokens, sample, labels, num_columns, logit_scale)
         tiles = self.product.exp_product(
             tokens,
             weight,
             labels,
             prologue.reference2,
-            prologue.label_tiles,
+            *prologue.tiles,
             logit_scale,
             out,
             with_argmax,
         )
-        return Scores(exp_rows.combine_tiles(prologue, tiles, labels, weight.shape[0]), tiles)
+        return Scores(exp_rows.combine_tiles(prologue, tiles, labels, num_columns), tiles)
 
-    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, terms: TokenTerms) -> Tensor:
+    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
         tiles, stats = scores.tiles, scores.stats
-        unit: Tensor = _exp_rows().seal_rows(kept, chunk.labels, tiles, stats, terms)
+        unit: Tensor = _exp_rows().seal_rows(kept, chunk.labels, tiles, stats, merged)
         return unit
 
     def operand_of_kept(
@@ -180,12 +206,12 @@ class ExpPass:
     def operand_again(
         self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
     ) -> Operand:
-        tokens, weight, labels, logit_scale = chunk
+        tokens, weight, labels, logit_scale, _ = chunk
         self.product.gradient_product(
             tokens,
             weight,
             labels,
-            _exp_rows().label_tiles(labels, weight.shape[0]),
+            *_exp_rows().tile_table(labels, weight.shape[0]),
             terms.row_max * LOG2_E,
             factor * terms.inv_sum,
             -factor * terms.miss,

@@ -13,12 +13,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megatron_fused_ce import logit_pass, planner
 from megatron_fused_ce.chunking import plan_chunks
-from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
 from megatron_fused_ce.logit_pass import LogitPass
+from megatron_fused_ce.pipeline import Head
 from megatron_fused_ce.strategies import (
     RECOMPUTE,
-    Head,
     KeptChunk,
     Needs,
     Strategy,
@@ -129,7 +129,7 @@ def linear_cross_entropy(
         uses_in_flight: calls that wait for their backward together, for plans of memory.
     """
     config = config or FusedCEConfig()
-    comm = VocabParallel.of(tp_group, sequence_parallel)
+    comm = VocabParallel.of(tp_group, sequence_parallel, config.merge)
     if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -307,6 +307,7 @@ def _facts(
         "weight.requires_grad",
         "the logit pass (shards of unequal alignment? then name logit_pass='rows')",
         "uses_in_flight",
+        "merge",
     )
     if num_tokens is None or logits is None:
         return dict.fromkeys(names, 0)
@@ -327,5 +328,6 @@ def _facts(
         int(weight.requires_grad),
         int(logits.name == "exp"),
         uses_in_flight,
+        MERGE_CHOICES.index(config.merge),
     )
     return dict(zip(names, values, strict=True))

@@ -1,7 +1,8 @@
 """The maths of one token's loss, given statistics of its logits.
 
-Where the statistics come from is :mod:`.logit_pass`'s matter. This file is ``[C]``-sized arithmetic in
-plain PyTorch; :mod:`.kernels.token_kernels` has the same two functions in one launch each.
+Where the statistics come from is :mod:`.logit_pass`'s matter, how they travel between ranks
+:mod:`.vocab_parallel`'s. This file is ``[C]``-sized arithmetic in plain PyTorch;
+:mod:`.kernels.token_kernels` has the same three functions in one launch each.
 
 For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
 
@@ -24,17 +25,41 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 
+#: Rows of :attr:`RowStatistics.shard`.
+ROW_MAX, REFERENCE, OTHERS, LABEL_LOGIT = range(4)
+#: A label logit that is not in this shard. A real one of ``+inf`` makes the row maximum ``+inf`` and the
+#: token NaN, so nothing is lost.
+NOT_HERE = float("inf")
+
 
 class RowStatistics(NamedTuple):
-    """Statistics of each row over one vocabulary shard, all fp32 ``[C]`` (``argmax`` int64)."""
+    """Statistics of each row over one vocabulary shard.
 
-    row_max: Tensor  # largest logit
-    reference: Tensor  # what `others` is relative to: row_max, or near it
-    others: Tensor  # sum of exp(z - reference) without the label's own column
-    label_logit: Tensor  # z_y where this shard holds the label, else 0
-    argmax: Tensor | None = None  # local column of row_max, lowest on a tie; None unless asked for
-    #: exponentiating product only: the row's excess where its tiles differ in theirs, else -1
+    ``shard`` is what the ranks exchange, in one piece, fp32 ``[4, C]``: the largest logit; what the sum is
+    relative to (the largest logit, or near it); the sum of ``exp(z - reference)`` without the label's own
+    column; the label's logit, :data:`NOT_HERE` where another shard holds it or none.
+    """
+
+    shard: Tensor
+    argmax: Tensor | None = None  # int64 [C]: column of row_max, lowest on a tie; where asked for
+    #: exponentiating product only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
     excess: Tensor | None = None
+
+    @property
+    def row_max(self) -> Tensor:
+        return self.shard[ROW_MAX]
+
+    @property
+    def reference(self) -> Tensor:
+        return self.shard[REFERENCE]
+
+    @property
+    def others(self) -> Tensor:
+        return self.shard[OTHERS]
+
+    @property
+    def label_logit(self) -> Tensor:
+        return self.shard[LABEL_LOGIT]
 
 
 class TileStatistics(NamedTuple):
@@ -59,26 +84,35 @@ class TokenTerms(NamedTuple):
     miss: Tensor  # others / (others + label) = 1 - p_y
 
 
-def shard_terms(
-    stats: RowStatistics,
-    global_max: Tensor,  # [C] fp32
-    labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
-    num_columns: int,
-) -> Tensor:
-    """This shard's addends ``[3, C]`` (others, label, z_y - m), to be summed over the shards.
+class Merged(NamedTuple):
+    """A chunk after its statistics met those of the other shards; the same on every rank."""
 
-    A row without any finite logit in this shard (``row_max = -inf``) adds nothing.
+    loss: Tensor  # fp32 [C]
+    terms: Tensor  # fp32 [3, C]: TokenTerms
+    reference: Tensor  # fp32 [C]: the largest reference of any shard
+
+
+def shard_terms(
+    shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
+    global_max: Tensor,  # [C] fp32
+) -> Tensor:
+    """This shard's addends ``[..., 3, C]`` (others, label, z_y - m), to be summed over the shards.
+
+    A row without any finite logit in this shard (``row_max = -inf``) adds nothing; a maximum of ``+inf``
+    gives NaN.
     """
-    label_here = (labels >= 0) & (labels < num_columns)
-    rescale = torch.exp(stats.reference - global_max)
-    shifted_label = stats.label_logit - global_max
+    _, reference, others, label_logit = shard.unbind(-2)
+    here = label_logit != NOT_HERE
+    shifted_label = label_logit - global_max
     zero = torch.zeros_like(global_max)
+    rescaled = torch.where(others == 0, zero, others * torch.exp(reference - global_max))
     return torch.stack(
         (
-            torch.where(stats.others == 0, zero, stats.others * rescale),
-            torch.where(label_here, torch.exp(shifted_label), zero),
-            torch.where(label_here, shifted_label, zero),
-        )
+            torch.where(global_max == torch.inf, torch.nan, rescaled),
+            torch.where(here, torch.exp(shifted_label), zero),
+            torch.where(here, shifted_label, zero),
+        ),
+        dim=-2,
     )
 
 
@@ -93,3 +127,10 @@ def token_loss(
         label > others, torch.log1p(others / label), torch.log(total) - shifted_label
     )
     return loss, torch.stack((global_max, total.reciprocal(), others / total))
+
+
+def merge_shards(shards: Tensor) -> Merged:
+    """From the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
+    global_max = shards[:, ROW_MAX].amax(0)
+    loss, terms = token_loss(shard_terms(shards, global_max).sum(0), global_max)
+    return Merged(loss, terms, shards[:, REFERENCE].amax(0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import RowStatistics, TokenTerms
+from megatron_fused_ce.row_ops import NOT_HERE, RowStatistics, TokenTerms
 
 #: Elements of one fp32 temporary (512 KiB).
 BLOCK_ELEMENTS = 1 << 17
@@ -27,9 +27,7 @@ def row_statistics(
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit."""
     num_rows, num_columns = logits.shape
-    row_max = logits.new_empty(num_rows, dtype=torch.float32)
-    others = torch.empty_like(row_max)
-    label_logit = torch.empty_like(row_max)
+    shard = logits.new_empty((4, num_rows), dtype=torch.float32)
     argmax = torch.empty_like(local_labels) if with_argmax else None
     for rows in _row_blocks(num_rows, num_columns):
         z = logits[rows].to(torch.float32, copy=True).mul_(logit_scale)
@@ -41,12 +39,11 @@ def row_statistics(
         reference = torch.where(block_max == -torch.inf, 0.0, block_max)
         e = z.sub_(reference.unsqueeze(-1)).exp_()
         e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here.unsqueeze(-1), 0.0))
-        row_max[rows] = block_max
-        others[rows] = e.sum(dim=-1)
-        label_logit[rows] = torch.where(here, picked, 0.0)
+        label_logit = torch.where(here, picked, NOT_HERE)
+        shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    return RowStatistics(row_max, row_max, others, label_logit, argmax)
+    return RowStatistics(shard, argmax)
 
 
 def row_gradients(

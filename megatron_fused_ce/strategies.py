@@ -11,11 +11,13 @@ mixed          the logits of the first chunks            3 to 4    any
 ``eager``      ``grad_hidden`` and fp32 ``grad_weight``  3         a scalar times the token weights
 =============  ========================================  ========  ======================================
 
-The first three are one class. How logits become statistics and gradients is :mod:`.logit_pass`'s.
+The first three are one class. How logits become statistics and gradients is :mod:`.logit_pass`'s, what runs
+beside what :mod:`.pipeline`'s.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -24,51 +26,11 @@ from torch import Tensor
 
 from megatron_fused_ce import logit_pass, upstream_guard
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.grad_weight import (
-    GradWeight,
-    HeldGradWeight,
-    OpenGradWeight,
-    has_wide_product,
-    wide_product,
-)
-from megatron_fused_ce.logit_pass import ChunkInputs, LogitPass, Operand, Scores
-from megatron_fused_ce.row_ops import TokenTerms
-from megatron_fused_ce.vocab_parallel import DONE, VocabParallel
-
-
-@dataclass(frozen=True)
-class Head:
-    """What one call of the head fixes, beside its tensors."""
-
-    comm: VocabParallel
-    chunks: tuple[Chunk, ...]
-    logit_scale: float
-    logits: LogitPass
-    with_argmax: bool
-    open_grad_weight: OpenGradWeight
-    token_weights: Tensor | None = None  # [parts, n] fp32
-
-    @property
-    def chunk_capacity(self) -> int:
-        """Tokens of the largest chunk over the tensor-parallel group."""
-        return self.comm.num_parts * max((chunk.num_tokens for chunk in self.chunks), default=0)
-
-    def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank."""
-        return per_token[..., chunk.start : chunk.stop].flatten(-2)
-
-    def inputs(
-        self,
-        chunk: Chunk,
-        hidden: Tensor | None,  # [n, H], this rank's tokens; None where they are not needed
-        weight: Tensor,  # [V, H]
-        labels: Tensor,  # [parts, n] int64
-    ) -> ChunkInputs:
-        """The chunk's operands. Collectives: the gather of its hidden states (sequence parallelism)."""
-        tokens = None
-        if hidden is not None:
-            tokens = self.comm.gather_hidden(hidden[chunk.start : chunk.stop])
-        return ChunkInputs(tokens, weight, self.split(labels, chunk), self.logit_scale)
+from megatron_fused_ce.grad_weight import HeldGradWeight
+from megatron_fused_ce.logit_pass import ChunkInputs, Scores
+from megatron_fused_ce.pipeline import Head, Products, Rooms, Tokens
+from megatron_fused_ce.row_ops import Merged, TokenTerms
+from megatron_fused_ce.vocab_parallel import Merge
 
 
 class Needs(NamedTuple):
@@ -141,8 +103,10 @@ class Strategy(Protocol):
     ) -> Forward:
         """Loss of every token, chunk by chunk.
 
-        Per chunk: gather of hidden states (sequence parallelism), product and row statistics, merge
-        over the group (see :class:`VocabParallel` for each one's collectives).
+        Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight, where
+        the logit pass wants them; per chunk the gather of the next chunk's hidden states (sequence
+        parallelism; before the first also its own) and the merge of its statistics, whose second step,
+        where it has one, comes after the next chunk's first.
         """
 
     def backward(
@@ -158,6 +122,17 @@ class Strategy(Protocol):
         """``grad_hidden`` of this rank's tokens and what autograd gets for the weight."""
 
 
+@dataclass
+class _Scored:
+    """A chunk between its product and the end of its merge."""
+
+    chunk: Chunk
+    inputs: ChunkInputs
+    scores: Scores
+    merge: Merge
+    matrix: Tensor | None  # [C, V]: its logits, or E, where they outlive the product
+
+
 @dataclass(frozen=True)
 class KeepOrRecompute:
     """Keeps the logits of the first ``stored_chunks`` chunks (None: of all), makes the others again."""
@@ -171,21 +146,35 @@ class KeepOrRecompute:
     def forward(
         self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
     ) -> Forward:
+        """A chunk's merge runs under the next chunk's product; with two steps under the next two."""
         out = Forward.empty(head, labels)
-        scratch = _Scratch(head, hidden, weight.shape[0])
+        rooms = Rooms(head, hidden, weight.shape[0])
+        tokens = Tokens(head, hidden, head.chunks, depth=2)
+        sample = head.sample(weight)
+        waiting: deque[_Scored] = deque()
+
+        def finish(one: _Scored) -> None:
+            merged = _finish_merge(head, out, one)
+            if self._keeps(one.chunk):
+                assert one.matrix is not None
+                seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
+                out.kept.append(KeptChunk(one.matrix, seal))
+
         for chunk in head.chunks:
-            inputs = head.inputs(chunk, hidden, weight, labels)
-            keeps, kept = self._keeps(chunk), None
-            if keeps:
-                kept = hidden.new_empty(inputs.labels.shape[0], weight.shape[0])
+            inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
+            matrix = None
+            if self._keeps(chunk):
+                matrix = hidden.new_empty(inputs.labels.shape[0], weight.shape[0])
             elif head.logits.scores_in_memory:
-                kept = scratch.logits(chunk)
-            scores, terms = _score(head, out, chunk, inputs, kept)
-            if keeps:
-                assert kept is not None
-                seal = head.logits.seal(kept, inputs, scores, terms)
-                out.kept.append(KeptChunk(kept, seal))
-            del scores  # its tile statistics must not live beside the next chunk's
+                matrix = rooms.logits(chunk)
+            scored = _score(head, chunk, inputs, matrix)
+            for other in waiting:
+                other.merge.advance()
+            waiting.append(scored)
+            while len(waiting) > head.comm.merge_steps:
+                finish(waiting.popleft())
+        while waiting:
+            finish(waiting.popleft())
         return out
 
     def backward(
@@ -198,33 +187,38 @@ class KeepOrRecompute:
         grad_loss: Tensor,
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Per chunk: gather of hidden states where they are needed, gradients of the logits, the two
-        products. The reduction of a chunk's ``grad_hidden`` runs under its ``grad_weight`` product
-        and is waited for one chunk later.
+        """Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed
+        (sequence parallelism; before the first also its own), then the reduction of its ``grad_hidden``,
+        which runs under its ``grad_weight`` and the next chunk's product.
         """
         factor, inv_scale = _row_factor(grad_loss, head.logit_scale, hidden.dtype)
         end_point = None
         if needs.grad_weight:
             end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
-        scratch = _Scratch(head, hidden, weight.shape[0])
-        products = _Products(head, hidden, weight, needs.grad_hidden, end_point, inv_scale, scratch)
+        rooms = Rooms(head, hidden, weight.shape[0])
+        products = Products(head, hidden, weight, needs.grad_hidden, end_point, inv_scale, rooms)
+        read = [c for c in head.chunks if needs.grad_weight or not self._keeps(c)]
+        tokens = Tokens(head, hidden, read, depth=2)
         kept = iter(waited.kept)
         for chunk in head.chunks:
-            gathers = needs.grad_weight or not self._keeps(chunk)
-            inputs = head.inputs(chunk, hidden if gathers else None, weight, labels)
+            taken = tokens.take(chunk) if needs.grad_weight or not self._keeps(chunk) else None
+            inputs = _inputs(head, chunk, taken, weight, labels)
             terms = TokenTerms(*head.split(waited.terms, chunk))
             chunk_factor = head.split(factor, chunk)
             if self._keeps(chunk):
                 chunk_kept = next(kept)
-                room = None if head.logits.reads_kept else scratch.logits(chunk)
+                room = None if head.logits.reads_kept else rooms.logits(chunk)
                 operand = head.logits.operand_of_kept(
                     *chunk_kept, inputs, terms, chunk_factor, room
                 )
             else:
-                room = scratch.logits(chunk)
+                room = rooms.logits(chunk)
                 operand = head.logits.operand_again(inputs, terms, chunk_factor, room)
-            products.add(chunk, operand, inputs.tokens)
-        grad_hidden = products.finish()
+            products.add_hidden(chunk, operand)
+            products.add_weight(chunk, operand, taken, tokens.gathers)
+        grad_hidden, row_factor = products.finish()
+        if grad_hidden is not None and row_factor is not None:
+            logit_pass.scale_rows(grad_hidden, row_factor, out=grad_hidden)
         return grad_hidden, None if end_point is None else end_point.close(inv_scale)
 
 
@@ -240,27 +234,47 @@ class Eager:
     def forward(
         self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
     ) -> Forward:
+        """Over several ranks a chunk's gradients are made after the next chunk's product.
+
+        Collectives beside the forward's: the reduction of a chunk's ``grad_hidden``, after the next chunk's
+        statistics (the first step of their merge) were sent.
+        """
         assert head.token_weights is not None
         upstream_guard.prepare(hidden.device)
         factor, inv_scale = _row_factor(head.token_weights, head.logit_scale, hidden.dtype)
         out = Forward.empty(head, labels)
         held = HeldGradWeight(weight) if needs.grad_weight else None
-        scratch = _Scratch(head, hidden, weight.shape[0])
-        products = _Products(
-            head, hidden, weight, needs.grad_hidden, held, inv_scale, scratch, eager=True
-        )
+        lag = 1 if head.comm.size > 1 else 0
+        rooms = Rooms(head, hidden, weight.shape[0], depth=lag + 1)
+        products = Products(head, hidden, weight, needs.grad_hidden, held, inv_scale, rooms)
+        tokens = Tokens(head, hidden, head.chunks, depth=lag + 2)
+        sample = head.sample(weight)
+        waiting: deque[_Scored] = deque()
+
+        def make_gradients(one: _Scored) -> None:
+            merged = _finish_merge(head, out, one)
+            assert one.matrix is not None
+            seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
+            terms = TokenTerms(*merged.terms)
+            chunk_factor = head.split(factor, one.chunk)
+            operand = head.logits.operand_of_kept(
+                one.matrix, seal, one.inputs, terms, chunk_factor, one.matrix
+            )
+            products.add_hidden(one.chunk, operand)
+            for other in waiting:
+                other.merge.advance()
+            products.add_weight(one.chunk, operand, one.inputs.tokens, tokens.gathers)
+
         for chunk in head.chunks:
-            inputs = head.inputs(chunk, hidden, weight, labels)
-            logits = scratch.logits(chunk)
-            scores, terms = _score(head, out, chunk, inputs, logits)
-            seal = head.logits.seal(logits, inputs, scores, terms)
-            del scores
-            chunk_factor = head.split(factor, chunk)
-            operand = head.logits.operand_of_kept(logits, seal, inputs, terms, chunk_factor, logits)
-            products.add(chunk, operand, inputs.tokens)
-        grad_hidden = products.finish()
+            inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
+            waiting.append(_score(head, chunk, inputs, rooms.logits(chunk)))
+            if len(waiting) > lag:
+                make_gradients(waiting.popleft())
+        while waiting:
+            make_gradients(waiting.popleft())
+        grad_hidden, row_factor = products.finish()
         total = None if held is None else held.total(inv_scale)
-        out.gradients = MadeGradients(head.token_weights, grad_hidden, products.row_factor, total)
+        out.gradients = MadeGradients(head.token_weights, grad_hidden, row_factor, total)
         return out
 
     def backward(
@@ -312,134 +326,37 @@ def strategy_of(name: str, stored_chunks: int) -> Strategy:
     return fixed.get(name) or KeepOrRecompute(name, stored_chunks)
 
 
-def _score(
+def _inputs(
     head: Head,
-    out: Forward,
     chunk: Chunk,
-    inputs: ChunkInputs,
-    kept: Tensor | None,  # [C, V]
-) -> tuple[Scores, TokenTerms]:
-    """Product, statistics and merge of one chunk; its loss and terms go to their places in ``out``."""
-    scores = head.logits.score(inputs, kept, head.with_argmax)
-    loss, terms = head.comm.merge(
-        scores.stats, inputs.labels, inputs.weight.shape[0], head.logits.token_ops
-    )
+    tokens: Tensor | None,  # [C, H]
+    weight: Tensor,  # [V, H]
+    labels: Tensor,  # [parts, n] int64
+    sample: Tensor | None = None,
+) -> ChunkInputs:
+    return ChunkInputs(tokens, weight, head.split(labels, chunk), head.logit_scale, sample)
+
+
+def _score(head: Head, chunk: Chunk, inputs: ChunkInputs, matrix: Tensor | None) -> _Scored:
+    """Product and statistics of one chunk; starts its merge."""
+    scores = head.logits.score(inputs, matrix, head.with_argmax)
+    merge = head.comm.start_merge(scores.stats, head.logits.token_ops)
+    return _Scored(chunk, inputs, scores, merge, matrix)
+
+
+def _finish_merge(head: Head, out: Forward, one: _Scored) -> Merged:
+    """The chunk's loss and terms, which go to their places in ``out``."""
+    merged = one.merge.finish()
+    chunk, stats = one.chunk, one.scores.stats
     part = (slice(None), slice(chunk.start, chunk.stop))
     shape = (out.loss.shape[0], chunk.num_tokens)
-    out.loss[part] = loss.view(shape)
-    out.terms[:, :, chunk.start : chunk.stop] = terms.view(3, *shape)
+    out.loss[part] = merged.loss.view(shape)
+    out.terms[:, :, chunk.start : chunk.stop] = merged.terms.view(3, *shape)
     if out.row_max is not None and out.argmax is not None:
-        assert scores.stats.argmax is not None
-        out.row_max[part] = scores.stats.row_max.view(shape)
-        out.argmax[part] = scores.stats.argmax.view(shape)
-    return scores, TokenTerms(*terms)
-
-
-class _Scratch:
-    """Buffers that all chunks of a pass share, allocated when first asked for."""
-
-    def __init__(self, head: Head, hidden: Tensor, num_rows: int) -> None:
-        self._head = head
-        self._hidden = hidden
-        self._num_rows = num_rows
-        self._logits: Tensor | None = None
-        self._tokens: Tensor | None = None
-        self._wide: Tensor | None = None
-
-    def logits(self, chunk: Chunk) -> Tensor:
-        """``[C, V]`` in the hidden states' dtype."""
-        if self._logits is None:
-            self._logits = self._hidden.new_empty(self._head.chunk_capacity, self._num_rows)
-        return self._logits[: self._head.comm.num_parts * chunk.num_tokens]
-
-    def tokens(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` in the hidden states' dtype."""
-        if self._tokens is None:
-            self._tokens = self._hidden.new_empty(self._head.chunk_capacity, self._hidden.shape[1])
-        return self._tokens[: self._head.comm.num_parts * chunk.num_tokens]
-
-    def wide(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` in fp32."""
-        if self._wide is None:
-            self._wide = torch.empty(
-                (self._head.chunk_capacity, self._hidden.shape[1]),
-                dtype=torch.float32,
-                device=self._hidden.device,
-            )
-        return self._wide[: self._head.comm.num_parts * chunk.num_tokens]
-
-
-class _Sink(Protocol):
-    """Takes a chunk's addend to ``grad_weight``."""
-
-    def add(self, grad_logits: Tensor, hidden: Tensor) -> None: ...
-
-
-class _Products:
-    """The two products of every chunk, and the reduction of ``grad_hidden`` under the second.
-
-    ``eager`` rounds ``grad_hidden`` once more than the others, when its backward scales it. So that the
-    whole stays below the error of three roundings, its rows' factor waits for the backward too
-    (``row_factor``); over several ranks, whose factors differ, the product goes through fp32 instead.
-    """
-
-    def __init__(
-        self,
-        head: Head,
-        hidden: Tensor,
-        weight: Tensor,
-        wants_grad_hidden: bool,
-        grad_weight: GradWeight | _Sink | None,
-        inv_scale: Tensor | None,
-        scratch: _Scratch,
-        eager: bool = False,
-    ) -> None:
-        self._head = head
-        self._weight = weight
-        self._grad_hidden = torch.empty_like(hidden) if wants_grad_hidden else None
-        self._grad_weight = grad_weight
-        self._inv_scale = inv_scale
-        self._scratch = scratch
-        self._waits = eager and head.comm.size == 1
-        self._widens = eager and head.comm.size > 1
-        self._pending = DONE
-        self.row_factor: Tensor | None = None  # [n] fp32
-
-    def add(self, chunk: Chunk, operand: Operand, tokens: Tensor | None) -> None:
-        """``tokens`` ``[C, H]`` are needed where ``grad_weight`` is."""
-        matrix, factor = operand
-        if self._grad_hidden is not None:
-            out = self._grad_hidden[chunk.start : chunk.stop]
-            partial = out
-            if self._head.comm.num_parts > 1:
-                partial = out.new_empty(matrix.shape[0], out.shape[-1])
-            if factor is None:
-                torch.mm(matrix, self._weight, out=partial)
-            elif self._waits:
-                torch.mm(matrix, self._weight, out=partial)
-                if self.row_factor is None:
-                    self.row_factor = factor.new_empty(self._grad_hidden.shape[0])
-                self.row_factor[chunk.start : chunk.stop] = factor
-            elif self._widens and has_wide_product(matrix):
-                wide = wide_product(matrix, self._weight, self._scratch.wide(chunk))
-                logit_pass.scale_rows(wide, factor, out=partial)
-            else:
-                torch.mm(matrix, self._weight, out=partial)
-                logit_pass.scale_rows(partial, factor, out=partial)
-            if self._inv_scale is not None:
-                partial.mul_(self._inv_scale)
-            self._pending.wait()
-            self._pending = self._head.comm.reduce_grad_hidden(partial, out)
-        if self._grad_weight is not None:
-            assert tokens is not None
-            if factor is not None:
-                tokens = logit_pass.scale_rows(tokens, factor, out=self._scratch.tokens(chunk))
-            self._grad_weight.add(matrix, tokens)
-
-    def finish(self) -> Tensor | None:
-        """``grad_hidden`` ``[n, H]``, reduced."""
-        self._pending.wait()
-        return self._grad_hidden
+        assert stats.argmax is not None
+        out.row_max[part] = stats.row_max.view(shape)
+        out.argmax[part] = stats.argmax.view(shape)
+    return merged
 
 
 def _row_factor(

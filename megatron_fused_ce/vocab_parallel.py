@@ -1,6 +1,8 @@
 """Everything that crosses ranks: the only module that calls a collective.
 
-All of it goes over the tensor-parallel group, in the same order on every rank, whatever the data.
+All of it goes over the tensor-parallel group, in the same order on every rank, whatever the data. What
+belongs to a chunk is asynchronous: a collective starts where it is called, on the group's own stream, and
+is waited for by the stream of the products where its result is read (:mod:`.pipeline` says when).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import RowStatistics
+from megatron_fused_ce.row_ops import REFERENCE, ROW_MAX, Merged, RowStatistics
 
 
 class Pending(Protocol):
@@ -30,6 +32,17 @@ class _Done:
 
 
 DONE: Pending = _Done()
+
+
+class Merge(Protocol):
+    """Statistics of one chunk on their way through the group."""
+
+    def advance(self) -> None:
+        """Wait for the collective under way and start the next; nothing where it is the last."""
+
+    def finish(self) -> Merged:
+        """Wait for what is left."""
+
 
 # torch 2.13 renamed these and warns at the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,18 +60,35 @@ class VocabParallel:
     size: int
     rank: int
     sequence_parallel: bool
+    #: how statistics travel: "packed" or "all_reduce"
+    merge: str = "packed"
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None, sequence_parallel: bool) -> VocabParallel:
+    def of(
+        group: dist.ProcessGroup | None, sequence_parallel: bool, merge: str = "auto"
+    ) -> VocabParallel:
         """Describe ``group``; ``None`` or a group of one rank runs no collective at all."""
         size = 1 if group is None else dist.get_world_size(group)
         if size == 1:
             return VocabParallel(None, 1, 0, False)
-        return VocabParallel(group, size, dist.get_rank(group), sequence_parallel)
+        merge = "packed" if merge == "auto" else merge
+        return VocabParallel(group, size, dist.get_rank(group), sequence_parallel, merge)
 
     @property
     def num_parts(self) -> int:
         return self.size if self.sequence_parallel else 1
+
+    @property
+    def part(self) -> int:
+        """Which of the ``num_parts`` parts of a chunk is this rank's."""
+        return self.rank if self.sequence_parallel else 0
+
+    @property
+    def merge_steps(self) -> int:
+        """Collectives of one merge, one after the other."""
+        if self.size == 1:
+            return 0
+        return 1 if self.merge == "packed" else 2
 
     def vocab_start(self, num_rows: int, device: torch.device) -> int | Tensor:
         """First global id of this rank's shard, for shards of any sizes.
@@ -73,19 +103,27 @@ class VocabParallel:
         _all_gather(sizes, mine, group=self.group)
         return sizes[: self.rank].sum()
 
-    def gather_hidden(self, part: Tensor) -> Tensor:
-        """The chunk's hidden states ``[C, H]`` from this rank's ``[n, H]``, rank after rank.
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """``[R * k, H]`` from every rank's ``[k, H]``, in rank order.
 
-        Collectives: one all-gather with sequence parallelism, else none (and no copy).
+        Collectives: one all-gather, which the stream of the products waits for.
         """
-        if not self.sequence_parallel:
-            return part
-        whole = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
-        _all_gather(whole, part.contiguous(), group=self.group)
+        if self.size == 1:
+            return rows
+        whole = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
+        _all_gather(whole, rows.contiguous(), group=self.group)
         return whole
 
+    def gather_hidden(self, part: Tensor, out: Tensor) -> Pending:
+        """Start gathering a chunk's hidden states ``[C, H]`` into ``out``, from each rank's ``[n, H]``.
+
+        Collectives, asynchronous: one all-gather over the ranks of a sequence-parallel group.
+        """
+        work = _all_gather(out, part.contiguous(), group=self.group, async_op=True)
+        return cast(Pending, work)
+
     def reduce_grad_hidden(self, partial: Tensor, out: Tensor) -> Pending:
-        """Sum ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
+        """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
 
         Collectives, asynchronous: one reduce-scatter with sequence parallelism, else one all-reduce
         (``partial`` is then ``out`` itself), in the dtype of the hidden states.
@@ -98,28 +136,84 @@ class VocabParallel:
             work = dist.all_reduce(partial, group=self.group, async_op=True)
         return cast(Pending, work)
 
-    def merge(
+    def start_merge(
         self,
         stats: RowStatistics,
-        labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
-        num_columns: int,
         token_ops: ModuleType,  # row_ops or kernels.token_kernels
-    ) -> tuple[Tensor, Tensor]:
-        """Loss ``[C]`` and terms ``[3, C]`` (row_ops.TokenTerms) over the whole vocabulary.
+    ) -> Merge:
+        """Start merging a chunk's statistics over the whole vocabulary.
 
-        Collectives, in this order: MAX all-reduce of the row maximum ``[C]``, SUM all-reduce of
-        (others, label, label logit) ``[3, C]``, both fp32. NaN in any shard gives NaN on all: a MAX
-        may drop it, the sums do not.
+        Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
+        MAX of (row maximum, reference) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
+        NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
         """
-        global_max = stats.row_max
-        if self.size > 1:
-            global_max = global_max.clone()
-            dist.all_reduce(global_max, op=dist.ReduceOp.MAX, group=self.group)
-        terms: Tensor = token_ops.shard_terms(stats, global_max, labels, num_columns)
-        if self.size > 1:
-            dist.all_reduce(terms, group=self.group)
-        merged: tuple[Tensor, Tensor] = token_ops.token_loss(terms, global_max)
+        if self.size == 1:
+            return _Local(stats.shard, token_ops)
+        if self.merge == "packed":
+            return _Packed(stats.shard, token_ops, self.group, self.size)
+        return _AllReduced(stats.shard, token_ops, self.group)
+
+
+class _Local:
+    """One shard: nothing to wait for."""
+
+    def __init__(self, shard: Tensor, token_ops: ModuleType) -> None:
+        self._shards = shard.unsqueeze(0)
+        self._token_ops = token_ops
+
+    def advance(self) -> None:
+        return None
+
+    def finish(self) -> Merged:
+        merged: Merged = self._token_ops.merge_shards(self._shards)
         return merged
+
+
+class _Packed:
+    """All statistics of all ranks at once; each rank merges them, in the same order."""
+
+    def __init__(
+        self, shard: Tensor, token_ops: ModuleType, group: dist.ProcessGroup | None, size: int
+    ) -> None:
+        self._token_ops = token_ops
+        self._shards = shard.new_empty((size, *shard.shape))
+        self._pending = _all_gather(self._shards.flatten(0, 1), shard, group=group, async_op=True)
+
+    def advance(self) -> None:
+        return None
+
+    def finish(self) -> Merged:
+        self._pending.wait()
+        merged: Merged = self._token_ops.merge_shards(self._shards)
+        return merged
+
+
+class _AllReduced:
+    """The maxima first, then the sums relative to them."""
+
+    def __init__(
+        self, shard: Tensor, token_ops: ModuleType, group: dist.ProcessGroup | None
+    ) -> None:
+        self._token_ops, self._group = token_ops, group
+        self._shard = shard
+        self._maxima = shard[ROW_MAX : REFERENCE + 1].clone()
+        self._terms: Tensor | None = None
+        self._pending = dist.all_reduce(
+            self._maxima, op=dist.ReduceOp.MAX, group=group, async_op=True
+        )
+
+    def advance(self) -> None:
+        if self._terms is None:
+            self._pending.wait()
+            self._terms = self._token_ops.shard_terms(self._shard, self._maxima[0])
+            self._pending = dist.all_reduce(self._terms, group=self._group, async_op=True)
+
+    def finish(self) -> Merged:
+        self.advance()
+        self._pending.wait()
+        row_max, reference = self._maxima
+        loss, terms = self._token_ops.token_loss(self._terms, row_max)
+        return Merged(loss, terms, reference)
 
 
 class RankDisagreement(ValueError):

@@ -17,7 +17,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logit_pass
 from megatron_fused_ce.kernels import exp_product, exp_rows, forms
-from megatron_fused_ce.row_ops import TokenTerms, shard_terms, token_loss
+from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.testing.reference import (
     KINDS,
     assert_close,
@@ -164,19 +164,15 @@ def test_shards_far_apart(gap, product, device):
     labels = inputs.labels[0]
     shards = [weight[: vocab // 2], weight[vocab // 2 :]]
     passes = logit_pass.ExpPass(product)
+    sample = torch.cat([passes.sample_rows(shard, 32) for shard in shards])
     kept, scores, local, chunks = [], [], [], []
     for index, shard in enumerate(shards):
         local.append(labels - index * (vocab // 2))
         kept.append(hidden.new_empty(tokens, vocab // 2))
-        chunks.append(logit_pass.ChunkInputs(hidden, shard, local[-1], 1.0))
+        chunks.append(logit_pass.ChunkInputs(hidden, shard, local[-1], 1.0, sample))
         scores.append(passes.score(chunks[-1], kept[-1], False))
-    row_max = torch.maximum(*(score.stats.row_max for score in scores))
-    terms = sum(
-        shard_terms(score.stats, row_max, own, vocab // 2)
-        for score, own in zip(scores, local, strict=True)
-    )
-    loss, terms = token_loss(terms, row_max)
-    terms = TokenTerms(*terms)
+    merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
+    loss, terms = merged.loss, TokenTerms(*merged.terms)
     z = hidden.double() @ weight.double().t()
     exact = torch.nn.functional.cross_entropy(z, labels, reduction="none")
     assert relative_error(loss, exact) < 1e-5
@@ -184,8 +180,10 @@ def test_shards_far_apart(gap, product, device):
     expected[torch.arange(tokens), labels] -= 1
     factor = torch.ones(tokens, device=device)
     grad_hidden = torch.zeros(tokens, 32, dtype=torch.float64, device=device)
+    units = []
     for index, shard in enumerate(shards):
-        seal = passes.seal(kept[index], chunks[index], scores[index], terms)
+        seal = passes.seal(kept[index], chunks[index], scores[index], merged)
+        units.append(seal)
         operand = passes.operand_of_kept(kept[index], seal, chunks[index], terms, factor, None)
         part = operand.matrix.double() * operand.factor.double()[:, None]
         assert torch.isfinite(operand.matrix.float()).all()
@@ -197,6 +195,9 @@ def test_shards_far_apart(gap, product, device):
             assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)
         grad_hidden += part @ shard.double()
     assert relative_error(grad_hidden, expected @ weight.double()) < 4e-3
+    assert torch.equal(*units), (
+        "grad_hidden is reduced before its rows are multiplied by their unit"
+    )
 
 
 def test_argmax_of_ties_outliers_and_labels(product, device):
@@ -205,9 +206,11 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
     weight[450, 0] = 7.0  # a tie with 301, in another tile
     weight[302, 0] = 7.0  # and one in the same
     labels = torch.arange(tokens, device=device) % 4 + 300
-    reference = exp_rows.row_prologue(hidden.flatten(0, 1), weight, labels, 1.0)
+    reference = exp_rows.row_prologue(
+        hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
+    )
     tiles = product.exp_product(
-        hidden.flatten(0, 1), weight, labels, reference.reference2, reference.label_tiles, 1.0,
+        hidden.flatten(0, 1), weight, labels, reference.reference2, *reference.tiles, 1.0,
         None, True,
     )  # fmt: skip
     stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)
@@ -218,9 +221,11 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
     # A label that is the largest by itself is nowhere in the tiles' maxima.
     weight[100, 0] = 9.0
     labels = torch.where(torch.arange(tokens, device=device) % 2 == 0, 100, 7)
-    reference = exp_rows.row_prologue(hidden.flatten(0, 1), weight, labels, 1.0)
+    reference = exp_rows.row_prologue(
+        hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
+    )
     tiles = product.exp_product(
-        hidden.flatten(0, 1), weight, labels, reference.reference2, reference.label_tiles, 1.0,
+        hidden.flatten(0, 1), weight, labels, reference.reference2, *reference.tiles, 1.0,
         None, True,
     )  # fmt: skip
     stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)

@@ -7,7 +7,13 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, row_ops_torch
 from megatron_fused_ce.kernels import row_kernels, token_kernels
-from megatron_fused_ce.row_ops import RowStatistics, TokenTerms, shard_terms, token_loss
+from megatron_fused_ce.row_ops import (
+    NOT_HERE,
+    TokenTerms,
+    merge_shards,
+    shard_terms,
+    token_loss,
+)
 from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
 from tests.test_op import run
 
@@ -31,11 +37,9 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     plain = row_ops_torch.row_statistics(logits, labels, 0.7, with_argmax=True)
     assert torch.equal(logits, kept), "the statistics pass must not write"
     assert torch.equal(ours.argmax, plain.argmax)
-    for left, right in zip(ours[:3], plain[:3], strict=True):
-        torch.testing.assert_close(left, right, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(ours.shard, plain.shard, rtol=2e-6, atol=1e-6)
 
-    _, terms = token_loss(shard_terms(plain, plain.row_max, labels, num_columns), plain.row_max)
-    terms = TokenTerms(*terms)
+    terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
     factor = torch.randn(7, generator=torch.Generator().manual_seed(1)).to(device)
     out = torch.empty_like(logits)
     row_kernels.row_gradients(logits, labels, terms, factor, 0.7, out=out)
@@ -49,30 +53,69 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     assert torch.equal(logits, out), "in place must equal out of place"
 
 
-def test_token_kernels_match_their_definition(device):
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_token_kernels_match_their_definition(num_shards, device):
     """Confident and hopeless tokens, labels elsewhere, an empty shard, infinities and NaN."""
     generator = torch.Generator().manual_seed(0)
-    num_rows = 300
-    row_max = torch.randn(num_rows, generator=generator) * 50
-    others = torch.exp(torch.randn(num_rows, generator=generator) * 12)
-    label_logit = row_max - torch.rand(num_rows, generator=generator) * 20
-    labels = torch.randint(-3, 12, (num_rows,), generator=generator)
-    reference = row_max - 3 * torch.rand(num_rows, generator=generator)
-    others[0], reference[0] = 0.0, -torch.inf
-    others[1], reference[2], others[3] = torch.nan, torch.nan, torch.inf
-    others[4:40] *= 1e-30  # 1 - p far below fp32's resolution of 1
-    parts = (row_max, reference, others, label_logit)
-    stats = RowStatistics(*(part.to(device) for part in parts))
-    labels = labels.to(device)
-    plain = shard_terms(stats, stats.row_max, labels, 9)
-    ours = token_kernels.shard_terms(stats, stats.row_max, labels, 9)
-    torch.testing.assert_close(ours, plain, rtol=4e-6, atol=0, equal_nan=True)
-    for got, expected in zip(
-        token_kernels.token_loss(plain, stats.row_max),
-        token_loss(plain, stats.row_max),
-        strict=True,
-    ):
+    shape = (num_shards, 300)
+    row_max = torch.randn(shape, generator=generator) * 50
+    others = torch.exp(torch.randn(shape, generator=generator) * 12)
+    label_logit = row_max - torch.rand(shape, generator=generator) * 20
+    holder = torch.randint(0, num_shards + 1, shape[1:], generator=generator)
+    label_logit[torch.arange(num_shards)[:, None] != holder] = NOT_HERE
+    reference = row_max - 3 * torch.rand(shape, generator=generator)
+    others[-1, 0], reference[-1, 0], row_max[-1, 0] = 0.0, -torch.inf, -torch.inf
+    label_logit[-1, 0] = NOT_HERE
+    others[-1, 1], reference[-1, 2], others[-1, 3] = torch.nan, torch.nan, torch.inf
+    row_max[-1, 40], row_max[-1, 41] = torch.inf, torch.nan
+    others[:, 4:40] *= 1e-30  # 1 - p far below fp32's resolution of 1
+    shards = torch.stack((row_max, reference, others, label_logit), 1).to(device)
+    plain = merge_shards(shards)
+    ours = token_kernels.merge_shards(shards)
+    for got, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=4e-6, atol=1e-45, equal_nan=True)
+    assert torch.isnan(plain.loss[torch.tensor([1, 2, 40, 41])]).all()
+    assert not torch.isnan(plain.loss[4:40]).any()
+
+    # What two all-reduces would bring: the same, with any order of the sums.
+    global_max = plain.terms[0]
+    parts = [token_kernels.shard_terms(shard, global_max) for shard in shards]
+    for part, shard in zip(parts, shards, strict=True):
+        torch.testing.assert_close(
+            part, shard_terms(shard, global_max), rtol=4e-6, atol=0, equal_nan=True
+        )
+    summed = torch.stack(parts).sum(0)
+    for merged in (
+        token_kernels.token_loss(summed, global_max),
+        token_loss(summed, global_max),
+    ):
+        torch.testing.assert_close(merged[0], plain.loss, rtol=4e-6, atol=1e-45, equal_nan=True)
+        torch.testing.assert_close(merged[1], plain.terms, rtol=4e-6, atol=1e-45, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_merged_shards_against_fp64(num_shards, device):
+    """By the definition: the loss of every token from the logits of all shards."""
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(64, 30 * num_shards, generator=generator).mul_(9).to(device)
+    labels = torch.randint(0, z.shape[1], (64,), generator=generator).to(device)
+    labels[:5] = -100
+    z[torch.arange(5, 20), labels[5:20]] += 60.0
+    shards = [
+        row_ops_torch.row_statistics(part, labels - 30 * index, 1.0).shard
+        for index, part in enumerate(z.split(30, dim=1))
+    ]
+    merged = token_kernels.merge_shards(torch.stack(shards))
+    exact = z.double()
+    loss = exact.logsumexp(1) - exact.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    loss[:5] = exact[:5].logsumexp(1) - exact[:5].amax(1)
+    # The confident ones without the cancellation of the line above.
+    at_label = torch.nn.functional.one_hot(labels[5:20], z.shape[1]).bool()
+    rest = exact[5:20].masked_fill(at_label, -torch.inf).logsumexp(1)
+    loss[5:20] = torch.log1p(torch.exp(rest - exact[5:20][at_label]))
+    # log(others) near 1 has fp32's resolution of 1; with a label nothing cancels.
+    torch.testing.assert_close(merged.loss[:5].double(), loss[:5], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged.loss[5:].double(), loss[5:], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("backend", [row_kernels, row_ops_torch], ids=["triton", "torch"])

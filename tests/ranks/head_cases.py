@@ -78,12 +78,17 @@ def run_sharded(
     return HeadResult(*(part.to(rank.device) for part in whole))
 
 
-def against_fp64(rank, *, kind, dtype, strategy, sequence_parallel, unequal, named, flat=False):
+def against_fp64(
+    rank, *, kind, dtype, strategy, sequence_parallel, unequal, named, flat=False, merge="auto"
+):
     vocab = 97 if unequal else 100
     inputs = make_inputs(
         kind, s=24, b=3, hidden_size=32, vocab=vocab, dtype=dtype, device=rank.device
     )
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=28)
+    # Up to six chunks of unequal size: more than any ring of buffers has room for.
+    config = FusedCEConfig(
+        strategy=strategy, chunk_tokens=28 if merge == "auto" else 12, merge=merge
+    )
     result = run_sharded(
         rank, inputs, config, sequence_parallel=sequence_parallel, unequal=unequal, named=named,
         flat=flat,
@@ -96,12 +101,12 @@ def exp_dtype(rank):
     return torch.bfloat16 if rank.device.type == "cuda" else torch.float32
 
 
-def exponentiating_product(rank, *, kind, strategy, sequence_parallel):
-    """Its references, units and label entries differ from shard to shard."""
+def exponentiating_product(rank, *, kind, strategy, sequence_parallel, merge="auto"):
+    """Its statistics and label entries differ from shard to shard."""
     inputs = make_inputs(
         kind, s=24, b=3, hidden_size=32, vocab=512, dtype=exp_dtype(rank), device=rank.device
     )
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=40, logit_pass="exp")
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=16, logit_pass="exp", merge=merge)
     result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=True)
     assert_close(result, inputs)
 
@@ -294,6 +299,15 @@ for _strategy in STRATEGIES:
             CASES[f"exponentiating product, {_kind} {_strategy} sp={_sp}"] = functools.partial(
                 exponentiating_product, kind=_kind, strategy=_strategy, sequence_parallel=_sp
             )
+    for _sp in (False, True):
+        CASES[f"two all-reduces, exponentiating product {_strategy} sp={_sp}"] = functools.partial(
+            exponentiating_product, kind="odd-labels", strategy=_strategy, sequence_parallel=_sp,
+            merge="all_reduce",
+        )  # fmt: skip
+        CASES[f"two all-reduces, rows {_strategy} sp={_sp}"] = functools.partial(
+            against_fp64, kind="peaked", dtype=torch.bfloat16, strategy=_strategy,
+            sequence_parallel=_sp, unequal=True, named=True, merge="all_reduce",
+        )  # fmt: skip
 _BAD = {
     "tokens": (
         {
@@ -303,6 +317,10 @@ _BAD = {
         "disagree on tokens in hidden",
     ),
     "chunking": ({"config": lambda rank: FusedCEConfig(num_chunks=3)}, "disagree on"),
+    "merge": (
+        {"config": lambda rank: FusedCEConfig(num_chunks=2, merge="all_reduce")},
+        "disagree on merge",
+    ),
     "bad shape": ({"hidden": lambda rank: torch.ones(8, 1, 3, device=rank.device)}, "H = 3"),
     "bad dtype": ({"labels": lambda rank: torch.ones(1, 8, device=rank.device)}, "expected int64"),
 }
