@@ -3,23 +3,28 @@
     python scripts/benchmark.py --shapes llama3-8b --tokens 8192 32768
     python scripts/benchmark.py --preset reach --peers --name reach --results-dir docs/benchmarks/results
     python scripts/benchmark.py --shape 4096 128256 --strategies store eager:8192 recompute/rows
-    torchrun --nproc-per-node 4 scripts/benchmark.py --sequence-parallel --shapes llama3-8b
+    python scripts/benchmark.py --tp 4 --sequence-parallel --shapes llama3-8b --tokens 32768 --lean
+    python scripts/benchmark.py --tp 4 --preset tp-reach --peers --name tp4
     python scripts/benchmark.py --render RESULT.json
 
 Before anything is timed every variant is checked against fp64 on some of the tokens, and against a
 blockwise fp32 reference at the timed size: a strategy of this package that is wrong ends the run with
 exit code 1 and no figures. Then all variants run in turn, block after block, in an order that is
-shuffled anew in each block (fixed seed), so that a drifting clock favours none. Under torchrun all
-ranks form one tensor-parallel group; times are the slowest rank's, peaks the largest.
+shuffled anew in each block (fixed seed), so that a drifting clock favours none.
+
+--tp R runs on R ranks, which form one tensor-parallel group: under a torchrun of R, or by starting one.
+Every rank holds V / R vocabulary rows. Times are the slowest rank's, peaks and errors the largest; the
+roofs are the shard's, all ranks at once.
 
     roof      the three matrix products alone, by cuBLAS, on the true grad_logits of these operands
     roof-4    the same with the logits computed twice: the floor of recompute
     roof-raw  the last two products on raw logits: they cost more, the chip being limited by power
     store, eager, recompute, auto
-              this package; NAME[:C][/exp|/rows] sets the tokens of a chunk and the logit pass
+              this package; NAME[:C][/PASS][/MERGE] sets the tokens of a chunk, the logit pass (exp,
+              rows) and how statistics are merged over the ranks (packed, all_reduce)
     megatron-*
               Megatron's output layer with its cross entropies and Transformer Engine's
-    the rest  scripts/peers.py, with --peers
+    the rest  scripts/peers.py, with --peers: over several ranks those that know vocabulary shards
 
 Every variant ends in the same place: an fp32 main_grad (--end-point grad: a gradient in the weight's
 dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
@@ -31,16 +36,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import benchmark_report as report
 import torch
-import torch.distributed as dist
 from benchmark_measure import (
     CHECKED_WELL,
     LONGEST_WARM_STEP_MS,
@@ -51,13 +56,14 @@ from benchmark_measure import (
     measure_cell,
     say,
 )
-from benchmark_problem import DTYPES, SHAPES, World
+from benchmark_problem import DTYPES, SHAPES, World, start_ranks, world_size
 from benchmark_roof import ROOFS
-from benchmark_variants import Variant, megatron, ours, parse_strategy, peers
+from benchmark_variants import MERGES, Strategy, Variant, megatron, ours, parse_strategy, peers
 
 from megatron_fused_ce.config import LOGIT_PASS_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.testing.provenance import commit
 
+TP_CELLS = [("llama3-8b", 8192), ("llama3-8b", 32768), ("llama3-70b", 32768)]
 #: name -> cells, and options where the command line names none.
 PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     # The cells that issue 3's targets name. Cheap ones first: a time limit cuts the end.
@@ -100,9 +106,30 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
             "megatron": False,
         },
     ),
+    # The cells that issue 4's targets name, in little time (about a minute a cell on four H200s) ...
+    "tp": (TP_CELLS, {"sequence_parallel": "both", "lean": True}),
+    # ... and with the other chunks, and blocks enough to publish.
+    "tp-reach": (
+        TP_CELLS,
+        {"sequence_parallel": "both", "chunk_tokens": [None, 4096, 16384]},
+    ),
 }
+#: Options of --lean. The roof on raw logits has no target over ranks; Megatron's jitted cross entropies
+#: compile for seconds at every new T, so they see one T only.
+LEAN: dict[str, Any] = {
+    "blocks": 3,
+    "sample_ms": 80.0,
+    "check_tokens": 1024,
+    "roofs": ("roof", "roof-4"),
+}
+#: --sequence-parallel's word -> whether each cell runs with it.
+SEQUENCE_PARALLEL = {"on": (True,), "off": (False,), "both": (True, False)}
 FURTHER_CHECKS = ("check_confident", "check_sync", "check_graph", "check_determinism")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def chunk_size(word: str) -> int | None:
+    return None if word == "plan" else int(word)
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -118,9 +145,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--strategies",
         nargs="+",
-        metavar="NAME[:C][/PASS]",
-        help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logit pass exp or rows "
-        "(default: all but auto)",
+        metavar="NAME[:C][/PASS][/MERGE]",
+        help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logit pass exp or rows, merge of "
+        f"statistics {' or '.join(MERGES) or '(none here)'} (default: all but auto)",
     )
     add(
         "--logit-pass",
@@ -128,7 +155,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         choices=LOGIT_PASS_CHOICES,
         help="each strategy that names no pass, with each of these",
     )
-    add("--chunk-tokens", nargs="+", type=int, help="each strategy that names no C, with each")
+    add("--merge", nargs="+", metavar="MERGE", help="each strategy that names none, with each")
+    add(
+        "--chunk-tokens",
+        nargs="+",
+        type=chunk_size,
+        metavar="C",
+        help="each strategy that names no C, with each; 'plan': the planner's",
+    )
     add("--memory-mb", type=int, help="budget of strategy auto")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--upstream", choices=("weights", "random"), default="weights")
@@ -137,17 +171,31 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
     add("--skip", nargs="+", default=[], metavar="VARIANT", help="leave these variants out")
     add("--blocks", type=int, help="interleaved blocks (default 5)")
-    add("--sample-ms", type=float, default=100.0, help="a variant's turn runs at least so long")
+    add("--sample-ms", type=float, help="a variant's turn runs at least so long (default 100)")
     add("--roofs", nargs="*", choices=tuple(ROOFS), help="(default: those that a variant needs)")
     add("--seed", type=int, default=0, help="of the order within blocks")
-    add("--check-tokens", type=int, default=2048, help="T of the check against fp64")
+    add("--check-tokens", type=int, help="T of the check against fp64 (default 2048)")
+    add(
+        "--lean",
+        action="store_const",
+        const=True,
+        help="quicker: 3 blocks of 80 ms, no roof-raw, 1024 tokens against fp64, and the others checked "
+        "at the timed size alone",
+    )
     add("--check-confident", action="store_true", help="also tokens of 1 - p = 3e-7")
     add("--check-sync", action="store_true", help="a host synchronisation is an error")
     add("--check-graph", action="store_true", help="a CUDA graph's replays, bit for bit")
     add("--check-determinism", action="store_true", help="two runs, bit for bit")
     add("--check-all", action="store_true", help="all four")
     add("--time-limit", type=float, metavar="SECONDS", help="start no cell or block after this")
-    add("--sequence-parallel", action="store_true")
+    add("--tp", type=int, metavar="R", help="ranks: torchrun's, or started here")
+    add(
+        "--sequence-parallel",
+        nargs="?",
+        const="on",
+        choices=SEQUENCE_PARALLEL,
+        help="the hidden states in R parts; 'both': each cell with and without",
+    )
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
     add("--results-dir", type=Path, default=ROOT / "docs" / "benchmarks" / "results")
     add("--out", type=Path, help="or write this JSON file and the .md beside it")
@@ -158,10 +206,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         if getattr(given, name) is None:
             setattr(given, name, value)
     given.megatron = given.megatron is not False
-    given.blocks = 5 if given.blocks is None else given.blocks
-    for name in ("blocks", "check_tokens", "chunk_tokens"):
+    standard = {"blocks": 5, "sample_ms": 100.0, "check_tokens": 2048}
+    for name, value in (LEAN if given.lean else standard).items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    for name in ("tp", "blocks", "check_tokens", "chunk_tokens"):
         value = getattr(given, name)
-        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+        numbers = value if isinstance(value, list) else [value]
+        if min((number for number in numbers if number is not None), default=1) < 1:
             parser.error(f"expected --{name.replace('_', '-')} of at least 1, got {value}")
     for name in FURTHER_CHECKS:
         setattr(given, name, getattr(given, name) or given.check_all)
@@ -174,8 +226,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[Cell]:
-    """``--preset``'s cells (those of ``--shapes`` and ``--tokens`` alone), or their product."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    """``--preset``'s cells (those of ``--shapes`` and ``--tokens`` alone), or their product.
+
+    Over several ranks each with sequence parallelism, without, or both.
+    """
+    size = given.tp or world_size()
     named = given.shapes or []
     if preset:
         if given.shape:
@@ -198,11 +253,12 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
             raise ValueError(f"expected sizes of at least 1, got {cell}")
         if cell.num_tokens % size or cell.vocab % size:
             raise ValueError(f"{cell} does not divide over {size} ranks")
-    return cells
+    modes = SEQUENCE_PARALLEL[given.sequence_parallel or "off"] if size > 1 else (False,)
+    return [replace(cell, sequence_parallel=mode) for cell in cells for mode in modes]
 
 
 def strategies_of(given: argparse.Namespace) -> list[str]:
-    """Each strategy with each number of chunk tokens and each logit pass, as ``NAME[:C][/PASS]``.
+    """Each strategy with each number of chunk tokens, logit pass and merge.
 
     ``eager`` only where the upstream gradient lets it; ``auto`` chooses its chunks itself.
     """
@@ -213,15 +269,16 @@ def strategies_of(given: argparse.Namespace) -> list[str]:
             names.remove("eager")
     chosen: list[str] = []
     for name in names:
-        strategy, own_tokens, own_pass = parse_strategy(name)
-        if strategy == "eager" and given.upstream == "random":
+        own = parse_strategy(name)
+        if own.name == "eager" and given.upstream == "random":
             raise ValueError("eager needs --upstream weights")
-        sizes = [own_tokens] if own_tokens or strategy == "auto" else given.chunk_tokens or [None]
-        for logit_pass in [own_pass] if own_pass else given.logit_pass or [None]:
-            for size in sizes:
-                text = strategy + (f":{size}" if size else "")
-                chosen.append(text + (f"/{logit_pass}" if logit_pass else ""))
-                parse_strategy(chosen[-1])
+        fixed = own.chunk_tokens or own.name == "auto"
+        sizes = [own.chunk_tokens] if fixed else given.chunk_tokens or [None]
+        passes = [own.logit_pass] if own.logit_pass else given.logit_pass or [None]
+        merges = [own.merge] if own.merge else given.merge or [None]
+        for logit_pass, merge, size in product(passes, merges, sizes):
+            chosen.append(str(Strategy(own.name, size, logit_pass, merge)))
+            parse_strategy(chosen[-1])
     return list(dict.fromkeys(chosen))
 
 
@@ -230,7 +287,12 @@ def variants_of(given: argparse.Namespace, world: World) -> list[Variant]:
     if given.megatron:
         found += megatron(world)
     if given.peers is not None:
-        found += peers(world, given.peers or None)
+        largest = (
+            max(max(cell.num_tokens, given.check_tokens) for cell in given.cells),
+            max(cell.hidden_size for cell in given.cells),
+            max(cell.vocab for cell in given.cells) // world.size,
+        )
+        found += peers(world, given.peers or None, largest)
     found = [v for v in found if not {v.name, v.key, v.name.split("/")[0]} & set(given.skip)]
     keys = [variant.key for variant in found]
     for key in keys:
@@ -254,20 +316,23 @@ def triton_version() -> str | None:
     return str(triton.__version__)
 
 
-def expected_seconds(cell: Cell, variants: list[Variant], given: argparse.Namespace) -> float:
-    """A cell's time on a GPU of 600 TFLOP/s, within a factor of two; 4 s for a peer to compile."""
-    product = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab / 6e14
+def expected_seconds(
+    cell: Cell, variants: list[Variant], given: argparse.Namespace, num_ranks: int
+) -> float:
+    """A cell's time on GPUs of 600 TFLOP/s, within a factor of two; 4 s for a peer to compile."""
+    one = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab / num_ranks / 6e14  # product
 
     def turns(step: float, warm: bool, times: int) -> float:
         steps: int = warm + max(1, math.ceil(given.sample_ms / 1e3 / step))
         blocks: int = given.blocks
         return step * steps * times * blocks
 
-    seconds = 15.0 + turns(10 * product, True, 2)  # the roofs, 3 + 4 + 3 products
+    roofs = one * sum(ROOFS[name] for name in roofs_of(given, variants))
+    seconds = 15.0 + turns(max(roofs, 1e-6), True, 2)
     for variant in variants:
         if not variant.why_not:
             peer = variant.family == "peer"
-            step = product * variant.products * (1.5 if peer else 1)
+            step = one * variant.products * (1.5 if peer else 1)
             seconds += 3 * step + turns(step, 1e3 * step < LONGEST_WARM_STEP_MS, 1) + 4 * peer
     return seconds
 
@@ -278,7 +343,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.render is not None:
         print(f"written: {report.render(given.render)}")
         return 0
-    world = World(given.sequence_parallel)
+    own = sys.argv[1:] if words is None else words
+    try:
+        start_ranks(given.tp, str(Path(__file__).resolve()), own)
+    except ValueError as error:
+        print(f"benchmark: {error}", file=sys.stderr)
+        return 2
+    world = World()
     try:
         return run(given, world, started)
     finally:
@@ -301,6 +372,7 @@ def run(given: argparse.Namespace, world: World, started: float) -> int:
         sample_ms=given.sample_ms,
         seed=given.seed,
         roofs=roofs_of(given, variants),
+        check_foreign=not given.lean,
         **{name: getattr(given, name) for name in FURTHER_CHECKS},
         deadline=started + limit,
     )
@@ -311,7 +383,7 @@ def run(given: argparse.Namespace, world: World, started: float) -> int:
         "triton": triton_version(),
         "dtype": given.dtype,
         "tp": world.size,
-        "sp": world.sequence_parallel,
+        "sp": False,  # the cell's
     }
     path = given.out
     if given.name:
@@ -322,7 +394,7 @@ def run(given: argparse.Namespace, world: World, started: float) -> int:
     exit_code = 0
     for cell in given.cells:
         elapsed = time.monotonic() - started
-        need = expected_seconds(cell, variants, given) if world.on_gpu else 0.0
+        need = expected_seconds(cell, variants, given, world.size) if world.on_gpu else 0.0
         if world.slowest([elapsed + need])[0] > limit:
             say(world, f"{cell}: not started, {elapsed:.0f} of {limit:.0f} s are gone")
             skipped.append(str(cell))
@@ -350,8 +422,8 @@ def run(given: argparse.Namespace, world: World, started: float) -> int:
         report.write(path, rows, skipped)
         print(report.summary(rows))
         print(f"written: {path} and {path.with_suffix('.md').name}")
-    if world.size > 1 and exit_code != 3:
-        dist.barrier()
+    if exit_code != 3:
+        world.slowest([0.0])  # nobody leaves before rank 0 has written
     return exit_code
 
 

@@ -72,7 +72,8 @@ class Cell:
     shape: str  # name in SHAPES, or "H x V"
     num_tokens: int
     hidden_size: int
-    vocab: int
+    vocab: int  # over all ranks
+    sequence_parallel: bool = False
 
     @staticmethod
     def of(shape: str, num_tokens: int) -> Cell:
@@ -80,7 +81,8 @@ class Cell:
         return Cell(shape, num_tokens, hidden_size, vocab)
 
     def __str__(self) -> str:
-        return f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
+        sizes = f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
+        return sizes + (" SP" if self.sequence_parallel else "")
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Settings:
     upstream: str = "weights"
     end_point: str = "main_grad"
     check_tokens: int = 2048
+    check_foreign: bool = True  # the others against fp64 too, not at the timed size alone
     blocks: int = 5
     sample_ms: float = 100.0
     seed: int = 0
@@ -283,14 +286,22 @@ def check_small(
     errors and what to record of the check.
     """
     tokens = min(cell.num_tokens, settings.check_tokens)
-    home = (cell.hidden_size, cell.vocab, tokens, settings.dtype, settings.upstream)
+    home: tuple[Any, ...] = (cell.hidden_size, cell.vocab, tokens, world.parts)
+    home += (settings.dtype, settings.upstream)
 
     def place(outcome: Outcome) -> Any:
         # A check in one chunk says nothing of other chunk sizes that are one chunk there as well,
         # but the same as they do.
         return (*home, outcome.variant.key)
 
-    todo = [o for o in outcomes if o.reason is None and place(o) not in known]
+    def left_out(outcome: Outcome) -> bool:
+        # A loss that was summed has no samples of gradients at the timed size.
+        variant = outcome.variant
+        foreign = variant.family != "ours" and not variant.one_upstream
+        return outcome.reason is not None or (foreign and not settings.check_foreign)
+
+    outcomes = [outcome for outcome in outcomes if not left_out(outcome)]
+    todo = [o for o in outcomes if place(o) not in known]
     if todo or home not in known:
         one_upstream = any(o.variant.one_upstream for o in todo)
         check = SmallCheck.of(cell, settings, world, one_upstream)
@@ -317,8 +328,6 @@ def check_small(
         give_back(world)
     plain_loss, plain, (loss_bound, bound), facts = known[home]
     for outcome in outcomes:
-        if outcome.reason is not None:
-            continue
         errors, outcome.reason = known[place(outcome)]
         if errors is None:
             if outcome.variant.family == "ours" and outcome.reason != OUT_OF_MEMORY:
@@ -411,7 +420,8 @@ def check_full(
             small = (outcome.loss_error, outcome.error)
             outcome.loss_error, outcome.error = loss_error + unbounded, error + unbounded
             _judge(outcome, f" at T = {problem.num_tokens}", loss_bound, bound)
-            outcome.loss_error, outcome.error = small
+            if small[1] is not None:
+                outcome.loss_error, outcome.error = small
             outcome.extra["full_error"] = None if variant.one_upstream else error
             outcome.extra["full_loss_error"] = loss_error
         elif variant.family == "ours" and outcome.reason != OUT_OF_MEMORY:
@@ -671,6 +681,7 @@ def measure_cell(
     where a foreign kernel broke the device.
     """
     started = time.monotonic()
+    world.sequence_parallel = cell.sequence_parallel
     outcomes = {v.key: Outcome(v, v.why_not, chunk_tokens=v.chunk_tokens) for v in variants}
     plain_loss, plain, check_facts = check_small(
         list(outcomes.values()), cell, settings, world, known
@@ -700,6 +711,8 @@ def measure_cell(
         if outcome.reason is None:
             peak, outcome.reason = attempt(partial(measure_peak, outcome, problem, world), world)
             largest = max(largest, peak or 0.0)
+            if outcome.reason is None and outcome.peak_mib is not None:
+                outcome.peak_mib = world.slowest([outcome.peak_mib])[0]
         if outcome.reason is None and outcome.variant.family == "ours":
             outcome.extra |= further_checks(outcome, problem, settings, world)
         problem.reset()
@@ -717,8 +730,11 @@ def measure_cell(
     roof.release()
     if roof.num_slices > 1:
         check_facts["roof_slices"] = roof.num_slices
-    facts = facts | {"V": problem.num_rows}
-    return rows_of(cell, outcomes, roofs, settings, facts, check_facts | {"blocks": blocks})
+    facts = facts | {"V": problem.num_rows, "sp": world.sequence_parallel}
+    more = check_facts | {"blocks": blocks}
+    if not settings.check_foreign:
+        more["check_foreign"] = False
+    return rows_of(cell, outcomes, roofs, settings, facts, more)
 
 
 def rows_of(
@@ -756,7 +772,7 @@ def rows_of(
             "roof_ms": rounded(below, 3),
             "ratio": None,
             "peak_mib": rounded(outcome.peak_mib, 1),
-            "peak_bound_mib": peak_bound_mib(outcome, facts["V"], cell, settings),
+            "peak_bound_mib": peak_bound_mib(outcome, facts["V"], cell, settings, facts["tp"]),
             "error": outcome.reason if outcome.reason is not None else outcome.error,
             "family": variant.family,
             "roof_products": variant.products,
@@ -792,11 +808,21 @@ def rows_of(
     return rows
 
 
-def peak_bound_mib(outcome: Outcome, num_rows: int, cell: Cell, settings: Settings) -> float | None:
+#: Chunks of hidden states, or of their gradient, that may be held over several ranks, by sequence
+#: parallelism: three gathered ones (the next, this, the previous, scaled in place) and one share of
+#: grad_hidden; without it one scaled copy and one share.
+HIDDEN_BUFFERS = {True: 4, False: 2}
+
+
+def peak_bound_mib(
+    outcome: Outcome, num_rows: int, cell: Cell, settings: Settings, tp_size: int
+) -> float | None:
     """What the targets allow above inputs, `grad_hidden` and the end point, for one rank's rows.
 
     ``recompute`` 2·C·V + X, ``store`` 2·T·V + X, ``eager`` 2·C·V + 4·V·H + X with
     X = 2·C·H + 12·C·V/256 + 64 MiB, and 4·V·H where the end point is a ``.grad`` of 2 bytes an entry.
+    Over R ranks ``recompute`` and ``eager`` may hold two chunks of logits (2·(2·C·V + 12·C·V/256)), and
+    all of them `HIDDEN_BUFFERS` of 2·C·H and the statistics of one merge, 16·C·(R + 1).
     """
     variant, T, H, V = outcome.variant, cell.num_tokens, cell.hidden_size, num_rows
     if variant.family != "ours" or settings.dtype.itemsize != 2:
@@ -805,8 +831,13 @@ def peak_bound_mib(outcome: Outcome, num_rows: int, cell: Cell, settings: Settin
     strategy = outcome.extra.get("plan", "")
     if C is None or strategy not in ("recompute", "store", "eager"):
         return None
-    own = {"recompute": 2 * C * V, "store": 2 * T * V, "eager": 2 * C * V + 4 * V * H}
-    bound = own[strategy] + 2 * C * H + 12 * C * V / 256 + 64 * MIB
+    chunks, buffers, merge = 1, 1, 0
+    if tp_size > 1:
+        chunks, merge = 2, 16 * C * (tp_size + 1)
+        buffers = HIDDEN_BUFFERS[cell.sequence_parallel]
+    held = min(chunks * C, T)  # tokens whose logits, and tiles' statistics, are there at once
+    own = {"recompute": 2 * held * V, "store": 2 * T * V, "eager": 2 * held * V + 4 * V * H}
+    bound = own[strategy] + 2 * buffers * C * H + merge + 12 * held * V / 256 + 64 * MIB
     return rounded((bound + (4 * V * H if settings.end_point == "grad" else 0)) / MIB, 1)
 
 

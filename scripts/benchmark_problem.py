@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -51,14 +53,48 @@ UPSTREAM_SCALAR = 0.3
 ZERO_WEIGHT_EVERY = 64
 #: Elements of one fp32 block of logits in the blockwise reference (1 GiB).
 BLOCK_ELEMENTS = 2**28
+#: A rank that fails alone leaves the others in a collective: they end after this. Longer than any
+#: compilation (megatron-native: 32 s on an H200's host).
+TIMEOUT = timedelta(minutes=2)
+
+
+def world_size() -> int:
+    """Ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_ranks(tp: int | None, script: str, words: Sequence[str]) -> None:
+    """Have ``tp`` ranks (None: as many as there are).
+
+    Returns at once where there are so many; without torchrun this process becomes
+    ``torchrun --standalone --nproc-per-node tp script words`` and never returns. Raises ValueError
+    where torchrun started another number, or ``tp`` GPUs are not there.
+    """
+    if tp is None:
+        return
+    if "WORLD_SIZE" in os.environ:
+        if world_size() != tp:
+            raise ValueError(f"--tp {tp} asks for {tp} ranks, torchrun started {world_size()}")
+        return
+    if tp == 1:
+        return
+    if torch.cuda.is_available() and torch.cuda.device_count() < tp:
+        raise ValueError(f"--tp {tp} needs {tp} GPUs, here are {torch.cuda.device_count()}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, with a warning
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launch, script, *words])
 
 
 class World:
-    """The tensor-parallel group of all ranks; with a GPU also Megatron's idea of it, if installed."""
+    """The tensor-parallel group of all ranks; with a GPU also Megatron's idea of it, if installed.
+
+    ``sequence_parallel`` may change between cells.
+    """
 
     def __init__(self, sequence_parallel: bool = False) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.size = world_size()
         self.on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
         backend = "gloo"
@@ -66,7 +102,7 @@ class World:
             torch.cuda.set_device(self.device)
             backend = "nccl"
         if self.size > 1:
-            dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+            dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         else:
             store = dist.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]  # a free port
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -77,7 +113,9 @@ class World:
             try:
                 from megatron.core import parallel_state
 
-                parallel_state.initialize_model_parallel(self.size)
+                parallel_state.initialize_model_parallel(
+                    self.size, distributed_timeout_minutes=TIMEOUT.seconds // 60
+                )
                 self.group = parallel_state.get_tensor_model_parallel_group()
                 self.has_megatron = True
             except ImportError:

@@ -24,8 +24,12 @@ EXPLANATION = (
     "`grad_logits` of the same operands; *over* says which: 3 products, or 4 where the variant "
     "computes the logits twice. *raw*: the ratio to three products of which the last two read raw "
     "logits. Peak: MiB above inputs, `grad_hidden` and the end point of `grad_weight`, cuBLAS's "
-    "workspace counted; *bound* is what the targets of issue 3 allow. Error: the "
+    "workspace counted; *bound* is what the targets allow. Error: the "
     "larger of both gradients', norm-relative to fp64."
+)
+PARALLEL_EXPLANATION = (
+    "Times are the slowest rank's, peaks and errors the largest of any rank. The roof is the shard's, "
+    "on all ranks at once, on hidden states that are there as a whole: no collective is in it."
 )
 
 
@@ -132,6 +136,8 @@ def markdown(rows: list[dict[str, Any]], skipped: Iterable[str] = ()) -> str:
             lines[0] += f" (one scalar for all tokens: {names})"
         lines[0] += "."
     lines += ["", EXPLANATION, ""]
+    if any(row["tp"] > 1 for row in rows):
+        lines += [PARALLEL_EXPLANATION, ""]
     if any(row.get("family") == "ours" and row["time_ms"] is not None for row in rows):
         lines += [summary(rows), ""]
     for group in cells(rows):
@@ -149,6 +155,8 @@ def markdown(rows: list[dict[str, Any]], skipped: Iterable[str] = ()) -> str:
             if "plain_confident_error" in group[0]:
                 note += f", confident tokens {small(group[0]['plain_confident_error'])}"
             note += "."
+        if group[0].get("check_foreign") is False:
+            note += " The others' errors are to fp32 at the timed size."
         lines += [f"## {title(group[0])}", "", (blocks + note).strip(), "", table(group)]
     lines += [f"Not run (time limit): {name}." for name in skipped]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
@@ -170,6 +178,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
         other = fastest(row for row in group if row.get("family") in ("megatron", "peer"))
         lean = fastest(row for row in mine if row["roof_products"] == 4)
         words = [f"{group[0]['shape']} T={group[0]['T']}"]
+        if group[0]["tp"] > 1:
+            words[0] += f" TP {group[0]['tp']}{' SP' if group[0]['sp'] else ''}"
         words += (
             ["–"] * 4
             if best is None

@@ -11,16 +11,20 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from benchmark_problem import MIB, Problem, Run, World
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, logit_pass, planner
+from megatron_fused_ce import config as options
 from megatron_fused_ce.config import LOGIT_PASS_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.grad_weight import kind_of
 from megatron_fused_ce.op import linear_cross_entropy
+
+#: How a chunk's statistics are merged over the ranks; empty in a package that knows one way only.
+MERGES: tuple[str, ...] = getattr(options, "MERGE_CHOICES", ())
 
 
 @dataclass(frozen=True)
@@ -42,17 +46,42 @@ class Variant:
         return f"{self.name}:{self.chunk_tokens}" if self.chunk_tokens else self.name
 
 
-def parse_strategy(text: str) -> tuple[str, int | None, str | None]:
-    """``NAME[:C][/PASS]`` -> strategy, chunk tokens, logit pass. ValueError where it does not fit."""
-    rest, _, asked_pass = text.partition("/")
-    name, _, tokens = rest.partition(":")
+class Strategy(NamedTuple):
+    """What ``NAME[:C][/PASS][/MERGE]`` asks for; None: the package chooses."""
+
+    name: str
+    chunk_tokens: int | None = None
+    logit_pass: str | None = None
+    merge: str | None = None
+
+    def __str__(self) -> str:
+        chunk = f":{self.chunk_tokens}" if self.chunk_tokens else ""
+        return self.name + chunk + self.ways
+
+    @property
+    def ways(self) -> str:
+        return "".join(f"/{way}" for way in (self.logit_pass, self.merge) if way)
+
+
+def parse_strategy(text: str) -> Strategy:
+    """``NAME[:C][/PASS][/MERGE]``. Raises ValueError where it does not fit, saying what there is."""
+    rest, *ways = text.split("/")
+    name, colon, tokens = rest.partition(":")
     if name not in STRATEGY_CHOICES:
         raise ValueError(f"no strategy {name!r}; there are {', '.join(STRATEGY_CHOICES)}")
-    if asked_pass and asked_pass not in LOGIT_PASS_CHOICES:
-        raise ValueError(f"no logit pass {asked_pass!r}; there are {', '.join(LOGIT_PASS_CHOICES)}")
-    if tokens and (not tokens.isdigit() or int(tokens) < 1):
+    if colon and (not tokens.isdigit() or int(tokens) < 1):
         raise ValueError(f"chunk tokens of {text!r} must be a whole number of 1 or more")
-    return name, int(tokens) if tokens else None, asked_pass or None
+    asked: dict[str, str] = {}
+    for way in ways:
+        if way in LOGIT_PASS_CHOICES and not asked:
+            asked["logit_pass"] = way
+        elif way in MERGES and "merge" not in asked:
+            asked["merge"] = way
+        else:
+            known = f"logit passes are {', '.join(LOGIT_PASS_CHOICES)}, merges "
+            known += ", ".join(MERGES) or "none: FusedCEConfig has no merge"
+            raise ValueError(f"{text!r} does not fit NAME[:C][/PASS][/MERGE]: {known}")
+    return Strategy(name, int(tokens) if tokens else None, **asked)
 
 
 def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[], None]) -> Tensor:
@@ -65,13 +94,16 @@ def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[]
 
 
 def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
-    """This package with a strategy ``NAME[:C][/PASS]``, ``auto`` within ``memory_mb``."""
-    strategy, chunk_tokens, asked_pass = parse_strategy(text)
+    """This package with a strategy ``NAME[:C][/PASS][/MERGE]``, ``auto`` within ``memory_mb``."""
+    asked = parse_strategy(text)
+    strategy = asked.name
+    merge: dict[str, Any] = {"merge": asked.merge} if asked.merge else {}
     config = FusedCEConfig(
         strategy=strategy,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=asked.chunk_tokens,
         memory_mb=memory_mb if strategy == "auto" else None,
-        logit_pass=asked_pass or "auto",
+        logit_pass=asked.logit_pass or "auto",
+        **merge,
     )
 
     def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
@@ -91,11 +123,11 @@ def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
         return backward(loss, problem.grad_loss, problem, mark)
 
     return Variant(
-        name=strategy + (f"/{asked_pass}" if asked_pass else ""),
+        name=strategy + asked.ways,
         family="ours",
         run=run,
         products=4 if strategy == "recompute" else 3,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=asked.chunk_tokens,
         config=config,
     )
 
@@ -213,18 +245,25 @@ def megatron(world: World) -> list[Variant]:
     return [variant(name) for name in names]
 
 
-def peers(world: World, names: list[str] | None) -> list[Variant]:
-    """Every peer of scripts/peers.py, or those named; on one device only."""
+def peers(world: World, names: list[str] | None, largest: tuple[int, int, int]) -> list[Variant]:
+    """The peers of scripts/peers.py that are named, or every one that can run on so many ranks.
+
+    ``largest``: T, H and this rank's V that no problem exceeds.
+    """
     import peers as table
 
-    chosen = table.available(world.device, names)
+    parallel = None
     if world.size > 1:
-        why_not = "knows no tensor parallelism"
-        return [Variant(peer.name, "peer", why_not=why_not) for peer in chosen]
+        parallel = table.Parallel(world.group, world.rank, world.size, largest)
+    chosen = table.available(world.device, names, parallel)
+    if names is None:
+        chosen = [peer for peer in chosen if peer.tensor_parallel == (parallel is not None)]
 
     def variant(peer: table.Peer) -> Variant:
         def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
             problem.reset()
+            if parallel is not None:
+                parallel.sequence_parallel = world.sequence_parallel
             mark()
             loss = peer.forward(problem.hidden, problem.weight, problem.labels)
             upstream = problem.one_upstream if peer.scalar_only else problem.grad_loss
@@ -234,13 +273,14 @@ def peers(world: World, names: list[str] | None) -> list[Variant]:
             T, V, H = problem.num_tokens, *problem.weight.shape
             return peer.refusal(T, H, V, problem.dtype)
 
+        why_not = world.first_word(peer.why_not)  # a library that one rank lacks
         return Variant(
             peer.name,
             "peer",
-            run=None if peer.why_not else run,
+            run=None if why_not else run,
             products=peer.gemms,
             one_upstream=peer.scalar_only,
-            why_not=peer.why_not,
+            why_not=why_not,
             limits=limits,
         )
 

@@ -4,7 +4,7 @@
     python scripts/peers.py --try-out  the same after one small step of each on this device
 
 Nothing here is needed at import: a peer whose library is absent, or fails to import, stays in the
-table with ``why_not``. All of them run on one device without tensor parallelism.
+table with ``why_not``. On one device without tensor parallelism:
 
     torch-eager, torch-compile      linear, then cross entropy of fp32 logits
     torch-lce, torch-lce-sum        F.linear_cross_entropy (torch 2.13), chunked by its own defaults
@@ -17,8 +17,15 @@ table with ``why_not``. All of them run on one device without tensor parallelism
     quack, quack-scaled-exp         QuACK's chunks: logits, and exponentials in the GEMM's epilogue
     cce, cce-exact                  Apple's Cut Cross Entropy: its defaults, and unfiltered with fp32 sums
 
-Read in the sources of torch 2.13, Transformer Engine 2.20.2, Liger 0.8.5, QuACK 0.6.5 and Cut Cross
-Entropy 25.6.4 (PyPI's 25.1.1 is older and has no ``cce_exact``).
+With a vocabulary shard on each rank (``Parallel``). None of them knows sequence parallelism: they are
+given the gathered hidden states, and the gather and the reduction of ``grad_hidden`` count as theirs.
+
+    liger-tp                        Liger's CUTLASS and NVSHMEM kernels (liger-cute-kernels)
+    liger-tp-loop                   what Liger runs without them: plain PyTorch on 512 tokens at a time
+    verl-tp                         verl's Triton forward, a backward in slices of the vocabulary
+
+Read in the sources of torch 2.13, Transformer Engine 2.20.2, Liger and its kernels 0.8.5, QuACK 0.6.5,
+verl 0.9.1 and Cut Cross Entropy 25.6.4 (PyPI's 25.1.1 is older and has no ``cce_exact``).
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,6 +61,8 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CHUNK_TOKENS = 4096
 
 
+#: Distributions that may hold verl's kernels: the whole, or their files alone.
+VERL_NAMES = ("verl", "verl-ce")
 #: Distributions that may hold TE's cross entropy: the whole, or its three files (``_te``).
 TE_NAMES = ("transformer-engine", "transformer-engine-ce")
 
@@ -62,6 +72,21 @@ def one_line(error: BaseException) -> str:
     text = " ".join(_COLOUR.sub("", str(error)).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= REASON_CHARS else text[: REASON_CHARS - 1] + "…"
+
+
+@dataclass
+class Parallel:
+    """The tensor-parallel group that the peers of several ranks run on.
+
+    ``largest`` is ``(T, H, V of a rank)`` that no problem exceeds: Liger's kernels reserve memory once.
+    ``sequence_parallel`` may change between steps.
+    """
+
+    group: Any  # torch.distributed.ProcessGroup
+    rank: int
+    size: int
+    largest: tuple[int, int, int]
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +105,7 @@ class Peer:
     why_not: str | None = None
     loss_of: Loss | None = None
     limits: Limits | None = None
+    tensor_parallel: bool = False
 
     def refusal(self, T: int, H: int, V: int, dtype: torch.dtype) -> str | None:
         """Why this peer cannot take a problem of this shape and dtype, None where it can."""
@@ -92,7 +118,10 @@ class Peer:
 
         ``hidden`` ``[T, H]`` and ``weight`` ``[V, H]`` in one dtype, ``labels`` ``[T]`` int64 within
         the vocabulary. Returns fp32: ``[T]``, or for ``scalar_only`` peers the sum over the tokens,
-        ``[]``. No collectives. Raises what the library raises, RuntimeError where it is absent.
+        ``[]``. A ``tensor_parallel`` peer takes this rank's shard of ``weight``, and with sequence
+        parallelism this rank's ``[T / R, H]`` of ``hidden``; its collectives are `_whole_tokens`'s and
+        its library's, the others have none. Raises what the library raises, RuntimeError where it is
+        absent.
         """
         if self.loss_of is None:
             raise RuntimeError(f"peer {self.name} is absent: {self.why_not}")
@@ -357,28 +386,137 @@ def _cce(impl: str) -> Callable[[torch.device], Loss]:
     return build
 
 
+# --- over ranks ------------------------------------------------------------------------------------
+
+
+class _WholeTokens(torch.autograd.Function):
+    """What Megatron puts around a layer that knows no sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, parallel: Parallel, partial: bool) -> Tensor:
+        ctx.parallel, ctx.partial, ctx.gathers = parallel, partial, parallel.sequence_parallel
+        if not ctx.gathers:
+            return hidden.view_as(hidden)
+        whole = hidden.new_empty(parallel.size * hidden.shape[0], *hidden.shape[1:])
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=parallel.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parallel, grad = ctx.parallel, grads[0].contiguous()
+        if ctx.partial and ctx.gathers:
+            part = grad.new_empty(grad.shape[0] // parallel.size, *grad.shape[1:])
+            dist.reduce_scatter_tensor(part, grad, group=parallel.group)
+            grad = part
+        elif ctx.partial:
+            dist.all_reduce(grad, group=parallel.group)
+        elif ctx.gathers:
+            grad = grad.chunk(parallel.size)[parallel.rank]
+        return grad, None, None
+
+
+def _whole_tokens(hidden: Tensor, parallel: Parallel, partial: bool) -> Tensor:
+    """``[T, H]`` for a peer that wants all tokens; ``partial``: its ``grad_hidden`` is not reduced.
+
+    Collectives: with sequence parallelism an all-gather here and, where ``partial``, a reduce-scatter
+    in the backward; without it an all-reduce in the backward where ``partial``.
+    """
+    whole: Tensor = _WholeTokens.apply(hidden, parallel, partial)
+    return whole
+
+
+def _liger_tp(native: bool) -> Callable[[torch.device, Parallel], Loss]:
+    """Liger's vocab-parallel op; both ways reduce ``grad_hidden`` on every rank.
+
+    ``native`` bootstraps NVSHMEM and reserves its workspace for ``Parallel.largest``, outside torch's
+    allocator: no peak counts it. Without NVLink multicast (NVSHMEM_DISABLE_NVLS=1) ranks of one host
+    exchange through peer memory.
+    """
+
+    def build(device: torch.device, parallel: Parallel) -> Loss:
+        module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+        if native:
+            importlib.import_module("liger_cute_kernels")
+            setup = importlib.import_module("liger_kernel.ops.configure")
+            size = setup.FusedLinearCrossEntropyConfig(*parallel.largest, group="tp")
+            if not setup.configure(
+                process_groups={"tp": parallel.group}, device=device, flsce=size
+            ):
+                raise RuntimeError("Liger's native kernels do not take this device")
+            if module._load_native_tp_function() is None:
+                raise RuntimeError("Liger's native library lacks the cross entropy's functions")
+        front: Any = module.LigerFusedLinearScaledCrossEntropyTPFunction.apply
+        loop: Any = module._apply_tp_fallback  # the front end takes the native kernels where it can
+
+        def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            whole = _whole_tokens(hidden, parallel, partial=False)
+            # Temperature, ignored label, no entropy.
+            result: Tensor = (
+                front(whole, weight, labels, parallel.group, 1.0, -100)
+                if native
+                else loop(whole, weight, labels, 1.0, -100, False, parallel.group)
+            )
+            return result
+
+        return loss
+
+    return build
+
+
+def _verl_tp(device: torch.device, parallel: Parallel) -> Loss:
+    """verl's log-probabilities, negated; its entropy comes along unasked.
+
+    Its ``grad_hidden`` is this rank's share: under sequence parallelism the gather before it reduces
+    that, and without it nobody in verl does, so `_whole_tokens` does.
+    """
+    module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    function: Any = module.linear_cross_entropy
+
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        whole = _whole_tokens(hidden, parallel, partial=True)
+        logprobs: Tensor = function(whole, weight, labels, 1.0, "none", parallel.group)[0]
+        return -logprobs
+
+    return loss
+
+
+def _verl_limits(T: int, H: int, V: int, dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "takes bfloat16, float16 only"
+    return "needs H % 128 == 0" if H % 128 else None
+
+
 # --- the table -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Entry:
+    """``build`` takes the device, and the `Parallel` where the peer is ``tensor_parallel``."""
+
     peer: Peer
-    build: Callable[[torch.device], Loss]
+    build: Callable[..., Loss]
     needs_cuda: bool
 
 
 def _entry(
     name: str,
     title: str,
-    build: Callable[[torch.device], Loss],
+    build: Callable[..., Loss],
     *,
     reduction: str = "none",
     gemms: int = 3,
     limits: Limits | None = None,
     needs_cuda: bool = True,
+    tensor_parallel: bool = False,
 ) -> _Entry:
-    scalar_only = reduction != "none"
-    peer = Peer(name, f"{title}, {reduction}", scalar_only, gemms, limits=limits)
+    peer = Peer(
+        name,
+        f"{title}, {reduction}",
+        scalar_only=reduction != "none",
+        gemms=gemms,
+        limits=limits,
+        tensor_parallel=tensor_parallel,
+    )
     return _Entry(peer, build, needs_cuda)
 
 
@@ -445,6 +583,29 @@ def _table() -> list[_Entry]:
         ),
         _entry("cce", f"{cce}: filtered gradients", _cce("cce"), gemms=4),
         _entry("cce-exact", f"{cce}: unfiltered, fp32 sums", _cce("cce_exact"), gemms=4),
+        _entry(
+            "liger-tp",
+            f"{liger}: NVSHMEM kernels {_version('liger-cute-kernels')}",
+            _liger_tp(native=True),
+            gemms=4,
+            limits=bf16,
+            tensor_parallel=True,
+        ),
+        _entry(
+            "liger-tp-loop",
+            f"{liger}: chunks of 512 tokens in PyTorch",
+            _liger_tp(native=False),
+            gemms=4,
+            tensor_parallel=True,
+        ),
+        _entry(
+            "verl-tp",
+            f"verl {_version(*VERL_NAMES)}: Triton",
+            _verl_tp,
+            gemms=4,
+            limits=_verl_limits,
+            tensor_parallel=True,
+        ),
     ]
 
 
@@ -453,8 +614,15 @@ def names() -> list[str]:
     return [entry.peer.name for entry in _table()]
 
 
-def available(device: torch.device | str, names: Collection[str] | None = None) -> list[Peer]:
+def available(
+    device: torch.device | str,
+    names: Collection[str] | None = None,
+    parallel: Parallel | None = None,
+) -> list[Peer]:
     """Every peer, ready for ``device`` or with ``why_not``; with ``names`` only those.
+
+    With ``parallel`` those that are ``tensor_parallel`` are ready, without it the others; Liger's
+    native one then runs its set-up, a collective of all ranks.
 
     Libraries of peers that are left out are not imported: QuACK patches CuTe's tensor classes for
     the whole process, so a doubt about another CuTe peer is settled in a run without it. Raises
@@ -470,14 +638,18 @@ def available(device: torch.device | str, names: Collection[str] | None = None) 
                 f"{', '.join(entry.peer.name for entry in table)}"
             )
         table = [entry for entry in table if entry.peer.name in names]
-    return [_load(entry, device) for entry in table]
+    return [_load(entry, device, parallel) for entry in table]
 
 
-def _load(entry: _Entry, device: torch.device) -> Peer:
+def _load(entry: _Entry, device: torch.device, parallel: Parallel | None = None) -> Peer:
     if entry.needs_cuda and device.type != "cuda":
         return replace(entry.peer, why_not="needs a CUDA device")
+    if entry.peer.tensor_parallel != (parallel is not None):
+        why_not = "needs several ranks" if parallel is None else "knows no tensor parallelism"
+        return replace(entry.peer, why_not=why_not)
     try:
-        return replace(entry.peer, loss_of=entry.build(device))
+        over = (parallel,) if entry.peer.tensor_parallel else ()
+        return replace(entry.peer, loss_of=entry.build(device, *over))
     except Exception as error:
         # Whatever a foreign library raises at import is a reason, not an end.
         return replace(entry.peer, why_not=one_line(error))

@@ -23,6 +23,7 @@ from benchmark_roof import Roof  # noqa: E402
 from benchmark_variants import Variant  # noqa: E402
 
 from megatron_fused_ce.testing.reference import relative_error, truth  # noqa: E402
+from tests.ranks.runner import case_names, run_cases  # noqa: E402
 
 BRIEF = ["--shapes", "tiny", "--tokens", "96", "--check-tokens", "48", "--blocks", "2"]
 BRIEF += ["--sample-ms", "1", "--no-megatron", "--dtype", "float32"]
@@ -148,23 +149,58 @@ def test_end_points_and_upstream_gradients(tmp_path, end_point, upstream):
 
 
 def test_two_ranks(tmp_path):
-    words = [*BRIEF, "--strategies", "store:32", "--out", str(tmp_path / "out.json")]
-    words += ["--sequence-parallel"]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*launch, str(ROOT / "scripts" / "benchmark.py"), *words], capture_output=True, text=True
-    )
+    """It starts them itself; each cell with sequence parallelism and without; peers are rows."""
+    words = [*BRIEF, "--strategies", "store:32", "recompute", "--out", str(tmp_path / "out.json")]
+    words += ["--tp", "2", "--sequence-parallel", "both", "--peers"]
+    script = str(ROOT / "scripts" / "benchmark.py")
+    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out.json").read_text())
-    assert all((row["tp"], row["sp"], row["V"]) == (2, True, 256) for row in rows)
-    assert rows[-1]["error"] < 2e-6 and rows[-1]["full_error"] < 2e-6 and rows[-1]["ratio"] > 0
+    assert all((row["tp"], row["V"]) == (2, 256) for row in rows)
+    names = ["roof", "roof-4", "roof-raw", "store/rows", "recompute/rows"]
+    names += ["liger-tp", "liger-tp-loop", "verl-tp"]
+    cells = [(sp, name) for sp in (True, False) for name in names]
+    assert [(row["sp"], row["variant"]) for row in rows] == cells
+    for row in rows:
+        if row["family"] == "ours":
+            assert row["error"] < 2e-6 and row["full_error"] < 2e-6 and row["ratio"] > 0
+        elif row["family"] == "peer":
+            assert row["error"] == "needs a CUDA device" and row["time_ms"] is None
+    text = (tmp_path / "out.md").read_text()
+    assert "TP 2 with sequence parallelism" in text and "float32, TP 2\n" in text
+
+
+@pytest.mark.parametrize("name", case_names("tests.ranks.bench_cases"))
+def test_over_ranks(name):
+    run_cases("tests.ranks.bench_cases", 2).check(name)
+
+
+def test_tp_is_torchruns_number_of_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert benchmark.main(["--tp", "4", "--shapes", "tiny"]) == 2
+    assert "--tp 4 asks for 4 ranks, torchrun started 2" in capsys.readouterr().err
+
+
+def test_tp_without_torchrun_becomes_one(monkeypatch):
+    class Replaced(Exception):
+        pass
+
+    def execv(program, words):
+        raise Replaced(program, words)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("os.execv", execv)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Replaced) as replaced:
+        benchmark.main(["--tp", "4", "--shapes", "tiny", "--lean"])
+    program, words = replaced.value.args
+    assert program == words[0] == sys.executable
+    assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    assert words[5] == "4" and Path(words[6]) == ROOT / "scripts" / "benchmark.py"
+    assert words[7:] == ["--tp", "4", "--shapes", "tiny", "--lean"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert benchmark.main(["--tp", "4", "--shapes", "tiny"]) == 2
 
 
 def test_a_time_limit_leaves_the_rest_out(tmp_path, capsys):
@@ -233,6 +269,11 @@ def test_same_bits_sees_one_bit():
         ["--strategies", "stroe"],
         ["--strategies", "store:x"],
         ["--strategies", "store/fast"],
+        ["--strategies", "store/exp/rows"],
+        ["--strategies", "store:"],
+        ["--tp", "0"],
+        ["--tp", "5", "--shapes", "tiny"],
+        ["--chunk-tokens", "some"],
         ["--blocks", "0"],
         ["--preset", "reach", "--shape", "8", "16"],
         ["--preset", "million", "--tokens", "8"],
@@ -252,6 +293,70 @@ def test_each_strategy_with_each_chunk_and_pass():
         *("store:16/exp", "store:32/exp", "store:16/rows", "store:32/rows"),
         *("recompute:64/exp", "recompute:64/rows", "auto/exp", "auto/rows"),
     ]
+
+
+def test_chunks_of_the_plan_beside_others():
+    words = ["--strategies", "eager", "store:8", "--chunk-tokens", "plan", "16"]
+    assert benchmark.parse_arguments(words).strategies == ["eager", "eager:16", "store:8"]
+
+
+def test_merges(monkeypatch):
+    """Where the package knows several; a config is asked for one only where the strategy names it."""
+    monkeypatch.setattr(benchmark_variants, "MERGES", ("auto", "packed", "all_reduce"))
+    words = ["--strategies", "eager:32/exp", "store/all_reduce", "--merge", "packed", "all_reduce"]
+    given = benchmark.parse_arguments(words)
+    assert given.strategies == [
+        *("eager:32/exp/packed", "eager:32/exp/all_reduce"),
+        "store/all_reduce",
+    ]
+    assert benchmark_variants.parse_strategy("eager:32/exp/packed") == (
+        "eager",
+        32,
+        "exp",
+        "packed",
+    )
+    for wrong in ("store/packed/exp", "store/packed/packed", "store/exp/max"):
+        with pytest.raises(ValueError, match="merges auto, packed, all_reduce"):
+            benchmark_variants.parse_strategy(wrong)
+    made = []
+    monkeypatch.setattr(benchmark_variants, "FusedCEConfig", lambda **words: made.append(words))
+    assert benchmark_variants.ours(None, "eager:32/packed").key == "eager/packed:32"
+    benchmark_variants.ours(None, "eager")
+    assert made[0]["merge"] == "packed" and "merge" not in made[1]
+
+
+def test_a_package_without_merges_says_so(monkeypatch):
+    monkeypatch.setattr(benchmark_variants, "MERGES", ())
+    with pytest.raises(ValueError, match="merges none: FusedCEConfig has no merge"):
+        benchmark_variants.parse_strategy("eager/packed")
+
+
+def test_presets_over_ranks(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    given = benchmark.parse_arguments(["--preset", "tp", "--tp", "4"])
+    assert [
+        (cell.hidden_size, cell.num_tokens, cell.sequence_parallel) for cell in given.cells
+    ] == [
+        *((4096, 8192, True), (4096, 8192, False)),
+        *((4096, 32768, True), (4096, 32768, False)),
+        *((8192, 32768, True), (8192, 32768, False)),
+    ]
+    assert (given.blocks, given.check_tokens, given.roofs) == (3, 1024, ("roof", "roof-4"))
+    words = ["--preset", "tp", "--tp", "4", "--tokens", "32768", "--shapes", "llama3-8b"]
+    [cell] = benchmark.parse_arguments([*words, "--sequence-parallel"]).cells
+    assert cell.sequence_parallel and str(cell).endswith(" SP")
+    given = benchmark.parse_arguments(["--preset", "tp-reach", "--blocks", "2"])
+    assert len(given.cells) == 3 and not given.lean and given.blocks == 2
+    assert given.strategies[:3] == ["store", "store:4096", "store:16384"]
+
+
+def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
+    given = benchmark.parse_arguments(["--shapes", "llama3-8b", "--tokens", "32768"])
+    variants = [Variant("store", "ours")]
+    one, four = (
+        benchmark.expected_seconds(given.cells[0], variants, given, ranks) for ranks in (1, 4)
+    )
+    assert 15 < four < one and four - 15 < 0.6 * (one - 15)
 
 
 def test_presets_name_shapes_that_exist():
@@ -337,6 +442,52 @@ def test_a_wrong_peer_is_a_row_without_times(tmp_path, monkeypatch):
     assert rows["wrong"]["error"].startswith("wrong result: error 5")
     assert rows["nan"]["error"] == "wrong result at T = 96: error inf"
     assert rows["wrong"]["time_ms"] is rows["nan"]["time_ms"] is None
+
+
+def test_lean_checks_the_others_at_the_timed_size_alone(tmp_path, monkeypatch):
+    seen = []
+
+    def run(problem, mark):
+        seen.append(problem.num_tokens)
+        return plain_run(problem, mark)
+
+    with_foreign(monkeypatch, foreign("right", run))
+    words = [word for word in BRIEF if word != "--no-megatron"]
+    path = tmp_path / "out.json"
+    code = benchmark.main([*words, "--lean", "--strategies", "store", "--out", str(path)])
+    rows = {row["variant"]: row for row in json.loads(path.read_text())}
+    assert code == 0 and set(seen) == {96}
+    assert 0 < rows["right"]["error"] == rows["right"]["full_error"] < 2e-6
+    assert 0 < rows["store/rows"]["error"] != rows["store/rows"]["full_error"]
+    assert "roof-raw" not in rows and rows["right"]["ratio_raw"] is None
+    assert "to fp32 at the timed size" in path.with_suffix(".md").read_text()
+
+
+def test_the_peak_that_is_allowed():
+    """Over ranks two chunks of logits, and each chunk buffer of hidden states."""
+    cell = measure.Cell("x", 32768, 4096, 128256)
+    settings = measure.Settings()
+
+    def bound(strategy, tp_size, sequence_parallel=False, num_tokens=32768):
+        outcome = measure.Outcome(Variant(strategy, "ours"), chunk_tokens=8192)
+        outcome.extra["plan"] = strategy
+        own = replace(cell, sequence_parallel=sequence_parallel, num_tokens=num_tokens)
+        rows = 128256 // tp_size
+        mib = measure.peak_bound_mib(outcome, rows, own, settings, tp_size)
+        return mib * 2**20
+
+    logits, tiles, hidden = 2 * 8192 * 128256, 12 * 8192 * 128256 / 256, 2 * 8192 * 4096
+    rest = 64 * 2**20
+    assert bound("recompute", 1) == pytest.approx(logits + tiles + hidden + rest, rel=1e-3)
+    merge = 16 * 8192 * 5
+    two = 2 * (logits + tiles) / 4 + merge + rest
+    assert bound("recompute", 4) == pytest.approx(two + 2 * hidden, rel=1e-3)
+    assert bound("recompute", 4, True) == pytest.approx(two + 4 * hidden, rel=1e-3)
+    eager = 4 * 128256 / 4 * 4096
+    assert bound("eager", 4, True) == pytest.approx(two + eager + 4 * hidden, rel=1e-3)
+    # One chunk of all tokens is all that there is.
+    one = bound("recompute", 4, num_tokens=8192)
+    assert one == pytest.approx(two - (logits + tiles) / 4 + 2 * hidden, rel=1e-3)
 
 
 def test_a_peer_of_one_upstream_is_checked_against_its_own_truth(tmp_path, monkeypatch):

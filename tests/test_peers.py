@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ import peers  # noqa: E402
 
 CPU = torch.device("cpu")
 FOREIGN = ("transformer_engine", "transformer_engine_ce", "liger_kernel", "quack", "cutlass")
-FOREIGN += ("cut_cross_entropy",)
+FOREIGN += ("cut_cross_entropy", "verl", "liger_cute_kernels")
+PARALLEL = peers.Parallel(group=None, rank=0, size=2, largest=(T, H, V))
+OVER_RANKS = ["liger-tp", "liger-tp-loop", "verl-tp"]
 
 
 def problem(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -51,6 +54,7 @@ def test_the_table_is_complete_and_unique():
     for peer in table:
         assert (peer.why_not is None) == (peer.loss_of is not None), peer
         assert "\n" not in (peer.why_not or "") and peer.title and peer.gemms in (3, 4)
+        assert peer.tensor_parallel == (peer.name in OVER_RANKS)
         # One upstream for all tokens is what gradients built in the forward cost.
         assert not (peer.scalar_only and peer.gemms == 4), peer
     assert {"torch-eager", "torch-compile"} <= {p.name for p in table if p.why_not is None}
@@ -63,12 +67,70 @@ def test_nothing_foreign_is_needed_at_import():
         # As on a GPU: the builders themselves are asked, not the device.
         "entries = [peers.replace(e, needs_cuda=False) for e in peers._table()]; "
         "peers._hopper = lambda device: None; "
-        "print([p.name for p in (peers._load(e, torch.device('cpu')) for e in entries) "
+        "p = peers.Parallel(None, 0, 2, (8, 8, 8)); "
+        "print([p.name for p in (peers._load(e, torch.device('cpu'), "
+        "p if e.peer.tensor_parallel else None) for e in entries) "
         "if p.why_not is None or 'ModuleNotFoundError' in p.why_not or 'no F.' in p.why_not]"
         " == peers.names())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True", done.stdout
+
+
+def test_ranks_and_peers_must_fit():
+    """What runs on one device does not run over ranks, and the other way round."""
+    table = [peers.replace(entry, needs_cuda=False) for entry in peers._table()]
+    one = {e.peer.name: peers._load(e, CPU).why_not for e in table if e.peer.name in OVER_RANKS}
+    assert one == dict.fromkeys(OVER_RANKS, "needs several ranks")
+    for entry in table:
+        if not entry.peer.tensor_parallel:
+            assert peers._load(entry, CPU, PARALLEL).why_not == "knows no tensor parallelism"
+
+
+def test_verl_wants_whole_blocks_of_hidden_states():
+    verl = next(entry.peer for entry in peers._table() if entry.peer.name == "verl-tp")
+    assert verl.refusal(8192, 4096, 32064, torch.bfloat16) is None
+    assert "H % 128" in (verl.refusal(8192, 2880, 32064, torch.bfloat16) or "")
+    assert "bfloat16" in (verl.refusal(8192, 4096, 32064, torch.float32) or "")
+
+
+def test_liger_reserves_the_largest_problem_once(monkeypatch):
+    asked = {}
+
+    class Size:
+        def __init__(self, *sizes, group):
+            self.sizes, self.group = sizes, group
+
+    def configure(**given):
+        asked.update(given)
+        return True
+
+    monkeypatch.setitem(sys.modules, "liger_cute_kernels", types.ModuleType("liger_cute_kernels"))
+    front = types.SimpleNamespace(apply=lambda *given: given)
+    for name, functions in {
+        "liger_kernel.ops.configure": {
+            "configure": configure,
+            "FusedLinearCrossEntropyConfig": Size,
+        },
+        "liger_kernel.ops.fused_linear_scaled_cross_entropy": {
+            "LigerFusedLinearScaledCrossEntropyTPFunction": front,
+            "_apply_tp_fallback": None,
+            "_load_native_tp_function": lambda: object,
+        },
+    }.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+    parallel = peers.Parallel("the group", 0, 2, (8192, 4096, 32064))
+    loss = peers._liger_tp(native=True)(CPU, parallel)
+    assert asked["flsce"].sizes == (8192, 4096, 32064) and asked["device"] == CPU
+    assert asked["process_groups"] == {asked["flsce"].group: "the group"}
+    hidden = torch.ones(2, 2)
+    assert loss(hidden, hidden, hidden)[3:] == ("the group", 1.0, -100)
+    monkeypatch.setattr(front, "apply", None)
+    monkeypatch.setattr(sys.modules["liger_kernel.ops.configure"], "configure", lambda **x: False)
+    with pytest.raises(RuntimeError, match="do not take this device"):
+        peers._liger_tp(native=True)(CPU, parallel)
 
 
 def test_only_the_named_are_imported(monkeypatch):
