@@ -2,14 +2,21 @@
 
     python scripts/profile_head.py --shapes llama3-8b --tokens 8192
     python scripts/profile_head.py --shapes llama3-70b --tokens 8192 --strategies store eager --name profile
-    torchrun --nproc-per-node 4 scripts/profile_head.py --sequence-parallel --shapes llama3-8b
+    python scripts/profile_head.py --tp 4 --sequence-parallel --tokens 32768 --name overlap
+    python scripts/profile_head.py --render RESULT.json
 
-Per variant (those of scripts/benchmark.py: NAME[:C][/PASS], roof, megatron-te ...): milliseconds a step of
-every kernel, by kind; *busy* is the time in which some kernel runs, *idle* the rest between the first and
-the last, *exposed* the time in which only collectives run. The roof's kernels stand beside, so that a
-product of ours can be held against the one it replaces. Under torchrun the figures are rank 0's.
+Per variant (those of scripts/benchmark.py: NAME[:C][/PASS][/MERGE], roof, megatron-te ...), milliseconds a
+step: every kernel, by kind; *compute*, the time in which some kernel that is no collective runs;
+*collectives*, the time in which one of those runs, and *exposed*, the part of it without compute; *idle*,
+the rest between the first kernel and the last. *Contention* is what kernels lose beside a collective: the
+time of those that run beside one for at least half of their time, less as many times the same kernel's
+(of the same grid) that runs alone. The roof's kernels stand beside, so that a product of ours can be
+held against the one it replaces.
 
-The profiler itself costs a little: compare kernels with kernels here, and steps in scripts/benchmark.py.
+With --tp R every rank is profiled: the rows are rank 0's, and the slowest rank's where that is another.
+--name writes the tables, the figures, and a picture of rank 0's last step for each cell: compute above,
+collectives below. The profiler itself costs a little, and steps begin with a barrier here: compare
+kernels with kernels, and steps in scripts/benchmark.py.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -25,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_problem import DTYPES, SHAPES, Problem, World
+import torch.distributed as dist
+from benchmark_problem import DTYPES, SHAPES, Problem, World, start_ranks, world_size
 from benchmark_report import result_path
 from benchmark_roof import ROOFS, Roof
 from benchmark_variants import megatron, ours
@@ -33,14 +42,35 @@ from benchmark_variants import megatron, ours
 from megatron_fused_ce.testing.provenance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-#: First match counts.
+#: First match counts; collectives are told apart by `kind_of`.
 KINDS = (
-    ("collective", re.compile(r"nccl|gloo|c10d", re.I)),
     ("our product", re.compile(r"_product_kernel")),
     ("product", re.compile(r"nvjet|gemm|cutlass|xmma|splitKreduce|aten::(add)?mm", re.I)),
     ("our rows", re.compile(r"_(row|rows|tiles|terms|loss|scaled|statistics|gradients)\w*_kernel")),
     ("copy or fill", re.compile(r"memcpy|memset|aten::(copy_|fill_|zero_)", re.I)),
 )
+_COLLECTIVE = re.compile(r"nccl|gloo", re.I)
+#: Collectives by what they carry here, in the order of a step.
+COLLECTIVES = ("all-gather", "statistics", "reduce-scatter", "all-reduce", "other collective")
+#: Kind -> colour of the picture: products dark, the passes between them light, collectives warm.
+COLOURS = {
+    "our product": "#1f4e9c",
+    "product": "#4c8fd6",
+    "our rows": "#59a14f",
+    "elementwise": "#9fd39a",
+    "copy or fill": "#c7c7c7",
+    "all-gather": "#f2a03d",
+    "statistics": "#b07aa1",
+    "reduce-scatter": "#d1495b",
+    "all-reduce": "#8c2d3a",
+    "other collective": "#7f7f7f",
+}
+#: A kernel's time beside a collective: at least BESIDE of it, or at most ALONE.
+BESIDE, ALONE = 0.5, 0.02
+#: Most characters of a result file with its timelines.
+MOST_CHARS = 200_000
+#: What the trace calls the profiled steps.
+STEP = "profile_head step"
 
 
 @dataclass(frozen=True)
@@ -50,129 +80,388 @@ class Span:
     name: str
     start: float
     end: float
+    stream: int = 0  # a thread on a CPU
+    grid: str = ""
+    dtype: str = ""  # of a collective, where the trace tells
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.name, self.dtype)
 
 
 @dataclass
 class Profile:
-    """One variant's step: milliseconds, averaged over the profiled steps."""
+    """One variant's step on one rank: milliseconds, averaged over the profiled steps."""
 
     variant: str
-    busy_ms: float
-    idle_ms: float
-    exposed_ms: float
+    rank: int = 0
+    step_ms: float = 0.0
+    compute_ms: float = 0.0
+    collectives_ms: float = 0.0
+    exposed_ms: float = 0.0
+    idle_ms: float = 0.0
+    contention_ms: float = 0.0
     by_kind: dict[str, float] = field(default_factory=dict)
-    kernels: list[tuple[str, str, float, float]] = field(
-        default_factory=list
-    )  # kind, name, count, ms
+    exposed_by_kind: dict[str, float] = field(default_factory=dict)
+    #: kind, name, runs a step, ms a step
+    kernels: list[tuple[str, str, float, float]] = field(default_factory=list)
+    #: name, runs alone, ms of one, runs beside a collective, ms of one
+    contention: list[tuple[str, int, float, int, float]] = field(default_factory=list)
+    #: of the last step: kind, stream, microseconds from its first kernel, and of this one
+    timeline: list[tuple[str, int, float, float]] = field(default_factory=list)
 
 
-def kind_of_kernel(name: str) -> str:
-    return next((kind for kind, pattern in KINDS if pattern.search(name)), "elementwise")
+def kind_of(name: str, dtype: str = "") -> str:
+    """The kind of a kernel, of a collective by what it carries: statistics travel in fp32."""
+    if not _COLLECTIVE.search(name):
+        return next((kind for kind, pattern in KINDS if pattern.search(name)), "elementwise")
+    word = re.sub(r"[^a-z0-9]", "", name.lower())
+    in_fp32 = dtype == "Float" or "f32" in word
+    if "reducescatter" in word:
+        return "reduce-scatter"
+    if "allgather" in word:
+        return "statistics" if in_fp32 else "all-gather"
+    if "allreduce" in word:
+        return "statistics" if in_fp32 or "max" in word else "all-reduce"
+    return "other collective"
+
+
+# --- intervals ---------------------------------------------------------------------------------------
+
+
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The times in which at least one of them runs, in order."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if found and span.start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], span.end))
+        else:
+            found.append((span.start, span.end))
+    return found
 
 
 def covered(spans: Iterable[Span]) -> float:
     """Microseconds in which at least one of them runs."""
-    total, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    return total
+    return sum(end - start for start, end in union(spans))
 
 
-def summarise(variant: str, spans: Sequence[Span], steps: int) -> Profile:
-    """Sums of one variant's kernels; spans of other streams may overlap."""
+def shared(start: float, end: float, times: Sequence[tuple[float, float]]) -> float:
+    """Microseconds of ``start .. end`` that lie within ``times``."""
+    return sum(max(0.0, min(end, last) - max(start, first)) for first, last in times)
+
+
+# --- a step's figures --------------------------------------------------------------------------------
+
+
+def summarise(variant: str, steps: Sequence[Sequence[Span]], rank: int = 0) -> Profile:
+    """Means over the steps; spans of other streams may overlap."""
+    profile = Profile(variant, rank)
+    spans = [span for step in steps for span in step]
     if not spans:
-        return Profile(variant, 0.0, 0.0, 0.0)
-    whole = max(span.end for span in spans) - min(span.start for span in spans)
-    busy = covered(spans)
-    computing = covered(span for span in spans if kind_of_kernel(span.name) != "collective")
-    per_step = 1e-3 / steps
+        return profile
+    per_step = 1e-3 / len(steps)
     sums: dict[str, list[float]] = {}
+    kinds: dict[str, str] = {}
     for span in spans:
-        entry = sums.setdefault(span.name, [0.0, 0.0])
-        entry[0] += 1 / steps
+        # NCCL has one kernel for all dtypes of a gather.
+        key = f"{span.name} {span.dtype}".strip()
+        kinds[key] = span.kind
+        entry = sums.setdefault(key, [0.0, 0.0])
+        entry[0] += 1 / len(steps)
         entry[1] += (span.end - span.start) * per_step
-    kernels = [(kind_of_kernel(name), name, count, ms) for name, (count, ms) in sums.items()]
-    kernels.sort(key=lambda kernel: -kernel[3])
+    profile.kernels = [(kinds[name], name, count, ms) for name, (count, ms) in sums.items()]
+    profile.kernels.sort(key=lambda kernel: -kernel[3])
     by_kind: dict[str, float] = {}
-    for kind, _, _, ms in kernels:
+    for kind, _, _, ms in profile.kernels:
         by_kind[kind] = by_kind.get(kind, 0.0) + ms
-    return Profile(
-        variant,
-        busy * per_step,
-        (whole - busy) * per_step,
-        (busy - computing) * per_step,
-        dict(sorted(by_kind.items(), key=lambda item: -item[1])),
-        kernels,
-    )
+    profile.by_kind = dict(sorted(by_kind.items(), key=lambda item: -item[1]))
+    for step in steps:
+        if not step:
+            continue
+        whole = max(span.end for span in step) - min(span.start for span in step)
+        computing = union(span for span in step if span.kind not in COLLECTIVES)
+        compute = sum(end - start for start, end in computing)
+        busy = covered(step)
+        collectives = [span for span in step if span.kind in COLLECTIVES]
+        profile.step_ms += whole * per_step
+        profile.compute_ms += compute * per_step
+        profile.collectives_ms += covered(collectives) * per_step
+        profile.exposed_ms += (busy - compute) * per_step
+        profile.idle_ms += (whole - busy) * per_step
+        for kind in COLLECTIVES:
+            open_us = sum(
+                end - start - shared(start, end, computing)
+                for start, end in union(span for span in collectives if span.kind == kind)
+            )
+            if kind in by_kind:
+                known = profile.exposed_by_kind.get(kind, 0.0)
+                profile.exposed_by_kind[kind] = known + open_us * per_step
+    profile.contention, lost = contention(steps)
+    profile.contention_ms = lost * per_step
+    first = min((span.start for span in steps[-1]), default=0.0)
+    profile.timeline = [
+        (span.kind, span.stream, round(span.start - first, 1), round(span.end - span.start, 1))
+        for span in sorted(steps[-1], key=lambda span: span.start)
+    ]
+    return profile
 
 
-def recorded(action: Callable[[], Any], steps: int, on_gpu: bool) -> list[Span]:
-    """Kernels of ``steps`` runs of ``action``, after two that warm up; operators on a CPU."""
-    from torch.profiler import ProfilerActivity, profile
+def contention(
+    steps: Sequence[Sequence[Span]],
+) -> tuple[list[tuple[str, int, float, int, float]], float]:
+    """Kernels that ran both alone and beside a collective, and the microseconds lost in all steps."""
+    alone: dict[tuple[str, str], list[float]] = {}
+    beside: dict[tuple[str, str], list[float]] = {}
+    for step in steps:
+        collectives = union(span for span in step if span.kind in COLLECTIVES)
+        for span in step:
+            time = span.end - span.start
+            if span.kind in COLLECTIVES or time <= 0:
+                continue
+            part = shared(span.start, span.end, collectives) / time
+            if part >= BESIDE:
+                beside.setdefault((span.name, span.grid), []).append(time)
+            elif part <= ALONE:
+                alone.setdefault((span.name, span.grid), []).append(time)
+    rows, lost = [], 0.0
+    for key in beside.keys() & alone.keys():
+        one, other = (sum(times[key]) / len(times[key]) for times in (alone, beside))
+        lost += (other - one) * len(beside[key])
+        rows.append((key[0], len(alone[key]), 1e-3 * one, len(beside[key]), 1e-3 * other))
+    rows.sort(key=lambda row: -row[3] * (row[4] - row[2]))
+    return rows, lost
+
+
+# --- recording ---------------------------------------------------------------------------------------
+
+
+def recorded(action: Callable[[], Any], steps: int, world: World) -> list[list[Span]]:
+    """The kernels of each of ``steps`` runs of ``action`` (operators on a CPU), after two that warm up.
+
+    Collectives (R > 1), beside ``action``'s: one MAX all-reduce before each step.
+    """
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     def synchronise() -> None:
-        if on_gpu:
+        if world.on_gpu:
             torch.cuda.synchronize()
 
     for _ in range(2):
         action()
-    synchronise()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * world.on_gpu
     with profile(activities=activities) as trace:
         for _ in range(steps):
-            action()
-        synchronise()
-    return [
-        Span(event.name, event.time_range.start, event.time_range.end)
-        for event in trace.events() or []
-        if (_is_kernel(event) if on_gpu else _is_outermost_operator(event))
-    ]
+            world.slowest([0.0])  # nobody begins long before the others
+            synchronise()
+            with record_function(STEP):
+                action()
+                synchronise()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return steps_of_trace(events, world.on_gpu)
 
 
-def _is_kernel(event: Any) -> bool:
-    """On the device; annotations of operators appear there too."""
-    annotations = ("aten::", "ProfilerStep", "Activity Buffer", "cuda", "_Fused", "autograd::")
-    on_device = str(event.device_type).endswith("CUDA")
-    return on_device and not event.name.startswith(annotations)
+def steps_of_trace(events: Iterable[dict[str, Any]], on_gpu: bool) -> list[list[Span]]:
+    """The spans that begin within each step, of a trace in Chrome's format (microseconds)."""
+    events = [event for event in events if event.get("ph") == "X"]
+    wanted = ("kernel", "gpu_memcpy", "gpu_memset")
+    found = [e for e in events if e.get("cat") in wanted] if on_gpu else _operators(events)
+    spans = []
+    for event in found:
+        told = event.get("args", {})
+        start = float(event["ts"])
+        spans.append(
+            Span(
+                event["name"],
+                start,
+                start + float(event["dur"]),
+                int(told.get("stream", event["tid"])),
+                str(told.get("grid", "")),
+                str(told.get("dtype", "")),
+            )
+        )
+    marks = (e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
+    times = sorted((float(mark["ts"]), float(mark["ts"]) + float(mark["dur"])) for mark in marks)
+    return [[span for span in spans if first <= span.start < last] for first, last in times]
 
 
-def _is_outermost_operator(event: Any) -> bool:
-    """Of torch: one that another one calls would count twice."""
-    parent = event.cpu_parent
-    while parent is not None:
-        if parent.name.startswith("aten::"):
-            return False
-        parent = parent.cpu_parent
-    return bool(event.name.startswith("aten::"))
+def _operators(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """torch's operators and gloo's collectives; what runs within another would count twice."""
+    found, ends = [], dict[int, float]()
+    named = (e for e in events if e["name"].startswith(("aten::", "gloo:", "c10d::")))
+    for event in sorted(named, key=lambda event: (event["ts"], -event["dur"])):
+        if event["ts"] >= ends.get(event["tid"], float("-inf")):
+            ends[event["tid"]] = event["ts"] + event["dur"]
+            if not event["name"].startswith("c10d::"):  # the call; gloo's threads do the work
+                found.append(event)
+    return found
 
 
-def markdown(cell: str, profiles: Sequence[Profile], most: int) -> str:
-    kinds = list(dict.fromkeys(kind for profile in profiles for kind in profile.by_kind))
-    lines = [f"## {cell}", "", "Milliseconds a step:", ""]
-    lines.append("| | busy | idle | exposed | " + " | ".join(kinds) + " |")
-    lines.append("|---|" + "---:|" * (3 + len(kinds)))
-    for profile in profiles:
-        cells = [profile.busy_ms, profile.idle_ms, profile.exposed_ms]
-        cells += [profile.by_kind.get(kind, 0.0) for kind in kinds]
-        lines.append(f"| {profile.variant} | " + " | ".join(f"{ms:.3f}" for ms in cells) + " |")
-    for profile in profiles:
-        lines += [
-            "",
-            f"{profile.variant}:",
-            "",
-            "| kernel | kind | a step | ms |",
-            "|---|---|---:|---:|",
-        ]
-        for kind, name, count, ms in profile.kernels[:most]:
-            short = name.replace("|", "/")[:80]
-            lines.append(f"| `{short}` | {kind} | {count:g} | {ms:.3f} |")
-    return "\n".join(lines) + "\n"
+# --- what is written ---------------------------------------------------------------------------------
+
+
+def cell_of(row: dict[str, Any]) -> str:
+    parallel = f", TP {row['tp']}" + (" with sequence parallelism" if row.get("sp") else "")
+    return f"{row['shape']}: T = {row['T']}{parallel}"
+
+
+def cells(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(cell_of(row), []).append(row)
+    return groups
+
+
+def markdown(rows: Sequence[dict[str, Any]], most: int, pictures: dict[str, str]) -> str:
+    """One cell after the other; ``pictures``: cell -> file name."""
+    facts = ("commit", "device", "torch", "tp")
+    heading = ", ".join(f"{key} {rows[0][key]}" for key in facts if rows)
+    lines = ["# Profile of the head", "", f"By `scripts/profile_head.py`: {heading}.", ""]
+    for cell, group in cells(rows).items():
+        lines += [f"## {cell}", ""]
+        if cell in pictures:
+            lines += [f"![Rank 0's last step]({pictures[cell]})", ""]
+        lines += ["Milliseconds a step:", "", *_table(group), ""]
+        if any(row["exposed_by_kind"] for row in group):
+            lines += ["Collectives, and what of them no compute hides:", "", *_hidden(group), ""]
+        for row in group:
+            lines += _kernels(row, most)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['variant']}, rank {row['rank']}" if row["tp"] > 1 else str(row["variant"])
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row["by_kind"]))
+    columns = ("step", "compute", "collectives", "exposed", "idle", "contention")
+    lines = [f"| | {' | '.join(columns)} | {' | '.join(kinds)} |"]
+    lines.append("|---|" + "---:|" * (len(columns) + len(kinds)))
+    for row in rows:
+        values = [row[f"{column}_ms"] for column in columns]
+        values += [row["by_kind"].get(kind, 0.0) for kind in kinds]
+        lines.append(f"| {_name(row)} | " + " | ".join(f"{ms:.3f}" for ms in values) + " |")
+    return lines
+
+
+def _hidden(rows: Sequence[dict[str, Any]]) -> list[str]:
+    kinds = [kind for kind in COLLECTIVES if any(kind in row["by_kind"] for row in rows)]
+    head = " | ".join(f"{kind} | exposed" for kind in kinds)
+    lines = [f"| | {head} |", "|---|" + "---:|" * (2 * len(kinds))]
+    for row in rows:
+        values = [(row["by_kind"].get(k, 0.0), row["exposed_by_kind"].get(k, 0.0)) for k in kinds]
+        words = [f"{ms:.3f}" for pair in values for ms in pair]
+        lines.append(f"| {_name(row)} | " + " | ".join(words) + " |")
+    return lines
+
+
+def _kernels(row: dict[str, Any], most: int) -> list[str]:
+    def short(name: str) -> str:
+        return name.replace("|", "/")[:80]
+
+    if most == 0:
+        return []
+    lines = [f"{_name(row)}:", "", "| kernel | kind | a step | ms |", "|---|---|---:|---:|"]
+    for kind, name, count, ms in row["kernels"][:most]:
+        lines.append(f"| `{short(name)}` | {kind} | {count:g} | {ms:.3f} |")
+    if row["contention"]:
+        lines += ["", "| kernel | alone | ms of one | beside a collective | ms of one | ratio |"]
+        lines.append("|---|" + "---:|" * 5)
+        for name, alone, one, beside, other in row["contention"][:most]:
+            figures = f"{alone} | {one:.3f} | {beside} | {other:.3f} | {other / one:.3f}"
+            lines.append(f"| `{short(name)}` | {figures} |")
+    return [*lines, ""]
+
+
+def draw(cell: str, rows: Sequence[dict[str, Any]], path: Path) -> bool:
+    """A picture of rank 0's timelines; False where there are none."""
+    rows = [row for row in rows if row["rank"] == 0 and row.get("timeline")]
+    if not rows:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    height = 0.9 + 0.62 * len(rows)
+    figure, axes = plt.subplots(len(rows), 1, figsize=(11, height), sharex=True, squeeze=False)
+    used = set()
+    for axis, row in zip(axes[:, 0], rows, strict=True):
+        bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
+        for kind, _, start, time in row["timeline"]:
+            bars.setdefault((int(kind in COLLECTIVES), kind), []).append(
+                (1e-3 * start, 1e-3 * time)
+            )
+        for (lane, kind), spans in bars.items():
+            used.add(kind)
+            colour = COLOURS[kind]  # the edge parts a kernel from the next
+            axis.broken_barh(spans, (-lane, 0.86), fc=colour, ec="white", linewidth=0.2)
+        axis.set_xlim(left=0)
+        axis.set_yticks([0.43, -0.57], ["compute", "collectives"], fontsize=6)
+        axis.set_ylim(-1.05, 0.95)
+        axis.tick_params(axis="x", labelsize=7)
+        label = f"{row['variant']}\n{row['step_ms']:.2f} ms"
+        label += f"\nexposed {row['exposed_ms']:.2f}" if row["collectives_ms"] else ""
+        axis.set_ylabel(label, rotation=0, ha="right", va="center", labelpad=48, fontsize=7)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+    axes[-1, 0].set_xlabel("ms", fontsize=7)
+    figure.suptitle(f"{cell} ({rows[0]['device']})", fontsize=9)
+    patches = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in used]
+    figure.legend(handles=patches, loc="lower center", ncol=len(patches), fontsize=7, frameon=False)
+    figure.subplots_adjust(left=0.2, right=0.99, top=1 - 0.35 / height, bottom=0.62 / height)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+def pictures_of(rows: Sequence[dict[str, Any]], path: Path) -> dict[str, str]:
+    """Draws each cell beside ``path``; cell -> file name."""
+    found = {}
+    for cell, group in cells(rows).items():
+        target = path.with_name(f"{path.stem}-{group[0]['shape']}-{group[0]['T']}.png")
+        if draw(cell, group, target):
+            found[cell] = target.name
+    return found
+
+
+def dumped(rows: Sequence[dict[str, Any]]) -> str:
+    """One row a line. Timelines go, the last rows' first, where the file would be too long."""
+    # Rank 0's alone are drawn.
+    rows = [dict(row) | ({"timeline": []} if row["rank"] else {}) for row in rows]
+
+    def text() -> str:
+        return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
+
+    # A roof's says the least: product after product.
+    for row in sorted(reversed(rows), key=lambda row: row["variant"] not in ROOFS):
+        if len(text()) <= MOST_CHARS:
+            break
+        row["timeline"] = []
+    return text()
+
+
+def write(rows: Sequence[dict[str, Any]], path: Path, most: int, drawn_only: bool = False) -> str:
+    """The JSON file, the pictures and the page beside it; returns the page."""
+    if not drawn_only:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumped(rows))
+    page = markdown(rows, most, pictures_of(rows, path))
+    path.with_suffix(".md").write_text(page)
+    return page
+
+
+# --- the run -----------------------------------------------------------------------------------------
 
 
 def profiles_of(
     given: argparse.Namespace, world: World, shape: str, num_tokens: int
 ) -> list[Profile]:
+    """Rank 0's profiles, each followed by the slowest rank's where that is another (on every rank)."""
     hidden_size, vocab = SHAPES[shape]
     problem = Problem(
         world,
@@ -182,25 +471,38 @@ def profiles_of(
         dtype=DTYPES[given.dtype],
     )
     found = {variant.key: variant for variant in megatron(world)}
-    profiles = []
+    profiles: list[Profile] = []
     for name in given.strategies:
         if name in ROOFS:
             roof = Roof(problem, world)
             roof.resident = True
             roof.turn(name, 1, 0)  # builds the operands outside the trace
             step: Callable[[], Any] = partial(roof.turn, name, 0, 1)
-            spans = recorded(step, given.steps, world.on_gpu)
+            steps = recorded(step, given.steps, world)
+            # Under sequence parallelism the roof is given hidden states that are gathered.
+            steps = [[span for span in one if span.kind not in COLLECTIVES] for one in steps]
             roof.release(for_good=True)
         else:
             variant = found[name] if name in found else ours(world, name)
             if variant.run is None:
-                print(f"profile_head: {name}: {variant.why_not}", file=sys.stderr)
+                if world.rank == 0:
+                    print(f"profile_head: {name}: {variant.why_not}", file=sys.stderr)
                 continue
             step = partial(variant.run, problem, _nothing)
-            spans = recorded(step, given.steps, world.on_gpu)
-        profiles.append(summarise(name, spans, given.steps))
+            steps = recorded(step, given.steps, world)
+        profiles += shown(summarise(name, steps, world.rank), world)
         problem.reset()
     return profiles
+
+
+def shown(mine: Profile, world: World) -> list[Profile]:
+    """Rank 0's and the slowest's. Collectives: one all-gather of objects (R > 1)."""
+    if world.size == 1:
+        return [mine]
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, mine, group=world.group)
+    slowest = max(range(world.size), key=lambda rank: everyone[rank].step_ms)
+    return [everyone[rank] for rank in sorted({0, slowest})]
 
 
 def _nothing() -> None:
@@ -215,26 +517,50 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["llama3-8b"], metavar="NAME")
     add("--tokens", nargs="+", type=int, default=[8192])
-    add("--strategies", nargs="+", default=["roof", "store", "eager", "recompute"])
+    add(
+        "--strategies",
+        nargs="+",
+        default=["roof", "store", "eager", "recompute", "megatron-te"],
+        help="variants (default: %(default)s)",
+    )
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--steps", type=int, default=3, help="profiled steps (default 3)")
     add("--most", type=int, default=12, help="kernels listed of each variant")
+    add("--tp", type=int, metavar="R", help="ranks: torchrun's, or started here")
     add("--sequence-parallel", action="store_true")
-    add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
+    add("--name", help="write DATE-DEVICE-NAME.json, .md and .png to --results-dir")
     add("--results-dir", type=Path, default=ROOT / "docs" / "benchmarks" / "results")
+    add("--brief", action="store_true", help="print no kernels")
+    add("--render", type=Path, metavar="FILE.json", help="page and pictures of a result again")
     given = parser.parse_args(words)
-    if given.steps < 1 or min(given.tokens) < 1:
-        parser.error("--steps and --tokens must be at least 1")
+    if min(given.steps, 1 if given.tp is None else given.tp, *given.tokens) < 1:
+        parser.error("--steps, --tp and --tokens must be at least 1")
+    size = given.tp or world_size()
+    for shape in given.shapes:
+        for count in (*given.tokens, SHAPES[shape][1]):
+            if count % size:
+                parser.error(f"{count} of {shape} does not divide over {size} ranks")
     return given
 
 
 def main(words: Sequence[str] | None = None) -> int:
     given = parse_arguments(words)
+    if given.render is not None:
+        write(json.loads(given.render.read_text()), given.render, given.most, drawn_only=True)
+        print(f"written: {given.render.with_suffix('.md')}")
+        return 0
+    own = sys.argv[1:] if words is None else words
+    try:
+        start_ranks(given.tp, str(Path(__file__).resolve()), own)
+    except ValueError as error:
+        print(f"profile_head: {error}", file=sys.stderr)
+        return 2
     world = World(given.sequence_parallel)
     try:
         device = torch.cuda.get_device_name() if world.on_gpu else "cpu"
-        facts = {"commit": commit(), "device": device, "torch": torch.__version__, "tp": world.size}
-        rows, pages = [], []
+        facts: dict[str, Any] = {"commit": commit(), "device": device, "torch": torch.__version__}
+        facts |= {"tp": world.size, "sp": world.sequence_parallel}
+        rows = []
         for shape in given.shapes:
             for num_tokens in given.tokens:
                 try:
@@ -242,22 +568,17 @@ def main(words: Sequence[str] | None = None) -> int:
                 except ValueError as error:
                     print(f"profile_head: {error}", file=sys.stderr)
                     return 2
-                cell = f"{shape}: T = {num_tokens}, TP {world.size}"
-                pages.append(markdown(cell, profiles, given.most))
                 rows += [
                     facts | {"shape": shape, "T": num_tokens, **asdict(profile)}
                     for profile in profiles
                 ]
         if world.rank == 0:
-            heading = ", ".join(f"{key} {value}" for key, value in facts.items())
-            page = f"# Profile of the head\n\nBy `scripts/profile_head.py`: {heading}.\n\n"
-            page += "\n".join(pages)
-            print(page)
+            print(markdown(rows, 0 if given.brief else given.most, {}), flush=True)
             if given.name:
                 path = result_path(given.results_dir, device, given.name)
-                path.write_text(json.dumps(rows, indent=1) + "\n")
-                path.with_suffix(".md").write_text(page)
+                write(rows, path, given.most)
                 print(f"written: {path}")
+        world.slowest([0.0])  # nobody leaves before rank 0 has written
         return 0
     finally:
         world.close()
