@@ -14,6 +14,7 @@ Both keep the same promise: ``grad_logits = factor[:, None] * operand`` (``facto
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -32,7 +33,7 @@ class ChunkInputs(NamedTuple):
     weight: Tensor  # [V, H]
     labels: Tensor  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float
-    sample: Tensor | None = None  # [S, H]: some rows of the whole weight, for LogitPass.score
+    sample: Tensor | None = None  # [S, H]: some rows of the whole weight, for LogitPass.multiply
 
 
 class Scores(NamedTuple):
@@ -57,21 +58,25 @@ class LogitPass(Protocol):
     """One way through a chunk's logits."""
 
     name: str
-    #: Whether :meth:`score` needs room ``[C, V]`` even where nothing is kept.
+    #: Whether :meth:`multiply` needs room ``[C, V]`` even where nothing is kept.
     scores_in_memory: bool
     #: Whether :meth:`operand_of_kept` leaves what was kept as it is and needs no room.
     reads_kept: bool
 
     @property
     def num_sampled(self) -> int:
-        """Rows of the whole weight that :meth:`score` wants as the chunk's ``sample``; 0 for none."""
+        """Rows of the whole weight that :meth:`multiply` wants as the chunk's ``sample``; 0 for none."""
 
     @property
     def token_ops(self) -> ModuleType:
         """``merge_shards``, ``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
 
-    def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
-        """The product and its row statistics; what is kept goes to ``out`` ``[C, V]``."""
+    def multiply(
+        self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
+    ) -> Callable[[], Scores]:
+        """The product; what is kept goes to ``out`` ``[C, V]``. Called, the result makes the row
+        statistics: what is to run beside the next product is started in between.
+        """
 
     def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
         """``[num_sampled, H]`` of the rows of ``weight``."""
@@ -113,11 +118,17 @@ class RowPass:
     def token_ops(self) -> ModuleType:
         return row_ops if self.rows is row_ops_torch else _token_kernels()
 
-    def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
+    def multiply(
+        self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
+    ) -> Callable[[], Scores]:
         assert chunk.tokens is not None and out is not None
         torch.mm(chunk.tokens, chunk.weight.t(), out=out)
-        stats = self.rows.row_statistics(out, chunk.labels, chunk.logit_scale, with_argmax)
-        return Scores(stats)
+
+        def statistics() -> Scores:
+            args = (chunk.labels, chunk.logit_scale, with_argmax)
+            return Scores(self.rows.row_statistics(out, *args))
+
+        return statistics
 
     def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
         return weight[:0]
@@ -168,7 +179,9 @@ class ExpPass:
         rows: Tensor = _exp_rows().sample_rows(weight, num_sampled)
         return rows
 
-    def score(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Scores:
+    def multiply(
+        self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
+    ) -> Callable[[], Scores]:
         tokens, weight, labels, logit_scale, sample = chunk
         assert sample is not None
         exp_rows = _exp_rows()
@@ -184,7 +197,11 @@ class ExpPass:
             out,
             with_argmax,
         )
-        return Scores(exp_rows.combine_tiles(prologue, tiles, labels, num_columns), tiles)
+
+        def statistics() -> Scores:
+            return Scores(exp_rows.combine_tiles(prologue, tiles, labels, num_columns), tiles)
+
+        return statistics
 
     def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
         tiles, stats = scores.tiles, scores.stats

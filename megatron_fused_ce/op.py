@@ -235,7 +235,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if any(needs):
             # Tensors that wait go through autograd, which frees them with the graph; the gradients
             # that eager made are handed over by the first backward.
-            kept = [tensor for chunk in out.kept for tensor in chunk]
+            kept = [out.last_tokens, *(tensor for chunk in out.kept for tensor in chunk)]
             ctx.head, ctx.strategy = head, strategy
             ctx.gradients = out.gradients
             ctx.save_for_backward(hidden, weight, labels, out.terms, *kept)
@@ -250,9 +250,9 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 6
         saved: Any = ctx
-        hidden, weight, labels, terms, *kept = saved.saved_tensors
+        hidden, weight, labels, terms, last_tokens, *kept = saved.saved_tensors
         chunks = [KeptChunk(*pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
-        waited = Waiting(terms, chunks, saved.gradients)
+        waited = Waiting(terms, chunks, last_tokens, saved.gradients)
         saved.gradients = None
         with torch.autocast(hidden.device.type, enabled=False):
             grad_hidden, grad_weight = saved.strategy.backward(

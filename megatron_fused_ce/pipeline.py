@@ -1,15 +1,26 @@
 """What of a chunk is under way beside the products of its neighbours, and the buffers that takes.
 
-Over one rank there is nothing to hide and every buffer is there once. Over several, in the order of issue,
-for ``eager`` (the longest of the pipelines; ``P`` is the product that makes logits or ``E``)::
+Over one rank there is nothing to hide and every buffer is there once. Over several, ``X(c)`` being a chunk's
+hidden states, ``P(c)`` the product that makes its logits or ``E``, ``dH`` and ``dW`` the two after it::
 
-    products      P(c)              grad_hidden(c-1)   grad_weight(c-1)   P(c+1)
-    collectives   gather X(c+1)     statistics(c)      reduce(c-1)        gather X(c+2)
+    forward of store    P(c-1)       P(c)           P(c+1)
+    and recompute                    gather X(c+1)  gather X(c+2)
+                                     stats (c-1)    stats(c)
 
-Each collective starts when the product before it in that order has ended, and is waited for one product
-later at the earliest; only the first gather and the last reduction's end stand alone. What is alive then,
-each ``[C, H]`` but the first: two chunks of logits ``[C, V]``; three chunks of gathered hidden states (one is
-read by ``grad_weight(c-1)``, one by ``P(c)``, one on its way); one unreduced ``grad_hidden``.
+    backward of both,   dH(c)        dW(c)          dH(c+1)        dW(c+1)
+    chunks in reverse                reduce(c)                     reduce(c+1)
+                                     gather X(c+1)                 gather X(c+2)
+
+    eager               P(c)         dH(c-1)        dW(c-1)        P(c+1)
+                                     stats(c)       reduce(c-1)
+                                                    gather X(c+1)
+
+A product fills every SM as long as it runs, so a collective's kernels enter between two products or not at
+all until the next gap; and a rank where they entered holds SMs idle until they entered on all. A large one is
+therefore started the moment a product ends, *before* the small kernels that precede the next (statistics of
+rows, scaling of rows: 30 us and more). ``reduce`` and ``gather`` stand under ``dW``, whose tiles are the
+shortest, wherever there is one. Only the first gather of a forward and the tail of its last collective stand
+alone; the hidden states gathered last wait for the backward, which begins with them.
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ from megatron_fused_ce import logit_pass
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import GradWeight, OpenGradWeight
 from megatron_fused_ce.logit_pass import LogitPass, Operand
-from megatron_fused_ce.vocab_parallel import Pending, VocabParallel
+from megatron_fused_ce.vocab_parallel import DONE, Pending, VocabParallel
 
 
 @dataclass(frozen=True)
@@ -61,51 +72,88 @@ class Head:
         wanted = self.logits.num_sampled
         if not wanted or not self.chunks:
             return None
-        rows = self.logits.sample_rows(weight, -(-wanted // self.comm.size))
-        return self.comm.gather_rows(rows)
+        size = self.comm.size
+        rows = self.logits.sample_rows(weight, -(-wanted // size))
+        if size == 1:
+            return rows
+        whole = rows.new_empty(size * rows.shape[0], rows.shape[1])
+        self.comm.gather(rows, whole).wait()
+        return whole
 
 
 class Tokens:
     """The chunks' hidden states ``[C, H]``, taken in order.
 
-    With sequence parallelism they are gathered one chunk ahead into a ring of ``depth`` buffers: what was
-    taken stays whole until ``depth - 1`` more have been taken, and may be overwritten by who took it.
+    With sequence parallelism they are gathered into a ring of ``depth`` buffers; a slot is used again
+    ``depth`` chunks later.
     """
 
-    def __init__(self, head: Head, hidden: Tensor, chunks: Sequence[Chunk], depth: int) -> None:
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,  # [n, H], this rank's tokens
+        chunks: Sequence[Chunk],
+        depth: int,
+        first: Tensor | None = None,  # [C, H]: the first of these chunks, gathered before
+    ) -> None:
         self._head = head
-        self._hidden = hidden  # [n, H], this rank's tokens
+        self._hidden = hidden
         self._chunks = chunks
         self._ring: list[Tensor | None] = [None] * depth
         self._under_way: dict[int, tuple[Tensor, Pending]] = {}
-        self._next = 0
-        #: Whether what is taken is a buffer of the ring rather than the caller's own tensor.
-        self.gathers = head.comm.sequence_parallel
+        self._gathers = head.comm.sequence_parallel
+        self._started = 0
+        if first is not None:
+            self._under_way[0] = first, DONE
+            self._started = 1
+        self._taken: Tensor | None = None
+        self._position = -1
+
+    def start(self) -> None:
+        """Start the next gather, into a slot whose last use has been issued.
+
+        Collectives: one all-gather with sequence parallelism, none after the last chunk.
+        """
+        index = self._started
+        if not self._gathers or index >= len(self._chunks):
+            return
+        self._started += 1
+        chunk = self._chunks[index]
+        out = self._slot(index, chunk)
+        part = self._hidden[chunk.start : chunk.stop]
+        self._under_way[index] = out, self._head.comm.gather(part, out)
 
     def take(self, chunk: Chunk) -> Tensor:
-        """The next chunk's. Collectives: starts the gather of the one after it (and its own, the first)."""
-        mine = self._hidden[chunk.start : chunk.stop]
-        if not self.gathers:
-            return mine
-        if self._next not in self._under_way:
-            self._start(self._next)
-        tokens, pending = self._under_way.pop(self._next)
+        """The next chunk's, waited for. Collectives: its gather, where it was not started before."""
+        self._position += 1
+        if not self._gathers:
+            self._taken = self._hidden[chunk.start : chunk.stop]
+            return self._taken
+        if self._position not in self._under_way:
+            self.start()
+        self._taken, pending = self._under_way.pop(self._position)
         pending.wait()
-        self._next += 1
-        self._start(self._next)
-        return tokens
+        return self._taken
 
-    def _start(self, index: int) -> None:
-        if index >= len(self._chunks):
-            return
-        chunk, slot = self._chunks[index], index % len(self._ring)
+    def room(self, chunk: Chunk) -> Tensor:
+        """``[C, H]`` for what was made of ``chunk``'s, which was the last or the last but one taken.
+
+        With sequence parallelism the slot it lies in, or would have.
+        """
+        index = self._chunks.index(chunk) if self._gathers else 0
+        return self._slot(index, chunk)
+
+    def last(self) -> Tensor | None:
+        """What was gathered last, to begin a backward with; None without sequence parallelism."""
+        return self._taken if self._gathers else None
+
+    def _slot(self, index: int, chunk: Chunk) -> Tensor:
+        slot = index % len(self._ring)
         room = self._ring[slot]
         if room is None:
             room = self._hidden.new_empty(self._head.chunk_capacity, self._hidden.shape[1])
             self._ring[slot] = room
-        out = room[: self._head.comm.num_parts * chunk.num_tokens]
-        mine = self._hidden[chunk.start : chunk.stop]
-        self._under_way[index] = out, self._head.comm.gather_hidden(mine, out)
+        return room[: self._head.comm.num_parts * chunk.num_tokens]
 
 
 class Rooms:
@@ -116,7 +164,6 @@ class Rooms:
         self._hidden = hidden
         self._num_rows = num_rows
         self._logits: list[Tensor | None] = [None] * depth
-        self._tokens: Tensor | None = None
         self._grad_hidden: Tensor | None = None
 
     def logits(self, chunk: Chunk) -> Tensor:
@@ -126,12 +173,6 @@ class Rooms:
         if room is None:
             room = self._logits[slot] = self._new(self._num_rows)
         return self._cut(room, chunk)
-
-    def tokens(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` in the hidden states' dtype."""
-        if self._tokens is None:
-            self._tokens = self._new(self._hidden.shape[1])
-        return self._cut(self._tokens, chunk)
 
     def grad_hidden(self, chunk: Chunk) -> Tensor:
         """``[C, H]`` in the hidden states' dtype."""
@@ -168,6 +209,7 @@ class Products:
         grad_weight: GradWeight | Sink | None,
         inv_scale: Tensor | None,
         rooms: Rooms,
+        tokens: Tokens,
     ) -> None:
         self._head = head
         self._weight = weight
@@ -175,6 +217,7 @@ class Products:
         self._grad_weight = grad_weight
         self._inv_scale = inv_scale
         self._rooms = rooms
+        self._tokens = tokens
         self._pending: list[Pending] = []
         self._row_factor: Tensor | None = None  # [n] fp32
 
@@ -199,17 +242,14 @@ class Products:
             partial.mul_(self._inv_scale)
         self._pending.append(comm.reduce_grad_hidden(partial, out))
 
-    def add_weight(
-        self, chunk: Chunk, operand: Operand, tokens: Tensor | None, may_overwrite: bool
-    ) -> None:
-        """``grad_weight`` of the chunk from its ``tokens`` ``[C, H]``, which may be overwritten or not."""
+    def add_weight(self, chunk: Chunk, operand: Operand, tokens: Tensor | None) -> None:
+        """``grad_weight`` of the chunk from its ``tokens`` ``[C, H]``."""
         if self._grad_weight is None:
             return
         assert tokens is not None
         matrix, factor = operand
         if factor is not None:
-            room = tokens if may_overwrite else self._rooms.tokens(chunk)
-            tokens = logit_pass.scale_rows(tokens, factor, out=room)
+            tokens = logit_pass.scale_rows(tokens, factor, out=self._tokens.room(chunk))
         self._grad_weight.add(matrix, tokens)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:

@@ -18,6 +18,7 @@ beside what :mod:`.pipeline`'s.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -66,6 +67,8 @@ class Forward:
     row_max: Tensor | None  # [parts, n] fp32, this shard's largest logit, with argmax only
     argmax: Tensor | None  # [parts, n] int64, its column in this shard
     kept: list[KeptChunk] = field(default_factory=list)
+    #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
+    last_tokens: Tensor | None = None
     gradients: MadeGradients | None = None
 
     @staticmethod
@@ -84,6 +87,7 @@ class Waiting(NamedTuple):
 
     terms: Tensor  # [3, parts, n] fp32
     kept: list[KeptChunk]
+    last_tokens: Tensor | None  # [C, H]
     gradients: MadeGradients | None  # None too for a second backward
 
 
@@ -103,10 +107,10 @@ class Strategy(Protocol):
     ) -> Forward:
         """Loss of every token, chunk by chunk.
 
-        Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight, where
-        the logit pass wants them; per chunk the gather of the next chunk's hidden states (sequence
-        parallelism; before the first also its own) and the merge of its statistics, whose second step,
-        where it has one, comes after the next chunk's first.
+        Collectives, in order (see :class:`.VocabParallel` for each): the gathers of the first two chunks'
+        hidden states (sequence parallelism); the sampled rows of the weight, where the logit pass wants
+        them; per chunk the gather of the next chunk but one and the merge of its statistics, whose second
+        step, where it has one, comes after the next chunk's first.
         """
 
     def backward(
@@ -150,6 +154,8 @@ class KeepOrRecompute:
         out = Forward.empty(head, labels)
         rooms = Rooms(head, hidden, weight.shape[0])
         tokens = Tokens(head, hidden, head.chunks, depth=2)
+        tokens.start()
+        tokens.start()
         sample = head.sample(weight)
         waiting: deque[_Scored] = deque()
 
@@ -167,7 +173,9 @@ class KeepOrRecompute:
                 matrix = hidden.new_empty(inputs.labels.shape[0], weight.shape[0])
             elif head.logits.scores_in_memory:
                 matrix = rooms.logits(chunk)
-            scored = _score(head, chunk, inputs, matrix)
+            statistics = head.logits.multiply(inputs, matrix, head.with_argmax)
+            tokens.start()
+            scored = _score(head, chunk, inputs, statistics, matrix)
             for other in waiting:
                 other.merge.advance()
             waiting.append(scored)
@@ -175,7 +183,13 @@ class KeepOrRecompute:
                 finish(waiting.popleft())
         while waiting:
             finish(waiting.popleft())
+        if head.chunks and self._reads_tokens(head.chunks[-1], needs):
+            out.last_tokens = tokens.last()
         return out
+
+    def _reads_tokens(self, chunk: Chunk, needs: Needs) -> bool:
+        """Whether the backward needs the chunk's hidden states."""
+        return needs.grad_weight or (needs.grad_hidden and not self._keeps(chunk))
 
     def backward(
         self,
@@ -187,26 +201,31 @@ class KeepOrRecompute:
         grad_loss: Tensor,
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed
-        (sequence parallelism; before the first also its own), then the reduction of its ``grad_hidden``,
-        which runs under its ``grad_weight`` and the next chunk's product.
+        """The last chunk first: its hidden states are there.
+
+        Collectives, in order: per chunk the reduction of its ``grad_hidden``, then the gather of the next
+        chunk's hidden states that are needed (sequence parallelism), both under its ``grad_weight``.
         """
         factor, inv_scale = _row_factor(grad_loss, head.logit_scale, hidden.dtype)
         end_point = None
         if needs.grad_weight:
             end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
+        chunks = head.chunks[::-1]
+        read = [chunk for chunk in chunks if self._reads_tokens(chunk, needs)]
+        first = waited.last_tokens if read[:1] == list(chunks[:1]) else None
+        tokens = Tokens(head, hidden, read, depth=2, first=first)
         rooms = Rooms(head, hidden, weight.shape[0])
-        products = Products(head, hidden, weight, needs.grad_hidden, end_point, inv_scale, rooms)
-        read = [c for c in head.chunks if needs.grad_weight or not self._keeps(c)]
-        tokens = Tokens(head, hidden, read, depth=2)
-        kept = iter(waited.kept)
-        for chunk in head.chunks:
-            taken = tokens.take(chunk) if needs.grad_weight or not self._keeps(chunk) else None
+        products = Products(
+            head, hidden, weight, needs.grad_hidden, end_point, inv_scale, rooms, tokens
+        )
+        kept = list(waited.kept)
+        for chunk in chunks:
+            taken = tokens.take(chunk) if self._reads_tokens(chunk, needs) else None
             inputs = _inputs(head, chunk, taken, weight, labels)
             terms = TokenTerms(*head.split(waited.terms, chunk))
             chunk_factor = head.split(factor, chunk)
             if self._keeps(chunk):
-                chunk_kept = next(kept)
+                chunk_kept = kept.pop()
                 room = None if head.logits.reads_kept else rooms.logits(chunk)
                 operand = head.logits.operand_of_kept(
                     *chunk_kept, inputs, terms, chunk_factor, room
@@ -215,7 +234,8 @@ class KeepOrRecompute:
                 room = rooms.logits(chunk)
                 operand = head.logits.operand_again(inputs, terms, chunk_factor, room)
             products.add_hidden(chunk, operand)
-            products.add_weight(chunk, operand, taken, tokens.gathers)
+            tokens.start()
+            products.add_weight(chunk, operand, taken)
         grad_hidden, row_factor = products.finish()
         if grad_hidden is not None and row_factor is not None:
             logit_pass.scale_rows(grad_hidden, row_factor, out=grad_hidden)
@@ -236,8 +256,10 @@ class Eager:
     ) -> Forward:
         """Over several ranks a chunk's gradients are made after the next chunk's product.
 
-        Collectives beside the forward's: the reduction of a chunk's ``grad_hidden``, after the next chunk's
-        statistics (the first step of their merge) were sent.
+        Collectives, in order: the gathers of the first two chunks' hidden states (sequence parallelism);
+        the sampled rows, where the logit pass wants them; per chunk the first step of its merge, then the
+        reduction of the chunk before's ``grad_hidden``, the gather of the next chunk, the second step of
+        its merge, where it has one.
         """
         assert head.token_weights is not None
         upstream_guard.prepare(hidden.device)
@@ -246,8 +268,10 @@ class Eager:
         held = HeldGradWeight(weight) if needs.grad_weight else None
         lag = 1 if head.comm.size > 1 else 0
         rooms = Rooms(head, hidden, weight.shape[0], depth=lag + 1)
-        products = Products(head, hidden, weight, needs.grad_hidden, held, inv_scale, rooms)
         tokens = Tokens(head, hidden, head.chunks, depth=lag + 2)
+        products = Products(head, hidden, weight, needs.grad_hidden, held, inv_scale, rooms, tokens)
+        tokens.start()
+        tokens.start()
         sample = head.sample(weight)
         waiting: deque[_Scored] = deque()
 
@@ -261,13 +285,16 @@ class Eager:
                 one.matrix, seal, one.inputs, terms, chunk_factor, one.matrix
             )
             products.add_hidden(one.chunk, operand)
+            tokens.start()
             for other in waiting:
                 other.merge.advance()
-            products.add_weight(one.chunk, operand, one.inputs.tokens, tokens.gathers)
+            products.add_weight(one.chunk, operand, one.inputs.tokens)
 
         for chunk in head.chunks:
             inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
-            waiting.append(_score(head, chunk, inputs, rooms.logits(chunk)))
+            logits = rooms.logits(chunk)
+            statistics = head.logits.multiply(inputs, logits, head.with_argmax)
+            waiting.append(_score(head, chunk, inputs, statistics, logits))
             if len(waiting) > lag:
                 make_gradients(waiting.popleft())
         while waiting:
@@ -337,9 +364,15 @@ def _inputs(
     return ChunkInputs(tokens, weight, head.split(labels, chunk), head.logit_scale, sample)
 
 
-def _score(head: Head, chunk: Chunk, inputs: ChunkInputs, matrix: Tensor | None) -> _Scored:
-    """Product and statistics of one chunk; starts its merge."""
-    scores = head.logits.score(inputs, matrix, head.with_argmax)
+def _score(
+    head: Head,
+    chunk: Chunk,
+    inputs: ChunkInputs,
+    statistics: Callable[[], Scores],
+    matrix: Tensor | None,
+) -> _Scored:
+    """Statistics of one chunk after its product; starts its merge."""
+    scores = statistics()
     merge = head.comm.start_merge(scores.stats, head.logits.token_ops)
     return _Scored(chunk, inputs, scores, merge, matrix)
 

@@ -1,13 +1,18 @@
 """Everything that crosses ranks: the only module that calls a collective.
 
 All of it goes over the tensor-parallel group, in the same order on every rank, whatever the data. What
-belongs to a chunk is asynchronous: a collective starts where it is called, on the group's own stream, and
-is waited for by the stream of the products where its result is read (:mod:`.pipeline` says when).
+belongs to a chunk is asynchronous: on GPUs it runs on one side stream of this package, behind all that the
+current stream holds at the call, and the current stream waits for it where its result is read
+(:mod:`.pipeline` says when). The side stream has a high priority: its kernels get the first SMs that the
+product under way gives free. Nothing is under way when a forward or a backward returns, so the group's
+other users never meet it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -47,6 +52,37 @@ class Merge(Protocol):
 # torch 2.13 renamed these and warns at the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+class _OnSideStream:
+    """Waited for by an event. Holds what the collective reads and writes until then."""
+
+    def __init__(self, event: torch.cuda.Event, held: tuple[Tensor, ...]) -> None:
+        self._event = event
+        self._held = held
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+        self._held = ()
+
+
+def _start(collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Pending:
+    """Start a collective on ``tensors``."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return cast(Pending, collective(*tensors, async_op=True, **options))
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Not async_op: torch would take it to the group's own stream, whose priority is Megatron's choice.
+        collective(*tensors, async_op=False, **options)
+        event = stream.record_event()
+    return _OnSideStream(event, tensors)
 
 
 @dataclass(frozen=True)
@@ -103,24 +139,14 @@ class VocabParallel:
         _all_gather(sizes, mine, group=self.group)
         return sizes[: self.rank].sum()
 
-    def gather_rows(self, rows: Tensor) -> Tensor:
-        """``[R * k, H]`` from every rank's ``[k, H]``, in rank order.
+    def gather(self, part: Tensor, out: Tensor) -> Pending:
+        """Start gathering ``[R * k, H]`` into ``out`` from every rank's ``[k, H]``, in rank order.
 
-        Collectives: one all-gather, which the stream of the products waits for.
+        Collectives, asynchronous: one all-gather; none over one rank, where ``out`` is left alone.
         """
         if self.size == 1:
-            return rows
-        whole = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
-        _all_gather(whole, rows.contiguous(), group=self.group)
-        return whole
-
-    def gather_hidden(self, part: Tensor, out: Tensor) -> Pending:
-        """Start gathering a chunk's hidden states ``[C, H]`` into ``out``, from each rank's ``[n, H]``.
-
-        Collectives, asynchronous: one all-gather over the ranks of a sequence-parallel group.
-        """
-        work = _all_gather(out, part.contiguous(), group=self.group, async_op=True)
-        return cast(Pending, work)
+            return DONE
+        return _start(_all_gather, out, part.contiguous(), group=self.group)
 
     def reduce_grad_hidden(self, partial: Tensor, out: Tensor) -> Pending:
         """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
@@ -131,10 +157,8 @@ class VocabParallel:
         if self.size == 1:
             return DONE
         if self.sequence_parallel:
-            work = _reduce_scatter(out, partial, group=self.group, async_op=True)
-        else:
-            work = dist.all_reduce(partial, group=self.group, async_op=True)
-        return cast(Pending, work)
+            return _start(_reduce_scatter, out, partial, group=self.group)
+        return _start(dist.all_reduce, partial, group=self.group)
 
     def start_merge(
         self,
@@ -177,7 +201,7 @@ class _Packed:
     ) -> None:
         self._token_ops = token_ops
         self._shards = shard.new_empty((size, *shard.shape))
-        self._pending = _all_gather(self._shards.flatten(0, 1), shard, group=group, async_op=True)
+        self._pending = _start(_all_gather, self._shards.flatten(0, 1), shard, group=group)
 
     def advance(self) -> None:
         return None
@@ -198,15 +222,13 @@ class _AllReduced:
         self._shard = shard
         self._maxima = shard[ROW_MAX : REFERENCE + 1].clone()
         self._terms: Tensor | None = None
-        self._pending = dist.all_reduce(
-            self._maxima, op=dist.ReduceOp.MAX, group=group, async_op=True
-        )
+        self._pending = _start(dist.all_reduce, self._maxima, op=dist.ReduceOp.MAX, group=group)
 
     def advance(self) -> None:
         if self._terms is None:
             self._pending.wait()
             self._terms = self._token_ops.shard_terms(self._shard, self._maxima[0])
-            self._pending = dist.all_reduce(self._terms, group=self._group, async_op=True)
+            self._pending = _start(dist.all_reduce, self._terms, group=self._group)
 
     def finish(self) -> Merged:
         self.advance()

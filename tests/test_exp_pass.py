@@ -170,7 +170,7 @@ def test_shards_far_apart(gap, product, device):
         local.append(labels - index * (vocab // 2))
         kept.append(hidden.new_empty(tokens, vocab // 2))
         chunks.append(logit_pass.ChunkInputs(hidden, shard, local[-1], 1.0, sample))
-        scores.append(passes.score(chunks[-1], kept[-1], False))
+        scores.append(passes.multiply(chunks[-1], kept[-1], False)())
     merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
     loss, terms = merged.loss, TokenTerms(*merged.terms)
     z = hidden.double() @ weight.double().t()
