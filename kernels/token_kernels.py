@@ -162,3 +162,20 @@ def merge_shards(shards: Tensor) -> Merged:
         shards, loss, saved, reference, num_shards, num_rows, BLOCK=BLOCK
     )
     return Merged(loss, saved, reference)
+
+
+#: What a collective's kernels take from the event they wait for to their first SMs, with some to spare.
+PAUSE_NS = 8000
+
+
+@triton.jit
+def _pause_kernel(NANOSECONDS: tl.constexpr):
+    tl.inline_asm_elementwise(
+        f"nanosleep.u32 {NANOSECONDS}; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+    )
+
+
+def pause(device: torch.device) -> None:
+    """Occupy one SM's corner for :data:`PAUSE_NS`, and the stream as long."""
+    with torch.cuda.device(device):
+        _pause_kernel[(1,)](NANOSECONDS=PAUSE_NS, num_warps=1)

@@ -1,30 +1,35 @@
 """What of a chunk is under way beside the products of its neighbours, and the buffers that takes.
 
-Over one rank there is nothing to hide and every buffer is there once. Over several, ``X(c)`` being a chunk's
-hidden states, ``P(c)`` the product that makes its logits or ``E``, ``dH`` and ``dW`` the two after it::
+Over one rank there is nothing to hide and every buffer is there once. Over several, ``X(c)`` being a
+chunk's hidden states, ``P(c)`` the product that makes its logits or ``E``, ``dH`` and ``dW`` the two after
+it; under each product the collective that starts just before it::
 
-    forward of store    P(c-1)       P(c)           P(c+1)
-    and recompute                    gather X(c+1)  gather X(c+2)
-                                     stats (c-1)    stats(c)
+    forward of store    P(c)                          P(c+1)
+    and recompute       gather X(c+1), stats(c-2)     gather X(c+2), stats(c-1)
 
-    backward of both,   dH(c)        dW(c)          dH(c+1)        dW(c+1)
-    chunks in reverse                reduce(c)                     reduce(c+1)
-                                     gather X(c+1)                 gather X(c+2)
+    backward of both,   [P(c)]                        dH(c)          dW(c)
+    chunks in reverse   gather X(c+1), or under dH                   reduce(c)
 
-    eager               P(c)         dH(c-1)        dW(c-1)        P(c+1)
-                                     stats(c)       reduce(c-1)
-                                                    gather X(c+1)
+    eager               P(c)              dH(c-1)          dW(c-1)
+                        gather X(c+1)     stats(c)         reduce(c-1)
 
-A product fills every SM as long as it runs, so a collective's kernels enter between two products or not at
-all until the next gap; and a rank where they entered holds SMs idle until they entered on all. A large one is
-therefore started the moment a product ends, *before* the small kernels that precede the next (statistics of
-rows, scaling of rows: 30 us and more). ``reduce`` and ``gather`` stand under ``dW``, whose tiles are the
-shortest, wherever there is one. Only the first gather of a forward and the tail of its last collective stand
-alone; the hidden states gathered last wait for the backward, which begins with them.
+A product fills every SM as long as it runs, ours and cuBLAS's alike, whatever the priority of what waits.
+A collective's kernels enter between two products or not before the next gap; and where they entered on one
+rank, they hold SMs there until they entered on all. So
+
+- a large one starts when a product has ended, before the small kernels that precede the next one (statistics,
+  scaling of rows: 10 us and more), or before :func:`let_in` where there are none;
+- between two products there is one large collective at most: under ``CUDA_DEVICE_MAX_CONNECTIONS=1``
+  kernels start in the order of their launch, and a second one would hold back the product behind it until
+  the first has ended.
+
+Only the first gather of a forward and the tail of its last collective stand alone; the hidden states
+gathered last wait for the backward, which begins with them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,6 +86,18 @@ class Head:
         return whole
 
 
+def let_in(head: Head, device: torch.device) -> None:
+    """Hold the next product back for some microseconds, until the collective just started has its SMs.
+
+    Only where the order of launch does not see to it.
+    """
+    ordered = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    if head.comm.size > 1 and device.type == "cuda" and not ordered:
+        from megatron_fused_ce.kernels import token_kernels
+
+        token_kernels.pause(device)
+
+
 class Tokens:
     """The chunks' hidden states ``[C, H]``, taken in order.
 
@@ -109,19 +126,20 @@ class Tokens:
         self._taken: Tensor | None = None
         self._position = -1
 
-    def start(self) -> None:
-        """Start the next gather, into a slot whose last use has been issued.
+    def start(self) -> bool:
+        """Start the next gather, into a slot whose last use has been issued; whether there was one.
 
         Collectives: one all-gather with sequence parallelism, none after the last chunk.
         """
         index = self._started
         if not self._gathers or index >= len(self._chunks):
-            return
+            return False
         self._started += 1
         chunk = self._chunks[index]
         out = self._slot(index, chunk)
         part = self._hidden[chunk.start : chunk.stop]
         self._under_way[index] = out, self._head.comm.gather(part, out)
+        return True
 
     def take(self, chunk: Chunk) -> Tensor:
         """The next chunk's, waited for. Collectives: its gather, where it was not started before."""

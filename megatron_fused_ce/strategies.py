@@ -18,7 +18,6 @@ beside what :mod:`.pipeline`'s.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -29,7 +28,7 @@ from megatron_fused_ce import logit_pass, upstream_guard
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight
 from megatron_fused_ce.logit_pass import ChunkInputs, Scores
-from megatron_fused_ce.pipeline import Head, Products, Rooms, Tokens
+from megatron_fused_ce.pipeline import Head, Products, Rooms, Tokens, let_in
 from megatron_fused_ce.row_ops import Merged, TokenTerms
 from megatron_fused_ce.vocab_parallel import Merge
 
@@ -107,10 +106,9 @@ class Strategy(Protocol):
     ) -> Forward:
         """Loss of every token, chunk by chunk.
 
-        Collectives, in order (see :class:`.VocabParallel` for each): the gathers of the first two chunks'
-        hidden states (sequence parallelism); the sampled rows of the weight, where the logit pass wants
-        them; per chunk the gather of the next chunk but one and the merge of its statistics, whose second
-        step, where it has one, comes after the next chunk's first.
+        Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight, where
+        the logit pass wants them; the gathers of the first two chunks' hidden states (sequence
+        parallelism); then what the strategy says for each chunk.
         """
 
     def backward(
@@ -133,8 +131,30 @@ class _Scored:
     chunk: Chunk
     inputs: ChunkInputs
     scores: Scores
-    merge: Merge
     matrix: Tensor | None  # [C, V]: its logits, or E, where they outlive the product
+    merge: Merge | None = None
+
+    def start_merge(self, head: Head) -> None:
+        self.merge = head.comm.start_merge(self.scores.stats, head.logits.token_ops)
+
+    def advance_merge(self) -> None:
+        assert self.merge is not None
+        self.merge.advance()
+
+    def finish_merge(self, head: Head, out: Forward) -> Merged:
+        """Its loss and terms go to their places in ``out``."""
+        assert self.merge is not None
+        merged = self.merge.finish()
+        chunk, stats = self.chunk, self.scores.stats
+        part = (slice(None), slice(chunk.start, chunk.stop))
+        shape = (out.loss.shape[0], chunk.num_tokens)
+        out.loss[part] = merged.loss.view(shape)
+        out.terms[:, :, chunk.start : chunk.stop] = merged.terms.view(3, *shape)
+        if out.row_max is not None and out.argmax is not None:
+            assert stats.argmax is not None
+            out.row_max[part] = stats.row_max.view(shape)
+            out.argmax[part] = stats.argmax.view(shape)
+        return merged
 
 
 @dataclass(frozen=True)
@@ -150,21 +170,33 @@ class KeepOrRecompute:
     def forward(
         self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
     ) -> Forward:
-        """A chunk's merge runs under the next chunk's product; with two steps under the next two."""
+        """Per chunk: the first step of the merge of the chunk before, the gather of the next but one.
+
+        A merge of two steps sends the second after the next chunk's first.
+        """
         out = Forward.empty(head, labels)
         rooms = Rooms(head, hidden, weight.shape[0])
+        sample = head.sample(weight)
         tokens = Tokens(head, hidden, head.chunks, depth=2)
         tokens.start()
         tokens.start()
-        sample = head.sample(weight)
         waiting: deque[_Scored] = deque()
+        unsent: _Scored | None = None
 
         def finish(one: _Scored) -> None:
-            merged = _finish_merge(head, out, one)
+            merged = one.finish_merge(head, out)
             if self._keeps(one.chunk):
                 assert one.matrix is not None
                 seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
                 out.kept.append(KeptChunk(one.matrix, seal))
+
+        def send(one: _Scored) -> None:
+            for other in waiting:
+                other.advance_merge()
+            one.start_merge(head)
+            waiting.append(one)
+            while len(waiting) > head.comm.merge_steps:
+                finish(waiting.popleft())
 
         for chunk in head.chunks:
             inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
@@ -174,13 +206,19 @@ class KeepOrRecompute:
             elif head.logits.scores_in_memory:
                 matrix = rooms.logits(chunk)
             statistics = head.logits.multiply(inputs, matrix, head.with_argmax)
+            # Over several ranks only after the next product: before it the gather has its place.
+            if unsent is not None:
+                send(unsent)
+            scores = statistics()
+            if not self._keeps(chunk):
+                scores = scores._replace(tiles=None)  # only a seal reads them
+            unsent = _Scored(chunk, inputs, scores, matrix)
             tokens.start()
-            scored = _score(head, chunk, inputs, statistics, matrix)
-            for other in waiting:
-                other.merge.advance()
-            waiting.append(scored)
-            while len(waiting) > head.comm.merge_steps:
-                finish(waiting.popleft())
+            if head.comm.size == 1:
+                send(unsent)
+                unsent = None
+        if unsent is not None:
+            send(unsent)
         while waiting:
             finish(waiting.popleft())
         if head.chunks and self._reads_tokens(head.chunks[-1], needs):
@@ -203,8 +241,9 @@ class KeepOrRecompute:
     ) -> tuple[Tensor | None, Tensor | None]:
         """The last chunk first: its hidden states are there.
 
-        Collectives, in order: per chunk the reduction of its ``grad_hidden``, then the gather of the next
-        chunk's hidden states that are needed (sequence parallelism), both under its ``grad_weight``.
+        Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed
+        (sequence parallelism), under its first product, and the reduction of its ``grad_hidden``, under its
+        ``grad_weight``.
         """
         factor, inv_scale = _row_factor(grad_loss, head.logit_scale, hidden.dtype)
         end_point = None
@@ -221,6 +260,8 @@ class KeepOrRecompute:
         kept = list(waited.kept)
         for chunk in chunks:
             taken = tokens.take(chunk) if self._reads_tokens(chunk, needs) else None
+            if tokens.start():
+                let_in(head, hidden.device)
             inputs = _inputs(head, chunk, taken, weight, labels)
             terms = TokenTerms(*head.split(waited.terms, chunk))
             chunk_factor = head.split(factor, chunk)
@@ -234,7 +275,8 @@ class KeepOrRecompute:
                 room = rooms.logits(chunk)
                 operand = head.logits.operand_again(inputs, terms, chunk_factor, room)
             products.add_hidden(chunk, operand)
-            tokens.start()
+            if operand.factor is None:
+                let_in(head, hidden.device)
             products.add_weight(chunk, operand, taken)
         grad_hidden, row_factor = products.finish()
         if grad_hidden is not None and row_factor is not None:
@@ -256,10 +298,9 @@ class Eager:
     ) -> Forward:
         """Over several ranks a chunk's gradients are made after the next chunk's product.
 
-        Collectives, in order: the gathers of the first two chunks' hidden states (sequence parallelism);
-        the sampled rows, where the logit pass wants them; per chunk the first step of its merge, then the
-        reduction of the chunk before's ``grad_hidden``, the gather of the next chunk, the second step of
-        its merge, where it has one.
+        Collectives per chunk, in order: the second step of the merge of the chunk before, where it has one;
+        the gather of the next chunk's hidden states (its own and the second chunk's before the first); the
+        first step of its merge; the reduction of ``grad_hidden`` of the chunk before.
         """
         assert head.token_weights is not None
         upstream_guard.prepare(hidden.device)
@@ -270,13 +311,12 @@ class Eager:
         rooms = Rooms(head, hidden, weight.shape[0], depth=lag + 1)
         tokens = Tokens(head, hidden, head.chunks, depth=lag + 2)
         products = Products(head, hidden, weight, needs.grad_hidden, held, inv_scale, rooms, tokens)
-        tokens.start()
-        tokens.start()
         sample = head.sample(weight)
+        tokens.start()
         waiting: deque[_Scored] = deque()
 
         def make_gradients(one: _Scored) -> None:
-            merged = _finish_merge(head, out, one)
+            merged = one.finish_merge(head, out)
             assert one.matrix is not None
             seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
             terms = TokenTerms(*merged.terms)
@@ -285,16 +325,20 @@ class Eager:
                 one.matrix, seal, one.inputs, terms, chunk_factor, one.matrix
             )
             products.add_hidden(one.chunk, operand)
-            tokens.start()
-            for other in waiting:
-                other.merge.advance()
+            if operand.factor is None:
+                let_in(head, hidden.device)
             products.add_weight(one.chunk, operand, one.inputs.tokens)
 
         for chunk in head.chunks:
             inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
+            for other in waiting:
+                other.advance_merge()
+            tokens.start()
             logits = rooms.logits(chunk)
             statistics = head.logits.multiply(inputs, logits, head.with_argmax)
-            waiting.append(_score(head, chunk, inputs, statistics, logits))
+            scored = _Scored(chunk, inputs, statistics(), logits)
+            scored.start_merge(head)
+            waiting.append(scored)
             if len(waiting) > lag:
                 make_gradients(waiting.popleft())
         while waiting:
@@ -362,34 +406,6 @@ def _inputs(
     sample: Tensor | None = None,
 ) -> ChunkInputs:
     return ChunkInputs(tokens, weight, head.split(labels, chunk), head.logit_scale, sample)
-
-
-def _score(
-    head: Head,
-    chunk: Chunk,
-    inputs: ChunkInputs,
-    statistics: Callable[[], Scores],
-    matrix: Tensor | None,
-) -> _Scored:
-    """Statistics of one chunk after its product; starts its merge."""
-    scores = statistics()
-    merge = head.comm.start_merge(scores.stats, head.logits.token_ops)
-    return _Scored(chunk, inputs, scores, merge, matrix)
-
-
-def _finish_merge(head: Head, out: Forward, one: _Scored) -> Merged:
-    """The chunk's loss and terms, which go to their places in ``out``."""
-    merged = one.merge.finish()
-    chunk, stats = one.chunk, one.scores.stats
-    part = (slice(None), slice(chunk.start, chunk.stop))
-    shape = (out.loss.shape[0], chunk.num_tokens)
-    out.loss[part] = merged.loss.view(shape)
-    out.terms[:, :, chunk.start : chunk.stop] = merged.terms.view(3, *shape)
-    if out.row_max is not None and out.argmax is not None:
-        assert stats.argmax is not None
-        out.row_max[part] = stats.row_max.view(shape)
-        out.argmax[part] = stats.argmax.view(shape)
-    return merged
 
 
 def _row_factor(
