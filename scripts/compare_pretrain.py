@@ -119,13 +119,18 @@ class Case:
     fused_wgrad: bool = False
 
 
-def _stack_pattern(checkout: Checkout, num_mtp_layers: int, pipelined: bool) -> str | None:
-    """The flags that give the Mamba or Hybrid model two attention and two MLP layers."""
+def _stack_pattern(checkout: Checkout, num_mtp_layers: int, num_stages: int) -> str | None:
+    """The flags that give the Mamba or Hybrid model two attention and two MLP layers.
+
+    ``num_stages``: pipeline stages, virtual ones counted; 1, 2 or 4.
+    """
+    if checkout.version < (0, 18) and num_mtp_layers and num_stages > 1:
+        return None  # its MTP gets no token ids on the last stage
     if checkout.version >= (0, 17):
-        pattern = ("*-|*-" if pipelined else "*-*-") + "/*-" * num_mtp_layers
-        return f"--hybrid-layer-pattern {pattern}"
-    if num_mtp_layers:
-        return None  # MambaModel has MTP from 0.17 on
+        layers = {1: "*-*-", 2: "*-|*-", 4: "*|-|*|-"}[num_stages]
+        return f"--hybrid-layer-pattern {layers + '/*-' * num_mtp_layers}"
+    if num_mtp_layers or num_stages > 2:
+        return None  # MambaModel has MTP and virtual stages from 0.17 on
     return "--hybrid-override-pattern *-*- --num-layers 4"
 
 
@@ -135,9 +140,10 @@ def cpu_case(checkout: Checkout, model: str, name: str) -> Case:
     Together the cases cover sequence parallelism on and off, tied and untied weights, gradient
     accumulation fusion on and off, several micro-batches per step, and evaluation.
     """
-    num_mtp_layers = {"mtp": 1, "mtp2": 2}.get(name, 0)
-    num_processes = 4 if name in ("distopt", "pp2") else 2
-    fused_wgrad = name in ("mtp", "distopt", "bf16")
+    num_mtp_layers = {"mtp": 1, "mtp2": 2, "pp2-mtp": 1}.get(name, 0)
+    num_stages = {"pp2": 2, "pp2-mtp": 2, "vpp": 4}.get(name, 1)
+    num_processes = 4 if name == "distopt" or num_stages > 1 else 2
+    fused_wgrad = name in ("mtp", "distopt", "bf16", "pp2-mtp")
     extra = {
         "plain": f"--sequence-parallel {UNTIED}",
         "mtp": "--sequence-parallel",
@@ -145,15 +151,20 @@ def cpu_case(checkout: Checkout, model: str, name: str) -> Case:
         "distopt": f"--sequence-parallel {UNTIED} --use-distributed-optimizer"
         " --overlap-grad-reduce --overlap-param-gather",
         "pp2": "--pipeline-model-parallel-size 2",
+        "pp2-mtp": f"--pipeline-model-parallel-size 2 --sequence-parallel {UNTIED}",
+        "vpp": "--pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+        " --overlap-grad-reduce --overlap-param-gather",
         "bf16": "--bf16 --sequence-parallel",
     }[name]
     if model == "gpt":
         script, layers = "pretrain_gpt.py", "--num-layers 2"
+        if num_stages == 4:
+            layers = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
         if num_mtp_layers:
             layers += f" --mtp-num-layers {num_mtp_layers}"
     else:
         script = f"pretrain_{checkout.stack_model}.py"
-        pattern = _stack_pattern(checkout, num_mtp_layers, pipelined=name == "pp2")
+        pattern = _stack_pattern(checkout, num_mtp_layers, num_stages)
         if pattern is None:
             return Case(name, script, num_processes, None)
         layers = f"{pattern} {STACK_SPEC}"
@@ -168,11 +179,14 @@ CPU_CASES = {
     "distopt": "distributed optimizer with both overlaps, TP 2 × DP 2, sequence parallelism, untied, "
     "gradient accumulation fusion",
     "pp2": "TP 2 × PP 2, tied",
+    "pp2-mtp": "TP 2 × PP 2, MTP 1, sequence parallelism, untied, gradient accumulation fusion",
+    "vpp": "TP 2 × PP 2 with two virtual stages each, sequence parallelism, tied, distributed optimizer "
+    "with both overlaps",
     "bf16": "TP 2, sequence parallelism, tied, gradient accumulation fusion into fp32",
 }
 # Not bf16: so small a model's native and unfused runs agree to the bit there, which leaves no
 # yardstick for chunks that flip the rounding of a single gradient.
-DEFAULT_CPU_CASES = ("plain", "mtp", "mtp2", "distopt", "pp2")
+DEFAULT_CPU_CASES = ("plain", "mtp", "mtp2", "distopt", "pp2", "pp2-mtp", "vpp")
 MODELS = ("gpt", "stack")
 SAME_NETWORK = (
     "The Mamba or Hybrid model (`*-*-`: attention, MLP, attention, MLP) is the same network as the "
@@ -745,7 +759,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for group in groups:
             first = group[0]
             if first.case.args is None:
-                status = f"{first.model} has no MTP in this version"
+                status = f"{first.model} has it not in this version"
                 rows.append(Row(first.checkout.label, first.model, first.case.name, "", status))
                 continue
             all_figures: dict[str, Figures] = {}

@@ -21,7 +21,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 HARNESS = REPOSITORY / "scripts" / "compare_pretrain.py"
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
-NUM_HEADS = {"plain": 1, "mtp": 2}
+NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 
 
@@ -64,7 +64,7 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(results.read_text())["rows"]
     flag_rows = [row for row in rows if row["variant"].startswith("fused-ce")]
-    assert [row["case"] for row in flag_rows] == ["plain"] * 3 + ["mtp"] * 3
+    assert [row["case"] for row in flag_rows] == [case for case in NUM_HEADS for _ in range(3)]
     for row in flag_rows:
         assert row["heads_fused"] == NUM_HEADS[row["case"]] * NUM_FORWARDS
         assert row["logits_materialised"] == 0
@@ -126,6 +126,28 @@ def test_pretrain_gpt_eager_stops_at_a_wrong_loss(harness, tmp_path, checkout, u
     else:
         assert run.returncode == 0 and iterations == 2, output[-3000:]
         assert "UpstreamMismatch" not in output
+
+
+@pytest.mark.parametrize(
+    ("version", "model", "case", "words"),
+    [
+        ((0, 19), "gpt", "vpp", "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
+        ((0, 19), "stack", "vpp", "--hybrid-layer-pattern *|-|*|-"),
+        ((0, 17), "stack", "pp2", "--hybrid-layer-pattern *-|*-"),
+        ((0, 19), "stack", "pp2-mtp", "--hybrid-layer-pattern *-|*-/*-"),
+        ((0, 16), "gpt", "pp2-mtp", "--num-layers 2 --mtp-num-layers 1"),
+        ((0, 17), "stack", "pp2-mtp", None),
+        ((0, 16), "stack", "vpp", None),
+    ],
+)
+def test_pipelines_as_each_version_spells_them(harness, tmp_path, version, model, case, words):
+    checkout = harness.Checkout(tmp_path, "a-version", version)
+    found = harness.cpu_case(checkout, model, case)
+    assert found.num_processes == 4
+    if words is None:
+        assert found.args is None
+    else:
+        assert words in " ".join(found.args)
 
 
 LOG = """\

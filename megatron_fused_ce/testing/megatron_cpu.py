@@ -22,6 +22,9 @@ stand-in                       asked for by
 random state                   core/tensor_parallel/random.py: the tracker's states and seeds live
                                in the CPU generator, so dropout is as reproducible as on CUDA
 `_barrier`                     ``device_ids=`` in core/parallel_state.py, which gloo refuses
+`_keep_until_sent`             core/pipeline_parallel frees a stage's output once its send is
+                               launched, which CUDA's streams allow and gloo's threads do not:
+                               virtual stages would train on freed memory
 `typing.override`              training/ from 0.18 on, where Python is older than 3.12
 `compile_dataset_helpers`      core/datasets/utils.py calls make with PATH's ``python3-config``,
                                which need not be the running interpreter's
@@ -205,6 +208,20 @@ def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return stand_in
 
 
+def _keep_until_sent(isend: Callable[..., Any]) -> Callable[..., Any]:
+    """``isend`` whose tensor's memory lives until it is sent, whatever the caller does to the tensor."""
+    under_way: list[tuple[Any, torch.Tensor]] = []
+
+    def sent_from_kept_memory(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        under_way[:] = [(work, kept) for work, kept in under_way if not work.is_completed()]
+        kept = tensor.detach()
+        work = isend(kept, *args, **kwargs)
+        under_way.append((work, kept))
+        return work
+
+    return sent_from_kept_memory
+
+
 def _stand_in_for_torch_cuda() -> None:
     for name, function in _CUDA_FUNCTIONS.items():
         setattr(torch.cuda, name, _renamed(function, name))
@@ -220,6 +237,9 @@ def _stand_in_for_torch_cuda() -> None:
         return barrier(group=group, async_op=async_op)
 
     torch.distributed.barrier = _barrier  # type: ignore[assignment]
+    # Both names: a batch of sends compares its operations with the second one.
+    torch.distributed.isend = _keep_until_sent(torch.distributed.isend)
+    torch.distributed.distributed_c10d.isend = torch.distributed.isend
 
 
 # --- Megatron's modules, changed as they are imported ----------------------------------------
