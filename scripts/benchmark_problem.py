@@ -165,7 +165,9 @@ class World:
         if self.parts == 1:
             return part
         whole = part.new_empty(part.shape[0] * self.size, *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group)
+        # torch 2.13 renamed it and warns at the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(whole, part.contiguous(), group=self.group)
         return whole
 
     def free_bytes(self) -> int:

@@ -389,6 +389,11 @@ def _cce(impl: str) -> Callable[[torch.device], Loss]:
 # --- over ranks ------------------------------------------------------------------------------------
 
 
+# torch 2.13 renamed these and warns at the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class _WholeTokens(torch.autograd.Function):
     """What Megatron puts around a layer that knows no sequence parallelism."""
 
@@ -398,7 +403,7 @@ class _WholeTokens(torch.autograd.Function):
         if not ctx.gathers:
             return hidden.view_as(hidden)
         whole = hidden.new_empty(parallel.size * hidden.shape[0], *hidden.shape[1:])
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=parallel.group)
+        _all_gather(whole, hidden.contiguous(), group=parallel.group)
         return whole
 
     @staticmethod
@@ -406,7 +411,7 @@ class _WholeTokens(torch.autograd.Function):
         parallel, grad = ctx.parallel, grads[0].contiguous()
         if ctx.partial and ctx.gathers:
             part = grad.new_empty(grad.shape[0] // parallel.size, *grad.shape[1:])
-            dist.reduce_scatter_tensor(part, grad, group=parallel.group)
+            _reduce_scatter(part, grad, group=parallel.group)
             grad = part
         elif ctx.partial:
             dist.all_reduce(grad, group=parallel.group)
@@ -466,10 +471,17 @@ def _liger_tp(native: bool) -> Callable[[torch.device, Parallel], Loss]:
 def _verl_tp(device: torch.device, parallel: Parallel) -> Loss:
     """verl's log-probabilities, negated; its entropy comes along unasked.
 
-    Its ``grad_hidden`` is this rank's share: under sequence parallelism the gather before it reduces
+    Where the whole verl does not import, a package ``verl_ce`` may hold the files that this needs. Its
+    ``grad_hidden`` is this rank's share: under sequence parallelism the gather before it reduces
     that, and without it nobody in verl does, so `_whole_tokens` does.
     """
-    module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    try:
+        module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
+    except Exception as error:  # verl imports ray and more
+        try:
+            module = importlib.import_module("verl_ce.utils.kernel.linear_cross_entropy")
+        except ImportError:
+            raise error from None
     function: Any = module.linear_cross_entropy
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

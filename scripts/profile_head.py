@@ -351,7 +351,7 @@ def _hidden(rows: Sequence[dict[str, Any]]) -> list[str]:
     kinds = [kind for kind in COLLECTIVES if any(kind in row["by_kind"] for row in rows)]
     head = " | ".join(f"{kind} | exposed" for kind in kinds)
     lines = [f"| | {head} |", "|---|" + "---:|" * (2 * len(kinds))]
-    for row in rows:
+    for row in (row for row in rows if row["exposed_by_kind"]):
         values = [(row["by_kind"].get(k, 0.0), row["exposed_by_kind"].get(k, 0.0)) for k in kinds]
         words = [f"{ms:.3f}" for pair in values for ms in pair]
         lines.append(f"| {_name(row)} | " + " | ".join(words) + " |")
@@ -377,12 +377,15 @@ def _kernels(row: dict[str, Any], most: int) -> list[str]:
 
 
 def draw(cell: str, rows: Sequence[dict[str, Any]], path: Path) -> bool:
-    """A picture of rank 0's timelines; False where there are none."""
+    """A picture of rank 0's timelines; False where there are none, or matplotlib is not there."""
     rows = [row for row in rows if row["rank"] == 0 and row.get("timeline")]
     if not rows:
         return False
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        print("profile_head: no matplotlib, no picture; --render draws it", file=sys.stderr)
+        return False
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
@@ -479,8 +482,8 @@ def profiles_of(
             roof.turn(name, 1, 0)  # builds the operands outside the trace
             step: Callable[[], Any] = partial(roof.turn, name, 0, 1)
             steps = recorded(step, given.steps, world)
-            # Under sequence parallelism the roof is given hidden states that are gathered.
-            steps = [[span for span in one if span.kind not in COLLECTIVES] for one in steps]
+            # Under sequence parallelism the roof is given hidden states that are gathered first.
+            steps = [after_collectives(one) for one in steps]
             roof.release(for_good=True)
         else:
             variant = found[name] if name in found else ours(world, name)
@@ -493,6 +496,11 @@ def profiles_of(
         profiles += shown(summarise(name, steps, world.rank), world)
         problem.reset()
     return profiles
+
+
+def after_collectives(step: Sequence[Span]) -> list[Span]:
+    ready = max((span.end for span in step if span.kind in COLLECTIVES), default=float("-inf"))
+    return [span for span in step if span.start >= ready]
 
 
 def shown(mine: Profile, world: World) -> list[Profile]:

@@ -20,7 +20,7 @@ import peers  # noqa: E402
 
 CPU = torch.device("cpu")
 FOREIGN = ("transformer_engine", "transformer_engine_ce", "liger_kernel", "quack", "cutlass")
-FOREIGN += ("cut_cross_entropy", "verl", "liger_cute_kernels")
+FOREIGN += ("cut_cross_entropy", "verl", "verl_ce", "liger_cute_kernels")
 PARALLEL = peers.Parallel(group=None, rank=0, size=2, largest=(T, H, V))
 OVER_RANKS = ["liger-tp", "liger-tp-loop", "verl-tp"]
 
