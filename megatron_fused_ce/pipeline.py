@@ -5,7 +5,7 @@ chunk's hidden states, ``P(c)`` the product that makes its logits or ``E``, ``dH
 it; under each product the collective that starts just before it::
 
     forward of store    P(c)                          P(c+1)
-    and recompute       gather X(c+1), stats(c-2)     gather X(c+2), stats(c-1)
+    and recompute       stats(c-2), gather X(c+1)     stats(c-1), gather X(c+2)
 
     backward of both,   [P(c)]                        dH(c)          dW(c)
     chunks in reverse   gather X(c+1), or under dH                   reduce(c)
@@ -19,9 +19,10 @@ rank, they hold SMs there until they entered on all. So
 
 - a large one starts when a product has ended, before the small kernels that precede the next one (statistics,
   scaling of rows: 10 us and more), or before :func:`let_in` where there are none;
-- between two products there is one large collective at most: under ``CUDA_DEVICE_MAX_CONNECTIONS=1``
-  kernels start in the order of their launch, and a second one would hold back the product behind it until
-  the first has ended.
+- it starts when no other is under way: one that waited for another would miss the gap on the rank whose
+  product is a little earlier, and hold SMs on the others for as long as that product takes; and under
+  ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where kernels start in the order of their launch, it would hold back the
+  product behind it instead. Where two share a gap (a forward without ``dW``), the small one is waited for.
 
 Only the first gather of a forward and the tail of its last collective stand alone; the hidden states
 gathered last wait for the backward, which begins with them.

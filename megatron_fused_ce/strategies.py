@@ -133,18 +133,17 @@ class _Scored:
     scores: Scores
     matrix: Tensor | None  # [C, V]: its logits, or E, where they outlive the product
     merge: Merge | None = None
+    merged: Merged | None = None
 
     def start_merge(self, head: Head) -> None:
         self.merge = head.comm.start_merge(self.scores.stats, head.logits.token_ops)
 
-    def advance_merge(self) -> None:
+    def finish_merge(self, out: Forward) -> Merged:
+        """Its loss and terms go to their places in ``out``; once."""
+        if self.merged is not None:
+            return self.merged
         assert self.merge is not None
-        self.merge.advance()
-
-    def finish_merge(self, head: Head, out: Forward) -> Merged:
-        """Its loss and terms go to their places in ``out``."""
-        assert self.merge is not None
-        merged = self.merge.finish()
+        self.merged = merged = self.merge.finish()
         chunk, stats = self.chunk, self.scores.stats
         part = (slice(None), slice(chunk.start, chunk.stop))
         shape = (out.loss.shape[0], chunk.num_tokens)
@@ -170,9 +169,10 @@ class KeepOrRecompute:
     def forward(
         self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
     ) -> Forward:
-        """Per chunk: the first step of the merge of the chunk before, the gather of the next but one.
+        """Collectives per chunk, in order: the merge of the chunk before, the gather of the next but one.
 
-        A merge of two steps sends the second after the next chunk's first.
+        Over several ranks a merge starts when the next chunk's product has been issued (nothing could start
+        under that any more), and has ended before the gather starts.
         """
         out = Forward.empty(head, labels)
         rooms = Rooms(head, hidden, weight.shape[0])
@@ -180,23 +180,14 @@ class KeepOrRecompute:
         tokens = Tokens(head, hidden, head.chunks, depth=2)
         tokens.start()
         tokens.start()
-        waiting: deque[_Scored] = deque()
-        unsent: _Scored | None = None
+        before: _Scored | None = None
 
         def finish(one: _Scored) -> None:
-            merged = one.finish_merge(head, out)
+            merged = one.finish_merge(out)
             if self._keeps(one.chunk):
                 assert one.matrix is not None
                 seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
                 out.kept.append(KeptChunk(one.matrix, seal))
-
-        def send(one: _Scored) -> None:
-            for other in waiting:
-                other.advance_merge()
-            one.start_merge(head)
-            waiting.append(one)
-            while len(waiting) > head.comm.merge_steps:
-                finish(waiting.popleft())
 
         for chunk in head.chunks:
             inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
@@ -206,21 +197,22 @@ class KeepOrRecompute:
             elif head.logits.scores_in_memory:
                 matrix = rooms.logits(chunk)
             statistics = head.logits.multiply(inputs, matrix, head.with_argmax)
-            # Over several ranks only after the next product: before it the gather has its place.
-            if unsent is not None:
-                send(unsent)
+            if before is not None:
+                before.start_merge(head)
             scores = statistics()
+            if before is not None:
+                finish(before)
             if not self._keeps(chunk):
                 scores = scores._replace(tiles=None)  # only a seal reads them
-            unsent = _Scored(chunk, inputs, scores, matrix)
-            tokens.start()
+            before = _Scored(chunk, inputs, scores, matrix)
             if head.comm.size == 1:
-                send(unsent)
-                unsent = None
-        if unsent is not None:
-            send(unsent)
-        while waiting:
-            finish(waiting.popleft())
+                before.start_merge(head)
+                finish(before)
+                before = None
+            tokens.start()
+        if before is not None:
+            before.start_merge(head)
+            finish(before)
         if head.chunks and self._reads_tokens(head.chunks[-1], needs):
             out.last_tokens = tokens.last()
         return out
@@ -298,9 +290,9 @@ class Eager:
     ) -> Forward:
         """Over several ranks a chunk's gradients are made after the next chunk's product.
 
-        Collectives per chunk, in order: the second step of the merge of the chunk before, where it has one;
-        the gather of the next chunk's hidden states (its own and the second chunk's before the first); the
-        first step of its merge; the reduction of ``grad_hidden`` of the chunk before.
+        Collectives per chunk, in order: what is left of the merge of the chunk before; the gather of the
+        next chunk's hidden states; the first step of its merge; the reduction of ``grad_hidden`` of the
+        chunk before.
         """
         assert head.token_weights is not None
         upstream_guard.prepare(hidden.device)
@@ -316,7 +308,7 @@ class Eager:
         waiting: deque[_Scored] = deque()
 
         def make_gradients(one: _Scored) -> None:
-            merged = one.finish_merge(head, out)
+            merged = one.finish_merge(out)
             assert one.matrix is not None
             seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
             terms = TokenTerms(*merged.terms)
@@ -332,7 +324,7 @@ class Eager:
         for chunk in head.chunks:
             inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
             for other in waiting:
-                other.advance_merge()
+                other.finish_merge(out)
             tokens.start()
             logits = rooms.logits(chunk)
             statistics = head.logits.multiply(inputs, logits, head.with_argmax)

@@ -42,11 +42,8 @@ DONE: Pending = _Done()
 class Merge(Protocol):
     """Statistics of one chunk on their way through the group."""
 
-    def advance(self) -> None:
-        """Wait for the collective under way and start the next; nothing where it is the last."""
-
     def finish(self) -> Merged:
-        """Wait for what is left."""
+        """Wait for the collective under way, and for the next, where there is one."""
 
 
 # torch 2.13 renamed these and warns at the old names.
@@ -119,13 +116,6 @@ class VocabParallel:
         """Which of the ``num_parts`` parts of a chunk is this rank's."""
         return self.rank if self.sequence_parallel else 0
 
-    @property
-    def merge_steps(self) -> int:
-        """Collectives of one merge, one after the other."""
-        if self.size == 1:
-            return 0
-        return 1 if self.merge == "packed" else 2
-
     def vocab_start(self, num_rows: int, device: torch.device) -> int | Tensor:
         """First global id of this rank's shard, for shards of any sizes.
 
@@ -185,9 +175,6 @@ class _Local:
         self._shards = shard.unsqueeze(0)
         self._token_ops = token_ops
 
-    def advance(self) -> None:
-        return None
-
     def finish(self) -> Merged:
         merged: Merged = self._token_ops.merge_shards(self._shards)
         return merged
@@ -202,9 +189,6 @@ class _Packed:
         self._token_ops = token_ops
         self._shards = shard.new_empty((size, *shard.shape))
         self._pending = _start(_all_gather, self._shards.flatten(0, 1), shard, group=group)
-
-    def advance(self) -> None:
-        return None
 
     def finish(self) -> Merged:
         self._pending.wait()
@@ -221,21 +205,15 @@ class _AllReduced:
         self._token_ops, self._group = token_ops, group
         self._shard = shard
         self._maxima = shard[ROW_MAX : REFERENCE + 1].clone()
-        self._terms: Tensor | None = None
         self._pending = _start(dist.all_reduce, self._maxima, op=dist.ReduceOp.MAX, group=group)
 
-    def advance(self) -> None:
-        if self._terms is None:
-            self._pending.wait()
-            self._terms = self._token_ops.shard_terms(self._shard, self._maxima[0])
-            self._pending = _start(dist.all_reduce, self._terms, group=self._group)
-
     def finish(self) -> Merged:
-        self.advance()
         self._pending.wait()
         row_max, reference = self._maxima
-        loss, terms = self._token_ops.token_loss(self._terms, row_max)
-        return Merged(loss, terms, reference)
+        terms = self._token_ops.shard_terms(self._shard, row_max)
+        _start(dist.all_reduce, terms, group=self._group).wait()
+        loss, saved = self._token_ops.token_loss(terms, row_max)
+        return Merged(loss, saved, reference)
 
 
 class RankDisagreement(ValueError):
