@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 
 FLAG = "--fused-chunked-ce"
 
@@ -67,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "(default: what eager needs)",
     )
     group.add_argument(
+        "--fused-ce-merge",
+        choices=MERGE_CHOICES,
+        default="auto",
+        help="how the tokens' statistics meet over the tensor-parallel ranks: packed: one all-gather "
+        "of all of them; all_reduce: a MAX, then a SUM; auto: packed",
+    )
+    group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
         help="compare shapes and options over the tensor-parallel ranks on every call",
@@ -84,6 +91,7 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
         chunk_tokens=getattr(args, "fused_ce_chunk_tokens", None),
         memory_mb=getattr(args, "fused_ce_memory_mb", None),
         debug_checks=getattr(args, "fused_ce_debug_checks", False),
+        merge=getattr(args, "fused_ce_merge", "auto"),
     )
 
 
