@@ -137,13 +137,14 @@ def _op_name(op: Any) -> str:
 
 
 class RandomDelays:
-    """Sleeps before some collectives, on the host and, with ``device``, on its current stream.
+    """Sleeps before some collectives, on the host and, with ``device``, on one of its streams.
 
     Args:
         seed: give every rank another one.
         longest_s: delays are uniform between 0 and this.
         share: of the collectives that are delayed.
-        device: a CUDA device whose current stream is delayed as well, independently.
+        device: a CUDA device; its current stream (the collective's) or its default one (the products')
+            is delayed as well, independently.
     """
 
     #: Clock of an H100 or H200 under load, for sleeps that are counted in its cycles.
@@ -160,14 +161,16 @@ class RandomDelays:
         self._random = random.Random(seed)
         self._longest_s = longest_s
         self._share = share
-        self._on_device = device is not None and device.type == "cuda"
+        self._device = device if device is not None and device.type == "cuda" else None
 
     def __call__(self, call: Call) -> None:
         if self._random.random() < self._share:
             time.sleep(self._random.uniform(0.0, self._longest_s))
-        if self._on_device and self._random.random() < self._share:
+        if self._device is not None and self._random.random() < self._share:
             seconds = self._random.uniform(0.0, self._longest_s)
-            torch.cuda._sleep(int(seconds * self.CYCLES_PER_S))  # type: ignore[attr-defined]
+            streams = (torch.cuda.current_stream, torch.cuda.default_stream)
+            with torch.cuda.stream(self._random.choice(streams)(self._device)):
+                torch.cuda._sleep(int(seconds * self.CYCLES_PER_S))  # type: ignore[attr-defined]
 
 
 def first_difference(by_rank: list[list[Call]]) -> str:
