@@ -165,17 +165,33 @@ def merge_shards(shards: Tensor) -> Merged:
 
 
 #: What a collective's kernels take from the event they wait for to their first SMs, with some to spare.
-PAUSE_NS = 8000
+PAUSE_NS = 10000
 
 
 @triton.jit
 def _pause_kernel(NANOSECONDS: tl.constexpr):
     tl.inline_asm_elementwise(
-        f"nanosleep.u32 {NANOSECONDS}; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        f"""{{
+        .reg .pred early;
+        .reg .u64 begin, now;
+        mov.u64 begin, %globaltimer;
+        again:
+        nanosleep.u32 500;
+        mov.u64 now, %globaltimer;
+        sub.u64 now, now, begin;
+        setp.lt.u64 early, now, {NANOSECONDS};
+        @early bra again;
+        mov.u32 $0, 0;
+        }}""",
+        "=r",
+        [],
+        tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
 def pause(device: torch.device) -> None:
-    """Occupy one SM's corner for :data:`PAUSE_NS`, and the stream as long."""
+    """Hold the current stream for :data:`PAUSE_NS`."""
     with torch.cuda.device(device):
         _pause_kernel[(1,)](NANOSECONDS=PAUSE_NS, num_warps=1)

@@ -5,7 +5,7 @@ chunk's hidden states, ``P(c)`` the product that makes its logits or ``E``, ``dH
 it; under each product the collective that starts just before it::
 
     forward of store    P(c)                          P(c+1)
-    and recompute       stats(c-2), gather X(c+1)     stats(c-1), gather X(c+2)
+    and recompute       stats(c-1) + gather X(c+1)    stats(c) + gather X(c+2)
 
     backward of both,   [P(c)]                        dH(c)          dW(c)
     chunks in reverse   gather X(c+1), or under dH                   reduce(c)
@@ -22,7 +22,7 @@ rank, they hold SMs there until they entered on all. So
 - it starts when no other is under way: one that waited for another would miss the gap on the rank whose
   product is a little earlier, and hold SMs on the others for as long as that product takes; and under
   ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where kernels start in the order of their launch, it would hold back the
-  product behind it instead. Where two share a gap (a forward without ``dW``), the small one is waited for.
+  product behind it instead. Where two share a gap (a forward without ``dW``) they leave as one launch.
 
 Only the first gather of a forward and the tail of its last collective stand alone; the hidden states
 gathered last wait for the backward, which begins with them.
@@ -70,21 +70,25 @@ class Head:
         """This rank's entries ``[n]`` of a chunk's ``[C]``."""
         return per_token.view(self.comm.num_parts, -1)[self.comm.part]
 
-    def sample(self, weight: Tensor) -> Tensor | None:
-        """Some rows ``[S, H]`` of the whole weight, the same on every rank, where the logits want them.
+    def begin(self, weight: Tensor, tokens: Tokens) -> Tensor | None:
+        """Start the first two gathers of hidden states; some rows ``[S, H]`` of the whole weight, the same
+        on every rank, where the logit pass wants them.
 
-        Collectives: one all-gather of ``[S / R, H]`` over several ranks, none without chunks.
+        Collectives, over several ranks: all-gathers of the sampled rows ``[S / R, H]`` and of the first
+        chunk's hidden states in one launch, of the second chunk's (sequence parallelism).
         """
-        wanted = self.logits.num_sampled
-        if not wanted or not self.chunks:
-            return None
-        size = self.comm.size
-        rows = self.logits.sample_rows(weight, -(-wanted // size))
-        if size == 1:
-            return rows
-        whole = rows.new_empty(size * rows.shape[0], rows.shape[1])
-        self.comm.gather(rows, whole).wait()
-        return whole
+        wanted, size = self.logits.num_sampled, self.comm.size
+        sample, pending = None, DONE
+        with self.comm.together(weight.device):
+            if wanted and self.chunks:
+                sample = rows = self.logits.sample_rows(weight, -(-wanted // size))
+                if size > 1:
+                    sample = rows.new_empty(size * rows.shape[0], rows.shape[1])
+                    pending = self.comm.gather(rows, sample)
+            tokens.start()
+        tokens.start()
+        pending.wait()
+        return sample
 
 
 def let_in(head: Head, device: torch.device) -> None:

@@ -169,18 +169,15 @@ class KeepOrRecompute:
     def forward(
         self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
     ) -> Forward:
-        """Collectives per chunk, in order: the merge of the chunk before, the gather of the next but one.
-
-        Over several ranks a merge starts when the next chunk's product has been issued (nothing could start
-        under that any more), and has ended before the gather starts.
+        """Collectives per chunk: its merge and the gather of the next chunk but one, in one launch. What is
+        left of a merge comes after the next chunk's product.
         """
         out = Forward.empty(head, labels)
         rooms = Rooms(head, hidden, weight.shape[0])
-        sample = head.sample(weight)
         tokens = Tokens(head, hidden, head.chunks, depth=2)
-        tokens.start()
-        tokens.start()
-        before: _Scored | None = None
+        sample = head.begin(weight, tokens)
+        waiting: deque[_Scored] = deque()
+        lag = 1 if head.comm.size > 1 else 0
 
         def finish(one: _Scored) -> None:
             merged = one.finish_merge(out)
@@ -197,22 +194,18 @@ class KeepOrRecompute:
             elif head.logits.scores_in_memory:
                 matrix = rooms.logits(chunk)
             statistics = head.logits.multiply(inputs, matrix, head.with_argmax)
-            if before is not None:
-                before.start_merge(head)
             scores = statistics()
-            if before is not None:
-                finish(before)
             if not self._keeps(chunk):
                 scores = scores._replace(tiles=None)  # only a seal reads them
-            before = _Scored(chunk, inputs, scores, matrix)
-            if head.comm.size == 1:
-                before.start_merge(head)
-                finish(before)
-                before = None
-            tokens.start()
-        if before is not None:
-            before.start_merge(head)
-            finish(before)
+            scored = _Scored(chunk, inputs, scores, matrix)
+            with head.comm.together(hidden.device):
+                scored.start_merge(head)
+                tokens.start()
+            waiting.append(scored)
+            if len(waiting) > lag:
+                finish(waiting.popleft())
+        while waiting:
+            finish(waiting.popleft())
         if head.chunks and self._reads_tokens(head.chunks[-1], needs):
             out.last_tokens = tokens.last()
         return out
@@ -290,9 +283,9 @@ class Eager:
     ) -> Forward:
         """Over several ranks a chunk's gradients are made after the next chunk's product.
 
-        Collectives per chunk, in order: what is left of the merge of the chunk before; the gather of the
-        next chunk's hidden states; the first step of its merge; the reduction of ``grad_hidden`` of the
-        chunk before.
+        Collectives per chunk, in order: the gather of the next chunk's hidden states; the first step of its
+        merge (of the first chunk in one launch with the gather of the third's hidden states); what is left of
+        the merge of the chunk before and the reduction of that one's ``grad_hidden``.
         """
         assert head.token_weights is not None
         upstream_guard.prepare(hidden.device)
@@ -303,8 +296,7 @@ class Eager:
         rooms = Rooms(head, hidden, weight.shape[0], depth=lag + 1)
         tokens = Tokens(head, hidden, head.chunks, depth=lag + 2)
         products = Products(head, hidden, weight, needs.grad_hidden, held, inv_scale, rooms, tokens)
-        sample = head.sample(weight)
-        tokens.start()
+        sample = head.begin(weight, tokens)
         waiting: deque[_Scored] = deque()
 
         def make_gradients(one: _Scored) -> None:
@@ -323,13 +315,15 @@ class Eager:
 
         for chunk in head.chunks:
             inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
-            for other in waiting:
-                other.finish_merge(out)
-            tokens.start()
+            if chunk.index > 1:
+                tokens.start()
             logits = rooms.logits(chunk)
             statistics = head.logits.multiply(inputs, logits, head.with_argmax)
             scored = _Scored(chunk, inputs, statistics(), logits)
-            scored.start_merge(head)
+            with head.comm.together(hidden.device):
+                scored.start_merge(head)
+                if chunk.index == 0:
+                    tokens.start()
             waiting.append(scored)
             if len(waiting) > lag:
                 make_gradients(waiting.popleft())

@@ -10,7 +10,8 @@ other users never meet it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -51,21 +52,65 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@lru_cache(maxsize=16)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
-
-
 class _OnSideStream:
     """Waited for by an event. Holds what the collective reads and writes until then."""
 
-    def __init__(self, event: torch.cuda.Event, held: tuple[Tensor, ...]) -> None:
-        self._event = event
+    def __init__(self, held: tuple[Tensor, ...]) -> None:
+        self.event: torch.cuda.Event | None = None
         self._held = held
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        assert self.event is not None, "not sent yet: it was started inside together()"
+        torch.cuda.current_stream().wait_event(self.event)
         self._held = ()
+
+
+class _SideStream:
+    """Where the collectives of one device run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._together: list[_OnSideStream] | None = None
+
+    def start(
+        self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any
+    ) -> Pending:
+        pending = _OnSideStream(tensors)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            # Not async_op: torch would take it to the group's own stream, whose priority is Megatron's
+            # choice.
+            collective(*tensors, async_op=False, **options)
+            if self._together is None:
+                pending.event = self.stream.record_event()
+            else:
+                self._together.append(pending)
+        return pending
+
+    @contextmanager
+    def together(self, group: Any) -> Iterator[None]:
+        if self._together is not None or not hasattr(group, "_start_coalescing"):
+            yield
+            return
+        started = self._together = []
+        group._start_coalescing(self.device)
+        try:
+            yield
+        finally:
+            self._together = None
+            with torch.cuda.stream(self.stream):
+                work = group._end_coalescing(self.device)
+                if work is not None:  # a torch that runs them on the group's own stream after all
+                    work.wait()
+                event = self.stream.record_event()
+            for pending in started:
+                pending.event = event
+
+
+@lru_cache(maxsize=16)
+def _side_stream(device: torch.device) -> _SideStream:
+    return _SideStream(device)
 
 
 def _start(collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Pending:
@@ -73,13 +118,7 @@ def _start(collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> 
     device = tensors[0].device
     if device.type != "cuda":
         return cast(Pending, collective(*tensors, async_op=True, **options))
-    stream = _side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        # Not async_op: torch would take it to the group's own stream, whose priority is Megatron's choice.
-        collective(*tensors, async_op=False, **options)
-        event = stream.record_event()
-    return _OnSideStream(event, tensors)
+    return _side_stream(device).start(collective, tensors, **options)
 
 
 @dataclass(frozen=True)
@@ -128,6 +167,15 @@ class VocabParallel:
         sizes = torch.empty(self.size, dtype=torch.int64, device=device)
         _all_gather(sizes, mine, group=self.group)
         return sizes[: self.rank].sum()
+
+    def together(self, device: torch.device) -> AbstractContextManager[None]:
+        """What is started inside leaves in one launch at its end, and is waited for only after it.
+
+        One of them behind the other would not be let in where the first one was: see :mod:`.pipeline`.
+        """
+        if self.size == 1 or device.type != "cuda":
+            return nullcontext()
+        return _side_stream(device).together(self.group)
 
     def gather(self, part: Tensor, out: Tensor) -> Pending:
         """Start gathering ``[R * k, H]`` into ``out`` from every rank's ``[k, H]``, in rank order.
