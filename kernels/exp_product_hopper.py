@@ -60,8 +60,6 @@ LOADER_REGISTERS = 24
 #: atomic of about 1 us. Not earlier: all programs have then begun their first tile, so that the tiles
 #: in flight stay neighbours, and a program that starts late finds more left.
 CLAIM_AHEAD = gl.constexpr(8)
-#: Tiles are taken from a counter (else: every program has a fixed share).
-DYNAMIC = True
 
 STATISTICS = gl.constexpr(0)
 GRADIENTS = gl.constexpr(1)
@@ -173,39 +171,29 @@ def _loader(
     num_m,
     num_n,
     num_k,
-    NUM_PROGRAMS: gl.constexpr,
     GROUP_M: gl.constexpr,
-    DYNAMIC: gl.constexpr,
 ):
     """One warp: fills the ring, slot by slot, ahead of the consumers and across tiles."""
     step = 0
-    if DYNAMIC:
-        num_tiles = num_m * num_n
-        early = gl.maximum(num_k - CLAIM_AHEAD, 0)
-        tile = _answer(_claim(next_tile_ptr))
-        while tile < num_tiles:
-            m, n = _tile_of(tile, num_m, num_n, GROUP_M)
-            _tell(tile_ids, empty, step, tile)
-            step = _fill(
-                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
-                m, n, 0, early, step,
-            )  # fmt: skip
-            claim = _claim(next_tile_ptr)
-            step = _fill(
-                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
-                m, n, early, num_k, step,
-            )  # fmt: skip
-            tile = _answer(claim)
-        # A number past the last tile's, in a slot without anything else, ends the consumers.
+    num_tiles = num_m * num_n
+    early = gl.maximum(num_k - CLAIM_AHEAD, 0)
+    tile = _answer(_claim(next_tile_ptr))
+    while tile < num_tiles:
+        m, n = _tile_of(tile, num_m, num_n, GROUP_M)
         _tell(tile_ids, empty, step, tile)
-        mbarrier.arrive(full.index(step % NUM_SLOTS), count=1)
-    else:
-        for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
-            m, n = _tile_of(tile, num_m, num_n, GROUP_M)
-            step = _fill(
-                tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
-                m, n, 0, num_k, step,
-            )  # fmt: skip
+        step = _fill(
+            tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
+            m, n, 0, early, step,
+        )  # fmt: skip
+        claim = _claim(next_tile_ptr)
+        step = _fill(
+            tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
+            m, n, early, num_k, step,
+        )  # fmt: skip
+        tile = _answer(claim)
+    # A number past the last tile's, in a slot without anything else, ends the consumers.
+    _tell(tile_ids, empty, step, tile)
+    mbarrier.arrive(full.index(step % NUM_SLOTS), count=1)
 
 
 @gluon.jit
@@ -250,9 +238,8 @@ def _consume_tile(
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
-    DYNAMIC: gl.constexpr,
 ):
-    """64 rows of one tile, whose first slot is full (DYNAMIC); returns the step after its last."""
+    """64 rows of one tile, whose first slot is full; returns the step after its last."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
@@ -272,8 +259,6 @@ def _consume_tile(
 
     z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
     slot = step % NUM_SLOTS
-    if not DYNAMIC:
-        mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
     weights = weight_slots.index(slot).permute((1, 0))
     z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
     z = warpgroup_mma_wait(1, deps=[z])
@@ -353,36 +338,24 @@ def _consumer(
     logit_scale,
     scale2,
     FIRST_ROW: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
-    DYNAMIC: gl.constexpr,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
     step = 0
-    if DYNAMIC:
-        num_tiles = num_m * num_n
+    num_tiles = num_m * num_n
+    tile = _told(tile_ids, full, step)
+    while tile < num_tiles:
+        step = _consume_tile(
+            tile, step,
+            out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+            tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
+            weight_slots, staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
+            logit_scale, scale2, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+        )  # fmt: skip
         tile = _told(tile_ids, full, step)
-        while tile < num_tiles:
-            step = _consume_tile(
-                tile, step,
-                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
-                weight_slots, staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
-                logit_scale, scale2, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
-            )  # fmt: skip
-            tile = _told(tile_ids, full, step)
-    else:
-        for tile in range(gl.program_id(0), num_m * num_n, NUM_PROGRAMS):
-            step = _consume_tile(
-                tile, step,
-                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
-                weight_slots, staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
-                logit_scale, scale2, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
-            )  # fmt: skip
     if WRITE:
         tma.store_wait(0)
 
@@ -408,12 +381,10 @@ def _product_kernel(
     hidden_size,
     logit_scale,
     scale2,
-    NUM_PROGRAMS: gl.constexpr,
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
-    DYNAMIC: gl.constexpr,
 ):
     num_m = gl.cdiv(num_rows, BLOCK_M)
     num_n = gl.cdiv(num_columns, BLOCK_N)
@@ -444,18 +415,18 @@ def _product_kernel(
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, upper_slots, weight_slots,
                 upper_staging, tile_ids, full, empty, num_rows, num_columns, num_m, num_n, num_k,
                 logit_scale, scale2,
-                0, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
+                0, GROUP_M, MODE, WRITE, WITH_ARGMAX,
             )),
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, lower_slots, weight_slots,
                 lower_staging, tile_ids, full, empty, num_rows, num_columns, num_m, num_n, num_k,
                 logit_scale, scale2,
-                64, NUM_PROGRAMS, GROUP_M, MODE, WRITE, WITH_ARGMAX, DYNAMIC,
+                64, GROUP_M, MODE, WRITE, WITH_ARGMAX,
             )),
             (_loader, (
                 tokens_desc, weight_desc, next_tile_ptr, upper_slots, lower_slots, weight_slots,
-                tile_ids, full, empty, num_m, num_n, num_k, NUM_PROGRAMS, GROUP_M, DYNAMIC,
+                tile_ids, full, empty, num_m, num_n, num_k, GROUP_M,
             )),
         ],
         [4, 1],
@@ -504,12 +475,10 @@ def _launch(
         tokens.shape[1],
         logit_scale,
         logit_scale * LOG2_E,
-        NUM_PROGRAMS=num_programs,
         GROUP_M=group_m(tokens.shape[1]),
         MODE=mode,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
-        DYNAMIC=DYNAMIC,
         num_warps=4,
         maxnreg=168,
     )

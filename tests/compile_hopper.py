@@ -25,7 +25,7 @@ def descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
 
 
-def compiled(mode: int, write: bool, with_argmax: bool, dynamic: bool = True):
+def compiled(mode: int, write: bool, with_argmax: bool):
     half, block_n, block_k = (int(x) for x in (hopper.HALF_M, hopper.BLOCK_N, hopper.BLOCK_K))
     types = {
         "tokens_desc": descriptor(half, block_k),
@@ -41,10 +41,7 @@ def compiled(mode: int, write: bool, with_argmax: bool, dynamic: bool = True):
         "logit_scale": "fp32",
         "scale2": "fp32",
     }
-    constants = dict(
-        NUM_PROGRAMS=132, GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax,
-        DYNAMIC=dynamic,
-    )  # fmt: skip
+    constants = dict(GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax)
     names = hopper._product_kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names
