@@ -63,13 +63,16 @@ class Collectives:
     Args:
         groups: names of the groups; one that is not named gets "other".
         before: called with the :class:`Call` before it is issued, to disturb its timing.
+        keep: whether to keep the calls; a long run keeps what it needs in ``before``.
     """
 
     def __init__(
         self,
         groups: Mapping[dist.ProcessGroup, str],
         before: Callable[[Call], None] | None = None,
+        keep: bool = True,
     ) -> None:
+        self._keep = keep
         self.calls: list[Call] = []
         self._names = {group.group_name: name for group, name in groups.items()}
         self._before = before
@@ -100,7 +103,8 @@ class Collectives:
                 call = self._describe(group, METHODS[method], (*args, *kwargs.values()))
                 if self._before is not None:
                     self._before(call)
-                self.calls.append(call)
+                if self._keep:
+                    self.calls.append(call)
                 return original(group, *args, **kwargs)
             finally:
                 self._inside.a_call = False
