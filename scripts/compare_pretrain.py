@@ -5,8 +5,10 @@ named cases below, for every checkout given:
 
     python scripts/compare_pretrain.py --megatron ~/Megatron-LM-0.18 --megatron ~/Megatron-LM-0.19
 
-On GPUs, one case whose arguments are yours, launched as users launch it:
+On four GPUs with Transformer Engine, the cases of GPU_CASES below, or one case whose arguments are
+yours, launched as users launch it:
 
+    python scripts/compare_pretrain.py --megatron ~/Megatron-LM --device cuda --cases losses,vpp,cp2
     python scripts/compare_pretrain.py --megatron ~/Megatron-LM --device cuda --nproc 4 \
         --case-name "TP 4, 128k" --args-file launch.args -- --train-iters 50
 
@@ -40,7 +42,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,16 @@ VARIANTS = {
     YARDSTICK: "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
     "fused-ce": f"{PLUGIN_FLAG} --fused-ce-num-chunks 3 --fused-ce-strategy recompute",
     "fused-ce-store": f"{PLUGIN_FLAG} --fused-ce-num-chunks 3 --fused-ce-strategy store",
+    "auto": PLUGIN_FLAG,
+    "te-lifted": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "many-connections": PLUGIN_FLAG,
 }
+# Variants that Megatron's arguments refuse, and what lifts the refusal.
+LIFTING = {
+    "te-lifted": REPOSITORY / "scripts" / "launch_te_loss.py",
+    "many-connections": REPOSITORY / "scripts" / "launch_many_connections.py",
+}
+PRELOADING = REPOSITORY / "scripts" / "launch_preloaded.py"
 
 # What runs on a CPU without apex and Transformer Engine. Vocabulary 127 + eod, padded to 128·TP.
 CPU_ONLY_ARGS = """
@@ -187,6 +198,64 @@ CPU_CASES = {
 # Not bf16: so small a model's native and unfused runs agree to the bit there, which leaves no
 # yardstick for chunks that flip the rounding of a single gradient.
 DEFAULT_CPU_CASES = ("plain", "mtp", "mtp2", "distopt", "pp2", "pp2-mtp", "vpp")
+
+# Four GPUs, real Transformer Engine, and its cuts of a small model; the head is Llama-3's vocabulary.
+GPU_BASE_ARGS = """
+    --num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16
+    --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 30 --lr 1e-4 --lr-decay-style constant
+    --attention-dropout 0 --hidden-dropout 0
+    --mock-data --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 128255 --num-workers 0
+    --eval-iters 0 --eval-interval 1000 --log-interval 1 --log-memory-interval 10 --bf16
+    --no-create-attention-mask-in-dataloader --normalization RMSNorm --swiglu --disable-bias-linear
+    --make-vocab-size-divisible-by 32 --transformer-impl transformer_engine --sequence-parallel
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+"""
+_TP2 = "--tensor-model-parallel-size 2"
+GPU_CASES = {
+    "losses": (
+        "TP 4, untied, 200 iterations",
+        f"--tensor-model-parallel-size 4 --train-iters 200 --global-batch-size 2 {UNTIED}",
+    ),
+    "vpp": (
+        "TP 2 × PP 2 with two virtual stages each, tied",
+        f"{_TP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    ),
+    "cp2": ("TP 2 × CP 2, tied", f"{_TP2} --context-parallel-size 2"),
+    "mtp": ("TP 2 × DP 2, MTP 1, untied", f"{_TP2} --mtp-num-layers 1 {UNTIED}"),
+    "packed": (
+        "TP 2 × DP 2, packed sequences (attention within documents), untied",
+        f"{_TP2} --dataloader-inter-document-masking {UNTIED}",
+    ),
+    "pp2-mtp": (
+        "TP 2 × PP 2, MTP 1, untied",
+        f"{_TP2} --pipeline-model-parallel-size 2 --mtp-num-layers 1 {UNTIED}",
+    ),
+    "no-sp": (
+        "TP 4 without sequence parallelism, untied",
+        f"--tensor-model-parallel-size 4 {UNTIED}",
+    ),
+    "graph": (
+        "TP 4, the whole iteration in a CUDA graph, untied",
+        f"--tensor-model-parallel-size 4 {UNTIED} --cuda-graph-impl full_iteration"
+        " --no-check-for-nan-in-loss-and-grad --te-rng-tracker",
+    ),
+    "cp2-packed": (
+        "TP 2 × CP 2, packed sequences, untied",
+        f"{_TP2} --context-parallel-size 2 --dataloader-inter-document-masking {UNTIED}",
+    ),
+}
+DEFAULT_GPU_CASES = ("losses", "vpp", "cp2", "mtp", "packed")
+
+
+def gpu_case(name: str) -> Case:
+    """The case `name` of the GPT model on four GPUs."""
+    words = shlex.split(f"{GPU_BASE_ARGS} {GPU_CASES[name][1]}")
+    if name == "no-sp":
+        words.remove("--sequence-parallel")
+    return Case(name, "pretrain_gpt.py", 4, words)
+
+
 MODELS = ("gpt", "stack")
 SAME_NETWORK = (
     "The Mamba or Hybrid model (`*-*-`: attention, MLP, attention, MLP) is the same network as the "
@@ -325,20 +394,24 @@ class Run:
     def uses_plugin(self) -> bool:
         return PLUGIN_FLAG in self.variant_args
 
-    def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
-        """The command line, with `megatron` for the checkout's folder."""
+    def words(self, megatron: str, torchrun: Sequence[str], turn: Path | None = None) -> list[str]:
+        """The command line, with `megatron` for the checkout's folder; it waits for the file `turn`."""
         assert self.case.args is not None
         command = [*torchrun, "--nproc-per-node", str(self.case.num_processes)]
+        if turn is not None:
+            command += [str(PRELOADING), str(turn)]
         if self.device == "cpu":
             command += ["-m", "megatron_fused_ce.testing.megatron_cpu"]
             command += ["--fused-wgrad"] if self.case.fused_wgrad else []
+        elif self.variant in LIFTING:
+            command += [str(LIFTING[self.variant])]
         elif self.uses_plugin:
             command += ["-m", "megatron_fused_ce.launch"]
         return [*command, f"{megatron}/{self.case.script}", *self.case.args, *self.variant_args]
 
     @property
     def command(self) -> str:
-        return shlex.join(self.words("MEGATRON_LM", ["torchrun"]))
+        return shlex.join(self.words("MEGATRON_LM", ["torchrun"])).replace(f"{REPOSITORY}/", "")
 
     @property
     def title(self) -> str:
@@ -364,57 +437,108 @@ class Run:
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    def execute(self, output: Path) -> tuple[Figures, bool]:
-        """Its figures, and whether they were there already from an earlier, complete run."""
+    def earlier(self, output: Path) -> Figures | None:
+        """The figures of an earlier, complete run of the same."""
+        record = output / self.folder_name / "run.json"
+        if not record.is_file():
+            return None
+        content = json.loads(record.read_text())
+        complete = content["figures"]["status"] in ("ok", "out of memory")
+        if content["fingerprint"] != self.fingerprint() or not complete:
+            return None
+        return Figures(**content["figures"])
+
+    def start(self, output: Path, waits: bool = False) -> Started:
+        """Start the launch; with ``waits`` it imports what it needs and waits for its turn."""
         folder = output / self.folder_name
-        record, fingerprint = folder / "run.json", self.fingerprint()
-        if record.is_file():
-            earlier = json.loads(record.read_text())
-            complete = earlier["figures"]["status"] in ("ok", "out of memory")
-            if earlier["fingerprint"] == fingerprint and complete:
-                return Figures(**earlier["figures"]), True
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        figures = self._launch(folder)
-        content = {"command": self.command, "fingerprint": fingerprint, "figures": asdict(figures)}
-        record.write_text(json.dumps(content, indent=1) + "\n")
-        return figures, False
-
-    def _launch(self, folder: Path) -> Figures:
-        logs = folder / "logs"
+        turn = folder / "turn" if waits else None
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        torchrun += ["--log-dir", str(logs), "--redirects", "3"]
+        torchrun += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         search = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(search)
         if self.device == "cpu":
             environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        started = time.monotonic()
         with open(folder / "torchrun.log", "w") as launcher_log:
             process = subprocess.Popen(
-                self.words(str(self.checkout.path), torchrun),
+                self.words(str(self.checkout.path), torchrun, turn),
                 cwd=folder,
                 env=environment,
                 stdout=launcher_log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            status = "ok"
-            try:
-                status = "failed" if process.wait(self.timeout_s) else "ok"
-            except subprocess.TimeoutExpired:
-                status = f"timed out after {self.timeout_s:.0f} s"
-            finally:
-                if process.poll() is None:
-                    end_launch(process)
+        return Started(process, folder, turn)
+
+    def finish(self, started: Started) -> Figures:
+        """Give it its turn, wait for its end, write its record."""
+        began = time.monotonic()
+        if started.turn is not None:
+            started.turn.touch()
+        process, folder = started.process, started.folder
+        status = "ok"
+        try:
+            status = "failed" if process.wait(self.timeout_s) else "ok"
+        except subprocess.TimeoutExpired:
+            status = f"timed out after {self.timeout_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                end_launch(process)
         figures = parse_logs(log_texts(folder))
-        figures.wall_s = round(time.monotonic() - started, 1)
+        figures.wall_s = round(time.monotonic() - began, 1)
         if status == "ok":
             figures.error = ""
             figures.status = status if figures.losses else "no iteration in the log"
         elif figures.status != "out of memory":
             figures.status = status
+        record = {"command": self.command, "fingerprint": self.fingerprint()}
+        text = json.dumps({**record, "figures": asdict(figures)}, indent=1)
+        (folder / "run.json").write_text(text + "\n")
         return figures
+
+
+@dataclass
+class Started:
+    """A launch under way, or waiting for its turn: until the file ``turn`` exists."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    turn: Path | None
+
+
+class Launcher:
+    """Runs launches one after another, and starts the next ``ahead`` of them early.
+
+    Those import and wait; only one trains at a time. ``wall_s`` of one that waited counts from its turn.
+    """
+
+    def __init__(self, runs: Sequence[Run], output: Path, ahead: int) -> None:
+        self._names = [run.folder_name for run in runs]
+        self._runs = list(runs)
+        self._output = output
+        self._ahead = ahead
+        self._waiting: dict[str, Started] = {}
+
+    def execute(self, run: Run) -> tuple[Figures, bool]:
+        """Its figures, and whether they were there already from an earlier, complete run."""
+        here = self._names.index(run.folder_name)
+        for passed in [name for name in self._waiting if name in self._names[:here]]:
+            end_launch(self._waiting.pop(passed).process)
+        if (earlier := run.earlier(self._output)) is not None:
+            return earlier, True
+        started = self._waiting.pop(run.folder_name, None) or run.start(self._output)
+        for following in self._runs[here + 1 : here + 1 + self._ahead]:
+            if following.folder_name not in self._waiting and not following.earlier(self._output):
+                self._waiting[following.folder_name] = following.start(self._output, waits=True)
+        return run.finish(started), False
+
+    def close(self) -> None:
+        """End what still waits."""
+        for started in self._waiting.values():
+            end_launch(started.process)
+        self._waiting.clear()
 
 
 # --- comparison ------------------------------------------------------------------------------
@@ -591,6 +715,13 @@ def report(rows: Sequence[Row], device: str, environment: dict[str, str]) -> str
             "evaluation:\n\n"
             f"{cases}\n{SAME_NETWORK}"
         )
+    elif named := [row.case for row in rows if row.case in GPU_CASES]:
+        cases = "".join(f"- `{name}`: {GPU_CASES[name][0]}\n" for name in dict.fromkeys(named))
+        legend = (
+            "\nCases: four layers of H = 1024, V = 128256, 4096 tokens a sequence, bf16, Transformer "
+            "Engine's layers, sequence parallelism, distributed optimizer with both overlaps, 30 "
+            f"iterations where not said otherwise:\n\n{cases}"
+        )
     return (
         "# Unmodified pretraining scripts, flag off and on\n\n"
         f"By `scripts/compare_pretrain.py` at commit {environment['commit']} on {where}, {versions}. "
@@ -624,8 +755,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--cases",
-        default=",".join(DEFAULT_CPU_CASES),
-        help=f"CPU: comma-separated, of {', '.join(CPU_CASES)}",
+        help=f"comma-separated, on a CPU of {', '.join(CPU_CASES)}; on four GPUs of "
+        f"{', '.join(GPU_CASES)}",
     )
     parser.add_argument(
         "--variants",
@@ -654,6 +785,16 @@ def _parser() -> argparse.ArgumentParser:
         "--warmup", type=int, default=1, metavar="N", help="logged iterations left out of the time"
     )
     parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="of one run")
+    parser.add_argument(
+        "--time-limit", type=float, default=math.inf, metavar="S", help="of all; cuts the last run"
+    )
+    parser.add_argument(
+        "--preload",
+        type=int,
+        default=0,
+        metavar="N",
+        help="let the next N runs load their modules while one trains [0]",
+    )
     parser.add_argument("--output", default="build/compare_pretrain", help="folder of the logs")
     parser.add_argument("--json", help="[OUTPUT/results.json]")
     parser.add_argument("--markdown", help="[OUTPUT/results.md]")
@@ -711,11 +852,13 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
             cases.append((checkout, model, case))
             continue
         if options.device == "cuda":
-            raise UsageError(
-                "on GPUs the script's arguments are yours: --args-file FILE or -- ARGS"
-            )
+            chosen = options.cases or ",".join(DEFAULT_GPU_CASES)
+            for name in _chosen(chosen, GPU_CASES, "--cases"):
+                cases.append((checkout, "gpt", gpu_case(name)))
+            continue
         for model in _chosen(options.models, MODELS, "--models"):
-            for name in _chosen(options.cases, CPU_CASES, "--cases"):
+            chosen = options.cases or ",".join(DEFAULT_CPU_CASES)
+            for name in _chosen(chosen, CPU_CASES, "--cases"):
                 label = model if model == "gpt" else checkout.stack_model
                 cases.append((checkout, label, cpu_case(checkout, model, name)))
     return [
@@ -754,8 +897,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rows: list[Row] = []
     records: list[dict[str, Any]] = []
-    num_runs = sum(len(group) for group in groups if group[0].case.args is not None)
-    with _Progress(num_runs) as progress:
+    runs = [run for group in groups for run in group if run.case.args is not None]
+    launcher = Launcher(runs, output, options.preload)
+    deadline = time.monotonic() + options.time_limit
+    with _Progress(len(runs)) as progress, contextlib.closing(launcher):
         for group in groups:
             first = group[0]
             if first.case.args is None:
@@ -765,7 +910,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             all_figures: dict[str, Figures] = {}
             for run in group:
                 progress.begin(run.title)
-                figures, was_there = run.execute(output)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    all_figures[run.variant] = Figures("not run: the time limit is over")
+                    progress.end(f"{run.title}: not run")
+                    continue
+                timed = replace(run, timeout_s=min(left, run.timeout_s))
+                figures, was_there = launcher.execute(timed)
                 all_figures[run.variant] = figures
                 came = "kept" if was_there else f"{figures.wall_s:.0f} s"
                 progress.end(f"{run.title}: {figures.status} ({came}) {figures.error}".rstrip())
@@ -788,7 +939,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in broken:
         where = f"{row.version} {row.model} {row.case} {row.variant}"
         print(f"compare_pretrain: {where}: {'; '.join(row.problems)}", file=sys.stderr)
-    print(f"{num_runs} runs, {len(broken)} broken; logs in {options.output}")
+    print(f"{len(runs)} runs, {len(broken)} broken; logs in {options.output}")
     return 1 if broken else 0
 
 

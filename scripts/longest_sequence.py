@@ -1,13 +1,16 @@
-"""Longest sequence that one GPU trains on by the unmodified pretrain_gpt.py, flag off and on.
+"""Longest sequence that GPUs train on by the unmodified pretrain_gpt.py, and how fast, flag off and on.
 
     python scripts/longest_sequence.py --megatron ~/Megatron-LM --dry-run
     python scripts/longest_sequence.py --megatron ~/Megatron-LM --time-limit 560
     python scripts/longest_sequence.py --megatron ~/Megatron-LM --only auto:131072 native:65536
     python scripts/longest_sequence.py --megatron ~/Megatron-LM --variants unfused auto \\
         --fused-ce-memory-mb 4096 -- --no-gradient-accumulation-fusion
+    python scripts/longest_sequence.py --megatron ~/Megatron-LM --gpus 4 --model llama-3-8b-2-layers \\
+        --recompute none --lengths 32768 16384 --variants auto native unfused te-lifted
 
-A Llama-3.2-1B-like model on mock data, micro-batch 1, bf16, Transformer Engine's layers, every layer
-recomputed in the backward (``--recompute full``). Each (variant, length) is one launch of a few
+A model of MODELS below (a Llama-3.2-1B-like one) on mock data, micro-batch 1, bf16, Transformer Engine's
+layers, every layer recomputed in the backward (``--recompute full``); over several GPUs with tensor and
+sequence parallelism. Each (variant, length) is one launch of a few
 iterations: the median time of an iteration after the warm-up, tokens/s, Megatron's own figure of the
 most memory allocated, the losses. Variants:
 
@@ -15,6 +18,8 @@ most memory allocated, the losses. Variants:
               Megatron's three cross entropies; ``te`` where its arguments allow it
     te-lifted
               ``te`` with Megatron's refusal lifted by `launch_te_loss.py`: for comparison only
+    many-connections
+              ``auto`` without CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron refuses as well
     auto, eager, store, recompute
               ``--fused-chunked-ce`` with that strategy; every ``--fused-ce-...`` flag given to this
               script goes to them
@@ -36,6 +41,7 @@ Exit status: 0 all launches gave a row, 1 one failed otherwise than by memory or
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -57,7 +63,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import compare_pretrain as launches
 from compare_pretrain import PLUGIN_FLAG, REPOSITORY, Checkout, Figures, UsageError
 
-TE_LAUNCHER = REPOSITORY / "scripts" / "launch_te_loss.py"
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "results"
 DEFAULT_LENGTHS = (16384, 131072, 32768, 65536)  # speed and reach first: time may run out
 DEFAULT_VARIANTS = ("auto", "native", "unfused", "store", "eager", "recompute", "te")
@@ -88,6 +93,7 @@ class Model:
     num_heads: int
     num_query_groups: int
     vocab: int
+    untied: bool = False
 
     def args(self) -> list[str]:
         """Megatron's flags; the tokenizer adds its end of document to ``--vocab-size``."""
@@ -99,6 +105,7 @@ class Model:
             " --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear"
             " --position-embedding-type rope --rotary-base 500000"
             " --use-rope-scaling --rope-scaling-factor 32"
+            + (f" {launches.UNTIED}" if self.untied else "")
         )
 
     def flop(self, num_tokens: int, recompute: bool) -> float:
@@ -114,6 +121,11 @@ class Model:
 MODELS = {
     # The real one's sizes; its embeddings are tied to its output layer, as Megatron's default is.
     "llama-3.2-1b": Model("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128256),
+    # One of its layers: the head is what limits the length.
+    "llama-3.2-1b-1-layer": Model("llama-3.2-1b-1-layer", 1, 2048, 8192, 32, 8, 128256),
+    "llama-3-8b": Model("llama-3-8b", 32, 4096, 14336, 32, 8, 128256, untied=True),
+    # Two of its layers: the head is a large part of the step.
+    "llama-3-8b-2-layers": Model("llama-3-8b-2-layers", 2, 4096, 14336, 32, 8, 128256, untied=True),
     "tiny": Model("tiny", 2, 64, 128, 4, 2, 128),
 }
 
@@ -135,16 +147,16 @@ def _strategy(name: str) -> str:
     return f"{PLUGIN_FLAG} --fused-ce-strategy {name}"
 
 
-_TE = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 VARIANTS = {
     "unfused": "",
     "native": launches.VARIANTS["native"],
-    "te": _TE,
-    "te-lifted": _TE,
+    "te": launches.VARIANTS["te-lifted"],
+    "te-lifted": launches.VARIANTS["te-lifted"],
     "auto": _strategy("auto"),
     "eager": _strategy("eager"),
     "store": _strategy("store"),
     "recompute": _strategy("recompute"),
+    "many-connections": _strategy("auto"),
 }
 
 
@@ -178,16 +190,6 @@ class LongRun(launches.Run):
     def sequences(self) -> int:
         """Of one iteration: one for each data-parallel rank."""
         return self.num_gpus // self.tp
-
-    def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
-        words = super().words(megatron, torchrun)
-        if self.variant == "te-lifted":
-            words.insert(words.index(f"{megatron}/{self.case.script}"), str(TE_LAUNCHER))
-        return words
-
-    @property
-    def command(self) -> str:
-        return super().command.replace(f"{REPOSITORY}/", "")
 
     @property
     def title(self) -> str:
@@ -593,6 +595,13 @@ def _parser() -> argparse.ArgumentParser:
         "--time-limit", type=float, default=math.inf, metavar="S", help="start no launch too many"
     )
     parser.add_argument("--launch-timeout", type=float, default=300.0, metavar="S", help="[300]")
+    parser.add_argument(
+        "--preload",
+        type=int,
+        default=0,
+        metavar="N",
+        help="let the next N launches load their modules while one trains [0]",
+    )
     parser.add_argument("--name", default="longest-sequence", help="in the names of the results")
     parser.add_argument("--out", type=Path, help="the JSON file, read first where it exists")
     parser.add_argument("--logs", default="build/longest_sequence", help="folder of the logs")
@@ -814,18 +823,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a launch is ended too
     folder = Path(options.logs).resolve()
 
+    launcher = launches.Launcher(runs, folder, options.preload)
+
     def execute(run: LongRun) -> tuple[Figures, list[str]]:
-        figures, _ = run.execute(folder)
+        figures, _ = launcher.execute(run)
         return figures, launches.log_texts(folder / run.folder_name)
 
-    left_out = run_all(
-        runs,
-        rows,
-        facts,
-        time_limit_s=options.time_limit - (time.monotonic() - began),
-        execute=execute,
-        write=lambda rows: write_results(rows, out),
-    )
+    with contextlib.closing(launcher):
+        left_out = run_all(
+            runs,
+            rows,
+            facts,
+            time_limit_s=options.time_limit - (time.monotonic() - began),
+            execute=execute,
+            write=lambda rows: write_results(rows, out),
+        )
     if rows:
         print(f"\n{markdown(rows)}\n{verdict(rows)}")
     failed = [row for row in rows if row["status"] not in (*FINAL, CUT)]

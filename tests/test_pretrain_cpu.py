@@ -9,11 +9,13 @@ tested without one.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -25,13 +27,17 @@ NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 
 
-@pytest.fixture(scope="module")
-def harness():
-    spec = importlib.util.spec_from_file_location("compare_pretrain", HARNESS)
+def load(file):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return load(HARNESS)
 
 
 def run_harness(*options: str) -> subprocess.CompletedProcess[str]:
@@ -245,7 +251,7 @@ def test_bad_input_is_one_line_and_status_2(options, message):
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_unknown_case_and_gpus_without_arguments(tmp_path):
+def test_unknown_cases_and_variants(tmp_path):
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
@@ -253,7 +259,7 @@ def test_unknown_case_and_gpus_without_arguments(tmp_path):
     for options, message in (
         (["--cases=plain,tp9"], "no 'tp9'; there are plain"),
         (["--variants=other"], "no 'other'"),
-        (["--device=cuda"], "--args-file FILE or -- ARGS"),
+        (["--device=cuda", "--cases=plain"], "no 'plain'; there are losses"),
         (["--args-file=nowhere.args"], "no file nowhere.args"),
     ):
         run = run_harness(f"--megatron={tmp_path}", f"--output={tmp_path / 'out'}", *options)
@@ -263,7 +269,12 @@ def test_unknown_case_and_gpus_without_arguments(tmp_path):
 
 
 FAKE_PRETRAIN = """
-import sys
+import os, sys, time
+if "ORDER" in os.environ:
+    began = time.time()
+    time.sleep(0.5)
+    with open(os.environ["ORDER"], "a") as file:
+        print(began, time.time(), *sys.argv[1:], file=file)
 loss = 5.0
 if "--cross-entropy-loss-fusion" in sys.argv:
     loss = 5.00004
@@ -310,6 +321,93 @@ def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
     assert run_harness(*options).stdout.count("(kept)") == 3
     (tmp_path / "out" / "fake-megatron-gpt-own_arguments-native" / "run.json").unlink()
     assert run_harness(*options).stdout.count("(kept)") == 2
+
+
+def test_preloaded_runs_wait_for_their_turn(fake_checkout, tmp_path, monkeypatch):
+    """Several are started at once; one trains at a time, in order, with its own command line."""
+    monkeypatch.setenv("ORDER", str(tmp_path / "order"))
+    run = run_harness(
+        f"--megatron={fake_checkout}",
+        *("--device=cuda", "--nproc=1", "--preload=2", f"--output={tmp_path / 'out'}"),
+        *("--variants=unfused,native", "--variant=a=--a", "--variant=b=--b", "--", "--bf16"),
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = [line.split(maxsplit=3) for line in (tmp_path / "order").read_text().splitlines()]
+    assert [line[2:] for line in lines] == [
+        ["--bf16"],
+        ["--bf16", "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"],
+        ["--bf16", "--a"],
+        ["--bf16", "--b"],
+    ]
+    for (_, end, *_), (began, *_) in itertools.pairwise(lines):
+        assert float(began) >= float(end)
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [row["iteration_time_ms"] for row in rows] == [2.5] * 4
+    assert not any("preloaded" in row["command"] for row in rows)
+    folder = tmp_path / "out" / "fake-megatron-gpt-own_arguments-b"
+    assert (folder / "turn").exists()
+
+
+def test_preloaded_runs_that_are_not_wanted_are_ended(harness, fake_checkout, tmp_path):
+    case = harness.Case("own", "pretrain_gpt.py", 1, ["--bf16"])
+    checkout = harness.Checkout(fake_checkout, "a-version", (0, 19))
+    first, passed, last, never = (
+        harness.Run(checkout, "gpt", case, name, (f"--{name}",), "cuda", 60.0) for name in "abcd"
+    )
+    launcher = harness.Launcher([first, passed, last, never], tmp_path / "out", 2)
+    assert launcher.execute(first)[0].status == "ok"
+    waiting = dict(launcher._waiting)
+    assert list(waiting) == [passed.folder_name, last.folder_name]
+    assert all(started.process.poll() is None for started in waiting.values())
+    assert launcher.execute(last)[0].status == "ok"
+    assert waiting[passed.folder_name].process.poll() is not None
+    unwanted = launcher._waiting[never.folder_name]
+    launcher.close()
+    assert unwanted.process.poll() is not None and not (unwanted.folder / "turn").exists()
+    assert launcher.execute(first)[1], "was there already"
+    launcher.close()
+
+
+def test_the_time_limit_leaves_runs_out(fake_checkout, tmp_path):
+    run = run_harness(
+        f"--megatron={fake_checkout}",
+        *("--device=cuda", "--nproc=1", "--time-limit=0.1", f"--output={tmp_path / 'out'}"),
+        *("--variants=unfused,native", "--", "--bf16"),
+    )
+    assert run.returncode == 1
+    assert "native: not run" in run.stdout
+
+
+def test_gpu_cases_name_their_cut(harness, tmp_path):
+    assert set(harness.DEFAULT_GPU_CASES) <= harness.GPU_CASES.keys()
+    for name in harness.GPU_CASES:
+        case = harness.gpu_case(name)
+        assert case.num_processes == 4 and case.script == "pretrain_gpt.py"
+        assert ("--sequence-parallel" in case.args) == (name != "no-sp")
+    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
+    vpp, lifted = (
+        harness.Run(
+            checkout, "gpt", harness.gpu_case("vpp"), name, tuple(flags.split()), "cuda", 9.0
+        )
+        for name, flags in harness.VARIANTS.items()
+        if name in ("auto", "many-connections")
+    )
+    assert "-m megatron_fused_ce.launch MEGATRON_LM/pretrain_gpt.py" in vpp.command
+    assert "4 scripts/launch_many_connections.py MEGATRON_LM/pretrain_gpt.py" in lifted.command
+    assert lifted.command.endswith("--fused-chunked-ce")
+
+
+def test_many_connections_are_refused_only_where_megatron_asks(monkeypatch):
+    """Its check of the arguments sees the variable, nothing else does."""
+    launcher = load(REPOSITORY / "scripts" / "launch_many_connections.py")
+    seen = []
+    arguments = types.SimpleNamespace(
+        validate_args=lambda args: seen.append(os.environ.get(launcher.VARIABLE)) or args
+    )
+    monkeypatch.delenv(launcher.VARIABLE, raising=False)
+    launcher.lift_refusal(arguments)
+    assert arguments.validate_args("parsed") == "parsed"
+    assert seen == ["1"] and launcher.VARIABLE not in os.environ
 
 
 def test_broken_bound_is_status_1(fake_checkout, tmp_path):
