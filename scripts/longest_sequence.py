@@ -484,7 +484,11 @@ def markdown(rows: Sequence[Row]) -> str:
             cells += [_cell(shown["loss"][-1] if shown["loss"] else None, ".6f")]
             difference = None
             if good and unfused and name != "unfused":
-                difference = launches.largest_relative_difference(shown["loss"], unfused["loss"])
+                # Launches of one length may be given different numbers of iterations.
+                shared = min(len(shown["loss"]), len(unfused["loss"]))
+                difference = launches.largest_relative_difference(
+                    shown["loss"][:shared], unfused["loss"][:shared]
+                )
             cells += [_cell(difference, ".1e"), _cell(shown["heads_fused"])]
             cells += [_cell(shown["logits_materialised"])]
             states = list(dict.fromkeys(row["status"] for row in mine))

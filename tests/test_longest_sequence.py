@@ -197,6 +197,34 @@ def test_real_sizes(script):
     assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(1.236e9, rel=0.01)
 
 
+def test_llama_3_8b_and_its_first_layers(script, checkout):
+    """8.03 billion parameters, untied; the models of fewer layers have the same head."""
+    model = script.MODELS["llama-3-8b"]
+    assert model.untied and "--untie-embeddings-and-output-weights" in model.args()
+    few = 128
+    assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(8.03e9 - 0.525e9, rel=0.01)
+    two = script.MODELS["llama-3-8b-2-layers"]
+    assert dataclasses.replace(two, name=model.name, num_layers=32) == model
+    run = one_run(script, checkout, "auto", 32768, "--gpus=4", "--model=llama-3-8b-2-layers")
+    words = run.words("M", ["torchrun"])
+    assert after(words, "--num-layers") == "2" and "--sequence-parallel" in words
+    assert "--untie-embeddings-and-output-weights" not in script.MODELS["llama-3.2-1b"].args()
+
+
+def test_many_connections_go_through_their_launcher(script, checkout):
+    run = one_run(script, checkout, "many-connections", 16384, "--gpus=4")
+    assert "4 scripts/launch_many_connections.py MEGATRON_LM/pretrain_gpt.py " in run.command
+    assert run.uses_plugin and run.command.endswith("--fused-ce-strategy auto")
+
+
+def test_a_launch_that_waits_has_the_same_command(script, checkout, tmp_path):
+    run = one_run(script, checkout, "auto")
+    waiting = run.words("M", ["torchrun"], tmp_path / "turn")
+    at = waiting.index(str(tmp_path / "turn"))
+    assert Path(waiting[at - 1]).name == "launch_preloaded.py"
+    assert waiting[: at - 1] + waiting[at + 1 :] == run.words("M", ["torchrun"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
