@@ -11,7 +11,7 @@ vocabulary rows of this rank, ``C`` tokens of the largest chunk, ``e`` bytes of 
 What a plan costs, beside inputs, ``grad_hidden`` and the end point of ``grad_weight``::
 
     store      e*T*V kept                  3 products
-    eager      e*C*V + 4*V*H kept          3 products and one pass over grad_weight
+    eager      e*C*V + 4*V*H kept          3 products and one pass over grad_weight (R > 1: 2*e*C*V)
     mixed      e*(stored tokens)*V kept, e*C*V; the chunks that are not stored take a 4th product
     recompute  e*C*V                       4 products
 
@@ -92,8 +92,14 @@ TILE_BYTES = 8
 TOKENS_PER_MARK_BYTE = 64 // 4
 #: A token's label (int64), four saved statistics, its loss and its factor in the backward (fp32).
 TOKEN_BYTES = 8 + 4 * 4 + 4 + 4
-#: A token's statistics on the way through one merge over the group, own and gathered (fp32).
-MERGE_BYTES = 4 * 4
+#: The same of the chunk at work, cut out for it: label, saved statistics, factor; and the three floats that
+#: a product is told of a token.
+CHUNK_TOKEN_BYTES = 8 + 3 * 4 + 4 + 3 * 4
+#: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
+#: all-reduces holds at most 36 bytes, never more.
+SHARD_BYTES = 4 * 4
+#: Rows of the weight that the exponentiating product's references are made from (kernels.exp_rows).
+SAMPLED_ROWS = 64
 #: cuBLAS's, as torch allocates it on Hopper: one in the thread of the forward and one in autograd's.
 #: Shared with the rest of the model.
 WORKSPACE_BYTES = 2 * 32 * MIB
@@ -195,23 +201,33 @@ class PlanInputs:
 class Memory(NamedTuple):
     """Bytes of the head's own buffers at one time, part by part."""
 
-    #: logits of one chunk, then their gradient (the exponentiating ``store`` works in what it keeps)
+    #: logits of the chunk at work, then their gradient; of two chunks in ``eager`` over several ranks
+    #: (the exponentiating ``store`` works in what it keeps)
     chunk_logits: int
     #: logits that wait for the backward
     kept_logits: int
     #: fp32 sum of ``grad_weight`` that is not its end point
     grad_weight_sum: int
-    #: hidden states of one chunk times their row factor, for the product with exponentials
-    scaled_hidden: int  # with eager over several ranks also a chunk's grad_hidden in fp32
-    #: what the exponentiating product's epilogue leaves of each tile, and what it is told of it
+    #: hidden states of one chunk times their row factor, for the product with exponentials; with
+    #: sequence parallelism the gathered ones are multiplied in place
+    scaled_hidden: int
+    #: what the exponentiating product's epilogue leaves of each tile of each chunk that waits for its seal,
+    #: and what it is told of it
     tile_statistics: int
-    #: with sequence parallelism: a chunk's hidden states, its ``grad_hidden`` twice in flight
+    #: with sequence parallelism: chunks of hidden states, read, on their way (3 in eager, else 2) or
+    #: gathered last and waiting for the backward
     gathered_hidden: int
+    #: with sequence parallelism: a chunk's ``grad_hidden`` before its reduction
+    unreduced_grad_hidden: int
+    #: over several ranks: statistics of two chunks, own and of all ranks
+    merge_buffers: int
+    #: over several ranks: the rows of the whole weight that references are made from
+    sampled_rows: int
     #: labels, statistics, loss
     token_floats: int
     #: cuBLAS's
     workspace: int
-    #: the allocator's, at most, on what is kept and on the chunk's buffer
+    #: the allocator's, at most, on what is kept and on the chunks' buffers
     rounding: int
 
     @property
@@ -275,6 +291,10 @@ def plan(inputs: PlanInputs) -> Plan:
     options = _options(inputs, budget)
     fitting = [option for option in options if option.predicted_peak_bytes <= budget]
     if not fitting:
+        # Chunks too short to be fast, where hidden states and statistics outweigh the logits.
+        options += _three_product_options(inputs, SHORTEST_CHUNK)
+        fitting = [option for option in options if option.predicted_peak_bytes <= budget]
+    if not fitting:
         least = min(options, key=lambda option: (option.predicted_peak_bytes, option.relative_time))
         return replace(least, why=_why_nothing_fits(inputs, least))
     best = min(fitting, key=_rank)
@@ -310,42 +330,127 @@ def peak_memory(
     The larger of forward and backward: statistics of tiles are the one's, scaled hidden states the
     other's. ``eager`` does all in its forward.
     """
-    exp, eager = inputs.logit_pass == "exp", strategy == "eager"
-    frozen, on_gpu = inputs.end_point == "none", inputs.device != "cpu"
-    e, rows, hidden_size = inputs.itemsize, inputs.num_rows, inputs.hidden_size
-    grad_weight = 4 * rows * hidden_size
-    chunk_hidden = e * capacity * hidden_size
-    chunk_logits = e * capacity * rows
-    tiles = capacity * math.ceil(rows / TILE_COLUMNS) if exp else 0
-    marks = math.ceil(tiles / TOKENS_PER_MARK_BYTE)
-    gathered = chunk_hidden if inputs.num_parts > 1 else 0
-    # eager over several ranks sums grad_hidden of a chunk from an fp32 product (strategies._Products).
-    wide = 4 * capacity * hidden_size if inputs.tp_size > 1 and on_gpu else 0
-    eager_hidden = wide + (0 if frozen else chunk_hidden)
-    merge_buffers = MERGE_BYTES * capacity * (1 + inputs.tp_size) if inputs.tp_size > 1 else 0
-    rounded = on_gpu and chunk_logits >= ROUNDED_FROM
-    forward = Memory(
-        # Row kernels need them too, in a forward that is never above its backward.
-        chunk_logits=chunk_logits if eager else 0,
-        kept_logits=e * stored_tokens * rows * inputs.uses_in_flight,
-        grad_weight_sum=grad_weight * inputs.uses_in_flight if eager and not frozen else 0,
-        scaled_hidden=eager_hidden if eager and exp else 0,
-        tile_statistics=TILE_BYTES * tiles + marks,
-        gathered_hidden=(3 if eager else 2) * gathered,
-        token_floats=TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight + merge_buffers,
-        workspace=WORKSPACE_BYTES if on_gpu else 0,
-        rounding=ROUNDING_BYTES * (stored_chunks * inputs.uses_in_flight + 1) if rounded else 0,
-    )
-    if eager:
+    cut = (count, capacity, stored_chunks, stored_tokens)
+    forward = forward_memory(inputs, strategy, *cut)
+    if strategy == "eager":
         return forward
-    backward = forward._replace(
-        chunk_logits=0 if exp and strategy == "store" else chunk_logits,
-        grad_weight_sum=grad_weight if _sums_grad_weight(inputs, count) else 0,
-        scaled_hidden=chunk_hidden if exp and strategy != "recompute" and not frozen else 0,
-        tile_statistics=0 if strategy == "store" else marks,
-        gathered_hidden=3 * gathered,
+    return max(forward, backward_memory(inputs, *cut), key=lambda memory: memory.total)
+
+
+def forward_memory(
+    inputs: PlanInputs,
+    strategy: str,
+    count: int,
+    capacity: int,
+    stored_chunks: int,
+    stored_tokens: int,
+) -> Memory:
+    """The forward's part of :func:`peak_memory`, which is all of ``eager``'s.
+
+    Over several ranks the next chunk's product is under way beside each (:mod:`.pipeline`): what a chunk
+    needs after its own product is there twice, as far as there are chunks.
+    """
+    chunk = _ChunkBytes.of(inputs, capacity)
+    exp, eager, ranks = inputs.logit_pass == "exp", strategy == "eager", inputs.tp_size
+    trained = inputs.end_point != "none"
+    under_way = min(count, 2 if ranks > 1 else 1)
+    sealed = eager or stored_chunks > 0
+    rooms = under_way if eager else int(not exp and stored_chunks < count)
+    sampled = ranks * -(-SAMPLED_ROWS // ranks)
+    gathered = min(count, 2) + _waiting(inputs, count, stored_chunks) * (inputs.uses_in_flight - 1)
+    if eager:
+        gathered = min(count, 3)
+    return Memory(
+        chunk_logits=rooms * chunk.logits,
+        kept_logits=_kept_bytes(inputs, stored_tokens),
+        grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if eager and trained else 0,
+        scaled_hidden=chunk.scaled if eager else 0,
+        tile_statistics=(under_way if sealed else min(count, 1)) * chunk.tiles + chunk.marks,
+        gathered_hidden=gathered * chunk.gathered,
+        unreduced_grad_hidden=chunk.gathered if eager else 0,
+        merge_buffers=under_way * SHARD_BYTES * (1 + ranks) * capacity if ranks > 1 else 0,
+        sampled_rows=inputs.itemsize * sampled * inputs.hidden_size
+        if exp and ranks > 1 and count
+        else 0,
+        **_always(inputs, capacity, chunk, stored_chunks, rooms),
     )
-    return max(forward, backward, key=lambda memory: memory.total)
+
+
+def backward_memory(
+    inputs: PlanInputs, count: int, capacity: int, stored_chunks: int, stored_tokens: int
+) -> Memory:
+    """The same of the backward that ``store``, ``recompute`` and ``mixed`` have, the last chunk first."""
+    chunk = _ChunkBytes.of(inputs, capacity)
+    exp = inputs.logit_pass == "exp"
+    again, frozen = stored_chunks < count, inputs.end_point == "none"
+    rooms = int(not exp or again)
+    # Beside the chunk that waited, which stays as it is: those that are gathered, and its scaled copy.
+    waiting = _waiting(inputs, count, stored_chunks)
+    ring = (count - stored_chunks if frozen else count) - waiting
+    if exp and not frozen and not again:
+        ring += waiting
+    return Memory(
+        chunk_logits=rooms * chunk.logits,
+        kept_logits=_kept_bytes(inputs, stored_tokens),
+        grad_weight_sum=_sum_bytes(inputs) if _sums_grad_weight(inputs, count) else 0,
+        scaled_hidden=chunk.scaled if stored_chunks else 0,
+        tile_statistics=chunk.marks if again else 0,
+        gathered_hidden=(min(ring, 2) + waiting * inputs.uses_in_flight) * chunk.gathered,
+        unreduced_grad_hidden=chunk.gathered,
+        merge_buffers=0,
+        sampled_rows=0,
+        **_always(inputs, capacity, chunk, stored_chunks, rooms),
+    )
+
+
+class _ChunkBytes(NamedTuple):
+    """One buffer of each kind, of the largest chunk."""
+
+    logits: int
+    gathered: int  # 0 without sequence parallelism
+    scaled: int  # 0 where gathered hidden states are scaled in place, or nothing is scaled
+    tiles: int
+    marks: int
+
+    @staticmethod
+    def of(inputs: PlanInputs, capacity: int) -> _ChunkBytes:
+        exp, gathers = inputs.logit_pass == "exp", inputs.num_parts > 1
+        hidden = inputs.itemsize * capacity * inputs.hidden_size
+        tiles = capacity * math.ceil(inputs.num_rows / TILE_COLUMNS) if exp else 0
+        return _ChunkBytes(
+            logits=inputs.itemsize * capacity * inputs.num_rows,
+            gathered=hidden if gathers else 0,
+            scaled=hidden if exp and inputs.end_point != "none" and not gathers else 0,
+            tiles=TILE_BYTES * tiles,
+            marks=math.ceil(tiles / TOKENS_PER_MARK_BYTE),
+        )
+
+
+def _waiting(inputs: PlanInputs, count: int, stored_chunks: int) -> int:
+    """Chunks of gathered hidden states that a forward leaves for its backward: the last one or none."""
+    return int(count > 0 and (inputs.end_point != "none" or stored_chunks < count))
+
+
+def _kept_bytes(inputs: PlanInputs, stored_tokens: int) -> int:
+    return inputs.itemsize * stored_tokens * inputs.num_rows * inputs.uses_in_flight
+
+
+def _sum_bytes(inputs: PlanInputs) -> int:
+    return 4 * inputs.num_rows * inputs.hidden_size
+
+
+def _always(
+    inputs: PlanInputs, capacity: int, chunk: _ChunkBytes, stored_chunks: int, rooms: int
+) -> dict[str, int]:
+    """What forward and backward both hold; ``rooms`` buffers of a chunk's logits."""
+    on_gpu = inputs.device != "cpu"
+    large = stored_chunks * inputs.uses_in_flight + max(1, rooms)
+    return {
+        "token_floats": TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight
+        + CHUNK_TOKEN_BYTES * capacity,
+        "workspace": WORKSPACE_BYTES if on_gpu else 0,
+        "rounding": ROUNDING_BYTES * large if on_gpu and chunk.logits >= ROUNDED_FROM else 0,
+    }
 
 
 def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: int) -> float:
@@ -378,7 +483,8 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
     """Whether the backward sums in fp32 before the end point: see ``grad_weight.py``."""
     scaled = inputs.dtype == "float16"
     if inputs.end_point == "returned":
-        return inputs.dtype != "float32" and (count > 1 or scaled)
+        # Without a chunk the sum is zeros.
+        return inputs.dtype != "float32" and (count != 1 or scaled)
     return inputs.end_point == "low_main_grad" or (inputs.end_point == "main_grad" and scaled)
 
 
@@ -454,11 +560,16 @@ def _pure_options(inputs: PlanInputs, strategy: str, shortest: int) -> list[Plan
     ]
 
 
+def _three_product_options(inputs: PlanInputs, shortest: int) -> list[Plan]:
+    options = _pure_options(inputs, "store", shortest)
+    if inputs.token_weights_known:
+        options += _pure_options(inputs, "eager", shortest)
+    return options
+
+
 def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
     """All that ``auto`` looks at; of the mixed ones those that fit, with all the chunks that fit."""
-    options = _pure_options(inputs, "store", SHORTEST_FAST_CHUNK)
-    if inputs.token_weights_known:
-        options += _pure_options(inputs, "eager", SHORTEST_FAST_CHUNK)
+    options = _three_product_options(inputs, SHORTEST_FAST_CHUNK)
     options += _pure_options(inputs, "recompute", SHORTEST_CHUNK)
     for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
 
@@ -502,8 +613,11 @@ def _by_name(inputs: PlanInputs) -> Plan:
 
 def _why_nothing_fits(inputs: PlanInputs, least: Plan) -> str:
     how = " with the chunks asked for" if inputs.chunks_asked else ""
+    budget = "what eager would need"
+    if inputs.memory_mb is not None:
+        budget = f"the budget of {inputs.memory_mb} MiB"
     return (
-        f"the budget of {inputs.memory_mb} MiB cannot be met{how}: {least.strategy} in "
+        f"{budget} cannot be met{how}: {least.strategy} in "
         f"{least.chunks_in_words} needs the least, {_mib(least.predicted_peak_bytes)}"
     )
 
@@ -595,7 +709,7 @@ def main(argv: list[str] | None = None) -> int:
     print("\npredicted peak beside inputs, grad_hidden and the end point of grad_weight:")
     for name, num_bytes in (*chosen.memory._asdict().items(), ("total", chosen.memory.total)):
         if num_bytes:
-            print(f"  {name.replace('_', ' '):16} {num_bytes / MIB:10.1f} MiB")
+            print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
     print(f"\n  {'strategy':10} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
     for option in alternatives(inputs):
         mark = "*" if replace(chosen, why="") == option else " "

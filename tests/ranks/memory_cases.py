@@ -1,0 +1,184 @@
+"""Every buffer that the planner counts, against the storages that a call of the op really holds."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, planner, row_ops_torch
+from tests.ranks.runner import Rank
+
+#: A shard and a chunk whose buffers differ in shape.
+H, V, C = 16, 320, 24
+Shape = tuple[int, ...]
+
+
+def prepare(device: torch.device) -> None:
+    """Row kernels in plain PyTorch work in copies of fewer rows than a chunk has."""
+    row_ops_torch.BLOCK_ELEMENTS = 8 * V
+
+
+class Storages(TorchDispatchMode):
+    """The most storages that were alive together, by the shape that each was made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak: Counter[Shape] = Counter()
+        self._live: Counter[Shape] = Counter()
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def reset(self) -> None:
+        self.peak = Counter(self._live)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        for tensor in tensors(result):
+            storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+            key = storage._cdata
+            if key in self._seen or key in given:
+                continue
+            self._seen[key] = weakref.ref(storage, functools.partial(self._gone, key, shape))
+            self._live[shape] += 1
+            if C in shape and self._live[shape] > max(self.peak[shape], 1):
+                gc.collect()  # Triton's interpreter leaves cycles that hold its arguments
+            self.peak[shape] = max(self.peak[shape], self._live[shape])
+        return result
+
+    def _gone(self, key: int, shape: Shape, _: object) -> None:
+        self._seen.pop(key)
+        self._live[shape] -= 1
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [tensor for item in tree for tensor in tensors(item)]
+    if isinstance(tree, dict):
+        return tensors(list(tree.values()))
+    return []
+
+
+def peaks_are_as_predicted(
+    rank: Rank,
+    *,
+    strategy: str,
+    logit_pass: str,
+    sequence_parallel: bool = False,
+    merge: str = "packed",
+    num_chunks: int,
+    trained: bool = True,
+) -> None:
+    """Forward and backward each by itself, buffer by buffer."""
+    # What the exponentiating product runs in: bf16 on GPUs, fp32 by Triton's interpreter.
+    dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
+    num_tokens = num_chunks * C
+    parts = rank.size if sequence_parallel else 1
+    generator = torch.Generator().manual_seed(rank.rank)
+    hidden = torch.randn(num_tokens // parts, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator)
+    hidden = hidden.to(rank.device, dtype).requires_grad_()
+    weight = weight.to(rank.device, dtype).requires_grad_(trained)
+    # The same on every rank.
+    labels = torch.arange(num_tokens, device=rank.device) % (rank.size * V)
+    weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(9)).to(rank.device)
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=C, logit_pass=logit_pass, merge=merge)
+    inputs = planner.PlanInputs.of(
+        config,
+        num_tokens=num_tokens,
+        hidden_size=H,
+        num_rows=V,
+        dtype=str(dtype).removeprefix("torch."),
+        num_parts=parts,
+        tp_size=rank.size,
+        end_point="returned" if trained else "none",
+        token_weights_known=True,
+        logit_pass=logit_pass,
+        device="cpu",
+    )
+    stored = num_chunks if strategy == "store" else 0
+    cut = (num_chunks, C, stored, stored * C)
+    with Storages() as seen:
+        loss = fused_linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            tp_group=rank.group,
+            sequence_parallel=sequence_parallel,
+            token_weights=weights,
+            vocab_start=rank.rank * V,
+            config=config,
+        )
+        # grad_hidden is not the head's own: of one chunk it has the shape of a chunk's.
+        alike = int(hidden.shape == (C, H))
+        forward = planner.forward_memory(inputs, strategy, *cut)
+        compare("forward", inputs, merge, seen.peak, forward, alike if strategy == "eager" else 0)
+        seen.reset()
+        loss.backward(weights)
+    if strategy != "eager":
+        compare("backward", inputs, merge, seen.peak, planner.backward_memory(inputs, *cut), alike)
+
+
+def compare(
+    when: str,
+    inputs: planner.PlanInputs,
+    merge: str,
+    seen: Counter[Shape],
+    predicted: planner.Memory,
+    alike: int,
+) -> None:
+    ranks, e = inputs.tp_size, inputs.itemsize
+    tile_columns = planner.TILE_COLUMNS
+    if not torch.cuda.is_available():
+        from megatron_fused_ce.kernels import exp_product
+
+        tile_columns = exp_product.INTERPRETER_TILING.block_n
+    num_tiles = -(-V // tile_columns)
+    logits = predicted.chunk_logits + predicted.kept_logits
+    hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden
+    tiles = planner.TILE_BYTES * C * -(-V // planner.TILE_COLUMNS)
+    counted = {
+        "[C, V]": (seen[C, V], logits / (e * C * V)),
+        "[C, H]": (seen[C, H] - alike, hidden / (e * C * H)),
+    }
+    # Triton's interpreter and gloo hold on to the last arguments that they were given.
+    if when == "forward":
+        # A sum and a maximum of each tile; what is left of the division are the marks.
+        counted["[tiles, C]"] = seen[num_tiles, C], 2 * (predicted.tile_statistics // tiles)
+    if ranks > 1:
+        sampled = ranks * -(-planner.SAMPLED_ROWS // ranks)
+        counted["[S, H]"] = (seen[sampled, H], predicted.sampled_rows / (e * sampled * H))
+        if merge == "packed" and when == "forward":
+            merges = 16 * C * (ranks * seen[ranks, 4, C] + seen[4, C])
+            counted["[R, 4, C] and [4, C]"] = (merges, predicted.merge_buffers)
+    wrong = {name: pair for name, pair in counted.items() if pair[0] != pair[1]}
+    assert not wrong, f"{when}, (there, predicted): {wrong}"
+
+
+CASES = {}
+for _strategy in ("recompute", "store", "eager"):
+    for _pass in ("exp", "rows"):
+        for _sp in (False, True):
+            # Four: more than any ring of buffers has room for.
+            for _count in (1, 4):
+                CASES[f"{_strategy} {_pass} sp={_sp} chunks={_count}"] = functools.partial(
+                    peaks_are_as_predicted, strategy=_strategy, logit_pass=_pass,
+                    sequence_parallel=_sp, num_chunks=_count,
+                )  # fmt: skip
+        CASES[f"{_strategy} {_pass} frozen weight"] = functools.partial(
+            peaks_are_as_predicted, strategy=_strategy, logit_pass=_pass, sequence_parallel=True,
+            num_chunks=4, trained=False,
+        )  # fmt: skip
+    CASES[f"{_strategy} two all-reduces"] = functools.partial(
+        peaks_are_as_predicted, strategy=_strategy, logit_pass="exp", sequence_parallel=True,
+        num_chunks=4, merge="all_reduce",
+    )  # fmt: skip
