@@ -236,8 +236,7 @@ class KeepOrRecompute:
             end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
         chunks = head.chunks[::-1]
         read = [chunk for chunk in chunks if self._reads_tokens(chunk, needs)]
-        first = waited.last_tokens if read[:1] == list(chunks[:1]) else None
-        tokens = Tokens(head, hidden, read, depth=2, first=first)
+        tokens = Tokens(head, hidden, read, depth=2, first=waited.last_tokens)
         rooms = Rooms(head, hidden, weight.shape[0])
         products = Products(
             head, hidden, weight, needs.grad_hidden, end_point, inv_scale, rooms, tokens

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import (
     HeadResult,
@@ -132,6 +133,29 @@ def gap_between_shards(rank, *, logit_pass="rows", gap=-600.0):
                 assert relative_error(part, true) < 2 * 3463 * 2.0**-24 * math.log(2)
         else:
             assert_close(result, inputs)
+
+
+class AtItsWait:
+    """A collective that reads its input and writes its output when it is waited for, no sooner."""
+
+    def __init__(self, collective, tensors, options):
+        self.run = functools.partial(collective, *tensors, **options)
+
+    def wait(self):
+        if self.run is not None:
+            self.run()
+        self.run = None
+
+
+def late_collectives(rank, *, strategy, sequence_parallel, merge, logit_pass):
+    """Nothing that is under way is overwritten, and nothing is read that has not been waited for."""
+    inputs = make_inputs(
+        "plain", s=24, b=2, hidden_size=32, vocab=512, dtype=torch.float32, device=rank.device
+    )
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logit_pass=logit_pass)
+    with patch.object(vocab_parallel, "_start", lambda c, *t, **o: AtItsWait(c, t, o)):
+        result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=True)
+    assert_close(result, inputs)
 
 
 def nan_on_one_shard(rank):
@@ -307,6 +331,12 @@ for _strategy in STRATEGIES:
         CASES[f"two all-reduces, rows {_strategy} sp={_sp}"] = functools.partial(
             against_fp64, kind="peaked", dtype=torch.bfloat16, strategy=_strategy,
             sequence_parallel=_sp, unequal=True, named=True, merge="all_reduce",
+        )  # fmt: skip
+for _strategy in STRATEGIES:
+    for _sp, _merge in ((False, "packed"), (True, "packed"), (True, "all_reduce")):
+        CASES[f"collectives at their wait: {_strategy} sp={_sp} {_merge}"] = functools.partial(
+            late_collectives, strategy=_strategy, sequence_parallel=_sp, merge=_merge,
+            logit_pass="rows",
         )  # fmt: skip
 _BAD = {
     "tokens": (
