@@ -291,10 +291,6 @@ def plan(inputs: PlanInputs) -> Plan:
     options = _options(inputs, budget)
     fitting = [option for option in options if option.predicted_peak_bytes <= budget]
     if not fitting:
-        # Chunks too short to be fast, where hidden states and statistics outweigh the logits.
-        options += _three_product_options(inputs, SHORTEST_CHUNK)
-        fitting = [option for option in options if option.predicted_peak_bytes <= budget]
-    if not fitting:
         least = min(options, key=lambda option: (option.predicted_peak_bytes, option.relative_time))
         return replace(least, why=_why_nothing_fits(inputs, least))
     best = min(fitting, key=_rank)
@@ -560,16 +556,11 @@ def _pure_options(inputs: PlanInputs, strategy: str, shortest: int) -> list[Plan
     ]
 
 
-def _three_product_options(inputs: PlanInputs, shortest: int) -> list[Plan]:
-    options = _pure_options(inputs, "store", shortest)
-    if inputs.token_weights_known:
-        options += _pure_options(inputs, "eager", shortest)
-    return options
-
-
 def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
     """All that ``auto`` looks at; of the mixed ones those that fit, with all the chunks that fit."""
-    options = _three_product_options(inputs, SHORTEST_FAST_CHUNK)
+    options = _pure_options(inputs, "store", SHORTEST_FAST_CHUNK)
+    if inputs.token_weights_known:
+        options += _pure_options(inputs, "eager", SHORTEST_FAST_CHUNK)
     options += _pure_options(inputs, "recompute", SHORTEST_CHUNK)
     for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
 

@@ -328,7 +328,8 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
     assert f"needs the least, {planner._mib(needed)}" in chosen.why
     sizes = {256, 700, 1024, 8192, max(256, inputs.num_tokens)}
     for strategy in ("store", "recompute", *(["eager"] if inputs.token_weights_known else [])):
-        for size in sizes:
+        # The others are never cut shorter than is fast, whatever a few rows or a frozen weight would save.
+        for size in sizes if strategy == "recompute" else {1024, 8192, max(256, inputs.num_tokens)}:
             asked = replace(inputs, strategy=strategy, chunk_tokens=size)
             assert plan(asked).predicted_peak_bytes >= needed, (strategy, size)
 
@@ -388,11 +389,8 @@ def test_chunks_no_longer_than_the_table(inputs, memory_mb):
     if chosen.capacity > longest:
         assert chosen.count == 1 and inputs.end_point == "returned"
         assert chosen.memory.grad_weight_sum == 0
-    if chosen.strategy != "recompute" and chosen.count > 1 and chosen.capacity < 512:
-        # Of equal size: half of 1024 at the least, but where no recompute fits.
-        budget = planner._budget_bytes(replace(inputs, memory_mb=memory_mb))
-        for option in planner._pure_options(inputs, "recompute", 256):
-            assert option.predicted_peak_bytes > budget
+    if chosen.strategy != "recompute" and chosen.count > 1:
+        assert chosen.capacity >= 512  # of equal size: half of 1024 at the least
 
 
 def test_a_budget_met_to_the_byte():
