@@ -135,6 +135,27 @@ def gap_between_shards(rank, *, logit_pass="rows", gap=-600.0):
             assert_close(result, inputs)
 
 
+def outlier_in_one_shard(rank, *, strategy, sequence_parallel):
+    """A logit of 100 that the sampled rows miss: the other shards' rows follow into its unit."""
+    dtype, outlier = exp_dtype(rank), 100.0
+    inputs = make_inputs(
+        "plain", s=96, b=1, hidden_size=16, vocab=512, dtype=dtype, device=rank.device
+    )
+    inputs.hidden[..., 0] = 1.0
+    inputs.weight[:, 0] = 0.0
+    inputs.weight[301] = 0.0
+    inputs.weight[301, 0] = outlier
+    # Half of the tokens do not meet it.
+    inputs.hidden[48:, 0, 0] = 0.0
+    config = FusedCEConfig(strategy=strategy, num_chunks=3, logit_pass="exp")
+    result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=True)
+    if dtype == torch.float32:
+        for part, true in zip(result, truth(inputs), strict=True):
+            assert relative_error(part, true) < 2 * outlier * 2.0**-24
+    else:
+        assert_close(result, inputs)
+
+
 class AtItsWait:
     """A collective that reads its input and writes its output when it is waited for, no sooner."""
 
@@ -324,6 +345,9 @@ for _strategy in STRATEGIES:
                 exponentiating_product, kind=_kind, strategy=_strategy, sequence_parallel=_sp
             )
     for _sp in (False, True):
+        CASES[f"an outlier in one shard, {_strategy} sp={_sp}"] = functools.partial(
+            outlier_in_one_shard, strategy=_strategy, sequence_parallel=_sp
+        )
         CASES[f"two all-reduces, exponentiating product {_strategy} sp={_sp}"] = functools.partial(
             exponentiating_product, kind="odd-labels", strategy=_strategy, sequence_parallel=_sp,
             merge="all_reduce",
