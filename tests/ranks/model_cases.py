@@ -354,10 +354,10 @@ def start_up_line(rank: Rank) -> None:
     if rank.rank > 0:
         assert lines == []
         return
-    rows, tokens = VOCAB // rank.size, SEQUENCE * BATCH
-    peak_bytes = 4 * rows * tokens // 3 + 32 * tokens
+    rows, tokens, chunk = VOCAB // rank.size, SEQUENCE * BATCH, SEQUENCE * BATCH // 3
+    peak_bytes = 4 * rows * chunk + 32 * tokens + 36 * chunk
     if rank.size > 1:
-        peak_bytes += 16 * (tokens // 3) * (1 + rank.size)  # one merge of the statistics
+        peak_bytes += 2 * 16 * chunk * (1 + rank.size)  # two merges of the statistics under way
     if torch.cuda.is_available():
         peak_bytes += 64 * 2**20  # cuBLAS, forward and backward
     expected = f"strategy recompute, 3 chunks of {tokens // 3} tokens"
