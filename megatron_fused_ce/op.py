@@ -83,12 +83,14 @@ def fused_linear_cross_entropy(
         TypeError, ValueError: an argument does not fit; on every rank when it is the group's first call
             (with ``config.debug_checks``, on every call).
 
-    Collectives, all over ``tp_group`` (R > 1), in order. Once per call: the agreement check (first call
-    only), the all-gather of shard sizes (without ``vocab_start``). Per chunk of the forward: all-gather
-    of hidden states (sequence parallelism), MAX and SUM all-reduce of the statistics. Per chunk of the
-    backward: all-gather of hidden states (sequence parallelism, unless neither product needs them), one
-    reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``eager`` this
-    reduction follows the statistics in the forward, and the backward has none.
+    Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (first call only), the
+    all-gather of shard sizes (without ``vocab_start``), the all-gather of sampled rows of the weight (where
+    the exponentiating product serves). Per chunk of the forward: all-gather of hidden states (sequence
+    parallelism); the merge of the statistics, one all-gather or a MAX and a SUM all-reduce
+    (``config.merge``). Per chunk of the backward: all-gather of hidden states (sequence parallelism, but the
+    first, unless neither product needs them), one reduce-scatter of ``grad_hidden`` (sequence parallelism)
+    or one all-reduce; with ``eager`` this reduction is in the forward, and the backward has none. Their
+    order: :mod:`.strategies`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.

@@ -202,6 +202,7 @@ class KeepOrRecompute:
                 scored.start_merge(head)
                 tokens.start()
             waiting.append(scored)
+            del statistics, scores, scored  # tile statistics must not outlive their chunk
             if len(waiting) > lag:
                 finish(waiting.popleft())
         while waiting:
@@ -324,6 +325,7 @@ class Eager:
                 if chunk.index == 0:
                     tokens.start()
             waiting.append(scored)
+            del statistics, scored
             if len(waiting) > lag:
                 make_gradients(waiting.popleft())
         while waiting:
