@@ -71,6 +71,8 @@ HIDDEN_SIZES = {"cuda": (128, 256, 512), "cpu": (16, 32)}
 SHARD_ROWS = {"cuda": (256, 1000, 1536), "cpu": (24, 64, 100)}
 #: Above the 64 MiB of cuBLAS's workspaces that plans count on a GPU.
 BUDGETS_MIB = {"cuda": (65, 72), "cpu": (1, 2)}
+#: What any of the problems needs with a strategy by name, whose plan a smaller budget ends with an error.
+NAMED_BUDGETS_MIB = {"cuda": (112, 160), "cpu": (8, 16)}
 KINDS = ("plain", "peaked", "odd-labels", "high", "low")
 BESIDE = "beside"
 
@@ -125,6 +127,7 @@ class Problem:
         batch = r.choice([1, 2, 3])
         cut = r.choice(["chunks", "tokens", "budget"])
         strategy = r.choice(["store", "eager", "eager", "recompute", "auto"])
+        budgets = (BUDGETS_MIB if strategy == "auto" else NAMED_BUDGETS_MIB)[device]
         return Problem(
             seed=seed,
             tp=tp,
@@ -138,7 +141,7 @@ class Problem:
             strategy=strategy,
             chunk_tokens=r.randrange(16, 300) if cut == "tokens" else None,
             num_chunks=r.randrange(1, 8) if cut == "chunks" else None,
-            memory_mb=r.randint(*BUDGETS_MIB[device]) if cut == "budget" else None,
+            memory_mb=r.randint(*budgets) if cut == "budget" else None,
             merge=r.choice(["packed", "all_reduce"]),
             logit_pass=logit_pass,
             knows_weights=strategy == "eager" or r.random() < 0.5,

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import soak  # noqa: E402
 
+from megatron_fused_ce import planner  # noqa: E402
+
 
 def run(ranks, *words, timeout_s=240):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -124,3 +126,27 @@ def test_problems_fit_the_head_and_cover_its_options():
         assert len({getattr(problem, name) for problem in drawn}) >= 2
     assert any(len(set(problem.shard_rows)) > 1 for problem in drawn)
     assert {problem.tp for problem in drawn} == {2, 4}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_problem_asks_for_a_plan_that_does_not_exist(device):
+    """A strategy by name whose budget nothing meets is refused, which would end a soak."""
+    budgets = 0
+    for seed in range(3000):
+        problem = soak.Problem.draw(seed, device, (2, 4))
+        budgets += problem.memory_mb is not None
+        inputs = planner.PlanInputs.of(
+            problem.config,
+            num_tokens=problem.tokens * problem.batch,
+            hidden_size=problem.hidden_size,
+            num_rows=max(problem.shard_rows),
+            dtype=str(problem.dtype).removeprefix("torch."),
+            num_parts=problem.tp if problem.sequence_parallel else 1,
+            tp_size=problem.tp,
+            end_point="main_grad" if problem.in_place else "returned",
+            token_weights_known=problem.knows_weights,
+            logit_pass="exp" if device == "cuda" and problem.logit_pass == "auto" else "rows",
+            device="NVIDIA H200" if device == "cuda" else "cpu",
+        )
+        assert planner.plan(inputs).count > 0, problem
+    assert budgets > 500
