@@ -369,7 +369,7 @@ def combine_tiles(
         WITH_ARGMAX=argmax is not None,
         num_warps=8,
     )
-    return RowStatistics(shard, argmax, excess)
+    return RowStatistics(shard, argmax, excess=excess)
 
 
 def seal_rows(

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import NOT_HERE, RowStatistics, TokenTerms
 
 #: Columns that one program of a kernel holds in registers at a time, and its warps.
@@ -31,17 +32,31 @@ _NOT_HERE = tl.constexpr(NOT_HERE)
 
 
 @triton.jit
+def _tanh(x):
+    """``tanh(x)`` and its slope, which would lose its digits as ``1 - tanh(x)**2``."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t), 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
 def _row_statistics_kernel(
     logits_ptr,  # [C, V]
     label_ptr,  # [C] int64
     shard_ptr,  # [4, C] fp32, out: row_ops.RowStatistics.shard
     argmax_ptr,  # [C] int64
+    sum_ptr,  # [C] fp32, out: sum of the logits
+    inside_ptr,  # [1] int64: columns that take part
     row_stride,
     num_rows,
     num_columns,
     logit_scale,
+    softcap,
     BLOCK: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """One program per row: online maximum and sum, the label's column left out of the sum."""
     row = tl.program_id(0).to(tl.int64)
@@ -50,10 +65,18 @@ def _row_statistics_kernel(
     running_max = tl.full((), float("-inf"), tl.float32)
     running_sum = tl.full((), 0.0, tl.float32)
     best = tl.full((), 0, tl.int64)
+    logit_sum = tl.full((), 0.0, tl.float32)
+    if MASKED:
+        num_columns = tl.load(inside_ptr)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < num_columns
         z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
+        if SOFTCAP:
+            bent, _ = _tanh(z / softcap)
+            z = softcap * bent
+        if WITH_SUM:
+            logit_sum += tl.sum(z, axis=0)
         z = tl.where(inside, z, float("-inf"))
         if WITH_ARGMAX:
             block_max, block_best = tl.max(z, axis=0, return_indices=True)
@@ -68,6 +91,11 @@ def _row_statistics_kernel(
         running_max = new_max
     here = (label >= 0) & (label < num_columns)
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
+    if SOFTCAP:
+        bent_label, _ = _tanh(label_logit / softcap)
+        label_logit = softcap * bent_label
+    if WITH_SUM:
+        tl.store(sum_ptr + row, logit_sum)
     tl.store(shard_ptr + row, running_max)
     tl.store(shard_ptr + num_rows + row, running_max)
     tl.store(shard_ptr + 2 * num_rows + row, running_sum)
@@ -82,14 +110,20 @@ def _row_gradients_kernel(
     out_ptr,  # [C, V], may be logits_ptr
     label_ptr,  # [C] int64
     max_ptr,  # [C] fp32
-    inv_sum_ptr,  # [C] fp32
-    miss_ptr,  # [C] fp32
+    scale_ptr,  # [C] fp32: loss_form.GradientTerms, and at_label_ptr
+    at_label_ptr,  # [C] fp32
     factor_ptr,  # [C] fp32
+    share_ptr,  # [] fp32: sigma / K
+    inside_ptr,  # [1] int64: columns that take part
     row_stride,
     out_row_stride,
     num_columns,
     logit_scale,
+    softcap,
     BLOCK: tl.constexpr,
+    WITH_SHARE: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """One program per row and block of columns; each element is read once, then written."""
     row = tl.program_id(0).to(tl.int64)
@@ -97,12 +131,22 @@ def _row_gradients_kernel(
     inside = columns < num_columns
     label = tl.load(label_ptr + row)
     row_max = tl.load(max_ptr + row)
-    inv_sum = tl.load(inv_sum_ptr + row)
-    miss = tl.load(miss_ptr + row)
+    scale = tl.load(scale_ptr + row)
+    at_label = tl.load(at_label_ptr + row)
     factor = tl.load(factor_ptr + row)
     z = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    probability = tl.exp(z * logit_scale - row_max) * inv_sum
-    gradient = factor * tl.where(columns == label, -miss, probability)
+    z = z * logit_scale
+    if SOFTCAP:
+        bent, slope = _tanh(z / softcap)
+        z = softcap * bent
+    gradient = tl.exp(z - row_max) * scale
+    if WITH_SHARE:
+        gradient -= tl.load(share_ptr)
+    gradient = factor * tl.where(columns == label, at_label, gradient)
+    if SOFTCAP:
+        gradient *= slope
+    if MASKED:
+        gradient = tl.where(columns < tl.load(inside_ptr), gradient, 0.0)
     tl.store(
         out_ptr + row * out_row_stride + columns,
         gradient.to(out_ptr.dtype.element_ty),
@@ -115,25 +159,33 @@ def row_statistics(
     local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float,
     with_argmax: bool = False,
+    form: LossForm = PLAIN,
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit (fp32)."""
     num_rows, num_columns = logits.shape
     shard = torch.empty((4, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty_like(local_labels) if with_argmax else None
+    logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
     _row_statistics_kernel[(num_rows,)](
         logits_ptr=logits,
         label_ptr=local_labels,
         shard_ptr=shard,
         argmax_ptr=local_labels if argmax is None else argmax,
+        sum_ptr=shard if logit_sum is None else logit_sum,
+        inside_ptr=local_labels if form.num_columns is None else form.num_columns,
         row_stride=logits.stride(0),
         num_rows=num_rows,
         num_columns=num_columns,
         logit_scale=logit_scale,
+        softcap=form.softcap or 1.0,
         BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_columns)),
         WITH_ARGMAX=with_argmax,
+        WITH_SUM=logit_sum is not None,
+        MASKED=form.num_columns is not None,
+        SOFTCAP=form.softcap is not None,
         num_warps=STATISTICS_WARPS,
     )
-    return RowStatistics(shard, argmax)
+    return RowStatistics(shard, argmax, logit_sum)
 
 
 def row_gradients(
@@ -143,23 +195,31 @@ def row_gradients(
     row_factor: Tensor,  # [C] fp32: upstream gradient times logit_scale
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
+    form: LossForm = PLAIN,
 ) -> Tensor:
     """``out = row_factor * d loss / d z``, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
+    row_max, scale, at_label = form.gradient_terms(terms)
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_columns))
     _row_gradients_kernel[(num_rows, triton.cdiv(num_columns, block))](
         logits_ptr=logits,
         out_ptr=out,
         label_ptr=local_labels,
-        max_ptr=terms.row_max,
-        inv_sum_ptr=terms.inv_sum,
-        miss_ptr=terms.miss,
+        max_ptr=row_max,
+        scale_ptr=scale,
+        at_label_ptr=at_label,
         factor_ptr=row_factor,
+        share_ptr=row_factor if form.share is None else form.share,
+        inside_ptr=local_labels if form.num_columns is None else form.num_columns,
         row_stride=logits.stride(0),
         out_row_stride=out.stride(0),
         num_columns=num_columns,
         logit_scale=logit_scale,
+        softcap=form.softcap or 1.0,
         BLOCK=block,
+        WITH_SHARE=form.share is not None,
+        MASKED=form.num_columns is not None,
+        SOFTCAP=form.softcap is not None,
         num_warps=GRADIENT_WARPS,
     )
     return out

@@ -9,6 +9,7 @@ STRATEGY_CHOICES = ("auto", "store", "eager", "recompute")
 ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
 LOGIT_PASS_CHOICES = ("auto", "exp", "rows")
 MERGE_CHOICES = ("auto", "packed", "all_reduce")
+SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
 
 #: Tokens of a chunk for :func:`.chunking.plan_chunks` when neither ``num_chunks`` nor ``chunk_tokens``
 #: is given. The op and the adapter always give one: the planner's choice (:mod:`.planner`).
@@ -35,6 +36,19 @@ class FusedCEConfig:
     memory_mb: int | None = None
     #: The logits are ``logit_scale * hidden @ weight.T`` (MuP, temperature).
     logit_scale: float = 1.0
+    #: ``z -> cap * tanh(z / cap)`` of the scaled logits, before everything else (Gemma 2); None for none.
+    logit_softcap: float | None = None
+    #: Adds ``z_loss * lse**2`` to each token's loss.
+    z_loss: float = 0.0
+    #: Share of the target that goes to all classes alike, over the whole vocabulary; 0 for none.
+    label_smoothing: float = 0.0
+    #: ``megatron``: the share is ``label_smoothing * K / (K - 1)`` of K classes; ``pytorch``: as given.
+    label_smoothing_form: str = "megatron"
+    #: Tokens with this label have loss 0 and no gradient; None: such an id is one outside the vocabulary.
+    ignore_index: int | None = None
+    #: Columns from this global id on (the padding) take no part in the softmax; None: all take part, as
+    #: in stock Megatron.
+    true_vocab_size: int | None = None
     #: Compare shapes and options over the ranks on every call, not only on the first.
     debug_checks: bool = False
     #: Which row kernels run between the products: Triton on CUDA, plain PyTorch elsewhere by default.
@@ -52,6 +66,7 @@ class FusedCEConfig:
             ("row_backend", ROW_BACKEND_CHOICES),
             ("logit_pass", LOGIT_PASS_CHOICES),
             ("merge", MERGE_CHOICES),
+            ("label_smoothing_form", SMOOTHING_FORM_CHOICES),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -62,7 +77,7 @@ class FusedCEConfig:
                 f"both num_chunks={self.num_chunks} and chunk_tokens={self.chunk_tokens} are given; "
                 "give one of them"
             )
-        for name in ("num_chunks", "chunk_tokens", "memory_mb"):
+        for name in ("num_chunks", "chunk_tokens", "memory_mb", "true_vocab_size"):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -72,3 +87,33 @@ class FusedCEConfig:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
         if not math.isfinite(self.logit_scale) or self.logit_scale == 0:
             raise ValueError(f"logit_scale must be finite and not 0, got {self.logit_scale}")
+        if not math.isfinite(self.z_loss) or self.z_loss < 0:
+            raise ValueError(f"z_loss must be finite and 0 or more, got {self.z_loss}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"label_smoothing must be 0 or more and below 1, got {self.label_smoothing}"
+            )
+        if self.true_vocab_size == 1 and self.label_smoothing:
+            raise ValueError("label_smoothing needs two classes or more, true_vocab_size is 1")
+        cap = self.logit_softcap
+        if cap is not None and not (math.isfinite(cap) and cap > 0):
+            raise ValueError(f"logit_softcap must be finite and above 0, got {cap}")
+        if isinstance(self.ignore_index, bool) or not isinstance(
+            self.ignore_index, (int, type(None))
+        ):
+            raise ValueError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
+
+    @property
+    def beyond_plain(self) -> str:
+        """The options that change a token's loss within the product's chunk, for people; or empty.
+
+        The scale is not among them (every pass multiplies by it), nor is ``ignore_index`` (it acts on the
+        losses).
+        """
+        names = {
+            "label_smoothing": bool(self.label_smoothing),
+            "z_loss": bool(self.z_loss),
+            "logit_softcap": self.logit_softcap is not None,
+            "true_vocab_size": self.true_vocab_size is not None,
+        }
+        return ", ".join(name for name, given in names.items() if given)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import row_ops, row_ops_torch
+from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import LOG2_E, Merged, RowStatistics, TileStatistics, TokenTerms
 
 
@@ -34,6 +35,7 @@ class ChunkInputs(NamedTuple):
     labels: Tensor  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float
     sample: Tensor | None = None  # [S, H]: some rows of the whole weight, for LogitPass.multiply
+    form: LossForm = PLAIN
 
 
 class Scores(NamedTuple):
@@ -125,7 +127,7 @@ class RowPass:
         torch.mm(chunk.tokens, chunk.weight.t(), out=out)
 
         def statistics() -> Scores:
-            args = (chunk.labels, chunk.logit_scale, with_argmax)
+            args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form)
             return Scores(self.rows.row_statistics(out, *args))
 
         return statistics
@@ -146,7 +148,9 @@ class RowPass:
         out: Tensor | None,
     ) -> Operand:
         assert out is not None
-        self.rows.row_gradients(kept, chunk.labels, terms, factor, chunk.logit_scale, out=out)
+        self.rows.row_gradients(
+            kept, chunk.labels, terms, factor, chunk.logit_scale, out=out, form=chunk.form
+        )
         return Operand(out, None)
 
     def operand_again(
@@ -182,7 +186,7 @@ class ExpPass:
     def multiply(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
     ) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample = chunk
+        tokens, weight, labels, logit_scale, sample, _ = chunk
         assert sample is not None
         exp_rows = _exp_rows()
         num_columns = weight.shape[0]
@@ -223,7 +227,7 @@ class ExpPass:
     def operand_again(
         self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
     ) -> Operand:
-        tokens, weight, labels, logit_scale, _ = chunk
+        tokens, weight, labels, logit_scale, *_ = chunk
         self.product.gradient_product(
             tokens,
             weight,
@@ -273,6 +277,7 @@ def choose(
     tokens: Tensor,  # [T, H]
     weight: Tensor,  # [V, H]
     logit_scale: float,
+    beyond_plain: str = "",  # FusedCEConfig.beyond_plain
 ) -> tuple[LogitPass, str]:
     """The pass for these tensors, and why not ``exp`` (empty where it is).
 
@@ -286,7 +291,7 @@ def choose(
         reason = "rows was asked for"
     else:
         interpreter = requested == "exp"
-        reason = why_not_exp(tokens, weight, logit_scale, interpreter)
+        reason = why_not_exp(tokens, weight, logit_scale, interpreter, beyond_plain)
     if not reason:
         return ExpPass(_forms().product_for(tokens.device)), ""
     if requested == "exp":
@@ -295,7 +300,11 @@ def choose(
 
 
 def why_not_exp(
-    tokens: Tensor, weight: Tensor, logit_scale: float, interpreter: bool = False
+    tokens: Tensor,
+    weight: Tensor,
+    logit_scale: float,
+    interpreter: bool = False,
+    beyond_plain: str = "",
 ) -> str:
     """What keeps the exponentiating product from serving, or an empty string: the one list.
 
@@ -319,6 +328,8 @@ def why_not_exp(
         if tokens.dtype != torch.bfloat16:
             # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
             return f"it takes bfloat16, not {tokens.dtype}"
+    if beyond_plain:
+        return f"its epilogue makes the plain loss, not {beyond_plain}"
     if logit_scale <= 0:
         return f"its row maximum needs a logit_scale above 0, this is {logit_scale}"
     if tokens.shape[0] == 0:

@@ -13,9 +13,15 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megatron_fused_ce import logit_pass, planner
 from megatron_fused_ce.chunking import plan_chunks
-from megatron_fused_ce.config import MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import (
+    MERGE_CHOICES,
+    SMOOTHING_FORM_CHOICES,
+    STRATEGY_CHOICES,
+    FusedCEConfig,
+)
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
 from megatron_fused_ce.logit_pass import LogitPass
+from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.pipeline import Head
 from megatron_fused_ce.strategies import (
     RECOMPUTE,
@@ -84,7 +90,8 @@ def fused_linear_cross_entropy(
             (with ``config.debug_checks``, on every call).
 
     Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (first call only), the
-    all-gather of shard sizes (without ``vocab_start``), the all-gather of sampled rows of the weight (where
+    all-gather of shard sizes (without ``vocab_start``), the all-reduce of one float (label smoothing without
+    ``true_vocab_size``), the all-gather of sampled rows of the weight (where
     the exponentiating product serves). Per chunk of the forward: all-gather of hidden states (sequence
     parallelism); the merge of the statistics, one all-gather or a MAX and a SUM all-reduce
     (``config.merge``). Per chunk of the backward: all-gather of hidden states (sequence parallelism, but the
@@ -148,7 +155,12 @@ def linear_cross_entropy(
         try:
             flat = hidden.reshape(num_tokens, hidden.shape[-1])
             logits, _ = logit_pass.choose(
-                config.logit_pass, config.row_backend, flat, weight, config.logit_scale
+                config.logit_pass,
+                config.row_backend,
+                flat,
+                weight,
+                config.logit_scale,
+                config.beyond_plain,
             )
             _check_token_weights(config, token_weights, hidden, weight)
         except ValueError as bad:
@@ -182,11 +194,21 @@ def linear_cross_entropy(
     else:
         first_id = vocab_start
     in_token_order = labels if labels.dim() == 1 else labels.t()
-    local_labels = in_token_order.reshape(comm.num_parts, -1).to(torch.int64) - first_id
+    ids = in_token_order.reshape(comm.num_parts, -1).to(torch.int64)
+    local_labels = ids - first_id
+    ignored = None
+    if config.true_vocab_size is not None:
+        # No shard has a label in the padding.
+        local_labels.masked_fill_(ids >= config.true_vocab_size, -1)
+    if config.ignore_index is not None:
+        ignored = ids == config.ignore_index
+        local_labels.masked_fill_(ignored, -1)
     weights = None
     if token_weights is not None and plan.strategy == "eager":
         in_order = token_weights if token_weights.dim() == 1 else token_weights.t()
         weights = in_order.detach().reshape(comm.num_parts, -1).to(torch.float32, copy=True)
+        if ignored is not None:
+            weights.masked_fill_(ignored, 0.0)
     head = Head(
         comm=comm,
         chunks=plan_chunks(
@@ -195,6 +217,7 @@ def linear_cross_entropy(
             replace(config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens),
         ),
         logit_scale=config.logit_scale,
+        form=LossForm.of(config, comm, weight.shape[0], first_id, hidden.device),
         logits=logits,
         with_argmax=with_argmax,
         open_grad_weight=open_grad_weight,
@@ -211,6 +234,9 @@ def linear_cross_entropy(
         strategy,
         needs,
     )
+    if ignored is not None:
+        # Autograd then hands the head an upstream gradient of 0 for them, whatever the caller's is.
+        loss = loss.masked_fill(ignored.flatten(), 0.0)
     if labels.dim() == 2:
         loss = loss.view(labels.shape[1], labels.shape[0]).t().contiguous()
     return HeadOutputs(loss, local_max, local_argmax, plan)
@@ -310,6 +336,12 @@ def _facts(
         "the logit pass (shards of unequal alignment? then name logit_pass='rows')",
         "uses_in_flight",
         "merge",
+        "logit_softcap (bits)",
+        "z_loss (bits)",
+        "label_smoothing (bits)",
+        "label_smoothing_form",
+        "ignore_index",
+        "true_vocab_size",
     )
     if num_tokens is None or logits is None:
         return dict.fromkeys(names, 0)
@@ -322,7 +354,7 @@ def _facts(
         config.num_chunks or 0,
         config.chunk_tokens or 0,
         STRATEGY_CHOICES.index(config.strategy),
-        int.from_bytes(struct.pack("<f", config.logit_scale), "little"),
+        _bits(config.logit_scale),
         int(vocab_start is not None),
         int(config.debug_checks),
         config.memory_mb or 0,
@@ -331,5 +363,15 @@ def _facts(
         int(logits.name == "exp"),
         uses_in_flight,
         MERGE_CHOICES.index(config.merge),
+        _bits(config.logit_softcap or 0.0),
+        _bits(config.z_loss),
+        _bits(config.label_smoothing),
+        SMOOTHING_FORM_CHOICES.index(config.label_smoothing_form),
+        -(2**62) if config.ignore_index is None else config.ignore_index,
+        config.true_vocab_size or 0,
     )
     return dict(zip(names, values, strict=True))
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little")

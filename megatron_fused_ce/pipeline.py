@@ -42,6 +42,7 @@ from megatron_fused_ce import logit_pass
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import GradWeight, OpenGradWeight
 from megatron_fused_ce.logit_pass import LogitPass, Operand
+from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.vocab_parallel import DONE, Pending, VocabParallel
 
 
@@ -52,6 +53,7 @@ class Head:
     comm: VocabParallel
     chunks: tuple[Chunk, ...]
     logit_scale: float
+    form: LossForm
     logits: LogitPass
     with_argmax: bool
     open_grad_weight: OpenGradWeight

@@ -27,6 +27,7 @@ LOG2_E = 1.4426950408889634
 
 #: Rows of :attr:`RowStatistics.shard`.
 ROW_MAX, REFERENCE, OTHERS, LABEL_LOGIT = range(4)
+NUM_STATISTICS = 4
 #: A label logit that is not in this shard. A real one of ``+inf`` makes the row maximum ``+inf`` and the
 #: token NaN, so nothing is lost.
 NOT_HERE = float("inf")
@@ -42,6 +43,8 @@ class RowStatistics(NamedTuple):
 
     shard: Tensor
     argmax: Tensor | None = None  # int64 [C]: column of row_max, lowest on a tie; where asked for
+    #: fp32 [C]: sum of the logits (label smoothing only)
+    logit_sum: Tensor | None = None
     #: exponentiating product only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
     excess: Tensor | None = None
 
@@ -90,6 +93,7 @@ class Merged(NamedTuple):
     loss: Tensor  # fp32 [C]
     terms: Tensor  # fp32 [3, C]: TokenTerms
     reference: Tensor  # fp32 [C]: the largest reference of any shard
+    logit_sum: Tensor | None = None  # fp32 [C]: sum of the logits, where asked for
 
 
 def shard_terms(

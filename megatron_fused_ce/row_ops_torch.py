@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import NOT_HERE, RowStatistics, TokenTerms
 
 #: Elements of one fp32 temporary (512 KiB).
@@ -19,18 +20,35 @@ def _row_blocks(num_rows: int, num_columns: int) -> list[slice]:
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
+def _scaled(logits: Tensor, logit_scale: float, form: LossForm) -> Tensor:
+    """A new fp32 tensor: the logits that the loss is made of."""
+    z = logits.to(torch.float32, copy=True).mul_(logit_scale)
+    if form.softcap is not None:
+        z.div_(form.softcap).tanh_().mul_(form.softcap)
+    return z
+
+
 def row_statistics(
     logits: Tensor,  # [C, V]
     local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float,
     with_argmax: bool = False,
+    form: LossForm = PLAIN,
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit."""
     num_rows, num_columns = logits.shape
     shard = logits.new_empty((4, num_rows), dtype=torch.float32)
     argmax = torch.empty_like(local_labels) if with_argmax else None
+    logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
     for rows in _row_blocks(num_rows, num_columns):
-        z = logits[rows].to(torch.float32, copy=True).mul_(logit_scale)
+        z = _scaled(logits[rows], logit_scale, form)
+        if form.num_columns is not None:
+            masked = torch.arange(num_columns, device=z.device) >= form.num_columns
+            if logit_sum is not None:
+                logit_sum[rows] = z.masked_fill(masked, 0.0).sum(dim=-1)
+            z.masked_fill_(masked, -torch.inf)
+        elif logit_sum is not None:
+            logit_sum[rows] = z.sum(dim=-1)
         block_max, block_argmax = z.max(dim=-1)
         labels = local_labels[rows]
         here = (labels >= 0) & (labels < num_columns)
@@ -43,7 +61,7 @@ def row_statistics(
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    return RowStatistics(shard, argmax)
+    return RowStatistics(shard, argmax, logit_sum)
 
 
 def row_gradients(
@@ -53,18 +71,33 @@ def row_gradients(
     row_factor: Tensor,  # [C] fp32: upstream gradient times logit_scale
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
+    form: LossForm = PLAIN,
 ) -> Tensor:
     """``out = row_factor * d loss / d z``, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
+    row_max, scale, label_entry = form.gradient_terms(terms)
     for rows in _row_blocks(num_rows, num_columns):
-        z = logits[rows].to(torch.float32, copy=True).mul_(logit_scale)
+        slope = None
+        if form.softcap is not None:
+            # 1 - tanh**2 of a bent logit keeps nothing of a slope below fp32's resolution of 1.
+            bent = logits[rows].to(torch.float32, copy=True).mul_(logit_scale / form.softcap)
+            e = bent.abs_().mul_(-2).exp_()
+            slope = 4 * e / (1 + e).square()
+        z = _scaled(logits[rows], logit_scale, form)
         labels = local_labels[rows]
         here = (labels >= 0) & (labels < num_columns)
         column = torch.where(here, labels, 0).unsqueeze(-1)
         factor = row_factor[rows].unsqueeze(-1)
-        e = z.sub_(terms.row_max[rows].unsqueeze(-1)).exp_()
-        e.mul_(terms.inv_sum[rows].unsqueeze(-1))
-        at_label = torch.where(here, -terms.miss[rows], e.gather(-1, column).squeeze(-1))
+        e = z.sub_(row_max[rows].unsqueeze(-1)).exp_()
+        e.mul_(scale[rows].unsqueeze(-1))
+        if form.share is not None:
+            e.sub_(form.share)
+        at_label = torch.where(here, label_entry[rows], e.gather(-1, column).squeeze(-1))
         e.scatter_(-1, column, at_label.unsqueeze(-1))
+        if slope is not None:
+            e.mul_(slope)
+        if form.num_columns is not None:
+            masked = torch.arange(num_columns, device=e.device) >= form.num_columns
+            e.masked_fill_(masked, 0.0)
         out[rows] = e.mul_(factor)
     return out

@@ -143,7 +143,7 @@ class _Scored:
         if self.merged is not None:
             return self.merged
         assert self.merge is not None
-        self.merged = merged = self.merge.finish()
+        self.merged = merged = self.inputs.form.finish(self.merge.finish())
         chunk, stats = self.chunk, self.scores.stats
         part = (slice(None), slice(chunk.start, chunk.stop))
         shape = (out.loss.shape[0], chunk.num_tokens)
@@ -392,7 +392,8 @@ def _inputs(
     labels: Tensor,  # [parts, n] int64
     sample: Tensor | None = None,
 ) -> ChunkInputs:
-    return ChunkInputs(tokens, weight, head.split(labels, chunk), head.logit_scale, sample)
+    local_labels = head.split(labels, chunk)
+    return ChunkInputs(tokens, weight, local_labels, head.logit_scale, sample, head.form)
 
 
 def _row_factor(

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import REFERENCE, ROW_MAX, Merged, RowStatistics
+from megatron_fused_ce.row_ops import NUM_STATISTICS, REFERENCE, ROW_MAX, Merged, RowStatistics
 
 
 class Pending(Protocol):
@@ -168,6 +168,16 @@ class VocabParallel:
         _all_gather(sizes, mine, group=self.group)
         return sizes[: self.rank].sum()
 
+    def vocab_size(self, num_rows: int, device: torch.device) -> Tensor:
+        """Rows of all shards, fp32 ``[]`` on the device, for shards of any sizes.
+
+        Collectives: one all-reduce of a float (exact below 2**24 rows); none over one rank.
+        """
+        rows = torch.full((), float(num_rows), device=device)
+        if self.size > 1:
+            dist.all_reduce(rows, group=self.group)
+        return rows
+
     def together(self, device: torch.device) -> AbstractContextManager[None]:
         """What is started inside leaves in one launch at its end, and is waited for only after it.
 
@@ -207,51 +217,63 @@ class VocabParallel:
 
         Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
         MAX of (row maximum, reference) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
+        With a sum of the logits, that is one row more of the all-gather and of the SUM.
         NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
         """
         if self.size == 1:
-            return _Local(stats.shard, token_ops)
+            return _Local(stats, token_ops)
         if self.merge == "packed":
-            return _Packed(stats.shard, token_ops, self.group, self.size)
-        return _AllReduced(stats.shard, token_ops, self.group)
+            return _Packed(stats, token_ops, self.group, self.size)
+        return _AllReduced(stats, token_ops, self.group)
 
 
 class _Local:
     """One shard: nothing to wait for."""
 
-    def __init__(self, shard: Tensor, token_ops: ModuleType) -> None:
-        self._shards = shard.unsqueeze(0)
+    def __init__(self, stats: RowStatistics, token_ops: ModuleType) -> None:
+        self._stats = stats
         self._token_ops = token_ops
 
     def finish(self) -> Merged:
-        merged: Merged = self._token_ops.merge_shards(self._shards)
-        return merged
+        merged: Merged = self._token_ops.merge_shards(self._stats.shard.unsqueeze(0))
+        return merged._replace(logit_sum=self._stats.logit_sum)
 
 
 class _Packed:
     """All statistics of all ranks at once; each rank merges them, in the same order."""
 
     def __init__(
-        self, shard: Tensor, token_ops: ModuleType, group: dist.ProcessGroup | None, size: int
+        self,
+        stats: RowStatistics,
+        token_ops: ModuleType,
+        group: dist.ProcessGroup | None,
+        size: int,
     ) -> None:
         self._token_ops = token_ops
+        shard = stats.shard
+        if stats.logit_sum is not None:
+            shard = torch.cat((shard, stats.logit_sum.unsqueeze(0)))
         self._shards = shard.new_empty((size, *shard.shape))
         self._pending = _start(_all_gather, self._shards.flatten(0, 1), shard, group=group)
 
     def finish(self) -> Merged:
         self._pending.wait()
-        merged: Merged = self._token_ops.merge_shards(self._shards)
-        return merged
+        if self._shards.shape[1] == NUM_STATISTICS:
+            merged: Merged = self._token_ops.merge_shards(self._shards)
+            return merged
+        merged = self._token_ops.merge_shards(self._shards[:, :NUM_STATISTICS].contiguous())
+        return merged._replace(logit_sum=self._shards[:, NUM_STATISTICS].sum(0))
 
 
 class _AllReduced:
     """The maxima first, then the sums relative to them."""
 
     def __init__(
-        self, shard: Tensor, token_ops: ModuleType, group: dist.ProcessGroup | None
+        self, stats: RowStatistics, token_ops: ModuleType, group: dist.ProcessGroup | None
     ) -> None:
         self._token_ops, self._group = token_ops, group
-        self._shard = shard
+        self._shard = shard = stats.shard
+        self._logit_sum = stats.logit_sum
         self._maxima = shard[ROW_MAX : REFERENCE + 1].clone()
         self._pending = _start(dist.all_reduce, self._maxima, op=dist.ReduceOp.MAX, group=group)
 
@@ -259,9 +281,12 @@ class _AllReduced:
         self._pending.wait()
         row_max, reference = self._maxima
         terms = self._token_ops.shard_terms(self._shard, row_max)
+        if self._logit_sum is not None:
+            terms = torch.cat((terms, self._logit_sum.unsqueeze(0)))
         _start(dist.all_reduce, terms, group=self._group).wait()
-        loss, saved = self._token_ops.token_loss(terms, row_max)
-        return Merged(loss, saved, reference)
+        logit_sum = None if self._logit_sum is None else terms[3]
+        loss, saved = self._token_ops.token_loss(terms[:3], row_max)
+        return Merged(loss, saved, reference, logit_sum)
 
 
 class RankDisagreement(ValueError):

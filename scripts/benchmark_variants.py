@@ -148,7 +148,12 @@ def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
     assert config is not None
     num_rows, hidden_size = problem.weight.shape
     logits, _ = logit_pass.choose(
-        config.logit_pass, config.row_backend, problem.hidden, problem.weight, config.logit_scale
+        config.logit_pass,
+        config.row_backend,
+        problem.hidden,
+        problem.weight,
+        config.logit_scale,
+        config.beyond_plain,
     )
     plan = planner.plan(
         planner.PlanInputs.of(

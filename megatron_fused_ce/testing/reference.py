@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron_fused_ce.config import FusedCEConfig
 
 #: Norm-relative error that is always allowed, by dtype; otherwise twice eager PyTorch's own.
 FLOOR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
@@ -30,24 +32,40 @@ class HeadInputs:
     labels: Tensor
     grad_loss: Tensor
     logit_scale: float = 1.0
+    #: whose options of the loss count here: the softcap and all that follows it
+    config: FusedCEConfig = field(default_factory=FusedCEConfig)
 
 
 def plain_head(inputs: HeadInputs, dtype: torch.dtype) -> HeadResult:
     """The definition, evaluated by autograd in ``dtype`` (the loss in fp32 or wider, as Megatron's).
 
     ``loss = logsumexp(z) - z_y`` with ``z = logit_scale * hidden @ weight.T``; for a label outside the
-    vocabulary ``logsumexp(z) - max(z)``.
+    vocabulary ``logsumexp(z) - max(z)``. The options of ``inputs.config`` as their textbooks have them, one
+    after the other, on log-probabilities of the columns that take part.
     """
+    options = inputs.config
     hidden = inputs.hidden.detach().to(dtype).requires_grad_()
     weight = inputs.weight.detach().to(dtype).requires_grad_()
     logits = hidden @ weight.t()
     wide = logits if dtype == torch.float64 else logits.float()
     z = wide * inputs.logit_scale
+    if options.logit_softcap is not None:
+        z = options.logit_softcap * torch.tanh(z / options.logit_softcap)
+    z = z[..., : options.true_vocab_size]
+    num_classes = z.shape[-1]
     labels = inputs.labels.t()
-    known = (labels >= 0) & (labels < weight.shape[0])
+    known = (labels >= 0) & (labels < num_classes)
     picked = z.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
     # The maximum is a reference point, not a function of the logits: Megatron's takes no gradient.
     loss = z.logsumexp(-1) - torch.where(known, picked, z.detach().amax(-1))
+    if options.label_smoothing:
+        smoothing = options.label_smoothing
+        if options.label_smoothing_form == "megatron":
+            smoothing = smoothing * num_classes / (num_classes - 1)
+        loss = (1 - smoothing) * loss - smoothing * z.log_softmax(-1).mean(-1)
+    loss = loss + options.z_loss * z.logsumexp(-1) ** 2
+    if options.ignore_index is not None:
+        loss = loss * (labels != options.ignore_index)
     loss.backward(inputs.grad_loss.t().to(loss.dtype))
     assert hidden.grad is not None and weight.grad is not None
     return HeadResult(loss.detach().t(), hidden.grad, weight.grad)
@@ -84,6 +102,23 @@ def assert_close(result: HeadResult, inputs: HeadInputs) -> dict[str, float]:
         assert errors[name] <= bound, f"{name}: error {errors[name]:.3e} above {bound:.3e}"
     return errors
 
+
+#: Options of the loss beyond the plain one, for a vocabulary of 97 or more.
+LOSS_OPTIONS = {
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing as PyTorch": {"label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"logit_softcap": 5.0},
+    "ignored": {"ignore_index": -100},
+    "masked padding": {"true_vocab_size": 53},
+    "all": {
+        "label_smoothing": 0.2,
+        "z_loss": 1e-3,
+        "logit_softcap": 30.0,
+        "ignore_index": -1,
+        "true_vocab_size": 45,
+    },
+}
 
 KINDS = ("plain", "peaked", "high", "low", "wide", "equal", "odd-labels")
 
