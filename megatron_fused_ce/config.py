@@ -104,6 +104,12 @@ class FusedCEConfig:
             raise ValueError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
 
     @property
+    def loss_options(self) -> str:
+        """All options that make another loss than the plain one, for people; or empty."""
+        ignores = "ignore_index" if self.ignore_index is not None else ""
+        return ", ".join(filter(None, (self.beyond_plain, ignores)))
+
+    @property
     def beyond_plain(self) -> str:
         """The options that change a token's loss within the product's chunk, for people; or empty.
 

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import sysconfig
+import types
 from pathlib import Path
 
 import pytest
@@ -128,16 +129,41 @@ def test_flags_in_a_group_of_their_own():
             "--x --fused-ce-chunk-tokens 64 --fused-chunked-ce --fused-ce-strategy store --y 3",
             FusedCEConfig(chunk_tokens=64, strategy="store"),
         ),
+        (
+            "--fused-chunked-ce --fused-ce-label-smoothing 0.1 --fused-ce-label-smoothing-form pytorch "
+            "--fused-ce-z-loss 1e-4 --fused-ce-logit-softcap 30 --fused-ce-ignore-index -100",
+            FusedCEConfig(
+                label_smoothing=0.1,
+                label_smoothing_form="pytorch",
+                z_loss=1e-4,
+                logit_softcap=30.0,
+                ignore_index=-100,
+            ),
+        ),
     ],
 )
 def test_config_from_a_command_line(line, expected):
     assert arguments.config_from_argv(line.split()) == expected
 
 
+def test_masked_padding_begins_where_the_tokenizer_ends(monkeypatch):
+    tokenizer = types.SimpleNamespace(vocab_size=50257)
+    name = "megatron.training.global_vars"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(_GLOBAL_TOKENIZER=tokenizer))
+    words = ["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"]
+    assert arguments.config_from_argv(words) == FusedCEConfig(true_vocab_size=50257)
+    assert arguments.config_from_argv(words[:1]) == FusedCEConfig()
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("--fused-ce-num-chunks 0", "1 or more"),
+        ("--fused-ce-label-smoothing 1", "below 1, got '1'"),
+        ("--fused-ce-z-loss=-1e-4", "0 or more, got"),
+        ("--fused-ce-z-loss nan", "0 or more, got"),
+        ("--fused-ce-logit-softcap 0", "above 0, got '0'"),
+        ("--fused-ce-label-smoothing-form keras", "invalid choice"),
         ("--fused-ce-chunk-tokens x", "1 or more"),
         ("--fused-ce-num-chunks 2 --fused-ce-chunk-tokens 8", "not allowed with"),
         ("--fused-ce-strategy fast", "invalid choice"),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_fused_ce.config import MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import (
+    MERGE_CHOICES,
+    SMOOTHING_FORM_CHOICES,
+    STRATEGY_CHOICES,
+    FusedCEConfig,
+)
 
 FLAG = "--fused-chunked-ce"
 
@@ -20,6 +26,28 @@ def _at_least_one(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
     return value
+
+
+def _number(text: str, fits: Callable[[float], bool], words: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and fits(value)):
+        raise argparse.ArgumentTypeError(f"expected a number {words}, got {text!r}")
+    return value
+
+
+def _zero_or_more(text: str) -> float:
+    return _number(text, lambda value: value >= 0, "of 0 or more")
+
+
+def _above_zero(text: str) -> float:
+    return _number(text, lambda value: value > 0, "above 0")
+
+
+def _share(text: str) -> float:
+    return _number(text, lambda value: 0 <= value < 1, "of 0 or more and below 1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -74,6 +102,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "of all of them; all_reduce: a MAX, then a SUM; auto: packed",
     )
     group.add_argument(
+        "--fused-ce-label-smoothing",
+        type=_share,
+        default=0.0,
+        metavar="A",
+        help="smooth the labels over the whole vocabulary, on any number of tensor-parallel ranks",
+    )
+    group.add_argument(
+        "--fused-ce-label-smoothing-form",
+        choices=SMOOTHING_FORM_CHOICES,
+        default="megatron",
+        help="megatron: A * K / (K - 1) of K classes is spread over all of them; pytorch: A is",
+    )
+    group.add_argument(
+        "--fused-ce-z-loss",
+        type=_zero_or_more,
+        default=0.0,
+        metavar="Z",
+        help="add Z * logsumexp(logits)**2 to each token's loss",
+    )
+    group.add_argument(
+        "--fused-ce-logit-softcap",
+        type=_above_zero,
+        default=None,
+        metavar="CAP",
+        help="bend the logits to CAP * tanh(logits / CAP)",
+    )
+    group.add_argument(
+        "--fused-ce-ignore-index",
+        type=int,
+        default=None,
+        metavar="ID",
+        help="tokens with this label have loss 0 and no gradient",
+    )
+    group.add_argument(
+        "--fused-ce-mask-padded-vocab",
+        action="store_true",
+        help="leave the columns that pad the vocabulary out of the softmax (stock Megatron has them in)",
+    )
+    group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
         help="compare shapes and options over the tensor-parallel ranks on every call",
@@ -85,6 +152,7 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
     """The config that parsed arguments ask for, None without the flag."""
     if not getattr(args, "fused_chunked_ce", False):
         return None
+    masks = getattr(args, "fused_ce_mask_padded_vocab", False)
     return FusedCEConfig(
         strategy=getattr(args, "fused_ce_strategy", "auto"),
         num_chunks=getattr(args, "fused_ce_num_chunks", None),
@@ -92,7 +160,27 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
         memory_mb=getattr(args, "fused_ce_memory_mb", None),
         debug_checks=getattr(args, "fused_ce_debug_checks", False),
         merge=getattr(args, "fused_ce_merge", "auto"),
+        label_smoothing=getattr(args, "fused_ce_label_smoothing", 0.0),
+        label_smoothing_form=getattr(args, "fused_ce_label_smoothing_form", "megatron"),
+        z_loss=getattr(args, "fused_ce_z_loss", 0.0),
+        logit_softcap=getattr(args, "fused_ce_logit_softcap", None),
+        ignore_index=getattr(args, "fused_ce_ignore_index", None),
+        true_vocab_size=_true_vocab_size() if masks else None,
     )
+
+
+def _true_vocab_size() -> int:
+    """The tokenizer's vocabulary, which Megatron pads."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    tokenizer = getattr(global_vars, "_GLOBAL_TOKENIZER", None)
+    size = getattr(tokenizer, "vocab_size", None)
+    if not isinstance(size, int):
+        raise ValueError(
+            "--fused-ce-mask-padded-vocab takes the vocabulary size from Megatron's tokenizer, and there is "
+            "none yet; launch pretrain_gpt.py with its tokenizer, or give true_vocab_size to "
+            "megatron_fused_ce.enable()"
+        )
+    return size
 
 
 def config_from_argv(argv: Sequence[str]) -> FusedCEConfig | None:

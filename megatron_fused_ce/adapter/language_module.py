@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_fused_ce.adapter import arguments, report, stock_path, token_weights
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.switch import active_config
+from megatron_fused_ce.config import FusedCEConfig
 
 
 def patch(module: ModuleType) -> None:
@@ -30,6 +31,10 @@ def patch(module: ModuleType) -> None:
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, DeferredLogits):
             return logits.loss(labels, token_weights.of_loss(self, labels))
+        layer = getattr(self, "output_layer", None)
+        adopted: FusedCEConfig | None = getattr(layer, "fused_ce_config", None)
+        if adopted is not None:
+            stock_path.refuse_options(adopted, "the loss of this call takes real logits")
         loss: Tensor = stock_loss(self, labels, logits)
         return loss
 
@@ -44,6 +49,7 @@ def adopt_output_layer(model: Any, config: Any) -> None:
     args = arguments.megatron_args()
     reason = stock_path.reason_at_build(model, args)
     if reason is not None:
+        stock_path.refuse_options(config, reason)
         report.left_to_megatron(model, reason)
         return
     ColumnParallelLinear.adopt(

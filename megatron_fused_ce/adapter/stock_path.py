@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_fused_ce.config import FusedCEConfig
+
 #: Model classes whose head is understood, by name: they are found in different modules in different
 #: versions, and subclasses of them count.
 MODELS = ("GPTModel", "HybridModel", "MambaModel")
@@ -61,6 +63,19 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
         ),
     )
     return next((reason for applies, reason in checks if applies), None)
+
+
+def refuse_options(config: FusedCEConfig, reason: str) -> None:
+    """Raise where Megatron's own loss would leave out what ``config`` asks of the loss.
+
+    Raises:
+        ValueError: saying which options, and why the loss is Megatron's own.
+    """
+    if config.loss_options:
+        raise ValueError(
+            f"{config.loss_options}: Megatron's own loss knows nothing of it, and the head would stay "
+            f"on that: {reason}. Leave these options out, or what keeps the head from being fused"
+        )
 
 
 def reason_at_call(layer: Any, hidden: Any, gather_output: bool) -> str | None:

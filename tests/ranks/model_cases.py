@@ -365,7 +365,56 @@ def start_up_line(rank: Rank) -> None:
     assert all(expected in line and f"peak {peak_bytes} bytes" in line for line in lines), lines
 
 
+def loss_options(rank: Rank) -> None:
+    """The loss is the definition's on Megatron's own logits; Megatron's own loss is refused."""
+    import torch.distributed as dist
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import arguments
+    from megatron_fused_ce.testing.reference import LOSS_OPTIONS, HeadInputs, plain_head
+
+    labels = (torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB).roll(-1, 1)
+    with parallel(rank):
+        megatron_fused_ce.disable()
+        shard = forward(build(Model(), rank), rank, False).detach().contiguous()
+        shards = [torch.empty_like(shard) for _ in range(rank.size)]
+        dist.all_gather(shards, shard)
+        logits = torch.cat(shards, -1).transpose(0, 1)
+        for options in LOSS_OPTIONS.values():
+            # Hidden states that the identity makes these logits of.
+            config = megatron_fused_ce.FusedCEConfig(**{**options, "ignore_index": 7})
+            eye = torch.eye(VOCAB, device=rank.device)
+            inputs = HeadInputs(
+                logits,
+                eye,
+                labels.to(rank.device),
+                torch.ones(BATCH, SEQUENCE, device=rank.device),
+                config=config,
+            )
+            expected = plain_head(inputs, torch.float64).loss
+            megatron_fused_ce.enable(config)
+            on = build(Model(), rank)
+            loss = forward(on, rank, True)
+            difference = (loss - expected).abs().max()
+            assert difference < 2e-5 * expected.abs().max(), (options, difference)
+            assert (loss[labels.to(rank.device) == 7] == 0).all()
+            on.output_layer.register_forward_hook(lambda *a: None)
+            with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
+                forward(on, rank, True)
+            forward(on, rank, False)  # logits for inference are no loss
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    "megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test"
+                )
+                with pytest.raises(ValueError, match=r"ignore_index.*a test"):
+                    build(Model(), rank)
+        megatron_fused_ce.disable()
+        with pytest.raises(ValueError, match="takes the vocabulary size from Megatron's tokenizer"):
+            arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
+
+
 CASES = {
+    "options of the loss": loss_options,
     "start-up line": start_up_line,
     "checkpoint moves between flag off and on": checkpoint_moves,
     "other uses get real logits": other_uses_get_real_logits,
