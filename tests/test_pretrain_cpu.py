@@ -134,6 +134,61 @@ def test_pretrain_gpt_eager_stops_at_a_wrong_loss(harness, tmp_path, checkout, u
         assert "UpstreamMismatch" not in output
 
 
+def exact_losses(harness, checkout, tmp_path, *flags):
+    """Losses of two iterations of the plain case, and what the launch printed."""
+    case = harness.cpu_case(harness.Checkout.at(checkout), "gpt", "plain")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(case.num_processes)),
+        *("-m", "megatron_fused_ce.testing.megatron_cpu", f"{checkout}/pretrain_gpt.py"),
+        *case.args,
+        *("--train-iters", "2", "--eval-iters", "0"),
+        *flags,
+    ]
+    folders = (checkout, str(REPOSITORY), os.environ.get("PYTHONPATH"))
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        # What --deterministic-mode asks of the environment.
+        "NCCL_ALGO": "Ring",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    run = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True
+    )
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output[-3000:]
+    found = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
+    return [json.loads(line.split("exact", 1)[1])["lm loss"] for line in found], output
+
+
+@needs_checkout
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_pretrain_gpt_with_options_of_the_loss(harness, tmp_path, checkout):
+    """127 words padded to 256 at TP 2: the second rank has no column of them."""
+    stock, _ = exact_losses(harness, checkout, tmp_path)
+    flag, _ = exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce")
+    assert flag == pytest.approx(stock, rel=1e-6) and len(stock) == 2
+    mode = "--deterministic-mode"
+    assert exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce", mode)[0] == flag
+    for strategy in ("store", "eager", "recompute"):
+        masked, output = exact_losses(
+            harness, checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
+            "--fused-ce-strategy", strategy,
+        )  # fmt: skip
+        assert "loss with true_vocab_size" in output
+        # Logits of an untrained model are nearly equal.
+        assert stock[0] - masked[0] == pytest.approx(math.log(256 / 127), abs=0.03)
+        assert masked[1] < masked[0]
+    all_of_them = "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5"
+    changed, output = exact_losses(
+        harness, checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split()
+    )
+    assert "loss with label_smoothing, z_loss, logit_softcap" in output
+    assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
+
+
 @pytest.mark.parametrize(
     ("version", "model", "case", "words"),
     [

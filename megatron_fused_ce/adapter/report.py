@@ -174,6 +174,8 @@ def _say_plan(
     rows, peak_bytes = layer.output_size_per_partition, chosen.predicted_peak_bytes
     full_bytes = tokens * rows * dtype.itemsize
     score += f" ({why_not_exp})" if why_not_exp else ""
+    if layer.fused_ce_config.loss_options:
+        score += f", loss with {layer.fused_ce_config.loss_options}"
     say(
         f"{before}strategy {chosen.strategy}{asked}, "
         f"{chosen.chunks_in_words} ({tokens} tokens, {rows} of {layer.output_size} vocabulary rows "
