@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +22,7 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from tests.test_op import STRATEGIES, run, weights_for
+from tests.test_row_kernels import without_interpreter
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -281,14 +278,6 @@ def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
 
 def test_hopper_form_compiles_without_a_gpu():
     """For sm_90 by the installed triton, whose Gluon is experimental: its names move."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, str(root / "tests" / "compile_hopper.py")],
-        env=environment | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = without_interpreter("compile_hopper.py")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("bytes of shared memory") == 4

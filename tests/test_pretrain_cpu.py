@@ -88,59 +88,13 @@ UNDER = {
 }
 
 
-@needs_checkout
-@pytest.mark.parametrize("wrong", [False, True], ids=["right loss", "wrong loss"])
-@pytest.mark.parametrize("under", UNDER)
-@pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_eager_stops_at_a_wrong_loss(harness, tmp_path, checkout, under, wrong):
-    """One token of pretrain_gpt.py's loss counts twice: no iteration ends."""
-    source = (Path(checkout) / "pretrain_gpt.py").read_text()
-    sum_of_losses = "torch.sum(losses * loss_mask)"
-    assert source.count(sum_of_losses) == 1
-    if wrong:
-        source = source.replace(sum_of_losses, f"{sum_of_losses} + losses[3]")
-    script = tmp_path / "pretrain_gpt.py"
-    script.write_text(source)
+def launch(harness, checkout, tmp_path, script, *flags):
+    """Two iterations of the plain case, TP 2, by ``script``."""
     case = harness.cpu_case(harness.Checkout.at(checkout), "gpt", "plain")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(case.num_processes)),
         *("-m", "megatron_fused_ce.testing.megatron_cpu", str(script)),
-        *case.args,
-        *UNDER[under].split(),
-        *("--train-iters", "2", "--eval-iters", "0"),
-        *EAGER.split(),
-    ]
-    folders = (checkout, str(REPOSITORY), os.environ.get("PYTHONPATH"))
-    run = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
-    output = run.stdout + run.stderr
-    iterations = output.count("[megatron_cpu] exact")
-    if wrong:
-        assert run.returncode != 0 and iterations == 0
-        assert "UpstreamMismatch" in output and "--fused-ce-strategy store or recompute" in output
-    else:
-        assert run.returncode == 0 and iterations == 2, output[-3000:]
-        assert "UpstreamMismatch" not in output
-
-
-def exact_losses(harness, checkout, tmp_path, *flags):
-    """Losses of two iterations of the plain case, and what the launch printed."""
-    case = harness.cpu_case(harness.Checkout.at(checkout), "gpt", "plain")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(case.num_processes)),
-        *("-m", "megatron_fused_ce.testing.megatron_cpu", f"{checkout}/pretrain_gpt.py"),
         *case.args,
         *("--train-iters", "2", "--eval-iters", "0"),
         *flags,
@@ -154,9 +108,38 @@ def exact_losses(harness, checkout, tmp_path, *flags):
         "NCCL_ALGO": "Ring",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    run = subprocess.run(
+    return subprocess.run(
         command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True
     )
+
+
+@needs_checkout
+@pytest.mark.parametrize("wrong", [False, True], ids=["right loss", "wrong loss"])
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_pretrain_gpt_eager_stops_at_a_wrong_loss(harness, tmp_path, checkout, under, wrong):
+    """One token of pretrain_gpt.py's loss counts twice: no iteration ends."""
+    source = (Path(checkout) / "pretrain_gpt.py").read_text()
+    sum_of_losses = "torch.sum(losses * loss_mask)"
+    assert source.count(sum_of_losses) == 1
+    if wrong:
+        source = source.replace(sum_of_losses, f"{sum_of_losses} + losses[3]")
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(source)
+    run = launch(harness, checkout, tmp_path, script, *UNDER[under].split(), *EAGER.split())
+    output = run.stdout + run.stderr
+    iterations = output.count("[megatron_cpu] exact")
+    if wrong:
+        assert run.returncode != 0 and iterations == 0
+        assert "UpstreamMismatch" in output and "--fused-ce-strategy store or recompute" in output
+    else:
+        assert run.returncode == 0 and iterations == 2, output[-3000:]
+        assert "UpstreamMismatch" not in output
+
+
+def exact_losses(harness, checkout, tmp_path, *flags):
+    """Losses of two iterations of the plain case, and what the launch printed."""
+    run = launch(harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-3000:]
     found = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
