@@ -110,8 +110,8 @@ def _row_gradients_kernel(
     out_ptr,  # [C, V], may be logits_ptr
     label_ptr,  # [C] int64
     max_ptr,  # [C] fp32
-    scale_ptr,  # [C] fp32: loss_form.GradientTerms, and at_label_ptr
-    at_label_ptr,  # [C] fp32
+    scale_ptr,  # [C] fp32: loss_form.GradientTerms, and deficit_ptr
+    deficit_ptr,  # [C] fp32
     factor_ptr,  # [C] fp32
     share_ptr,  # [] fp32: sigma / K
     inside_ptr,  # [1] int64: columns that take part
@@ -132,7 +132,7 @@ def _row_gradients_kernel(
     label = tl.load(label_ptr + row)
     row_max = tl.load(max_ptr + row)
     scale = tl.load(scale_ptr + row)
-    at_label = tl.load(at_label_ptr + row)
+    deficit = tl.load(deficit_ptr + row)
     factor = tl.load(factor_ptr + row)
     z = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     z = z * logit_scale
@@ -142,7 +142,7 @@ def _row_gradients_kernel(
     gradient = tl.exp(z - row_max) * scale
     if WITH_SHARE:
         gradient -= tl.load(share_ptr)
-    gradient = factor * tl.where(columns == label, at_label, gradient)
+    gradient = factor * tl.where(columns == label, -deficit, gradient)
     if SOFTCAP:
         gradient *= slope
     if MASKED:
@@ -199,7 +199,7 @@ def row_gradients(
 ) -> Tensor:
     """``out = row_factor * d loss / d z``, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
-    row_max, scale, at_label = form.gradient_terms(terms)
+    row_max, scale, deficit = form.gradient_terms(terms)
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_columns))
     _row_gradients_kernel[(num_rows, triton.cdiv(num_columns, block))](
         logits_ptr=logits,
@@ -207,7 +207,7 @@ def row_gradients(
         label_ptr=local_labels,
         max_ptr=row_max,
         scale_ptr=scale,
-        at_label_ptr=at_label,
+        deficit_ptr=deficit,
         factor_ptr=row_factor,
         share_ptr=row_factor if form.share is None else form.share,
         inside_ptr=local_labels if form.num_columns is None else form.num_columns,

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 class GradientTerms(NamedTuple):
     """What the gradient of a token's logits needs, fp32 ``[C]``.
 
-    ``d loss / d s_j = exp(s_j - row_max) * scale - share``, and ``at_label`` at the label.
+    ``d loss / d s_j = exp(s_j - row_max) * scale - share``, and ``-deficit`` at the label. Without options
+    they are the :class:`TokenTerms` themselves.
     """
 
     row_max: Tensor
     scale: Tensor
-    at_label: Tensor
+    deficit: Tensor
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,9 @@ class LossForm:
     softcap: float | None = None
     sigma: Tensor | None = None  # fp32 [], None without smoothing
     num_classes: Tensor | None = None  # fp32 [], K; with smoothing
+    share: Tensor | None = None  # fp32 [], sigma / K; with smoothing
     #: int64 [1]: columns of this shard that take part, None for all
     num_columns: Tensor | None = None
-
-    @property
-    def share(self) -> Tensor | None:
-        """``sigma / K``, fp32 []."""
-        if self.sigma is None or self.num_classes is None:
-            return None
-        return self.sigma / self.num_classes
 
     @staticmethod
     def of(
@@ -68,7 +63,7 @@ class LossForm:
 
         Collectives: with label smoothing and no ``true_vocab_size`` one all-reduce of a float (R > 1).
         """
-        sigma = num_classes = num_columns = None
+        sigma = num_classes = share = num_columns = None
         if config.true_vocab_size is not None:
             inside = config.true_vocab_size - first_id
             if not isinstance(inside, Tensor):
@@ -82,7 +77,8 @@ class LossForm:
             sigma = torch.full((), config.label_smoothing, device=device)
             if config.label_smoothing_form == "megatron":
                 sigma = sigma * num_classes / (num_classes - 1)
-        return LossForm(config.z_loss, config.logit_softcap, sigma, num_classes, num_columns)
+            share = sigma / num_classes
+        return LossForm(config.z_loss, config.logit_softcap, sigma, num_classes, share, num_columns)
 
     def finish(self, merged: Merged) -> Merged:
         """``merged`` with the loss in this form."""
@@ -99,15 +95,15 @@ class LossForm:
         return merged._replace(loss=loss)
 
     def gradient_terms(self, terms: TokenTerms) -> GradientTerms:
-        """``at_label`` from ``miss`` and not from ``p - 1``: nothing cancels for a confident token."""
-        row_max, scale, at_label = terms.row_max, terms.inv_sum, -terms.miss
+        """``deficit`` from ``miss`` and not from ``1 - p``: nothing cancels for a confident token."""
+        row_max, scale, deficit = terms.row_max, terms.inv_sum, terms.miss
         if self.z_loss:
             more = 2 * self.z_loss * (row_max - terms.inv_sum.log())
             scale = scale * (1 + more)
-            at_label = at_label + more * (1 - terms.miss)
+            deficit = deficit - more * (1 - terms.miss)
         if self.sigma is not None and self.share is not None:
-            at_label = at_label + (self.sigma - self.share)
-        return GradientTerms(row_max, scale, at_label)
+            deficit = deficit - (self.sigma - self.share)
+        return GradientTerms(row_max, scale, deficit)
 
 
 PLAIN = LossForm()

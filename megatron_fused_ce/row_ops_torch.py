@@ -28,6 +28,13 @@ def _scaled(logits: Tensor, logit_scale: float, form: LossForm) -> Tensor:
     return z
 
 
+def _masked(logits: Tensor, form: LossForm) -> Tensor | None:
+    """Which columns take no part, bool ``[V]``; None where all do."""
+    if form.num_columns is None:
+        return None
+    return torch.arange(logits.shape[1], device=logits.device) >= form.num_columns
+
+
 def row_statistics(
     logits: Tensor,  # [C, V]
     local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
@@ -40,15 +47,14 @@ def row_statistics(
     shard = logits.new_empty((4, num_rows), dtype=torch.float32)
     argmax = torch.empty_like(local_labels) if with_argmax else None
     logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
+    masked = _masked(logits, form)
     for rows in _row_blocks(num_rows, num_columns):
         z = _scaled(logits[rows], logit_scale, form)
-        if form.num_columns is not None:
-            masked = torch.arange(num_columns, device=z.device) >= form.num_columns
-            if logit_sum is not None:
-                logit_sum[rows] = z.masked_fill(masked, 0.0).sum(dim=-1)
+        if logit_sum is not None:
+            taking_part = z if masked is None else z.masked_fill(masked, 0.0)
+            logit_sum[rows] = taking_part.sum(dim=-1)
+        if masked is not None:
             z.masked_fill_(masked, -torch.inf)
-        elif logit_sum is not None:
-            logit_sum[rows] = z.sum(dim=-1)
         block_max, block_argmax = z.max(dim=-1)
         labels = local_labels[rows]
         here = (labels >= 0) & (labels < num_columns)
@@ -75,7 +81,8 @@ def row_gradients(
 ) -> Tensor:
     """``out = row_factor * d loss / d z``, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
-    row_max, scale, label_entry = form.gradient_terms(terms)
+    row_max, scale, deficit = form.gradient_terms(terms)
+    masked = _masked(logits, form)
     for rows in _row_blocks(num_rows, num_columns):
         slope = None
         if form.softcap is not None:
@@ -92,12 +99,11 @@ def row_gradients(
         e.mul_(scale[rows].unsqueeze(-1))
         if form.share is not None:
             e.sub_(form.share)
-        at_label = torch.where(here, label_entry[rows], e.gather(-1, column).squeeze(-1))
+        at_label = torch.where(here, -deficit[rows], e.gather(-1, column).squeeze(-1))
         e.scatter_(-1, column, at_label.unsqueeze(-1))
         if slope is not None:
             e.mul_(slope)
-        if form.num_columns is not None:
-            masked = torch.arange(num_columns, device=e.device) >= form.num_columns
+        if masked is not None:
             e.masked_fill_(masked, 0.0)
         out[rows] = e.mul_(factor)
     return out
