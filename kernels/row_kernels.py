@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce.loss_form import PLAIN, LossForm
-from megatron_fused_ce.row_ops import NOT_HERE, RowStatistics, TokenTerms
+from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTargets
+from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
 
 #: Columns that one program of a kernel holds in registers at a time, and its warps.
 STATISTICS_BLOCK = 4096
@@ -40,21 +40,59 @@ def _tanh(x):
 
 
 @triton.jit
+def _targets(
+    row_ptr,
+    target_id_ptr,  # [k, C] int64
+    target_prob_ptr,  # [k, C] fp32
+    row,
+    num_rows,
+    num_columns,
+    num_targets,
+    logit_scale,
+    softcap,
+    first,
+    last,
+    TARGETS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """A row's soft targets in columns ``first`` to ``last``: id (-1: not there), share (0), logit."""
+    k = tl.arange(0, TARGETS)
+    at = k.to(tl.int64) * num_rows + row
+    real = k < num_targets
+    ids = tl.load(target_id_ptr + at, mask=real, other=-1)
+    here = (ids >= first) & (ids < last) & (ids < num_columns)
+    ids = tl.where(here, ids, -1)
+    probs = tl.load(target_prob_ptr + at, mask=here, other=0.0)
+    z = tl.load(row_ptr + ids, mask=here, other=0.0).to(tl.float32) * logit_scale
+    if SOFTCAP:
+        bent, _ = _tanh(z / softcap)
+        z = softcap * bent
+    return ids, probs, z
+
+
+@triton.jit
 def _row_statistics_kernel(
     logits_ptr,  # [C, V]
     label_ptr,  # [C] int64
     shard_ptr,  # [4, C] fp32, out: row_ops.RowStatistics.shard
     argmax_ptr,  # [C] int64
     sum_ptr,  # [C] fp32, out: sum of the logits
+    weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of row_ops.Further
+    target_id_ptr,  # [k, C] int64
+    target_prob_ptr,  # [k, C] fp32
+    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of row_ops.Further
     inside_ptr,  # [1] int64: columns that take part
     row_stride,
     num_rows,
     num_columns,
+    num_targets,
     logit_scale,
     softcap,
     BLOCK: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WITH_SUM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
@@ -66,6 +104,7 @@ def _row_statistics_kernel(
     running_sum = tl.full((), 0.0, tl.float32)
     best = tl.full((), 0, tl.int64)
     logit_sum = tl.full((), 0.0, tl.float32)
+    weighted = tl.full((), 0.0, tl.float32)
     if MASKED:
         num_columns = tl.load(inside_ptr)
     for start in range(0, num_columns, BLOCK):
@@ -87,7 +126,13 @@ def _row_statistics_kernel(
         # A row that has only seen -inf keeps the reference 0, so that nothing becomes NaN.
         reference = tl.where(new_max == float("-inf"), 0.0, new_max)
         e = tl.where(inside & (columns != label), tl.exp(z - reference), 0.0)
-        running_sum = running_sum * tl.exp(running_max - reference) + tl.sum(e, axis=0)
+        shift = running_max - reference
+        if WEIGHTED:
+            # -inf times 0 on the first block and where a logit is -inf.
+            moved = tl.where(running_sum == 0.0, 0.0, weighted + running_sum * shift)
+            weighted = moved * tl.exp(shift)
+            weighted += tl.sum(tl.where(e == 0.0, 0.0, e * (z - reference)), axis=0)
+        running_sum = running_sum * tl.exp(shift) + tl.sum(e, axis=0)
         running_max = new_max
     here = (label >= 0) & (label < num_columns)
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
@@ -96,6 +141,16 @@ def _row_statistics_kernel(
         label_logit = softcap * bent_label
     if WITH_SUM:
         tl.store(sum_ptr + row, logit_sum)
+    if WEIGHTED:
+        tl.store(weighted_ptr + row, weighted)
+    if TARGETS > 0:
+        _, probs, t = _targets(
+            row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, num_columns, num_targets,
+            logit_scale, softcap, 0, num_columns, TARGETS, SOFTCAP,
+        )  # fmt: skip
+        t = t - tl.where(running_max == float("-inf"), 0.0, running_max)
+        tl.store(target_out_ptr + row, tl.sum(tl.where(probs == 0.0, 0.0, probs * t), axis=0))
+        tl.store(target_out_ptr + num_rows + row, tl.sum(probs, axis=0))
     tl.store(shard_ptr + row, running_max)
     tl.store(shard_ptr + num_rows + row, running_max)
     tl.store(shard_ptr + 2 * num_rows + row, running_sum)
@@ -109,49 +164,88 @@ def _row_gradients_kernel(
     logits_ptr,  # [C, V]
     out_ptr,  # [C, V], may be logits_ptr
     label_ptr,  # [C] int64
-    max_ptr,  # [C] fp32
-    scale_ptr,  # [C] fp32: loss_form.GradientTerms, and deficit_ptr
-    deficit_ptr,  # [C] fp32
-    factor_ptr,  # [C] fp32
-    share_ptr,  # [] fp32: sigma / K
+    max_ptr,  # [C] fp32: loss_form.GradientTerms, and the next four
+    scale_ptr,
+    deficit_ptr,
+    factor_ptr,
+    slope_ptr,
+    share_ptr,  # [C] or [] fp32
+    target_id_ptr,  # [k, C] int64
+    target_prob_ptr,  # [k, C] fp32
     inside_ptr,  # [1] int64: columns that take part
     row_stride,
     out_row_stride,
+    share_stride,
+    num_rows,
     num_columns,
+    num_targets,
     logit_scale,
     softcap,
     BLOCK: tl.constexpr,
+    WITH_SLOPE: tl.constexpr,
     WITH_SHARE: tl.constexpr,
+    TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """One program per row and block of columns; each element is read once, then written."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(1) * BLOCK
+    columns = start + tl.arange(0, BLOCK)
     inside = columns < num_columns
+    row_ptr = logits_ptr + row * row_stride
+    out_row_ptr = out_ptr + row * out_row_stride
     label = tl.load(label_ptr + row)
     row_max = tl.load(max_ptr + row)
     scale = tl.load(scale_ptr + row)
     deficit = tl.load(deficit_ptr + row)
     factor = tl.load(factor_ptr + row)
-    z = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     z = z * logit_scale
     if SOFTCAP:
-        bent, slope = _tanh(z / softcap)
+        bent, bend = _tanh(z / softcap)
         z = softcap * bent
-    gradient = tl.exp(z - row_max) * scale
+    e = tl.exp(z - row_max)
+    if WITH_SLOPE:
+        slope = tl.load(slope_ptr + row)
+        gradient = tl.where(e == 0.0, 0.0, e * (scale + slope * (z - row_max)))
+    else:
+        gradient = e * scale
     if WITH_SHARE:
-        gradient -= tl.load(share_ptr)
+        gradient -= tl.load(share_ptr + row * share_stride)
     gradient = factor * tl.where(columns == label, -deficit, gradient)
     if SOFTCAP:
-        gradient *= slope
+        gradient *= bend
+    taking_part = num_columns
     if MASKED:
-        gradient = tl.where(columns < tl.load(inside_ptr), gradient, 0.0)
-    tl.store(
-        out_ptr + row * out_row_stride + columns,
-        gradient.to(out_ptr.dtype.element_ty),
-        mask=inside,
-    )
+        taking_part = tl.load(inside_ptr)
+        gradient = tl.where(columns < taking_part, gradient, 0.0)
+    if TARGETS > 0:
+        ids, probs, t = _targets(
+            row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, taking_part, num_targets,
+            logit_scale, 1.0, start, start + BLOCK, TARGETS, False,
+        )  # fmt: skip
+        if SOFTCAP:
+            bent_target, bend_target = _tanh(t / softcap)
+            t = softcap * bent_target
+        at_target = factor * (tl.exp(t - row_max) * scale - probs)
+        if SOFTCAP:
+            at_target *= bend_target
+        # Logits and gradients may share their memory: all are read before one is written, and the block
+        # before its targets' entries.
+        tl.debug_barrier()
+    tl.store(out_row_ptr + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
+    if TARGETS > 0:
+        tl.debug_barrier()
+        tl.store(out_row_ptr + ids, at_target.to(out_ptr.dtype.element_ty), mask=ids >= 0)
+
+
+def _num_targets(targets: SoftTargets | None) -> tuple[int, int]:
+    """``k`` and the power of two that holds it; zeros for none."""
+    if targets is None:
+        return 0, 0
+    k = targets.ids.shape[0]
+    return k, triton.next_power_of_2(k)
 
 
 def row_statistics(
@@ -160,64 +254,84 @@ def row_statistics(
     logit_scale: float,
     with_argmax: bool = False,
     form: LossForm = PLAIN,
+    targets: SoftTargets | None = None,
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit (fp32)."""
     num_rows, num_columns = logits.shape
     shard = torch.empty((4, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty_like(local_labels) if with_argmax else None
     logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
+    weighted = torch.empty_like(shard[0]) if form.weighs_logits else None
+    num_targets, padded_targets = _num_targets(targets)
+    of_targets = (None, None) if targets is None else torch.empty_like(shard[:2])
     _row_statistics_kernel[(num_rows,)](
         logits_ptr=logits,
         label_ptr=local_labels,
         shard_ptr=shard,
         argmax_ptr=local_labels if argmax is None else argmax,
         sum_ptr=shard if logit_sum is None else logit_sum,
+        weighted_ptr=shard if weighted is None else weighted,
+        target_id_ptr=local_labels if targets is None else targets.ids,
+        target_prob_ptr=shard if targets is None else targets.probs,
+        target_out_ptr=shard if targets is None else of_targets,
         inside_ptr=local_labels if form.num_columns is None else form.num_columns,
         row_stride=logits.stride(0),
         num_rows=num_rows,
         num_columns=num_columns,
+        num_targets=num_targets,
         logit_scale=logit_scale,
         softcap=form.softcap or 1.0,
         BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_columns)),
         WITH_ARGMAX=with_argmax,
         WITH_SUM=logit_sum is not None,
+        WEIGHTED=weighted is not None,
+        TARGETS=padded_targets,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,
         num_warps=STATISTICS_WARPS,
     )
-    return RowStatistics(shard, argmax, logit_sum)
+    return RowStatistics(shard, argmax, Further(logit_sum, weighted, *of_targets))
 
 
 def row_gradients(
     logits: Tensor,  # [C, V], unit column stride
     local_labels: Tensor,  # [C] int64
-    terms: TokenTerms,
-    row_factor: Tensor,  # [C] fp32: upstream gradient times logit_scale
+    terms: GradientTerms,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: LossForm = PLAIN,
+    targets: SoftTargets | None = None,
 ) -> Tensor:
-    """``out = row_factor * d loss / d z``, cast to the logits' dtype."""
+    """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
-    row_max, scale, deficit = form.gradient_terms(terms)
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_columns))
+    num_targets, padded_targets = _num_targets(targets)
+    unused = terms.factor
     _row_gradients_kernel[(num_rows, triton.cdiv(num_columns, block))](
         logits_ptr=logits,
         out_ptr=out,
         label_ptr=local_labels,
-        max_ptr=row_max,
-        scale_ptr=scale,
-        deficit_ptr=deficit,
-        factor_ptr=row_factor,
-        share_ptr=row_factor if form.share is None else form.share,
+        max_ptr=terms.row_max,
+        scale_ptr=terms.scale,
+        deficit_ptr=terms.deficit,
+        factor_ptr=terms.factor,
+        slope_ptr=unused if terms.slope is None else terms.slope,
+        share_ptr=unused if terms.share is None else terms.share,
+        target_id_ptr=local_labels if targets is None else targets.ids,
+        target_prob_ptr=unused if targets is None else targets.probs,
         inside_ptr=local_labels if form.num_columns is None else form.num_columns,
         row_stride=logits.stride(0),
         out_row_stride=out.stride(0),
+        share_stride=0 if terms.share is None else terms.share.dim(),
+        num_rows=num_rows,
         num_columns=num_columns,
+        num_targets=num_targets,
         logit_scale=logit_scale,
         softcap=form.softcap or 1.0,
         BLOCK=block,
-        WITH_SHARE=form.share is not None,
+        WITH_SLOPE=terms.slope is not None,
+        WITH_SHARE=terms.share is not None,
+        TARGETS=padded_targets,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,
         num_warps=GRADIENT_WARPS,

@@ -1,6 +1,6 @@
 """The ``[C]``-sized maths of row_ops in one launch each, instead of some eight elementwise ones.
 
-16 bytes read of each shard and 20 written a token: 0.7 MB at ``C = 8192`` and 4 shards, all launch
+16 bytes read of each shard and 24 written a token: 0.7 MB at ``C = 8192`` and 4 shards, all launch
 latency. Predicted: 2 us each where the elementwise launches took 30 us a chunk together (docs/design.md
 has the profile).
 """
@@ -66,6 +66,8 @@ def _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, insi
     tl.store(saved_ptr + rows, row_max, mask=inside)
     tl.store(saved_ptr + num_rows + rows, 1.0 / total, mask=inside)
     tl.store(saved_ptr + 2 * num_rows + rows, others / total, mask=inside)
+    known = (label > 0) | (shifted != 0)
+    tl.store(saved_ptr + 3 * num_rows + rows, tl.where(known, shifted, _NOT_HERE), mask=inside)
 
 
 @triton.jit
@@ -73,7 +75,7 @@ def _token_loss_kernel(
     row_max_ptr,  # [C] fp32
     terms_ptr,  # [3, C] fp32, summed over the shards
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [3, C] fp32, out: row_ops.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
     num_rows,
     BLOCK: tl.constexpr,
 ):
@@ -96,7 +98,7 @@ def _larger(a, b):
 def _merge_shards_kernel(
     shards_ptr,  # [R, 4, C] fp32
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [3, C] fp32, out: row_ops.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
     reference_ptr,  # [C] fp32, out
     num_shards,
     num_rows,
@@ -142,10 +144,10 @@ def token_loss(
     terms: Tensor,  # [3, C] fp32, summed over the shards
     global_max: Tensor,  # [C] fp32
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.row_ops.token_loss`: loss ``[C]`` and its terms ``[3, C]``, fp32."""
+    """:func:`.row_ops.token_loss`: loss ``[C]`` and its terms ``[4, C]``, fp32."""
     num_rows = global_max.shape[0]
     loss = torch.empty_like(global_max)
-    saved = torch.empty_like(terms)
+    saved = terms.new_empty((4, num_rows))
     _token_loss_kernel[(triton.cdiv(num_rows, BLOCK),)](
         global_max, terms, loss, saved, num_rows, BLOCK=BLOCK
     )
@@ -156,7 +158,7 @@ def merge_shards(shards: Tensor) -> Merged:
     """:func:`.row_ops.merge_shards` of ``[R, 4, C]`` fp32, contiguous."""
     num_shards, _, num_rows = shards.shape
     loss = torch.empty(num_rows, dtype=torch.float32, device=shards.device)
-    saved = loss.new_empty((3, num_rows))
+    saved = loss.new_empty((4, num_rows))
     reference = torch.empty_like(loss)
     _merge_shards_kernel[(triton.cdiv(num_rows, BLOCK),)](
         shards, loss, saved, reference, num_shards, num_rows, BLOCK=BLOCK

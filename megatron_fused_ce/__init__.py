@@ -27,7 +27,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
-    from megatron_fused_ce.op import fused_linear_cross_entropy
+    from megatron_fused_ce.op import (
+        fused_linear_cross_entropy,
+        fused_linear_distillation,
+        fused_linear_token_outputs,
+    )
+    from megatron_fused_ce.token_outputs import TokenOutputs
     from megatron_fused_ce.upstream_guard import UpstreamMismatch
 
 __version__ = "0.1.0"
@@ -35,11 +40,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Counters",
     "FusedCEConfig",
+    "TokenOutputs",
     "UpstreamMismatch",
     "counters",
     "disable",
     "enable",
     "fused_linear_cross_entropy",
+    "fused_linear_distillation",
+    "fused_linear_token_outputs",
 ]
 
 _HOMES = {
@@ -49,7 +57,10 @@ _HOMES = {
     "enable": "adapter.switch",
     "FusedCEConfig": "config",
     "UpstreamMismatch": "upstream_guard",
+    "TokenOutputs": "token_outputs",
     "fused_linear_cross_entropy": "op",
+    "fused_linear_distillation": "op",
+    "fused_linear_token_outputs": "op",
 }
 
 

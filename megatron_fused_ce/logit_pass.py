@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import row_ops, row_ops_torch
-from megatron_fused_ce.loss_form import PLAIN, LossForm
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.loss_form import PLAIN, LossForm, SoftTargets
 from megatron_fused_ce.row_ops import LOG2_E, Merged, RowStatistics, TileStatistics, TokenTerms
+from megatron_fused_ce.token_outputs import Upstream
 
 
 class ChunkInputs(NamedTuple):
@@ -36,6 +38,7 @@ class ChunkInputs(NamedTuple):
     logit_scale: float
     sample: Tensor | None = None  # [S, H]: some rows of the whole weight, for LogitPass.multiply
     form: LossForm = PLAIN
+    targets: SoftTargets | None = None  # in the labels' place
 
 
 class Scores(NamedTuple):
@@ -94,13 +97,13 @@ class LogitPass(Protocol):
         seal: Tensor | None,
         chunk: ChunkInputs,
         terms: TokenTerms,
-        factor: Tensor,  # [C] fp32: upstream gradient times logit_scale
+        upstream: Upstream,  # [C] fp32 each: upstream gradients times logit_scale
         out: Tensor | None,  # [C, V]; may be ``kept``
     ) -> Operand:
         """Gradients of the logits from what was kept."""
 
     def operand_again(
-        self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
+        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
     ) -> Operand:
         """Gradients of the logits from the product again, into ``out`` ``[C, V]``."""
 
@@ -127,7 +130,7 @@ class RowPass:
         torch.mm(chunk.tokens, chunk.weight.t(), out=out)
 
         def statistics() -> Scores:
-            args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form)
+            args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form, chunk.targets)
             return Scores(self.rows.row_statistics(out, *args))
 
         return statistics
@@ -144,21 +147,21 @@ class RowPass:
         seal: Tensor | None,
         chunk: ChunkInputs,
         terms: TokenTerms,
-        factor: Tensor,
+        upstream: Upstream,
         out: Tensor | None,
     ) -> Operand:
         assert out is not None
-        self.rows.row_gradients(
-            kept, chunk.labels, terms, factor, chunk.logit_scale, out=out, form=chunk.form
-        )
+        gradient = chunk.form.gradient_terms(terms, upstream)
+        scale, form, targets = chunk.logit_scale, chunk.form, chunk.targets
+        self.rows.row_gradients(kept, chunk.labels, gradient, scale, out, form, targets)
         return Operand(out, None)
 
     def operand_again(
-        self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
+        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
     ) -> Operand:
         assert chunk.tokens is not None
         torch.mm(chunk.tokens, chunk.weight.t(), out=out)
-        return self.operand_of_kept(out, None, chunk, terms, factor, out)
+        return self.operand_of_kept(out, None, chunk, terms, upstream, out)
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class ExpPass:
     def multiply(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
     ) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample, _ = chunk
+        tokens, weight, labels, logit_scale, sample, *_ = chunk
         assert sample is not None
         exp_rows = _exp_rows()
         num_columns = weight.shape[0]
@@ -218,16 +221,17 @@ class ExpPass:
         seal: Tensor | None,
         chunk: ChunkInputs,
         terms: TokenTerms,
-        factor: Tensor,
+        upstream: Upstream,
         out: Tensor | None,
     ) -> Operand:
         assert seal is not None
-        return Operand(kept, seal * factor)
+        return Operand(kept, seal * upstream.loss)
 
     def operand_again(
-        self, chunk: ChunkInputs, terms: TokenTerms, factor: Tensor, out: Tensor
+        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
     ) -> Operand:
         tokens, weight, labels, logit_scale, *_ = chunk
+        factor = upstream.loss
         self.product.gradient_product(
             tokens,
             weight,
@@ -297,6 +301,19 @@ def choose(
     if requested == "exp":
         raise ValueError(f"logit_pass='exp' cannot serve here: {reason}; use 'auto' or 'rows'")
     return row_pass(tokens.device, row_backend), reason
+
+
+def beyond_the_product(
+    config: FusedCEConfig, outputs: tuple[str, ...], differentiable: bool, soft: bool
+) -> str:
+    """What of a call the exponentiating product cannot make, for people; or empty."""
+    entropy = "entropy" in outputs
+    names = (
+        config.beyond_plain,
+        "outputs with gradients" if differentiable else "entropy" if entropy else "",
+        "a teacher's targets" if soft else "",
+    )
+    return ", ".join(filter(None, names))
 
 
 def why_not_exp(

@@ -8,34 +8,78 @@ With ``s = softcap(logit_scale * hidden @ weight.T)`` over the ``K`` columns tha
     d loss / d z_j = d loss / d s_j * (1 - (s_j / cap)**2)
 
 ``sigma`` is the label smoothing, times ``K / (K - 1)`` in Megatron's form. For a label outside the
-vocabulary the row maximum stands for ``s_y``, as it does without options. See docs/math.md.
+vocabulary the row maximum stands for ``s_y``, as it does without options. With soft targets ``q`` of mass
+``Q = sum q`` in the label's place::
+
+    loss       = Q * lse - sum q_i s_i + z_loss * lse**2
+    d loss / d s_j = (Q + 2 * z_loss * lse) * p_j - q_j
+
+and of the outputs beside the loss, with ``h = lse - sum p s`` the entropy::
+
+    d log p_y / d s_j = [j = y] - p_j      d lse / d s_j = p_j      d h / d s_j = -p_j * (log p_j + h)
+
+See docs/math.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.row_ops import Merged, TokenTerms
+from megatron_fused_ce.row_ops import NOT_HERE, Merged, TokenTerms
+from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 
 if TYPE_CHECKING:
     from megatron_fused_ce.vocab_parallel import VocabParallel
 
 
+class SoftTargets(NamedTuple):
+    """The ``k`` classes of each token that have a share of the target; no class twice."""
+
+    ids: Tensor  # int64 [k, C]: columns of this shard; anything else: not here
+    probs: Tensor  # fp32 [k, C]
+
+
+#: Elements of one temporary of :func:`merge_duplicates`.
+DUPLICATE_ELEMENTS = 1 << 22
+
+
+def merge_duplicates(ids: Tensor, log_probs: Tensor) -> SoftTargets:
+    """Shares of each class ``[k, T]``: those of one id added up at its first entry, the other entries gone.
+
+    Gone and negative ids are -1.
+    """
+    k, num_tokens = ids.shape
+    probs = torch.where(ids >= 0, log_probs.exp(), 0.0)
+    once, total = torch.full_like(ids, -1), torch.zeros_like(probs)
+    earlier = torch.ones(k, k, dtype=torch.bool, device=ids.device).tril(-1).unsqueeze(-1)
+    step = max(1, DUPLICATE_ELEMENTS // (k * k))
+    for start in range(0, num_tokens, step):
+        part = slice(start, start + step)
+        same = ids[:, None, part] == ids[None, :, part]
+        first = ~(same & earlier).any(dim=1) & (ids[:, part] >= 0)
+        once[:, part] = torch.where(first, ids[:, part], -1)
+        total[:, part] = torch.where(first, (same * probs[None, :, part]).sum(dim=1), 0.0)
+    return SoftTargets(once, total)
+
+
 class GradientTerms(NamedTuple):
     """What the gradient of a token's logits needs, fp32 ``[C]``.
 
-    ``d loss / d s_j = exp(s_j - row_max) * scale - share``, and ``-deficit`` at the label. Without options
-    they are the :class:`TokenTerms` themselves.
+    ``d / d s_j = factor * (exp(t_j) * (scale + slope * t_j) - share)`` with ``t_j = s_j - row_max``, and
+    ``-factor * deficit`` at the label. Plain, they are the :class:`TokenTerms` themselves.
     """
 
     row_max: Tensor
     scale: Tensor
     deficit: Tensor
+    factor: Tensor
+    slope: Tensor | None = None
+    share: Tensor | None = None  # or []
 
 
 @dataclass(frozen=True)
@@ -50,6 +94,12 @@ class LossForm:
     share: Tensor | None = None  # fp32 [], sigma / K; with smoothing
     #: int64 [1]: columns of this shard that take part, None for all
     num_columns: Tensor | None = None
+    #: outputs beside the loss, of token_outputs.OUTPUT_CHOICES
+    outputs: tuple[str, ...] = ()
+    #: whether these may get upstream gradients
+    differentiable: bool = False
+    #: whether soft targets stand in the labels' place
+    soft: bool = False
 
     @staticmethod
     def of(
@@ -58,10 +108,12 @@ class LossForm:
         num_rows: int,
         first_id: int | Tensor,
         device: torch.device,
+        **asked: Any,
     ) -> LossForm:
         """The form that ``config`` asks for, for this rank's ``num_rows`` columns from ``first_id``.
 
-        Collectives: with label smoothing and no ``true_vocab_size`` one all-reduce of a float (R > 1).
+        ``asked`` are the fields that the config does not hold. Collectives: with label smoothing and no
+        ``true_vocab_size`` one all-reduce of a float (R > 1).
         """
         sigma = num_classes = share = num_columns = None
         if config.true_vocab_size is not None:
@@ -78,32 +130,100 @@ class LossForm:
             if config.label_smoothing_form == "megatron":
                 sigma = sigma * num_classes / (num_classes - 1)
             share = sigma / num_classes
-        return LossForm(config.z_loss, config.logit_softcap, sigma, num_classes, share, num_columns)
+        return LossForm(
+            config.z_loss, config.logit_softcap, sigma, num_classes, share, num_columns, **asked
+        )
 
-    def finish(self, merged: Merged) -> Merged:
-        """``merged`` with the loss in this form."""
-        if self.sigma is None and not self.z_loss:
-            return merged
-        loss, terms = merged.loss, TokenTerms(*merged.terms)
-        lse = terms.row_max - terms.inv_sum.log()
+    @property
+    def weighs_logits(self) -> bool:
+        """Whether an output needs the sum of the exponentials times their logits."""
+        return "entropy" in self.outputs
+
+    @property
+    def kept_terms(self) -> tuple[str, ...]:
+        """Which of :class:`TokenTerms` wait for the backward."""
+        more = ("label_shift",) if self.differentiable else ()
+        return ("row_max", "inv_sum", "miss", *more, *(("mass",) if self.soft else ()))
+
+    def terms(self, merged: Merged) -> TokenTerms:
+        """What the backward needs of a merged chunk."""
+        return TokenTerms(*merged.terms)._replace(mass=merged.further.target_mass)
+
+    def finish(self, merged: Merged) -> TokenOutputs:
+        """The loss in this form and what was asked for beside it, fp32 ``[C]``."""
+        terms, further = self.terms(merged), merged.further
+        if self.sigma is None and not self.z_loss and not self.outputs and not self.soft:
+            return TokenOutputs(merged.loss)
+        assert terms.label_shift is not None
+        known = terms.label_shift != NOT_HERE
+        # log of the sum relative to the maximum, with the digits that a confident token's loss has.
+        log_sum = merged.loss + torch.where(known, terms.label_shift, 0.0)
+        lse = terms.row_max + log_sum
+        loss = merged.loss
+        if self.soft:
+            assert further.target_mass is not None and further.target_sum is not None
+            loss = further.target_mass * log_sum - further.target_sum
         if self.sigma is not None:
-            assert merged.logit_sum is not None and self.num_classes is not None
-            mean = merged.logit_sum / self.num_classes
+            assert further.logit_sum is not None and self.num_classes is not None
+            mean = further.logit_sum / self.num_classes
             loss = (1 - self.sigma) * loss + self.sigma * (lse - mean)
         if self.z_loss:
             loss = loss + self.z_loss * lse * lse
-        return merged._replace(loss=loss)
+        entropy = predicted = None
+        if further.weighted is not None:
+            own = torch.exp(terms.label_shift) * terms.label_shift
+            own = torch.where(known & (own < 0), own, 0.0)  # exp(-inf) * -inf is 0 too
+            entropy = log_sum - (further.weighted + own) * terms.inv_sum
+        if further.best is not None:
+            predicted = torch.where(torch.isfinite(further.best), further.best, -1.0).long()
+        wanted = self.outputs
+        return TokenOutputs(
+            loss,
+            log_prob=-merged.loss if "log_prob" in wanted else None,
+            lse=lse if "lse" in wanted else None,
+            entropy=entropy,
+            predicted=predicted,
+            correct=(terms.label_shift == 0) if "correct" in wanted else None,
+        )
 
-    def gradient_terms(self, terms: TokenTerms) -> GradientTerms:
-        """``deficit`` from ``miss`` and not from ``1 - p``: nothing cancels for a confident token."""
+    def gradient_terms(self, terms: TokenTerms, upstream: Upstream) -> GradientTerms:
+        """``deficit`` from ``miss`` and not from ``1 - p``: nothing cancels for a confident token.
+
+        Args:
+            upstream: of a chunk, each times what every gradient is multiplied by.
+        """
         row_max, scale, deficit = terms.row_max, terms.inv_sum, terms.miss
+        if terms.mass is not None:
+            scale = scale * terms.mass
         if self.z_loss:
             more = 2 * self.z_loss * (row_max - terms.inv_sum.log())
-            scale = scale * (1 + more)
+            scale = scale + terms.inv_sum * more
             deficit = deficit - more * (1 - terms.miss)
         if self.sigma is not None and self.share is not None:
             deficit = deficit - (self.sigma - self.share)
-        return GradientTerms(row_max, scale, deficit)
+        plain = GradientTerms(row_max, scale, deficit, upstream.loss, share=self.share)
+        return self._with_outputs(plain, terms, upstream) if upstream.beside_the_loss else plain
+
+    @staticmethod
+    def _with_outputs(plain: GradientTerms, terms: TokenTerms, upstream: Upstream) -> GradientTerms:
+        """``plain`` times its upstream gradient, and the other outputs' gradients added to it."""
+        loss, log_prob, lse, entropy, made_entropy = upstream
+        scale, deficit = plain.scale * loss, plain.deficit * loss
+        assert terms.label_shift is not None
+        p_label = torch.exp(terms.label_shift) * terms.inv_sum
+        slope = None
+        if log_prob is not None:
+            scale, deficit = scale - terms.inv_sum * log_prob, deficit - terms.miss * log_prob
+        if lse is not None:
+            scale, deficit = scale + terms.inv_sum * lse, deficit - p_label * lse
+        if entropy is not None and made_entropy is not None:
+            log_inv = terms.inv_sum.log()
+            slope = -terms.inv_sum * entropy
+            scale = scale + slope * (log_inv + made_entropy)
+            pull = p_label * (terms.label_shift + log_inv + made_entropy)
+            deficit = deficit + entropy * torch.where(p_label > 0, pull, 0.0)
+        share = None if plain.share is None else plain.share * loss
+        return GradientTerms(plain.row_max, scale, deficit, torch.ones_like(loss), slope, share)
 
 
 PLAIN = LossForm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,27 +22,40 @@ from megatron_fused_ce.config import (
 )
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
 from megatron_fused_ce.logit_pass import LogitPass
-from megatron_fused_ce.loss_form import LossForm
+from megatron_fused_ce.loss_form import LossForm, SoftTargets, merge_duplicates
 from megatron_fused_ce.pipeline import Head
 from megatron_fused_ce.strategies import (
     RECOMPUTE,
     KeptChunk,
     Needs,
     Strategy,
+    Targets,
     Waiting,
     strategy_of,
 )
-from megatron_fused_ce.validation import check_call
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES, TokenOutputs, Upstream
+from megatron_fused_ce.validation import check_asked, check_call
 from megatron_fused_ce.vocab_parallel import VocabParallel, agree, largest_shard
+
+
+class TeacherTargets(NamedTuple):
+    """The ``k`` classes a teacher found likely, of each token: ``[b, s, k]`` or ``[T, k]``."""
+
+    ids: Tensor  # int64 or int32, global ids; those outside the vocabulary count for nothing
+    log_probs: Tensor  # float
 
 
 class HeadOutputs(NamedTuple):
     """Results of :func:`linear_cross_entropy`."""
 
-    loss: Tensor  # fp32, the labels' shape
+    outputs: TokenOutputs  # the labels' shape
     local_max: Tensor | None  # fp32 [T] in token order (s-major): this shard's largest logit
     local_argmax: Tensor | None  # int64 [T]: its row in this shard
     plan: planner.Plan  # what was chosen for this call
+
+    @property
+    def loss(self) -> Tensor:
+        return self.outputs.loss
 
 
 def fused_linear_cross_entropy(
@@ -102,7 +116,7 @@ def fused_linear_cross_entropy(
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
-    outputs: HeadOutputs = linear_cross_entropy(
+    head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
         labels,
@@ -112,7 +126,105 @@ def fused_linear_cross_entropy(
         vocab_start=vocab_start,
         config=config,
     )
-    return outputs.loss
+    return head.loss
+
+
+def fused_linear_token_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    outputs: Sequence[str],
+    *,
+    differentiable: bool = True,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    token_weights: Tensor | None = None,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> TokenOutputs:
+    """:func:`fused_linear_cross_entropy` and more about each token, without the logits.
+
+    Args:
+        outputs: names out of ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``; see
+            :class:`.TokenOutputs` for what they are, in the labels' shape.
+        differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
+            of its own. They then need the row kernels and a strategy other than ``eager``, which cannot
+            know those upstreams; without, every strategy and pass serves (``entropy`` needs the rows).
+
+    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
+    and ``predicted`` add a float a token to the merge of the statistics (``predicted`` with
+    ``merge="all_reduce"``: a MIN all-reduce ``[C]``).
+
+    Returns:
+        the loss and what was asked for; None for the rest.
+
+    Raises:
+        ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more; ``eager`` by name
+            with differentiable outputs.
+
+    Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
+    """
+    head: HeadOutputs = linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        token_weights=token_weights,
+        vocab_start=vocab_start,
+        config=config,
+        outputs=tuple(outputs),
+        differentiable=differentiable,
+    )
+    return head.outputs
+
+
+def fused_linear_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_ids: Tensor,
+    teacher_log_probs: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    token_weights: Tensor | None = None,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> Tensor:
+    """Per-token cross entropy ``-sum q log p`` against a teacher's ``k`` likeliest classes.
+
+    ``q = exp(teacher_log_probs)`` as given, ``p`` the student's probabilities over the whole vocabulary.
+    Entries with one id add up. Mass that ``q`` leaves over (``1 - sum q``, and entries of ids outside the
+    vocabulary) takes no part: the loss is ``(sum q) * lse - sum q s``, 0 for a token without any entry.
+    For the mean over the teacher's own top k hand in log-probabilities that sum up to 1.
+
+    Args:
+        teacher_ids: ``[b, s, k]`` (for ``hidden`` of three dimensions) or ``[T, k]``, int64 or int32, global
+            ids, the same on every rank. ``-1`` for entries that are not there.
+        teacher_log_probs: the same shape, float; no gradient flows into it.
+        config: as for :func:`fused_linear_cross_entropy`; label smoothing and ``ignore_index`` do not apply
+            and are refused.
+
+    The other arguments, errors and collectives: as there; the merge has two floats a token more.
+
+    Returns:
+        fp32 loss ``[b, s]`` or ``[T]``; differentiable in ``hidden`` and ``weight``.
+
+    Source: d loss / d s_j = (sum q) p_j - q_j; docs/math.md.
+    """
+    head: HeadOutputs = linear_cross_entropy(
+        hidden,
+        weight,
+        # No label is anywhere.
+        teacher_ids.new_full(teacher_ids.shape[:-1], -1, dtype=torch.int64),
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        token_weights=token_weights,
+        vocab_start=vocab_start,
+        config=config,
+        teacher=TeacherTargets(teacher_ids, teacher_log_probs),
+    )
+    return head.loss
 
 
 @torch.compiler.disable
@@ -126,13 +238,18 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
+    outputs: tuple[str, ...] = (),
+    differentiable: bool = False,
+    teacher: TeacherTargets | None = None,
     with_argmax: bool = False,
     open_grad_weight: OpenGradWeight = ReturnedGradWeight,
     uses_in_flight: int = 1,
 ) -> HeadOutputs:
-    """:func:`fused_linear_cross_entropy` with what the Megatron adapter needs beside it.
+    """:func:`fused_linear_cross_entropy` with all that the other functions and the Megatron adapter need.
 
     Args:
+        outputs, differentiable: see :func:`fused_linear_token_outputs`.
+        teacher: see :func:`fused_linear_distillation`; the labels are then outside the vocabulary.
         with_argmax: also give each token's largest logit in this shard and its row.
         open_grad_weight: where ``grad_weight`` ends (see :mod:`.grad_weight`).
         uses_in_flight: calls that wait for their backward together, for plans of memory.
@@ -143,10 +260,12 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     num_tokens, error = None, None
+    differentiable = differentiable and torch.is_grad_enabled() and bool(outputs)
     try:
         num_tokens = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
+        check_asked(config, weight, comm.size, outputs, differentiable, labels, teacher)
     except (TypeError, ValueError) as bad:
-        error = bad
+        num_tokens, error = None, bad
     vocab_range = (
         None if vocab_start is None or num_tokens is None else (vocab_start, weight.shape[0])
     )
@@ -160,7 +279,7 @@ def linear_cross_entropy(
                 flat,
                 weight,
                 config.logit_scale,
-                config.beyond_plain,
+                logit_pass.beyond_the_product(config, outputs, differentiable, teacher is not None),
             )
             _check_token_weights(config, token_weights, hidden, weight)
         except ValueError as bad:
@@ -168,6 +287,9 @@ def linear_cross_entropy(
     facts = _facts(
         num_tokens, hidden, weight, config, comm, vocab_start, logits, token_weights, uses_in_flight
     )
+    asked = sum(2**i for i, name in enumerate(OUTPUT_CHOICES) if name in outputs)
+    facts["outputs beside the loss"] = 2 * asked + differentiable if num_tokens is not None else 0
+    facts["teacher's classes"] = teacher.ids.shape[-1] if teacher and num_tokens is not None else 0
     num_rows = 0 if num_tokens is None else weight.shape[0]
     agree(comm.group, facts, vocab_range, num_rows, error, config.debug_checks)
     assert num_tokens is not None and logits is not None
@@ -181,7 +303,7 @@ def linear_cross_entropy(
             num_parts=comm.num_parts,
             tp_size=comm.size,
             end_point=kind_of(open_grad_weight) if weight.requires_grad else "none",
-            token_weights_known=token_weights is not None,
+            token_weights_known=token_weights is not None and not differentiable,
             logit_pass=logits.name,
             device=torch.cuda.get_device_name(hidden.device) if hidden.is_cuda else "cpu",
             uses_in_flight=uses_in_flight,
@@ -193,19 +315,23 @@ def linear_cross_entropy(
         first_id: int | Tensor = comm.vocab_start(weight.shape[0], hidden.device)
     else:
         first_id = vocab_start
-    in_token_order = labels if labels.dim() == 1 else labels.t()
-    ids = in_token_order.reshape(comm.num_parts, -1).to(torch.int64)
-    local_labels = ids - first_id
-    ignored = None
-    if config.true_vocab_size is not None:
-        # No shard has a label in the padding.
-        local_labels.masked_fill_(ids >= config.true_vocab_size, -1)
+    ids = _in_token_order(labels, labels.dim()).reshape(comm.num_parts, -1).to(torch.int64)
+    local_labels = _local(ids, first_id, config)
+    ignored = soft = None
+    if teacher is not None:
+        k = teacher.ids.shape[-1]
+        once = merge_duplicates(
+            _in_token_order(teacher.ids, labels.dim()).reshape(-1, k).t().to(torch.int64),
+            _in_token_order(teacher.log_probs.detach(), labels.dim()).reshape(-1, k).t().float(),
+        )
+        shape = (k, comm.num_parts, -1)
+        soft = SoftTargets(_local(once.ids, first_id, config).view(shape), once.probs.view(shape))
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local_labels.masked_fill_(ignored, -1)
     weights = None
     if token_weights is not None and plan.strategy == "eager":
-        in_order = token_weights if token_weights.dim() == 1 else token_weights.t()
+        in_order = _in_token_order(token_weights, labels.dim())
         weights = in_order.detach().reshape(comm.num_parts, -1).to(torch.float32, copy=True)
         if ignored is not None:
             weights.masked_fill_(ignored, 0.0)
@@ -217,29 +343,40 @@ def linear_cross_entropy(
             replace(config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens),
         ),
         logit_scale=config.logit_scale,
-        form=LossForm.of(config, comm, weight.shape[0], first_id, hidden.device),
+        form=LossForm.of(
+            config,
+            comm,
+            weight.shape[0],
+            first_id,
+            hidden.device,
+            outputs=outputs,
+            differentiable=differentiable,
+            soft=soft is not None,
+        ),
         logits=logits,
         with_argmax=with_argmax,
+        vocab_start=first_id,
         open_grad_weight=open_grad_weight,
         token_weights=weights,
     )
     needs_grad = torch.is_grad_enabled()
     needs = Needs(needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad)
     strategy = strategy_of(plan.strategy, plan.stored_chunks) if any(needs) else RECOMPUTE
-    loss, local_max, local_argmax = _FusedLinearCrossEntropy.apply(
-        flat,
-        weight,
-        local_labels,
-        head,
-        strategy,
-        needs,
+    local_max, local_argmax, *per_token = _FusedLinearCrossEntropy.apply(
+        flat, weight, Targets(local_labels, soft), head, strategy, needs
     )
+    made = TokenOutputs(*per_token)
     if ignored is not None:
         # Autograd then hands the head an upstream gradient of 0 for them, whatever the caller's is.
-        loss = loss.masked_fill(ignored.flatten(), 0.0)
+        loss, log_prob, *others = made
+        at = ignored.flatten()
+        loss = loss.masked_fill(at, 0.0)
+        log_prob = None if log_prob is None else log_prob.masked_fill(at, 0.0)
+        made = TokenOutputs(loss, log_prob, *others)
     if labels.dim() == 2:
-        loss = loss.view(labels.shape[1], labels.shape[0]).t().contiguous()
-    return HeadOutputs(loss, local_max, local_argmax, plan)
+        b, s = labels.shape
+        made = made.map(lambda given: given.view(s, b).t().contiguous())
+    return HeadOutputs(made, local_max, local_argmax, plan)
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -250,14 +387,15 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,  # [n, H]
         weight: Tensor,  # [V, H]
-        labels: Tensor,  # [parts, n]
+        targets: Targets,
         head: Head,
         strategy: Strategy,
         needs: Needs,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
+        """This shard's largest logits and their columns, then :class:`.TokenOutputs`; each ``[T]``."""
         with torch.autocast(hidden.device.type, enabled=False):
-            out = strategy.forward(head, hidden, weight, labels, needs)
-        loss = out.loss.flatten()
+            out = strategy.forward(head, hidden, weight, targets, needs)
+        made = out.outputs.map(torch.flatten)
         row_max = None if out.row_max is None else out.row_max.flatten()
         argmax = None if out.argmax is None else out.argmax.flatten()
         if any(needs):
@@ -266,33 +404,56 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             kept = [out.last_tokens, *(tensor for chunk in out.kept for tensor in chunk)]
             ctx.head, ctx.strategy = head, strategy
             ctx.gradients = out.gradients
-            ctx.save_for_backward(hidden, weight, labels, out.terms, *kept)
+            soft = (None, None) if targets.soft is None else targets.soft
+            entropy = out.outputs.entropy if head.form.differentiable else None
+            ctx.save_for_backward(hidden, weight, targets.labels, *soft, out.terms, entropy, *kept)
         ctx.set_materialize_grads(False)
-        if row_max is not None:
-            ctx.mark_non_differentiable(row_max, argmax)
-        return loss, row_max, argmax
+        apart = [row_max, argmax, made.predicted, made.correct]
+        if not head.form.differentiable:
+            apart += [made.log_prob, made.lse, made.entropy]
+        ctx.mark_non_differentiable(*(tensor for tensor in apart if tensor is not None))
+        return row_max, argmax, *made
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        if grad_loss is None:
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Any, ...]:
+        _, _, *upstreams = grads
+        upstreams = upstreams[:4]  # no gradient comes for predicted and correct
+        if all(given is None for given in upstreams):
             return (None,) * 6
         saved: Any = ctx
-        hidden, weight, labels, terms, last_tokens, *kept = saved.saved_tensors
+        hidden, weight, labels, ids, probs, terms, entropy, last_tokens, *kept = saved.saved_tensors
         chunks = [KeptChunk(*pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
         waited = Waiting(terms, chunks, last_tokens, saved.gradients)
         saved.gradients = None
+        loss, log_prob, lse, grad_entropy = upstreams
+        if loss is None:
+            loss = terms.new_zeros(labels.shape)
+        upstream = Upstream(loss, log_prob, lse, grad_entropy, entropy)
         with torch.autocast(hidden.device.type, enabled=False):
             grad_hidden, grad_weight = saved.strategy.backward(
                 saved.head,
                 hidden,
                 weight,
-                labels,
+                Targets(labels, None if ids is None else SoftTargets(ids, probs)),
                 waited,
-                grad_loss.float().reshape(labels.shape),
+                upstream.map(lambda given: given.float().reshape(labels.shape)),
                 Needs(*saved.needs_input_grad[:2]),
             )
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _in_token_order(per_token: Tensor, label_dims: int) -> Tensor:
+    """``[s, b, ...]`` or ``[T, ...]`` of a tensor in the labels' shape."""
+    return per_token if label_dims == 1 else per_token.transpose(0, 1)
+
+
+def _local(ids: Tensor, first_id: int | Tensor, config: FusedCEConfig) -> Tensor:
+    """Columns of this shard for global ids. No shard has one in the padding that is masked."""
+    local = ids - first_id
+    if config.true_vocab_size is not None:
+        local.masked_fill_(ids >= config.true_vocab_size, -1)
+    return local
 
 
 def _check_token_weights(

@@ -56,8 +56,13 @@ class Head:
     form: LossForm
     logits: LogitPass
     with_argmax: bool
+    vocab_start: int | Tensor
     open_grad_weight: OpenGradWeight
     token_weights: Tensor | None = None  # [parts, n] fp32
+
+    @property
+    def needs_argmax(self) -> bool:
+        return self.with_argmax or "predicted" in self.form.outputs
 
     @property
     def chunk_capacity(self) -> int:

@@ -92,9 +92,9 @@ TILE_BYTES = 8
 TOKENS_PER_MARK_BYTE = 64 // 4
 #: A token's label (int64), four saved statistics, its loss and its factor in the backward (fp32).
 TOKEN_BYTES = 8 + 4 * 4 + 4 + 4
-#: The same of the chunk at work, cut out for it: label, saved statistics, factor; and the three floats that
+#: The same of the chunk at work, cut out for it: label, merged statistics, factor; and the three floats that
 #: a product is told of a token.
-CHUNK_TOKEN_BYTES = 8 + 3 * 4 + 4 + 3 * 4
+CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4

@@ -18,6 +18,7 @@ Megatron's unfused loss gives for it. See docs/math.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,39 @@ NUM_STATISTICS = 4
 NOT_HERE = float("inf")
 
 
+class Further(NamedTuple):
+    """Statistics that only some losses and outputs ask for, fp32 ``[C]``; None where not asked for.
+
+    Of one shard, relative to its :attr:`RowStatistics.reference`; in :class:`Merged` over the whole
+    vocabulary and relative to the row's maximum.
+    """
+
+    logit_sum: Tensor | None = None  # sum of z: label smoothing
+    #: sum of exp(z - reference) * (z - reference), without the label's own column: entropy
+    weighted: Tensor | None = None
+    target_sum: Tensor | None = (
+        None  # sum of q * (z - reference) over the soft targets that are here
+    )
+    target_mass: Tensor | None = None  # sum of their q
+    #: global id of the largest logit, lowest on a tie (exact below 2**24): predicted ids
+    best: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those that are given."""
+        return tuple(name for name in self._fields if getattr(self, name) is not None)
+
+    @staticmethod
+    def of(names: tuple[str, ...], rows: Iterable[Tensor]) -> Further:
+        return Further(**dict(zip(names, rows, strict=True)))
+
+    def rows(self) -> list[Tensor]:
+        return [row for row in self if row is not None]
+
+
+NOTHING_FURTHER = Further()
+
+
 class RowStatistics(NamedTuple):
     """Statistics of each row over one vocabulary shard.
 
@@ -43,8 +77,7 @@ class RowStatistics(NamedTuple):
 
     shard: Tensor
     argmax: Tensor | None = None  # int64 [C]: column of row_max, lowest on a tie; where asked for
-    #: fp32 [C]: sum of the logits (label smoothing only)
-    logit_sum: Tensor | None = None
+    further: Further = NOTHING_FURTHER
     #: exponentiating product only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
     excess: Tensor | None = None
 
@@ -85,15 +118,18 @@ class TokenTerms(NamedTuple):
     row_max: Tensor  # m
     inv_sum: Tensor  # 1 / (others + label)
     miss: Tensor  # others / (others + label) = 1 - p_y
+    # The others wait for the backward only where they are needed.
+    label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
+    mass: Tensor | None = None  # of soft targets
 
 
 class Merged(NamedTuple):
     """A chunk after its statistics met those of the other shards; the same on every rank."""
 
-    loss: Tensor  # fp32 [C]
-    terms: Tensor  # fp32 [3, C]: TokenTerms
+    loss: Tensor  # fp32 [C]: the plain one
+    terms: Tensor  # fp32 [4, C]: TokenTerms, the mass left out
     reference: Tensor  # fp32 [C]: the largest reference of any shard
-    logit_sum: Tensor | None = None  # fp32 [C]: sum of the logits, where asked for
+    further: Further = NOTHING_FURTHER
 
 
 def shard_terms(
@@ -120,17 +156,64 @@ def shard_terms(
     )
 
 
+def further_terms(
+    further: Further,  # of each shard, [..., C]
+    shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
+    global_max: Tensor,  # [C] fp32
+) -> Further:
+    """The same relative to the row's maximum: all to be summed over the shards, but ``best``.
+
+    Of that the smallest counts; ``inf`` where the maximum is not in this shard.
+    """
+    row_max, reference, others, _ = shard.unbind(-2)
+    shift = reference - global_max
+    weighted, target_sum, best = further.weighted, further.target_sum, further.best
+    if weighted is not None:
+        moved = torch.exp(shift) * (weighted + others * shift)
+        weighted = torch.where(others == 0, 0.0, moved)
+    if target_sum is not None:
+        assert further.target_mass is not None
+        # A shard without any finite logit has the reference -inf, and no target of a finite one.
+        moved = target_sum + further.target_mass * shift
+        target_sum = torch.where(further.target_mass == 0, 0.0, moved)
+    if best is not None:
+        best = torch.where(row_max == global_max, best, torch.inf)
+    return further._replace(weighted=weighted, target_sum=target_sum, best=best)
+
+
+def merge_further(
+    names: tuple[str, ...],
+    further: Tensor,  # [R, E, C] fp32: the given ones of each shard
+    shards: Tensor,  # [R, 4, C] fp32
+) -> Further:
+    """Over the whole vocabulary."""
+    if not names:
+        return NOTHING_FURTHER
+    addends = further_terms(
+        Further.of(names, further.unbind(1)), shards, shards[:, ROW_MAX].amax(0)
+    )
+    return Further.of(
+        names,
+        (
+            row.amin(0) if name == "best" else row.sum(0)
+            for name, row in zip(names, addends.rows(), strict=True)
+        ),
+    )
+
+
 def token_loss(
     terms: Tensor,  # [3, C] fp32, summed over the shards
     global_max: Tensor,  # [C] fp32
 ) -> tuple[Tensor, Tensor]:
-    """Loss ``[C]`` and, stacked ``[3, C]``, the :class:`TokenTerms` that the backward needs; fp32."""
+    """Loss ``[C]`` and, stacked ``[4, C]``, the :class:`TokenTerms`; fp32."""
     others, label, shifted_label = terms.unbind(0)
     total = others + label
     loss = torch.where(
         label > others, torch.log1p(others / label), torch.log(total) - shifted_label
     )
-    return loss, torch.stack((global_max, total.reciprocal(), others / total))
+    known = (label > 0) | (shifted_label != 0)
+    label_shift = torch.where(known, shifted_label, NOT_HERE)
+    return loss, torch.stack((global_max, total.reciprocal(), others / total, label_shift))
 
 
 def merge_shards(shards: Tensor) -> Merged:

@@ -5,11 +5,13 @@ Both walk the rows in blocks, so that their fp32 temporaries stay far below a ch
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.loss_form import PLAIN, LossForm
-from megatron_fused_ce.row_ops import NOT_HERE, RowStatistics, TokenTerms
+from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTargets
+from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
 
 #: Elements of one fp32 temporary (512 KiB).
 BLOCK_ELEMENTS = 1 << 17
@@ -35,18 +37,34 @@ def _masked(logits: Tensor, form: LossForm) -> Tensor | None:
     return torch.arange(logits.shape[1], device=logits.device) >= form.num_columns
 
 
+class _Here(NamedTuple):
+    """Classes of some rows that are in this shard: where, and which of them are."""
+
+    columns: Tensor  # int64 [rows, k], 0 where not here
+    mask: Tensor  # bool [rows, k]
+
+    @staticmethod
+    def of(ids: Tensor, num_columns: int) -> _Here:
+        mask = (ids >= 0) & (ids < num_columns)
+        return _Here(torch.where(mask, ids, 0), mask)
+
+
 def row_statistics(
     logits: Tensor,  # [C, V]
     local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float,
     with_argmax: bool = False,
     form: LossForm = PLAIN,
+    targets: SoftTargets | None = None,
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit."""
     num_rows, num_columns = logits.shape
     shard = logits.new_empty((4, num_rows), dtype=torch.float32)
     argmax = torch.empty_like(local_labels) if with_argmax else None
     logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
+    weighted = torch.empty_like(shard[0]) if form.weighs_logits else None
+    target_sum = None if targets is None else torch.empty_like(shard[0])
+    target_mass = None if targets is None else torch.empty_like(shard[0])
     masked = _masked(logits, form)
     for rows in _row_blocks(num_rows, num_columns):
         z = _scaled(logits[rows], logit_scale, form)
@@ -56,32 +74,38 @@ def row_statistics(
         if masked is not None:
             z.masked_fill_(masked, -torch.inf)
         block_max, block_argmax = z.max(dim=-1)
-        labels = local_labels[rows]
-        here = (labels >= 0) & (labels < num_columns)
-        column = torch.where(here, labels, 0).unsqueeze(-1)
-        picked = z.gather(-1, column).squeeze(-1)
+        label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
+        label_logit = z.gather(-1, label.columns).masked_fill_(~label.mask, NOT_HERE).squeeze(-1)
         reference = torch.where(block_max == -torch.inf, 0.0, block_max)
-        e = z.sub_(reference.unsqueeze(-1)).exp_()
-        e.scatter_(-1, column, e.gather(-1, column).masked_fill_(here.unsqueeze(-1), 0.0))
-        label_logit = torch.where(here, picked, NOT_HERE)
+        shifted = z.sub_(reference.unsqueeze(-1))
+        if targets is not None and target_sum is not None and target_mass is not None:
+            here = _Here.of(targets.ids[:, rows].t(), num_columns)
+            probs = targets.probs[:, rows].t() * here.mask
+            addends = probs * shifted.gather(-1, here.columns)
+            target_sum[rows] = torch.where(probs == 0, 0.0, addends).sum(dim=-1)
+            target_mass[rows] = probs.sum(dim=-1)
+        e = shifted.exp() if weighted is not None else shifted.exp_()
+        e.scatter_(-1, label.columns, e.gather(-1, label.columns).masked_fill_(label.mask, 0.0))
+        if weighted is not None:
+            weighted[rows] = shifted.mul_(e).masked_fill_(e == 0, 0.0).sum(dim=-1)
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    return RowStatistics(shard, argmax, logit_sum)
+    further = Further(logit_sum, weighted, target_sum, target_mass)
+    return RowStatistics(shard, argmax, further)
 
 
 def row_gradients(
     logits: Tensor,  # [C, V]
     local_labels: Tensor,  # [C] int64
-    terms: TokenTerms,
-    row_factor: Tensor,  # [C] fp32: upstream gradient times logit_scale
+    terms: GradientTerms,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: LossForm = PLAIN,
+    targets: SoftTargets | None = None,
 ) -> Tensor:
-    """``out = row_factor * d loss / d z``, cast to the logits' dtype."""
+    """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
-    row_max, scale, deficit = form.gradient_terms(terms)
     masked = _masked(logits, form)
     for rows in _row_blocks(num_rows, num_columns):
         slope = None
@@ -90,20 +114,26 @@ def row_gradients(
             bent = logits[rows].to(torch.float32, copy=True).mul_(logit_scale / form.softcap)
             e = bent.abs_().mul_(-2).exp_()
             slope = 4 * e / (1 + e).square()
-        z = _scaled(logits[rows], logit_scale, form)
-        labels = local_labels[rows]
-        here = (labels >= 0) & (labels < num_columns)
-        column = torch.where(here, labels, 0).unsqueeze(-1)
-        factor = row_factor[rows].unsqueeze(-1)
-        e = z.sub_(row_max[rows].unsqueeze(-1)).exp_()
-        e.mul_(scale[rows].unsqueeze(-1))
-        if form.share is not None:
-            e.sub_(form.share)
-        at_label = torch.where(here, -deficit[rows], e.gather(-1, column).squeeze(-1))
-        e.scatter_(-1, column, at_label.unsqueeze(-1))
+        shifted = _scaled(logits[rows], logit_scale, form)
+        shifted.sub_(terms.row_max[rows].unsqueeze(-1))
+        e = shifted.exp() if terms.slope is not None else shifted.exp_()
+        if terms.slope is not None:
+            shifted.mul_(terms.slope[rows].unsqueeze(-1)).add_(terms.scale[rows].unsqueeze(-1))
+            e = shifted.mul_(e).masked_fill_(e == 0, 0.0)
+        else:
+            e.mul_(terms.scale[rows].unsqueeze(-1))
+        if terms.share is not None:
+            e.sub_(terms.share if terms.share.dim() == 0 else terms.share[rows].unsqueeze(-1))
+        if targets is None:
+            label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
+            at_label = -terms.deficit[rows].unsqueeze(-1)
+            e.scatter_(-1, label.columns, at_label.where(label.mask, e.gather(-1, label.columns)))
+        else:
+            here = _Here.of(targets.ids[:, rows].t(), num_columns)
+            e.scatter_add_(-1, here.columns, -(targets.probs[:, rows].t() * here.mask))
         if slope is not None:
             e.mul_(slope)
         if masked is not None:
             e.masked_fill_(masked, 0.0)
-        out[rows] = e.mul_(factor)
+        out[rows] = e.mul_(terms.factor[rows].unsqueeze(-1))
     return out

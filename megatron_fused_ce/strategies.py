@@ -18,7 +18,9 @@ beside what :mod:`.pipeline`'s.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,9 +30,18 @@ from megatron_fused_ce import logit_pass, upstream_guard
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight
 from megatron_fused_ce.logit_pass import ChunkInputs, Scores
+from megatron_fused_ce.loss_form import SoftTargets
 from megatron_fused_ce.pipeline import Head, Products, Rooms, Tokens, let_in
 from megatron_fused_ce.row_ops import Merged, TokenTerms
+from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 from megatron_fused_ce.vocab_parallel import Merge
+
+
+class Targets(NamedTuple):
+    """What the tokens are to become."""
+
+    labels: Tensor  # [parts, n] int64, columns of this shard
+    soft: SoftTargets | None = None  # [k, parts, n] each; in the labels' place
 
 
 class Needs(NamedTuple):
@@ -61,8 +72,8 @@ class MadeGradients(NamedTuple):
 class Forward:
     """What a forward pass leaves; ``parts`` is ``R`` with sequence parallelism, else 1."""
 
-    loss: Tensor  # [parts, n] fp32
-    terms: Tensor  # [3, parts, n] fp32: row_ops.TokenTerms of every token
+    outputs: TokenOutputs  # [parts, n] each
+    terms: Tensor  # [form.kept_terms, parts, n] fp32: row_ops.TokenTerms of every token
     row_max: Tensor | None  # [parts, n] fp32, this shard's largest logit, with argmax only
     argmax: Tensor | None  # [parts, n] int64, its column in this shard
     kept: list[KeptChunk] = field(default_factory=list)
@@ -71,11 +82,14 @@ class Forward:
     gradients: MadeGradients | None = None
 
     @staticmethod
-    def empty(head: Head, labels: Tensor) -> Forward:
+    def empty(head: Head, targets: Targets) -> Forward:
+        labels = targets.labels
         loss = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        dtypes = {"predicted": torch.int64, "correct": torch.bool}
+        asked = {name: torch.empty_like(loss, dtype=dtypes.get(name)) for name in head.form.outputs}
         return Forward(
-            loss,
-            loss.new_empty((3, *labels.shape)),
+            TokenOutputs(loss, **asked),
+            loss.new_empty((len(head.form.kept_terms), *labels.shape)),
             torch.empty_like(loss) if head.with_argmax else None,
             torch.empty_like(labels) if head.with_argmax else None,
         )
@@ -84,7 +98,7 @@ class Forward:
 class Waiting(NamedTuple):
     """What of a :class:`Forward` its backward is given."""
 
-    terms: Tensor  # [3, parts, n] fp32
+    terms: Tensor  # [form.kept_terms, parts, n] fp32
     kept: list[KeptChunk]
     last_tokens: Tensor | None  # [C, H]
     gradients: MadeGradients | None  # None too for a second backward
@@ -101,7 +115,7 @@ class Strategy(Protocol):
         head: Head,
         hidden: Tensor,  # [n, H], this rank's tokens
         weight: Tensor,  # [V, H]
-        labels: Tensor,  # [parts, n] int64, columns of this shard
+        targets: Targets,
         needs: Needs,
     ) -> Forward:
         """Loss of every token, chunk by chunk.
@@ -116,9 +130,9 @@ class Strategy(Protocol):
         head: Head,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
+        targets: Targets,
         waited: Waiting,
-        grad_loss: Tensor,  # [parts, n] fp32
+        upstream: Upstream,  # [parts, n] fp32
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
         """``grad_hidden`` of this rank's tokens and what autograd gets for the weight."""
@@ -136,23 +150,36 @@ class _Scored:
     merged: Merged | None = None
 
     def start_merge(self, head: Head) -> None:
-        self.merge = head.comm.start_merge(self.scores.stats, head.logits.token_ops)
+        stats = self.scores.stats
+        if "predicted" in head.form.outputs:
+            assert stats.argmax is not None
+            best = (stats.argmax + head.vocab_start).float()
+            stats = stats._replace(further=stats.further._replace(best=best))
+        self.merge = head.comm.start_merge(stats, head.logits.token_ops)
 
     def finish_merge(self, out: Forward) -> Merged:
         """Its loss and terms go to their places in ``out``; once."""
         if self.merged is not None:
             return self.merged
         assert self.merge is not None
-        self.merged = merged = self.inputs.form.finish(self.merge.finish())
-        chunk, stats = self.chunk, self.scores.stats
-        part = (slice(None), slice(chunk.start, chunk.stop))
-        shape = (out.loss.shape[0], chunk.num_tokens)
-        out.loss[part] = merged.loss.view(shape)
-        out.terms[:, :, chunk.start : chunk.stop] = merged.terms.view(3, *shape)
+        self.merged = merged = self.merge.finish()
+        chunk, stats, form = self.chunk, self.scores.stats, self.inputs.form
+        columns = slice(chunk.start, chunk.stop)
+        shape = (out.terms.shape[1], chunk.num_tokens)
+        for whole, made in zip(out.outputs, form.finish(merged), strict=True):
+            if whole is not None and made is not None:
+                whole[:, columns] = made.view(shape)
+        kept = merged.terms[: len(out.terms)]
+        out.terms[: len(kept), :, columns] = kept.view(-1, *shape)
+        if form.soft:
+            assert merged.further.target_mass is not None
+            out.terms[form.kept_terms.index("mass"), :, columns] = merged.further.target_mass.view(
+                shape
+            )
         if out.row_max is not None and out.argmax is not None:
             assert stats.argmax is not None
-            out.row_max[part] = stats.row_max.view(shape)
-            out.argmax[part] = stats.argmax.view(shape)
+            out.row_max[:, columns] = stats.row_max.view(shape)
+            out.argmax[:, columns] = stats.argmax.view(shape)
         return merged
 
 
@@ -167,12 +194,12 @@ class KeepOrRecompute:
         return self.stored_chunks is None or chunk.index < self.stored_chunks
 
     def forward(
-        self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
+        self, head: Head, hidden: Tensor, weight: Tensor, targets: Targets, needs: Needs
     ) -> Forward:
         """Collectives per chunk: its merge and the gather of the next chunk but one, in one launch. What is
         left of a merge comes after the next chunk's product.
         """
-        out = Forward.empty(head, labels)
+        out = Forward.empty(head, targets)
         rooms = Rooms(head, hidden, weight.shape[0])
         tokens = Tokens(head, hidden, head.chunks, depth=2)
         sample = head.begin(weight, tokens)
@@ -187,13 +214,13 @@ class KeepOrRecompute:
                 out.kept.append(KeptChunk(one.matrix, seal))
 
         for chunk in head.chunks:
-            inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
+            inputs = _inputs(head, chunk, tokens.take(chunk), weight, targets, sample)
             matrix = None
             if self._keeps(chunk):
                 matrix = hidden.new_empty(inputs.labels.shape[0], weight.shape[0])
             elif head.logits.scores_in_memory:
                 matrix = rooms.logits(chunk)
-            statistics = head.logits.multiply(inputs, matrix, head.with_argmax)
+            statistics = head.logits.multiply(inputs, matrix, head.needs_argmax)
             scores = statistics()
             if not self._keeps(chunk):
                 scores = scores._replace(tiles=None)  # only a seal reads them
@@ -220,9 +247,9 @@ class KeepOrRecompute:
         head: Head,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
+        targets: Targets,
         waited: Waiting,
-        grad_loss: Tensor,
+        upstream: Upstream,
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The last chunk first: its hidden states are there.
@@ -231,7 +258,7 @@ class KeepOrRecompute:
         (sequence parallelism), under its first product, and the reduction of its ``grad_hidden``, under its
         ``grad_weight``.
         """
-        factor, inv_scale = _row_factor(grad_loss, head.logit_scale, hidden.dtype)
+        upstream, inv_scale = _scaled(upstream, head.logit_scale, hidden.dtype)
         end_point = None
         if needs.grad_weight:
             end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
@@ -247,18 +274,17 @@ class KeepOrRecompute:
             taken = tokens.take(chunk) if self._reads_tokens(chunk, needs) else None
             if tokens.start():
                 let_in(head, hidden.device)
-            inputs = _inputs(head, chunk, taken, weight, labels)
-            terms = TokenTerms(*head.split(waited.terms, chunk))
-            chunk_factor = head.split(factor, chunk)
+            inputs = _inputs(head, chunk, taken, weight, targets)
+            kept_terms = head.split(waited.terms, chunk)
+            terms = TokenTerms(**dict(zip(head.form.kept_terms, kept_terms, strict=True)))
+            of_chunk = upstream.map(partial(head.split, chunk=chunk))
             if self._keeps(chunk):
                 chunk_kept = kept.pop()
                 room = None if head.logits.reads_kept else rooms.logits(chunk)
-                operand = head.logits.operand_of_kept(
-                    *chunk_kept, inputs, terms, chunk_factor, room
-                )
+                operand = head.logits.operand_of_kept(*chunk_kept, inputs, terms, of_chunk, room)
             else:
                 room = rooms.logits(chunk)
-                operand = head.logits.operand_again(inputs, terms, chunk_factor, room)
+                operand = head.logits.operand_again(inputs, terms, of_chunk, room)
             products.add_hidden(chunk, operand)
             if operand.factor is None:
                 let_in(head, hidden.device)
@@ -279,7 +305,7 @@ class Eager:
     name = "eager"
 
     def forward(
-        self, head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, needs: Needs
+        self, head: Head, hidden: Tensor, weight: Tensor, targets: Targets, needs: Needs
     ) -> Forward:
         """Over several ranks a chunk's gradients are made after the next chunk's product.
 
@@ -289,8 +315,9 @@ class Eager:
         """
         assert head.token_weights is not None
         upstream_guard.prepare(hidden.device)
-        factor, inv_scale = _row_factor(head.token_weights, head.logit_scale, hidden.dtype)
-        out = Forward.empty(head, labels)
+        upstream = Upstream(head.token_weights)
+        upstream, inv_scale = _scaled(upstream, head.logit_scale, hidden.dtype)
+        out = Forward.empty(head, targets)
         held = HeldGradWeight(weight) if needs.grad_weight else None
         lag = 1 if head.comm.size > 1 else 0
         rooms = Rooms(head, hidden, weight.shape[0], depth=lag + 1)
@@ -303,10 +330,10 @@ class Eager:
             merged = one.finish_merge(out)
             assert one.matrix is not None
             seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
-            terms = TokenTerms(*merged.terms)
-            chunk_factor = head.split(factor, one.chunk)
+            terms = head.form.terms(merged)
+            of_chunk = upstream.map(partial(head.split, chunk=one.chunk))
             operand = head.logits.operand_of_kept(
-                one.matrix, seal, one.inputs, terms, chunk_factor, one.matrix
+                one.matrix, seal, one.inputs, terms, of_chunk, one.matrix
             )
             products.add_hidden(one.chunk, operand)
             if operand.factor is None:
@@ -314,11 +341,11 @@ class Eager:
             products.add_weight(one.chunk, operand, one.inputs.tokens)
 
         for chunk in head.chunks:
-            inputs = _inputs(head, chunk, tokens.take(chunk), weight, labels, sample)
+            inputs = _inputs(head, chunk, tokens.take(chunk), weight, targets, sample)
             if chunk.index > 1:
                 tokens.start()
             logits = rooms.logits(chunk)
-            statistics = head.logits.multiply(inputs, logits, head.with_argmax)
+            statistics = head.logits.multiply(inputs, logits, head.needs_argmax)
             scored = _Scored(chunk, inputs, statistics(), logits)
             with head.comm.together(hidden.device):
                 scored.start_merge(head)
@@ -340,9 +367,9 @@ class Eager:
         head: Head,
         hidden: Tensor,
         weight: Tensor,
-        labels: Tensor,
+        targets: Targets,
         waited: Waiting,
-        grad_loss: Tensor,
+        upstream: Upstream,
         needs: Needs,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Scales what the forward made. Collectives: none."""
@@ -352,7 +379,7 @@ class Eager:
                 "backward ran twice through an eager head, whose gradients the first one used up; "
                 "use strategy 'recompute' or 'store' with retain_graph=True"
             )
-        scale, mismatch = upstream_guard.fit(grad_loss, gradients.token_weights)
+        scale, mismatch = upstream_guard.fit(upstream.loss, gradients.token_weights)
         upstream_guard.watch(mismatch)
         grad_hidden = None
         if needs.grad_hidden and gradients.grad_hidden is not None:
@@ -389,22 +416,24 @@ def _inputs(
     chunk: Chunk,
     tokens: Tensor | None,  # [C, H]
     weight: Tensor,  # [V, H]
-    labels: Tensor,  # [parts, n] int64
+    targets: Targets,
     sample: Tensor | None = None,
 ) -> ChunkInputs:
-    local_labels = head.split(labels, chunk)
-    return ChunkInputs(tokens, weight, local_labels, head.logit_scale, sample, head.form)
+    labels, soft = head.split(targets.labels, chunk), None
+    if targets.soft is not None:
+        soft = SoftTargets(*(head.split(part, chunk).contiguous() for part in targets.soft))
+    return ChunkInputs(tokens, weight, labels, head.logit_scale, sample, head.form, soft)
 
 
-def _row_factor(
-    upstream: Tensor, logit_scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def _scaled(
+    upstream: Upstream, logit_scale: float, dtype: torch.dtype
+) -> tuple[Upstream, Tensor | None]:
     """``upstream * logit_scale``, for fp16 times a power of two whose inverse comes second."""
-    factor = upstream * logit_scale
+    upstream = upstream.scaled(logit_scale)
     if dtype != torch.float16:
-        return factor, None
-    scale, inv_scale = fp16_scale(factor)
-    return factor * scale, inv_scale
+        return upstream, None
+    scale, inv_scale = fp16_scale(upstream.gradients)
+    return upstream.scaled(scale), inv_scale
 
 
 #: fp16 gradients of logits are written as ``2**FP16_HEADROOM_BITS`` times their share of the largest
@@ -413,12 +442,15 @@ def _row_factor(
 FP16_HEADROOM_BITS = 8
 
 
-def fp16_scale(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """A power of two that brings the largest ``|factor|`` near ``2**8``, and its inverse (fp32 []).
+def fp16_scale(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A power of two that brings the largest entry of any near ``2**8``, and its inverse (fp32 []).
 
     Computed on the device, so the host never waits. 1 where there is nothing finite to scale by.
     """
-    largest = factor.abs().amax() if factor.numel() else factor.new_zeros(())
+    largest = gradients[0].new_zeros(())
+    for factor in gradients:
+        if factor.numel():
+            largest = torch.maximum(largest, factor.abs().amax())
     _, exponent = torch.frexp(largest)
     shift = (FP16_HEADROOM_BITS - exponent).clamp(-100, 100)
     shift = torch.where(torch.isfinite(largest) & (largest > 0), shift, 0)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
+
+if TYPE_CHECKING:
+    from megatron_fused_ce.op import TeacherTargets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,3 +89,61 @@ def check_call(
             "(0 or more), or None to find it"
         )
     return hidden.shape[:-1].numel()
+
+
+#: Ids travel between the ranks as fp32.
+LARGEST_ID = 2**24
+
+
+def check_asked(
+    config: FusedCEConfig,
+    weight: Tensor,
+    tp_size: int,
+    outputs: tuple[str, ...],
+    differentiable: bool,
+    labels: Tensor,
+    teacher: TeacherTargets | None,
+) -> None:
+    """Check what a call asks for beside the loss of labels.
+
+    Raises:
+        TypeError: the teacher's targets have a wrong dtype.
+        ValueError: an unknown output, one that cannot be had, or targets of a wrong shape.
+    """
+    for name in outputs:
+        if name not in OUTPUT_CHOICES:
+            raise ValueError(f"no such output: {name!r}; choose of {', '.join(OUTPUT_CHOICES)}")
+    if len(set(outputs)) < len(outputs):
+        raise ValueError(f"outputs are {outputs}; name each once")
+    if "predicted" in outputs and weight.shape[0] * tp_size > LARGEST_ID:
+        raise ValueError(
+            f"predicted ids are exact below {LARGEST_ID}; {weight.shape[0]} rows on each of {tp_size} "
+            "ranks are more"
+        )
+    if differentiable and config.strategy == "eager":
+        raise ValueError(
+            "strategy 'eager' makes the gradients in the forward and cannot know the upstream gradients of "
+            f"{', '.join(outputs)}; use 'store', 'recompute' or 'auto', or differentiable=False"
+        )
+    if teacher is None:
+        return
+    ids, log_probs = teacher
+    if ids.dtype not in (torch.int64, torch.int32) or not log_probs.is_floating_point():
+        raise TypeError(
+            f"teacher_ids have dtype {ids.dtype} and teacher_log_probs {log_probs.dtype}; expected int64 "
+            "(or int32) token ids and floats"
+        )
+    if ids.shape != log_probs.shape or ids.dim() != labels.dim() + 1 or ids.shape[-1] < 1:
+        raise ValueError(
+            f"teacher_ids are {tuple(ids.shape)} and teacher_log_probs {tuple(log_probs.shape)}; expected "
+            "both [b, s, k] for hidden [s, b, H], or [T, k], with k of 1 or more"
+        )
+    if log_probs.device != ids.device:
+        raise ValueError(
+            f"teacher_ids on {ids.device}, teacher_log_probs on {log_probs.device}; expected one device"
+        )
+    if config.label_smoothing or config.ignore_index is not None:
+        raise ValueError(
+            "label_smoothing and ignore_index belong to labels; with a teacher smooth its probabilities, and "
+            "give ignored tokens the id -1 throughout"
+        )

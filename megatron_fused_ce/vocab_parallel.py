@@ -23,7 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import NUM_STATISTICS, REFERENCE, ROW_MAX, Merged, RowStatistics
+from megatron_fused_ce.row_ops import (
+    NUM_STATISTICS,
+    REFERENCE,
+    ROW_MAX,
+    Further,
+    Merged,
+    RowStatistics,
+    further_terms,
+    merge_further,
+)
 
 
 class Pending(Protocol):
@@ -217,7 +226,8 @@ class VocabParallel:
 
         Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
         MAX of (row maximum, reference) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
-        With a sum of the logits, that is one row more of the all-gather and of the SUM.
+        Each of ``stats.further`` is one row more of the all-gather and of the SUM; ``best`` by all-reduces
+        is a MIN after them.
         NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
         """
         if self.size == 1:
@@ -235,8 +245,12 @@ class _Local:
         self._token_ops = token_ops
 
     def finish(self) -> Merged:
-        merged: Merged = self._token_ops.merge_shards(self._stats.shard.unsqueeze(0))
-        return merged._replace(logit_sum=self._stats.logit_sum)
+        shards, further = self._stats.shard.unsqueeze(0), self._stats.further
+        merged: Merged = self._token_ops.merge_shards(shards)
+        if not further.names:
+            return merged
+        rows = torch.stack(further.rows()).unsqueeze(0)
+        return merged._replace(further=merge_further(further.names, rows, shards))
 
 
 class _Packed:
@@ -250,43 +264,51 @@ class _Packed:
         size: int,
     ) -> None:
         self._token_ops = token_ops
-        shard = stats.shard
-        if stats.logit_sum is not None:
-            shard = torch.cat((shard, stats.logit_sum.unsqueeze(0)))
-        self._shards = shard.new_empty((size, *shard.shape))
-        self._pending = _start(_all_gather, self._shards.flatten(0, 1), shard, group=group)
+        self._names = stats.further.names
+        sent = stats.shard
+        if self._names:
+            sent = torch.cat((sent, torch.stack(stats.further.rows())))
+        self._received = sent.new_empty((size, *sent.shape))
+        self._pending = _start(_all_gather, self._received.flatten(0, 1), sent, group=group)
 
     def finish(self) -> Merged:
         self._pending.wait()
-        if self._shards.shape[1] == NUM_STATISTICS:
-            merged: Merged = self._token_ops.merge_shards(self._shards)
+        if not self._names:
+            merged: Merged = self._token_ops.merge_shards(self._received)
             return merged
-        merged = self._token_ops.merge_shards(self._shards[:, :NUM_STATISTICS].contiguous())
-        return merged._replace(logit_sum=self._shards[:, NUM_STATISTICS].sum(0))
+        shards = self._received[:, :NUM_STATISTICS].contiguous()
+        further = merge_further(self._names, self._received[:, NUM_STATISTICS:], shards)
+        merged = self._token_ops.merge_shards(shards)
+        return merged._replace(further=further)
 
 
 class _AllReduced:
-    """The maxima first, then the sums relative to them."""
+    """The maxima first, then the sums relative to them, then the lowest id where one is asked for."""
 
     def __init__(
         self, stats: RowStatistics, token_ops: ModuleType, group: dist.ProcessGroup | None
     ) -> None:
         self._token_ops, self._group = token_ops, group
         self._shard = shard = stats.shard
-        self._logit_sum = stats.logit_sum
+        self._further = stats.further
         self._maxima = shard[ROW_MAX : REFERENCE + 1].clone()
         self._pending = _start(dist.all_reduce, self._maxima, op=dist.ReduceOp.MAX, group=group)
 
     def finish(self) -> Merged:
         self._pending.wait()
         row_max, reference = self._maxima
-        terms = self._token_ops.shard_terms(self._shard, row_max)
-        if self._logit_sum is not None:
-            terms = torch.cat((terms, self._logit_sum.unsqueeze(0)))
-        _start(dist.all_reduce, terms, group=self._group).wait()
-        logit_sum = None if self._logit_sum is None else terms[3]
-        loss, saved = self._token_ops.token_loss(terms[:3], row_max)
-        return Merged(loss, saved, reference, logit_sum)
+        sums = self._token_ops.shard_terms(self._shard, row_max)
+        further = further_terms(self._further, self._shard, row_max)
+        best = further.best
+        added = further._replace(best=None)
+        if added.names:
+            sums = torch.cat((sums, torch.stack(added.rows())))
+        _start(dist.all_reduce, sums, group=self._group).wait()
+        if best is not None:
+            _start(dist.all_reduce, best, op=dist.ReduceOp.MIN, group=self._group).wait()
+        loss, saved = self._token_ops.token_loss(sums[:3], row_max)
+        merged = Further.of(added.names, sums[3:].unbind(0))._replace(best=best)
+        return Merged(loss, saved, reference, merged)
 
 
 class RankDisagreement(ValueError):

@@ -21,11 +21,14 @@ TYPES = {
     "out_ptr": "*bf16",
     "label_ptr": "*i64",
     "argmax_ptr": "*i64",
+    "target_id_ptr": "*i64",
     "inside_ptr": "*i64",
     "row_stride": "i32",
     "out_row_stride": "i32",
     "num_rows": "i32",
     "num_columns": "i32",
+    "num_targets": "i32",
+    "share_stride": "i32",
     "logit_scale": "fp32",
     "softcap": "fp32",
 }
@@ -34,20 +37,22 @@ KERNELS = {
         row_kernels._row_statistics_kernel,
         row_kernels.STATISTICS_BLOCK,
         row_kernels.STATISTICS_WARPS,
-        ("WITH_ARGMAX", "WITH_SUM", "MASKED", "SOFTCAP"),
+        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "TARGETS", "MASKED", "SOFTCAP"),
     ),
     "gradients": (
         row_kernels._row_gradients_kernel,
         row_kernels.GRADIENT_BLOCK,
         row_kernels.GRADIENT_WARPS,
-        ("WITH_SHARE", "MASKED", "SOFTCAP"),
+        ("WITH_SLOPE", "WITH_SHARE", "TARGETS", "MASKED", "SOFTCAP"),
     ),
 }
 
 
 def compiled(name: str, capability: int, on: tuple[str, ...]):
     kernel, block, warps, options = KERNELS[name]
-    constants = {"BLOCK": block, **{option: option in on for option in options}}
+    given = {option: option in on for option in options}
+    given["TARGETS"] = 64 if "TARGETS" in on else 0
+    constants = {"BLOCK": block, **given}
     names = kernel.arg_names
     source = ASTSource(
         kernel,

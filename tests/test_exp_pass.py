@@ -21,6 +21,7 @@ from megatron_fused_ce.testing.reference import (
     relative_error,
     truth,
 )
+from megatron_fused_ce.token_outputs import Upstream
 from tests.test_op import STRATEGIES, run, weights_for
 from tests.test_row_kernels import without_interpreter
 
@@ -181,12 +182,14 @@ def test_shards_far_apart(gap, product, device):
     for index, shard in enumerate(shards):
         seal = passes.seal(kept[index], chunks[index], scores[index], merged)
         units.append(seal)
-        operand = passes.operand_of_kept(kept[index], seal, chunks[index], terms, factor, None)
+        operand = passes.operand_of_kept(
+            kept[index], seal, chunks[index], terms, Upstream(factor), None
+        )
         part = operand.matrix.double() * operand.factor.double()[:, None]
         assert torch.isfinite(operand.matrix.float()).all()
         columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
         room = torch.empty_like(kept[index])
-        again = passes.operand_again(chunks[index], terms, factor, room)
+        again = passes.operand_again(chunks[index], terms, Upstream(factor), room)
         for got in (part, again.matrix.double()):
             difference = (got - expected[:, columns]).norm()
             assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)

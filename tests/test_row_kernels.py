@@ -12,6 +12,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, row_ops_torch
 from megatron_fused_ce.kernels import row_kernels, token_kernels
+from megatron_fused_ce.loss_form import PLAIN
 from megatron_fused_ce.row_ops import (
     NOT_HERE,
     TokenTerms,
@@ -20,6 +21,7 @@ from megatron_fused_ce.row_ops import (
     token_loss,
 )
 from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
+from megatron_fused_ce.token_outputs import Upstream
 from tests.test_op import run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,14 +49,15 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
     factor = torch.randn(7, generator=torch.Generator().manual_seed(1)).to(device)
     out = torch.empty_like(logits)
-    row_kernels.row_gradients(logits, labels, terms, factor, 0.7, out=out)
+    gradient = PLAIN.gradient_terms(terms, Upstream(factor))
+    row_kernels.row_gradients(logits, labels, gradient, 0.7, out=out)
     expected = row_ops_torch.row_gradients(
-        logits, labels, terms, factor, 0.7, out=torch.empty_like(logits)
+        logits, labels, gradient, 0.7, out=torch.empty_like(logits)
     )
     assert torch.equal(logits, kept), "out of place must leave the logits alone"
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=1e-7)
-    row_kernels.row_gradients(logits, labels, terms, factor, 0.7, out=logits)
+    row_kernels.row_gradients(logits, labels, gradient, 0.7, out=logits)
     assert torch.equal(logits, out), "in place must equal out of place"
 
 
@@ -173,4 +176,4 @@ def without_interpreter(script):
 def test_every_option_compiles_without_a_gpu():
     done = without_interpreter("compile_rows.py")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("bytes of PTX") == 2 * (6 + 5)
+    assert done.stdout.count("bytes of PTX") == 2 * (8 + 7)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.token_outputs import TokenOutputs
 
 #: Norm-relative error that is always allowed, by dtype; otherwise twice eager PyTorch's own.
 FLOOR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}
@@ -44,14 +45,7 @@ def plain_head(inputs: HeadInputs, dtype: torch.dtype) -> HeadResult:
     after the other, on log-probabilities of the columns that take part.
     """
     options = inputs.config
-    hidden = inputs.hidden.detach().to(dtype).requires_grad_()
-    weight = inputs.weight.detach().to(dtype).requires_grad_()
-    logits = hidden @ weight.t()
-    wide = logits if dtype == torch.float64 else logits.float()
-    z = wide * inputs.logit_scale
-    if options.logit_softcap is not None:
-        z = options.logit_softcap * torch.tanh(z / options.logit_softcap)
-    z = z[..., : options.true_vocab_size]
+    hidden, weight, z = _logits(inputs, dtype)
     num_classes = z.shape[-1]
     labels = inputs.labels.t()
     known = (labels >= 0) & (labels < num_classes)
@@ -66,6 +60,62 @@ def plain_head(inputs: HeadInputs, dtype: torch.dtype) -> HeadResult:
     loss = loss + options.z_loss * z.logsumexp(-1) ** 2
     if options.ignore_index is not None:
         loss = loss * (labels != options.ignore_index)
+    loss.backward(inputs.grad_loss.t().to(loss.dtype))
+    assert hidden.grad is not None and weight.grad is not None
+    return HeadResult(loss.detach().t(), hidden.grad, weight.grad)
+
+
+def _logits(inputs: HeadInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Leaves for hidden states and weight, and the logits ``[s, b, K]`` of the columns that take part."""
+    options = inputs.config
+    hidden = inputs.hidden.detach().to(dtype).requires_grad_()
+    weight = inputs.weight.detach().to(dtype).requires_grad_()
+    logits = hidden @ weight.t()
+    wide = logits if dtype == torch.float64 else logits.float()
+    z = wide * inputs.logit_scale
+    if options.logit_softcap is not None:
+        z = options.logit_softcap * torch.tanh(z / options.logit_softcap)
+    return hidden, weight, z[..., : options.true_vocab_size]
+
+
+def plain_outputs(
+    inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[TokenOutputs, Tensor, Tensor]:
+    """Every output of :class:`.TokenOutputs` but the loss ``[b, s]``, and the gradients of both operands for
+    ``upstreams`` (by name, ``[b, s]``), by autograd in ``dtype``. All labels are in the vocabulary.
+    """
+    hidden, weight, z = _logits(inputs, dtype)
+    log_p = z.log_softmax(-1)
+    labels = inputs.labels.t().unsqueeze(-1)
+    made = {
+        "log_prob": log_p.gather(-1, labels).squeeze(-1),
+        "lse": z.logsumexp(-1),
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+    }
+    by_name = {name: upstream.t().to(log_p.dtype) for name, upstream in upstreams.items()}
+    torch.autograd.backward([made[name] for name in by_name], list(by_name.values()))
+    assert hidden.grad is not None and weight.grad is not None
+    label_logit = z.gather(-1, labels)
+    outputs = TokenOutputs(
+        torch.zeros(()),
+        **made,
+        predicted=z.argmax(-1),
+        correct=(label_logit >= z.amax(-1, keepdim=True)).squeeze(-1),
+    )
+    return outputs.map(lambda given: given.detach().t()), hidden.grad, weight.grad
+
+
+def plain_distillation(
+    inputs: HeadInputs, ids: Tensor, log_probs: Tensor, dtype: torch.dtype
+) -> HeadResult:
+    """``-sum q log p`` over entries ``[b, s, k]`` with an id in the vocabulary, by autograd in ``dtype``."""
+    hidden, weight, z = _logits(inputs, dtype)
+    log_p = z.log_softmax(-1)
+    ids = ids.transpose(0, 1)
+    inside = (ids >= 0) & (ids < z.shape[-1])
+    shares = (log_probs.transpose(0, 1).to(log_p.dtype).exp() * inside).detach()
+    loss = -(shares * log_p.gather(-1, ids.where(inside, 0))).sum(-1)
+    loss = loss + inputs.config.z_loss * z.logsumexp(-1) ** 2
     loss.backward(inputs.grad_loss.t().to(loss.dtype))
     assert hidden.grad is not None and weight.grad is not None
     return HeadResult(loss.detach().t(), hidden.grad, weight.grad)
@@ -91,9 +141,16 @@ def assert_close(result: HeadResult, inputs: HeadInputs) -> dict[str, float]:
 
     Returns the errors. Raises ``AssertionError`` naming the part, its error and its bound.
     """
-    exact = truth(inputs)
-    eager = plain_head(inputs, inputs.hidden.dtype)
-    floor = FLOOR[inputs.hidden.dtype]
+    return assert_within(
+        result, truth(inputs), plain_head(inputs, inputs.hidden.dtype), inputs.hidden.dtype
+    )
+
+
+def assert_within(
+    result: HeadResult, exact: HeadResult, eager: HeadResult, dtype: torch.dtype
+) -> dict[str, float]:
+    """:func:`assert_close` with the truth and the yardstick at hand."""
+    floor = FLOOR[dtype]
     errors = {}
     for name, value, true, yardstick in zip(HeadResult._fields, result, exact, eager, strict=True):
         assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
@@ -119,6 +176,24 @@ LOSS_OPTIONS = {
         "true_vocab_size": 45,
     },
 }
+
+
+def make_teacher(inputs: HeadInputs, k: int) -> tuple[Tensor, Tensor]:
+    """``k`` entries of each token ``[b, s, k]``: ids and log-probabilities of mass 0.2 to 1.
+
+    Some ids come twice, some are outside the vocabulary (-1, and its size and beyond).
+    """
+    generator = torch.Generator().manual_seed(11)
+    vocab = inputs.weight.shape[0]
+    b, s = inputs.labels.shape
+    ids = torch.randint(0, vocab, (b, s, k), generator=generator)
+    log_probs = torch.randn(b, s, k, generator=generator).log_softmax(-1)
+    log_probs += (0.2 + 0.8 * torch.rand(b, s, 1, generator=generator)).log()
+    if k > 1:
+        ids[:, ::3, 1] = ids[:, ::3, 0]
+        ids[:, 1::4, 1] = torch.tensor([-1, vocab, vocab + 5, -100])[torch.arange(b) % 4, None]
+    return ids.to(inputs.labels.device), log_probs.to(inputs.labels.device)
+
 
 KINDS = ("plain", "peaked", "high", "low", "wide", "equal", "odd-labels")
 

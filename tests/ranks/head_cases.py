@@ -10,16 +10,27 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_token_outputs,
+    vocab_parallel,
+)
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import (
     LOSS_OPTIONS,
     HeadResult,
     assert_close,
+    assert_within,
     make_inputs,
+    make_teacher,
+    plain_distillation,
+    plain_outputs,
     relative_error,
     truth,
 )
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from tests.ranks.runner import Rank
 
 STRATEGIES = ("recompute", "store", "eager")
@@ -111,6 +122,102 @@ def against_fp64(
         flat=flat,
     )  # fmt: skip
     assert_close(result, inputs)
+
+
+def shard_of(rank: Rank, inputs, sequence_parallel, **settings):
+    """Leaves of this rank's tokens and rows of 97 classes, and the other arguments of a call."""
+    edges = bounds(rank, inputs.weight.shape[0], True)
+    weight = inputs.weight[edges[rank.rank] : edges[rank.rank + 1]].clone().requires_grad_()
+    hidden = inputs.hidden.chunk(rank.size)[rank.rank] if sequence_parallel else inputs.hidden
+    settings |= {"tp_group": rank.group, "sequence_parallel": sequence_parallel}
+    return hidden.clone().requires_grad_(), weight, settings
+
+
+def whole(rank: Rank, hidden, weight, sequence_parallel):
+    """Gradients of all tokens and all rows, on every rank."""
+    parts = [None] * rank.size
+    dist.all_gather_object(parts, (hidden.grad.cpu(), weight.grad.cpu()))
+    hiddens, weights = zip(*parts, strict=True)
+    grad_hidden = torch.cat(hiddens) if sequence_parallel else hiddens[0]
+    return grad_hidden.to(rank.device), torch.cat(weights).to(rank.device)
+
+
+def on_every_rank_alike(rank: Rank, made):
+    for value in made:
+        if value is not None:
+            parts = [None] * rank.size
+            dist.all_gather_object(parts, value.detach().cpu())
+            assert all(torch.equal(parts[0], other) for other in parts)
+
+
+def token_outputs(rank, *, strategy, sequence_parallel, merge):
+    """Every output and the gradients of all three, a gap of 30 between the shards' logits."""
+    inputs = make_inputs(
+        "plain", s=24, b=3, hidden_size=32, vocab=97, dtype=torch.float32, device=rank.device
+    )
+    inputs.hidden[..., 0] = 1.0
+    inputs.weight[::2, 0] += 30.0
+    generator = torch.Generator().manual_seed(3)
+    upstreams = {
+        name: torch.randn(3, 24, generator=generator).to(rank.device)
+        for name in ("log_prob", "lse", "entropy")
+    }
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
+    hidden, weight, settings = shard_of(rank, inputs, sequence_parallel, config=config)
+    made = fused_linear_token_outputs(hidden, weight, inputs.labels, OUTPUT_CHOICES, **settings)
+    torch.autograd.backward([getattr(made, name) for name in upstreams], list(upstreams.values()))
+    on_every_rank_alike(rank, made)
+    exact, *true_grads = plain_outputs(inputs, upstreams, torch.float64)
+    for name in upstreams:
+        error = (getattr(made, name).detach().double() - getattr(exact, name)).abs().max()
+        assert error < 2e-6 * 30, (name, error)
+    assert torch.equal(made.predicted, exact.predicted)
+    assert torch.equal(made.correct, exact.correct)
+    grads = whole(rank, hidden, weight, sequence_parallel)
+    for value, true in zip(grads, true_grads, strict=True):
+        assert relative_error(value, true) < 4e-6
+
+
+def outputs_without_gradients(rank, *, strategy, sequence_parallel):
+    """Beside eager's gradients too; equal logits: the lowest id of the first shard is predicted."""
+    inputs = make_inputs(
+        "plain", s=24, b=3, hidden_size=32, vocab=97, dtype=torch.float32, device=rank.device
+    )
+    inputs.hidden.mul_(4).round_()  # whole numbers: equal whatever the order of a shard's sums
+    inputs.weight.fill_(1.0)
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=28)
+    hidden, weight, settings = shard_of(
+        rank, inputs, sequence_parallel, config=config, token_weights=inputs.grad_loss
+    )
+    made = fused_linear_token_outputs(
+        hidden, weight, inputs.labels, OUTPUT_CHOICES, differentiable=False, **settings
+    )
+    made.loss.backward(inputs.grad_loss)
+    on_every_rank_alike(rank, made)
+    assert made.predicted.max() == 0 and made.correct.all()
+    assert (made.entropy - math.log(97)).abs().max() < 1e-5
+    grads = whole(rank, hidden, weight, sequence_parallel)
+    assert_close(HeadResult(made.loss.detach(), *grads), inputs)
+
+
+def distillation(rank, *, strategy, sequence_parallel, merge):
+    """Entries of one id on both sides of a shard's edge, and outside of the vocabulary."""
+    inputs = make_inputs(
+        "plain", s=24, b=3, hidden_size=32, vocab=97, dtype=torch.float32, device=rank.device
+    )
+    ids, log_probs = make_teacher(inputs, 6)
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
+    weights = inputs.grad_loss / -3.0 if strategy == "eager" else None
+    hidden, weight, settings = shard_of(
+        rank, inputs, sequence_parallel, config=config, token_weights=weights
+    )
+    loss = fused_linear_distillation(hidden, weight, ids, log_probs, **settings)
+    loss.backward(inputs.grad_loss)
+    on_every_rank_alike(rank, (loss,))
+    result = HeadResult(loss.detach(), *whole(rank, hidden, weight, sequence_parallel))
+    exact = plain_distillation(inputs, ids, log_probs, torch.float64)
+    eager = plain_distillation(inputs, ids, log_probs, torch.float32)
+    assert_within(result, exact, eager, torch.float32)
 
 
 def exp_dtype(rank):
@@ -287,7 +394,7 @@ def one_call(rank, group, **changes):
         "tp_group": group,
         "config": FusedCEConfig(num_chunks=2),
     }
-    return fused_linear_cross_entropy(**{**arguments, **changes})
+    return linear_cross_entropy(**{**arguments, **changes})
 
 
 def disagreement(rank, changes, words, debug_call):
@@ -387,7 +494,24 @@ for _name, _options in LOSS_OPTIONS.items():
                 sequence_parallel=_sp, unequal=True, named=not _sp,
                 merge="packed" if _sp else "all_reduce", options=_options,
             )  # fmt: skip
+for _strategy in STRATEGIES:
+    for _sp in (False, True):
+        for _merge in ("packed", "all_reduce"):
+            if _strategy != "eager":
+                CASES[f"outputs, {_strategy} sp={_sp} {_merge}"] = functools.partial(
+                    token_outputs, strategy=_strategy, sequence_parallel=_sp, merge=_merge
+                )
+            CASES[f"distillation, {_strategy} sp={_sp} {_merge}"] = functools.partial(
+                distillation, strategy=_strategy, sequence_parallel=_sp, merge=_merge
+            )
+        CASES[f"outputs without gradients, {_strategy} sp={_sp}"] = functools.partial(
+            outputs_without_gradients, strategy=_strategy, sequence_parallel=_sp
+        )
 _BAD = {
+    "outputs": (
+        {"outputs": lambda rank: ("lse", "entropy")},
+        "disagree on outputs beside the loss",
+    ),
     "tokens": (
         {
             "hidden": lambda rank: torch.ones(6, 1, 4, device=rank.device),
