@@ -136,3 +136,17 @@ def test_flags_in_the_documentation_exist():
         named = re.findall(r"--fused-(?:chunked-ce|ce)[a-z-]*\b", page.read_text())
         unknown = set(named) - set(parser._option_string_actions)
         assert not unknown, f"{page.relative_to(ROOT)}: {unknown}"
+
+
+#: A measured figure: milliseconds, MiB, or a relative difference.
+FIGURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?= (?:ms|MiB)\b)|(?<![\w.])(\d\.\de-\d+)")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("migration/*.md")), ids=lambda page: page.stem)
+def test_figures_of_the_migration_pages_are_measured_ones(page):
+    """Each stands in the benchmarks' pages, which a page with figures links to."""
+    measured = "".join(path.read_text() for path in DOCS.glob("benchmarks/**/*.md"))
+    numbers = {float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?", measured)}
+    figures = {float(ms or difference) for ms, difference in FIGURE.findall(page.read_text())}
+    assert figures <= numbers, figures - numbers
+    assert len(figures) >= (0 if "bridge" in page.stem else 5), "the pattern finds them"
