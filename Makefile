@@ -2,13 +2,15 @@
 PY := .venv/bin/python
 SETUP := scripts/setup_env.sh
 
-.PHONY: help setup demo test lint sweep clean
+.PHONY: help setup demo test lint sweep docs figures clean
 
 help:
 	@echo "make demo    train a small GPT with and without the flag and compare (5 minutes on 2 cores)"
 	@echo "make test    ruff, mypy and pytest (15 minutes on 2 cores, no GPU)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make sweep   time and peak bytes of logits over chunk counts; SWEEP='--tokens 4096 ...'"
+	@echo "make docs    the documentation as a site, in build/site"
+	@echo "make figures the figures of README.md and docs/scaling.md, from docs/benchmarks/results"
 	@echo "make clean   remove .venv, build/ and caches"
 
 setup:
@@ -19,6 +21,16 @@ demo: setup
 
 sweep: setup
 	@$(PY) scripts/sweep_chunks.py $(SWEEP)
+
+docs: setup
+	@if grep -qsE "sphinx|myst|furo" .venv/missing.txt; then \
+		echo "docs: Sphinx, MyST or furo could not be installed: see .venv/pip.log" >&2; exit 2; fi
+	@$(PY) -m sphinx -W --keep-going -n -q -b html -d build/doctrees docs build/site
+	@echo "build/site/index.html"
+
+figures: setup
+	@$(PY) scripts/readme_figures.py
+	@$(PY) scripts/fit_scaling.py --write docs/scaling.md
 
 # A tool that set-up could not install (no network) is skipped with a line that says so.
 lint: setup

@@ -23,13 +23,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
+import marked_document
 import numpy as np
 
 from megatron_fused_ce.planner import PlanInputs, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks" / "results"
-MARKERS = ("<!-- scripts/fit_scaling.py: begin -->", "<!-- scripts/fit_scaling.py: end -->")
+PART = "scripts/fit_scaling.py"
 STRATEGIES = ("store", "eager", "recompute")
 TILE_COLUMNS = 256
 Row = dict[str, Any]
@@ -512,21 +513,6 @@ def usable(path: Path) -> bool:
     return any(case_of(row) or ("kernels" in row and row.get("tp", 1) > 1) for row in content)
 
 
-def write_between_markers(path: Path, text: str) -> None:
-    """Replace what stands between the markers of a document."""
-    try:
-        document = path.read_text()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    begin, end = MARKERS
-    if document.count(begin) != 1 or document.count(end) != 1:
-        raise ValueError(f"{path} needs one line {begin!r} and one {end!r} after it")
-    before, rest = document.split(begin)
-    if end not in rest:
-        raise ValueError(f"{path} has {end!r} before {begin!r}")
-    path.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}")
-
-
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"fit_scaling: {message}\n")
@@ -568,7 +554,7 @@ def main(words: Sequence[str] | None = None) -> int:
         rows = read(files)
         text = tables(fit(rows), rows, [path.name for path in files], given, given.write is None)
         if given.write is not None:
-            write_between_markers(given.write, text)
+            marked_document.rewrite(given.write, {PART: text})
         else:
             print(text, end="")
     except ValueError as error:

@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import fit_scaling  # noqa: E402
+import marked_document  # noqa: E402
 from fit_scaling import Case, Link, Model  # noqa: E402
+
+MARKERS = marked_document.markers(fit_scaling.PART)
 
 RATE = 700e12
 LINK = Link(2e-5, fit_scaling.NVLINK_STEP_S, 300e9, "known")
@@ -193,7 +196,7 @@ def test_command_line_prints_every_table(tmp_path, capsys):
 def test_tables_go_between_the_markers(tmp_path, capsys):
     path = result_file(tmp_path, rows_of(MODEL))
     document = tmp_path / "scaling.md"
-    begin, end = fit_scaling.MARKERS
+    begin, end = MARKERS
     document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for _ in range(2):
         assert fit_scaling.main([str(path), "--write", str(document)]) == 0
@@ -210,7 +213,7 @@ def test_tables_go_between_the_markers(tmp_path, capsys):
 def test_the_document_is_what_the_script_writes():
     """docs/scaling.md's tables, from the files that they name; refresh with --write docs/scaling.md."""
     text = (ROOT / "docs" / "scaling.md").read_text()
-    begin, end = fit_scaling.MARKERS
+    begin, end = MARKERS
     block = text.split(begin)[1].split(end)[0]
     names = [word for word in block.split("From ")[1].split(".\n")[0].split("`") if ".json" in word]
     paths = [fit_scaling.RESULTS / name for name in names]
@@ -262,9 +265,9 @@ def test_bad_options_are_one_line_and_status_2(line, words, capsys):
 @pytest.mark.parametrize("text", ["no markers", "{1}\n{0}", "{0}\n{0}\n{1}"])
 def test_a_document_without_its_markers(text, tmp_path, capsys):
     path, document = result_file(tmp_path, rows_of(MODEL)), tmp_path / "scaling.md"
-    document.write_text(text.format(*fit_scaling.MARKERS))
+    document.write_text(text.format(*MARKERS))
     with pytest.raises(SystemExit) as end:
         fit_scaling.main([str(path), "--write", str(document)])
     said = capsys.readouterr().err
     assert end.value.code == 2 and "scaling.md" in said and len(said.splitlines()) == 1
-    assert document.read_text() == text.format(*fit_scaling.MARKERS)
+    assert document.read_text() == text.format(*MARKERS)

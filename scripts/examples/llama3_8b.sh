@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Llama-3 8B on one host of 8 GPUs of 80 GB, mock data.
+#
+#   MEGATRON_LM_PATH=/path/to/Megatron-LM scripts/examples/llama3_8b.sh [MEGATRON ARGUMENT...]
+set -euo pipefail
+
+TP=${TP:-2}
+CP=${CP:-1}
+MICRO_BATCH=${MICRO_BATCH:-1}
+GLOBAL_BATCH=${GLOBAL_BATCH:-128}
+SEQUENCE=${SEQUENCE:-8192}
+VOCAB=128256
+
+MODEL=(
+    --num-layers 32
+    --hidden-size 4096
+    --ffn-hidden-size 14336
+    --num-attention-heads 32
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length "$SEQUENCE"
+    --max-position-embeddings "$SEQUENCE"
+    --position-embedding-type rope
+    --rotary-base 500000
+    --normalization RMSNorm
+    --norm-epsilon 1e-5
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+)
+
+PARALLEL=(
+    --tensor-model-parallel-size "$TP"
+    --context-parallel-size "$CP"
+    --sequence-parallel
+)
+
+LOSS=(
+    # The one added line. Beside it these have no effect and can go: --cross-entropy-loss-fusion,
+    # --cross-entropy-fusion-impl native. Megatron refuses --cross-entropy-fusion-impl te with or without it.
+    --fused-chunked-ce
+)
+
+# shellcheck source=scripts/examples/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+launch pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"
