@@ -35,6 +35,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_fused_ce.kernels.softcap import tanh_and_slope
+from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
 
 #: A tile is exponentiated against its own maximum once that exceeds the row's reference by more than
@@ -82,11 +84,13 @@ def _exp_product_kernel(
     tile_sum_ptr,  # [num_n, C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     label_logit_ptr,  # [C] fp32
+    inside_ptr,  # [1] int64: columns that take part
     num_rows,
     num_columns,
     hidden_size,
     logit_scale,
     scale2,
+    softcap,
     NUM_PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -94,7 +98,11 @@ def _exp_product_kernel(
     GROUP_M: tl.constexpr,
     WRITE: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    taking_part = tl.load(inside_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
     num_k = tl.cdiv(hidden_size, BLOCK_K)
@@ -116,8 +124,12 @@ def _exp_product_kernel(
         picked = tl.sum(tl.where(is_label, z, 0.0), axis=1)
         in_tile = (label >= n * BLOCK_N) & (label < (n + 1) * BLOCK_N)
         tl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & in_tile)
-        z = z * scale2 - reference[:, None]
-        z = tl.where(is_label | (columns[None, :] >= num_columns), float("-inf"), z)
+        if SOFTCAP:
+            z, slope = tanh_and_slope(z * (logit_scale / softcap))
+            z = z * (softcap * LOG2E) - reference[:, None]
+        else:
+            z = z * scale2 - reference[:, None]
+        z = tl.where(is_label | (columns[None, :] >= taking_part), float("-inf"), z)
         at = n.to(tl.int64) * num_rows + rows
         if WITH_ARGMAX:
             tile_max, tile_argmax = tl.max(z, axis=1, return_indices=True)
@@ -129,6 +141,8 @@ def _exp_product_kernel(
         tl.store(tile_max_ptr + at, tile_max, mask=inside)
         tl.store(tile_sum_ptr + at, tl.sum(e, axis=1), mask=inside)
         if WRITE:
+            if SOFTCAP:
+                e = e * slope
             out_desc.store([m * BLOCK_M, n * BLOCK_N], e.to(out_desc.dtype))
 
 
@@ -140,17 +154,24 @@ def _gradient_product_kernel(
     label_ptr,  # [C] int64
     max2_ptr,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor_ptr,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label_ptr,  # [C] fp32: the label's gradient
+    at_label_ptr,  # [C] fp32: the label's gradient, before the softcap's slope
+    inside_ptr,  # [1] int64: columns that take part
     num_rows,
     num_columns,
     hidden_size,
+    logit_scale,
     scale2,
+    softcap,
     NUM_PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    MASKED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    taking_part = tl.load(inside_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
     num_k = tl.cdiv(hidden_size, BLOCK_K)
@@ -169,8 +190,17 @@ def _gradient_product_kernel(
         at_label = tl.load(at_label_ptr + rows, mask=inside, other=0.0)
         label = tl.load(label_ptr + rows, mask=inside, other=-1)
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
-        gradient = tl.exp2(z * scale2 - max2[:, None]) * factor[:, None]
+        if SOFTCAP:
+            z, slope = tanh_and_slope(z * (logit_scale / softcap))
+            z = z * (softcap * LOG2E)
+        else:
+            z = z * scale2
+        gradient = tl.exp2(z - max2[:, None]) * factor[:, None]
         gradient = tl.where(columns[None, :] == label[:, None], at_label[:, None], gradient)
+        if SOFTCAP:
+            gradient = gradient * slope
+        if MASKED:
+            gradient = tl.where(columns[None, :] < taking_part, gradient, 0.0)
         out_desc.store([m * BLOCK_M, n * BLOCK_N], gradient.to(out_desc.dtype))
 
 
@@ -191,10 +221,12 @@ def exp_product(
     logit_scale: float,
     out: Tensor | None,  # [C, V]
     with_argmax: bool = False,
+    form: LossForm = PLAIN,
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both.
 
-    The label's own entry of ``out`` is 0 afterwards; see :func:`.exp_rows.seal_rows`.
+    The label's own entry of ``out`` is 0 afterwards; see :func:`.exp_rows.seal_rows`. So are masked columns;
+    with a softcap ``out`` is times its slope (the statistics are not).
     """
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
@@ -218,11 +250,13 @@ def exp_product(
         tile_sum,
         tile_max if tile_argmax is None else tile_argmax,
         label_logit,
+        labels if form.num_columns is None else form.num_columns,
         num_rows,
         num_columns,
         hidden_size,
         logit_scale,
         logit_scale * LOG2_E,
+        form.softcap or 1.0,
         NUM_PROGRAMS=num_programs,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
@@ -230,6 +264,8 @@ def exp_product(
         GROUP_M=tiling.group_m,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
+        MASKED=form.num_columns is not None,
+        SOFTCAP=form.softcap is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
@@ -244,9 +280,10 @@ def gradient_product(
     next_tile: Tensor | None,  # unused here
     max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label: Tensor,  # [C] fp32: the label's gradient
+    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope
     logit_scale: float,
     out: Tensor,  # [C, V]
+    form: LossForm = PLAIN,
 ) -> Tensor:
     """Gradients of the logits into ``out``."""
     num_rows, hidden_size = tokens.shape
@@ -260,15 +297,20 @@ def gradient_product(
         max2,
         factor,
         at_label,
+        labels if form.num_columns is None else form.num_columns,
         num_rows,
         num_columns,
         hidden_size,
+        logit_scale,
         logit_scale * LOG2_E,
+        form.softcap or 1.0,
         NUM_PROGRAMS=num_programs,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         GROUP_M=tiling.group_m,
+        MASKED=form.num_columns is not None,
+        SOFTCAP=form.softcap is not None,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
 
 #: See exp_product.HEADROOM.
@@ -93,6 +94,52 @@ def _larger_first(value, index, other, other_index):
     """The larger value, and of equal ones the lower index."""
     first = (value > other) | ((value == other) & (index < other_index))
     return gl.where(first, value, other), gl.where(first, index, other_index)
+
+
+@gluon.jit
+def _bend(z, to_exponent, to_bent2):
+    """Bent logits in powers of two, and the softcap's slope: softcap.tanh_and_slope."""
+    e = gl.exp2(gl.maximum(z, -z) * to_exponent)
+    r = 1.0 / (1.0 + e)
+    t = (1.0 - e) * r
+    return gl.where(z < 0, -t, t) * to_bent2, 4.0 * e * r * r
+
+
+@gluon.jit
+def _halves(tile):
+    """Its left and its right columns."""
+    halves = gl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2))
+    return gl.split(gl.permute(halves, (0, 2, 1)))
+
+
+@gluon.jit
+def _rows_of(x, z):
+    """A vector of rows, to be combined with ``z``."""
+    return gl.convert_layout(x, gl.SliceLayout(1, z.type.layout))[:, None]
+
+
+@gluon.jit
+def _bent_exponentials(z, shift, to_exponent, to_bent2):
+    """Row sums of ``2**(bent z - shift)``, and that times the softcap's slope in bf16; 0 where z is -inf."""
+    bent, slope = _bend(z, to_exponent, to_bent2)
+    e = gl.where(z == float("-inf"), 0.0, gl.exp2(bent - _rows_of(shift, z)))
+    return gl.reduce(e, 1, _plus), (e * slope).to(gl.bfloat16)
+
+
+@gluon.jit
+def _bent_gradients(z, reference, factor, at_label, label, to_exponent, to_bent2):
+    """Gradients of the logits, times the softcap's slope, in bf16."""
+    bent, slope = _bend(z, to_exponent, to_bent2)
+    out = gl.exp2(bent - _rows_of(reference, z)) * _rows_of(factor, z)
+    columns = gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
+    out = gl.where(columns[None, :] == _rows_of(label, z), _rows_of(at_label, z), out)
+    return (out * slope).to(gl.bfloat16)
+
+
+@gluon.jit
+def _without_padding(out, taking_part):
+    columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    return gl.where((columns < taking_part)[None, :], out, 0.0)
 
 
 @gluon.jit
@@ -227,17 +274,20 @@ def _consume_tile(
     full,
     empty,
     num_rows,
-    num_columns,
+    taking_part,
     num_m,
     num_n,
     num_k,
     logit_scale,
     scale2,
+    softcap,
     FIRST_ROW: gl.constexpr,
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    MASKED: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """64 rows of one tile, whose first slot is full; returns the step after its last."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -277,13 +327,16 @@ def _consume_tile(
     _barrier()
     mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
 
+    if SOFTCAP:
+        to_exponent = -2.0 * scale2 / softcap
+        to_bent2 = softcap * 1.4426950408889634
     if MODE == STATISTICS:
-        if (holds_label != 0) | (first_column + BLOCK_N > num_columns):
+        if (holds_label != 0) | (first_column + BLOCK_N > taking_part):
             columns = gl.arange(0, BLOCK_N, COLUMNS)
             is_label = columns[None, :] == label[:, None]
             picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
             gl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & (label >= 0))
-            left_out = is_label | ((columns + first_column)[None, :] >= num_columns)
+            left_out = is_label | ((columns + first_column)[None, :] >= taking_part)
             z = gl.where(left_out, float("-inf"), z)
         at = n.to(gl.int64) * num_rows + rows
         if WITH_ARGMAX:
@@ -294,19 +347,42 @@ def _consume_tile(
         else:
             row_max = gl.reduce(z, 1, _larger)
         # logit_scale is above 0 here, so the maximum commutes with it.
-        tile_max = row_max * scale2 - reference
+        if SOFTCAP:
+            bent_max, _ = _bend(row_max, to_exponent, to_bent2)
+            # Bent, -inf would be -softcap.
+            tile_max = gl.where(row_max == float("-inf"), row_max, bent_max) - reference
+        else:
+            tile_max = row_max * scale2 - reference
         shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + reference
-        out = gl.exp2(z * scale2 - shift[:, None])
         gl.store(tile_max_ptr + at, tile_max, mask=inside)
-        gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
+        if SOFTCAP:
+            # By halves: registers hold no more than one of them beside its slope.
+            left, right = _halves(z)
+            left_sum, left = _bent_exponentials(left, shift, to_exponent, to_bent2)
+            right_sum, right = _bent_exponentials(right, shift, to_exponent, to_bent2)
+            gl.store(tile_sum_ptr + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
+        else:
+            out = gl.exp2(z * scale2 - shift[:, None])
+            gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
+            left, right = _halves(out.to(out_desc.dtype))
     else:
-        out = gl.exp2(z * scale2 - reference[:, None]) * factor[:, None]
-        if holds_label != 0:
-            columns = gl.arange(0, BLOCK_N, COLUMNS)
-            out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
+        if SOFTCAP:
+            left, right = _halves(z)
+            left = _bent_gradients(left, reference, factor, at_label, label, to_exponent, to_bent2)
+            right = _bent_gradients(
+                right, reference, factor, at_label, label - BLOCK_N // 2, to_exponent, to_bent2
+            )
+        else:
+            out = gl.exp2(z * scale2 - reference[:, None]) * factor[:, None]
+            if holds_label != 0:
+                columns = gl.arange(0, BLOCK_N, COLUMNS)
+                out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
+            left, right = _halves(out.to(out_desc.dtype))
+        if MASKED:  # noqa: SIM102 (known when compiled, unlike the next)
+            if first_column + BLOCK_N > taking_part:
+                left = _without_padding(left, taking_part - first_column)
+                right = _without_padding(right, taking_part - first_column - BLOCK_N // 2)
     if WRITE:
-        halves = gl.reshape(out.to(out_desc.dtype), (HALF_M, 2, BLOCK_N // 2))
-        left, right = gl.split(gl.permute(halves, (0, 2, 1)))
         _store_half(out_desc, left, staging, first_row, first_column)
         _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
     return step
@@ -331,17 +407,20 @@ def _consumer(
     full,
     empty,
     num_rows,
-    num_columns,
+    taking_part,
     num_m,
     num_n,
     num_k,
     logit_scale,
     scale2,
+    softcap,
     FIRST_ROW: gl.constexpr,
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    MASKED: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
     step = 0
@@ -352,8 +431,9 @@ def _consumer(
             tile, step,
             out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
             tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
-            weight_slots, staging, full, empty, num_rows, num_columns, num_m, num_n, num_k,
-            logit_scale, scale2, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+            weight_slots, staging, full, empty, num_rows, taking_part, num_m, num_n, num_k,
+            logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+            MASKED, SOFTCAP,
         )  # fmt: skip
         tile = _told(tile_ids, full, step)
     if WRITE:
@@ -376,16 +456,21 @@ def _product_kernel(
     tile_sum_ptr,
     tile_argmax_ptr,
     label_logit_ptr,
+    inside_ptr,
     num_rows,
     num_columns,
     hidden_size,
     logit_scale,
     scale2,
+    softcap,
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    MASKED: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
+    taking_part = gl.load(inside_ptr).to(gl.int32) if MASKED else num_columns
     num_m = gl.cdiv(num_rows, BLOCK_M)
     num_n = gl.cdiv(num_columns, BLOCK_N)
     num_k = gl.cdiv(hidden_size, BLOCK_K)
@@ -413,16 +498,16 @@ def _product_kernel(
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, upper_slots, weight_slots,
-                upper_staging, tile_ids, full, empty, num_rows, num_columns, num_m, num_n, num_k,
-                logit_scale, scale2,
-                0, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+                upper_staging, tile_ids, full, empty, num_rows, taking_part, num_m, num_n, num_k,
+                logit_scale, scale2, softcap,
+                0, GROUP_M, MODE, WRITE, WITH_ARGMAX, MASKED, SOFTCAP,
             )),
             (_consumer, (
                 out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, lower_slots, weight_slots,
-                lower_staging, tile_ids, full, empty, num_rows, num_columns, num_m, num_n, num_k,
-                logit_scale, scale2,
-                64, GROUP_M, MODE, WRITE, WITH_ARGMAX,
+                lower_staging, tile_ids, full, empty, num_rows, taking_part, num_m, num_n, num_k,
+                logit_scale, scale2, softcap,
+                64, GROUP_M, MODE, WRITE, WITH_ARGMAX, MASKED, SOFTCAP,
             )),
             (_loader, (
                 tokens_desc, weight_desc, next_tile_ptr, upper_slots, lower_slots, weight_slots,
@@ -457,6 +542,7 @@ def _launch(
     logit_scale: float,
     mode: int,
     with_argmax: bool,
+    form: LossForm,
 ) -> None:
     half, half_n = int(HALF_M), int(BLOCK_N) // 2
     tokens_desc = _descriptor(tokens, [half, int(BLOCK_K)])
@@ -470,15 +556,19 @@ def _launch(
         label_tiles,
         next_tile,
         *tiles,
+        labels if form.num_columns is None else form.num_columns,
         tokens.shape[0],
         weight.shape[0],
         tokens.shape[1],
         logit_scale,
         logit_scale * LOG2_E,
+        form.softcap or 1.0,
         GROUP_M=group_m(tokens.shape[1]),
         MODE=mode,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
+        MASKED=form.num_columns is not None,
+        SOFTCAP=form.softcap is not None,
         num_warps=4,
         maxnreg=168,
     )
@@ -494,6 +584,7 @@ def exp_product(
     logit_scale: float,  # above 0
     out: Tensor | None,  # [C, V] bf16
     with_argmax: bool = False,
+    form: LossForm = PLAIN,
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both."""
     num_tiles = triton.cdiv(weight.shape[0], int(BLOCK_N))
@@ -513,6 +604,7 @@ def exp_product(
         logit_scale,
         int(STATISTICS),
         with_argmax,
+        form,
     )
     return TileStatistics(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax)
 
@@ -525,9 +617,10 @@ def gradient_product(
     next_tile: Tensor,  # int32 [1], 0: see exp_product
     max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label: Tensor,  # [C] fp32: the label's gradient
+    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope
     logit_scale: float,
     out: Tensor,  # [C, V] bf16
+    form: LossForm = PLAIN,
 ) -> Tensor:
     """Gradients of the logits into ``out``."""
     _launch(
@@ -542,5 +635,6 @@ def gradient_product(
         logit_scale,
         int(GRADIENTS),
         False,
+        form,
     )
     return out

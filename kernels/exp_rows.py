@@ -27,7 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.exp_product import HEADROOM
-from megatron_fused_ce.row_ops import LOG2_E, NOT_HERE, Merged, RowStatistics, TileStatistics
+from megatron_fused_ce.kernels.softcap import tanh_and_slope
+from megatron_fused_ce.loss_form import PLAIN, LossForm
+from megatron_fused_ce.row_ops import NOT_HERE, Merged, RowStatistics, TileStatistics
 
 #: Rows of the whole weight whose logits give a token's reference, spread over it: any real rows do.
 SAMPLED_ROWS = 64
@@ -84,12 +86,15 @@ def _row_prologue_kernel(
     num_columns,
     num_sampled,
     halves,
-    scale2,
+    logit_scale,
+    softcap,
     BLOCK_ROWS: tl.constexpr,
     SAMPLED: tl.constexpr,
     HALF_TILE: tl.constexpr,
     TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
+    LOG2E: tl.constexpr = 1.4426950408889634
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     sampled = tl.arange(0, SAMPLED)
@@ -98,7 +103,12 @@ def _row_prologue_kernel(
         mask=inside[:, None] & (sampled < num_sampled)[None, :],
         other=float("-inf"),
     ).to(tl.float32)
-    tl.store(reference_ptr + rows, tl.max(z, axis=1) * scale2, mask=inside)
+    # A shard without a column that takes part samples NaN.
+    reference = tl.max(tl.where(z == z, z, float("-inf")), axis=1) * logit_scale
+    if SOFTCAP:
+        bent, _ = tanh_and_slope(reference / softcap)
+        reference = softcap * bent
+    tl.store(reference_ptr + rows, reference * LOG2E, mask=inside)
     _mark_labels(label_ptr, marks_ptr, rows, num_rows, num_columns, halves, HALF_TILE, TILE)
 
 
@@ -131,9 +141,11 @@ def _combine_tiles_kernel(
     num_rows,
     num_columns,
     num_tiles,
+    softcap,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """One sweep over the tiles of a block of rows; slots of tiles are reduced once, at its end."""
     LN2: tl.constexpr = 0.6931471805599453
@@ -169,6 +181,9 @@ def _combine_tiles_kernel(
     label = tl.load(label_ptr + rows, mask=inside, other=-1)
     here = (label >= 0) & (label < num_columns)
     label_logit = tl.load(label_logit_ptr + rows, mask=inside, other=0.0)
+    if SOFTCAP:
+        bent, _ = tanh_and_slope(label_logit / softcap)
+        label_logit = softcap * bent
     others_max = (reference + largest) * LN2
     own_wins = here & (label_logit >= others_max)
     row_max = tl.where(own_wins, label_logit, others_max)
@@ -192,15 +207,21 @@ def _seal_rows_kernel(
     own_reference_ptr,  # [C] fp32, natural units
     excess_ptr,  # [C] fp32
     reference_ptr,  # [C] fp32, natural units: the largest of all shards
-    terms_ptr,  # [3, C] fp32: row_ops.TokenTerms
+    terms_ptr,  # [3, C] fp32: row_max, scale, deficit of loss_form.GradientTerms
+    label_logit_ptr,  # [C] fp32, before the softcap
     unit_ptr,  # [C] fp32, out
     e_stride,
     num_rows,
     num_columns,
     num_tiles,
+    softcap,
     TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """One program per row: ``E`` in one unit over all tiles and shards, and the label's entry."""
+    """One program per row: ``E`` in one unit over all tiles and shards, and the label's entry.
+
+    The unit has the sign of the scale, which a z-loss can make negative, or 0.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     row_ptr = e_ptr + row * e_stride
@@ -208,14 +229,19 @@ def _seal_rows_kernel(
     own_reference = tl.load(own_reference_ptr + row)
     reference = tl.load(reference_ptr + row)
     row_max = tl.load(terms_ptr + row)
-    inv_sum = tl.load(terms_ptr + num_rows + row)
-    miss = tl.load(terms_ptr + 2 * num_rows + row)
-    log2_unit = (reference - row_max) * LOG2E + tl.log2(inv_sum)
+    scale = tl.load(terms_ptr + num_rows + row)
+    deficit = tl.load(terms_ptr + 2 * num_rows + row)
+    sign = tl.where(scale < 0.0, -1.0, 1.0)
+    log2_unit = (reference - row_max) * LOG2E + tl.log2(tl.abs(scale))
     far_below = log2_unit < FAR_BELOW
     label = tl.load(label_ptr + row)
     here = (label >= 0) & (label < num_columns)
-    unit = tl.where(far_below, 1.0, tl.exp2(log2_unit))
-    at_label = (-miss / unit).to(e_ptr.dtype.element_ty)
+    unit = tl.where(far_below, 1.0, sign * tl.exp2(log2_unit))
+    at_label = -deficit / unit
+    if SOFTCAP:
+        _, slope = tanh_and_slope(tl.load(label_logit_ptr + row) / softcap)
+        at_label *= slope
+    at_label = at_label.to(e_ptr.dtype.element_ty)
     mixed = row_excess >= 0.0
     differs = own_reference != reference
     if far_below | mixed | differs:
@@ -229,7 +255,7 @@ def _seal_rows_kernel(
             columns = tile * TILE + tl.arange(0, TILE)
             mask = (columns < num_columns) & (columns != label)
             e = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            e = e * tl.exp2(excess + shift)
+            e = e * (tl.where(far_below, sign, 1.0) * tl.exp2(excess + shift))
             tl.store(row_ptr + columns, e.to(e_ptr.dtype.element_ty), mask=mask)
     tl.store(row_ptr + tl.where(here, label, 0), at_label, mask=here)
     tl.store(unit_ptr + row, unit)
@@ -297,9 +323,16 @@ def tile_table(
     return table
 
 
-def sample_rows(weight: Tensor, num_sampled: int) -> Tensor:
-    """``[num_sampled, H]`` of the rows of ``weight`` ``[V, H]``, evenly spread; strided, mostly a view."""
+def sample_rows(weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
+    """``[num_sampled, H]`` of the rows of ``weight`` ``[V, H]``, evenly spread; strided, mostly a view.
+
+    Only of those that take part; NaN where none does.
+    """
     num_rows = weight.shape[0]
+    if form.num_columns is not None:
+        at = torch.arange(num_sampled, device=weight.device) * form.num_columns // num_sampled
+        rows = weight.detach().index_select(0, at)
+        return torch.where(form.num_columns > 0, rows, torch.nan)
     if num_rows < num_sampled:
         weight = weight.repeat(-(-num_sampled // num_rows), 1)
         num_rows = weight.shape[0]
@@ -312,6 +345,7 @@ def row_prologue(
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     num_columns: int,
     logit_scale: float,
+    form: LossForm = PLAIN,
 ) -> RowPrologue:
     """A reference for every row, and which tiles hold labels."""
     num_rows, num_sampled = tokens.shape[0], sample.shape[0]
@@ -328,11 +362,13 @@ def row_prologue(
         num_columns,
         num_sampled,
         table.holds_label.shape[1],
-        logit_scale * LOG2_E,
+        logit_scale,
+        form.softcap or 1.0,
         BLOCK_ROWS=block_rows,
         SAMPLED=triton.next_power_of_2(num_sampled),
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
+        SOFTCAP=form.softcap is not None,
         num_warps=4,
     )
     return RowPrologue(reference2, table)
@@ -343,6 +379,7 @@ def combine_tiles(
     tiles: TileStatistics,
     labels: Tensor,  # [C] int64
     num_columns: int,
+    form: LossForm = PLAIN,
 ) -> RowStatistics:
     """Statistics of every row from those of its tiles."""
     num_tiles, num_rows = tiles.tile_max.shape
@@ -364,9 +401,11 @@ def combine_tiles(
         num_rows,
         num_columns,
         num_tiles,
+        form.softcap or 1.0,
         BLOCK_ROWS=block_rows,
         BLOCK_TILES=64,
         WITH_ARGMAX=argmax is not None,
+        SOFTCAP=form.softcap is not None,
         num_warps=8,
     )
     return RowStatistics(shard, argmax, excess=excess)
@@ -378,6 +417,7 @@ def seal_rows(
     tiles: TileStatistics,
     stats: RowStatistics,
     merged: Merged,
+    form: LossForm = PLAIN,
 ) -> Tensor:
     """Bring every row of ``E`` into one unit over all shards and write the label's entry.
 
@@ -394,13 +434,16 @@ def seal_rows(
         stats.reference,
         stats.excess,
         merged.reference,
-        merged.terms,
+        form.own_gradient(merged.terms),
+        tiles.label_logit,
         unit,
         e.stride(0),
         num_rows,
         num_columns,
         tiles.tile_max.shape[0],
+        form.softcap or 1.0,
         TILE=tiles.tile_columns,
+        SOFTCAP=form.softcap is not None,
         num_warps=4,
     )
     return unit

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fused_ce.kernels.softcap import tanh_and_slope
 from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTargets
 from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
 
@@ -29,14 +30,6 @@ STATISTICS_WARPS = 8
 GRADIENT_BLOCK = 4096
 GRADIENT_WARPS = 8
 _NOT_HERE = tl.constexpr(NOT_HERE)
-
-
-@triton.jit
-def _tanh(x):
-    """``tanh(x)`` and its slope, which would lose its digits as ``1 - tanh(x)**2``."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t), 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit
@@ -65,7 +58,7 @@ def _targets(
     probs = tl.load(target_prob_ptr + at, mask=here, other=0.0)
     z = tl.load(row_ptr + ids, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
-        bent, _ = _tanh(z / softcap)
+        bent, _ = tanh_and_slope(z / softcap)
         z = softcap * bent
     return ids, probs, z
 
@@ -112,7 +105,7 @@ def _row_statistics_kernel(
         inside = columns < num_columns
         z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
         if SOFTCAP:
-            bent, _ = _tanh(z / softcap)
+            bent, _ = tanh_and_slope(z / softcap)
             z = softcap * bent
         if WITH_SUM:
             logit_sum += tl.sum(z, axis=0)
@@ -137,7 +130,7 @@ def _row_statistics_kernel(
     here = (label >= 0) & (label < num_columns)
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
-        bent_label, _ = _tanh(label_logit / softcap)
+        bent_label, _ = tanh_and_slope(label_logit / softcap)
         label_logit = softcap * bent_label
     if WITH_SUM:
         tl.store(sum_ptr + row, logit_sum)
@@ -203,7 +196,7 @@ def _row_gradients_kernel(
     z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     z = z * logit_scale
     if SOFTCAP:
-        bent, bend = _tanh(z / softcap)
+        bent, bend = tanh_and_slope(z / softcap)
         z = softcap * bent
     e = tl.exp(z - row_max)
     if WITH_SLOPE:
@@ -226,7 +219,7 @@ def _row_gradients_kernel(
             logit_scale, 1.0, start, start + BLOCK, TARGETS, False,
         )  # fmt: skip
         if SOFTCAP:
-            bent_target, bend_target = _tanh(t / softcap)
+            bent_target, bend_target = tanh_and_slope(t / softcap)
             t = softcap * bent_target
         at_target = factor * (tl.exp(t - row_max) * scale - probs)
         if SOFTCAP:

@@ -10,6 +10,7 @@ ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
 LOGIT_PASS_CHOICES = ("auto", "exp", "rows")
 MERGE_CHOICES = ("auto", "packed", "all_reduce")
 SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
+LOGIT_PRECISION_CHOICES = ("auto", "activations")
 
 #: Tokens of a chunk for :func:`.chunking.plan_chunks` when neither ``num_chunks`` nor ``chunk_tokens``
 #: is given. The op and the adapter always give one: the planner's choice (:mod:`.planner`).
@@ -49,6 +50,9 @@ class FusedCEConfig:
     #: Columns from this global id on (the padding) take no part in the softmax; None: all take part, as
     #: in stock Megatron.
     true_vocab_size: int | None = None
+    #: ``activations``: logits are rounded to the hidden states' dtype, as by a plain output layer; ``auto``:
+    #: they stay in fp32 where the exponentiating product serves, and are rounded where the rows do.
+    logit_precision: str = "auto"
     #: Compare shapes and options over the ranks on every call, not only on the first.
     debug_checks: bool = False
     #: Which row kernels run between the products: Triton on CUDA, plain PyTorch elsewhere by default.
@@ -67,6 +71,7 @@ class FusedCEConfig:
             ("logit_pass", LOGIT_PASS_CHOICES),
             ("merge", MERGE_CHOICES),
             ("label_smoothing_form", SMOOTHING_FORM_CHOICES),
+            ("logit_precision", LOGIT_PRECISION_CHOICES),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -105,21 +110,15 @@ class FusedCEConfig:
 
     @property
     def loss_options(self) -> str:
-        """All options that make another loss than the plain one, for people; or empty."""
-        ignores = "ignore_index" if self.ignore_index is not None else ""
-        return ", ".join(filter(None, (self.beyond_plain, ignores)))
+        """All options that make another loss than the plain one, for people; or empty.
 
-    @property
-    def beyond_plain(self) -> str:
-        """The options that change a token's loss within the product's chunk, for people; or empty.
-
-        The scale is not among them (every pass multiplies by it), nor is ``ignore_index`` (it acts on the
-        losses).
+        The scale is not among them: Megatron has it too.
         """
         names = {
             "label_smoothing": bool(self.label_smoothing),
             "z_loss": bool(self.z_loss),
             "logit_softcap": self.logit_softcap is not None,
             "true_vocab_size": self.true_vocab_size is not None,
+            "ignore_index": self.ignore_index is not None,
         }
         return ", ".join(name for name, given in names.items() if given)

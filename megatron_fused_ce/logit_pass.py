@@ -83,8 +83,8 @@ class LogitPass(Protocol):
         statistics: what is to run beside the next product is started in between.
         """
 
-    def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
-        """``[num_sampled, H]`` of the rows of ``weight``."""
+    def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
+        """``[num_sampled, H]`` of the rows of ``weight`` that take part."""
 
     def seal(
         self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
@@ -135,7 +135,7 @@ class RowPass:
 
         return statistics
 
-    def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
+    def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
         return weight[:0]
 
     def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> None:
@@ -182,18 +182,18 @@ class ExpPass:
     def token_ops(self) -> ModuleType:
         return _token_kernels()
 
-    def sample_rows(self, weight: Tensor, num_sampled: int) -> Tensor:
-        rows: Tensor = _exp_rows().sample_rows(weight, num_sampled)
+    def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
+        rows: Tensor = _exp_rows().sample_rows(weight, num_sampled, form)
         return rows
 
     def multiply(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
     ) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample, *_ = chunk
+        tokens, weight, labels, logit_scale, sample, form, _ = chunk
         assert sample is not None
         exp_rows = _exp_rows()
         num_columns = weight.shape[0]
-        prologue = exp_rows.row_prologue(tokens, sample, labels, num_columns, logit_scale)
+        prologue = exp_rows.row_prologue(tokens, sample, labels, num_columns, logit_scale, form)
         tiles = self.product.exp_product(
             tokens,
             weight,
@@ -203,16 +203,18 @@ class ExpPass:
             logit_scale,
             out,
             with_argmax,
+            form,
         )
 
         def statistics() -> Scores:
-            return Scores(exp_rows.combine_tiles(prologue, tiles, labels, num_columns), tiles)
+            stats = exp_rows.combine_tiles(prologue, tiles, labels, num_columns, form)
+            return Scores(stats, tiles)
 
         return statistics
 
     def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
         tiles, stats = scores.tiles, scores.stats
-        unit: Tensor = _exp_rows().seal_rows(kept, chunk.labels, tiles, stats, merged)
+        unit: Tensor = _exp_rows().seal_rows(kept, chunk.labels, tiles, stats, merged, chunk.form)
         return unit
 
     def operand_of_kept(
@@ -230,18 +232,19 @@ class ExpPass:
     def operand_again(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
     ) -> Operand:
-        tokens, weight, labels, logit_scale, *_ = chunk
-        factor = upstream.loss
+        tokens, weight, labels, logit_scale, _, form, _ = chunk
+        gradient = form.gradient_terms(terms, upstream)
         self.product.gradient_product(
             tokens,
             weight,
             labels,
             *_exp_rows().tile_table(labels, weight.shape[0]),
-            terms.row_max * LOG2_E,
-            factor * terms.inv_sum,
-            -factor * terms.miss,
+            gradient.row_max * LOG2_E,
+            gradient.factor * gradient.scale,
+            -gradient.factor * gradient.deficit,
             logit_scale,
             out,
+            form,
         )
         return Operand(out, None)
 
@@ -275,13 +278,23 @@ def row_pass(device: torch.device, requested: str = "auto") -> RowPass:
     return RowPass(row_ops_torch)
 
 
+class Asked(NamedTuple):
+    """What of a call, beside its config, decides which pass can serve."""
+
+    outputs: tuple[str, ...] = ()
+    differentiable: bool = False
+    soft: bool = False
+
+
+#: The loss alone.
+NOTHING_BESIDE = Asked()
+
+
 def choose(
-    requested: str,  # one of config.LOGIT_PASS_CHOICES
-    row_backend: str,
+    config: FusedCEConfig,
     tokens: Tensor,  # [T, H]
     weight: Tensor,  # [V, H]
-    logit_scale: float,
-    beyond_plain: str = "",  # FusedCEConfig.beyond_plain
+    asked: Asked = NOTHING_BESIDE,
 ) -> tuple[LogitPass, str]:
     """The pass for these tensors, and why not ``exp`` (empty where it is).
 
@@ -291,44 +304,25 @@ def choose(
     Raises:
         ValueError: ``exp`` was asked for by name and cannot serve.
     """
-    if requested == "rows":
-        reason = "rows was asked for"
-    else:
-        interpreter = requested == "exp"
-        reason = why_not_exp(tokens, weight, logit_scale, interpreter, beyond_plain)
+    requested, reason = config.logit_pass, "rows was asked for"
+    if requested != "rows":
+        reason = why_not_exp(config, tokens, weight, asked)
     if not reason:
         return ExpPass(_forms().product_for(tokens.device)), ""
     if requested == "exp":
         raise ValueError(f"logit_pass='exp' cannot serve here: {reason}; use 'auto' or 'rows'")
-    return row_pass(tokens.device, row_backend), reason
-
-
-def beyond_the_product(
-    config: FusedCEConfig, outputs: tuple[str, ...], differentiable: bool, soft: bool
-) -> str:
-    """What of a call the exponentiating product cannot make, for people; or empty."""
-    entropy = "entropy" in outputs
-    names = (
-        config.beyond_plain,
-        "outputs with gradients" if differentiable else "entropy" if entropy else "",
-        "a teacher's targets" if soft else "",
-    )
-    return ", ".join(filter(None, names))
+    return row_pass(tokens.device, config.row_backend), reason
 
 
 def why_not_exp(
-    tokens: Tensor,
-    weight: Tensor,
-    logit_scale: float,
-    interpreter: bool = False,
-    beyond_plain: str = "",
+    config: FusedCEConfig, tokens: Tensor, weight: Tensor, asked: Asked = NOTHING_BESIDE
 ) -> str:
     """What keeps the exponentiating product from serving, or an empty string: the one list.
 
-    ``interpreter`` lets Triton's interpreter serve on a CPU, in any dtype but bf16.
+    Asked for by name, Triton's interpreter may serve on a CPU, in any dtype but bf16.
     """
     interpreted = (
-        interpreter
+        config.logit_pass == "exp"
         and tokens.device.type == "cpu"
         and os.environ.get("TRITON_INTERPRET") == "1"
         and tokens.dtype != torch.bfloat16  # whose products it gets wrong (triton 3.9)
@@ -345,10 +339,11 @@ def why_not_exp(
         if tokens.dtype != torch.bfloat16:
             # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
             return f"it takes bfloat16, not {tokens.dtype}"
-    if beyond_plain:
-        return f"its epilogue makes the plain loss, not {beyond_plain}"
-    if logit_scale <= 0:
-        return f"its row maximum needs a logit_scale above 0, this is {logit_scale}"
+    beyond = _beyond_its_epilogue(config, asked)
+    if beyond:
+        return f"its epilogue cannot make {beyond}"
+    if config.logit_scale <= 0:
+        return f"its row maximum needs a logit_scale above 0, this is {config.logit_scale}"
     if tokens.shape[0] == 0:
         return "there are no tokens"
     for name, tensor in (("hidden", tokens), ("weight", weight)):
@@ -360,6 +355,19 @@ def why_not_exp(
     if weight.shape[0] * weight.element_size() % 16:
         return f"TMA needs rows of logits of a multiple of 16 bytes, V is {weight.shape[0]}"
     return ""
+
+
+def _beyond_its_epilogue(config: FusedCEConfig, asked: Asked) -> str:
+    """For people; or empty."""
+    # -share is no multiple of E, and further outputs' gradients are none when the loss's is 0.
+    names = (
+        (bool(config.label_smoothing), "label_smoothing"),
+        (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
+        (asked.differentiable, "outputs with gradients"),
+        ("entropy" in asked.outputs, "entropy"),
+        (asked.soft, "the loss of a teacher's targets"),
+    )
+    return ", ".join(name for applies, name in names if applies)
 
 
 def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:

@@ -192,17 +192,28 @@ class LossForm:
         Args:
             upstream: of a chunk, each times what every gradient is multiplied by.
         """
-        row_max, scale, deficit = terms.row_max, terms.inv_sum, terms.miss
+        scale, deficit = self._scale_and_deficit(terms)
+        plain = GradientTerms(terms.row_max, scale, deficit, upstream.loss, share=self.share)
+        return self._with_outputs(plain, terms, upstream) if upstream.beside_the_loss else plain
+
+    def own_gradient(self, merged_terms: Tensor) -> Tensor:
+        """``row_max, scale, deficit`` of the loss alone, fp32 ``[3, C]`` or more, of ``[4, C]`` terms."""
+        if not self.z_loss and self.sigma is None:
+            return merged_terms
+        terms = TokenTerms(*merged_terms)
+        return torch.stack((terms.row_max, *self._scale_and_deficit(terms)))
+
+    def _scale_and_deficit(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
+        scale, deficit = terms.inv_sum, terms.miss
         if terms.mass is not None:
             scale = scale * terms.mass
         if self.z_loss:
-            more = 2 * self.z_loss * (row_max - terms.inv_sum.log())
+            more = 2 * self.z_loss * (terms.row_max - terms.inv_sum.log())
             scale = scale + terms.inv_sum * more
             deficit = deficit - more * (1 - terms.miss)
         if self.sigma is not None and self.share is not None:
             deficit = deficit - (self.sigma - self.share)
-        plain = GradientTerms(row_max, scale, deficit, upstream.loss, share=self.share)
-        return self._with_outputs(plain, terms, upstream) if upstream.beside_the_loss else plain
+        return scale, deficit
 
     @staticmethod
     def _with_outputs(plain: GradientTerms, terms: TokenTerms, upstream: Upstream) -> GradientTerms:

@@ -15,6 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from megatron_fused_ce import logit_pass, planner
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.config import (
+    LOGIT_PRECISION_CHOICES,
     MERGE_CHOICES,
     SMOOTHING_FORM_CHOICES,
     STRATEGY_CHOICES,
@@ -273,23 +274,18 @@ def linear_cross_entropy(
     if num_tokens is not None:
         try:
             flat = hidden.reshape(num_tokens, hidden.shape[-1])
-            logits, _ = logit_pass.choose(
-                config.logit_pass,
-                config.row_backend,
-                flat,
-                weight,
-                config.logit_scale,
-                logit_pass.beyond_the_product(config, outputs, differentiable, teacher is not None),
-            )
+            asked = logit_pass.Asked(outputs, differentiable, teacher is not None)
+            logits, _ = logit_pass.choose(config, flat, weight, asked)
             _check_token_weights(config, token_weights, hidden, weight)
         except ValueError as bad:
             num_tokens, error = None, bad
     facts = _facts(
         num_tokens, hidden, weight, config, comm, vocab_start, logits, token_weights, uses_in_flight
     )
-    asked = sum(2**i for i, name in enumerate(OUTPUT_CHOICES) if name in outputs)
-    facts["outputs beside the loss"] = 2 * asked + differentiable if num_tokens is not None else 0
-    facts["teacher's classes"] = teacher.ids.shape[-1] if teacher and num_tokens is not None else 0
+    if num_tokens is not None:
+        bits = sum(2**i for i, name in enumerate(OUTPUT_CHOICES) if name in outputs)
+        facts["outputs beside the loss"] = 2 * bits + differentiable
+        facts["teacher's classes"] = 0 if teacher is None else teacher.ids.shape[-1]
     num_rows = 0 if num_tokens is None else weight.shape[0]
     agree(comm.group, facts, vocab_range, num_rows, error, config.debug_checks)
     assert num_tokens is not None and logits is not None
@@ -503,6 +499,9 @@ def _facts(
         "label_smoothing_form",
         "ignore_index",
         "true_vocab_size",
+        "logit_precision",
+        "outputs beside the loss",
+        "teacher's classes",
     )
     if num_tokens is None or logits is None:
         return dict.fromkeys(names, 0)
@@ -530,6 +529,9 @@ def _facts(
         SMOOTHING_FORM_CHOICES.index(config.label_smoothing_form),
         -(2**62) if config.ignore_index is None else config.ignore_index,
         config.true_vocab_size or 0,
+        LOGIT_PRECISION_CHOICES.index(config.logit_precision),
+        0,
+        0,
     )
     return dict(zip(names, values, strict=True))
 

@@ -88,7 +88,7 @@ class Head:
         sample, pending = None, DONE
         with self.comm.together(weight.device):
             if wanted and self.chunks:
-                sample = rows = self.logits.sample_rows(weight, -(-wanted // size))
+                sample = rows = self.logits.sample_rows(weight, -(-wanted // size), self.form)
                 if size > 1:
                     sample = rows.new_empty(size * rows.shape[0], rows.shape[1])
                     pending = self.comm.gather(rows, sample)

@@ -108,7 +108,9 @@ class TileStatistics(NamedTuple):
     tile_columns: int
     tile_max: Tensor  # fp32: largest z2 - reference2 of the tile, label left out
     tile_sum: Tensor  # fp32: sum of E over the tile, label left out
-    label_logit: Tensor  # fp32 [C]: logit_scale * z_y, 0 where the label is not here
+    label_logit: (
+        Tensor  # fp32 [C]: logit_scale * z_y, before a softcap; 0 where the label is not here
+    )
     tile_argmax: Tensor | None  # int32: column of tile_max
 
 

@@ -147,14 +147,7 @@ def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
     config = variant.config
     assert config is not None
     num_rows, hidden_size = problem.weight.shape
-    logits, _ = logit_pass.choose(
-        config.logit_pass,
-        config.row_backend,
-        problem.hidden,
-        problem.weight,
-        config.logit_scale,
-        config.beyond_plain,
-    )
+    logits, _ = logit_pass.choose(config, problem.hidden, problem.weight)
     plan = planner.plan(
         planner.PlanInputs.of(
             config,

@@ -171,20 +171,32 @@ def test_z_loss_stationary_point(device):
     ids=str,
 )
 def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match="cannot serve here"):
         FusedCEConfig(**options)
 
 
 @pytest.mark.parametrize("name", LOSS_OPTIONS)
 def test_what_the_exponentiating_product_leaves_to_the_rows(name):
-    """The list of reasons names the option; ignoring labels needs no other pass."""
+    """Smoothing, whose share of the gradient is no multiple of an exponential; tested beside it: the rest."""
     config = FusedCEConfig(**LOSS_OPTIONS[name])
     inputs = make_inputs("plain", s=8, b=1, hidden_size=32, vocab=64, dtype=torch.float32)
     flat = inputs.hidden.flatten(0, 1)
-    chosen = choose("rows", "auto", flat, inputs.weight, 1.0, config.beyond_plain)
-    assert chosen[0].name == "rows"
-    if name == "ignored":
-        assert config.beyond_plain == ""
+    by_name = replace(config, logit_pass="exp")
+    if config.label_smoothing:
+        with pytest.raises(ValueError, match="cannot make label_smoothing"):
+            choose(by_name, flat, inputs.weight)
     else:
-        with pytest.raises(ValueError, match="makes the plain loss, not"):
-            choose("exp", "auto", flat, inputs.weight, 1.0, config.beyond_plain)
+        assert choose(by_name, flat, inputs.weight)[0].name == "exp"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_rounded_as_a_plain_layer_rounds_them(dtype, device):
+    """Losses are then bit-close to those of the logits that a linear layer of that dtype writes."""
+    inputs = make_inputs("plain", s=23, b=3, hidden_size=48, vocab=331, dtype=dtype, device=device)
+    config = FusedCEConfig(logit_precision="activations", num_chunks=1)
+    logits = inputs.hidden.flatten(0, 1) @ inputs.weight.t()
+    labels = inputs.labels.t().flatten()
+    plain = F.cross_entropy(logits.float(), labels, reduction="none").view(23, 3).t()
+    torch.testing.assert_close(run(inputs, config).loss, plain, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="cannot serve here"):
+        choose(replace(config, logit_pass="exp"), inputs.hidden.flatten(0, 1), inputs.weight)

@@ -12,7 +12,7 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     fused_linear_token_outputs,
 )
-from megatron_fused_ce.logit_pass import beyond_the_product, choose
+from megatron_fused_ce.logit_pass import Asked, choose
 from megatron_fused_ce.loss_form import merge_duplicates
 from megatron_fused_ce.testing.reference import (
     FLOOR,
@@ -243,13 +243,17 @@ def test_ids_that_fp32_cannot_hold():
 
 
 def test_which_outputs_leave_the_exponentiating_product():
-    plain = FusedCEConfig()
-    assert beyond_the_product(plain, ("lse", "predicted", "correct"), False, False) == ""
-    assert beyond_the_product(plain, ("entropy",), False, False) == "entropy"
-    assert "gradients" in beyond_the_product(plain, ("lse",), True, False)
-    assert "teacher" in beyond_the_product(plain, (), False, True)
     x = torch.zeros(8, 32)
-    assert choose("auto", "auto", x, x, 1.0, "entropy")[0].name == "rows"
+    by_name = FusedCEConfig(logit_pass="exp")
+    assert choose(by_name, x, x, Asked(("lse", "predicted", "correct")))[0].name == "exp"
+    for asked, words in (
+        (Asked(("entropy",)), "entropy"),
+        (Asked(("lse",), differentiable=True), "outputs with gradients"),
+        (Asked(soft=True), "teacher"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            choose(by_name, x, x, asked)
+        assert choose(FusedCEConfig(), x, x, asked)[0].name == "rows"
 
 
 # Distillation

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_fused_ce.config import (
+    LOGIT_PRECISION_CHOICES,
     MERGE_CHOICES,
     SMOOTHING_FORM_CHOICES,
     STRATEGY_CHOICES,
@@ -141,6 +142,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="leave the columns that pad the vocabulary out of the softmax (stock Megatron has them in)",
     )
     group.add_argument(
+        "--fused-ce-logit-precision",
+        choices=LOGIT_PRECISION_CHOICES,
+        default="auto",
+        help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
+        "auto: fp32 where the exponentiating product serves (bf16 on Hopper and newer)",
+    )
+    group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
         help="compare shapes and options over the tensor-parallel ranks on every call",
@@ -166,6 +174,7 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
         logit_softcap=getattr(args, "fused_ce_logit_softcap", None),
         ignore_index=getattr(args, "fused_ce_ignore_index", None),
         true_vocab_size=_true_vocab_size() if masks else None,
+        logit_precision=getattr(args, "fused_ce_logit_precision", "auto"),
     )
 
 

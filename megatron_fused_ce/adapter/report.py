@@ -127,15 +127,7 @@ def _end_point_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
 
 def _logit_pass(layer: Any, hidden: Tensor, weight: Tensor) -> tuple[str, str]:
     """Name of the pass that serves ``[T, H]`` and ``[V, H]``, and why not ``exp``."""
-    config = layer.fused_ce_config
-    chosen, why = logit_pass.choose(
-        config.logit_pass,
-        config.row_backend,
-        hidden,
-        weight,
-        config.logit_scale,
-        config.beyond_plain,
-    )
+    chosen, why = logit_pass.choose(layer.fused_ce_config, hidden, weight)
     return chosen.name, why
 
 

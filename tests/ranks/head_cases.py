@@ -225,13 +225,18 @@ def exp_dtype(rank):
     return torch.bfloat16 if rank.device.type == "cuda" else torch.float32
 
 
-def exponentiating_product(rank, *, kind, strategy, sequence_parallel, merge="auto"):
+def exponentiating_product(
+    rank, *, kind, strategy, sequence_parallel, merge="auto", named=True, options=None
+):
     """Its statistics and label entries differ from shard to shard."""
     inputs = make_inputs(
         kind, s=24, b=3, hidden_size=32, vocab=512, dtype=exp_dtype(rank), device=rank.device
     )
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=16, logit_pass="exp", merge=merge)
-    result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=True)
+    config = FusedCEConfig(
+        strategy=strategy, chunk_tokens=16, logit_pass="exp", merge=merge, **(options or {})
+    )
+    inputs = replace(inputs, config=config)
+    result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=named)
     assert_close(result, inputs)
 
 
@@ -485,6 +490,19 @@ for _strategy in STRATEGIES:
             late_collectives, strategy=_strategy, sequence_parallel=_sp, merge=_merge,
             logit_pass="rows",
         )  # fmt: skip
+for _name, _options in (
+    ("z-loss", {"z_loss": 1e-2}),
+    ("softcap", {"logit_softcap": 5.0}),
+    # Two of four shards, or all but a part of the first of two, are padding.
+    ("masked padding", {"true_vocab_size": 200}),
+):
+    for _strategy in STRATEGIES:
+        for _sp in (False, True):
+            CASES[f"exponentiating product with {_name}, {_strategy} sp={_sp}"] = functools.partial(
+                exponentiating_product, kind="odd-labels", strategy=_strategy,
+                sequence_parallel=_sp, merge="packed" if _sp else "all_reduce", named=_sp,
+                options=_options,
+            )  # fmt: skip
 for _name, _options in LOSS_OPTIONS.items():
     for _strategy in STRATEGIES:
         for _sp in (False, True):
