@@ -53,6 +53,9 @@ class FusedCEConfig:
     #: ``activations``: logits are rounded to the hidden states' dtype, as by a plain output layer; ``auto``:
     #: they stay in fp32 where the exponentiating product serves, and are rounded where the rows do.
     logit_precision: str = "auto"
+    #: Tokens of weight 0 (``token_weights``) take part in no product; needs those, and the host to know how
+    #: many there are (:mod:`.masked_tokens`). All tokens do while a CUDA graph is captured.
+    skip_masked: bool = False
     #: Compare shapes and options over the ranks on every call, not only on the first.
     debug_checks: bool = False
     #: Which row kernels run between the products: Triton on CUDA, plain PyTorch elsewhere by default.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megatron_fused_ce import logit_pass, planner
+from megatron_fused_ce import logit_pass, masked_tokens, planner
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
@@ -105,14 +105,14 @@ def fused_linear_cross_entropy(
             (with ``config.debug_checks``, on every call).
 
     Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (first call only), the
-    all-gather of shard sizes (without ``vocab_start``), the all-reduce of one float (label smoothing without
-    ``true_vocab_size``), the all-gather of sampled rows of the weight (where
-    the exponentiating product serves). Per chunk of the forward: all-gather of hidden states (sequence
-    parallelism); the merge of the statistics, one all-gather or a MAX and a SUM all-reduce
-    (``config.merge``). Per chunk of the backward: all-gather of hidden states (sequence parallelism, but the
-    first, unless neither product needs them), one reduce-scatter of ``grad_hidden`` (sequence parallelism)
-    or one all-reduce; with ``eager`` this reduction is in the forward, and the backward has none. Their
-    order: :mod:`.strategies`; the same on every rank.
+    MAX all-reduce of an int64 (``skip_masked``), the all-gather of shard sizes (without ``vocab_start``),
+    the all-reduce of one float (label smoothing without ``true_vocab_size``), the all-gather of sampled
+    rows of the weight (where the exponentiating product serves). Per chunk of the forward: all-gather of
+    hidden states (sequence parallelism); the merge of the statistics, one all-gather or a MAX and a SUM
+    all-reduce (``config.merge``). Per chunk of the backward: all-gather of hidden states (sequence
+    parallelism, but the first, unless neither product needs them), one reduce-scatter of ``grad_hidden``
+    (sequence parallelism) or one all-reduce; with ``eager`` this reduction is in the forward, and the
+    backward has none. Their order: :mod:`.strategies`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
@@ -243,6 +243,7 @@ def linear_cross_entropy(
     differentiable: bool = False,
     teacher: TeacherTargets | None = None,
     with_argmax: bool = False,
+    unmasked: masked_tokens.Count | None = None,
     open_grad_weight: OpenGradWeight = ReturnedGradWeight,
     uses_in_flight: int = 1,
 ) -> HeadOutputs:
@@ -252,6 +253,8 @@ def linear_cross_entropy(
         outputs, differentiable: see :func:`fused_linear_token_outputs`.
         teacher: see :func:`fused_linear_distillation`; the labels are then outside the vocabulary.
         with_argmax: also give each token's largest logit in this shard and its row.
+        unmasked: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these
+            token weights; else it is counted here, and the host waits.
         open_grad_weight: where ``grad_weight`` ends (see :mod:`.grad_weight`).
         uses_in_flight: calls that wait for their backward together, for plans of memory.
     """
@@ -289,6 +292,17 @@ def linear_cross_entropy(
     num_rows = 0 if num_tokens is None else weight.shape[0]
     agree(comm.group, facts, vocab_range, num_rows, error, config.debug_checks)
     assert num_tokens is not None and logits is not None
+    weights = None
+    if token_weights is not None:
+        in_order = _in_token_order(token_weights, labels.dim())
+        weights = in_order.detach().reshape(comm.num_parts, -1)
+    kept: masked_tokens.Kept | None = None
+    if config.skip_masked and weights is not None:
+        unmasked = unmasked or masked_tokens.count(weights, comm.group)
+        if unmasked is not None:
+            num_tokens = masked_tokens.num_kept(unmasked.wait(), num_tokens)
+        kept = masked_tokens.Kept.of(weights, num_tokens)
+        flat, weights = kept.take(flat, comm.part), kept.of_tokens(weights)
     plan = planner.plan(
         planner.PlanInputs.of(
             config,
@@ -312,6 +326,7 @@ def linear_cross_entropy(
     else:
         first_id = vocab_start
     ids = _in_token_order(labels, labels.dim()).reshape(comm.num_parts, -1).to(torch.int64)
+    ids = ids if kept is None else kept.of_tokens(ids)
     local_labels = _local(ids, first_id, config)
     ignored = soft = None
     if teacher is not None:
@@ -321,14 +336,15 @@ def linear_cross_entropy(
             _in_token_order(teacher.log_probs.detach(), labels.dim()).reshape(-1, k).t().float(),
         )
         shape = (k, comm.num_parts, -1)
-        soft = SoftTargets(_local(once.ids, first_id, config).view(shape), once.probs.view(shape))
+        teacher_ids, probs = _local(once.ids, first_id, config).view(shape), once.probs.view(shape)
+        if kept is not None:
+            teacher_ids, probs = kept.of_tokens(teacher_ids), kept.of_tokens(probs)
+        soft = SoftTargets(teacher_ids, probs)
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local_labels.masked_fill_(ignored, -1)
-    weights = None
-    if token_weights is not None and plan.strategy == "eager":
-        in_order = _in_token_order(token_weights, labels.dim())
-        weights = in_order.detach().reshape(comm.num_parts, -1).to(torch.float32, copy=True)
+    if weights is not None and plan.strategy == "eager":
+        weights = weights.to(torch.float32, copy=True)
         if ignored is not None:
             weights.masked_fill_(ignored, 0.0)
     head = Head(
@@ -353,7 +369,7 @@ def linear_cross_entropy(
         with_argmax=with_argmax,
         vocab_start=first_id,
         open_grad_weight=open_grad_weight,
-        token_weights=weights,
+        token_weights=weights if plan.strategy == "eager" else None,
     )
     needs_grad = torch.is_grad_enabled()
     needs = Needs(needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad)
@@ -369,6 +385,10 @@ def linear_cross_entropy(
         loss = loss.masked_fill(at, 0.0)
         log_prob = None if log_prob is None else log_prob.masked_fill(at, 0.0)
         made = TokenOutputs(loss, log_prob, *others)
+    if kept is not None:
+        made = made.map(kept.put_back)
+        if local_max is not None and local_argmax is not None:
+            local_max, local_argmax = kept.put_back(local_max), kept.put_back(local_argmax)
     if labels.dim() == 2:
         b, s = labels.shape
         made = made.map(lambda given: given.view(s, b).t().contiguous())
@@ -500,6 +520,7 @@ def _facts(
         "ignore_index",
         "true_vocab_size",
         "logit_precision",
+        "skip_masked",
         "outputs beside the loss",
         "teacher's classes",
     )
@@ -530,6 +551,7 @@ def _facts(
         -(2**62) if config.ignore_index is None else config.ignore_index,
         config.true_vocab_size or 0,
         LOGIT_PRECISION_CHOICES.index(config.logit_precision),
+        int(config.skip_masked),
         0,
         0,
     )

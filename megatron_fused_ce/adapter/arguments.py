@@ -149,6 +149,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "auto: fp32 where the exponentiating product serves (bf16 on Hopper and newer)",
     )
     group.add_argument(
+        "--fused-ce-skip-masked",
+        action="store_true",
+        help="leave tokens that the loss_mask gives no weight out of every product",
+    )
+    group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
         help="compare shapes and options over the tensor-parallel ranks on every call",
@@ -175,6 +180,7 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
         ignore_index=getattr(args, "fused_ce_ignore_index", None),
         true_vocab_size=_true_vocab_size() if masks else None,
         logit_precision=getattr(args, "fused_ce_logit_precision", "auto"),
+        skip_masked=getattr(args, "fused_ce_skip_masked", False),
     )
 
 

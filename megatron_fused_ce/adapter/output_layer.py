@@ -100,6 +100,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
             config=self._config_of_call(fused_ce_request),
             with_argmax=self.fused_ce_with_argmax and self.training,
+            unmasked=fused_ce_request.token_weights.unmasked,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
         )

@@ -99,8 +99,10 @@ def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None
     expected: Plan | None = layer.__dict__.get("_fused_ce_expected")
     if ran is None and (told or expected is not None):
         return
-    if ran is not None and ran.strategy in told:
-        return
+    if ran is not None and (
+        ran.strategy in told or (expected and layer.fused_ce_config.skip_masked)
+    ):
+        return  # the plan of skipped tokens differs from step to step
     num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
     score, why = _logit_pass(layer, hidden.flatten(0, 1), weight)
@@ -166,6 +168,8 @@ def _say_plan(
     rows, peak_bytes = layer.output_size_per_partition, chosen.predicted_peak_bytes
     full_bytes = tokens * rows * dtype.itemsize
     score += f" ({why_not_exp})" if why_not_exp else ""
+    if layer.fused_ce_config.skip_masked:
+        score += ", masked tokens skipped (figures: if none is)"
     if layer.fused_ce_config.loss_options:
         score += f", loss with {layer.fused_ce_config.loss_options}"
     say(

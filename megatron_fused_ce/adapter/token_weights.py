@@ -5,6 +5,9 @@ that this package computes. :func:`remember_calls` keeps both for the time of a 
 :func:`of_loss` finds the mask again when a loss is asked for, by the labels being *the same object*:
 the heads of multi-token prediction come with rolled labels and get no weights.
 
+Where masked tokens are to be skipped, their number sets out for the host as soon as the mask is seen, while
+the device still has the whole model before it (:mod:`megatron_fused_ce.masked_tokens`).
+
 What is found is a promise by whoever wrote the loss function, which ``upstream_guard`` verifies.
 """
 
@@ -19,12 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.masked_tokens import Count, count
+
 
 class TokenWeights(NamedTuple):
     """Weights ``[b, s]`` (float, on the labels' device), or why there are none."""
 
     values: Tensor | None
     unknown: str = ""
+    unmasked: Count | None = None  # where masked tokens are skipped
 
 
 class _Call(NamedTuple):
@@ -33,6 +39,7 @@ class _Call(NamedTuple):
     model: Any
     labels: Any
     loss_mask: Any
+    unmasked: Count | None
 
 
 class _Calls(threading.local):
@@ -73,7 +80,8 @@ def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
             given = signature.bind(self, *args, **kwargs).arguments
         except TypeError:
             return entry(self, *args, **kwargs)  # raises the same with its own words
-        _calls.stack.append(_Call(self, given.get("labels"), given.get("loss_mask")))
+        labels, mask = given.get("labels"), given.get("loss_mask")
+        _calls.stack.append(_Call(self, labels, mask, _count(self, labels, mask)))
         try:
             return entry(self, *args, **kwargs)
         finally:
@@ -83,9 +91,36 @@ def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
     return remembering
 
 
+def _count(model: Any, labels: Any, mask: Any) -> Count | None:
+    """Collectives: :func:`.masked_tokens.count`'s over the head's tensor-parallel group, where it skips."""
+    layer: Any = getattr(model, "output_layer", None)
+    config = getattr(layer, "fused_ce_config", None)
+    if config is None or not config.skip_masked or not _fits(labels, mask):
+        return None
+    outer = _call_of(model)
+    if outer is not None and outer.loss_mask is mask:
+        return outer.unmasked  # an entry that another one of the same model called
+    num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
+    return count(mask.detach().t().reshape(num_parts, -1), layer.tp_group)
+
+
+def _fits(labels: Any, mask: Any) -> bool:
+    return (
+        isinstance(mask, Tensor)
+        and isinstance(labels, Tensor)
+        and mask.shape == labels.shape
+        and mask.device == labels.device
+    )
+
+
+def _call_of(model: Any) -> _Call | None:
+    """The innermost call of ``model`` under way."""
+    return next((call for call in reversed(_calls.stack) if call.model is model), None)
+
+
 def of_loss(model: Any, labels: Tensor) -> TokenWeights:
     """The token weights of ``model``'s loss for ``labels`` ``[b, s]``, from the call under way."""
-    call = next((call for call in reversed(_calls.stack) if call.model is model), None)
+    call = _call_of(model)
     name = type(model).__name__
     if call is None:
         return TokenWeights(None, f"{name} was called in a way that shows no loss_mask")
@@ -96,11 +131,12 @@ def of_loss(model: Any, labels: Tensor) -> TokenWeights:
     mask = call.loss_mask
     if not isinstance(mask, Tensor):
         return TokenWeights(None, f"{name} was called without a loss_mask")
-    if mask.shape != labels.shape or mask.device != labels.device:
+    if not _fits(labels, mask):
         return TokenWeights(
             None,
             f"the loss_mask is {tuple(mask.shape)} on {mask.device}, the labels are "
             f"{tuple(labels.shape)} on {labels.device}",
         )
     mask = mask.detach()
-    return TokenWeights(mask if mask.is_floating_point() else mask.to(torch.float32))
+    values = mask if mask.is_floating_point() else mask.to(torch.float32)
+    return TokenWeights(values, unmasked=call.unmasked)

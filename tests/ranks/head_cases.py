@@ -200,6 +200,34 @@ def outputs_without_gradients(rank, *, strategy, sequence_parallel):
     assert_close(HeadResult(made.loss.detach(), *grads), inputs)
 
 
+def masked_tokens_skipped(rank, *, strategy, sequence_parallel):
+    """The parts of the ranks keep different numbers of tokens, one of them none."""
+    inputs = make_inputs(
+        "plain", s=24, b=3, hidden_size=32, vocab=97, dtype=torch.float32, device=rank.device
+    )
+    masked = torch.zeros_like(inputs.labels, dtype=torch.bool)
+    masked[:, :6] = True
+    masked[0, 10::2] = True
+    inputs.grad_loss.masked_fill_(masked, 0.0)
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=28, skip_masked=True)
+    hidden, weight, settings = shard_of(
+        rank, inputs, sequence_parallel, config=config, token_weights=inputs.grad_loss / -3.0
+    )
+    with patch("megatron_fused_ce.masked_tokens.ROUND_TO", 4):
+        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, **settings)
+        loss.backward(inputs.grad_loss)
+    on_every_rank_alike(rank, (loss,))
+    exact = truth(inputs)
+    torch.testing.assert_close(
+        loss.detach().double(), exact.loss.masked_fill(masked, 0.0), rtol=2e-6, atol=2e-6
+    )
+    grads = whole(rank, hidden, weight, sequence_parallel)
+    for value, true in zip(grads, exact[1:], strict=True):
+        assert relative_error(value, true) < 4e-6
+    at = masked.t()
+    assert torch.equal(grads[0][at], torch.zeros_like(grads[0][at]))
+
+
 def distillation(rank, *, strategy, sequence_parallel, merge):
     """Entries of one id on both sides of a shard's edge, and outside of the vocabulary."""
     inputs = make_inputs(
@@ -522,6 +550,9 @@ for _strategy in STRATEGIES:
             CASES[f"distillation, {_strategy} sp={_sp} {_merge}"] = functools.partial(
                 distillation, strategy=_strategy, sequence_parallel=_sp, merge=_merge
             )
+        CASES[f"masked tokens skipped, {_strategy} sp={_sp}"] = functools.partial(
+            masked_tokens_skipped, strategy=_strategy, sequence_parallel=_sp
+        )
         CASES[f"outputs without gradients, {_strategy} sp={_sp}"] = functools.partial(
             outputs_without_gradients, strategy=_strategy, sequence_parallel=_sp
         )
