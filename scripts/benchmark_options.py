@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from benchmark_problem import SHAPES, Problem, World
 from benchmark_variants import Variant, backward
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, masked_tokens
+from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.op import TeacherTargets, linear_cross_entropy
-from megatron_fused_ce.testing.provenance import provenance
+from megatron_fused_ce.testing.provenance import commit
 
 PLAIN = "plain"
 TEACHER_CLASSES = 64
@@ -217,9 +218,15 @@ def main(words: list[str] | None = None) -> int:
             rows += measure(given, shape, num_tokens, world)
     world.close()
     if given.out:
-        given.out.write_text(
-            json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n"
-        )
+        made_by = {
+            "commit": commit(),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": version("triton"),
+            "words": sys.argv[1:] if words is None else words,
+        }
+        text = json.dumps({"made_by": made_by, "rows": rows}, indent=1) + "\n"
+        given.out.write_text(text)
         given.out.with_suffix(".md").write_text(table(rows))
     return 0
 
