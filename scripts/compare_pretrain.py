@@ -46,6 +46,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from megatron_logs import Figures, UsageError, log_texts, parse_logs
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "megatron_fused_ce"
 REFERENCE = "unfused"
@@ -89,10 +92,6 @@ CPU_BASE_ARGS = f"""
 NO_FUSED_WGRAD = "--no-gradient-accumulation-fusion"
 UNTIED = "--untie-embeddings-and-output-weights"
 STACK_SPEC = "--spec megatron_fused_ce.testing.local_stack_spec stack_spec"
-
-
-class UsageError(Exception):
-    """A mistake in the arguments, in one line."""
 
 
 # --- what is run -----------------------------------------------------------------------------
@@ -265,89 +264,6 @@ SAME_NETWORK = (
 
 
 # --- one run ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Figures:
-    """What one run's logs say."""
-
-    status: str = "ok"  # ok, failed, out of memory, timed out
-    losses: dict[str, list[float]] = field(default_factory=dict)  # per name, per logged iteration
-    grad_norms: list[float] = field(default_factory=list)
-    iteration_times_ms: list[float] = field(default_factory=list)
-    max_allocated_mb: float | None = None
-    heads_fused: int | None = None
-    logits_materialised: int | None = None
-    heads_stock: int | None = None
-    wall_s: float = 0.0
-    error: str = ""
-
-
-_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
-_ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
-_TIME = re.compile(rf"elapsed time per iteration \(ms\): {_NUMBER}")
-_LOSS = re.compile(rf"\| ([\w ]*loss): {_NUMBER}", re.IGNORECASE)
-_GRAD_NORM = re.compile(rf"grad norm: {_NUMBER}")
-_EXACT = re.compile(r"\[megatron_cpu\] exact (\{.*\})")
-_EVALUATION = re.compile(rf"validation loss at .*?\| lm loss value: {_NUMBER}")
-_MEMORY = re.compile(rf"max allocated: {_NUMBER}")
-_COUNTERS = re.compile(
-    r"\[fused-ce\] heads evaluated fused: (\d+), logits materialised: (\d+), "
-    r"heads on the stock path: (\d+)"
-)
-_OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|Cuda failure.*out of memory"
-    r"|Triton Error \[CUDA\]: out of memory|CU(?:BLAS|DNN)_STATUS_ALLOC_FAILED",
-    re.IGNORECASE,
-)
-_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|assert)\w*: .*|.*: error: .*)$")
-
-
-def is_error(line: str) -> bool:
-    """Whether a line of a log is the message of an exception, or of argparse."""
-    return bool(_ERROR.match(line))
-
-
-def parse_logs(texts: Iterable[str]) -> Figures:
-    """Figures from the logs of a run's ranks (each rank's output apart, so lines are whole)."""
-    figures = Figures()
-    exact: dict[int, dict[str, float]] = {}
-    memory: list[float] = []
-    for text in texts:
-        for line in text.splitlines():
-            if match := _EXACT.search(line):
-                values = json.loads(match[1])
-                exact[values.pop("iteration")] = values
-            elif match := _ITERATION.search(line):
-                _parse_iteration(match[2], exact.get(int(match[1]), {}), figures)
-            elif match := _EVALUATION.search(line):
-                figures.losses.setdefault("validation loss", []).append(float(match[1]))
-            elif match := _COUNTERS.search(line):
-                counts = (int(number) for number in match.groups())
-                figures.heads_fused, figures.logits_materialised, figures.heads_stock = counts
-            elif match := _MEMORY.search(line):
-                memory.append(float(match[1]))
-            if match := _ERROR.match(line):
-                figures.error = figures.error or match[1].strip()
-            if _OUT_OF_MEMORY.search(line):
-                figures.status = "out of memory"
-    figures.max_allocated_mb = max(memory) if any(memory) else None
-    return figures
-
-
-def _parse_iteration(columns: str, exact: dict[str, float], figures: Figures) -> None:
-    for name, value in _LOSS.findall(f"|{columns}"):
-        figures.losses.setdefault(name, []).append(exact.get(name, float(value)))
-    if match := _GRAD_NORM.search(columns):
-        figures.grad_norms.append(exact.get("grad norm", float(match[1])))
-    if match := _TIME.search(columns):
-        figures.iteration_times_ms.append(float(match[1]))
-
-
-def log_texts(folder: Path) -> list[str]:
-    """The logs that a run left in its folder: each rank's own, then torchrun's."""
-    files = [*sorted((folder / "logs").rglob("*.log")), folder / "torchrun.log"]
-    return [file.read_text(errors="replace") for file in files if file.is_file()]
 
 
 def _descendants(pid: int) -> list[int]:

@@ -61,7 +61,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import compare_pretrain as launches
-from compare_pretrain import PLUGIN_FLAG, REPOSITORY, Checkout, Figures, UsageError
+from compare_pretrain import PLUGIN_FLAG, REPOSITORY, Checkout
+from megatron_logs import Figures, UsageError, is_error, log_texts
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "results"
 DEFAULT_LENGTHS = (16384, 131072, 32768, 65536)  # speed and reach first: time may run out
@@ -251,7 +252,7 @@ def raised_at(text: str) -> str:
             inside = _PACKAGES.fullmatch(match[1])
             file = inside[1] if inside else Path(match[1]).name
             frame = f"{file}:{match[2]} {match[3]}"
-        elif frame and launches.is_error(line):
+        elif frame and is_error(line):
             return frame
     return ""
 
@@ -831,7 +832,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def execute(run: LongRun) -> tuple[Figures, list[str]]:
         figures, _ = launcher.execute(run)
-        return figures, launches.log_texts(folder / run.folder_name)
+        return figures, log_texts(folder / run.folder_name)
 
     with contextlib.closing(launcher):
         left_out = run_all(
