@@ -460,15 +460,21 @@ class Launcher:
 # --- comparison ------------------------------------------------------------------------------
 
 
+def relative_difference(ours: float, reference: float, tolerance: float = 0.0) -> float:
+    """0 where both are nan or at most ``tolerance`` apart, inf where one alone is finite."""
+    if ours == reference or (math.isnan(ours) and math.isnan(reference)):
+        return 0.0
+    difference = abs(ours - reference)
+    if not math.isfinite(difference):
+        return math.inf
+    return 0.0 if difference <= tolerance else difference / max(abs(reference), 1e-30)
+
+
 def largest_relative_difference(ours: Sequence[float], reference: Sequence[float]) -> float:
     """Over the iterations; inf where one of them ended early, nan equals nan."""
     if len(ours) != len(reference) or not reference:
         return math.inf
-    differences = [
-        0.0 if a == b or (math.isnan(a) and math.isnan(b)) else abs(a - b) / max(abs(b), 1e-30)
-        for a, b in zip(ours, reference, strict=True)
-    ]
-    return max(math.inf if math.isnan(d) else d for d in differences)
+    return max(relative_difference(a, b) for a, b in zip(ours, reference, strict=True))
 
 
 def loss_difference(ours: Figures, reference: Figures) -> float:
@@ -646,12 +652,12 @@ def report(rows: Sequence[Row], device: str, environment: dict[str, str]) -> str
     )
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON has no inf and nan: their names instead."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -843,7 +849,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 records.append({**record, "figures": asdict(all_figures[run.variant])})
 
     environment = _environment()
-    results = {"device": options.device, "environment": environment, "rows": _finite(records)}
+    results = {"device": options.device, "environment": environment, "rows": finite(records)}
     for path, text in (
         (options.json or output / "results.json", json.dumps(results, indent=1) + "\n"),
         (options.markdown or output / "results.md", report(rows, options.device, environment)),

@@ -1,0 +1,170 @@
+"""One launch made twice, without the flag and with it: for the tools that compare the two.
+
+The user's own command is given after ``--``; nothing but the flag differs between the two. A process
+of torchrun writes a log of its own in the launch's folder, so lines of ranks do not mix.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from compare_pretrain import PLUGIN_FLAG, REPOSITORY, VARIANTS, YARDSTICK, end_launch
+from megatron_logs import Figures, UsageError, log_texts, parse_logs
+
+_PLUGIN_WORDS = re.compile(r"--fused-(chunked-ce|ce-.+)")
+#: Both launches would write there, and the second could go on from the first's checkpoint.
+_WRITTEN_BY_BOTH = ("--save", "--tensorboard-dir", "--wandb-save-dir")
+_RECORD = "command.txt"
+POLL_S = 1.0
+TAIL_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Command:
+    """A launch's command line: ``before`` up to the training script, ``after`` from it on."""
+
+    before: list[str]
+    after: list[str]  # without the plugin's flags
+    plugin: list[str]  # the plugin's flags
+    has_module: bool  # ``before`` ends in a module that runs the script
+
+    @staticmethod
+    def of(words: Sequence[str]) -> Command:
+        """Raises UsageError where no training script can be found or the launches would meet in a folder."""
+        script = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
+        if not script:
+            raise UsageError(
+                "after -- give the launch itself, such as: torchrun --nproc-per-node 8 pretrain_gpt.py ..."
+            )
+        if not Path(words[script]).is_file():
+            raise UsageError(f"no training script {words[script]}")
+        before, after = list(words[:script]), list(words[script:])
+        for name in _WRITTEN_BY_BOTH:
+            if any(word == name or word.startswith(f"{name}=") for word in after):
+                raise UsageError(f"leave out {name}: both launches would write to the same place")
+        modules = [
+            module
+            for option, module in pairwise(before)
+            if option in ("-m", "--module") and not module.startswith("torch.distributed")
+        ]
+        rest, plugin = _split_plugin_words(after)
+        return Command(before, rest, plugin, bool(modules))
+
+    def off(self) -> list[str]:
+        return [*self.before, *self.after]
+
+    def on(self) -> list[str]:
+        module = [] if self.has_module else ["-m", "megatron_fused_ce.launch"]
+        flag = [] if PLUGIN_FLAG in self.plugin else [PLUGIN_FLAG]
+        return [*self.before, *module, *self.after, *self.plugin, *flag]
+
+    def other_stock(self) -> list[str]:
+        """The stock launch with the loss computed another way: native, or unfused where it is fused."""
+        if "--cross-entropy-loss-fusion" in self.after:
+            return [word for word in self.off() if word != "--cross-entropy-loss-fusion"]
+        return [*self.off(), *shlex.split(VARIANTS[YARDSTICK])]
+
+
+def _split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    rest: list[str] = []
+    plugin: list[str] = []
+    into = rest
+    for word in words:
+        if word.startswith("--"):
+            into = plugin if _PLUGIN_WORDS.match(word) else rest
+        into.append(word)
+    return rest, plugin
+
+
+def _last_iteration(folder: Path) -> str:
+    """``iteration i/n`` of the newest line, '' before the first."""
+    newest = ""
+    for file in folder.rglob("*.log"):
+        with open(file, "rb") as log:
+            log.seek(max(0, file.stat().st_size - TAIL_BYTES))
+            found = re.findall(rb"iteration +(\d+)/ *(\d+) \|", log.read())
+        if found:
+            newest = "iteration {}/{}".format(*(number.decode() for number in found[-1]))
+    return newest
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder of a launch, without what an earlier one left. Raises UsageError on another's."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / _RECORD).is_file():
+        raise UsageError(
+            f"{folder} holds something that is no launch of this tool: choose another --out"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def launch(
+    words: Sequence[str],
+    folder: Path,
+    timeout_s: float,
+    progress: Callable[[str], None],
+    environment: dict[str, str] | None = None,
+) -> Figures:
+    """Run it to its end, logs in ``folder``; ``progress`` is told of each new iteration.
+
+    Raises UsageError, in one line with the log's own error, where it fails.
+    """
+    prepare(folder)
+    (folder / _RECORD).write_text(shlex.join(words) + "\n")
+    search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    # torchrun's own options, which stand in the environment where the command line lacks them.
+    torchrun = {"PET_LOG_DIR": str(folder / "logs"), "PET_REDIRECTS": "3"}
+    with open(folder / "torchrun.log", "w") as log:
+        try:
+            process = subprocess.Popen(
+                words,
+                env={**os.environ, "PYTHONPATH": search, **torchrun, **(environment or {})},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(f"{words[0]}: {error.strerror}") from None
+    try:
+        status = _wait(process, folder, timeout_s, progress)
+    finally:
+        if process.poll() is None:
+            end_launch(process)
+    figures = parse_logs(log_texts(folder))
+    if status:
+        reason = f": {figures.error}" if figures.error else ""
+        raise UsageError(f"the launch in {folder} {status}{reason}; its logs are there")
+    return figures
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    folder: Path,
+    timeout_s: float,
+    progress: Callable[[str], None],
+) -> str:
+    """How it failed, '' where it did not."""
+    end = time.monotonic() + timeout_s
+    told = ""
+    while time.monotonic() < end:
+        try:
+            code = process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            now = _last_iteration(folder)
+            if now != told:
+                progress(now)
+                told = now
+            continue
+        return f"failed with status {code}" if code else ""
+    return f"was still running after {timeout_s:.0f} s"
