@@ -63,8 +63,9 @@ SAME, DIFFERENT, BAD_INPUT = 0, 1, 2
 
 @dataclass(frozen=True)
 class Pair:
-    """Means of both runs over the same iterations, of which the last is ``iteration``."""
+    """Means of both runs over the same iterations: ``first`` (None: not known) to ``iteration``."""
 
+    first: int | None
     iteration: int
     reference: float
     other: float
@@ -112,7 +113,7 @@ def _mean_pair(reference: Sequence[Point], other: Sequence[Point], atol: float) 
     unit = max(point.unit for point in (*reference, *other))
     # 5.1 - 5.0 is a little more than 0.1.
     tolerance = max(atol, unit * (1 + 1e-6))
-    return Pair(reference[-1].last, _mean(reference), _mean(other), tolerance)
+    return Pair(reference[0].first, reference[-1].last, _mean(reference), _mean(other), tolerance)
 
 
 def _mean(points: Sequence[Point]) -> float:
@@ -261,7 +262,7 @@ def compare(
     losses = [name for name in pairs if name in reference.training_losses]
     if not losses:
         raise UsageError(_nothing_shared(reference, other))
-    start = min(_first_iteration(reference, name, pairs[name]) for name in losses)
+    start = min(_first_iteration(reference.curves[name], pairs[name][0]) for name in losses)
     last_first = start + judge.first - 1
     found = Comparison(reference, other, noise, [], [], [])
     for name, of_name in pairs.items():
@@ -282,9 +283,13 @@ def pairs_of(reference: Record, other: Record, name: str, atol: float = 0.0) -> 
     return paired(reference.curves[name], other.curves[name], alike=alike, atol=atol)
 
 
-def _first_iteration(record: Record, name: str, pairs: Sequence[Pair]) -> int:
-    point = next(point for point in record.curves[name] if point.last == pairs[0].iteration)
-    return point.first or point.last
+def _first_iteration(curve: Sequence[Point], pair: Pair) -> int:
+    """That ``pair`` covers; where its line does not tell, as many as lie before the next line."""
+    if pair.first is not None:
+        return pair.first
+    at = next(i for i, point in enumerate(curve) if point.last == pair.iteration)
+    interval = curve[at + 1].last - pair.iteration if at + 1 < len(curve) else 1
+    return max(1, pair.iteration - interval + 1)
 
 
 def _nothing_shared(reference: Record, other: Record) -> str:
