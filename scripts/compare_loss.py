@@ -28,7 +28,6 @@ import argparse
 import io
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +43,7 @@ from rich.status import Status
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from atomic import write_whole
 from compare_pretrain import (
     GRAD_NORM_RESOLUTION,
     LOSS_RESOLUTION,
@@ -457,13 +457,6 @@ def to_json(found: Comparison, judge: Judge) -> dict[str, Any]:
             for curve in found.curves
         ],
     }
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Nothing half-written is ever at ``path``."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)
 
 
 #: Of a curve in the other run, and in the reference below it.

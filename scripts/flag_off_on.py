@@ -30,50 +30,65 @@ POLL_S = 1.0
 TAIL_BYTES = 65536
 
 
+_LAUNCH_MODULE = ["-m", "megatron_fused_ce.launch"]
+
+
 @dataclass(frozen=True)
 class Command:
-    """A launch's command line: ``before`` up to the training script, ``after`` from it on."""
+    """A launch's command line, in its parts."""
 
-    before: list[str]
-    after: list[str]  # without the plugin's flags
+    launcher: list[str]  # torchrun and its options
+    runner: list[str]  # ``-m MODULE ...`` that runs the script, where the user gave one
+    script: list[str]  # the training script and its arguments, without the plugin's
     plugin: list[str]  # the plugin's flags
-    has_module: bool  # ``before`` ends in a module that runs the script
 
     @staticmethod
     def of(words: Sequence[str]) -> Command:
         """Raises UsageError where no training script can be found or the launches would meet in a folder."""
-        script = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
-        if not script:
+        at = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
+        if not at:
             raise UsageError(
                 "after -- give the launch itself, such as: torchrun --nproc-per-node 8 pretrain_gpt.py ..."
             )
-        if not Path(words[script]).is_file():
-            raise UsageError(f"no training script {words[script]}")
-        before, after = list(words[:script]), list(words[script:])
+        if not Path(words[at]).is_file():
+            raise UsageError(f"no training script {words[at]}")
         for name in _WRITTEN_BY_BOTH:
-            if any(word == name or word.startswith(f"{name}=") for word in after):
+            if any(word == name or word.startswith(f"{name}=") for word in words[at:]):
                 raise UsageError(f"leave out {name}: both launches would write to the same place")
         modules = [
-            module
-            for option, module in pairwise(before)
+            i
+            for i, (option, module) in enumerate(pairwise(words[:at]))
             if option in ("-m", "--module") and not module.startswith("torch.distributed")
         ]
-        rest, plugin = _split_plugin_words(after)
-        return Command(before, rest, plugin, bool(modules))
+        runner = modules[0] if modules else at
+        script, plugin = _split_plugin_words(words[at:])
+        return Command(list(words[:runner]), list(words[runner:at]), script, plugin)
+
+    @property
+    def _flags(self) -> list[str]:
+        return self.plugin if PLUGIN_FLAG in self.plugin else [*self.plugin, PLUGIN_FLAG]
 
     def off(self) -> list[str]:
-        return [*self.before, *self.after]
+        return [*self.launcher, *self.runner, *self.script]
 
     def on(self) -> list[str]:
-        module = [] if self.has_module else ["-m", "megatron_fused_ce.launch"]
-        flag = [] if PLUGIN_FLAG in self.plugin else [PLUGIN_FLAG]
-        return [*self.before, *module, *self.after, *self.plugin, *flag]
+        return [*self.launcher, *(self.runner or _LAUNCH_MODULE), *self.script, *self._flags]
 
     def other_stock(self) -> list[str]:
         """The stock launch with the loss computed another way: native, or unfused where it is fused."""
-        if "--cross-entropy-loss-fusion" in self.after:
-            return [word for word in self.off() if word != "--cross-entropy-loss-fusion"]
+        fusion = "--cross-entropy-loss-fusion"
+        if fusion in self.script:
+            return [word for word in self.off() if word != fusion]
         return [*self.off(), *shlex.split(VARIANTS[YARDSTICK])]
+
+    def through(self, runner: Sequence[str], flag: bool) -> list[str]:
+        """With a script of ours that runs the training script, and installs the hook for the flag.
+
+        Raises UsageError where the user's own module runs it.
+        """
+        if self.runner not in ([], _LAUNCH_MODULE):
+            raise UsageError(f"leave out {' '.join(self.runner)}: give the training script alone")
+        return [*self.launcher, *runner, *self.script, *(self._flags if flag else [])]
 
 
 def _split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -114,7 +129,6 @@ def launch(
     folder: Path,
     timeout_s: float,
     progress: Callable[[str], None],
-    environment: dict[str, str] | None = None,
 ) -> Figures:
     """Run it to its end, logs in ``folder``; ``progress`` is told of each new iteration.
 
@@ -129,7 +143,7 @@ def launch(
         try:
             process = subprocess.Popen(
                 words,
-                env={**os.environ, "PYTHONPATH": search, **torchrun, **(environment or {})},
+                env={**os.environ, "PYTHONPATH": search, **torchrun},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
