@@ -527,8 +527,9 @@ def _draw_losses(axes: Any, curves: Sequence[Curve]) -> None:
             continue
         steps = [pair.iteration for pair in curve.pairs]
         few = len(steps) < 12
-        wide: dict[str, Any] = {"color": light, "lw": 5, "marker": "o" if few else "", "ms": 9}
-        thin: dict[str, Any] = {"color": dark, "lw": 1.3, "marker": "o" if few else "", "ms": 3}
+        marker = "o" if few else ""
+        wide: dict[str, Any] = {"color": light, "lw": 5, "marker": marker, "ms": 9, "zorder": 2}
+        thin: dict[str, Any] = {"color": dark, "lw": 1.3, "marker": marker, "ms": 3, "zorder": 3}
         axes.plot(steps, [pair.reference for pair in curve.pairs], **wide)
         axes.plot(steps, [pair.other for pair in curve.pairs], **thin)
     axes.set_ylabel("loss")
@@ -659,7 +660,7 @@ def _show(status: Status, name: str, iteration: str) -> None:
 
 def _judge(given: argparse.Namespace) -> Judge:
     judge = Judge(**{name: getattr(given, name) for name in Judge.__dataclass_fields__})
-    if judge.first < 1 or any(value is not None and value < 0 for value in vars(judge).values()):
+    if judge.first < 1 or any(v is not None and not v >= 0 for v in vars(judge).values()):
         raise UsageError("--first must be at least 1, bounds at least 0")
     return judge
 

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -135,6 +136,7 @@ def launch(
     Raises UsageError, in one line with the log's own error, where it fails.
     """
     prepare(folder)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     (folder / _RECORD).write_text(shlex.join(words) + "\n")
     search = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     # torchrun's own options, which stand in the environment where the command line lacks them.

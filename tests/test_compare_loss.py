@@ -193,21 +193,27 @@ def test_a_run_in_two_starts_that_follow_each_other():
         assert not found.other.restarts and len(found.curves[0].pairs) >= 38
 
 
+EVALUATION = (
+    " validation loss at iteration {} | lm loss value: 4.000000E+00 | lm loss PPL: 5E+01 |\n"
+)
+
+
 @pytest.mark.parametrize("kind", ["log", "tensorboard"])
 def test_a_restart_from_a_checkpoint_counts_from_there_on(tmp_path, kind):
     """What the first start wrote beyond the checkpoint is no part of the run, nor is its longer tail."""
     run, lost = trained(), trained(seed=7)
     if kind == "log":
-        restarted = of_log(lost.log(end=40, stop_after=37) + run.log(begin=21, stop_after=30))
-        kept = lost
+        first = lost.log(end=40, stop_after=37) + EVALUATION.format(20) + EVALUATION.format(35)
+        restarted = of_log(first + run.log(begin=21, stop_after=30))
+        assert [point.last for point in restarted.curves["lm loss validation"]] == [20]
     else:
         lost.tensorboard(tmp_path, end=37)
         run.tensorboard(tmp_path, begin=21, end=30)
-        restarted, kept = read_run(tmp_path, "run"), lost
+        restarted = read_run(tmp_path, "run")
     assert restarted.restarts == [21] and restarted.iterations() == (1, 30)
     for point in restarted.curves["lm loss"]:
         if point.first == point.last:
-            wanted = (kept if point.last < 21 else run).losses[point.last]
+            wanted = (lost if point.last < 21 else run).losses[point.last]
             assert point.value == pytest.approx(wanted, abs=1e-6)
     notes = verdict(restarted, restarted).notes
     assert notes[0] == "run was restarted at iteration 21: the last start counts"
@@ -562,6 +568,7 @@ def test_same_and_different(logs):
         (["off.log", "late.log"], "no loss over the same iterations (off.log 1 to 40, late.log 90"),
         (["off.log", "on.log", "--first=0"], "--first must be at least 1"),
         (["off.log", "on.log", "--bound=-1"], "bounds at least 0"),
+        (["off.log", "on.log", "--atol=nan"], "bounds at least 0"),
         (["--launch", "off.log", "--", "torchrun", "x.py"], "--launch makes the runs itself"),
         (["--launch"], "give the launch itself"),
         (["--launch", "--", "bash", "train.sh"], "give the launch itself"),

@@ -123,6 +123,8 @@ LINEAR = f"{CORE}/tensor_parallel/layers.py"
             LAYERS,
         ),
         (["pretrain_gpt.py:loss_func", *TRAIN], OTHER),
+        (["pretrain_gpt.py:loss_func", "megatron_fused_ce/launch.py:run_script"], OTHER),
+        (["megatron_fused_ce/adapter/token_weights.py:forward", *TRAIN], OTHER),
     ],
 )  # fmt: skip
 def test_categories(stack, category):
@@ -552,6 +554,31 @@ def test_a_launch_is_made_off_and_on(fake, tmp_path, capsys):
     assert (off.peak(HEAD)[0], on.peak(HEAD)[0]) == (1000, 10)
     assert "99% of it" in capsys.readouterr().out
     assert off.facts["what"] == "pretrain.py, step 4" and off.facts["commit"]
+
+
+def test_the_head_alone(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(memory_profile, "_require_gpu", lambda: None)
+    monkeypatch.setattr(memory_profile, "Recording", StorageRecording)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    words = ["--shape", "tiny", "--tokens", "64", "--out", str(tmp_path), "--variants"]
+    assert memory_profile.main([*words, "store", "recompute:16"]) == 0
+    store, recompute = from_json((tmp_path / "memory_profile.json").read_text())
+    assert (store.name, recompute.name) == ("store", "recompute:16")
+    assert store.facts["what"] == "head of tiny, T = 64"
+    for timeline in (store, recompute):
+        assert timeline.unaccounted_bytes == 0
+        assert [what for _, what in timeline.marks] == ["forward", "backward", "end"]
+        assert not {name for *_, name in timeline.events} & {LAYERS, EMBEDDING, OPTIMIZER}
+    assert store.peak(HEAD)[0] > recompute.peak(HEAD)[0] > 16 * 512 * 2
+    files = {"memory_profile.json", "memory_profile.png", "store.pickle", "recompute-16.pickle"}
+    assert {file.name for file in tmp_path.iterdir()} == files
+    for name, message in (("fastest", "no strategy 'fastest'"), ("megatron-te", "needs a GPU")):
+        capsys.readouterr()
+        assert memory_profile.main([*words, name]) == 2
+        assert message in capsys.readouterr().err
+    assert memory_profile.main(["--shape", "huge", "--out", str(tmp_path)]) == 2
+    assert "no shape 'huge'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
