@@ -262,6 +262,8 @@ def compare(
     losses = [name for name in pairs if name in reference.training_losses]
     if not losses:
         raise UsageError(_nothing_shared(reference, other))
+    if not any(math.isfinite(p.reference + p.other) for name in losses for p in pairs[name]):
+        raise UsageError("nothing to compare: no loss is finite in both runs")
     start = min(_first_iteration(reference.curves[name], pairs[name][0]) for name in losses)
     last_first = start + judge.first - 1
     found = Comparison(reference, other, noise, [], [], [])

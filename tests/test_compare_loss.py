@@ -267,6 +267,10 @@ def test_nan_that_is_not_printed():
     assert both.verdict == "SAME"
     assert both.notes == ["lm loss is nan in both runs on 2 lines, from 12 on"]
     json.dumps(compare_loss.finite(compare_loss.to_json(found, Judge())), allow_nan=False)
+    for curve in log.curves.values():
+        curve[:] = [dataclasses.replace(point, value=math.nan) for point in curve]
+    with pytest.raises(UsageError, match="no loss is finite in both"):
+        verdict(log, log)
 
 
 def test_nan_in_tensorboard(tmp_path):
