@@ -42,6 +42,9 @@ from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
 #: See exp_product.HEADROOM.
 HEADROOM = gl.constexpr(64.0)
 
+#: A NaN logit must reach the sums.
+PROPAGATE_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
+
 BLOCK_M = gl.constexpr(128)  # two warpgroups of 64 rows
 HALF_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(256)
@@ -97,12 +100,23 @@ def _larger_first(value, index, other, other_index):
 
 
 @gluon.jit
+def _reciprocal(x):
+    """One instruction, good to 1 ulp; a division takes eight."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _bend(z, to_exponent, to_bent2):
-    """Bent logits in powers of two, and the softcap's slope: softcap.tanh_and_slope."""
-    e = gl.exp2(gl.maximum(z, -z) * to_exponent)
-    r = 1.0 / (1.0 + e)
-    t = (1.0 - e) * r
-    return gl.where(z < 0, -t, t) * to_bent2, 4.0 * e * r * r
+    """Bent logits in powers of two, and the softcap's slope: softcap.tanh_and_slope.
+
+    ``tanh(x) = 1 - 2 r`` and its slope ``4 e r**2`` with ``e = exp(2 x)``, ``r = 1 / (1 + e)``; ``e`` stays
+    below ``2**60``, where both have long reached their ends.
+    """
+    e = gl.exp2(gl.minimum(z * to_exponent, 60.0, propagate_nan=PROPAGATE_NAN))
+    r = _reciprocal(1.0 + e)
+    return to_bent2 - (2.0 * to_bent2) * r, (4.0 * e) * r * r
 
 
 @gluon.jit
@@ -328,7 +342,7 @@ def _consume_tile(
     mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
 
     if SOFTCAP:
-        to_exponent = -2.0 * scale2 / softcap
+        to_exponent = 2.0 * scale2 / softcap
         to_bent2 = softcap * 1.4426950408889634
     if MODE == STATISTICS:
         if (holds_label != 0) | (first_column + BLOCK_N > taking_part):

@@ -175,7 +175,9 @@ class LossForm:
             own = torch.where(known & (own < 0), own, 0.0)  # exp(-inf) * -inf is 0 too
             entropy = log_sum - (further.weighted + own) * terms.inv_sum
         if further.best is not None:
-            predicted = torch.where(torch.isfinite(further.best), further.best, -1.0).long()
+            # On a GPU the maximum of a row leaves its NaN out; its loss does not.
+            found = torch.isfinite(further.best) & (merged.loss == merged.loss)
+            predicted = torch.where(found, further.best, -1.0).long()
         wanted = self.outputs
         return TokenOutputs(
             loss,
@@ -183,7 +185,9 @@ class LossForm:
             lse=lse if "lse" in wanted else None,
             entropy=entropy,
             predicted=predicted,
-            correct=(terms.label_shift == 0) if "correct" in wanted else None,
+            correct=(terms.label_shift == 0) & (merged.loss == merged.loss)
+            if "correct" in wanted
+            else None,
         )
 
     def gradient_terms(self, terms: TokenTerms, upstream: Upstream) -> GradientTerms:

@@ -11,14 +11,17 @@ gradient for one of them breaks the promise that the token weights are, and ends
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megatron_fused_ce import upstream_guard
+from megatron_fused_ce.vocab_parallel import largest_over_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 #: ``m`` is rounded up to whole tiles of the products: fewer sizes for the allocator, and no time lost.
 ROUND_TO = 128
@@ -44,7 +47,7 @@ class Count:
 
 def count(
     weights: Tensor,  # [parts, n]: token weights, in token order
-    group: dist.ProcessGroup | None,
+    group: ProcessGroup | None,
 ) -> Count | None:
     """Unmasked tokens of the part that has the most; None while a CUDA graph is captured.
 
@@ -53,10 +56,7 @@ def count(
     """
     if weights.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    largest = (weights != 0).sum(dim=1).amax().reshape(1)
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return Count(largest)
+    return Count(largest_over_ranks((weights != 0).sum(dim=1).amax().reshape(1), group))
 
 
 class Kept(NamedTuple):

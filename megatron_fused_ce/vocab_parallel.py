@@ -311,6 +311,16 @@ class _AllReduced:
         return Merged(loss, saved, reference, merged)
 
 
+def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """``value`` (any shape), in place the largest of any rank's.
+
+    Collectives: one MAX all-reduce (R > 1).
+    """
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return value
+
+
 class RankDisagreement(ValueError):
     """The ranks of the tensor-parallel group were called with inputs that do not fit each other."""
 

@@ -24,6 +24,8 @@ from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
 from megatron_fused_ce.token_outputs import Upstream
 from tests.test_op import run
 
+#: Below it fp32 has fewer digits, and a GPU's exp flushes to 0.
+SUBNORMAL = torch.finfo(torch.float32).tiny
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -90,7 +92,7 @@ def test_token_kernels_match_their_definition(num_shards, device):
     parts = [token_kernels.shard_terms(shard, global_max) for shard in shards]
     for part, shard in zip(parts, shards, strict=True):
         torch.testing.assert_close(
-            part, shard_terms(shard, global_max), rtol=4e-6, atol=0, equal_nan=True
+            part, shard_terms(shard, global_max), rtol=4e-6, atol=SUBNORMAL, equal_nan=True
         )
     summed = torch.stack(parts).sum(0)
     for merged in (

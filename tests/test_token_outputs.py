@@ -71,8 +71,10 @@ def run(inputs, config, names, upstreams):
 
 
 def assert_outputs(made, inputs, exact, eager):
-    """Each value asked for, within twice eager's error or the dtype's floor (of log-probabilities: of 1)."""
+    """Each value asked for, within twice eager's error or the dtype's floor, of the largest lse: all their
+    errors are those of the logits."""
     floor = FLOOR[inputs.hidden.dtype]
+    largest = max(1.0, float(exact.lse.abs().max()))
     for name in DIFFERENTIABLE:
         value, true, yardstick = (getattr(part, name) for part in (made, exact, eager))
         if value is None:
@@ -80,7 +82,7 @@ def assert_outputs(made, inputs, exact, eager):
         assert value.shape == inputs.labels.shape and value.dtype == torch.float32
         worst = 2 * float((yardstick.double() - true).abs().max())
         error = float((value.detach().double() - true).abs().max())
-        assert error <= max(worst, floor * max(1.0, float(true.abs().max()))), (name, error, worst)
+        assert error <= max(worst, floor * largest), (name, error, worst)
     if made.predicted is not None:
         z = inputs.hidden.double() @ inputs.weight.double().t() * inputs.logit_scale
         z = z[..., : inputs.config.true_vocab_size].transpose(0, 1)
@@ -88,8 +90,10 @@ def assert_outputs(made, inputs, exact, eager):
         below = (z.amax(-1) - chosen) / z.abs().amax(-1).clamp(min=1e-3)
         # Two logits rounded by half a unit each can change places; and fp32's own sums of 48 products.
         assert float(below.max()) <= torch.finfo(inputs.hidden.dtype).eps + 2e-6
-        if inputs.hidden.dtype == torch.float32 and float(below.max()) == 0:
-            assert torch.equal(made.predicted == inputs.labels, made.correct)
+        alone = made.predicted == inputs.labels
+        assert not (alone & ~made.correct).any()
+        ties = (z - z.amax(-1, keepdim=True)).abs() < 1e-4 * largest
+        assert not (made.correct & ~alone & (ties.sum(-1) == 1)).any()
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "store", "auto"])
@@ -187,7 +191,8 @@ def test_a_certain_token_has_no_entropy(device):
         )
         exact = 4 * torch.exp(torch.tensor(-30.0, dtype=torch.float64)) * 31
         error = abs(float(made.entropy) - float(exact))
-        assert error < (1e-6 * exact if label == 2 else 1e-7)
+        # exp(-30) in fp32: its argument in powers of two is rounded to 2**-24 of 43.
+        assert error < (43 * 2.0**-23 * exact if label == 2 else 1e-7)
 
 
 def test_nan_predicts_nothing(device):
