@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, planner
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, planner, strategies
 from megatron_fused_ce.strategies import KeepOrRecompute
 from megatron_fused_ce.testing.reference import (
     KINDS,
@@ -150,17 +150,23 @@ def test_frozen_operand(needs, strategy, device, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_grad_saves_nothing(strategy, device):
+def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
+    """One product a chunk and no buffer of a gradient; the token weights need not be known."""
     inputs = make_inputs(
-        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+        "plain", s=32, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
     )
-    weight = inputs.weight.clone().requires_grad_()
-    with torch.no_grad():
-        loss = fused_linear_cross_entropy(
-            inputs.hidden, weight, inputs.labels, config=FusedCEConfig(strategy=strategy)
-        )
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    for made_for_gradients in ("HeldGradWeight", "Products"):
+        monkeypatch.delattr(strategies, made_for_gradients)
+    config = FusedCEConfig(strategy=strategy, num_chunks=4, logit_pass="rows")
+    with (
+        torch.no_grad(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,
+    ):
+        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
     assert loss.grad_fn is None
     assert relative_error(loss, truth(inputs).loss) < 2e-6
+    assert {event.key: event.count for event in seen.key_averages()}["aten::mm"] == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -107,8 +107,9 @@ def against_fp64(
 ):
     vocab = 97 if unequal else 100
     inputs = make_inputs(
-        kind, s=24, b=3, hidden_size=32, vocab=vocab, dtype=dtype, device=rank.device
-    )
+        kind, s=24, b=3, hidden_size=32, vocab=vocab, dtype=dtype, device=rank.device,
+        logit_scale=(options or {}).get("logit_scale", 1.0),
+    )  # fmt: skip
     # Up to six chunks of unequal size: more than any ring of buffers has room for.
     config = FusedCEConfig(
         strategy=strategy,
@@ -531,7 +532,11 @@ for _name, _options in (
                 sequence_parallel=_sp, merge="packed" if _sp else "all_reduce", named=_sp,
                 options=_options,
             )  # fmt: skip
-for _name, _options in LOSS_OPTIONS.items():
+for _name, _options in {
+    **LOSS_OPTIONS,
+    "logit scale": {"logit_scale": 0.25},
+    "logits rounded": {"logit_precision": "activations"},
+}.items():
     for _strategy in STRATEGIES:
         for _sp in (False, True):
             # Masked padding leaves a shard without a column that takes part, at two ranks and at four.
