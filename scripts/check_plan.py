@@ -108,9 +108,13 @@ def head_of(setting: Setting, variant: str) -> Head:
     return plugin_head(setting, h200().device, variant, exp_serves=True)
 
 
+def setting_of_launch(row: dict[str, Any]) -> Setting:
+    return command.setting_of(["--from-launch", row["command"]])
+
+
 def compare_launch(name: str, row: dict[str, Any]) -> Compared:
     """A launch's command line, planned."""
-    setting = command.setting_of_launch(row["command"])
+    setting = setting_of_launch(row)
     found = estimate(setting, head_of(setting, row["variant"]))
     trained = row["status"] == "ok"
     measured = row.get("max_allocated_mb", row.get("peak_mib")) if trained else None
@@ -323,8 +327,8 @@ def sections() -> dict[str, str]:
 def filled(page: str, made: dict[str, str]) -> str:
     """The page with each section between its markers."""
     for name, text in made.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        page, count = pattern.subn(lambda match, text=text: match[1] + text + match[2], page)  # type: ignore[misc]
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        page, count = pattern.subn(lambda match, new=text: f"{match[1]}{new}\n{match[2]}", page)  # type: ignore[misc]
         if count != 1:
             raise SystemExit(
                 f"check_plan: docs/plan.md has {count} sections {name!r}, expected one"

@@ -124,16 +124,20 @@ def verdict(found: Estimate, gpu: Gpu) -> str:
 
 
 def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> int:
-    """Tokens of the longest sequence whose sum fits, by bisection."""
+    """Tokens of the longest sequence that fits and is not tight, found by bisection."""
     parallel = setting.parallel
     step = math.lcm(LENGTH_STEP, parallel.context * parallel.sequence_parts)
 
     def fits(steps: int) -> bool:
         training = replace(setting.training, sequence=steps * step)
         changed = replace(setting, training=training)
-        return estimate(changed, make(changed)).peak <= gpu.usable
+        return verdict(estimate(changed, make(changed)), gpu) == "fits"
 
-    below, above = 0, LONGEST // step + 1
+    # From the asked length up or down by doubling, then in between.
+    below, above = 0, max(1, setting.training.sequence // step)
+    while above <= LONGEST // step and fits(above):
+        below, above = above, 2 * above
+    above = min(above, LONGEST // step + 1)
     while above - below > 1:
         middle = (below + above) // 2
         below, above = (middle, above) if fits(middle) else (below, middle)

@@ -120,13 +120,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plan_of(words: Sequence[str]) -> Result:
-    """The plan for these words of a command line.
+def setting_of(words: Sequence[str]) -> Setting:
+    """What these words of a command line train.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: something is missing, unknown or contradicts itself; says what to do.
     """
+    return _read(words)[1]
+
+
+def plan_of(words: Sequence[str]) -> Result:
+    """The plan for these words of a command line.
+
+    Raises:
+        OSError, ValueError: as :func:`setting_of`; also where the GPU is too small for any step.
+    """
+    given, setting, notes = _read(words)
+    gpu = _gpu(given)
+    _check_that_it_holds(setting, gpu)
+    baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
+    others: tuple[StockPath, ...] = ()
+    if given.logit_bytes is not None:
+        others = (_other_path(given.logit_bytes),)
+        baseline = others[0].name
+    advice = advise(setting, gpu, baseline, others)
+    return Result(given.model or "the launch", setting, advice, notes)
+
+
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, list[str]]:
+    """The arguments, the setting that they make, and what of them is not counted."""
     first = _parser(own=True).parse_args(words)
     launch = _launch(first)
     before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
@@ -136,24 +159,7 @@ def plan_of(words: Sequence[str]) -> Result:
     known, _ = _parser(own=False).parse_known_args(before)
     given = _parser(own=True).parse_args(words, namespace=known)
     setting = megatron_arguments.setting_of(given, given.gpus or (launch.gpus if launch else None))
-    gpu = _gpu(given)
-    _check_that_it_holds(setting, gpu)
-    baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
-    others: tuple[StockPath, ...] = ()
-    if given.logit_bytes is not None:
-        others = (_other_path(given.logit_bytes),)
-        baseline = others[0].name
-    advice = advise(setting, gpu, baseline, others)
-    notes = megatron_arguments.notes([*before, *words])
-    return Result(first.model or "the launch", setting, advice, notes)
-
-
-def setting_of_launch(text: str) -> Setting:
-    """What a launch's command line trains, alone."""
-    launch = launch_script.of_string(text)
-    known, _ = _parser(own=False).parse_known_args(launch.arguments)
-    given = _parser(own=True).parse_args([], namespace=known)
-    return megatron_arguments.setting_of(given, launch.gpus)
+    return given, setting, megatron_arguments.notes([*before, *words])
 
 
 def _one_line(error: Exception) -> str:
@@ -238,8 +244,9 @@ def _output(result: Result, plot_path: Path | None, as_json: bool) -> None:
 
 def _title(result: Result) -> str:
     parallel, training = result.setting.parallel, result.setting.training
+    gpus = f"{parallel.gpus} GPU{'s' if parallel.gpus > 1 else ''}"
+    sequence = " + SP" if parallel.sequence else ""
     return (
-        f"{result.name}, {training.sequence} tokens x {training.micro_batch}, {parallel.gpus} GPUs, "
-        f"TP {parallel.tensor}{' + SP' if parallel.sequence else ''}, PP {parallel.pipeline}, "
-        f"CP {parallel.context}"
+        f"{result.name}, {training.sequence} tokens x {training.micro_batch}, {gpus}, "
+        f"TP {parallel.tensor}{sequence}, PP {parallel.pipeline}, CP {parallel.context}"
     )

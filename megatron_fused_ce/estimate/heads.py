@@ -61,8 +61,8 @@ class Head:
     peak: int
     #: torch's own cuBLAS workspaces that its products leave behind, part of ``peak``
     workspaces: int
-    #: its largest tensor
-    largest: int
+    #: its largest tensor; 0 for the plugin's, whose buffers are cut out of each other's
+    largest: int = 0
     #: what the planner predicts, which a budget is held against; 0 for Megatron's own
     predicted: int = 0
     #: predicted time over the head's three products; None for Megatron's own
@@ -186,7 +186,6 @@ def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> Head:
         stock=False,
         peak=memory.total - unused + grad_hidden,
         workspaces=memory.workspace - unused,
-        largest=max(memory.chunk_logits, memory.grad_weight_sum),
         predicted=memory.total,
         relative_time=chosen.relative_time,
         words=f"{chosen.strategy}, {chosen.chunks_in_words}",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_fused_ce.estimate import blocks
 from megatron_fused_ce.estimate import static as statics
@@ -107,6 +108,22 @@ def _held(setting: Setting, stage: Stage, head: Head) -> dict[str, int]:
     }
 
 
+class _Sizes(NamedTuple):
+    """Of one block and token."""
+
+    #: all that it keeps, with what is computed again
+    whole: float
+    kept: float
+    #: what its backward takes besides
+    backward: float
+
+    @staticmethod
+    def of(block: Block, setting: Setting) -> _Sizes:
+        parts, dropped = block.kept(setting), block.dropped(setting)
+        kept = sum(size for name, size in parts.items() if name not in dropped)
+        return _Sizes(sum(parts.values()), kept, block.backward(setting))
+
+
 class _Activations:
     """What the layers of one stage keep, and take in their backward."""
 
@@ -116,6 +133,8 @@ class _Activations:
         predicted = setting.model.mtp_num_layers if stage.last else 0
         #: The chunk that ends at the head, or at the next stage: its backward runs first.
         self.last = (*stage.chunks[-1], *[blocks.prediction_layer(setting.model)] * predicted)
+        all_blocks = (block for layer in (*stage.layers, *self.last) for block in layer)
+        self.sizes = {block: _Sizes.of(block, setting) for block in set(all_blocks)}
         self.kept = self._kept_by_layer(self.last)
         for depth in range(len(self.last) - predicted, len(self.last)):
             # Both inputs of a depth, and the two joined.
@@ -179,11 +198,10 @@ class _Activations:
         return recompute.full and not (recompute.block and index >= (recompute.num_layers or 1))
 
     def _whole(self, block: Block) -> float:
-        return sum(block.kept(self.setting).values())
+        return self.sizes[block].whole
 
     def _kept(self, block: Block) -> float:
-        dropped = block.dropped(self.setting)
-        return sum(size for name, size in block.kept(self.setting).items() if name not in dropped)
+        return self.sizes[block].kept
 
     def _backward(self, index: int) -> float:
         """The most that a layer has in its backward: its blocks up to one at work, and gradients.
@@ -194,7 +212,7 @@ class _Activations:
         again = self._keeps_its_input_only(index)
         layer, size = self.last[index], self._whole if again else self._kept
         worst = max(
-            sum(map(size, layer[:place])) + self._whole(block) + block.backward(self.setting)
+            sum(map(size, layer[:place])) + self._whole(block) + self.sizes[block].backward
             for place, block in enumerate(layer)
         )
         gradient = self.row

@@ -43,9 +43,11 @@ def draw(advice: Advice, title: str, path: Path) -> None:
             axes.barh(names, sizes, left=starts, color=color, label=label, height=0.7)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     for place, (start, way) in enumerate(zip(starts, advice.ways, strict=True)):
+        verdict = "" if way.verdict == "fits" else f": {way.verdict}"
         axes.annotate(
-            f"{start:.1f}, {way.estimate.bound.name}", (start, place), (4, 0),
-            textcoords="offset points", va="center", fontsize=8,
+            f"{start:.1f}, {way.estimate.bound.name}{verdict}", (start, place), (4, 0),
+            textcoords="offset points", va="center", fontsize=8, zorder=3,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
     capacity = advice.gpu.capacity / GIB
     axes.axvline(capacity, color="black", linewidth=1, linestyle="--")
@@ -53,7 +55,7 @@ def draw(advice: Advice, title: str, path: Path) -> None:
         f"{advice.gpu.name}: {capacity:.1f}", (capacity, 1), (-4, 3), xycoords=("data", "axes fraction"),
         textcoords="offset points", ha="right", fontsize=8,
     )  # fmt: skip
-    axes.set_xlim(0, 1.18 * max(*starts, capacity))
+    axes.set_xlim(0, 1.25 * max(*starts, capacity))
     axes.invert_yaxis()
     axes.set_xlabel("GiB a GPU at the peak; behind each bar its sum and the moment that bounds it")
     axes.spines[["top", "right"]].set_visible(False)

@@ -20,11 +20,15 @@ _REFERENCE = re.compile(
     r"\$\(\((?P<sum>[^()]*)\)\)"
     r"|\$\{(?P<braced>\w+|[@*])(?P<array>\[[@*]\])?(?::?[-=](?P<default>[^{}]*))?\}"
     r"|\$(?P<plain>[A-Za-z_]\w*|[\d@*])"
-    r"|(?P<other>\$\([^()]*\)|\$\{[^{}]*\}|`[^`]*`)"
+    r"|(?P<other>\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\$\{[^{}]*\}|`[^`]*`)"
 )
+#: References that may hold quotes or spaces, and what stands for one while words are split.
+_HELD = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\$\{[^{}]*\}|`[^`]*`")
+_MARK = "\ue000"
 _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n.*?^\s*\2\s*$", re.DOTALL | re.MULTILINE)
 _OPERATORS = set(";&|\n")
-_LOOPS = ("for", "while", "until", "select", "case", "{")
+_LOOPS = ("for", "while", "until", "select")
+_GROUPS = (*_LOOPS, "case", "{")
 _ENDS = ("fi", "done", "esac", "}")
 _ARITHMETIC = {
     ast.Add: operator.add,
@@ -143,10 +147,28 @@ class _Variables:
 
 
 def _split(text: str) -> list[str]:
+    """Words as bash splits them, each reference whole."""
+    text, held = _hold(text)
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
     except ValueError:
-        return text.split()
+        words = text.split()
+    return [_release(word, held) for word in words]
+
+
+def _hold(text: str) -> tuple[str, list[str]]:
+    """``text`` with a mark in place of each reference that may hold quotes or spaces, and these."""
+    held: list[str] = []
+
+    def mark(match: re.Match[str]) -> str:
+        held.append(match[0])
+        return f"{_MARK}{len(held) - 1}{_MARK}"
+
+    return _HELD.sub(mark, text), held
+
+
+def _release(word: str, held: Sequence[str]) -> str:
+    return re.sub(f"{_MARK}(\\d+){_MARK}", lambda match: held[int(match[1])], word)
 
 
 # --- which commands run ----------------------------------------------------------------------
@@ -212,9 +234,15 @@ class _Reader:
             top, word = self.opened[-1] if self.opened else _Branches(), words[0]
             if word in _ENDS:
                 self.opened[-1:] = []
-            elif word in _LOOPS or (words[1:3] == ["(", ")"] and not word.endswith("=")):
+            elif words[1:3] == ["(", ")"] and not word.endswith("="):
+                words = words[2:]  # a function: its braces are a group of which nothing is known
+            elif word == "function":
+                words = words[1:]
+            elif word in _GROUPS:
                 self.opened.append(_Branches())
-                return []
+                if word in _LOOPS:
+                    return []
+                words = words[words.index("in") :] if word == "case" and "in" in words else words
             elif word in ("if", "elif"):
                 if word == "if":
                     top = _Branches(taken=False)
@@ -302,10 +330,12 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _line(line: str) -> Iterator[str]:
-    # What stands in $(...) is one word.
-    line = re.sub(r"\$\(\([^()\"]*\)\)|\$\([^()\"]*\)", r'"\g<0>"', line)
+    line, held = _hold(line)
     lexer = shlex.shlex(line, posix=True, punctuation_chars="();&|")
     lexer.whitespace_split = True
     for token in lexer:
         # Operators come in runs: "&&", but also ");".
-        yield from re.findall(r"[()]|[;&|]+", token) if set(token) <= set("();&|") else [token]
+        if token and set(token) <= set("();&|"):
+            yield from re.findall(r"[()]|[;&|]+", token)
+        else:
+            yield _release(token, held)

@@ -65,7 +65,7 @@ def stage_weights(setting: Setting, stage: Stage) -> Iterator[Weight]:
         yield Weight((model.norm_size,))
         if not model.tied or not stage.first:
             yield table  # tied weights: the last stage has a copy
-        if predicts and not stage.first and not model.tied:
+        if predicts and not stage.first:
             yield table  # the embedding, for the predicted tokens
     layers = [*stage.layers, *[blocks.prediction_layer(model)] * (predicts or 0)]
     for layer in layers:
