@@ -252,7 +252,7 @@ def steps_table(found: Sequence[Compared]) -> str:
 
 
 def _cell(one: Compared) -> str:
-    bound = {"head": "", "layers": " ¹", "step": " ²"}[one.bound]
+    bound = " ¹" if one.bound == "layers" else ""
     if one.measured is None:
         return f"out of memory · {one.planned:.0f}"
     return f"{one.measured:.0f} · {one.planned:.0f} · {_percent(one.off)}{bound}"

@@ -116,6 +116,9 @@ def test_a_given_value_comes_before_the_scripts():
         ("A=()\nL=4", "4"),
         ("L=4\nfunction set_it {\nL=9\n}", None),
         ("L=4\ncase $1 in 8B) L=8 ;; esac", None),
+        ('N=h100\nL=4\nif [[ "$N" == h* ]]; then L=8; fi', None),
+        ("L=4\nunset L", None),
+        ("L=4\nread -r L < file", None),
         ('A="x $(date +"%H %M") y"; L=4', "4"),
         ("A=$(echo $(date))\nL=4", "4"),
         ("A=${B:-3 4}\nL=4", "4"),
@@ -334,7 +337,7 @@ def test_the_page_names_every_model_and_option():
     page = check_plan.PAGE.read_text()
     families = {"qwen3" if name.startswith("qwen3") else name for name in MODELS}
     assert all(f"`{name}`" in page for name in families)
-    assert len([name for name in MODELS if name.startswith("qwen3")]) == 8
+    assert sum(name.startswith("qwen3") for name in MODELS) == 8  # "eight of"
     own = command._parser(own=True)._action_groups[1]._group_actions
     for action in own:
         if action.option_strings[0] not in ("-h", "--adam"):

@@ -30,6 +30,8 @@ _OPERATORS = set(";&|\n")
 _LOOPS = ("for", "while", "until", "select")
 _GROUPS = (*_LOOPS, "case", "{")
 _ENDS = ("fi", "done", "esac", "}")
+#: Commands that give variables another value, or none.
+_SETTERS = ("unset", "read", "mapfile", "readarray")
 _ARITHMETIC = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -141,7 +143,8 @@ class _Variables:
             words.pop()
         if len(words) == 2 and words[0] in ("-z", "-n"):
             return (words[1] == "") == (words[0] == "-z")
-        if len(words) == 3 and words[1] in ("=", "==", "!="):
+        plain = len(words) == 3 and not set(words[2]) & set("*?[")  # no pattern
+        if plain and words[1] in ("=", "==", "!="):
             return (words[0] == words[2]) == (words[1] != "!=")
         return None
 
@@ -225,7 +228,9 @@ class _Reader:
                 continue
             left = self._assign(words, certain=runs is True)
             self.status = self.variables.holds(left) if left else True
-            if left:
+            if left and left[0] in _SETTERS:
+                self.variables.uncertain.update(left[1:])
+            elif left:
                 yield [part for word in left for part in self.variables.expand(word)]
 
     def _keywords(self, before: str, words: list[str]) -> list[str]:
