@@ -1,7 +1,7 @@
 """Hold `python -m megatron_fused_ce plan` against what was measured, and write docs/plan.md's tables.
 
     python scripts/check_plan.py            # the tables, and whether they are within their bounds
-    python scripts/check_plan.py --write    # into docs/plan.md, between its markers, and its picture
+    python scripts/check_plan.py --write    # make figures: into docs/plan.md, and its picture
 
 Measured are the launches and heads of docs/benchmarks/results, on H200s: the script reads each launch's
 own command line, plans it and compares the peaks. Exit status: 0 all within bounds, 1 one is not.
@@ -13,8 +13,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,8 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
+import marked_document
 
+from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import command, heads
 from megatron_fused_ce.estimate.advice import Gpu
 from megatron_fused_ce.estimate.heads import Head, plugin_head, stock_heads
@@ -33,6 +34,7 @@ from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import MIB
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+NAME = "scripts/check_plan.py"
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "results"
 DAY = "2026-11-21-h200-"
 PAGE = REPOSITORY / "docs" / "plan.md"
@@ -146,7 +148,7 @@ def head_rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, row) of Megatron's own paths and of the strategies, in an fp32 ``main_grad``."""
     for name in HEADS:
         for row in json.loads((RESULTS / f"{DAY}{name}.json").read_text()):
-            ours = row["variant"] in heads.STRATEGIES and row["chunk_tokens"]
+            ours = row["variant"] in STRATEGY_CHOICES and row["chunk_tokens"]
             if row["peak_mib"] and (row["variant"] in STOCK or ours):
                 yield name, row
 
@@ -313,27 +315,16 @@ def printed(words: str) -> str:
     return "\n".join(["```", f"$ python -m megatron_fused_ce plan {words}", *lines, "```"])
 
 
-def sections() -> dict[str, str]:
+def parts() -> dict[str, str]:
     """Everything in docs/plan.md that is made here, by the name of its markers."""
-    return {
+    made = {
         "example": printed(EXAMPLE),
         "steps": steps_table(steps()),
         "heads": heads_table(alone()),
         "logits": logits_table(),
         "case": case_table(),
     }
-
-
-def filled(page: str, made: dict[str, str]) -> str:
-    """The page with each section between its markers."""
-    for name, text in made.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        page, count = pattern.subn(lambda match, new=text: f"{match[1]}{new}\n{match[2]}", page)  # type: ignore[misc]
-        if count != 1:
-            raise SystemExit(
-                f"check_plan: docs/plan.md has {count} sections {name!r}, expected one"
-            )
-    return page
+    return {f"{NAME}, {name}": text for name, text in made.items()}
 
 
 def outside(found: Sequence[Compared], bound: float) -> list[str]:
@@ -349,12 +340,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--write", action="store_true", help="into docs/plan.md")
     options = parser.parse_args(argv)
-    made = sections()
+    made = parts()
     if options.write:
-        partial = PAGE.with_suffix(".partial")
-        partial.write_text(filled(PAGE.read_text(), made))
-        os.replace(partial, PAGE)
-        command.main([*shlex.split(EXAMPLE), "--json", "--plot", str(PICTURE)])
+        marked_document.rewrite(PAGE, made)
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.main([*shlex.split(EXAMPLE), "--plot", str(PICTURE)])
     else:
         print("\n\n".join(made.values()))
     broken = outside(steps(), STEP_BOUND) + outside(alone(), HEAD_BOUND)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import advice, blocks, heads, static
 from megatron_fused_ce.estimate.advice import Gpu, advise
 from megatron_fused_ce.estimate.command import plan_of, setting_of
@@ -365,7 +366,7 @@ def test_a_small_vocabulary_is_bound_by_the_layers_backward_products():
 def test_the_plugins_heads_are_the_planners():
     one = setting_of(["--model", "llama-3-8b", "--gpus", "8", "--tp", "4", "--sequence-parallel",
                       "--seq-length", "32768", "--make-vocab-size-divisible-by", "32"])  # fmt: skip
-    for strategy in heads.STRATEGIES:
+    for strategy in STRATEGY_CHOICES:
         head = heads.plugin_head(one, "NVIDIA H200", strategy, exp_serves=True)
         chosen = plan(
             PlanInputs(32768, 4096, 32064, num_parts=4, tp_size=4, token_weights_known=True,
@@ -378,17 +379,36 @@ def test_the_plugins_heads_are_the_planners():
         assert head.peak == chosen.predicted_peak_bytes + grad_hidden - unused
 
 
-def test_options_of_the_loss_go_through_the_rows_and_into_the_flags():
+def test_options_of_a_named_model_are_among_the_flags():
     found = plan_of(["--model", "gemma-2-2b", "--seq-length", "8192"]).advice
     assert "--fused-ce-logit-softcap 30" in found.recommended.head.flags
-    plain = plan_of(["--model", "gemma-2-2b", "--seq-length", "8192", "--fused-ce-z-loss", "1e-4"])
-    assert "--fused-ce-z-loss 0.0001" in plain.advice.recommended.head.flags
-    one = plain.setting
-    rows = heads.plugin_head(one, "NVIDIA H200", "store", exp_serves=True)
-    assert rows.predicted > heads.plugin_head(
-        replace(one, training=replace(one.training, fused_ce=type(one.training.fused_ce)())),
-        "NVIDIA H200", "store", exp_serves=True,
-    ).predicted  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        ("--fused-ce-logit-softcap 30", False),
+        ("--fused-ce-z-loss 0.0001", False),
+        ("--fused-ce-mask-padded-vocab", False),
+        ("--fused-ce-skip-masked", False),
+        ("--fused-ce-label-smoothing 0.1", True),
+        ("--fused-ce-logit-precision activations", True),
+        ("--fp16", True),
+        ("--vocab-size 1001 --make-vocab-size-divisible-by 1", True),
+    ],
+)
+def test_what_goes_through_the_row_kernels(words, rows):
+    """They take no buffers of tiles, but a chunk of logits more for store."""
+    base = ["--model", "llama-3.2-1b", "--seq-length", "8192", *words.split()]
+    base += ["--vocab-size", "128256"] if "vocab-size" not in words else []
+    if "--fp16" in words:
+        base = ["--from-launch", f"{MODELS['llama-3.2-1b'].arguments} --fp16 --seq-length 8192"]
+    one = setting_of(base)
+    found = heads.plugin_head(one, "NVIDIA H200", "store", exp_serves=True)
+    chunk = 2 * 8192 * one.vocab_rows
+    assert (found.predicted > 2 * chunk) == rows
+    if words.startswith("--fused"):
+        assert words in found.flags
 
 
 # --- what moves how --------------------------------------------------------------------------

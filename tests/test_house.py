@@ -106,7 +106,11 @@ def test_the_estimate_knows_numbers_only():
     known = {name for file in room_of_it for name in imports(file)}
     ours = {name.split(".")[1] for name in known if name.startswith("megatron_fused_ce.")}
     assert len(room_of_it) > 5
-    assert ours == {"estimate", "config", "planner"}
+    assert ours == {"estimate", "config", "planner", "adapter"}  # of the last, its flags
+    assert {name for name in known if ".adapter." in name} <= {
+        f"megatron_fused_ce.adapter.arguments.{name}"
+        for name in ("FLAG", "add_arguments", "config_from_args")
+    }
     assert "estimate" not in rooms_that_import("torch") | rooms_that_import("megatron")
     assert rooms_that_import("megatron_fused_ce.estimate") == {"estimate"}
 

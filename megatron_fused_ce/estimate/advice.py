@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import heads
 from megatron_fused_ce.estimate.heads import Head, StockPath
 from megatron_fused_ce.estimate.peaks import Estimate, estimate
@@ -102,7 +103,7 @@ def advise(
         )
 
     makers = [stock(index) for index in range(len(heads.STOCK_PATHS) + len(others))]
-    makers += [plugin(strategy) for strategy in heads.STRATEGIES]
+    makers += [plugin(strategy) for strategy in STRATEGY_CHOICES]
     ways = tuple(_way(setting, gpu, make) for make in makers)
     named = {way.head.name: way for way in ways}
     recommended = _recommended(setting, gpu, named[setting.training.fused_ce.strategy])

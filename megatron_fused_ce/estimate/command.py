@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.estimate import launch_script, megatron_arguments
 from megatron_fused_ce.estimate.advice import Advice, Gpu, advise
 from megatron_fused_ce.estimate.heads import StockPath
@@ -34,7 +35,7 @@ GPUS = {
 }
 HELP = """\
 python -m megatron_fused_ce plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768
-python -m megatron_fused_ce plan --from-launch train.sh --gpu h200-141gb --plot plan.png
+python -m megatron_fused_ce plan --from-launch scripts/examples/llama3_8b.sh --plot plan.png
 python -m megatron_fused_ce plan --from-launch "pretrain_gpt.py --num-layers 32 ..." --gpus 8
 """
 
@@ -58,7 +59,7 @@ def _parser(own: bool) -> argparse.ArgumentParser:
         _add_own(parser)
     megatron_arguments.add_model_arguments(parser)
     megatron_arguments.add_training_arguments(parser)
-    megatron_arguments.add_plugin_arguments(parser)
+    add_arguments(parser)
     return parser
 
 
@@ -188,7 +189,7 @@ def _launch(given: argparse.Namespace) -> Launch | None:
         raise ValueError(f"{path} is not a shell script") from None
     read = {name for action in _parser(own=False)._actions for name in action.option_strings}
     try:
-        return launch_script.of_script(script, values, read)
+        return launch_script.of_script(script, values, read, path.parent)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -18,8 +18,9 @@ The plugin's are :mod:`megatron_fused_ce.planner`'s own predictions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
@@ -45,8 +46,6 @@ STOCK_PATHS = (
     StockPath("native", f"{_FUSION} native", 10, waiting=4, largest=4),
     StockPath("te", f"{_FUSION} te", 4, waiting=2, largest=2),
 )
-PLUGIN_FLAG = "--fused-chunked-ce"
-STRATEGIES = ("auto", "store", "eager", "recompute")
 
 
 @dataclass(frozen=True)
@@ -114,16 +113,20 @@ def plugin_head(
     Raises:
         ValueError: the strategy, asked for by name, does not fit ``memory_mb``.
     """
-    config = setting.training.fused_ce
-    budget = config.memory_mb if memory_mb is None else memory_mb
+    config = replace(setting.training.fused_ce, strategy=strategy)
+    if memory_mb is not None:
+        config = replace(config, memory_mb=memory_mb)
+    # As logit_pass.why_not_exp says it of tensors.
     exp = (
         exp_serves
         and setting.training.dtype == "bfloat16"
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
-        and not config.beyond_plain
+        and not config.label_smoothing
+        and config.logit_precision == "auto"
     )
     chosen = plan(
-        PlanInputs(
+        PlanInputs.of(
+            config,
             num_tokens=setting.num_tokens,
             hidden_size=setting.model.hidden_size,
             num_rows=setting.vocab_rows,
@@ -134,14 +137,10 @@ def plugin_head(
             token_weights_known=True,
             logit_pass="exp" if exp else "rows",
             device=gpu,
-            strategy=strategy,
-            num_chunks=config.num_chunks,
-            chunk_tokens=config.chunk_tokens,
-            memory_mb=budget,
             uses_in_flight=1 + setting.model.mtp_num_layers,
         )
     )
-    return _as_head(setting, chosen, _flags(config, strategy, budget), strategy)
+    return _as_head(setting, chosen, _flags(config), strategy)
 
 
 def _end_point(setting: Setting) -> str:
@@ -151,26 +150,23 @@ def _end_point(setting: Setting) -> str:
     return "main_grad" if optimizer.gradient_bytes == 4 else "low_main_grad"
 
 
-def _flags(config: FusedCEConfig, strategy: str, memory_mb: int | None) -> str:
-    """What to add to a launch, the options of the loss among it."""
-    words = [PLUGIN_FLAG]
-    for name, value, default in (
-        ("strategy", strategy, "auto"),
-        ("memory-mb", memory_mb, None),
-        ("num-chunks", config.num_chunks, None),
-        ("chunk-tokens", config.chunk_tokens, None),
-        ("label-smoothing", config.label_smoothing, 0.0),
-        ("z-loss", config.z_loss, 0.0),
-        ("logit-softcap", config.logit_softcap, None),
-    ):
-        if value != default:
+def _flags(config: FusedCEConfig) -> str:
+    """What to add to a launch: every option that is not its default, under its own name."""
+    words = [FLAG]
+    for option in fields(config):
+        value, name = getattr(config, option.name), option.name.replace("_", "-")
+        if value == option.default:
+            continue
+        if option.name == "true_vocab_size":
+            words.append("--fused-ce-mask-padded-vocab")
+        elif isinstance(value, bool):
+            words.append(f"--fused-ce-{name}")
+        else:
             words.append(
                 f"--fused-ce-{name} {value:g}"
                 if isinstance(value, float)
                 else f"--fused-ce-{name} {value}"
             )
-    if config.true_vocab_size is not None:
-        words.append("--fused-ce-mask-padded-vocab")
     return " ".join(words)
 
 

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_fused_ce.estimate.shell_words import Unknown, commands
 
@@ -38,18 +39,21 @@ def of_string(text: str) -> Launch:
     return _launch(words, place)
 
 
-def of_script(text: str, given: Mapping[str, str], read: Collection[str]) -> Launch:
+def of_script(
+    text: str, given: Mapping[str, str], read: Collection[str], folder: Path | None = None
+) -> Launch:
     """The launch that a script makes.
 
     Args:
         given: values of variables, which come before the script's own.
         read: names of the arguments that matter; only such a one's value must be known.
+        folder: where the script is, for scripts that it sources.
 
     Raises:
         ValueError: no training is launched, or several, or with a variable that has no value.
     """
     found = []
-    for words in commands(text, given):
+    for words in commands(text, given, folder):
         place = _script(words)
         if place is not None and any(_may_be(word, read) for word in words[place + 1 :]):
             found.append(_launch(words, place))

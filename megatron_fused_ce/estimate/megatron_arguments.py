@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.adapter.arguments import config_from_args
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate.setting import (
     RECOMPUTE_MODULES,
     SHARDINGS,
@@ -129,19 +131,6 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     flag("no-gradient-accumulation-fusion")
     flag("cross-entropy-loss-fusion")
     group.add_argument("--cross-entropy-fusion-impl", choices=("native", "te"), default="native")
-
-
-def add_plugin_arguments(parser: argparse.ArgumentParser) -> None:
-    """The plugin's own flags, where they change what its head takes."""
-    group = parser.add_argument_group("the plugin's flags")
-    number, flag = _adders(group)
-    flag("fused-chunked-ce")
-    group.add_argument("--fused-ce-strategy", choices=STRATEGY_CHOICES, default="auto")
-    for name in ("memory-mb", "num-chunks", "chunk-tokens"):
-        number(f"fused-ce-{name}")
-    for name, default in (("label-smoothing", 0.0), ("z-loss", 0.0), ("logit-softcap", None)):
-        group.add_argument(f"--fused-ce-{name}", type=float, default=default)
-    flag("fused-ce-mask-padded-vocab")
 
 
 def _adders(group: argparse._ArgumentGroup) -> tuple[Any, Any]:
@@ -413,13 +402,9 @@ def _low_gradients(given: argparse.Namespace, dtype: str, sharding: str) -> bool
 
 
 def _fused_ce(given: argparse.Namespace) -> FusedCEConfig:
-    return FusedCEConfig(
-        strategy=given.fused_ce_strategy,
-        num_chunks=given.fused_ce_num_chunks,
-        chunk_tokens=given.fused_ce_chunk_tokens,
-        memory_mb=given.fused_ce_memory_mb,
-        z_loss=given.fused_ce_z_loss,
-        label_smoothing=given.fused_ce_label_smoothing,
-        logit_softcap=given.fused_ce_logit_softcap,
-        true_vocab_size=given.vocab_size if given.fused_ce_mask_padded_vocab else None,
-    )
+    """The plugin's flags, as a launch would read them; the vocabulary's size is the model's."""
+    masks = given.fused_ce_mask_padded_vocab
+    asked = {**vars(given), "fused_chunked_ce": True, "fused_ce_mask_padded_vocab": False}
+    config = config_from_args(argparse.Namespace(**asked))
+    assert config is not None
+    return replace(config, true_vocab_size=given.vocab_size) if masks else config

@@ -2,8 +2,9 @@
 
 Words are split by :mod:`shlex`. Of bash, these are understood: comments, continued lines; ``NAME=value``,
 ``NAME=(...)``, ``NAME+=...``, ``export``; ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``${NAME[@]}``; whole
-numbers in ``$((...))``; ``if``, ``&&`` and ``||`` with tests of strings. What comes from elsewhere (the
-environment, a command, a condition that cannot be read) is an :class:`Unknown`.
+numbers in ``$((...))``; ``if``, ``&&`` and ``||`` with tests of strings; functions; scripts that are sourced
+from the same folder. What comes from elsewhere (the environment, a command, a condition that cannot be
+read) is an :class:`Unknown`. A script has no arguments.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(
@@ -30,6 +32,8 @@ _OPERATORS = set(";&|\n")
 _LOOPS = ("for", "while", "until", "select")
 _GROUPS = (*_LOOPS, "case", "{")
 _ENDS = ("fi", "done", "esac", "}")
+#: Functions and scripts within each other, at most.
+_DEEPEST = 20
 #: Commands that give variables another value, or none.
 _SETTERS = ("unset", "read", "mapfile", "readarray")
 _ARITHMETIC = {
@@ -55,13 +59,16 @@ class Unknown(str):
         return new
 
 
-def commands(text: str, given: Mapping[str, str]) -> Iterator[list[str]]:
+def commands(
+    text: str, given: Mapping[str, str], folder: Path | None = None
+) -> Iterator[list[str]]:
     """The words of each command that runs, or may run.
 
     Args:
         given: values of variables, which come before the script's own.
+        folder: where the script is.
     """
-    yield from _Reader(_Variables(given)).read(text)
+    yield from _Reader(_Variables(given), folder).read(text)
 
 
 # --- variables -------------------------------------------------------------------------------
@@ -74,12 +81,18 @@ class _Variables:
     given: Mapping[str, str]
     values: dict[str, list[str]] = field(default_factory=dict)
     uncertain: set[str] = field(default_factory=set)
+    #: of the function that is being read; None outside
+    arguments: list[str] | None = None
 
     def assign(self, name: str, words: list[str], certain: bool) -> None:
         self.values[name] = words
         (self.uncertain.discard if certain else self.uncertain.add)(name)
 
     def of(self, name: str) -> list[str] | None:
+        if name in ("@", "*") and "@" not in self.given:
+            return self.arguments or []
+        if name.isdigit() and self.arguments is not None:
+            return self.arguments[int(name) - 1 : int(name)]
         if name in self.given:
             return _split(self.given[name])
         return None if name in self.uncertain else self.values.get(name)
@@ -89,15 +102,15 @@ class _Variables:
         match = _REFERENCE.fullmatch(word)
         if match:
             return self._value(match, word)
-        whole, place = "", 0
+        whole, place, unknown = "", 0, None
         for match in _REFERENCE.finditer(word):
             found = self._value(match, word)
-            for part in found:
-                if isinstance(part, Unknown):
-                    return [Unknown(part, word)]
-            whole += word[place : match.start()] + " ".join(found)
+            unknown = unknown or next((part for part in found if isinstance(part, Unknown)), None)
+            value = match[0] if unknown in found else " ".join(found)
+            whole += word[place : match.start()] + value
             place = match.end()
-        return [whole + word[place:]]
+        whole += word[place:]
+        return [whole if unknown is None else Unknown(unknown, whole)]
 
     def _value(self, match: re.Match[str], word: str) -> list[str]:
         if match["sum"] is not None:
@@ -204,34 +217,106 @@ class _Branches:
     deciding: bool = False
 
 
+#: A command and the operator before it.
+Item = tuple[str, list[str]]
+
+
 class _Reader:
     """Carries out assignments, one command after another, and passes on the rest."""
 
-    def __init__(self, variables: _Variables) -> None:
+    def __init__(self, variables: _Variables, folder: Path | None) -> None:
         self.variables = variables
+        self.folder = folder
+        self.functions: dict[str, list[Item]] = {}
         self.opened: list[_Branches] = []
         #: how the last command of a list of ``&&`` and ``||`` ended
         self.status: Truth = None
+        #: functions and scripts that are being read within each other
+        self.depth = 0
 
     def read(self, text: str) -> Iterator[list[str]]:
-        for before, command in _simple_commands(text):
-            words = self._keywords(before, command)
-            if not words:
+        yield from self._run(list(_simple_commands(text)))
+
+    def _run(self, items: list[Item]) -> Iterator[list[str]]:
+        place = 0
+        while place < len(items):
+            before, command = items[place]
+            place += 1
+            if command[0] == "function" or (
+                command[1:3] == ["(", ")"] and not _ASSIGNMENT.fullmatch(command[0])
+            ):
+                place = self._define(items, place - 1)
                 continue
-            allowed: Truth = True
-            if before in ("&&", "||"):
-                allowed = self.status if before == "&&" else _not(self.status)
-            runs = allowed
-            for branches in self.opened:
-                runs = _and(runs, branches.runs)
-            if runs is False:
+            words = self._keywords(before, command)
+            runs = self._runs(before)
+            if not words or runs is False:
                 continue
             left = self._assign(words, certain=runs is True)
             self.status = self.variables.holds(left) if left else True
-            if left and left[0] in _SETTERS:
-                self.variables.uncertain.update(left[1:])
-            elif left:
-                yield [part for word in left for part in self.variables.expand(word)]
+            # What a function does where it may not be called is uncertain, too.
+            self.opened.append(_Branches(runs=runs))
+            if left:
+                yield from self._command(left)
+            self.opened.pop()
+
+    def _runs(self, before: str) -> Truth:
+        """Whether the command behind this operator runs, within all that is open."""
+        runs: Truth = True
+        if before in ("&&", "||"):
+            runs = self.status if before == "&&" else _not(self.status)
+        for branches in self.opened:
+            runs = _and(runs, branches.runs)
+        return runs
+
+    def _command(self, words: list[str]) -> Iterator[list[str]]:
+        expanded = [part for word in words for part in self.variables.expand(word)]
+        if words[0] in self.functions:
+            yield from self._call(self.functions[words[0]], expanded[1:])
+        elif words[0] in ("source", ".") and len(expanded) > 1:
+            yield from self._source(expanded[1])
+        elif words[0] in _SETTERS:
+            self.variables.uncertain.update(words[1:])
+        elif words[0] == "shift" and self.variables.arguments:
+            self.variables.arguments = self.variables.arguments[1:]
+        else:
+            yield expanded
+
+    def _define(self, items: list[Item], place: int) -> int:
+        """Keep a function's commands, between its braces; where the script goes on behind it."""
+        before, words = items[place]
+        named = words[0] == "function"
+        rest = [word for word in words[1 + named :] if word not in ("(", ")")]
+        body: list[Item] = []
+        depth = 0
+        for end, (operator_before, command) in enumerate([(before, rest), *items[place + 1 :]]):
+            if command[:1] == ["{"]:
+                depth += 1
+                command = command[1:] if depth == 1 else command
+            elif command[:1] == ["}"]:
+                depth -= 1
+            if depth == 0 and end:
+                self.functions[words[named]] = body
+                return place + end + 1
+            if command:
+                body.append((operator_before, command))
+        raise ValueError(f"function {words[named]} has no end")
+
+    def _call(self, body: list[Item], arguments: list[str]) -> Iterator[list[str]]:
+        if self.depth < _DEEPEST:
+            before, self.variables.arguments = self.variables.arguments, arguments
+            self.depth += 1
+            yield from self._run(body)
+            self.depth -= 1
+            self.variables.arguments = before
+
+    def _source(self, word: str) -> Iterator[list[str]]:
+        """Read a script of the same folder, whatever the path to it is made of."""
+        text = word.word if isinstance(word, Unknown) else word
+        path = self.folder / text.rpartition("/")[2] if self.folder else None
+        if path and path.is_file() and self.depth < _DEEPEST:
+            self.depth += 1
+            yield from self.read(path.read_text())
+            self.depth -= 1
 
     def _keywords(self, before: str, words: list[str]) -> list[str]:
         """What is left of a command behind ``if``, ``then``, ``fi`` and the like."""
@@ -239,10 +324,6 @@ class _Reader:
             top, word = self.opened[-1] if self.opened else _Branches(), words[0]
             if word in _ENDS:
                 self.opened[-1:] = []
-            elif words[1:3] == ["(", ")"] and not word.endswith("="):
-                words = words[2:]  # a function: its braces are a group of which nothing is known
-            elif word == "function":
-                words = words[1:]
             elif word in _GROUPS:
                 self.opened.append(_Branches())
                 if word in _LOOPS:
@@ -295,7 +376,7 @@ class _Reader:
 # --- words -----------------------------------------------------------------------------------
 
 
-def _simple_commands(text: str) -> Iterator[tuple[str, list[str]]]:
+def _simple_commands(text: str) -> Iterator[Item]:
     """Each command with the operator before it; an array and its parentheses stay in one."""
     before, depth = "\n", 0
     command: list[str] = []
