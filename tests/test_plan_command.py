@@ -461,6 +461,7 @@ MODEL = ["--model", "llama-3-8b", "--seq-length", "8192"]
         ([*MODEL, "--recompute-granularity", "selective", "--recompute-modules", "x"], "x is not known"),
         ([*MODEL, "--moe-layer-freq", "__import__('os')"], "no list of 0 and 1"),
         ([*MODEL, "--overhead", "90"], "leaves nothing of 79.14 GiB"),
+        ([*MODEL, "--gpu-memory", "0"], "leaves nothing of 0 GiB"),
         ([*MODEL, "--tp", "8", "--logit-bytes", "0"], "must be above 0"),
         (MODEL, "h100-80gb is too small: weights, gradients and optimizer alone take 134.6 GiB of 77.1"),
         (["--model", "llama-3.2-1b", "--seq-length", "64", "--plot", "no/where.png"], "no/"),

@@ -202,7 +202,7 @@ def _named(name: str) -> list[str]:
 
 def _gpu(given: argparse.Namespace) -> Gpu:
     device, capacity, hopper = GPUS[given.gpu]
-    capacity = given.gpu_memory or capacity
+    capacity = capacity if given.gpu_memory is None else given.gpu_memory
     if not 0 <= given.overhead < capacity:
         raise ValueError(f"--overhead {given.overhead:g} leaves nothing of {capacity:g} GiB")
     return Gpu(given.gpu, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
