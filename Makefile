@@ -10,7 +10,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make sweep   time and peak bytes of logits over chunk counts; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
-	@echo "make figures the figures of README.md and docs/scaling.md, from docs/benchmarks/results"
+	@echo "make figures the figures of README.md, docs/scaling.md and docs/plan.md, from docs/benchmarks/results"
 	@echo "make clean   remove .venv, build/ and caches"
 
 setup:
@@ -31,6 +31,7 @@ docs: setup
 figures: setup
 	@$(PY) scripts/readme_figures.py
 	@$(PY) scripts/fit_scaling.py --write docs/scaling.md
+	@$(PY) scripts/check_plan.py --write
 
 # A tool that set-up could not install (no network) is skipped with a line that says so.
 lint: setup

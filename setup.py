@@ -21,6 +21,7 @@ setup(
     packages=[
         "megatron_fused_ce",
         "megatron_fused_ce.adapter",
+        "megatron_fused_ce.estimate",
         "megatron_fused_ce.kernels",
         "megatron_fused_ce.testing",
     ],
@@ -31,6 +32,10 @@ setup(
         # The row kernels. PyPI's torch for CUDA brings it; a CPU build of torch does not.
         "triton>=3.2; platform_system == 'Linux'",
     ],
+    extras_require={
+        # Tables and the picture of `python -m megatron_fused_ce plan`; --json needs neither.
+        "plan": ["rich>=13", "matplotlib>=3.8"],
+    },
     # megatron-core, apex and transformer-engine are found at run time where they are installed; the
     # op works without them.
 )

@@ -80,10 +80,13 @@ def test_only_the_front_doors_read_command_lines():
         and ("argparse" in imports(file) or "sys.argv" in file.read_text())
     }
     assert readers == {
+        "megatron_fused_ce/__main__.py",
         "megatron_fused_ce/adapter/arguments.py",
         "megatron_fused_ce/adapter/switch.py",
         "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",
+        "megatron_fused_ce/estimate/command.py",
+        "megatron_fused_ce/estimate/megatron_arguments.py",
         "megatron_fused_ce/launch.py",
         "megatron_fused_ce/planner.py",
     }
@@ -95,6 +98,21 @@ def test_the_planner_knows_numbers_only():
     ours = {name.split(".")[1] for name in planner if name.startswith("megatron_fused_ce.")}
     assert ours == {"chunking", "config"}
     assert not {"planner", "chunking", "config"} & rooms_that_import("torch")
+
+
+def test_the_estimate_knows_numbers_only():
+    """So does a plan of a whole training."""
+    room_of_it = [file for file in SOURCES if room(file) == "estimate"]
+    known = {name for file in room_of_it for name in imports(file)}
+    ours = {name.split(".")[1] for name in known if name.startswith("megatron_fused_ce.")}
+    assert len(room_of_it) > 5
+    assert ours == {"estimate", "config", "planner", "adapter"}  # of the last, its flags
+    assert {name for name in known if ".adapter." in name} <= {
+        f"megatron_fused_ce.adapter.arguments.{name}"
+        for name in ("FLAG", "add_arguments", "config_from_args")
+    }
+    assert "estimate" not in rooms_that_import("torch") | rooms_that_import("megatron")
+    assert rooms_that_import("megatron_fused_ce.estimate") == {"estimate"}
 
 
 @pytest.mark.parametrize(

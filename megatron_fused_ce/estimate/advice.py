@@ -1,0 +1,176 @@
+"""What a plan says of a setting: which moment bounds it, what the flag saves, how long a sequence fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.estimate import heads
+from megatron_fused_ce.estimate.heads import Head, StockPath
+from megatron_fused_ce.estimate.peaks import Estimate, estimate
+from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.planner import MIB
+
+#: Sequences are searched in multiples of this many tokens and of the ranks that divide them, up to
+#: :data:`LONGEST`.
+LENGTH_STEP = 1024
+LONGEST = 2**24
+#: A step that leaves less than this part of its largest tensor free is tight: torch's allocator may find no
+#: block for it. Of two runs on an H200, one with 0.21 of it free ran out of memory in its second step,
+#: one with 0.37 trained (2026-11-21-h200-longest-sequence.json, 2026-11-21-h200-tp4-pretrain-reach.json).
+TIGHT = 0.3
+#: Part of the peak below which a smaller head is not worth its time.
+WORTH = 0.01
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU."""
+
+    name: str
+    #: as torch names it
+    device: str
+    #: as torch counts it (``total_memory``), bytes
+    capacity: int
+    #: Hopper or newer: the exponentiating product can serve
+    exp_serves: bool
+    #: what driver, NCCL and kernels take beside torch's allocator, bytes
+    overhead: int
+
+    @property
+    def usable(self) -> int:
+        return self.capacity - self.overhead
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of computing the loss in a setting."""
+
+    estimate: Estimate
+    #: "fits", "tight" or "does not fit"
+    verdict: str
+    #: tokens of the longest sequence that fits, all else equal; 0 where none does
+    longest: int
+
+    @property
+    def head(self) -> Head:
+        return self.estimate.head
+
+    @property
+    def peak(self) -> int:
+        return self.estimate.peak
+
+
+@dataclass(frozen=True)
+class Advice:
+    """All ways, which of them the launch has without the flag, and what to add to it."""
+
+    gpu: Gpu
+    ways: tuple[Way, ...]
+    baseline: Way
+    #: the flag with the flags that it should have
+    recommended: Way
+    #: a smaller head that takes more time, where the recommended one still bounds the run
+    smaller: Way | None
+
+    def way(self, name: str) -> Way:
+        return next(way for way in self.ways if way.head.name == name)
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the peak that the recommended flags save over the baseline."""
+        return self.baseline.peak - self.recommended.peak
+
+
+def advise(
+    setting: Setting, gpu: Gpu, baseline: str = "unfused", others: tuple[StockPath, ...] = ()
+) -> Advice:
+    """Compare all ways of computing the loss.
+
+    Args:
+        baseline: name of the path that the launch has without the flag.
+        others: other programs' paths, by their bytes a logit.
+    """
+
+    def stock(index: int) -> Callable[[Setting], Head]:
+        return lambda changed: heads.stock_heads(changed, others)[index]
+
+    def plugin(strategy: str) -> Callable[[Setting], Head]:
+        return lambda changed: heads.plugin_head(
+            changed, gpu.device, strategy, exp_serves=gpu.exp_serves
+        )
+
+    makers = [stock(index) for index in range(len(heads.STOCK_PATHS) + len(others))]
+    makers += [plugin(strategy) for strategy in STRATEGY_CHOICES]
+    ways = tuple(_way(setting, gpu, make) for make in makers)
+    named = {way.head.name: way for way in ways}
+    recommended = _recommended(setting, gpu, named[setting.training.fused_ce.strategy])
+    return Advice(gpu, ways, named[baseline], recommended, _smaller(setting, gpu, recommended))
+
+
+def _way(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> Way:
+    found = estimate(setting, make(setting))
+    return Way(found, verdict(found, gpu), longest(setting, gpu, make))
+
+
+def verdict(found: Estimate, gpu: Gpu) -> str:
+    """Whether a step fits, by its sum and by :data:`TIGHT`."""
+    free = gpu.usable - found.peak
+    if free < 0:
+        return "does not fit"
+    at_head = found.bound.name == "head"
+    return "tight" if at_head and free < TIGHT * found.head.largest else "fits"
+
+
+def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> int:
+    """Tokens of the longest sequence that fits and is not tight, found by bisection."""
+    parallel = setting.parallel
+    step = math.lcm(LENGTH_STEP, parallel.context * parallel.sequence_parts)
+
+    def fits(steps: int) -> bool:
+        training = replace(setting.training, sequence=steps * step)
+        changed = replace(setting, training=training)
+        return verdict(estimate(changed, make(changed)), gpu) == "fits"
+
+    # From the asked length up or down by doubling, then in between.
+    below, above = 0, max(1, setting.training.sequence // step)
+    while above <= LONGEST // step and fits(above):
+        below, above = above, 2 * above
+    above = min(above, LONGEST // step + 1)
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if fits(middle) else (below, middle)
+    return below * step
+
+
+def _recommended(setting: Setting, gpu: Gpu, asked: Way) -> Way:
+    """What the launch asks for; ``auto`` with a budget where only a smaller head fits."""
+    if asked.verdict != "does not fit" or asked.estimate.bound.name != "head":
+        return asked
+    smaller = _within(setting, gpu, asked, gpu.usable)
+    return smaller if smaller and smaller.verdict != "does not fit" else asked
+
+
+def _smaller(setting: Setting, gpu: Gpu, way: Way) -> Way | None:
+    """A head that is no longer the bound, or the least there is; None where it is not one."""
+    if way.estimate.bound.name != "head":
+        return None
+    other = way.estimate.moments[1].total
+    return _within(setting, gpu, way, other)
+
+
+def _within(setting: Setting, gpu: Gpu, way: Way, peak: int) -> Way | None:
+    """What ``auto`` makes of the budget that leaves the head's moment at ``peak``, if it is worth it."""
+    rest = way.estimate.moment("head").total - way.head.peak
+    beside = way.head.peak - way.head.predicted
+    budget = max(1, (peak - rest - beside) // MIB)
+
+    def make(changed: Setting) -> Head:
+        return heads.plugin_head(
+            changed, gpu.device, "auto", exp_serves=gpu.exp_serves, memory_mb=budget
+        )
+
+    found = _way(setting, gpu, make)
+    return found if found.peak < (1 - WORTH) * way.peak else None

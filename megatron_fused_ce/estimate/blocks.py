@@ -1,0 +1,393 @@
+"""The parts of a layer: what they weigh, and the bytes a token that they keep for the backward.
+
+A layer of a GPT is attention and an MLP (or experts); a layer of a hybrid model is one block. Every
+figure is bytes for one of the ``T`` tokens of the tensor-parallel group, on one rank.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), equations 1 to 4, which these come to for the layer of
+that paper (``tests/test_estimate.py``), with what has changed since:
+
+- flash attention keeps one fp32 a head and token where attention kept its scores;
+- with grouped queries, keys and values are smaller than queries;
+- a gated MLP (SwiGLU) has a first product of twice the size.
+
+What one block's backward takes beside what it keeps was derived from Transformer Engine's and Megatron's
+code (which tensors are alive at once) and checked to 1 MiB against runs of dense models on an H200
+(docs/plan.md). Experts, latent attention and Mamba mixers were not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from megatron_fused_ce.estimate.setting import Mixture, Model, Setting
+
+FP32 = 4
+#: Of a dropout's mask.
+MASK = 1
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter tensor, or one of each expert."""
+
+    shape: tuple[int, ...]
+    #: divided over the tensor-parallel ranks
+    divided: bool = False
+    #: of that many experts, which are divided over the expert-parallel ranks
+    experts: int = 0
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape) * (self.experts or 1)
+
+    def local_shape(self, setting: Setting) -> tuple[int, ...]:
+        """Of one rank (and one expert)."""
+        parallel = setting.parallel
+        ranks = parallel.expert_tensor if self.experts else parallel.tensor
+        return (self.shape[0] // (ranks if self.divided else 1), *self.shape[1:])
+
+    def local_count(self, setting: Setting) -> int:
+        experts = self.experts // setting.parallel.expert if self.experts else 1
+        parallel = setting.parallel
+        ranks = parallel.expert_tensor if self.experts else parallel.tensor
+        return prod(self.shape) * experts // (ranks if self.divided else 1)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One part of a layer, behind its own norm and with its own residual connection."""
+
+    model: Model
+
+    def weights(self) -> Iterator[Weight]:
+        """All parameters but the block's norms."""
+        raise NotImplementedError
+
+    def norms(self) -> Iterator[Weight]:
+        yield Weight((self.model.norm_size,))
+        if self.model.post_norms:
+            yield Weight((self.model.norm_size,))
+
+    def inner(self, setting: Setting) -> dict[str, float]:
+        """What is kept between the block's norm and its output."""
+        raise NotImplementedError
+
+    def backward(self, setting: Setting) -> float:
+        """The most that its backward takes beside what it keeps and the gradient of its output."""
+        raise NotImplementedError
+
+    def recomputed(self, setting: Setting) -> set[str]:
+        """Names of :meth:`kept` that ``--recompute-modules`` computes again."""
+        raise NotImplementedError
+
+    def kept(self, setting: Setting) -> dict[str, float]:
+        """All that is kept, the block's input first; nothing computed again."""
+        row = _row(setting)
+        parts = {"input": row, "norm output": row, **self.inner(setting)}
+        if self.model.post_norms:
+            parts["post norm input"] = row
+        if setting.training.hidden_dropout:
+            parts["dropout mask"] = MASK * self.model.hidden_size / setting.parallel.sequence_parts
+        return parts
+
+    def dropped(self, setting: Setting) -> set[str]:
+        """The parts of :meth:`kept` that are computed again in this setting."""
+        modules = setting.training.recompute.modules
+        return self.recomputed(setting) | ({"norm output"} if "layernorm" in modules else set())
+
+
+def _row(setting: Setting) -> float:
+    """A token's hidden states where norms, residuals and dropout are divided: ``e*H/p``."""
+    return setting.itemsize * setting.model.hidden_size / setting.parallel.sequence_parts
+
+
+def gathered_row(setting: Setting) -> float:
+    """A token's hidden states gathered for a product: a copy with sequence parallelism, else none."""
+    return setting.itemsize * setting.model.hidden_size * (setting.parallel.sequence_parts > 1)
+
+
+@dataclass(frozen=True)
+class Attention(Block):
+    """Multi-head attention with grouped queries."""
+
+    @property
+    def _query(self) -> int:
+        return self.model.num_attention_heads * self.model.head_dim
+
+    @property
+    def _key_value(self) -> int:
+        return 2 * self.model.num_query_groups * self.model.head_dim
+
+    def weights(self) -> Iterator[Weight]:
+        model, rows = self.model, self._query + self._key_value
+        yield Weight((rows, model.hidden_size), divided=True)
+        yield Weight((model.hidden_size, self._query), divided=True)
+        if model.linear_bias or model.qkv_bias:
+            yield Weight((rows,), divided=True)
+        if model.linear_bias:
+            yield Weight((model.hidden_size,))
+        if model.qk_norm:
+            size = model.head_dim * (1 if model.rms_norm else 2)
+            yield from (Weight((size,)), Weight((size,)))
+
+    def inner(self, setting: Setting) -> dict[str, float]:
+        e, t = setting.itemsize, setting.parallel.tensor
+        kept = {
+            "queries, keys, values": e * (self._query + self._key_value) / t,
+            "attention output": e * self._query / t,
+        }
+        if setting.training.flash_attention:
+            kept["softmax statistics"] = FP32 * self.model.num_attention_heads / t
+        else:
+            kept["scores"] = self._scores(setting)
+            if self.model.rotary:
+                # The rotated copies; values are a view of all three, which stay as they are.
+                kept["rotated queries, keys"] = e * (self._query + self._key_value / 2) / t
+        if self.model.qk_norm:
+            kept["queries, keys before their norm"] = e * (self._query + self._key_value / 2) / t
+        return kept
+
+    def _scores(self, setting: Setting) -> float:
+        """Softmax, and with dropout its mask and its result, of one token against the sequence."""
+        training = setting.training
+        an_entry = setting.itemsize * (1 + training.attention_dropout)
+        an_entry += MASK * training.attention_dropout
+        heads = self.model.num_attention_heads / setting.parallel.tensor
+        return an_entry * heads * training.sequence
+
+    def backward(self, setting: Setting) -> float:
+        """Gradients of output, queries, keys and values; fp32 sums of the queries', or the scores' two."""
+        e, t, training = setting.itemsize, setting.parallel.tensor, setting.training
+        inside = FP32 * self._query
+        if not training.flash_attention:
+            inside = 2 * e * self.model.num_attention_heads * training.sequence
+        return (e * (2 * self._query + self._key_value) + inside) / t
+
+    def recomputed(self, setting: Setting) -> set[str]:
+        modules = setting.training.recompute.modules
+        return {"softmax statistics", "scores"} if "core_attn" in modules else set()
+
+
+@dataclass(frozen=True)
+class LatentAttention(Block):
+    """Multi-head latent attention: queries, keys and values from two low-rank vectors."""
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Columns of queries (and of keys), of values, and of the two low-rank vectors."""
+        latent, heads = self.model.latent, self.model.num_attention_heads
+        assert latent is not None
+        query = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
+        low = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        return query, heads * latent.v_head_dim, low
+
+    def weights(self) -> Iterator[Weight]:
+        latent, hidden = self.model.latent, self.model.hidden_size
+        assert latent is not None
+        query, value, _ = self._sizes()
+        if latent.q_lora_rank is None:
+            yield Weight((query, hidden), divided=True)
+        else:
+            yield Weight((latent.q_lora_rank, hidden))
+            yield Weight((query, latent.q_lora_rank), divided=True)
+        yield Weight((latent.kv_lora_rank + latent.qk_pos_emb_head_dim, hidden))
+        if self.model.qk_norm:
+            each = 1 if self.model.rms_norm else 2
+            yield Weight((each * (latent.q_lora_rank or 0),))
+            yield Weight((each * latent.kv_lora_rank,))
+        up = self.model.num_attention_heads * latent.qk_head_dim + value
+        yield Weight((up, latent.kv_lora_rank), divided=True)
+        yield Weight((hidden, value), divided=True)
+
+    def inner(self, setting: Setting) -> dict[str, float]:
+        e, t, p = setting.itemsize, setting.parallel.tensor, setting.parallel.sequence_parts
+        query, value, low = self._sizes()
+        return {
+            "low-rank vectors": 2 * e * low / p,  # before and behind their norms
+            "queries, keys, values": e * (2 * query + value) / t,
+            "attention output": e * value / t,
+            "softmax statistics": FP32 * self.model.num_attention_heads / t,
+        }
+
+    def backward(self, setting: Setting) -> float:
+        query, value, _ = self._sizes()
+        t = setting.parallel.tensor
+        return (setting.itemsize * (2 * query + 2 * value) + FP32 * query) / t
+
+    def recomputed(self, setting: Setting) -> set[str]:
+        modules = setting.training.recompute.modules
+        names = {"softmax statistics"} if "core_attn" in modules else set()
+        return names | ({"queries, keys, values"} if "mla_up_proj" in modules else set())
+
+
+@dataclass(frozen=True)
+class MLP(Block):
+    """Two products with an activation between them, gated or not."""
+
+    def weights(self) -> Iterator[Weight]:
+        yield from _mlp_weights(self.model, self.model.ffn_hidden_size)
+
+    def inner(self, setting: Setting) -> dict[str, float]:
+        e, t, rows = setting.itemsize, setting.parallel.tensor, self.model.ffn_hidden_size
+        return {
+            "first product": e * _gates(self.model) * rows / t,
+            "activation": e * rows / t,
+        }
+
+    def backward(self, setting: Setting) -> float:
+        inner = self.inner(setting)
+        return _mlp_backward(inner["first product"], inner["activation"], setting)
+
+    def recomputed(self, setting: Setting) -> set[str]:
+        modules = setting.training.recompute.modules
+        return {"first product", "activation"} if "mlp" in modules else set()
+
+
+def _gates(model: Model) -> int:
+    return 2 if model.gated else 1
+
+
+def _mlp_weights(model: Model, rows: int, experts: int = 0) -> Iterator[Weight]:
+    columns = _gates(model) * rows
+    yield Weight((columns, model.hidden_size), divided=True, experts=experts)
+    yield Weight((model.hidden_size, rows), divided=True, experts=experts)
+    if model.linear_bias:
+        yield Weight((columns,), divided=True, experts=experts)
+        yield Weight((model.hidden_size,), experts=experts)
+
+
+def _mlp_backward(first: float, activation: float, setting: Setting) -> float:
+    """The largest of three moments, beside first product, activation and the gradient of the output.
+
+    - second product: its gathered gradient and the gradient of the activation
+    - activation: the gradient of the first product (its own result is gone)
+    - first product: its gathered input and that one's gradient; first product and activation are gone
+    """
+    gathered = gathered_row(setting)
+    row = setting.itemsize * setting.model.hidden_size
+    return max(gathered + activation, first, gathered + row - activation)
+
+
+@dataclass(frozen=True)
+class Experts(Block):
+    """A mixture of experts, each an MLP, and a shared one beside them; tokens spread evenly."""
+
+    @property
+    def _mixture(self) -> Mixture:
+        assert self.model.mixture is not None
+        return self.model.mixture
+
+    def weights(self) -> Iterator[Weight]:
+        model, mixture = self.model, self._mixture
+        yield Weight((mixture.num_experts, model.hidden_size))
+        yield from _mlp_weights(model, mixture.ffn_hidden_size, mixture.num_experts)
+        if mixture.shared_ffn_hidden_size:
+            yield from _mlp_weights(model, mixture.shared_ffn_hidden_size)
+
+    def _routed(self, setting: Setting) -> tuple[float, float]:
+        """Rows of a rank's experts for one token, and the ranks that divide an expert."""
+        parallel = setting.parallel
+        tokens = self._mixture.topk * parallel.expert_tensor / parallel.tensor
+        return tokens, parallel.expert_tensor
+
+    def inner(self, setting: Setting) -> dict[str, float]:
+        e, t, p = setting.itemsize, setting.parallel.tensor, setting.parallel.sequence_parts
+        mixture = self._mixture
+        tokens, ranks = self._routed(setting)
+        kept = {
+            "router": 2 * FP32 * mixture.num_experts / p,
+            "dispatched tokens": e * tokens * self.model.hidden_size,
+            "first product": e * tokens * _gates(self.model) * mixture.ffn_hidden_size / ranks,
+            "activation": e * tokens * mixture.ffn_hidden_size / ranks,
+        }
+        if shared := mixture.shared_ffn_hidden_size:
+            kept["shared expert"] = e * (_gates(self.model) + 1) * shared / t
+        return kept
+
+    def backward(self, setting: Setting) -> float:
+        """As an MLP's over the dispatched tokens, whose gradients are combined and dispatched too."""
+        inner = self.inner(setting)
+        return inner["dispatched tokens"] + max(inner["activation"], inner["first product"])
+
+    def recomputed(self, setting: Setting) -> set[str]:
+        modules, kept = setting.training.recompute.modules, set(self.inner(setting))
+        names = {"activation"} if "moe_act" in modules else set()
+        names |= {"shared expert"} & kept if "shared_experts" in modules else set()
+        return kept if "moe" in modules else names
+
+
+@dataclass(frozen=True)
+class Mamba(Block):
+    """A Mamba-2 mixer with Megatron's memory-efficient path, which keeps the input product's result."""
+
+    def weights(self) -> Iterator[Weight]:
+        space, hidden = self.model.state_space, self.model.hidden_size
+        assert space is not None
+        yield Weight((self._product_size, hidden), divided=True)
+        yield Weight((space.conv_size, space.conv_width), divided=True)
+        yield Weight((space.conv_size,), divided=True)
+        for _ in ("dt_bias", "A_log", "D"):
+            yield Weight((space.num_heads,), divided=True)
+        yield Weight((space.inner_size,), divided=True)  # its gated norm
+        yield Weight((hidden, space.inner_size), divided=True)
+
+    @property
+    def _product_size(self) -> int:
+        """Columns of the input product: gate, convolved part, time steps."""
+        space = self.model.state_space
+        assert space is not None
+        return space.inner_size + space.conv_size + space.num_heads
+
+    def inner(self, setting: Setting) -> dict[str, float]:
+        e, t, space = setting.itemsize, setting.parallel.tensor, self.model.state_space
+        assert space is not None
+        return {
+            "input product": e * self._product_size / t,
+            "scan, before and behind its norm": 2 * e * space.inner_size / t,
+        }
+
+    def backward(self, setting: Setting) -> float:
+        """The convolved part again, and the gradients of scan and input product."""
+        e, t, space = setting.itemsize, setting.parallel.tensor, self.model.state_space
+        assert space is not None
+        return e * (space.conv_size + space.inner_size + self._product_size) / t
+
+    def recomputed(self, setting: Setting) -> set[str]:
+        return set()
+
+
+Layer = tuple[Block, ...]
+
+
+def layers(model: Model) -> list[Layer]:
+    """Every decoder layer, first to last."""
+    if model.pattern:
+        return [(block,) for block in _by_letters(model, model.pattern)]
+    dense, mixed = (_attention(model), MLP(model)), (_attention(model), Experts(model))
+    mixture = model.mixture
+    return [
+        mixed if mixture and mixture.layers[index] else dense for index in range(model.num_layers)
+    ]
+
+
+def _attention(model: Model) -> Block:
+    return LatentAttention(model) if model.latent else Attention(model)
+
+
+def _by_letters(model: Model, pattern: str) -> list[Block]:
+    kinds = {"M": Mamba(model), "*": _attention(model), "-": MLP(model), "E": Experts(model)}
+    return [kinds[letter] for letter in pattern]
+
+
+def prediction_layer(model: Model) -> Layer:
+    """The layers of one depth of multi-token prediction; without a pattern the last decoder layer's kind."""
+    if model.prediction_pattern:
+        return tuple(_by_letters(model, model.prediction_pattern))
+    return layers(model)[-1]
+
+
+def prediction_weights(model: Model) -> Iterator[Weight]:
+    """Of one depth of multi-token prediction, beside its layer: the product of both inputs, three norms."""
+    yield Weight((model.hidden_size, 2 * model.hidden_size), divided=True)
+    yield from (Weight((model.norm_size,)) for _ in range(3))

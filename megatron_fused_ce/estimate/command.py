@@ -1,0 +1,253 @@
+"""``python -m megatron_fused_ce plan``: whether the flag helps a training, before it is launched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_fused_ce.adapter.arguments import add_arguments
+from megatron_fused_ce.estimate import launch_script, megatron_arguments
+from megatron_fused_ce.estimate.advice import Advice, Gpu, advise
+from megatron_fused_ce.estimate.heads import StockPath
+from megatron_fused_ce.estimate.launch_script import Launch
+from megatron_fused_ce.estimate.named_models import MODELS
+from megatron_fused_ce.estimate.setting import SHARDINGS, Setting
+from megatron_fused_ce.estimate.static import stages, static
+
+GIB = 2**30
+#: Columns of the tables where they go to a file.
+WIDTH = 110
+#: GiB beside torch's allocator: four launches on H200s that ran out of memory had 1.6, 2.0, 2.0 and 2.8 (what
+#: their messages say "the process has in use", less what PyTorch allocated and reserved;
+#: 2026-11-21-h200-longest-sequence.json, 2026-11-21-h200-tp4-pretrain-reach.json).
+OVERHEAD_GIB = 2.0
+#: GiB as torch's out-of-memory messages give them: 139.80 in those files; 79.14 to 79.25 in public reports of
+#: A100s and H100s of 80 GB.
+GPUS = {
+    "h100-80gb": ("NVIDIA H100 80GB HBM3", 79.14, True),
+    "h200-141gb": ("NVIDIA H200", 139.80, True),
+    "a100-80gb": ("NVIDIA A100-SXM4-80GB", 79.14, False),
+}
+HELP = """\
+python -m megatron_fused_ce plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768
+python -m megatron_fused_ce plan --from-launch scripts/examples/llama3_8b.sh --plot plan.png
+python -m megatron_fused_ce plan --from-launch "pretrain_gpt.py --num-layers 32 ..." --gpus 8
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"plan: {message}\n")
+
+
+def _parser(own: bool) -> argparse.ArgumentParser:
+    """Of the command line, or only of what a launch says."""
+    parser = _Parser(
+        prog="python -m megatron_fused_ce plan",
+        description="Predict what a training holds on a GPU with each way of computing the loss.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=own,
+    )
+    if own:
+        _add_own(parser)
+    megatron_arguments.add_model_arguments(parser)
+    megatron_arguments.add_training_arguments(parser)
+    add_arguments(parser)
+    return parser
+
+
+def _add_own(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    what.add_argument(
+        "--from-launch",
+        metavar="FILE|ARGS",
+        help="a launch's shell script, or its arguments in quotes",
+    )
+    add = parser.add_argument
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable that the script does not set itself; repeatable",
+    )
+    add("--gpus", type=int, metavar="N", help="of the whole run [the launch's, or the fewest]")
+    add("--gpu", choices=tuple(GPUS), default="h100-80gb", help="[%(default)s]")
+    add("--gpu-memory", type=float, metavar="GIB", help="of one GPU, where it has another size")
+    add("--overhead", type=float, default=OVERHEAD_GIB, metavar="GIB",
+        help="driver, NCCL and kernels beside torch's allocator [%(default)s]")  # fmt: skip
+    add("--sharding", choices=SHARDINGS,
+        help="what is divided over data-parallel ranks: nothing, the optimizer, or all (FSDP, ZeRO-3)"
+        " [as --use-distributed-optimizer says]")  # fmt: skip
+    add("--bytes-per-parameter", type=float, metavar="B",
+        help="weight, gradient and optimizer together, before sharding")  # fmt: skip
+    add("--adam", choices=("fused", "foreach"), default="fused",
+        help="foreach: torch's, which copies 4 bytes a parameter in its step [%(default)s]")  # fmt: skip
+    add("--logit-bytes", type=float, metavar="B",
+        help="one more way: another program's loss that holds B bytes a logit")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="draw the ways as bars")
+    add("--json", action="store_true", help="print bytes for programs instead of tables")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a plan was made of, and what it says."""
+
+    #: of the model, for a title
+    name: str
+    setting: Setting
+    advice: Advice
+    #: of arguments that are not counted
+    notes: list[str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan what the arguments say. Exit status 2, with one line, where they cannot be used."""
+    parser = _parser(own=True)
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = parser.parse_args(words)
+    try:
+        _output(plan_of(words), given.plot, given.json)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(_one_line(error))
+    return 0
+
+
+def setting_of(words: Sequence[str]) -> Setting:
+    """What these words of a command line train.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: something is missing, unknown or contradicts itself; says what to do.
+    """
+    return _read(words)[1]
+
+
+def plan_of(words: Sequence[str]) -> Result:
+    """The plan for these words of a command line.
+
+    Raises:
+        OSError, ValueError: as :func:`setting_of`; also where the GPU is too small for any step.
+    """
+    given, setting, notes = _read(words)
+    gpu = _gpu(given)
+    _check_that_it_holds(setting, gpu)
+    baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
+    others: tuple[StockPath, ...] = ()
+    if given.logit_bytes is not None:
+        others = (_other_path(given.logit_bytes),)
+        baseline = others[0].name
+    advice = advise(setting, gpu, baseline, others)
+    return Result(given.model or "the launch", setting, advice, notes)
+
+
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, list[str]]:
+    """The arguments, the setting that they make, and what of them is not counted."""
+    first = _parser(own=True).parse_args(words)
+    launch = _launch(first)
+    before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
+    if first.model:
+        before += _named(first.model)
+    # The command line comes last, so that its numbers win.
+    known, _ = _parser(own=False).parse_known_args(before)
+    given = _parser(own=True).parse_args(words, namespace=known)
+    setting = megatron_arguments.setting_of(given, given.gpus or (launch.gpus if launch else None))
+    return given, setting, megatron_arguments.notes([*before, *words])
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return f"{error.name} is not installed: pip install rich matplotlib, or use --json"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _launch(given: argparse.Namespace) -> Launch | None:
+    if given.from_launch is None:
+        return None
+    text, path = given.from_launch, Path(given.from_launch)
+    values = {}
+    for assignment in given.set:
+        name, equals, value = assignment.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--set takes NAME=VALUE, got {assignment!r}")
+        values[name] = value
+    if " " in text.strip() or text.startswith("--"):
+        return launch_script.of_string(text)
+    try:
+        script = path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a shell script") from None
+    read = {name for action in _parser(own=False)._actions for name in action.option_strings}
+    try:
+        return launch_script.of_script(script, values, read, path.parent)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _named(name: str) -> list[str]:
+    if name not in MODELS:
+        raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
+    return MODELS[name].arguments.split()
+
+
+def _gpu(given: argparse.Namespace) -> Gpu:
+    device, capacity, hopper = GPUS[given.gpu]
+    capacity = capacity if given.gpu_memory is None else given.gpu_memory
+    if not 0 <= given.overhead < capacity:
+        raise ValueError(f"--overhead {given.overhead:g} leaves nothing of {capacity:g} GiB")
+    return Gpu(given.gpu, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
+
+
+def _other_path(bytes_per_logit: float) -> StockPath:
+    if not bytes_per_logit > 0:
+        raise ValueError("--logit-bytes must be above 0")
+    name = f"{bytes_per_logit:g} bytes a logit"
+    return StockPath(name, "", bytes_per_logit, waiting=bytes_per_logit, largest=4)
+
+
+def _check_that_it_holds(setting: Setting, gpu: Gpu) -> None:
+    most = max(static(setting, stage).total for stage in stages(setting))
+    if most > gpu.usable:
+        raise ValueError(
+            f"{gpu.name} is too small: weights, gradients and optimizer alone take {most / GIB:.1f} GiB of "
+            f"{gpu.usable / GIB:.1f}; take more GPUs, or a larger --tp or --pp"
+        )
+
+
+def _output(result: Result, plot_path: Path | None, as_json: bool) -> None:
+    from megatron_fused_ce.estimate import report
+
+    if plot_path:
+        from megatron_fused_ce.estimate import plot
+
+        plot.draw(result.advice, _title(result), plot_path)
+    if as_json:
+        found = report.as_dictionary(result.setting, result.advice, result.notes)
+        print(json.dumps(found, indent=1))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    report.show(console, result.setting, result.advice, result.notes)
+
+
+def _title(result: Result) -> str:
+    parallel, training = result.setting.parallel, result.setting.training
+    gpus = f"{parallel.gpus} GPU{'s' if parallel.gpus > 1 else ''}"
+    sequence = " + SP" if parallel.sequence else ""
+    return (
+        f"{result.name}, {training.sequence} tokens x {training.micro_batch}, {gpus}, "
+        f"TP {parallel.tensor}{sequence}, PP {parallel.pipeline}, CP {parallel.context}"
+    )

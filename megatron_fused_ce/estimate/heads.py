@@ -1,0 +1,188 @@
+"""Each way of computing the loss: what the head takes, and what that leaves of a later use.
+
+Megatron's own paths are given in bytes for each of the ``T*V`` logits, with bf16 or fp16 hidden states.
+Source, for the largest of both passes: docs/benchmarks/results/2026-11-21-h200-reach-llama3-8b.json (one
+rank) and 2026-11-21-h200-tp4-reach.json (four, with sequence parallelism); ``scripts/check_plan.py`` derives
+the figures from their peaks anew and docs/plan.md shows both. What they are made of, from the code:
+
+=========  =====  =====================================================================================
+path       bytes  alive at the peak
+=========  =====  =====================================================================================
+unfused        6  the fp32 softmax (4), and logits or their gradient in bf16 (2)
+native        10  fp32 softmax and its gradient (4 + 4), the gradient in bf16 (2)
+te             4  logits and their gradient in bf16 (2 + 2)
+=========  =====  =====================================================================================
+
+The plugin's are :mod:`megatron_fused_ce.planner`'s own predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from megatron_fused_ce.adapter.arguments import FLAG
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
+from megatron_fused_ce.planner import Plan, PlanInputs, plan
+
+
+@dataclass(frozen=True)
+class StockPath:
+    """One of Megatron's own cross entropies behind its output layer."""
+
+    name: str
+    flags: str
+    bytes_per_logit: float
+    #: of a use of the head (multi-token prediction) that waits for its backward
+    waiting: float
+    #: of the largest tensor
+    largest: float
+
+
+_FUSION = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl"
+STOCK_PATHS = (
+    StockPath("unfused", "", 6, waiting=4, largest=4),
+    StockPath("native", f"{_FUSION} native", 10, waiting=4, largest=4),
+    StockPath("te", f"{_FUSION} te", 4, waiting=2, largest=2),
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What one way of computing the loss takes on the rank that has the head."""
+
+    name: str
+    #: what to add to a launch
+    flags: str
+    stock: bool
+    #: at its peak, beside its input (the final norm's output) and all that the rest of a step holds
+    peak: int
+    #: torch's own cuBLAS workspaces that its products leave behind, part of ``peak``
+    workspaces: int
+    #: its largest tensor; 0 for the plugin's, whose buffers are cut out of each other's
+    largest: int = 0
+    #: what the planner predicts, which a budget is held against; 0 for Megatron's own
+    predicted: int = 0
+    #: predicted time over the head's three products; None for Megatron's own
+    relative_time: float | None = None
+    #: strategy and chunks of the plugin's
+    words: str = ""
+
+
+def stock_heads(setting: Setting, others: tuple[StockPath, ...] = ()) -> list[Head]:
+    """Megatron's own paths, and ``others`` by their bytes a logit."""
+    return [_stock_head(setting, path) for path in (*STOCK_PATHS, *others)]
+
+
+def _stock_head(setting: Setting, path: StockPath) -> Head:
+    """The larger of two moments: cross entropy, and the output layer's backward behind it."""
+    logits = setting.num_tokens * setting.vocab_rows
+    row = setting.itemsize * setting.num_tokens * setting.model.hidden_size
+    loss = path.bytes_per_logit * logits
+    parts = setting.parallel.sequence_parts
+    # grad_hidden; with sequence parallelism also its reduced part.
+    products = setting.itemsize * logits + row + (row // parts if parts > 1 else 0)
+    if not setting.training.gradient_fusion:
+        products += setting.itemsize * setting.vocab_rows * setting.model.hidden_size
+    waiting = setting.model.mtp_num_layers * path.waiting * logits
+    workspaces = 2 * CUBLAS_WORKSPACE
+    return Head(
+        path.name,
+        path.flags,
+        stock=True,
+        peak=round(max(loss, products) + waiting) + workspaces,
+        workspaces=workspaces,
+        largest=round(path.largest * logits),
+    )
+
+
+def plugin_head(
+    setting: Setting,
+    gpu: str,
+    strategy: str,
+    *,
+    exp_serves: bool,
+    memory_mb: int | None = None,
+) -> Head:
+    """One strategy, as a launch with these flags would plan it.
+
+    Heads of multi-token prediction have no token weights, so they never run ``eager``; the figure is
+    that of the start-up line, which counts the main head's plan for each use.
+
+    Raises:
+        ValueError: the strategy, asked for by name, does not fit ``memory_mb``.
+    """
+    config = replace(setting.training.fused_ce, strategy=strategy)
+    if memory_mb is not None:
+        config = replace(config, memory_mb=memory_mb)
+    # As logit_pass.why_not_exp says it of tensors.
+    exp = (
+        exp_serves
+        and setting.training.dtype == "bfloat16"
+        and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
+        and not config.label_smoothing
+        and config.logit_precision == "auto"
+    )
+    chosen = plan(
+        PlanInputs.of(
+            config,
+            num_tokens=setting.num_tokens,
+            hidden_size=setting.model.hidden_size,
+            num_rows=setting.vocab_rows,
+            dtype=setting.training.dtype,
+            num_parts=setting.parallel.sequence_parts,
+            tp_size=setting.parallel.tensor,
+            end_point=_end_point(setting),
+            token_weights_known=True,
+            logit_pass="exp" if exp else "rows",
+            device=gpu,
+            uses_in_flight=1 + setting.model.mtp_num_layers,
+        )
+    )
+    return _as_head(setting, chosen, _flags(config), strategy)
+
+
+def _end_point(setting: Setting) -> str:
+    optimizer = setting.training.optimizer
+    if not setting.training.gradient_fusion or optimizer.sharding == "full":
+        return "returned"
+    return "main_grad" if optimizer.gradient_bytes == 4 else "low_main_grad"
+
+
+def _flags(config: FusedCEConfig) -> str:
+    """What to add to a launch: every option that is not its default, under its own name."""
+    words = [FLAG]
+    for option in fields(config):
+        value, name = getattr(config, option.name), option.name.replace("_", "-")
+        if value == option.default:
+            continue
+        if option.name == "true_vocab_size":
+            words.append("--fused-ce-mask-padded-vocab")
+        elif isinstance(value, bool):
+            words.append(f"--fused-ce-{name}")
+        else:
+            words.append(
+                f"--fused-ce-{name} {value:g}"
+                if isinstance(value, float)
+                else f"--fused-ce-{name} {value}"
+            )
+    return " ".join(words)
+
+
+def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> Head:
+    """With ``grad_hidden``, and without the second workspace where the peak is in the forward."""
+    memory, eager = chosen.memory, chosen.strategy == "eager"
+    unused = memory.workspace // 2 if eager else 0
+    grad_hidden = setting.itemsize * setting.num_tokens * setting.model.hidden_size
+    grad_hidden //= setting.parallel.sequence_parts
+    return Head(
+        name,
+        flags,
+        stock=False,
+        peak=memory.total - unused + grad_hidden,
+        workspaces=memory.workspace - unused,
+        predicted=memory.total,
+        relative_time=chosen.relative_time,
+        words=f"{chosen.strategy}, {chosen.chunks_in_words}",
+    )

@@ -1,0 +1,410 @@
+"""Megatron's own arguments, as far as they decide how many bytes a GPU holds, and the setting they make.
+
+Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/test_plan_command.py``
+compares them). What is not listed here is ignored in a launch, but for :data:`NOT_COUNTED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_fused_ce.adapter.arguments import config_from_args
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.estimate.setting import (
+    RECOMPUTE_MODULES,
+    SHARDINGS,
+    Latent,
+    Mixture,
+    Model,
+    Optimizer,
+    Parallel,
+    Recompute,
+    Setting,
+    StateSpace,
+    Training,
+)
+from megatron_fused_ce.planner import ITEMSIZES
+
+#: What a plan by name or numbers takes where nothing is said: today's usual settings.
+USUAL = (
+    *("--bf16", "--use-distributed-optimizer", "--no-create-attention-mask-in-dataloader"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+)
+#: Flags that change what is held in ways not known here, and what to do or think of them.
+NOT_COUNTED = {
+    "--account-for-embedding-in-pipeline-split": "stages are taken as equal",
+    "--account-for-loss-in-pipeline-split": "stages are taken as equal",
+    "--cpu-offloading-num-layers": "activations are counted on the GPU",
+    "--cuda-graph-impl": "a graph keeps a pool of its own (measured: 3 % more)",
+    "--distribute-saved-activations": "kept inputs are counted whole",
+    "--fp32-residual-connection": "residuals are counted in the training's dtype",
+    "--fp8-format": "counted as bf16",
+    "--fp8-param-gather": "counted as bf16",
+    "--optimizer-cpu-offload": "the optimizer is counted on the GPU",
+    "--pipeline-model-parallel-layout": "stages are taken as equal",
+    "--use-megatron-fsdp": "give --sharding full as well",
+    "--use-torch-fsdp2": "give --sharding full as well",
+}
+_DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_LOCAL_ATTENTION = ("unfused", "local")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sizes of the model."""
+    group = parser.add_argument_group("the model, by Megatron's arguments")
+    number, flag = _adders(group)
+    for name in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads"):
+        number(name)
+    number("num-query-groups", default=1)
+    number("kv-channels")
+    number("vocab-size")
+    number("make-vocab-size-divisible-by", default=128)
+    number("max-position-embeddings")
+    for name in ("group-query-attention", "swiglu", "add-qkv-bias", "qk-layernorm"):
+        flag(name)
+    for name in ("disable-bias-linear", "untie-embeddings-and-output-weights"):
+        flag(name)
+    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    group.add_argument("--position-embedding-type", default="learned_absolute")
+    flag("use-rotary-position-embeddings")
+    number("mtp-num-layers")
+    number("num-experts")
+    number("moe-ffn-hidden-size")
+    number("moe-router-topk", default=2)
+    number("moe-shared-expert-intermediate-size")
+    group.add_argument("--moe-layer-freq", type=_layer_frequency, default=1)
+    flag("multi-latent-attention")
+    number("q-lora-rank")
+    for name, default in (
+        *(("kv-lora-rank", 32), ("qk-head-dim", 128), ("qk-pos-emb-head-dim", 64)),
+        *(("v-head-dim", 128), ("mamba-state-dim", 128), ("mamba-head-dim", 64)),
+        ("mamba-num-groups", 8),
+    ):
+        number(name, default=default)
+    number("mamba-num-heads")
+    group.add_argument("--hybrid-layer-pattern", "--hybrid-override-pattern")
+    group.add_argument(
+        "--post-norms",
+        action="store_true",
+        help="not Megatron's: norms behind attention and MLP as well (Gemma 2)",
+    )
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Parallelism, precision, batch, recompute, optimizer, loss."""
+    group = parser.add_argument_group("the training, by Megatron's arguments")
+    number, flag = _adders(group)
+    number("tensor-model-parallel-size", "tp", default=1)
+    number("pipeline-model-parallel-size", "pp", default=1)
+    number("context-parallel-size", "cp", default=1)
+    number("expert-model-parallel-size", "ep", default=1)
+    number("expert-tensor-parallel-size")
+    number("num-layers-per-virtual-pipeline-stage")
+    number("num-virtual-stages-per-pipeline-rank")
+    number("decoder-first-pipeline-num-layers")
+    number("decoder-last-pipeline-num-layers")
+    number("micro-batch-size", default=1)
+    number("global-batch-size")
+    number("seq-length")
+    for name in ("sequence-parallel", "bf16", "fp16", "use-distributed-optimizer"):
+        flag(name)
+    for name in ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"):
+        flag(name)
+    flag("use-precision-aware-optimizer")
+    for name in ("main-params-dtype", "main-grads-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"):
+        group.add_argument(f"--{name}", choices=tuple(_DTYPE_BYTES), default="fp32")
+    group.add_argument("--recompute-granularity", choices=("full", "selective"))
+    group.add_argument("--recompute-method", choices=("uniform", "block"))
+    number("recompute-num-layers")
+    group.add_argument("--recompute-modules", nargs="+")
+    flag("recompute-activations")
+    group.add_argument("--transformer-impl", default="transformer_engine")
+    group.add_argument("--attention-backend", default="auto")
+    flag("use-flash-attn")
+    group.add_argument("--attention-dropout", type=float, default=0.1)
+    group.add_argument("--hidden-dropout", type=float, default=0.1)
+    flag("no-create-attention-mask-in-dataloader")
+    flag("no-gradient-accumulation-fusion")
+    flag("cross-entropy-loss-fusion")
+    group.add_argument("--cross-entropy-fusion-impl", choices=("native", "te"), default="native")
+
+
+def _adders(group: argparse._ArgumentGroup) -> tuple[Any, Any]:
+    def number(*names: str, default: int | None = None) -> None:
+        group.add_argument(*(f"--{name}" for name in names), type=int, metavar="N", default=default)
+
+    def flag(name: str) -> None:
+        group.add_argument(f"--{name}", action="store_true")
+
+    return number, flag
+
+
+def _layer_frequency(text: str) -> int | list[int]:
+    """An integer, or a list of 0 and 1 with ``*`` and ``+`` as in Python; nothing is executed."""
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.List):
+            return [value(item) for item in node.elts]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+            left, right = value(node.left), value(node.right)
+            return left + right if isinstance(node.op, ast.Add) else left * right
+        raise ValueError
+
+    try:
+        found: int | list[int] = value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number and no list of 0 and 1") from None
+    return found
+
+
+def notes(words: Sequence[str]) -> list[str]:
+    """One line for each argument that is not counted."""
+    named = {word.partition("=")[0] for word in words}
+    found = [f"{name}: {what}" for name, what in NOT_COUNTED.items() if name in named]
+    if "--num-query-groups" in named and "--group-query-attention" not in named:
+        found.append("--num-query-groups: Megatron ignores it without --group-query-attention")
+    return found
+
+
+# --- from arguments to a setting -------------------------------------------------------------
+
+
+def setting_of(given: argparse.Namespace, gpus: int | None = None) -> Setting:
+    """What the arguments say.
+
+    Args:
+        gpus: of the whole run; None for the fewest that the parallel sizes take.
+
+    Raises:
+        ValueError: something is missing, or two numbers contradict each other; says what to give.
+    """
+    model = _model(given)
+    parallel = _parallel(given, model, gpus)
+    training = _training(given, parallel)
+    return Setting(model, parallel, training, given.make_vocab_size_divisible_by)
+
+
+def _needed(given: argparse.Namespace, name: str) -> int:
+    value: int | None = getattr(given, name)
+    if value is None:
+        flag = name.replace("_", "-")
+        raise ValueError(f"--{flag} is missing: give it, or a --model that knows it")
+    return value
+
+
+def _model(given: argparse.Namespace) -> Model:
+    hidden, heads = _needed(given, "hidden_size"), _needed(given, "num_attention_heads")
+    if hidden < 1 or heads < 1:
+        raise ValueError("--hidden-size and --num-attention-heads must be 1 or more")
+    if given.kv_channels is None and hidden % heads:
+        raise ValueError(
+            f"--hidden-size {hidden} cannot be divided by --num-attention-heads {heads}: change one of "
+            "them, or give --kv-channels"
+        )
+    pattern, *predicted = (given.hybrid_layer_pattern or "").replace("|", "").split("/")
+    if unknown := set(pattern + "".join(predicted)) - set("M*-E"):
+        raise ValueError(f"the hybrid pattern has {''.join(sorted(unknown))!r}; known are M * - E")
+    gated, rotary = given.swiglu, _is_rotary(given)
+    ffn = given.ffn_hidden_size
+    if ffn is None:
+        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+    positions = 0
+    if given.position_embedding_type == "learned_absolute" and not rotary:
+        positions = given.max_position_embeddings or _needed(given, "seq_length")
+    layers = len(pattern) or _needed(given, "num_layers")
+    return Model(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=_needed(given, "vocab_size"),
+        ffn_hidden_size=ffn,
+        num_query_groups=given.num_query_groups if given.group_query_attention else heads,
+        head_dim=given.kv_channels or hidden // heads,
+        gated=gated,
+        tied=not given.untie_embeddings_and_output_weights,
+        rms_norm=given.normalization == "RMSNorm",
+        linear_bias=not given.disable_bias_linear,
+        qkv_bias=given.add_qkv_bias,
+        qk_norm=given.qk_layernorm,
+        post_norms=given.post_norms,
+        learned_positions=0 if pattern else positions,
+        rotary=rotary,
+        mtp_num_layers=len(predicted) or given.mtp_num_layers or 0,
+        pattern=pattern,
+        prediction_pattern=predicted[0] if predicted else "",
+        latent=_latent(given),
+        mixture=_mixture(given, layers, ffn),
+        state_space=_state_space(given, hidden) if "M" in pattern else None,
+    )
+
+
+def _is_rotary(given: argparse.Namespace) -> bool:
+    return (
+        given.position_embedding_type in ("rope", "yarn", "mrope")
+        or given.use_rotary_position_embeddings
+    )
+
+
+def _latent(given: argparse.Namespace) -> Latent | None:
+    if not given.multi_latent_attention:
+        return None
+    return Latent(
+        given.q_lora_rank,
+        given.kv_lora_rank,
+        given.qk_head_dim,
+        given.qk_pos_emb_head_dim,
+        given.v_head_dim,
+    )
+
+
+def _mixture(given: argparse.Namespace, num_layers: int, ffn: int) -> Mixture | None:
+    if not given.num_experts:
+        return None
+    every = given.moe_layer_freq
+    if isinstance(every, int):
+        every = [int(index % max(1, every) == 0) for index in range(num_layers)]
+    return Mixture(
+        given.num_experts,
+        given.moe_router_topk,
+        given.moe_ffn_hidden_size or ffn,
+        given.moe_shared_expert_intermediate_size or 0,
+        tuple(map(bool, every)),
+    )
+
+
+def _state_space(given: argparse.Namespace, hidden: int) -> StateSpace:
+    head_dim = given.mamba_head_dim
+    heads = given.mamba_num_heads or 2 * hidden // head_dim
+    return StateSpace(heads, head_dim, given.mamba_state_dim, given.mamba_num_groups)
+
+
+def _parallel(given: argparse.Namespace, model: Model, gpus: int | None) -> Parallel:
+    tensor, pipeline = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
+    context, expert = given.context_parallel_size, given.expert_model_parallel_size
+    expert_tensor = given.expert_tensor_parallel_size or (tensor if model.mixture else 1)
+    if min(tensor, pipeline, context, expert, expert_tensor) < 1:
+        raise ValueError("parallel sizes must be 1 or more")
+    chunks = given.num_virtual_stages_per_pipeline_rank or 1
+    if of_a_chunk := given.num_layers_per_virtual_pipeline_stage:
+        if model.num_layers % (pipeline * of_a_chunk):
+            raise ValueError(
+                f"{model.num_layers} layers cannot be divided into {pipeline} stages with chunks of "
+                f"{of_a_chunk}"
+            )
+        chunks = model.num_layers // pipeline // of_a_chunk
+    return Parallel(
+        gpus=gpus or tensor * pipeline * max(context, -(-expert * expert_tensor // tensor)),
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        sequence=given.sequence_parallel and tensor > 1,
+        chunks=chunks,
+        first_stage_layers=given.decoder_first_pipeline_num_layers,
+        last_stage_layers=given.decoder_last_pipeline_num_layers,
+    )
+
+
+def _training(given: argparse.Namespace, parallel: Parallel) -> Training:
+    if given.bf16 and given.fp16:
+        raise ValueError("both --bf16 and --fp16 are given: leave out one")
+    dtype = "bfloat16" if given.bf16 else "float16" if given.fp16 else "float32"
+    engine = given.transformer_impl == "transformer_engine"
+    flash = (engine or given.use_flash_attn) and given.attention_backend not in _LOCAL_ATTENTION
+    return Training(
+        sequence=_needed(given, "seq_length"),
+        micro_batch=given.micro_batch_size,
+        num_micro_batches=_micro_batches(given, parallel),
+        dtype=dtype,
+        recompute=_recompute(given),
+        optimizer=_optimizer(given, dtype),
+        transformer_engine=engine,
+        flash_attention=flash,
+        attention_dropout=given.attention_dropout > 0,
+        hidden_dropout=given.hidden_dropout > 0,
+        attention_mask=not given.no_create_attention_mask_in_dataloader,
+        gradient_fusion=not given.no_gradient_accumulation_fusion,
+        fused_ce=_fused_ce(given),
+    )
+
+
+def _micro_batches(given: argparse.Namespace, parallel: Parallel) -> int | None:
+    batch, at_once = given.global_batch_size, given.micro_batch_size * parallel.data
+    if batch is None:
+        return None
+    if batch < 1 or given.micro_batch_size < 1 or batch % at_once:
+        raise ValueError(
+            f"--global-batch-size {batch} cannot be divided into micro-batches of "
+            f"{given.micro_batch_size} on {parallel.data} data-parallel ranks: give a multiple of {at_once}"
+        )
+    return int(batch // at_once)
+
+
+def _recompute(given: argparse.Namespace) -> Recompute:
+    granularity = "selective" if given.recompute_activations else given.recompute_granularity
+    if granularity is None:
+        return Recompute()
+    if granularity == "full":
+        if given.recompute_num_layers is not None and given.recompute_num_layers < 1:
+            raise ValueError("--recompute-num-layers must be 1 or more")
+        return Recompute(
+            full=True,
+            num_layers=given.recompute_num_layers,
+            block=given.recompute_method == "block",
+        )
+    modules = tuple(given.recompute_modules or ("core_attn",))
+    if unknown := [name for name in modules if name not in RECOMPUTE_MODULES]:
+        raise ValueError(
+            f"--recompute-modules {' '.join(unknown)} is not known here; there are "
+            f"{', '.join(RECOMPUTE_MODULES)}"
+        )
+    return Recompute(modules=modules)
+
+
+def _optimizer(given: argparse.Namespace, dtype: str) -> Optimizer:
+    sharding = given.sharding
+    if sharding is None:
+        sharding = "optimizer" if given.use_distributed_optimizer else "none"
+    assert sharding in SHARDINGS
+    low = dtype != "float32"
+    gradient = 2 if low and _low_gradients(given, dtype, sharding) else 4
+    state = 12 if low else 8
+    if given.use_precision_aware_optimizer:
+        names = (given.main_params_dtype, given.exp_avg_dtype, given.exp_avg_sq_dtype)
+        state = sum(_DTYPE_BYTES[name] for name in names)
+    if given.bytes_per_parameter is not None:
+        state = given.bytes_per_parameter - gradient - ITEMSIZES[dtype]
+        if state < 0:
+            raise ValueError(
+                f"--bytes-per-parameter {given.bytes_per_parameter:g} is less than weight and gradient, "
+                f"{ITEMSIZES[dtype]} + {gradient}"
+            )
+    copies = 4 if given.adam == "foreach" else 0
+    if gradient == 2 and sharding != "full" and not given.use_precision_aware_optimizer:
+        copies += 4  # Megatron steps with fp32 gradients
+    return Optimizer(sharding, gradient, state, copies)
+
+
+def _low_gradients(given: argparse.Namespace, dtype: str, sharding: str) -> bool:
+    """Whether gradients are kept in 2 bytes."""
+    if sharding == "full" or given.grad_reduce_in_bf16:
+        return True
+    if given.use_precision_aware_optimizer and given.main_grads_dtype != "fp32":
+        return True
+    return dtype == "float16" and not given.accumulate_allreduce_grads_in_fp32
+
+
+def _fused_ce(given: argparse.Namespace) -> FusedCEConfig:
+    """The plugin's flags, as a launch would read them; the vocabulary's size is the model's."""
+    masks = given.fused_ce_mask_padded_vocab
+    asked = {**vars(given), "fused_chunked_ce": True, "fused_ce_mask_padded_vocab": False}
+    config = config_from_args(argparse.Namespace(**asked))
+    assert config is not None
+    return replace(config, true_vocab_size=given.vocab_size) if masks else config

@@ -1,0 +1,226 @@
+"""The moments of a training step at which a GPU holds most, and which of them is the peak.
+
+Three moments of each pipeline stage, each a sum of named parts:
+
+``head``
+    the loss: activations of every layer that waits for its backward, and the head's own peak
+``layers``
+    the backward of one layer, the worst of them: what it keeps or computes again, and its gradients
+``step``
+    the optimizer's step: no activations, but what the optimizer copies
+
+A run's peak is the largest over all moments and stages. Not in it: the allocator's fragments and what the
+driver, NCCL and kernels hold beside it, which is given as a GPU's ``overhead``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_fused_ce.estimate import blocks
+from megatron_fused_ce.estimate import static as statics
+from megatron_fused_ce.estimate.blocks import Block, Layer
+from megatron_fused_ce.estimate.heads import Head
+from megatron_fused_ce.estimate.setting import Setting
+from megatron_fused_ce.estimate.static import Stage
+
+#: What to call the three moments.
+MOMENTS = {
+    "head": "the head, forward or backward",
+    "layers": "a layer's backward",
+    "step": "the optimizer's step",
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes on one GPU at one moment, part by part."""
+
+    name: str
+    stage: int
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step with one way of computing the loss."""
+
+    head: Head
+    #: the worst of each kind, largest first
+    moments: tuple[Moment, ...]
+
+    @property
+    def bound(self) -> Moment:
+        return self.moments[0]
+
+    @property
+    def peak(self) -> int:
+        return self.bound.total
+
+    def moment(self, name: str) -> Moment:
+        return next(moment for moment in self.moments if moment.name == name)
+
+
+def estimate(setting: Setting, head: Head) -> Estimate:
+    """All moments of all stages, the worst of each kind kept."""
+    worst: dict[str, Moment] = {}
+    for stage in statics.stages(setting):
+        for moment in _moments(setting, stage, head):
+            if moment.name not in worst or moment.total > worst[moment.name].total:
+                worst[moment.name] = moment
+    ordered = sorted(worst.values(), key=lambda moment: moment.total, reverse=True)
+    return Estimate(head, tuple(ordered))
+
+
+def _moments(setting: Setting, stage: Stage, head: Head) -> Iterator[Moment]:
+    held = _held(setting, stage, head)
+    activations = _Activations(setting, stage)
+    if stage.last:
+        at_head = {
+            "activations": activations.waiting(),
+            "final norm": activations.final_norm(),
+            "head": head.peak,
+        }
+        yield Moment("head", stage.index, held | at_head)
+    workspaces = {"cuBLAS workspaces": head.workspaces if stage.last else 0}
+    behind = workspaces | {"head's gradient": statics.gathered_gradient(setting, stage)}
+    yield Moment("layers", stage.index, held | activations.worst_backward() | behind)
+    step = {"optimizer's copies": statics.static(setting, stage).step, "gathered weights": 0}
+    yield Moment("step", stage.index, held | workspaces | step)
+
+
+def _held(setting: Setting, stage: Stage, head: Head) -> dict[str, int]:
+    """What is there at every moment."""
+    static = statics.static(setting, stage)
+    return {
+        "weights": static.weights,
+        "gradients": static.gradients,
+        "optimizer": static.optimizer,
+        "gathered weights": statics.gathered(setting, stage),
+        "dummy gradients": statics.dummy_gradients(setting, stage),
+        "libraries": statics.libraries(setting, stock_head=head.stock and stage.last),
+    }
+
+
+class _Sizes(NamedTuple):
+    """Of one block and token."""
+
+    #: all that it keeps, with what is computed again
+    whole: float
+    kept: float
+    #: what its backward takes besides
+    backward: float
+
+    @staticmethod
+    def of(block: Block, setting: Setting) -> _Sizes:
+        parts, dropped = block.kept(setting), block.dropped(setting)
+        kept = sum(size for name, size in parts.items() if name not in dropped)
+        return _Sizes(sum(parts.values()), kept, block.backward(setting))
+
+
+class _Activations:
+    """What the layers of one stage keep, and take in their backward."""
+
+    def __init__(self, setting: Setting, stage: Stage) -> None:
+        self.setting, self.stage = setting, stage
+        self.row = setting.itemsize * setting.model.hidden_size / setting.parallel.sequence_parts
+        predicted = setting.model.mtp_num_layers if stage.last else 0
+        #: The chunk that ends at the head, or at the next stage: its backward runs first.
+        self.last = (*stage.chunks[-1], *[blocks.prediction_layer(setting.model)] * predicted)
+        all_blocks = (block for layer in (*stage.layers, *self.last) for block in layer)
+        self.sizes = {block: _Sizes.of(block, setting) for block in set(all_blocks)}
+        self.kept = self._kept_by_layer(self.last)
+        for depth in range(len(self.last) - predicted, len(self.last)):
+            # Both inputs of a depth, and the two joined.
+            self.kept[depth] += 4 * self.row
+
+    def waiting(self) -> int:
+        """Of every layer when the last forward is done."""
+        return self._bytes(self._other_chunks() + sum(self.kept))
+
+    def final_norm(self) -> int:
+        """Its input and its output, for each use of the head."""
+        return self._bytes(2 * self.row * (1 + self.setting.model.mtp_num_layers))
+
+    def worst_backward(self) -> dict[str, int]:
+        """The layer at whose backward most is held, those before it still waiting."""
+        others = self._other_chunks()
+        waiting, working = max(
+            (
+                (others + sum(self.kept[:index]), self._backward(index))
+                for index in range(len(self.last))
+            ),
+            key=sum,
+        )
+        return {"activations": self._bytes(waiting), "layer at work": self._bytes(working)}
+
+    def _bytes(self, a_token: float) -> int:
+        return round(a_token * self.setting.num_tokens)
+
+    def _other_chunks(self) -> float:
+        """Chunks of other micro-batches, and earlier ones of this, that wait; embeddings' masks."""
+        in_flight, chunks = self._in_flight(), self.stage.chunks
+        largest = max(sum(self._kept_by_layer(chunk)) for chunk in chunks)
+        mask = 0.0
+        if self.stage.first and self.setting.training.hidden_dropout:
+            mask = blocks.MASK * self.setting.model.hidden_size
+            mask /= self.setting.parallel.sequence_parts
+        return (in_flight - 1) * largest + mask * -(-in_flight // len(chunks))
+
+    def _in_flight(self) -> int:
+        """Chunks whose backward has not run, at most, in Megatron's 1F1B schedules."""
+        parallel, micro_batches = self.setting.parallel, self.setting.training.num_micro_batches
+        behind = parallel.pipeline - self.stage.index - 1
+        held = behind + 1
+        if parallel.chunks > 1:
+            held = 2 * behind + (parallel.chunks - 1) * parallel.pipeline + 1
+        return held if micro_batches is None else min(held, micro_batches * parallel.chunks)
+
+    def _kept_by_layer(self, chunk: tuple[Layer, ...]) -> list[float]:
+        recompute = self.setting.training.recompute
+        kept = []
+        for index, layer in enumerate(chunk):
+            if self._keeps_its_input_only(index):
+                begins = recompute.block or index % (recompute.num_layers or 1) == 0
+                kept.append(self.row if begins else 0.0)
+            else:
+                kept.append(sum(map(self._kept, layer)))
+        return kept
+
+    def _keeps_its_input_only(self, index: int) -> bool:
+        recompute = self.setting.training.recompute
+        return recompute.full and not (recompute.block and index >= (recompute.num_layers or 1))
+
+    def _whole(self, block: Block) -> float:
+        return self.sizes[block].whole
+
+    def _kept(self, block: Block) -> float:
+        return self.sizes[block].kept
+
+    def _backward(self, index: int) -> float:
+        """The most that a layer has in its backward: its blocks up to one at work, and gradients.
+
+        Blocks behind that one are gone. A layer that is computed again is there as a whole, with its
+        output and the layers of its unit before it.
+        """
+        again = self._keeps_its_input_only(index)
+        layer, size = self.last[index], self._whole if again else self._kept
+        worst = max(
+            sum(map(size, layer[:place])) + self._whole(block) + self.sizes[block].backward
+            for place, block in enumerate(layer)
+        )
+        gradient = self.row
+        return worst + gradient + (self.row + self._unit_before(index) if again else 0.0)
+
+    def _unit_before(self, index: int) -> float:
+        """Layers of the same unit (method uniform) before this one, beside the input that it kept."""
+        recompute = self.setting.training.recompute
+        begin = index if recompute.block else index - index % (recompute.num_layers or 1)
+        before = sum(self._whole(block) for layer in self.last[begin:index] for block in layer)
+        return before - (self.row if index > begin else 0.0)

@@ -1,0 +1,75 @@
+"""A plan as a picture: the peak of each way of computing the loss, part by part, against the GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_fused_ce.estimate.advice import Advice
+from megatron_fused_ce.estimate.report import GIB
+
+#: Parts of a moment that are drawn as one, and their colours.
+SEGMENTS = {
+    "weights": ("#08306b", ("weights", "gathered weights")),
+    "gradients": ("#2171b5", ("gradients", "dummy gradients", "head's gradient")),
+    "optimizer": ("#9ecae1", ("optimizer", "optimizer's copies")),
+    "libraries": ("#bdbdbd", ("libraries", "cuBLAS workspaces")),
+    "activations": ("#31a354", ("activations", "final norm")),
+    "layer at work": ("#a1d99b", ("layer at work",)),
+    "head": ("#e6550d", ("head",)),
+}
+
+
+def draw(advice: Advice, title: str, path: Path) -> None:
+    """Write the picture to ``path`` (its ending says the format), whole or not at all.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+        ValueError: matplotlib does not know the format.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 0.5 * len(advice.ways) + 2), layout="constrained")
+    names = [_name(advice, index) for index in range(len(advice.ways))]
+    starts = [0.0] * len(names)
+    for label, (color, parts) in SEGMENTS.items():
+        moments = [way.estimate.bound for way in advice.ways]
+        sizes = [sum(moment.parts.get(part, 0) for part in parts) / GIB for moment in moments]
+        if any(sizes):
+            axes.barh(names, sizes, left=starts, color=color, label=label, height=0.7)
+        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    for place, (start, way) in enumerate(zip(starts, advice.ways, strict=True)):
+        verdict = "" if way.verdict == "fits" else f": {way.verdict}"
+        axes.annotate(
+            f"{start:.1f}, {way.estimate.bound.name}{verdict}", (start, place), (4, 0),
+            textcoords="offset points", va="center", fontsize=8, zorder=3,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    capacity = advice.gpu.capacity / GIB
+    axes.axvline(capacity, color="black", linewidth=1, linestyle="--")
+    axes.annotate(
+        f"{advice.gpu.name}: {capacity:.1f}", (capacity, 1), (-4, 3), xycoords=("data", "axes fraction"),
+        textcoords="offset points", ha="right", fontsize=8,
+    )  # fmt: skip
+    axes.set_xlim(0, 1.25 * max(*starts, capacity))
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB a GPU at the peak; behind each bar its sum and the moment that bounds it")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=len(SEGMENTS), frameon=False, fontsize=8)
+    partial = path.with_name(f".{path.name}.partial{path.suffix}")
+    try:
+        figure.savefig(partial, dpi=150)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+        plt.close(figure)
+
+
+def _name(advice: Advice, index: int) -> str:
+    head = advice.ways[index].head
+    return head.name if head.stock else f"flag: {head.name}"

@@ -1,0 +1,303 @@
+"""What is trained, over which GPUs, and how: sizes only, checked against each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.planner import ITEMSIZES
+
+#: Parts of a layer that Megatron's ``--recompute-modules`` computes again, by its own names.
+RECOMPUTE_MODULES = (
+    *("core_attn", "layernorm", "mlp", "moe"),
+    *("moe_act", "mla_up_proj", "shared_experts"),
+)
+SHARDINGS = ("none", "optimizer", "full")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_pos_emb_head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sizes of a mixture of experts."""
+
+    num_experts: int
+    topk: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int
+    #: one entry a layer: whether its MLP is a mixture
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Sizes of a Mamba-2 mixer."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    conv_width: int = 4
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        return self.inner_size + 2 * self.num_groups * self.state_dim
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a decoder, by Megatron's names. ``ValueError`` where they contradict each other."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    #: rows of the embedding before padding
+    vocab_size: int
+    ffn_hidden_size: int
+    num_query_groups: int
+    head_dim: int
+    gated: bool = False
+    tied: bool = True
+    rms_norm: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    #: norms behind attention and MLP as well (Gemma 2)
+    post_norms: bool = False
+    #: rows of a learned position embedding; 0 for rotary or none
+    learned_positions: int = 0
+    rotary: bool = False
+    mtp_num_layers: int = 0
+    #: one letter a layer, as in ``--hybrid-layer-pattern``: ``M`` Mamba, ``*`` attention, ``-`` MLP,
+    #: ``E`` experts; empty for a GPT
+    pattern: str = ""
+    #: the same of one depth of multi-token prediction; empty for the last layer's kind
+    prediction_pattern: str = ""
+    latent: Latent | None = None
+    mixture: Mixture | None = None
+    state_space: StateSpace | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("num_layers", "hidden_size", "num_attention_heads", "vocab_size"),
+            *("ffn_hidden_size", "num_query_groups", "head_dim"),
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot be divided into "
+                f"{self.num_query_groups} query groups: give --num-query-groups a divisor of them"
+            )
+        if self.pattern and len(self.pattern) != self.num_layers:
+            raise ValueError(
+                f"the hybrid pattern has {len(self.pattern)} layers and --num-layers says "
+                f"{self.num_layers}: leave out --num-layers"
+            )
+        if self.mixture and not 1 <= self.mixture.topk <= self.mixture.num_experts:
+            raise ValueError(
+                f"--moe-router-topk {self.mixture.topk} of {self.mixture.num_experts} experts: "
+                "give 1 or more, and no more than there are"
+            )
+        if self.mixture and len(self.mixture.layers) != self.num_layers:
+            raise ValueError(
+                f"--moe-layer-freq lists {len(self.mixture.layers)} layers of {self.num_layers}"
+            )
+
+    @property
+    def norm_size(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden_size * (1 if self.rms_norm else 2)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Over which GPUs. ``ValueError`` where the sizes do not divide."""
+
+    gpus: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence: bool = False
+    #: model chunks of a pipeline stage (virtual stages)
+    chunks: int = 1
+    #: layers of the first and of the last stage where they differ from the others
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "tensor", "pipeline", "context", "expert", "expert_tensor", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"the {name} parallel size must be 1 or more")
+        model = self.tensor * self.pipeline * self.context
+        if self.gpus % model:
+            raise ValueError(
+                f"{self.gpus} GPUs cannot be divided into groups of {model} (TP {self.tensor} x PP "
+                f"{self.pipeline} x CP {self.context}): give --gpus a multiple of {model}"
+            )
+        experts = self.expert * self.expert_tensor * self.pipeline
+        if self.gpus % experts:
+            raise ValueError(
+                f"{self.gpus} GPUs cannot be divided into groups of {experts} (EP {self.expert} x expert "
+                f"TP {self.expert_tensor} x PP {self.pipeline}): give --gpus a multiple of {experts}"
+            )
+        if self.chunks > 1 and self.pipeline == 1:
+            raise ValueError("virtual pipeline stages need --pipeline-model-parallel-size above 1")
+
+    def chunk_layers(self, num_layers: int) -> list[int]:
+        """Layers of one model chunk, stage by stage. ``ValueError`` where they do not divide."""
+        ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
+        given = {stage: layers for stage, layers in ends.items() if layers is not None}
+        rest, others = num_layers - sum(given.values()), self.pipeline - len(given)
+        stages = [given.get(stage, rest // max(1, others)) for stage in range(self.pipeline)]
+        if sum(stages) != num_layers or any(n < 1 or n % self.chunks for n in stages):
+            raise ValueError(
+                f"{num_layers} layers cannot be divided into {self.pipeline} pipeline stages"
+                + (f" of {self.chunks} virtual ones each" if self.chunks > 1 else "")
+                + ": give --decoder-last-pipeline-num-layers, or another number of stages"
+            )
+        return [layers // self.chunks for layers in stages]
+
+    @property
+    def data(self) -> int:
+        return self.gpus // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def sequence_parts(self) -> int:
+        """``p``: ranks over which norms, residuals and dropout are divided."""
+        return self.tensor if self.sequence else 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which a distributed optimizer divides a dense parameter."""
+        return self.data * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        return self.gpus // (self.expert * self.expert_tensor * self.pipeline)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are computed again in the backward."""
+
+    #: every layer keeps its input only
+    full: bool = False
+    #: layers between two kept inputs (method uniform), or layers of a chunk that keep only their input
+    #: (method block); None for all, one by one
+    num_layers: int | None = None
+    block: bool = False
+    #: of :data:`RECOMPUTE_MODULES`
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes of one parameter beside its weight, and how they are divided."""
+
+    #: one of :data:`SHARDINGS`: nothing, Megatron's distributed optimizer, or everything (FSDP, ZeRO-3)
+    sharding: str = "optimizer"
+    gradient_bytes: int = 4
+    #: main weights and both moments
+    state_bytes: float = 12
+    #: what one step adds for each parameter of the shard: a copy that torch's ``foreach`` Adam makes, and
+    #: fp32 gradients where they are reduced in a lower precision
+    step_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a step is run."""
+
+    sequence: int
+    micro_batch: int = 1
+    #: of one step and data-parallel rank; None for as many as the pipeline can hold
+    num_micro_batches: int | None = None
+    dtype: str = "bfloat16"
+    recompute: Recompute = Recompute()
+    optimizer: Optimizer = Optimizer()
+    #: Transformer Engine's layers; without them attention keeps its scores
+    transformer_engine: bool = True
+    flash_attention: bool = True
+    attention_dropout: bool = False
+    hidden_dropout: bool = False
+    #: a [s, s] mask of bytes on the GPU (Megatron makes one unless told not to)
+    attention_mask: bool = False
+    #: weight gradients go straight into ``main_grad``
+    gradient_fusion: bool = True
+    fused_ce: FusedCEConfig = field(default_factory=FusedCEConfig)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, its GPUs and its training. ``ValueError`` where they contradict each other."""
+
+    model: Model
+    parallel: Parallel
+    training: Training
+    #: rows of the vocabulary that the padded size is a multiple of, times the tensor-parallel size
+    vocab_divisor: int = 128
+
+    def __post_init__(self) -> None:
+        model, parallel, training = self.model, self.parallel, self.training
+        if training.sequence < 1 or training.micro_batch < 1:
+            raise ValueError("--seq-length and --micro-batch-size must be 1 or more")
+        if self.vocab_divisor < 1:
+            raise ValueError("--make-vocab-size-divisible-by must be 1 or more")
+        for name, size, ranks in (
+            ("attention heads", model.num_attention_heads, parallel.tensor),
+            ("rows of an MLP", model.ffn_hidden_size, parallel.tensor),
+            ("tokens of a sequence", training.sequence, self._sequence_divisor),
+        ):
+            if size % ranks:
+                raise ValueError(f"{size} {name} cannot be divided over {ranks} ranks")
+        groups, ranks = model.num_query_groups, parallel.tensor
+        if groups % ranks and ranks % groups:
+            raise ValueError(f"{groups} query groups cannot be divided over {ranks} ranks")
+        parallel.chunk_layers(model.num_layers)  # its own checks
+        if model.mixture and model.mixture.num_experts % parallel.expert:
+            raise ValueError(
+                f"{model.mixture.num_experts} experts cannot be divided over {parallel.expert} ranks: "
+                "give --expert-model-parallel-size a divisor of them"
+            )
+
+    @property
+    def _sequence_divisor(self) -> int:
+        return self.parallel.context * self.parallel.sequence_parts
+
+    @cached_property
+    def padded_vocab_size(self) -> int:
+        """As Megatron pads it: to a multiple of the divisor times the tensor-parallel size."""
+        multiple = self.vocab_divisor * self.parallel.tensor
+        return -(-self.model.vocab_size // multiple) * multiple
+
+    @property
+    def vocab_rows(self) -> int:
+        """``V``: rows of the vocabulary that one rank holds."""
+        return self.padded_vocab_size // self.parallel.tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """``T``: tokens of a micro-batch seen by the tensor-parallel group."""
+        return self.training.sequence * self.training.micro_batch // self.parallel.context
+
+    @property
+    def itemsize(self) -> int:
+        """``e``"""
+        return ITEMSIZES[self.training.dtype]
