@@ -11,7 +11,7 @@ gradient for one of them breaks the promise that the token weights are, and ends
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from megatron_fused_ce import upstream_guard
 from megatron_fused_ce.vocab_parallel import largest_over_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 #: ``m`` is rounded up to whole tiles of the products: fewer sizes for the allocator, and no time lost.
 ROUND_TO = 128
@@ -47,7 +44,7 @@ class Count:
 
 def count(
     weights: Tensor,  # [parts, n]: token weights, in token order
-    group: ProcessGroup | None,
+    group: Any,  # the tensor-parallel group, or None
 ) -> Count | None:
     """Unmasked tokens of the part that has the most; None while a CUDA graph is captured.
 
