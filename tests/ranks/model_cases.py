@@ -53,6 +53,7 @@ class Model:
     overlap: bool = False
     dtype: torch.dtype | None = torch.float32
     strategy: str = "recompute"
+    skip_masked: bool = False
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -159,6 +160,8 @@ def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]
     for micro_batch in range(2):
         ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
         mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
+        if model.skip_masked:
+            mask[mask < 0.7] = 0.0
         last = micro_batch == 1
         with contextlib.nullcontext() if last or not model.overlap else ddp.no_sync():
             given = {"loss_mask": mask} if takes_mask(model) else {}
@@ -166,7 +169,8 @@ def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]
             MTPLossAutoScaler.set_loss_scale(torch.tensor(0.5, device=rank.device))
             assert isinstance(loss, torch.Tensor) and loss.shape == (BATCH, SEQUENCE)
             (loss * mask).sum().backward()
-        results[f"loss of micro-batch {micro_batch}"] = loss.detach().clone()
+        told = loss * mask if model.skip_masked else loss
+        results[f"loss of micro-batch {micro_batch}"] = told.detach().clone()
     ddp.finish_grad_sync()
     for name, parameter in built.named_parameters():
         assert parameter.main_grad is not None, name
@@ -188,25 +192,41 @@ def parallel(rank: Rank):
         parallel_state.destroy_model_parallel()
 
 
+def _noting(seen: list[int], wait: Any) -> Any:
+    def noted(count: Any) -> int:
+        seen.append(wait(count))
+        return seen[-1]
+
+    return noted
+
+
 def off_against_on(rank: Rank, model: Model) -> None:
     import megatron_fused_ce
-    from megatron_fused_ce import upstream_guard
+    from megatron_fused_ce import masked_tokens, upstream_guard
 
     watched: list[bool] = []
+    kept: list[int] = []
     with parallel(rank), pytest.MonkeyPatch.context() as patch:
         patch.setattr(upstream_guard, "watch", lambda mismatch: watched.append(bool(mismatch)))
+        patch.setattr(masked_tokens, "ROUND_TO", 2)
+        patch.setattr(masked_tokens.Count, "wait", _noting(kept, masked_tokens.Count.wait))
         megatron_fused_ce.disable()
         off = train_two_micro_batches(model, rank)
         counters = megatron_fused_ce.counters()
         counters.reset()
         megatron_fused_ce.enable(
-            megatron_fused_ce.FusedCEConfig(strategy=model.strategy, num_chunks=3)
+            megatron_fused_ce.FusedCEConfig(
+                strategy=model.strategy, num_chunks=3, skip_masked=model.skip_masked
+            )
         )
         on = train_two_micro_batches(model, rank)
         megatron_fused_ce.disable()
     assert (counters.fused, counters.materialised, counters.stock) == (2 * (1 + model.mtp), 0, 0)
-    # Of each micro-batch the main loss, and no other head, was eager.
-    assert watched == [False] * (2 if model.strategy == "eager" and takes_mask(model) else 0)
+    # Of each micro-batch the main loss, and no other head, was eager, and left its masked tokens out.
+    promises = int(model.strategy == "eager" and takes_mask(model)) + int(model.skip_masked)
+    assert watched == [False] * (2 * promises)
+    assert len(kept) == (2 if model.skip_masked else 0)
+    assert all(0 < count < BATCH * SEQUENCE for count in kept)
     assert off.keys() == on.keys()
     assert any("gradient" in name for name in off)
     if model.mtp:
@@ -440,6 +460,10 @@ _MODELS = {
     "gpt eager bf16": Model(strategy="eager", dtype=torch.bfloat16),
     "gpt eager fused wgrad tied mtp 1 overlap": Model(
         strategy="eager", fused_wgrad=True, tied=True, mtp=1, overlap=True
+    ),
+    "gpt masked tokens skipped": Model(strategy="store", skip_masked=True),
+    "gpt masked tokens skipped eager sp mtp 1": Model(
+        strategy="eager", skip_masked=True, sequence_parallel=True, mtp=1
     ),
     "hybrid eager": Model(strategy="eager", family="hybrid"),
     "hybrid": Model(family="hybrid"),
