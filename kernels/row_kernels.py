@@ -33,6 +33,24 @@ _NOT_HERE = tl.constexpr(NOT_HERE)
 
 
 @triton.jit
+def _exp(t, EXACT: tl.constexpr):
+    """``exp(t)``; to 2 ulp for fp32 logits, to ``abs(t) * 2**-24`` for others, whose own rounding is more.
+
+    The hardware's exponential is of powers of two: its argument's rounding is made good to first order.
+    """
+    if EXACT:
+        LOG2E: tl.constexpr = 1.44269502162933349609375  # of 24 bits, and what is left of it
+        LOG2E_REST: tl.constexpr = 1.925963033500e-8
+        high = t * LOG2E
+        rest = tl.fma(t, LOG2E, -high) + t * LOG2E_REST
+        e = tl.exp2(high) * (1.0 + rest * 0.6931471805599453)
+        e = tl.where(t == float("-inf"), 0.0, e)  # inf - inf in the rest
+    else:
+        e = tl.exp(t)
+    return e
+
+
+@triton.jit
 def _targets(
     row_ptr,
     target_id_ptr,  # [k, C] int64
@@ -64,6 +82,62 @@ def _targets(
 
 
 @triton.jit
+def _add_block(
+    row_ptr,
+    start,
+    num_columns,
+    label,  # int32, -1 where not here
+    logit_scale,
+    softcap,
+    running_max,
+    sums,  # [BLOCK], of exponentials relative to running_max (0 while that is -inf)
+    weighted,  # [BLOCK] or scalar
+    logit_sums,  # [BLOCK] or scalar
+    best,
+    BLOCK: tl.constexpr,
+    RAGGED: tl.constexpr,
+    WITH_ARGMAX: tl.constexpr,
+    WITH_SUM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One block of columns into what is kept of a row, slot by slot: one reduction a block, the maximum."""
+    columns = start + tl.arange(0, BLOCK)
+    if RAGGED:
+        inside = columns < num_columns
+        z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
+    else:
+        z = tl.load(row_ptr + columns).to(tl.float32) * logit_scale
+    if SOFTCAP:
+        bent, _ = tanh_and_slope(z / softcap)
+        z = softcap * bent
+    if WITH_SUM:
+        logit_sums += z  # 0 outside
+    if RAGGED:
+        z = tl.where(inside, z, float("-inf"))
+    if WITH_ARGMAX:
+        block_max, block_best = tl.max(z, axis=0, return_indices=True)
+        best = tl.where(block_max > running_max, start + block_best, best)
+    else:
+        block_max = tl.max(z, axis=0)
+    new_max = tl.maximum(running_max, block_max)
+    # A row that has only seen -inf keeps the reference 0, so that nothing becomes NaN.
+    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    t = z - reference
+    e = _exp(t, row_ptr.dtype.element_ty == tl.float32)
+    if (label >= start) & (label < start + BLOCK):
+        e = tl.where(columns == label, 0.0, e)
+    shift = running_max - reference
+    moved = tl.exp(shift)
+    if WEIGHTED:
+        # -inf times 0 on the first block and where a logit is -inf.
+        weighted = tl.where(sums == 0.0, 0.0, weighted + sums * shift) * moved
+        weighted += tl.where(e == 0.0, 0.0, e * t)
+    sums = sums * moved + e
+    return new_max, sums, weighted, logit_sums, best
+
+
+@triton.jit
 def _row_statistics_kernel(
     logits_ptr,  # [C, V]
     label_ptr,  # [C] int64
@@ -89,53 +163,40 @@ def _row_statistics_kernel(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """One program per row: online maximum and sum, the label's column left out of the sum."""
+    """One program per row: online maximum and sums, the label's column left out of those."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
-    label = tl.load(label_ptr + row)
-    running_max = tl.full((), float("-inf"), tl.float32)
-    running_sum = tl.full((), 0.0, tl.float32)
-    best = tl.full((), 0, tl.int64)
-    logit_sum = tl.full((), 0.0, tl.float32)
-    weighted = tl.full((), 0.0, tl.float32)
     if MASKED:
-        num_columns = tl.load(inside_ptr)
-    for start in range(0, num_columns, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        inside = columns < num_columns
-        z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
-        if SOFTCAP:
-            bent, _ = tanh_and_slope(z / softcap)
-            z = softcap * bent
-        if WITH_SUM:
-            logit_sum += tl.sum(z, axis=0)
-        z = tl.where(inside, z, float("-inf"))
-        if WITH_ARGMAX:
-            block_max, block_best = tl.max(z, axis=0, return_indices=True)
-            best = tl.where(block_max > running_max, start + block_best, best)
-        else:
-            block_max = tl.max(z, axis=0)
-        new_max = tl.maximum(running_max, block_max)
-        # A row that has only seen -inf keeps the reference 0, so that nothing becomes NaN.
-        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-        e = tl.where(inside & (columns != label), tl.exp(z - reference), 0.0)
-        shift = running_max - reference
-        if WEIGHTED:
-            # -inf times 0 on the first block and where a logit is -inf.
-            moved = tl.where(running_sum == 0.0, 0.0, weighted + running_sum * shift)
-            weighted = moved * tl.exp(shift)
-            weighted += tl.sum(tl.where(e == 0.0, 0.0, e * (z - reference)), axis=0)
-        running_sum = running_sum * tl.exp(shift) + tl.sum(e, axis=0)
-        running_max = new_max
+        num_columns = tl.load(inside_ptr).to(tl.int32)
+    label = tl.load(label_ptr + row)
     here = (label >= 0) & (label < num_columns)
+    label = tl.where(here, label, -1).to(tl.int32)
+    running_max = tl.full((), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32) if WEIGHTED else tl.full((), 0.0, tl.float32)
+    logit_sums = tl.zeros((BLOCK,), tl.float32) if WITH_SUM else tl.full((), 0.0, tl.float32)
+    best = tl.full((), 0, tl.int32)
+    whole = num_columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        running_max, sums, weighted, logit_sums, best = _add_block(
+            row_ptr, start, num_columns, label, logit_scale, softcap,
+            running_max, sums, weighted, logit_sums, best,
+            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP,
+        )  # fmt: skip
+    if whole < num_columns:
+        running_max, sums, weighted, logit_sums, best = _add_block(
+            row_ptr, whole, num_columns, label, logit_scale, softcap,
+            running_max, sums, weighted, logit_sums, best,
+            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP,
+        )  # fmt: skip
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
         bent_label, _ = tanh_and_slope(label_logit / softcap)
         label_logit = softcap * bent_label
     if WITH_SUM:
-        tl.store(sum_ptr + row, logit_sum)
+        tl.store(sum_ptr + row, tl.sum(logit_sums, axis=0))
     if WEIGHTED:
-        tl.store(weighted_ptr + row, weighted)
+        tl.store(weighted_ptr + row, tl.sum(weighted, axis=0))
     if TARGETS > 0:
         _, probs, t = _targets(
             row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, num_columns, num_targets,
@@ -146,10 +207,10 @@ def _row_statistics_kernel(
         tl.store(target_out_ptr + num_rows + row, tl.sum(probs, axis=0))
     tl.store(shard_ptr + row, running_max)
     tl.store(shard_ptr + num_rows + row, running_max)
-    tl.store(shard_ptr + 2 * num_rows + row, running_sum)
+    tl.store(shard_ptr + 2 * num_rows + row, tl.sum(sums, axis=0))
     tl.store(shard_ptr + 3 * num_rows + row, tl.where(here, label_logit, _NOT_HERE))
     if WITH_ARGMAX:
-        tl.store(argmax_ptr + row, best)
+        tl.store(argmax_ptr + row, best.to(tl.int64))
 
 
 @triton.jit
@@ -198,7 +259,7 @@ def _row_gradients_kernel(
     if SOFTCAP:
         bent, bend = tanh_and_slope(z / softcap)
         z = softcap * bent
-    e = tl.exp(z - row_max)
+    e = _exp(z - row_max, logits_ptr.dtype.element_ty == tl.float32)
     if WITH_SLOPE:
         slope = tl.load(slope_ptr + row)
         gradient = tl.where(e == 0.0, 0.0, e * (scale + slope * (z - row_max)))
@@ -221,7 +282,8 @@ def _row_gradients_kernel(
         if SOFTCAP:
             bent_target, bend_target = tanh_and_slope(t / softcap)
             t = softcap * bent_target
-        at_target = factor * (tl.exp(t - row_max) * scale - probs)
+        e_target = _exp(t - row_max, logits_ptr.dtype.element_ty == tl.float32)
+        at_target = factor * (e_target * scale - probs)
         if SOFTCAP:
             at_target *= bend_target
         # Logits and gradients may share their memory: all are read before one is written, and the block

@@ -61,6 +61,8 @@ _RULES = tuple(
         (LAYERS, r"megatron/core/tensor_parallel/random\.py", ""),
         (LAYERS, r"megatron/core/(transformer|ssm|fusions|extensions)/|transformer_engine/", ""),
         (INPUTS, r"scripts/benchmark_problem\.py", "__init__"),
+        # The head alone: its layer's forward, which in a model `_postprocess` stands around.
+        (HEAD, r"scripts/benchmark_variants\.py", ""),
     )
 )
 _BUILDS_MODEL = re.compile(r"get_model|build_model|model_provider|\w+_builder")

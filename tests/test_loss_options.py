@@ -20,6 +20,8 @@ from megatron_fused_ce.testing.reference import (
     plain_head,
     relative_error,
 )
+from tests.test_exp_pass import DTYPE as EXP_DTYPE
+from tests.test_exp_pass import HAS_EXP
 from tests.test_op import DTYPES, STRATEGIES, run
 
 
@@ -175,11 +177,14 @@ def test_bad_options(options, words):
         FusedCEConfig(**options)
 
 
+@pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 @pytest.mark.parametrize("name", LOSS_OPTIONS)
-def test_what_the_exponentiating_product_leaves_to_the_rows(name):
+def test_what_the_exponentiating_product_leaves_to_the_rows(name, device):
     """Smoothing, whose share of the gradient is no multiple of an exponential; tested beside it: the rest."""
     config = FusedCEConfig(**LOSS_OPTIONS[name])
-    inputs = make_inputs("plain", s=8, b=1, hidden_size=32, vocab=64, dtype=torch.float32)
+    inputs = make_inputs(
+        "plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device
+    )
     flat = inputs.hidden.flatten(0, 1)
     by_name = replace(config, logit_pass="exp")
     if config.label_smoothing:
