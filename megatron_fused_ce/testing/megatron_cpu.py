@@ -36,6 +36,8 @@ random state                   core/tensor_parallel/random.py: the tracker's sta
                                hard-code TENorm for the final norm
 inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
                                ``isinstance`` with classes that Transformer Engine would define
+``get_nccl_options``           core/parallel_state.py asks for streams of high priority under FSDP2
+``DeviceMesh``                 core/distributed's two FSDP wrappers make meshes of "cuda"
 training_log                   nobody: Megatron logs the gradient norm with three decimals, too few
                                to compare by; the last rank prints every digit besides
 `fused_weight_gradient...`     ``--gradient-accumulation-fusion`` (Megatron's default) wants apex's
@@ -314,6 +316,17 @@ def _stand_in_for_training_log(module: Any) -> None:
     module.training_log = exact_training_log
 
 
+def _stand_in_for_nccl_options(module: Any) -> None:
+    module.get_nccl_options = _ignore
+
+
+def _stand_in_for_device_mesh(module: Any) -> None:
+    def from_group(group: Any, device_type: str, **kwargs: Any) -> Any:
+        return torch.distributed.DeviceMesh.from_group(group, "cpu", **kwargs)
+
+    module.DeviceMesh = types.SimpleNamespace(from_group=from_group)
+
+
 def _stand_in_for_inference_layers(module: Any) -> None:
     if not isinstance(getattr(module, "InferenceColumnParallelLinear", None), type):
         module.is_inference_column_parallel_linear = lambda layer: False
@@ -325,6 +338,9 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.transformer.torch_norm": stand_in_for_torch_norm,
     "megatron.core.models.hybrid.hybrid_block": _stand_in_for_final_norm,
     "megatron.core.ssm.mamba_block": _stand_in_for_final_norm,
+    "megatron.core.parallel_state": _stand_in_for_nccl_options,
+    "megatron.core.distributed.torch_fully_sharded_data_parallel": _stand_in_for_device_mesh,
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _stand_in_for_device_mesh,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
     "megatron.training.training": _stand_in_for_training_log,
 }
