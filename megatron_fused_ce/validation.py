@@ -35,8 +35,8 @@ def check_call(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if hasattr(tensor, "placements"):  # a DTensor; its class would have to be imported
             raise TypeError(
-                f"{name} is a {type(tensor).__name__}, placed {tensor.placements}; expected this rank's plain "
-                "tensor: call inside the forward of the module that FSDP2 gathers it for, or pass "
+                f"{name} is a {type(tensor).__name__}, placed {tensor.placements}; expected this rank's "
+                "plain tensor: call inside the forward of the module that FSDP2 gathers it for, or pass "
                 "full_tensor(), or to_local() of tensor-parallel rows"
             )
     if hidden.dtype not in DTYPES:

@@ -321,8 +321,10 @@ def _stand_in_for_nccl_options(module: Any) -> None:
 
 
 def _stand_in_for_device_mesh(module: Any) -> None:
+    mesh = module.DeviceMesh
+
     def from_group(group: Any, device_type: str, **kwargs: Any) -> Any:
-        return torch.distributed.DeviceMesh.from_group(group, "cpu", **kwargs)
+        return mesh.from_group(group, "cpu", **kwargs)
 
     module.DeviceMesh = types.SimpleNamespace(from_group=from_group)
 
@@ -410,6 +412,27 @@ def install(*, fused_wgrad: bool = False) -> None:
     CudaIsCpu().__enter__()  # for the rest of the process
 
 
+def log_every_digit() -> None:
+    """Print all digits of each logged iteration's losses and gradient norm, on a CPU or on GPUs.
+
+    Call it before megatron is imported. :func:`install` does the same.
+    """
+    name = "megatron.training.training"
+    sys.meta_path.insert(0, _AfterImport({name: _MODULE_STAND_INS[name]}))
+
+
+def run(script: str, arguments: Sequence[str]) -> None:
+    """Run ``script`` as ``python SCRIPT arguments...`` would, through the launcher if the flag is there."""
+    if PLUGIN_FLAG in arguments:
+        from megatron_fused_ce.launch import run_script
+
+        run_script(script, list(arguments))
+    else:
+        sys.argv = [script, *arguments]
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """``[--fused-wgrad] SCRIPT args...``: install the stand-ins, then run the script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -423,14 +446,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"megatron_cpu: no such script: {script}")
 
     install(fused_wgrad=fused_wgrad)
-    if PLUGIN_FLAG in script_arguments:
-        from megatron_fused_ce.launch import run_script
-
-        run_script(script, script_arguments)
-    else:
-        sys.argv = [script, *script_arguments]
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
+    run(script, script_arguments)
     if torch.distributed.is_initialized():
         # Megatron does this itself from 0.17 on; before, gloo's threads may abort a rank's exit.
         torch.distributed.destroy_process_group()
