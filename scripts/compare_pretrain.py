@@ -738,6 +738,28 @@ def report(rows: Sequence[Row], device: str, environment: dict[str, str]) -> str
     )
 
 
+def _gpu_legend(used: Iterable[str]) -> str:
+    """The named cases among those used, described."""
+    legend, used = "", list(used)
+    for described, words in (
+        (
+            GPU_CASES,
+            "four layers of H = 1024, V = 128256, 4096 tokens a sequence, bf16, Transformer Engine's layers, "
+            "sequence parallelism, distributed optimizer with both overlaps, 30 iterations where not said "
+            "otherwise",
+        ),
+        (
+            PAIR_CASES,
+            "two GPUs, two layers of H = 512, V = 32101 padded, 1024 tokens a sequence, Transformer Engine's "
+            "layers, untied, 10 iterations (fp16: 24) of which every digit is known; TP 2 with sequence "
+            "parallelism and the distributed optimizer",
+        ),
+    ):
+        cases = "".join(f"- `{name}`: {described[name][0]}\n" for name in used if name in described)
+        legend += f"\nCases: {words}:\n\n{cases}" if cases else ""
+    return legend
+
+
 def finite(value: Any) -> Any:
     """JSON has no inf and nan: their names instead."""
     if isinstance(value, dict):
