@@ -93,15 +93,15 @@ for _name, _flags in {
     "options-store": f"{OPTIONS} --fused-ce-strategy store",
     "options-eager": f"{OPTIONS} --fused-ce-strategy eager",
     "options-smoothing": f"{OPTIONS} --fused-ce-label-smoothing 0.1",  # by another logit pass
+    "options-skip": f"{OPTIONS} --fused-ce-skip-masked",
 }.items():
     VARIANTS[_name] = VARIANTS[f"{_name}-again"] = _flags
     VARIANTS[f"{_name}-graph"] = f"{_flags} --cuda-graph-impl full_iteration"
     AGAINST |= {f"{_name}-again": _name, f"{_name}-graph": _name}
     REPEATS.add(f"{_name}-again")
-AGAINST |= {"options-store": "options-recompute", "options-eager": "options-recompute"}
-AGAINST |= {
-    name: name for name in ("options-recompute", "options-smoothing")
-}  # nothing is like them
+AGAINST |= {f"options-{like}": "options-recompute" for like in ("store", "eager", "skip")}
+for _name in ("options-recompute", "options-smoothing"):
+    AGAINST[_name] = _name  # nothing is like them
 # Variants that Megatron's arguments refuse, and what lifts the refusal.
 LIFTING = {
     "te-lifted": REPOSITORY / "scripts" / "launch_te_loss.py",
@@ -315,7 +315,7 @@ PAIR_CASES = {
     ),
     "options": (
         "TP 2, bf16, every option of the loss",
-        f"{_TP2_SP} --bf16 --no-check-for-nan-in-loss-and-grad --te-rng-tracker",
+        f"{_TP2_SP} --bf16 --no-check-for-nan-in-loss-and-grad --te-rng-tracker --eod-mask-loss",
     ),
 }
 
