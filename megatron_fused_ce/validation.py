@@ -33,6 +33,12 @@ def check_call(
     for name, tensor in (("hidden", hidden), ("weight", weight), ("labels", labels)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if hasattr(tensor, "placements"):  # a DTensor; its class would have to be imported
+            raise TypeError(
+                f"{name} is a {type(tensor).__name__}, placed {tensor.placements}; expected this rank's "
+                "plain tensor: call inside the forward of the module that FSDP2 gathers it for, or pass "
+                "full_tensor(), or to_local() of tensor-parallel rows"
+            )
     if hidden.dtype not in DTYPES:
         raise TypeError(
             f"hidden has dtype {hidden.dtype}; expected float32, bfloat16 or float16: cast it first"

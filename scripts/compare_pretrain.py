@@ -5,15 +5,18 @@ named cases below, for every checkout given:
 
     python scripts/compare_pretrain.py --megatron ~/Megatron-LM-0.18 --megatron ~/Megatron-LM-0.19
 
-On four GPUs with Transformer Engine, the cases of GPU_CASES below, or one case whose arguments are
-yours, launched as users launch it:
+On GPUs with Transformer Engine, the cases of GPU_CASES (four GPUs) and PAIR_CASES (two) below, or one case
+whose arguments are yours, launched as users launch it:
 
     python scripts/compare_pretrain.py --megatron ~/Megatron-LM --device cuda --cases losses,vpp,cp2
+    python scripts/compare_pretrain.py --megatron ~/Megatron-LM --device cuda --cases fsdp \\
+        --variants unfused,native,auto,fsdp2,fsdp2-fused-ce,megatron-fsdp,megatron-fsdp-fused-ce
     python scripts/compare_pretrain.py --megatron ~/Megatron-LM --device cuda --nproc 4 \
         --case-name "TP 4, 128k" --args-file launch.args -- --train-iters 50
 
 Each variant is one launch of the unmodified script; ``unfused`` is what the others are compared
-with. More variants: ``--variant 'c4096=--fused-chunked-ce --fused-ce-chunk-tokens 4096'``.
+with, where AGAINST names no other variant. More variants:
+``--variant 'c4096=--fused-chunked-ce --fused-ce-chunk-tokens 4096'``.
 
 Every run's logs, command line and figures stay in the output folder, and a run whose inputs
 have not changed since is not repeated. Exit status: 0 all within bounds, 1 a bound broken or a run
@@ -58,6 +61,16 @@ PLUGIN_FLAG = "--fused-chunked-ce"
 LOSS_RESOLUTION = 1e-6  # relative; Megatron logs seven digits
 GRAD_NORM_RESOLUTION = 1e-5  # relative, where every digit is known: on a CPU
 
+FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
+MEGATRON_FSDP = (
+    "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor"
+    " --data-parallel-sharding-strategy optim_grads_params"
+)
+OPTIONS = (
+    f"{PLUGIN_FLAG} --fused-ce-num-chunks 3 --deterministic-mode --fused-ce-z-loss 1e-4"
+    " --fused-ce-logit-softcap 30 --fused-ce-ignore-index 7 --fused-ce-mask-padded-vocab"
+)
+
 VARIANTS = {
     REFERENCE: "",
     YARDSTICK: "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
@@ -66,13 +79,36 @@ VARIANTS = {
     "auto": PLUGIN_FLAG,
     "te-lifted": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
     "many-connections": PLUGIN_FLAG,
+    "fsdp2": FSDP2,
+    "fsdp2-fused-ce": f"{FSDP2} {PLUGIN_FLAG} --fused-ce-num-chunks 3",
+    "megatron-fsdp": MEGATRON_FSDP,
+    "megatron-fsdp-fused-ce": f"{MEGATRON_FSDP} {PLUGIN_FLAG} --fused-ce-num-chunks 3",
 }
+# What a variant is compared with, where that is not REFERENCE.
+AGAINST: dict[str, str] = {}
+# Variants that repeat what they are compared with: equal to the last digit.
+REPEATS = set()
+for _name, _flags in {
+    "options-recompute": f"{OPTIONS} --fused-ce-strategy recompute",
+    "options-store": f"{OPTIONS} --fused-ce-strategy store",
+    "options-eager": f"{OPTIONS} --fused-ce-strategy eager",
+    "options-smoothing": f"{OPTIONS} --fused-ce-label-smoothing 0.1",  # by another logit pass
+    "options-skip": f"{OPTIONS} --fused-ce-skip-masked",
+}.items():
+    VARIANTS[_name] = VARIANTS[f"{_name}-again"] = _flags
+    VARIANTS[f"{_name}-graph"] = f"{_flags} --cuda-graph-impl full_iteration"
+    AGAINST |= {f"{_name}-again": _name, f"{_name}-graph": _name}
+    REPEATS.add(f"{_name}-again")
+AGAINST |= {f"options-{like}": "options-recompute" for like in ("store", "eager", "skip")}
+for _name in ("options-recompute", "options-smoothing"):
+    AGAINST[_name] = _name  # nothing is like them
 # Variants that Megatron's arguments refuse, and what lifts the refusal.
 LIFTING = {
     "te-lifted": REPOSITORY / "scripts" / "launch_te_loss.py",
     "many-connections": REPOSITORY / "scripts" / "launch_many_connections.py",
 }
 PRELOADING = REPOSITORY / "scripts" / "launch_preloaded.py"
+EVERY_DIGIT = REPOSITORY / "scripts" / "launch_every_digit.py"
 
 # What runs on a CPU without apex and Transformer Engine. Vocabulary 127 + eod, padded to 128·TP.
 CPU_ONLY_ARGS = """
@@ -127,6 +163,11 @@ class Case:
     num_processes: int
     args: list[str] | None
     fused_wgrad: bool = False
+    every_digit: bool = False  # on GPUs too, where users would launch it otherwise
+
+    @property
+    def is_fp32(self) -> bool:
+        return not {"--bf16", "--fp16"} & set(self.args or ())
 
 
 def _stack_pattern(checkout: Checkout, num_mtp_layers: int, num_stages: int) -> str | None:
@@ -165,6 +206,7 @@ def cpu_case(checkout: Checkout, model: str, name: str) -> Case:
         "vpp": "--pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
         " --overlap-grad-reduce --overlap-param-gather",
         "bf16": "--bf16 --sequence-parallel",
+        "fsdp": f"--tensor-model-parallel-size 1 {UNTIED} --no-gradient-reduce-div-fusion",
     }[name]
     if model == "gpt":
         script, layers = "pretrain_gpt.py", "--num-layers 2"
@@ -193,9 +235,11 @@ CPU_CASES = {
     "vpp": "TP 2 × PP 2 with two virtual stages each, sequence parallelism, tied, distributed optimizer "
     "with both overlaps",
     "bf16": "TP 2, sequence parallelism, tied, gradient accumulation fusion into fp32",
+    "fsdp": "DP 2, untied: for the variants with FSDP in their names",
 }
-# Not bf16: so small a model's native and unfused runs agree to the bit there, which leaves no
-# yardstick for chunks that flip the rounding of a single gradient.
+# Not fsdp: Megatron's DDP of the usual variants is in other cases. Not bf16: so small a model's native and
+# unfused runs agree to the bit there, which leaves no yardstick for chunks that flip the rounding of a
+# single gradient.
 DEFAULT_CPU_CASES = ("plain", "mtp", "mtp2", "distopt", "pp2", "pp2-mtp", "vpp")
 
 # Four GPUs, real Transformer Engine, and its cuts of a small model; the head is Llama-3's vocabulary.
@@ -246,9 +290,41 @@ GPU_CASES = {
 }
 DEFAULT_GPU_CASES = ("losses", "vpp", "cp2", "mtp", "packed")
 
+# Two GPUs and a smaller model whose vocabulary is padded, for what is compared to the digit and not timed.
+PAIR_BASE_ARGS = """
+    --num-layers 2 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8
+    --seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope
+    --micro-batch-size 2 --train-iters 10 --lr 1e-4 --lr-decay-style constant
+    --attention-dropout 0 --hidden-dropout 0
+    --mock-data --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 32100 --num-workers 0
+    --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --no-create-attention-mask-in-dataloader --normalization RMSNorm --swiglu --disable-bias-linear
+    --transformer-impl transformer_engine --untie-embeddings-and-output-weights
+"""
+_TP2_SP = (
+    f"{_TP2} --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce"
+    " --overlap-param-gather --global-batch-size 4"
+)
+PAIR_CASES = {
+    # One micro-batch, its gradients reduced in bf16: FSDP2 knows no other way, and so all three do the same.
+    "fsdp": ("DP 2, bf16 gradients", "--bf16 --grad-reduce-in-bf16 --global-batch-size 4"),
+    "fsdp-fp32": ("DP 2, fp32, two micro-batches", f"--global-batch-size 8 {NO_FUSED_WGRAD}"),
+    "fp16": (
+        "TP 2, fp16, loss scale from 2^32 down",
+        f"{_TP2_SP} --fp16 --initial-loss-scale 4294967296 --hysteresis 1 --train-iters 24",
+    ),
+    "options": (
+        "TP 2, bf16, every option of the loss",
+        f"{_TP2_SP} --bf16 --no-check-for-nan-in-loss-and-grad --te-rng-tracker --eod-mask-loss",
+    ),
+}
+
 
 def gpu_case(name: str) -> Case:
-    """The case `name` of the GPT model on four GPUs."""
+    """The case `name` of the GPT model on four GPUs or two."""
+    if name in PAIR_CASES:
+        words = shlex.split(f"{PAIR_BASE_ARGS} {PAIR_CASES[name][1]}")
+        return Case(name, "pretrain_gpt.py", 2, words, every_digit=True)
     words = shlex.split(f"{GPU_BASE_ARGS} {GPU_CASES[name][1]}")
     if name == "no-sp":
         words.remove("--sequence-parallel")
@@ -321,13 +397,23 @@ class Run:
             command += ["--fused-wgrad"] if self.case.fused_wgrad else []
         elif self.variant in LIFTING:
             command += [str(LIFTING[self.variant])]
+        elif self.case.every_digit:
+            command += [str(EVERY_DIGIT)]
         elif self.uses_plugin:
             command += ["-m", "megatron_fused_ce.launch"]
         return [*command, f"{megatron}/{self.case.script}", *self.case.args, *self.variant_args]
 
     @property
+    def max_connections(self) -> str:
+        """CUDA_DEVICE_MAX_CONNECTIONS: tensor parallelism asks for 1, either FSDP refuses it."""
+        return "8" if "fsdp" in " ".join(self.variant_args) else "1"
+
+    @property
     def command(self) -> str:
-        return shlex.join(self.words("MEGATRON_LM", ["torchrun"])).replace(f"{REPOSITORY}/", "")
+        command = shlex.join(self.words("MEGATRON_LM", ["torchrun"])).replace(f"{REPOSITORY}/", "")
+        if self.max_connections != "1":
+            return f"CUDA_DEVICE_MAX_CONNECTIONS={self.max_connections} {command}"
+        return command
 
     @property
     def title(self) -> str:
@@ -372,7 +458,7 @@ class Run:
         turn = folder / "turn" if waits else None
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
-        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": self.max_connections}
         search = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(search)
         if self.device == "cpu":
@@ -494,6 +580,7 @@ class Row:
     case: str
     variant: str
     status: str
+    against: str = REFERENCE  # what its differences are to
     loss_difference: float | None = None
     native_loss_difference: float | None = None
     grad_norm_difference: float | None = None
@@ -504,6 +591,7 @@ class Row:
     last_lm_loss: float | None = None
     iteration_time_ms: float | None = None  # median after the warm-up
     max_allocated_mb: float | None = None
+    skipped: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -518,6 +606,8 @@ def compare(
         case=run.case.name,
         variant=run.variant,
         status=figures.status,
+        against=AGAINST.get(run.variant, REFERENCE),
+        skipped=figures.skipped,
         heads_fused=figures.heads_fused,
         logits_materialised=figures.logits_materialised,
         heads_stock=figures.heads_stock,
@@ -531,17 +621,21 @@ def compare(
             row.problems.append(f"{figures.status} {figures.error}".strip())
         return row
 
-    reference, native = all_figures.get(REFERENCE), all_figures.get(YARDSTICK)
-    if reference and reference.status == "ok" and run.variant != REFERENCE:
+    stock, native = all_figures.get(REFERENCE), all_figures.get(YARDSTICK)
+    if stock and native and stock.status == native.status == "ok" and run.variant != REFERENCE:
+        row.native_loss_difference = loss_difference(native, stock)
+        row.native_grad_norm_difference = largest_relative_difference(
+            native.grad_norms, stock.grad_norms
+        )
+    reference = all_figures.get(row.against)
+    if reference and reference.status == "ok" and run.variant != row.against:
         row.loss_difference = loss_difference(figures, reference)
         row.grad_norm_difference = largest_relative_difference(
             figures.grad_norms, reference.grad_norms
         )
-        if native and native.status == "ok":
-            row.native_loss_difference = loss_difference(native, reference)
-            row.native_grad_norm_difference = largest_relative_difference(
-                native.grad_norms, reference.grad_norms
-            )
+        if run.uses_plugin and figures.skipped != reference.skipped:
+            skipped = f"iterations {figures.skipped} skipped"
+            row.problems.append(f"{skipped}, by {row.against} {reference.skipped}")
     if run.uses_plugin:
         row.problems += _broken_bounds(run, row)
     return row
@@ -549,18 +643,20 @@ def compare(
 
 def _broken_bounds(run: Run, row: Row) -> list[str]:
     problems = []
-    is_fp32 = not {"--bf16", "--fp16"} & set(run.case.args or ())
+    repeats = run.variant in REPEATS
+    # Elsewhere the log has three decimals of it.
+    has_norms = run.device == "cpu" or (run.case.every_digit and (run.case.is_fp32 or repeats))
     for what, ours, native, resolution in (
         ("loss", row.loss_difference, row.native_loss_difference, LOSS_RESOLUTION),
         (
             "grad norm",
-            row.grad_norm_difference if run.device == "cpu" else None,  # else three decimals
+            row.grad_norm_difference if has_norms else None,
             row.native_grad_norm_difference,
             GRAD_NORM_RESOLUTION,
         ),
     ):
-        bound = max(YARDSTICK_FACTOR * (native or 0.0), resolution)
-        if ours is not None and native is None and not is_fp32:
+        bound = 0.0 if repeats else max(YARDSTICK_FACTOR * (native or 0.0), resolution)
+        if ours is not None and native is None and not (run.case.is_fp32 or repeats):
             problems.append(f"no {YARDSTICK} run to hold the {what} against")
         elif ours is not None and not ours <= bound:
             problems.append(f"{what} differs by {ours:.1e}, bound {bound:.1e}")
@@ -583,34 +679,29 @@ def _cell(value: Any, form: str = "") -> str:
 def markdown(rows: Sequence[Row], device: str) -> str:
     """The table; on a CPU the variants with the flag, on GPUs all of them."""
     if device == "cpu":
-        head = ["version", "model", "case", "variant", "loss: flag − unfused"]
-        head += ["loss: native − unfused", "grad norm: flag − unfused"]
-        head += [
-            "grad norm: native − unfused",
-            "heads fused",
-            "logits materialised",
-            "within bounds",
-        ]
+        head = ["version", "model", "case", "variant", "compared with", "loss difference"]
+        head += ["loss: native − unfused", "grad norm difference", "grad norm: native − unfused"]
     else:
         head = ["version", "case", "variant", "ms per iteration", "max allocated MB"]
-        head += ["last lm loss", "largest loss difference to unfused", "heads fused"]
-        head += ["logits materialised", "within bounds"]
+        head += ["last lm loss", "compared with", "largest loss difference"]
+    head += ["heads fused", "logits materialised", "within bounds"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         verdict = "; ".join(row.problems) or (row.status if row.status != "ok" else "yes")
-        difference = _cell(row.loss_difference, ".1e")
-        counts = [_cell(row.heads_fused), _cell(row.logits_materialised)]
+        compared = ["–" if row.loss_difference is None else row.against]
+        compared += [_cell(row.loss_difference, ".1e")]
         if device == "cpu":
             if row.variant in (REFERENCE, YARDSTICK) and not row.problems:
                 continue
-            cells = [row.version, row.model, row.case, row.variant, difference]
+            cells = [row.version, row.model, row.case, row.variant, *compared]
             cells += [_cell(row.native_loss_difference, ".1e")]
             cells += [_cell(row.grad_norm_difference, ".1e")]
-            cells += [_cell(row.native_grad_norm_difference, ".1e"), *counts, verdict]
+            cells += [_cell(row.native_grad_norm_difference, ".1e")]
         else:
             cells = [row.version, row.case, row.variant, _cell(row.iteration_time_ms, ".1f")]
             cells += [_cell(row.max_allocated_mb, ".0f"), _cell(row.last_lm_loss, ".6f")]
-            cells += [difference, *counts, verdict]
+            cells += compared
+        cells += [_cell(row.heads_fused), _cell(row.logits_materialised), verdict]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -637,19 +728,36 @@ def report(rows: Sequence[Row], device: str, environment: dict[str, str]) -> str
             "evaluation:\n\n"
             f"{cases}\n{SAME_NETWORK}"
         )
-    elif named := [row.case for row in rows if row.case in GPU_CASES]:
-        cases = "".join(f"- `{name}`: {GPU_CASES[name][0]}\n" for name in dict.fromkeys(named))
-        legend = (
-            "\nCases: four layers of H = 1024, V = 128256, 4096 tokens a sequence, bf16, Transformer "
-            "Engine's layers, sequence parallelism, distributed optimizer with both overlaps, 30 "
-            f"iterations where not said otherwise:\n\n{cases}"
-        )
+    else:
+        legend = _gpu_legend(dict.fromkeys(row.case for row in rows))
     return (
         "# Unmodified pretraining scripts, flag off and on\n\n"
         f"By `scripts/compare_pretrain.py` at commit {environment['commit']} on {where}, {versions}. "
         "The JSON file beside this one has every run's command line and figures.\n\n"
         f"{markdown(rows, device)}\n{differences}{legend}"
     )
+
+
+def _gpu_legend(used: Iterable[str]) -> str:
+    """The named cases among those used, described."""
+    legend, used = "", list(used)
+    for described, words in (
+        (
+            GPU_CASES,
+            "four layers of H = 1024, V = 128256, 4096 tokens a sequence, bf16, Transformer Engine's layers, "
+            "sequence parallelism, distributed optimizer with both overlaps, 30 iterations where not said "
+            "otherwise",
+        ),
+        (
+            PAIR_CASES,
+            "two GPUs, two layers of H = 512, V = 32101 padded, 1024 tokens a sequence, Transformer Engine's "
+            "layers, untied, 10 iterations (fp16: 24) of which every digit is known; TP 2 with sequence "
+            "parallelism and the distributed optimizer",
+        ),
+    ):
+        cases = "".join(f"- `{name}`: {described[name][0]}\n" for name in used if name in described)
+        legend += f"\nCases: {words}:\n\n{cases}" if cases else ""
+    return legend
 
 
 def finite(value: Any) -> Any:
@@ -678,7 +786,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cases",
         help=f"comma-separated, on a CPU of {', '.join(CPU_CASES)}; on four GPUs of "
-        f"{', '.join(GPU_CASES)}",
+        f"{', '.join(GPU_CASES)}; on two of {', '.join(PAIR_CASES)}",
     )
     parser.add_argument(
         "--variants",
@@ -775,7 +883,7 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
             continue
         if options.device == "cuda":
             chosen = options.cases or ",".join(DEFAULT_GPU_CASES)
-            for name in _chosen(chosen, GPU_CASES, "--cases"):
+            for name in _chosen(chosen, {**GPU_CASES, **PAIR_CASES}, "--cases"):
                 cases.append((checkout, "gpt", gpu_case(name)))
             continue
         for model in _chosen(options.models, MODELS, "--models"):

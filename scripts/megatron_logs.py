@@ -120,6 +120,7 @@ class Figures:
     status: str = "ok"  # ok, failed, out of memory, timed out
     losses: dict[str, list[float]] = field(default_factory=dict)  # per name, per logged iteration
     grad_norms: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)  # lines whose steps' loss scale overflowed
     iteration_times_ms: list[float] = field(default_factory=list)
     max_allocated_mb: float | None = None
     heads_fused: int | None = None
@@ -162,6 +163,8 @@ def _add_iteration(line: IterationLine, exact: dict[str, float], figures: Figure
         figures.losses.setdefault(name, []).append(exact.get(name, float(text)))
     if GRAD_NORM in line.columns:
         figures.grad_norms.append(exact.get(GRAD_NORM, float(line.columns[GRAD_NORM])))
+    if line.num_skipped:
+        figures.skipped.append(line.number)
     if time := line.columns.get("elapsed time per iteration (ms)"):
         figures.iteration_times_ms.append(float(time))
 

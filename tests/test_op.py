@@ -402,6 +402,23 @@ def test_bad_arguments(change, words):
         fused_linear_cross_entropy(**arguments)
 
 
+@pytest.mark.parametrize("name", ["hidden", "weight", "labels"])
+def test_sharded_operands_are_refused(name):
+    """FSDP2's DTensors claim the whole shape and hold a part: a kernel would read past it."""
+
+    class Sharded(torch.Tensor):
+        placements = ("Shard(dim=0)",)
+
+    arguments = {
+        "hidden": torch.zeros(4, 2, 8),
+        "weight": torch.zeros(11, 8),
+        "labels": torch.zeros(2, 4, dtype=torch.int64),
+    }
+    arguments[name] = arguments[name].as_subclass(Sharded)
+    with pytest.raises(TypeError, match=f"{name} is a Sharded, placed .*full_tensor"):
+        fused_linear_cross_entropy(**arguments)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -77,6 +77,23 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         assert row["loss_difference"] <= max(1e-6, 2 * row["native_loss_difference"])
 
 
+@needs_checkout
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
+    """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
+    run = run_harness(
+        f"--megatron={checkout}",
+        *("--models=gpt", "--cases=fsdp", f"--output={tmp_path}"),
+        "--variants=unfused,fsdp2-fused-ce,megatron-fsdp-fused-ce",
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    _, *rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["fsdp2-fused-ce", "megatron-fsdp-fused-ce"]
+    for row in rows:
+        assert row["heads_fused"] == NUM_FORWARDS / 2, "each rank has half of the micro-batches"
+        assert row["loss_difference"] <= 1e-6 and row["grad_norm_difference"] <= 1e-5
+
+
 #: What no other flag may hide: the first iteration, fp16's skipped steps (the scale overflows at once),
 #: the re-run machine on (Megatron's default) and off, each optimizer.
 UNDER = {
@@ -219,6 +236,14 @@ def test_log_as_megatron_writes_it(harness):
     assert counts == (12, 0, 3)
 
 
+def test_skipped_iterations_are_told(harness):
+    line = " iteration {} | loss scale: 2.0 |{} number of skipped iterations: {} |"
+    seen = [line.format("1/ 3", "", "  1"), line.format("2/ 3", "", "  2")]
+    seen.append(line.format("3/ 3", " lm loss: 5.0E+00 |", "  0"))
+    figures = harness.parse_logs(["\n".join(seen)])
+    assert (figures.skipped, figures.losses) == ([1, 2], {"lm loss": [5.0]})
+
+
 def test_exact_figures_replace_rounded_ones(harness):
     exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}'
     figures = harness.parse_logs([f"{exact}\n{LOG}"])
@@ -244,6 +269,49 @@ def test_out_of_memory_is_told_from_other_failures(harness):
 )
 def test_largest_relative_difference(harness, ours, reference, difference):
     assert harness.largest_relative_difference(ours, reference) == pytest.approx(difference)
+
+
+@pytest.mark.parametrize(
+    ("variant", "figures", "problem"),
+    [
+        ("options-store-again", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, None),
+        ("options-store-again", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [1.0]}, "loss"),
+        (
+            "options-store-again",
+            {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0000001]},
+            "grad norm",
+        ),
+        ("options-store-graph", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [2.0]}, None),
+        (
+            "options-store-graph",
+            {"losses": {"lm loss": [5.001]}, "grad_norms": [1.0]},
+            "loss differs",
+        ),
+        ("auto", {"losses": {"lm loss": [4.0]}, "grad_norms": [1.0]}, None),
+        ("auto", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, "loss differs"),
+        (
+            "auto",
+            {"losses": {"lm loss": [4.0]}, "grad_norms": [1.0], "skipped": [1]},
+            "iterations [1] skipped, by unfused []",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_variant_is_compared_with(harness, tmp_path, variant, figures, problem):
+    """A repeat to the last digit, a graph within the yardstick's bound, both to their own kind."""
+    stock = {"losses": {"lm loss": [4.0]}, "grad_norms": [3.0]}
+    all_figures = {
+        "unfused": harness.Figures(**stock),
+        "native": harness.Figures(losses={"lm loss": [4.00001]}, grad_norms=[3.0]),
+        "options-store": harness.Figures(losses={"lm loss": [5.0]}, grad_norms=[1.0]),
+        variant: harness.Figures(**figures, heads_fused=1, logits_materialised=0),
+    }
+    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
+    case = harness.gpu_case("options")
+    run = harness.Run(checkout, "gpt", case, variant, ("--fused-chunked-ce",), "cuda", 60.0)
+    row = harness.compare(run, all_figures, warmup=0, may_run_out=[])
+    assert row.against == ("options-store" if "options" in variant else "unfused")
+    assert (problem in " ".join(row.problems)) if problem else row.problems == []
 
 
 @pytest.mark.parametrize(
@@ -422,6 +490,8 @@ def test_gpu_cases_name_their_cut(harness, tmp_path):
         case = harness.gpu_case(name)
         assert case.num_processes == 4 and case.script == "pretrain_gpt.py"
         assert ("--sequence-parallel" in case.args) == (name != "no-sp")
+    for name in harness.PAIR_CASES:
+        assert harness.gpu_case(name).num_processes == 2
     checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
     vpp, lifted = (
         harness.Run(
@@ -433,6 +503,29 @@ def test_gpu_cases_name_their_cut(harness, tmp_path):
     assert "-m megatron_fused_ce.launch MEGATRON_LM/pretrain_gpt.py" in vpp.command
     assert "4 scripts/launch_many_connections.py MEGATRON_LM/pretrain_gpt.py" in lifted.command
     assert lifted.command.endswith("--fused-chunked-ce")
+
+
+def test_cases_on_two_gpus(harness, fake_checkout, tmp_path):
+    """Launched so that every digit is known; with the connections that either FSDP insists on."""
+    run = run_harness(
+        f"--megatron={fake_checkout}",
+        *("--device=cuda", "--cases=fsdp", f"--output={tmp_path / 'out'}"),
+        "--variants=unfused,native,fsdp2,megatron-fsdp-fused-ce",
+    )
+    assert run.returncode == 1 and "printed no count of fused heads" in run.stderr
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["ok"] * 4
+    for row in rows:
+        start = "CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun" if "fsdp" in row["variant"] else "torchrun"
+        assert row["command"].startswith(
+            f"{start} --nproc-per-node 2 scripts/launch_every_digit.py MEGATRON_LM/pretrain_gpt.py"
+        )
+        assert (
+            row["figures"]["losses"]["lm loss"][:2]
+            == [5.00004 if row["variant"] == "native" else 5.0] * 2
+        )
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert "- `fsdp`: DP 2" in text and "on four GPUs" not in text
 
 
 def test_many_connections_are_refused_only_where_megatron_asks(monkeypatch):

@@ -67,9 +67,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     ) -> LossAndArgmax:
         """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
         request = _LossRequest(labels, token_weights, deferred.logit_scale)
-        super().__call__(deferred.hidden, weight=deferred.weight, fused_ce_request=request)
-        assert request.result is not None
-        return request.result
+        # The call's output, not what `forward` made: a hook of FSDP's may have put a view in its place.
+        loss, _ = super().__call__(
+            deferred.hidden, weight=deferred.weight, fused_ce_request=request
+        )
+        return LossAndArgmax(loss, request.local_max, request.local_argmax)
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
@@ -105,11 +107,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
         )
         report.evaluation_once(self, input_, weight, out.plan)
-        local_max, local_argmax = out.local_max, out.local_argmax
-        if local_max is not None and local_argmax is not None:
+        if out.local_max is not None and out.local_argmax is not None:
             in_sequence = fused_ce_request.labels.t().shape  # [s, b]
-            local_max, local_argmax = local_max.view(in_sequence), local_argmax.view(in_sequence)
-        fused_ce_request.result = LossAndArgmax(out.loss, local_max, local_argmax)
+            fused_ce_request.local_max = out.local_max.view(in_sequence)
+            fused_ce_request.local_argmax = out.local_argmax.view(in_sequence)
         return out.loss, None
 
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
@@ -127,10 +128,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
 
 class _LossRequest:
-    """Labels in, result out: carried through ``nn.Module.__call__`` as one keyword argument."""
+    """Labels in, argmax out: carried through ``nn.Module.__call__`` as one keyword argument."""
 
     def __init__(self, labels: Tensor, token_weights: TokenWeights, logit_scale: float) -> None:
         self.labels = labels
         self.token_weights = token_weights
         self.logit_scale = logit_scale
-        self.result: LossAndArgmax | None = None
+        self.local_max: Tensor | None = None
+        self.local_argmax: Tensor | None = None

@@ -36,6 +36,8 @@ random state                   core/tensor_parallel/random.py: the tracker's sta
                                hard-code TENorm for the final norm
 inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
                                ``isinstance`` with classes that Transformer Engine would define
+``get_nccl_options``           core/parallel_state.py asks for streams of high priority under FSDP2
+``DeviceMesh``                 core/distributed's two FSDP wrappers make meshes of "cuda"
 training_log                   nobody: Megatron logs the gradient norm with three decimals, too few
                                to compare by; the last rank prints every digit besides
 `fused_weight_gradient...`     ``--gradient-accumulation-fusion`` (Megatron's default) wants apex's
@@ -314,6 +316,19 @@ def _stand_in_for_training_log(module: Any) -> None:
     module.training_log = exact_training_log
 
 
+def _stand_in_for_nccl_options(module: Any) -> None:
+    module.get_nccl_options = _ignore
+
+
+def _stand_in_for_device_mesh(module: Any) -> None:
+    mesh = module.DeviceMesh
+
+    def from_group(group: Any, device_type: str, **kwargs: Any) -> Any:
+        return mesh.from_group(group, "cpu", **kwargs)
+
+    module.DeviceMesh = types.SimpleNamespace(from_group=from_group)
+
+
 def _stand_in_for_inference_layers(module: Any) -> None:
     if not isinstance(getattr(module, "InferenceColumnParallelLinear", None), type):
         module.is_inference_column_parallel_linear = lambda layer: False
@@ -325,6 +340,9 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.transformer.torch_norm": stand_in_for_torch_norm,
     "megatron.core.models.hybrid.hybrid_block": _stand_in_for_final_norm,
     "megatron.core.ssm.mamba_block": _stand_in_for_final_norm,
+    "megatron.core.parallel_state": _stand_in_for_nccl_options,
+    "megatron.core.distributed.torch_fully_sharded_data_parallel": _stand_in_for_device_mesh,
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _stand_in_for_device_mesh,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
     "megatron.training.training": _stand_in_for_training_log,
 }
@@ -394,6 +412,27 @@ def install(*, fused_wgrad: bool = False) -> None:
     CudaIsCpu().__enter__()  # for the rest of the process
 
 
+def log_every_digit() -> None:
+    """Print all digits of each logged iteration's losses and gradient norm, on a CPU or on GPUs.
+
+    Call it before megatron is imported. :func:`install` does the same.
+    """
+    name = "megatron.training.training"
+    sys.meta_path.insert(0, _AfterImport({name: _MODULE_STAND_INS[name]}))
+
+
+def run(script: str, arguments: Sequence[str]) -> None:
+    """Run ``script`` as ``python SCRIPT arguments...`` would, through the launcher if the flag is there."""
+    if PLUGIN_FLAG in arguments:
+        from megatron_fused_ce.launch import run_script
+
+        run_script(script, list(arguments))
+    else:
+        sys.argv = [script, *arguments]
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """``[--fused-wgrad] SCRIPT args...``: install the stand-ins, then run the script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -407,14 +446,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"megatron_cpu: no such script: {script}")
 
     install(fused_wgrad=fused_wgrad)
-    if PLUGIN_FLAG in script_arguments:
-        from megatron_fused_ce.launch import run_script
-
-        run_script(script, script_arguments)
-    else:
-        sys.argv = [script, *script_arguments]
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
+    run(script, script_arguments)
     if torch.distributed.is_initialized():
         # Megatron does this itself from 0.17 on; before, gloo's threads may abort a rank's exit.
         torch.distributed.destroy_process_group()
