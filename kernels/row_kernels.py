@@ -25,8 +25,8 @@ from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTarg
 from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
 
 #: Columns that one program of a kernel holds in registers at a time, and its warps. Statistics on an H200
-#: (5f9281f), C = 8192, V = 128256, ms with 2048 and 4 / 4096 and 8: plain 0.60 / 0.69, with a sum 0.79 / 1.12,
-#: entropy 1.06 / 1.45, softcap 1.24 / 1.37; the other seven pairs of 2048..8192 and 4..16: above or between.
+#: (5f9281f), C = 8192, V = 128256, ms with 2048 and 4 / 4096 and 8: plain 0.60 / 0.69, with a sum
+#: 0.79 / 1.12, entropy 1.06 / 1.45, softcap 1.24 / 1.37; other pairs of 2048..8192 and 4..16 are slower.
 STATISTICS_BLOCK = 2048
 STATISTICS_WARPS = 4
 GRADIENT_BLOCK = 4096
