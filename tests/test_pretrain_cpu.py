@@ -189,6 +189,27 @@ def test_pretrain_gpt_with_options_of_the_loss(harness, tmp_path, checkout):
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
 
 
+@needs_checkout
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_pretrain_gpt_in_fp16_skips_the_same_steps(harness, tmp_path, checkout):
+    """From a loss scale that overflows, until it does not."""
+    fp16 = ["--fp16", "--initial-loss-scale", "8388608", "--hysteresis", "1", "--train-iters", "10"]
+    off, *on = (
+        harness.parse_logs(
+            [
+                launch(
+                    harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags
+                ).stdout
+            ]
+        )
+        for flags in ([], ["--fused-chunked-ce"], EAGER.split())
+    )
+    assert off.skipped and len(off.losses["lm loss"]) >= 3, "nothing was skipped, or all was"
+    for figures in on:
+        assert figures.heads_fused and figures.skipped == off.skipped
+        assert figures.losses["lm loss"] == pytest.approx(off.losses["lm loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("version", "model", "case", "words"),
     [
