@@ -375,7 +375,7 @@ def start_up_line(rank: Rank) -> None:
         assert lines == []
         return
     rows, tokens, chunk = VOCAB // rank.size, SEQUENCE * BATCH, SEQUENCE * BATCH // 3
-    peak_bytes = 4 * rows * chunk + 32 * tokens + 36 * chunk
+    peak_bytes = 4 * rows * chunk + 32 * tokens + 40 * chunk
     if rank.size > 1:
         peak_bytes += 2 * 16 * chunk * (1 + rank.size)  # two merges of the statistics under way
     if torch.cuda.is_available():
