@@ -49,11 +49,14 @@ _calls = _Calls()
 _ENTRIES = ("forward", "_postprocess")
 
 
-def remember_calls(model_class: type) -> None:
+def remember_calls(model_class: type) -> bool:
     """Make the entries of a model class and its bases remember labels and mask while they run.
 
     A subclass that makes up its mask and passes it to ``super().forward`` is remembered twice; the
     inner call counts. Calling this again changes nothing.
+
+    Returns:
+        whether there is an entry that takes a mask.
     """
     for cls in model_class.__mro__:
         for name in _ENTRIES:
@@ -62,6 +65,7 @@ def remember_calls(model_class: type) -> None:
                 continue
             if {"labels", "loss_mask"} <= inspect.signature(entry).parameters.keys():
                 setattr(cls, name, _remembering(entry))
+    return any(hasattr(getattr(model_class, name, None), "__fused_ce_entry__") for name in _ENTRIES)
 
 
 def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
