@@ -34,6 +34,9 @@ random state                   core/tensor_parallel/random.py: the tracker's sta
                                the stand-in marks them
 ``TENorm`` of Hybrid/Mamba     core/models/hybrid/hybrid_block.py and core/ssm/mamba_block.py
                                hard-code TENorm for the final norm
+`maybe_move_tensor_to_cpu`     core/transformer/moe makes NumPy arrays of what is on a GPU only, and
+                               gloo takes no tensors as sizes; with Megatron's ``record_stream``
+                               calls it lets combined 1F1B run (expert tensor parallelism of 1)
 inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
                                ``isinstance`` with classes that Transformer Engine would define
 training_log                   nobody: Megatron logs the gradient norm with three decimals, too few
@@ -229,6 +232,7 @@ def _stand_in_for_torch_cuda() -> None:
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.Tensor.record_stream = _ignore  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment, method-assign]
 
     barrier = torch.distributed.barrier
@@ -293,6 +297,13 @@ def _stand_in_for_final_norm(module: Any) -> None:
     module.TENorm = torch_norm
 
 
+def _stand_in_for_moves_to_cpu(module: Any) -> None:
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **others: Any) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
 def _stand_in_for_training_log(module: Any) -> None:
     training_log = module.training_log
     signature = inspect.signature(training_log)
@@ -326,6 +337,7 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.models.hybrid.hybrid_block": _stand_in_for_final_norm,
     "megatron.core.ssm.mamba_block": _stand_in_for_final_norm,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
+    "megatron.core.transformer.moe.moe_utils": _stand_in_for_moves_to_cpu,
     "megatron.training.training": _stand_in_for_training_log,
 }
 
