@@ -35,8 +35,10 @@ random state                   core/tensor_parallel/random.py: the tracker's sta
 ``TENorm`` of Hybrid/Mamba     core/models/hybrid/hybrid_block.py and core/ssm/mamba_block.py
                                hard-code TENorm for the final norm
 `maybe_move_tensor_to_cpu`     core/transformer/moe makes NumPy arrays of what is on a GPU only, and
-                               gloo takes no tensors as sizes; with Megatron's ``record_stream``
-                               calls it lets combined 1F1B run (expert tensor parallelism of 1)
+                               gloo takes no tensors as sizes
+``te_general_gemm``            core/transformer/moe/moe_utils.py up to 0.16 reads the name without
+                               Transformer Engine too
+`record_stream`, NVTX ranges   combined 1F1B (core/pipeline_parallel/utils.py)
 inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
                                ``isinstance`` with classes that Transformer Engine would define
 training_log                   nobody: Megatron logs the gradient norm with three decimals, too few
@@ -232,6 +234,7 @@ def _stand_in_for_torch_cuda() -> None:
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _ignore
     torch.Tensor.record_stream = _ignore  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment, method-assign]
 
@@ -297,7 +300,9 @@ def _stand_in_for_final_norm(module: Any) -> None:
     module.TENorm = torch_norm
 
 
-def _stand_in_for_moves_to_cpu(module: Any) -> None:
+def _stand_in_for_moe_utils(module: Any) -> None:
+    vars(module).setdefault("te_general_gemm", None)
+
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **others: Any) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -337,7 +342,7 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.models.hybrid.hybrid_block": _stand_in_for_final_norm,
     "megatron.core.ssm.mamba_block": _stand_in_for_final_norm,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
-    "megatron.core.transformer.moe.moe_utils": _stand_in_for_moves_to_cpu,
+    "megatron.core.transformer.moe.moe_utils": _stand_in_for_moe_utils,
     "megatron.training.training": _stand_in_for_training_log,
 }
 
