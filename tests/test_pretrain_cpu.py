@@ -168,11 +168,15 @@ def test_pretrain_gpt_with_options_of_the_loss(harness, tmp_path, checkout):
         # Logits of an untrained model are nearly equal.
         assert stock[0] - masked[0] == pytest.approx(math.log(256 / 127), abs=0.03)
         assert masked[1] < masked[0]
-    all_of_them = "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5"
+    all_of_them = (
+        "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5 "
+        "--fused-ce-log-accuracy"
+    )
     changed, output = exact_losses(
         harness, checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split()
     )
     assert "loss with label_smoothing, z_loss, logit_softcap" in output
+    assert output.count('"lm accuracy": ') == 2
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
 
 

@@ -56,16 +56,20 @@ def remember_calls(model_class: type) -> bool:
     inner call counts. Calling this again changes nothing.
 
     Returns:
-        whether there is an entry that takes a mask.
+        whether the class or a base has an entry that takes a mask.
     """
+    takes_mask = False
     for cls in model_class.__mro__:
         for name in _ENTRIES:
             entry = vars(cls).get(name)
-            if not callable(entry) or hasattr(entry, "__fused_ce_entry__"):
-                continue
-            if {"labels", "loss_mask"} <= inspect.signature(entry).parameters.keys():
+            if hasattr(entry, "__fused_ce_entry__"):
+                takes_mask = True
+            elif callable(entry) and (
+                {"labels", "loss_mask"} <= inspect.signature(entry).parameters.keys()
+            ):
                 setattr(cls, name, _remembering(entry))
-    return any(hasattr(getattr(model_class, name, None), "__fused_ce_entry__") for name in _ENTRIES)
+                takes_mask = True
+    return takes_mask
 
 
 def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
