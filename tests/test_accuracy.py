@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import math
+import threading
 import types
 import weakref
 
@@ -148,6 +149,13 @@ def test_a_head_evaluated_twice(schedules):
     first, again = head(), head(~CORRECT)
     assert calc_loss(schedules, again)[KEY].tolist() == [5.0, 8.0]
     assert KEY not in calc_loss(schedules, first)
+
+
+def test_a_head_evaluated_on_autograds_thread(schedules):
+    loss = head()
+    backward = threading.Thread(target=head, args=(~CORRECT,))
+    backward.start(), backward.join()
+    assert calc_loss(schedules, loss)[KEY].tolist() == [3.0, 8.0]
 
 
 def test_other_stages_and_models_without_it(schedules):
