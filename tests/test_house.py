@@ -82,7 +82,6 @@ def test_only_the_front_doors_read_command_lines():
     assert readers == {
         "megatron_fused_ce/__main__.py",
         "megatron_fused_ce/adapter/arguments.py",
-        "megatron_fused_ce/adapter/switch.py",
         "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",
         "megatron_fused_ce/estimate/command.py",

@@ -13,12 +13,14 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HARNESS = REPOSITORY / "scripts" / "compare_pretrain.py"
@@ -105,13 +107,15 @@ UNDER = {
 }
 
 
-def launch(harness, checkout, tmp_path, script, *flags):
-    """Two iterations of the plain case, TP 2, by ``script``."""
-    case = harness.cpu_case(harness.Checkout.at(checkout), "gpt", "plain")
+def launch(harness, checkout, tmp_path, script, *flags, case="plain"):
+    """Two iterations of a case (plain: TP 2) by ``script``, unless ``flags`` say otherwise."""
+    case = harness.cpu_case(harness.Checkout.at(checkout), "gpt", case)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(case.num_processes)),
-        *("-m", "megatron_fused_ce.testing.megatron_cpu", str(script)),
+        *("-m", "megatron_fused_ce.testing.megatron_cpu"),
+        *(["--fused-wgrad"] if case.fused_wgrad else []),
+        str(script),
         *case.args,
         *("--train-iters", "2", "--eval-iters", "0"),
         *flags,
@@ -181,11 +185,15 @@ def test_pretrain_gpt_with_options_of_the_loss(harness, tmp_path, checkout):
         # Logits of an untrained model are nearly equal.
         assert stock[0] - masked[0] == pytest.approx(math.log(256 / 127), abs=0.03)
         assert masked[1] < masked[0]
-    all_of_them = "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5"
+    all_of_them = (
+        "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5 "
+        "--fused-ce-log-accuracy"
+    )
     changed, output = exact_losses(
         harness, checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split()
     )
     assert "loss with label_smoothing, z_loss, logit_softcap" in output
+    assert output.count('"lm accuracy": ') == 2
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
 
 
@@ -208,6 +216,92 @@ def test_pretrain_gpt_in_fp16_skips_the_same_steps(harness, tmp_path, checkout):
     for figures in on:
         assert figures.heads_fused and figures.skipped == off.skipped
         assert figures.losses["lm loss"] == pytest.approx(off.losses["lm loss"], rel=1e-4)
+
+
+#: Before ``__main__`` of pretrain_gpt.py: the accuracy by the stock logits of the same launch.
+COUNT_BY_LOGITS = """
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+corrects, plain_head, plain_loss_func = [], LanguageModule.compute_language_model_loss, loss_func
+
+def compute_language_model_loss(self, labels, logits):
+    with torch.no_grad():
+        everywhere = gather_from_tensor_model_parallel_region(logits.materialise()).transpose(0, 1)
+    last = everywhere.shape[-1] - 1
+    own = everywhere.gather(-1, labels.clamp(max=last).unsqueeze(-1)).squeeze(-1)
+    # The main head comes last.
+    corrects[:] = [(own == everywhere.amax(-1)) & (labels <= last)]
+    return plain_head(self, labels, logits)
+
+def loss_func(loss_mask, output_tensor, model=None):
+    *others, report = plain_loss_func(loss_mask, output_tensor, model=model)
+    pair = torch.stack([(corrects.pop() * loss_mask).sum(), loss_mask.sum()])
+    return (*others, {**report, "by logits": pair})
+
+LanguageModule.compute_language_model_loss = compute_language_model_loss
+
+"""
+#: A forward runs beside another micro-batch's backward, by a schedule of its own.
+COMBINED_1F1B = """
+    --overlap-moe-expert-parallel-comm --num-experts 4 --moe-token-dispatcher-type alltoall
+    --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --disable-bias-linear --bf16
+"""
+
+
+def figures(output, events, key):
+    """By iteration, of a launch: exact lines, its log, its evaluations, TensorBoard's two curves."""
+    exact = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
+    exact = [json.loads(line.split("exact", 1)[1]) for line in exact]
+    logged = re.findall(rf"iteration +(\d+)/.* {key}: (\S+) ", output)
+    evaluated = re.findall(rf"validation loss at iteration (\d+) .*{key} value: (\S+) ", output)
+    return {
+        "exact": {line["iteration"]: line[key] for line in exact},
+        # Not every version logs zeros.
+        "log": {int(at): float(value) for at, value in logged if float(value)},
+        "evaluations": {int(at): float(value) for at, value in evaluated},
+        "TensorBoard": {one.step: one.value for one in events.Scalars(key)},
+        "its evaluations": {one.step: one.value for one in events.Scalars(f"{key} validation")},
+    }
+
+
+@needs_checkout
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        ("distopt", ""),
+        ("pp2-mtp", ""),
+        ("vpp", ""),
+        ("distopt", COMBINED_1F1B),
+        ("vpp", COMBINED_1F1B),
+    ],
+    ids=["distopt", "pp2-mtp", "vpp", "combined 1F1B", "vpp, combined 1F1B"],
+)
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_pretrain_gpt_logs_the_accuracy(harness, tmp_path, checkout, case, more):
+    """Over tensor, data and pipeline ranks, micro-batches and evaluations, against the stock logits."""
+    source = (Path(checkout) / "pretrain_gpt.py").read_text()
+    main = 'if __name__ == "__main__":'
+    assert source.count(main) == 1
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(source.replace(main, COUNT_BY_LOGITS + main))
+    run = launch(
+        harness, checkout, tmp_path, script, "--train-iters", "6", "--lr", "1e-2",
+        "--eval-iters", "2", "--eval-interval", "3", "--eod-mask-loss",
+        *("--tensorboard-dir", str(tmp_path / "events")), *more.split(),
+        *("--fused-chunked-ce", "--fused-ce-num-chunks=3", "--fused-ce-log-accuracy"), case=case,
+    )  # fmt: skip
+    output = run.stdout + run.stderr
+    assert run.returncode == 0, output[-3000:]
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    found = figures(output, events, "lm accuracy")
+    steps = [1, 2, 3, 4, 5, 6]
+    assert list(found["exact"]) == list(found["TensorBoard"]) == steps
+    assert list(found["log"]) == [step for step in steps if found["exact"][step] > 0]
+    assert list(found["evaluations"]) == list(found["its evaluations"]) == [3, 6]
+    assert found == figures(output, events, "by logits")
+    # The mock data of 0.15 counts beyond the vocabulary; of the others it has learnt something.
+    assert found["exact"][6] > 0.05 or harness.Checkout.at(checkout).version < (0, 16)
 
 
 @pytest.mark.parametrize(

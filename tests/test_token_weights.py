@@ -65,7 +65,14 @@ class OldMamba(GPT):
         return input_ids.sum() * self.compute_language_model_loss(labels)
 
 
-for _class in (GPT, Hybrid, MaskByItself, OldMamba):
+class PassesOn(Hybrid):
+    """A user's subclass whose signature names nothing."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+for _class in (GPT, Hybrid, MaskByItself, OldMamba, PassesOn):
     token_weights.remember_calls(_class)
 
 
@@ -81,6 +88,18 @@ def test_the_mask_is_found(model_class):
     model(torch.ones(3), labels=labels(), loss_mask=mask)
     (found,) = model.found
     assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
+
+
+@pytest.mark.parametrize("model_class", [GPT, Hybrid, MaskByItself, PassesOn])
+def test_a_mask_can_reach_the_head(model_class):
+    assert token_weights.remember_calls(model_class)
+
+
+def test_no_mask_can_reach_the_head():
+    class Alone(nn.Module):
+        forward = OldMamba.forward
+
+    assert not token_weights.remember_calls(Alone)
 
 
 def test_by_position():

@@ -154,6 +154,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="leave tokens that the loss_mask gives no weight out of every product",
     )
     group.add_argument(
+        "--fused-ce-log-accuracy",
+        action="store_true",
+        help="report the share of tokens whose label has the largest logit beside the lm loss, in training "
+        "and evaluation",
+    )
+    group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
         help="compare shapes and options over the tensor-parallel ranks on every call",
@@ -198,15 +204,35 @@ def _true_vocab_size() -> int:
     return size
 
 
-def config_from_argv(argv: Sequence[str]) -> FusedCEConfig | None:
-    """The same from a raw command line, all other arguments ignored."""
+def logs_accuracy(args: Any) -> bool:
+    """Whether parsed arguments ask for the accuracy beside the loss."""
+    return bool(getattr(args, "fused_ce_log_accuracy", False))
+
+
+def args_from_argv(argv: Sequence[str]) -> argparse.Namespace | None:
+    """The flags in a raw command line, all other arguments ignored; None without the flag."""
     if FLAG not in argv:
         return None
     parser = add_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
-    return config_from_args(parser.parse_known_args(list(argv))[0])
+    return parser.parse_known_args(list(argv))[0]
+
+
+def config_from_argv(argv: Sequence[str]) -> FusedCEConfig | None:
+    """The config that a raw command line asks for, None without the flag."""
+    return config_from_args(args_from_argv(argv))
 
 
 def megatron_args() -> Any:
     """Megatron's own parsed arguments, None where there are none (yet)."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)
+
+
+def launch_args() -> Any:
+    """The arguments that ask for the fused head, None where none do.
+
+    Megatron's parsed ones where they ask for it; else those of ``sys.argv``, since ``--yaml-cfg``
+    replaces what was parsed from the command line.
+    """
+    parsed = megatron_args()
+    return parsed if getattr(parsed, "fused_chunked_ce", False) else args_from_argv(sys.argv[1:])

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fused_ce.adapter import arguments, report, stock_path, token_weights
+from megatron_fused_ce.adapter import accuracy, arguments, report, stock_path, token_weights
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.switch import active_config
+from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
 from megatron_fused_ce.config import FusedCEConfig
+
+_TAKES_LOGITS = "the loss of this call takes real logits"
 
 
 def patch(module: ModuleType) -> None:
@@ -25,7 +27,7 @@ def patch(module: ModuleType) -> None:
         stock_setup(self)
         config = active_config()
         if config is not None and self.post_process and hasattr(self, "output_layer"):
-            adopt_output_layer(self, config)
+            adopt_output_layer(self, config, logs_accuracy())
 
     @wraps(stock_loss)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
@@ -34,28 +36,43 @@ def patch(module: ModuleType) -> None:
         layer = getattr(self, "output_layer", None)
         adopted: FusedCEConfig | None = getattr(layer, "fused_ce_config", None)
         if adopted is not None:
-            stock_path.refuse_options(adopted, "the loss of this call takes real logits")
+            stock_path.refuse_options(adopted, _TAKES_LOGITS)
         loss: Tensor = stock_loss(self, labels, logits)
+        if layer is not None and getattr(layer, "fused_ce_log_accuracy", False):
+            accuracy.remember(loss, None, _TAKES_LOGITS, layer.tp_group.rank())
         return loss
 
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
     language_module.compute_language_model_loss = compute_language_model_loss
 
 
-def adopt_output_layer(model: Any, config: Any) -> None:
-    """Defer the logits of this model's head, or say why not."""
+def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) -> None:
+    """Defer the logits of this model's head, or say why not.
+
+    Raises:
+        ValueError: what was asked for cannot be had where the head stays with Megatron; the accuracy also
+            where its loss mask or the schedules' seam is missing.
+    """
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
     args = arguments.megatron_args()
     reason = stock_path.reason_at_build(model, args)
     if reason is not None:
         stock_path.refuse_options(config, reason)
+        if log_accuracy:
+            stock_path.refuse_accuracy(f"the head would stay on Megatron's own path: {reason}")
         report.left_to_megatron(model, reason)
         return
+    takes_mask = token_weights.remember_calls(type(model))
+    missing = accuracy.reason_at_build(takes_mask) if log_accuracy else None
+    if missing is not None:
+        stock_path.refuse_accuracy(missing)
     ColumnParallelLinear.adopt(
-        model.output_layer, config, with_argmax=_counts_mtp_acceptance(model.config)
+        model.output_layer,
+        config,
+        with_argmax=_counts_mtp_acceptance(model.config),
+        log_accuracy=log_accuracy,
     )
-    token_weights.remember_calls(type(model))
     report.adopted(model, args)
 
 

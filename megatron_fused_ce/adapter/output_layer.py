@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import report, stock_path
+from megatron_fused_ce.adapter import accuracy, report, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -32,14 +32,16 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_config: FusedCEConfig
     fused_ce_sequence_parallel: bool
     fused_ce_with_argmax: bool
+    fused_ce_log_accuracy: bool
 
     @staticmethod
-    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool) -> None:
+    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool) -> None:
         """Make a stock layer defer its logits from now on."""
         layer.__class__ = ColumnParallelLinear
         layer.fused_ce_config = config
         layer.fused_ce_sequence_parallel = layer.sequence_parallel
         layer.fused_ce_with_argmax = with_argmax
+        layer.fused_ce_log_accuracy = log_accuracy
 
     def __call__(
         self,
@@ -92,25 +94,33 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
         weight = self.weight if weight is None else weight
+        labels, token_weights = fused_ce_request.labels, fused_ce_request.token_weights
+        counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
         out = linear_cross_entropy(
             input_,
             weight,
-            fused_ce_request.labels,
+            labels,
             tp_group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
-            token_weights=fused_ce_request.token_weights.values,
+            token_weights=token_weights.values,
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
             config=self._config_of_call(fused_ce_request),
+            outputs=("correct",) if counts_correct else (),
             with_argmax=self.fused_ce_with_argmax and self.training,
-            unmasked=fused_ce_request.token_weights.unmasked,
+            unmasked=token_weights.unmasked,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
         )
         report.evaluation_once(self, input_, weight, out.plan)
         if out.local_max is not None and out.local_argmax is not None:
-            in_sequence = fused_ce_request.labels.t().shape  # [s, b]
+            in_sequence = labels.t().shape  # [s, b]
             fused_ce_request.local_max = out.local_max.view(in_sequence)
             fused_ce_request.local_argmax = out.local_argmax.view(in_sequence)
+        if self.fused_ce_log_accuracy:
+            counts = accuracy.count(
+                labels, token_weights, out.outputs.correct, self.fused_ce_config.ignore_index
+            )
+            accuracy.remember(out.loss, counts, token_weights.unknown, self.tp_group.rank())
         return out.loss, None
 
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:

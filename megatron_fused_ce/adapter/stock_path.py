@@ -78,6 +78,18 @@ def refuse_options(config: FusedCEConfig, reason: str) -> None:
         )
 
 
+def refuse_accuracy(reason: str) -> None:
+    """Raise where a model whose accuracy was asked for has no head that could count it.
+
+    Raises:
+        ValueError: saying why.
+    """
+    raise ValueError(
+        f"--fused-ce-log-accuracy (log_accuracy) takes what the fused head counts: {reason}. Leave it out, "
+        "or what stands in its way"
+    )
+
+
 def reason_at_call(layer: Any, hidden: Any, gather_output: bool) -> str | None:
     """Why this call of a head that is otherwise fused takes the stock path, or None."""
     if torch.is_inference_mode_enabled():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from megatron_fused_ce.config import FusedCEConfig
@@ -25,6 +24,7 @@ class Counters:
 
 _counters = Counters()
 _enabled_config: FusedCEConfig | None = None
+_enabled_log_accuracy = False
 
 
 def counters() -> Counters:
@@ -32,17 +32,22 @@ def counters() -> Counters:
     return _counters
 
 
-def enable(config: FusedCEConfig | None = None) -> None:
+def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False) -> None:
     """Turn the fused head on for models built from now on, whatever launched them.
 
     The same as ``--fused-chunked-ce`` for launches without Megatron's command line (Megatron-Bridge,
-    NeMo, own scripts). Call it before the model is built, on every rank, with the same ``config``;
+    NeMo, own scripts). Call it before the model is built, on every rank, with the same arguments;
     Megatron may have been imported already or not. Runs no collective.
+
+    Args:
+        log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
+            function of Megatron's schedules reports.
     """
-    global _enabled_config
+    global _enabled_config, _enabled_log_accuracy
     from megatron_fused_ce.adapter import import_hook
 
     _enabled_config = config or FusedCEConfig()
+    _enabled_log_accuracy = log_accuracy
     import_hook.install()
 
 
@@ -53,14 +58,18 @@ def disable() -> None:
 
 
 def active_config() -> FusedCEConfig | None:
-    """What applies to a model built now: :func:`enable`'s config, else the command line's, else None.
-
-    Megatron's parsed arguments count where they ask for it; else ``sys.argv`` does, since
-    ``--yaml-cfg`` replaces what was parsed from the command line.
-    """
+    """What applies to a model built now: :func:`enable`'s config, else the launch's, else None."""
     if _enabled_config is not None:
         return _enabled_config
     from megatron_fused_ce.adapter import arguments
 
-    parsed = arguments.config_from_args(arguments.megatron_args())
-    return parsed if parsed is not None else arguments.config_from_argv(sys.argv[1:])
+    return arguments.config_from_args(arguments.launch_args())
+
+
+def logs_accuracy() -> bool:
+    """Whether a model built now counts its correct tokens; asked where there is a config."""
+    if _enabled_config is not None:
+        return _enabled_log_accuracy
+    from megatron_fused_ce.adapter import arguments
+
+    return arguments.logs_accuracy(arguments.launch_args())

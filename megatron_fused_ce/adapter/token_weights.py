@@ -56,19 +56,27 @@ _calls = _Calls()
 _ENTRIES = ("forward", "_postprocess")
 
 
-def remember_calls(model_class: type) -> None:
+def remember_calls(model_class: type) -> bool:
     """Make the entries of a model class and its bases remember labels and mask while they run.
 
     A subclass that makes up its mask and passes it to ``super().forward`` is remembered twice; the
     inner call counts. Calling this again changes nothing.
+
+    Returns:
+        whether the class or a base has an entry that takes a mask.
     """
+    takes_mask = False
     for cls in model_class.__mro__:
         for name in _ENTRIES:
             entry = vars(cls).get(name)
-            if not callable(entry) or hasattr(entry, "__fused_ce_entry__"):
-                continue
-            if {"labels", "loss_mask"} <= inspect.signature(entry).parameters.keys():
+            if hasattr(entry, "__fused_ce_entry__"):
+                takes_mask = True
+            elif callable(entry) and (
+                {"labels", "loss_mask"} <= inspect.signature(entry).parameters.keys()
+            ):
                 setattr(cls, name, _remembering(entry))
+                takes_mask = True
+    return takes_mask
 
 
 def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:

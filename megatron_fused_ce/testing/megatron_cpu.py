@@ -34,6 +34,11 @@ random state                   core/tensor_parallel/random.py: the tracker's sta
                                the stand-in marks them
 ``TENorm`` of Hybrid/Mamba     core/models/hybrid/hybrid_block.py and core/ssm/mamba_block.py
                                hard-code TENorm for the final norm
+`maybe_move_tensor_to_cpu`     core/transformer/moe makes NumPy arrays of what is on a GPU only, and
+                               gloo takes no tensors as sizes
+``te_general_gemm``            core/transformer/moe/moe_utils.py up to 0.16 reads the name without
+                               Transformer Engine too
+`record_stream`, NVTX ranges   combined 1F1B (core/pipeline_parallel/utils.py)
 inference column linear test   core/tensor_parallel/inference_layers.py (after 0.19) calls
                                ``isinstance`` with classes that Transformer Engine would define
 ``get_nccl_options``           core/parallel_state.py asks for streams of high priority under FSDP2
@@ -231,6 +236,8 @@ def _stand_in_for_torch_cuda() -> None:
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _ignore
+    torch.Tensor.record_stream = _ignore  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment, method-assign]
 
     barrier = torch.distributed.barrier
@@ -295,6 +302,15 @@ def _stand_in_for_final_norm(module: Any) -> None:
     module.TENorm = torch_norm
 
 
+def _stand_in_for_moe_utils(module: Any) -> None:
+    vars(module).setdefault("te_general_gemm", None)
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, **others: Any) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
 def _stand_in_for_training_log(module: Any) -> None:
     training_log = module.training_log
     signature = inspect.signature(training_log)
@@ -344,6 +360,7 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.distributed.torch_fully_sharded_data_parallel": _stand_in_for_device_mesh,
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _stand_in_for_device_mesh,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
+    "megatron.core.transformer.moe.moe_utils": _stand_in_for_moe_utils,
     "megatron.training.training": _stand_in_for_training_log,
 }
 

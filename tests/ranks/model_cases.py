@@ -10,7 +10,7 @@ import contextlib
 import functools
 import io
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -433,7 +433,128 @@ def loss_options(rank: Rank) -> None:
             arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
 
 
+class Batch(NamedTuple):
+    """One micro-batch, each ``[b, s]``."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+
+
+def stock_logits(off: Any, ids: torch.Tensor, rank: Rank) -> torch.Tensor:
+    """``[b, s, VOCAB]`` that the main head's loss is computed of."""
+    seen = []
+    off.compute_language_model_loss = lambda labels, logits: seen.append(logits) or labels.float()
+    with torch.no_grad():
+        off(ids, *positions_and_mask(rank), labels=ids, loss_mask=torch.ones_like(ids).float())
+    del off.compute_language_model_loss
+    shards = [torch.empty_like(seen[-1]) for _ in range(rank.size)]
+    torch.distributed.all_gather(shards, seen[-1].contiguous())
+    return torch.cat(shards, -1).transpose(0, 1)
+
+
+def batches_half_right(off: Any, rank: Rank) -> tuple[list[Batch], list[torch.Tensor]]:
+    """Three micro-batches and which labels have the largest of the stock logits: about half of them."""
+    generator = torch.Generator().manual_seed(5)
+    found, corrects = [], []
+    for _ in range(3):
+        ids, other = torch.randint(0, VOCAB, (2, BATCH, SEQUENCE), generator=generator)
+        draw, mask = torch.rand(2, BATCH, SEQUENCE, generator=generator).to(rank.device)
+        ids, other = ids.to(rank.device), other.to(rank.device)
+        logits = stock_logits(off, ids, rank)
+        labels = torch.where(draw < 0.5, logits.argmax(-1), other)
+        found.append(Batch(ids, labels, (mask < 0.7).float()))
+        corrects.append(labels == logits.argmax(-1))
+    return found, corrects
+
+
+def pretrain_loss(mask: torch.Tensor, losses: torch.Tensor) -> Any:
+    """pretrain_gpt.py's loss function."""
+    loss = (losses.view(-1).float() * mask.view(-1)).sum()
+    num_tokens = mask.sum().to(torch.int)
+    pair = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": pair}
+
+
+def run_schedule(built: Any, batches: list[Batch], rank: Rank, forward_only: bool) -> list[Any]:
+    """What the loss function reports of each micro-batch, by Megatron's own schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data: Any, model: Any) -> Any:
+        batch = next(data)
+        losses = model(
+            batch.ids, *positions_and_mask(rank), labels=batch.labels, loss_mask=batch.mask
+        )
+        return losses, functools.partial(pretrain_loss, batch.mask)
+
+    return list(
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iter(batches), model=[built],
+            num_microbatches=len(batches), seq_length=SEQUENCE, micro_batch_size=BATCH,
+            forward_only=forward_only,
+        )
+    )  # fmt: skip
+
+
+def accuracy_beside_the_loss(rank: Rank, model: Model) -> None:
+    """Against the argmax of the stock logits, in training and evaluation."""
+    import megatron_fused_ce
+
+    with parallel(rank):
+        megatron_fused_ce.disable()
+        off = build(model, rank)
+        batches, corrects = batches_half_right(off, rank)
+        ignored = int(batches[0].labels[0, 0])
+        for ignore_index in (None, ignored):
+            config = megatron_fused_ce.FusedCEConfig(
+                model.strategy, num_chunks=3, ignore_index=ignore_index
+            )
+            megatron_fused_ce.enable(config, log_accuracy=True)
+            on = build(model, rank)
+            megatron_fused_ce.disable()
+            for forward_only in (False, True):
+                on.train(not forward_only)
+                reports = run_schedule(on, batches, rank, forward_only)
+                for (_, labels, mask), correct, reported in zip(
+                    batches, corrects, reports, strict=True
+                ):
+                    if ignore_index is not None:
+                        mask = mask * (labels != ignore_index)
+                    expected = torch.stack([(mask * correct).sum(), mask.sum()])
+                    assert 0 < expected[0] < expected[1] - 5
+                    assert torch.equal(reported["lm accuracy"], expected), (reported, expected)
+        for reported in run_schedule(off, batches, rank, True):
+            assert list(reported) == ["lm loss"]
+
+
+def accuracy_that_cannot_be_had(rank: Rank) -> None:
+    """At start-up it is refused; a call on the stock path leaves the key, and NaN in it."""
+    import megatron_fused_ce
+
+    with parallel(rank), pytest.MonkeyPatch.context() as patch:
+        megatron_fused_ce.disable()
+        batches, _ = batches_half_right(build(Model(), rank), rank)
+        megatron_fused_ce.enable(log_accuracy=True)
+        on = build(Model(), rank)
+        assert not run_schedule(on, batches, rank, True)[0]["lm accuracy"].isnan().any()
+        hook = on.output_layer.register_forward_hook(lambda *a: None)
+        for reported in run_schedule(on, batches, rank, False):
+            assert reported["lm accuracy"].isnan().all() and reported["lm loss"].isfinite().all()
+        hook.remove()
+        if not takes_mask(Model(family="hybrid")):
+            with pytest.raises(ValueError, match=r"log-accuracy.*without a loss_mask"):
+                build(Model(family="hybrid"), rank)
+        patch.setattr("megatron_fused_ce.adapter.accuracy.SEAM", "no_such_function")
+        with pytest.raises(ValueError, match="schedules have no no_such_function"):
+            build(Model(), rank)
+        patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")
+        with pytest.raises(ValueError, match=r"on Megatron's own path: a test\. Leave it out"):
+            build(Model(), rank)
+        megatron_fused_ce.disable()
+
+
 CASES = {
+    "accuracy that cannot be had": accuracy_that_cannot_be_had,
     "options of the loss": loss_options,
     "start-up line": start_up_line,
     "checkpoint moves between flag off and on": checkpoint_moves,
@@ -475,9 +596,14 @@ _SINCE_0_17 = {
     "hybrid mtp 1": Model(family="hybrid", mtp=1),
     "gpt mtp 1 detached heads": Model(mtp=1, extra={"mtp_detach_heads": True}),
 }
+for _name in ("gpt", "gpt sp", "gpt bf16 sp", "gpt mtp 2 tied", "gpt eager", "gpt store"):
+    CASES[f"accuracy: {_name}"] = functools.partial(accuracy_beside_the_loss, model=_MODELS[_name])
+CASES["accuracy: hybrid mtp 1"] = functools.partial(
+    accuracy_beside_the_loss, model=_SINCE_0_17["hybrid mtp 1"]
+)
 for _name, _model in {**_MODELS, **_SINCE_0_17}.items():
     CASES[f"off against on: {_name}"] = functools.partial(off_against_on, model=_model)
-NEEDS_0_19 = {f"off against on: {name}" for name in _SINCE_0_17}
+NEEDS_0_19 = {f"{kind}: {name}" for kind in ("off against on", "accuracy") for name in _SINCE_0_17}
 
 
 def skip(name: str) -> bool:
