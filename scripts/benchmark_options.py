@@ -236,11 +236,12 @@ def main(words: list[str] | None = None) -> int:
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "triton": version("triton"),
-            "words": sys.argv[1:] if words is None else words,
+            "words": {name: value for name, value in vars(given).items() if name != "out"},
         }
         text = json.dumps({"made_by": made_by, "rows": rows}, indent=1) + "\n"
         given.out.write_text(text)
-        given.out.with_suffix(".md").write_text(table(rows))
+        head = f"# What an option costs\n\n{json.dumps(made_by)}\n\n"
+        given.out.with_suffix(".md").write_text(head + table(rows))
     return 0
 
 
