@@ -331,6 +331,19 @@ def largest_shard(group: dist.ProcessGroup | None, num_rows: int) -> int:
     return _largest_shards.get(group, {}).get(num_rows, num_rows)
 
 
+def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
+    """Raise where more columns are to take part than there are in all shards, ``num_rows``.
+
+    Raises:
+        ValueError: saying both.
+    """
+    if (true_vocab_size or 0) > num_rows:
+        raise ValueError(
+            f"true_vocab_size is {true_vocab_size}, and the vocabulary has {num_rows} rows over all ranks; "
+            "give the number of real tokens, without the padding"
+        )
+
+
 def agree(
     group: dist.ProcessGroup | None,
     facts: dict[str, int],
@@ -359,6 +372,7 @@ def agree(
 
     Raises:
         RankDisagreement: naming the field and each rank's value, or the rank whose input is bad.
+        ValueError: ``true_vocab_size`` is more than there is.
     """
     size = 1 if group is None else dist.get_world_size(group)
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -366,6 +380,8 @@ def agree(
     if group is None or size == 1 or capturing or not (first or every_call):
         if error is not None:
             raise error
+        if size == 1:
+            check_true_vocab_size(facts["true_vocab_size"], num_rows)
         return
     _calls_by_group[group] = _calls_by_group.get(group, 0) + 1
 
@@ -393,7 +409,9 @@ def agree(
                 f"the ranks of the tensor-parallel group disagree on {name}: {seen} (by rank); "
                 "call the head with the same shapes and options on every rank"
             )
-    _largest_shards.setdefault(group, {})[num_rows] = max(row[3] for row in table)
+    of_shards = [row[3] for row in table]
+    check_true_vocab_size(facts["true_vocab_size"], sum(of_shards))
+    _largest_shards.setdefault(group, {})[num_rows] = max(of_shards)
     ranges = [(row[1], row[1] + row[2]) for row in table]
     for left, right in pairwise(sorted(ranges)):
         if vocab_range is not None and left[1] > right[0]:

@@ -188,3 +188,10 @@ def test_what_the_exponentiating_product_leaves_to_the_rows(name):
     else:
         with pytest.raises(ValueError, match="makes the plain loss, not"):
             choose("exp", "auto", flat, inputs.weight, 1.0, config.beyond_plain)
+
+
+def test_more_real_tokens_than_there_are_rows(device):
+    """Label smoothing would spread over columns that nobody has."""
+    inputs = problem("plain", torch.float32, device, {"true_vocab_size": 332})
+    with pytest.raises(ValueError, match="is 332, and the vocabulary has 331 rows"):
+        run(inputs, inputs.config)

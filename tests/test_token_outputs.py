@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -188,6 +189,19 @@ def test_a_certain_token_has_no_entropy(device):
         exact = 4 * torch.exp(torch.tensor(-30.0, dtype=torch.float64)) * 31
         error = abs(float(made.entropy) - float(exact))
         assert error < (1e-6 * exact if label == 2 else 1e-7)
+
+
+def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):
+    """A label's logit of -inf (fp16 overflows): loss inf, lse and entropy of the others."""
+    weight = torch.tensor([[1.0], [2.0], [-torch.inf]], device=device)
+    made = fused_linear_token_outputs(
+        torch.ones(1, 1, device=device), weight, torch.tensor([2], device=device), ("lse", "entropy")
+    )
+    z = torch.tensor([1.0, 2.0])
+    assert made.loss.item() == math.inf
+    assert made.lse.item() == pytest.approx(z.logsumexp(0).item(), rel=1e-6)
+    p = z.softmax(0)
+    assert made.entropy.item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-6)
 
 
 def test_nan_predicts_nothing(device):
