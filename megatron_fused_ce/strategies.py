@@ -444,8 +444,8 @@ FP16_HEADROOM_BITS = 8
 #: twice its upstream in absolute value (four times that with the outputs beside the loss and their like), and
 #: ``2 * 4 * 2**(8 + 4)`` is half of what fp16 holds.
 FP16_WEIGHT_BITS = 4
-#: ``eager`` keeps fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``: as far from
-#: what vanishes (2**-24, before the loss scale comes) as weights of up to 2**8 allow.
+#: ``eager`` keeps fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``: as far
+#: from what vanishes (2**-24, before the loss scale comes) as weights of up to 2**8 allow.
 FP16_WAITING_BITS = 4
 
 
@@ -475,7 +475,9 @@ def normalised(token_weights: Tensor, logit_scale: float, dtype: torch.dtype) ->
     if not token_weights.numel():
         return token_weights
     bits = FP16_WAITING_BITS if dtype == torch.float16 else 0
-    return torch.ldexp(token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale)))
+    return torch.ldexp(
+        token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale))
+    )
 
 
 def _shift_to(bits: int | Tensor, largest: Tensor) -> Tensor:

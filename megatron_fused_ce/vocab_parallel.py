@@ -102,8 +102,8 @@ class _SideStream:
         if self._together is not None or not hasattr(group, "_start_coalescing"):
             yield
             return
-        started = self._together = []
         group._start_coalescing(self.device)
+        started = self._together = []
         try:
             yield
         finally:
@@ -115,6 +115,9 @@ class _SideStream:
                 event = self.stream.record_event()
             for pending in started:
                 pending.event = event
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 @lru_cache(maxsize=16)
@@ -195,6 +198,14 @@ class VocabParallel:
         if self.size == 1 or device.type != "cuda":
             return nullcontext()
         return _side_stream(device).together(self.group)
+
+    def settle(self, device: torch.device) -> None:
+        """After an exception: memory of what is under way is not given to others before that has ended.
+
+        Collectives: none.
+        """
+        if self.size > 1 and device.type == "cuda":
+            _side_stream(device).settle()
 
     def gather(self, part: Tensor, out: Tensor) -> Pending:
         """Start gathering ``[R * k, H]`` into ``out`` from every rank's ``[k, H]``, in rank order.

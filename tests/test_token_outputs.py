@@ -195,7 +195,10 @@ def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):
     """A label's logit of -inf (fp16 overflows): loss inf, lse and entropy of the others."""
     weight = torch.tensor([[1.0], [2.0], [-torch.inf]], device=device)
     made = fused_linear_token_outputs(
-        torch.ones(1, 1, device=device), weight, torch.tensor([2], device=device), ("lse", "entropy")
+        torch.ones(1, 1, device=device),
+        weight,
+        torch.tensor([2], device=device),
+        ("lse", "entropy"),
     )
     z = torch.tensor([1.0, 2.0])
     assert made.loss.item() == math.inf
