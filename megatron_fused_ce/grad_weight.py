@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_fused_ce import upstream_guard
+
 
 class GradWeight(Protocol):
     """An end point of ``grad_weight``."""
@@ -26,9 +28,28 @@ class GradWeight(Protocol):
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         """What autograd gets for the weight. ``inv_scale`` undoes a scale on all that was added."""
 
+    def abandon(self) -> None:
+        """The backward has failed and autograd gets nothing: no part of a sum may pass for the whole."""
+
 
 #: Opens an end point for a weight and a number of chunks, with or without a scale to undo.
 OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
+
+
+class OpenedEndPoints:
+    """An :data:`OpenGradWeight` that remembers what it opened, to abandon it all."""
+
+    def __init__(self, open_grad_weight: OpenGradWeight) -> None:
+        self._open = open_grad_weight
+        self._opened: list[GradWeight] = []
+
+    def __call__(self, weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
+        self._opened.append(self._open(weight, num_chunks, scaled))
+        return self._opened[-1]
+
+    def abandon(self) -> None:
+        for end_point in self._opened:
+            end_point.abandon()
 
 
 def kind_of(open_grad_weight: OpenGradWeight) -> str:
@@ -88,6 +109,9 @@ class ReturnedGradWeight:
         product = self._product
         return (self._held.total(inv_scale) if product is None else product).to(self._dtype)
 
+    def abandon(self) -> None:
+        """Nobody has seen the sum."""
+
 
 class InPlaceGradWeight:
     """Adds into a gradient buffer that exists already, such as Megatron's ``main_grad``.
@@ -95,6 +119,9 @@ class InPlaceGradWeight:
     An fp32 buffer takes every chunk in place. Into any other dtype, or with a scale to undo, the
     chunks are summed in fp32 first (``4 * V * H`` bytes) and added once. Nothing is added before all
     of a backward's products have been issued, or, in place, chunk by chunk.
+
+    A backward that fails leaves the buffer as it was or, where something was added already, full of NaN,
+    which stops the next optimizer step unless it is zeroed before (:func:`.upstream_guard.refuse`).
     """
 
     def __init__(
@@ -108,14 +135,17 @@ class InPlaceGradWeight:
         self._returned = returned
         self._held = HeldGradWeight(buffer)
         self._in_place = buffer.dtype == torch.float32 and not scaled
+        self._touched = False
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._in_place:
+            self._touched = True
             accumulate_(self._buffer, grad_logits, hidden)
         else:
             self._held.add(grad_logits, hidden)
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
+        self._touched = True
         if self._buffer.dtype == torch.float32:
             add_scaled_(self._buffer, total, scale)
         else:
@@ -123,8 +153,13 @@ class InPlaceGradWeight:
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         if self._held.sum is not None:
+            self._touched = True
             self._buffer.add_(self._held.total(inv_scale))
         return self._returned()
+
+    def abandon(self) -> None:
+        if self._touched:
+            upstream_guard.refuse(self._buffer)
 
 
 def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:

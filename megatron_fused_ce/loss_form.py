@@ -156,8 +156,10 @@ class LossForm:
             return TokenOutputs(merged.loss)
         assert terms.label_shift is not None
         known = terms.label_shift != NOT_HERE
-        # log of the sum relative to the maximum, with the digits that a confident token's loss has.
+        # log of the sum relative to the maximum, with the digits that a confident token's loss has (which is
+        # inf for a label of -inf).
         log_sum = merged.loss + torch.where(known, terms.label_shift, 0.0)
+        log_sum = torch.where(merged.loss == torch.inf, -terms.inv_sum.log(), log_sum)
         lse = terms.row_max + log_sum
         loss = merged.loss
         if self.soft:

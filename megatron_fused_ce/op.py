@@ -21,7 +21,12 @@ from megatron_fused_ce.config import (
     STRATEGY_CHOICES,
     FusedCEConfig,
 )
-from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.grad_weight import (
+    OpenedEndPoints,
+    OpenGradWeight,
+    ReturnedGradWeight,
+    kind_of,
+)
 from megatron_fused_ce.logit_pass import LogitPass
 from megatron_fused_ce.loss_form import LossForm, SoftTargets, merge_duplicates
 from megatron_fused_ce.pipeline import Head
@@ -409,8 +414,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         needs: Needs,
     ) -> tuple[Tensor | None, ...]:
         """This shard's largest logits and their columns, then :class:`.TokenOutputs`; each ``[T]``."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            out = strategy.forward(head, hidden, weight, targets, needs)
+        try:
+            with torch.autocast(hidden.device.type, enabled=False):
+                out = strategy.forward(head, hidden, weight, targets, needs)
+        except BaseException:
+            head.comm.settle(hidden.device)
+            raise
         made = out.outputs.map(torch.flatten)
         row_max = None if out.row_max is None else out.row_max.flatten()
         argmax = None if out.argmax is None else out.argmax.flatten()
@@ -446,16 +455,22 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if loss is None:
             loss = terms.new_zeros(labels.shape)
         upstream = Upstream(loss, log_prob, lse, grad_entropy, entropy)
-        with torch.autocast(hidden.device.type, enabled=False):
-            grad_hidden, grad_weight = saved.strategy.backward(
-                saved.head,
-                hidden,
-                weight,
-                Targets(labels, None if ids is None else SoftTargets(ids, probs)),
-                waited,
-                upstream.map(lambda given: given.float().reshape(labels.shape)),
-                Needs(*saved.needs_input_grad[:2]),
-            )
+        end_points = OpenedEndPoints(saved.head.open_grad_weight)
+        try:
+            with torch.autocast(hidden.device.type, enabled=False):
+                grad_hidden, grad_weight = saved.strategy.backward(
+                    replace(saved.head, open_grad_weight=end_points),
+                    hidden,
+                    weight,
+                    Targets(labels, None if ids is None else SoftTargets(ids, probs)),
+                    waited,
+                    upstream.map(lambda given: given.float().reshape(labels.shape)),
+                    Needs(*saved.needs_input_grad[:2]),
+                )
+        except BaseException:
+            end_points.abandon()
+            saved.head.comm.settle(hidden.device)
+            raise
         return grad_hidden, grad_weight, None, None, None, None
 
 

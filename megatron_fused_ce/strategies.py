@@ -258,7 +258,7 @@ class KeepOrRecompute:
         (sequence parallelism), under its first product, and the reduction of its ``grad_hidden``, under its
         ``grad_weight``.
         """
-        upstream, inv_scale = _scaled(upstream, head.logit_scale, hidden.dtype)
+        upstream, inv_scale = _scaled(upstream, head.logit_scale, weight)
         end_point = None
         if needs.grad_weight:
             end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
@@ -315,8 +315,9 @@ class Eager:
         """
         assert head.token_weights is not None
         upstream_guard.prepare(hidden.device)
-        upstream = Upstream(head.token_weights)
-        upstream, inv_scale = _scaled(upstream, head.logit_scale, hidden.dtype)
+        token_weights = normalised(head.token_weights, head.logit_scale, hidden.dtype)
+        upstream = Upstream(token_weights)
+        upstream, inv_scale = _scaled(upstream, head.logit_scale, weight)
         out = Forward.empty(head, targets)
         held = HeldGradWeight(weight) if needs.grad_weight else None
         lag = 1 if head.comm.size > 1 else 0
@@ -359,7 +360,7 @@ class Eager:
             make_gradients(waiting.popleft())
         grad_hidden, row_factor = products.finish()
         total = None if held is None else held.total(inv_scale)
-        out.gradients = MadeGradients(head.token_weights, grad_hidden, row_factor, total)
+        out.gradients = MadeGradients(token_weights, grad_hidden, row_factor, total)
         return out
 
     def backward(
@@ -426,33 +427,61 @@ def _inputs(
 
 
 def _scaled(
-    upstream: Upstream, logit_scale: float, dtype: torch.dtype
+    upstream: Upstream, logit_scale: float, weight: Tensor
 ) -> tuple[Upstream, Tensor | None]:
     """``upstream * logit_scale``, for fp16 times a power of two whose inverse comes second."""
     upstream = upstream.scaled(logit_scale)
-    if dtype != torch.float16:
+    if weight.dtype != torch.float16:
         return upstream, None
-    scale, inv_scale = fp16_scale(upstream.gradients)
+    scale, inv_scale = fp16_scale(upstream.gradients, weight)
     return upstream.scaled(scale), inv_scale
 
 
 #: fp16 gradients of logits are written as ``2**FP16_HEADROOM_BITS`` times their share of the largest
-#: upstream gradient: 2.3e-10 is then the smallest probability that does not vanish, and a product's
-#: output stays far below 65504 for weights of any use.
+#: upstream gradient: 2.3e-10 is then the smallest probability that does not vanish.
 FP16_HEADROOM_BITS = 8
+#: And less where entries of the weight reach ``2**FP16_WEIGHT_BITS`` or more: a row of gradients sums up to
+#: twice its upstream in absolute value (four times that with the outputs beside the loss and their like), and
+#: ``2 * 4 * 2**(8 + 4)`` is half of what fp16 holds.
+FP16_WEIGHT_BITS = 4
+#: ``eager`` keeps fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``: as far
+#: from what vanishes (2**-24, before the loss scale comes) as weights of up to 2**8 allow.
+FP16_WAITING_BITS = 4
 
 
-def fp16_scale(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def fp16_scale(gradients: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
     """A power of two that brings the largest entry of any near ``2**8``, and its inverse (fp32 []).
 
-    Computed on the device, so the host never waits. 1 where there is nothing finite to scale by.
+    Less near for a large ``weight`` ``[V, H]``, so that the product with it stays finite. Computed on the
+    device, so the host never waits. 1 where there is nothing finite to scale by.
     """
     largest = gradients[0].new_zeros(())
     for factor in gradients:
         if factor.numel():
             largest = torch.maximum(largest, factor.abs().amax())
-    _, exponent = torch.frexp(largest)
-    shift = (FP16_HEADROOM_BITS - exponent).clamp(-100, 100)
-    shift = torch.where(torch.isfinite(largest) & (largest > 0), shift, 0)
+    _, of_weight = torch.frexp(torch.stack(weight.detach().aminmax()).float().abs().amax())
+    headroom = FP16_HEADROOM_BITS - (of_weight - FP16_WEIGHT_BITS).clamp(0, 16)
+    shift = _shift_to(headroom, largest)
     one = torch.ones_like(largest)
     return torch.ldexp(one, shift), torch.ldexp(one, -shift)
+
+
+def normalised(token_weights: Tensor, logit_scale: float, dtype: torch.dtype) -> Tensor:
+    """Times a power of two that brings the largest, times ``logit_scale``, near a common size.
+
+    ``eager`` makes gradients for them in the forward and multiplies by a scalar in the backward: what
+    ``dtype`` cannot hold in between would be lost. The same on every rank.
+    """
+    if not token_weights.numel():
+        return token_weights
+    bits = FP16_WAITING_BITS if dtype == torch.float16 else 0
+    return torch.ldexp(
+        token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale))
+    )
+
+
+def _shift_to(bits: int | Tensor, largest: Tensor) -> Tensor:
+    """The ``n`` with ``2**(bits - 1) <= largest * 2**n < 2**bits``, 0 for none."""
+    _, exponent = torch.frexp(largest)
+    shift = (bits - exponent).clamp(-100, 100)
+    return torch.where(torch.isfinite(largest) & (largest > 0), shift, 0)

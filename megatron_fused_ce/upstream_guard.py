@@ -1,4 +1,6 @@
-"""The never-silent rule of ``eager``: a wrong upstream gradient never reaches an optimizer step.
+"""What must not reach an optimizer step: ``eager``'s broken promises, gradients of a failed backward.
+
+The never-silent rule of ``eager``: a wrong upstream gradient never reaches an optimizer step.
 
 ``eager`` builds its gradients in the forward, for token weights ``w`` known there, and scales them in
 the backward by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
@@ -13,6 +15,7 @@ graphs, and where it is on it asks for a checkpoint and blames the hardware.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +44,10 @@ class UpstreamMismatch(RuntimeError):
     """The loss's upstream gradient was not a scalar times the token weights given to ``eager``."""
 
 
+class AbandonedGradient(RuntimeError):
+    """A gradient buffer holds what a failed backward left, and was not zeroed since."""
+
+
 @dataclass
 class _Flag:
     """Of one device. ``seen`` is bool [2]: fitting and mismatching upstream gradients."""
@@ -51,6 +58,7 @@ class _Flag:
 
 
 _flags: dict[torch.device, _Flag] = {}
+_refused: list[weakref.ref[Tensor]] = []
 _hooked = False
 
 
@@ -100,10 +108,7 @@ def prepare(device: torch.device) -> None:
         RuntimeError: a CUDA graph is being captured and there is no flag yet. One made there would be
             the graph's: each of its replays would forget what the ones before it found.
     """
-    global _hooked
-    if not _hooked:
-        _hooked = True
-        register_optimizer_step_pre_hook(_before_step)
+    _hook_optimizers()
     if device in _flags:
         return
     if _captures(device):
@@ -136,9 +141,22 @@ def watch(mismatch: Tensor) -> None:
     flag.seen.index_fill_(0, mismatch.reshape(1).long(), True)
 
 
+@torch.no_grad()
+def refuse(buffer: Tensor) -> None:
+    """Fill a gradient buffer with NaN and let no optimizer step before it is zeroed.
+
+    Every ``torch.optim`` optimizer calls :func:`check` from then on, as with :func:`watch`.
+    """
+    _hook_optimizers()
+    _refused.append(weakref.ref(buffer))
+    buffer.fill_(torch.nan)
+
+
 @torch.compiler.disable
 def check() -> None:
     """Raise if a mismatch was remembered since the last call. The host waits for the device.
+
+    Raise too as long as a buffer that was refused has not been zeroed.
 
     Returns at once where nothing was remembered. While a CUDA graph is captured (an optimizer step's,
     say) it captures a device-side assertion instead, which ends the process in a replay that meets a
@@ -147,12 +165,15 @@ def check() -> None:
     Raises:
         UpstreamMismatch: naming the fix. The mismatch is forgotten then, and the gradients are as wrong
             as they were: a caller that goes on must zero them.
+        AbandonedGradient: saying to zero it; again on the next call, until that is done.
     """
     if any(_captures(device) for device in _flags):
         here = _flags.get(torch.device("cuda", torch.cuda.current_device()))
         if here is not None:
             torch._assert_async(~here.seen[1], _ASSERTION)  # type: ignore[call-overload]
         return  # flags of other devices wait for the next call outside of a capture
+    if _refused:
+        _check_refused()
     mismatch = False
     for flag in list(_flags.values()):
         if flag.unread or flag.in_graph:
@@ -166,6 +187,24 @@ def check() -> None:
             "strategy eager was given in the forward (under Megatron: the loss_mask that the model was "
             f"called with), so its gradients are wrong; they were not applied. To go on: {_FIX}"
         )
+
+
+def _check_refused() -> None:
+    buffers = [buffer for ref in _refused if (buffer := ref()) is not None]
+    full = [buffer for buffer in buffers if bool(buffer[(0,) * buffer.dim()].isnan())]
+    _refused[:] = [weakref.ref(buffer) for buffer in full]
+    if full:
+        raise AbandonedGradient(
+            f"a main_grad of {tuple(full[0].shape)} holds NaN in place of what a backward that failed had "
+            "added to it; zero the gradients (Megatron: zero_grad_buffer() of its DDP) and run the step again"
+        )
+
+
+def _hook_optimizers() -> None:
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: object, args: object, kwargs: object) -> None:

@@ -102,8 +102,8 @@ class _SideStream:
         if self._together is not None or not hasattr(group, "_start_coalescing"):
             yield
             return
-        started = self._together = []
         group._start_coalescing(self.device)
+        started = self._together = []
         try:
             yield
         finally:
@@ -115,6 +115,9 @@ class _SideStream:
                 event = self.stream.record_event()
             for pending in started:
                 pending.event = event
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
 @lru_cache(maxsize=16)
@@ -195,6 +198,14 @@ class VocabParallel:
         if self.size == 1 or device.type != "cuda":
             return nullcontext()
         return _side_stream(device).together(self.group)
+
+    def settle(self, device: torch.device) -> None:
+        """After an exception: memory of what is under way is not given to others before that has ended.
+
+        Collectives: none.
+        """
+        if self.size > 1 and device.type == "cuda":
+            _side_stream(device).settle()
 
     def gather(self, part: Tensor, out: Tensor) -> Pending:
         """Start gathering ``[R * k, H]`` into ``out`` from every rank's ``[k, H]``, in rank order.
@@ -341,6 +352,19 @@ def largest_shard(group: dist.ProcessGroup | None, num_rows: int) -> int:
     return _largest_shards.get(group, {}).get(num_rows, num_rows)
 
 
+def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
+    """Raise where more columns are to take part than there are in all shards, ``num_rows``.
+
+    Raises:
+        ValueError: saying both.
+    """
+    if (true_vocab_size or 0) > num_rows:
+        raise ValueError(
+            f"true_vocab_size is {true_vocab_size}, and the vocabulary has {num_rows} rows over all ranks; "
+            "give the number of real tokens, without the padding"
+        )
+
+
 def agree(
     group: dist.ProcessGroup | None,
     facts: dict[str, int],
@@ -369,6 +393,7 @@ def agree(
 
     Raises:
         RankDisagreement: naming the field and each rank's value, or the rank whose input is bad.
+        ValueError: ``true_vocab_size`` is more than there is.
     """
     size = 1 if group is None else dist.get_world_size(group)
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -376,6 +401,8 @@ def agree(
     if group is None or size == 1 or capturing or not (first or every_call):
         if error is not None:
             raise error
+        if size == 1:
+            check_true_vocab_size(facts["true_vocab_size"], num_rows)
         return
     _calls_by_group[group] = _calls_by_group.get(group, 0) + 1
 
@@ -403,7 +430,9 @@ def agree(
                 f"the ranks of the tensor-parallel group disagree on {name}: {seen} (by rank); "
                 "call the head with the same shapes and options on every rank"
             )
-    _largest_shards.setdefault(group, {})[num_rows] = max(row[3] for row in table)
+    of_shards = [row[3] for row in table]
+    check_true_vocab_size(facts["true_vocab_size"], sum(of_shards))
+    _largest_shards.setdefault(group, {})[num_rows] = max(of_shards)
     ranges = [(row[1], row[1] + row[2]) for row in table]
     for left, right in pairwise(sorted(ranges)):
         if vocab_range is not None and left[1] > right[0]:

@@ -11,7 +11,21 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import hypothesis
 import pytest
+
+# Of tests/test_properties.py, over all of its properties; other tests name their own number.
+hypothesis.settings.register_profile(
+    "short", max_examples=300, derandomize=True, database=None, deadline=None
+)
+hypothesis.settings.register_profile(
+    "long",
+    max_examples=12_000,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
 @pytest.fixture(scope="session")

@@ -248,3 +248,10 @@ def test_logits_rounded_as_a_plain_layer_rounds_them(dtype, device):
     torch.testing.assert_close(run(inputs, config).loss, plain, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="cannot serve here"):
         choose(replace(config, logit_pass="exp"), inputs.hidden.flatten(0, 1), inputs.weight)
+
+
+def test_more_real_tokens_than_there_are_rows(device):
+    """Label smoothing would spread over columns that nobody has."""
+    inputs = problem("plain", torch.float32, device, {"true_vocab_size": 332})
+    with pytest.raises(ValueError, match="is 332, and the vocabulary has 331 rows"):
+        run(inputs, inputs.config)

@@ -366,6 +366,42 @@ def test_fp16_small_upstream_does_not_vanish(device):
     assert relative_error(result.grad_hidden, exact.grad_hidden.half()) < 2e-2
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp16_large_weights_do_not_overflow(strategy, device):
+    """Gradients of logits stand at 2**8: a wrong token's, times weights of 250, would be beyond 65504."""
+    inputs = make_inputs(
+        "plain", s=16, b=1, hidden_size=4, vocab=60, dtype=torch.float16, device=device
+    )
+    inputs.hidden.fill_(0.05)
+    inputs.weight[:30], inputs.weight[30:] = 250.0, -250.0
+    inputs.labels.remainder_(30).add_(30)
+    inputs.grad_loss.fill_(0.99)
+    assert_close(run(inputs, FusedCEConfig(strategy=strategy, num_chunks=3)), inputs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
+@pytest.mark.parametrize("log2_promise", [-60, -24, 16, 30])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_eager_keeps_gradients_whatever_size_the_weights_have(dtype, log2_promise, scale, device):
+    """A mask divided by its sum, say, and a loss scale: the product is what counts."""
+    inputs = make_inputs(
+        *("plain",), s=16, b=1, hidden_size=16, vocab=60, dtype=dtype, device=device,
+        logit_scale=scale,
+    )  # fmt: skip
+    result = run(
+        inputs,
+        FusedCEConfig(strategy="eager", num_chunks=3, logit_scale=scale),
+        token_weights=inputs.grad_loss * 2.0**log2_promise,
+    )
+    if dtype == torch.float16 and scale < 1:  # the results themselves are subnormal there
+        exact = truth(inputs)
+        for name in ("grad_hidden", "grad_weight"):
+            rounded = getattr(exact, name).half()
+            assert relative_error(getattr(result, name), rounded) < 0.1
+    else:
+        assert_close(result, inputs)
+
+
 def test_deterministic(device):
     inputs = make_inputs(
         "plain", s=32, b=2, hidden_size=32, vocab=500, dtype=torch.bfloat16, device=device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -196,6 +197,22 @@ def test_a_certain_token_has_no_entropy(device):
         error = abs(float(made.entropy) - float(exact))
         # exp(-30) in fp32: its argument in powers of two is rounded to 2**-24 of 43.
         assert error < (43 * 2.0**-23 * exact if label == 2 else 1e-7)
+
+
+def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):
+    """A label's logit of -inf (fp16 overflows): loss inf, lse and entropy of the others."""
+    weight = torch.tensor([[1.0], [2.0], [-torch.inf]], device=device)
+    made = fused_linear_token_outputs(
+        torch.ones(1, 1, device=device),
+        weight,
+        torch.tensor([2], device=device),
+        ("lse", "entropy"),
+    )
+    z = torch.tensor([1.0, 2.0])
+    assert made.loss.item() == math.inf
+    assert made.lse.item() == pytest.approx(z.logsumexp(0).item(), rel=1e-6)
+    p = z.softmax(0)
+    assert made.entropy.item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-6)
 
 
 def test_nan_predicts_nothing(device):

@@ -56,7 +56,6 @@ def _what_autograd_gets(weight: Any, dtype: torch.dtype) -> Tensor | None:
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    weight.grad_added_to_main_grad = True
     zero = bool(getattr(weight, "zero_out_wgrad", False))
     shape = list(weight.main_grad.shape)
     from megatron.core.tensor_parallel import layers
@@ -64,6 +63,8 @@ def _what_autograd_gets(weight: Any, dtype: torch.dtype) -> Tensor | None:
     if getattr(layers, "HAVE_TE", False):
         # Transformer Engine shares one dummy between layers.
         dummy: Tensor = layers.get_dummy_wgrad(shape, dtype, **({"zero": True} if zero else {}))
-        return dummy
-    make = torch.zeros if zero else torch.empty
-    return make(shape, dtype=dtype, device=weight.main_grad.device)
+    else:
+        make = torch.zeros if zero else torch.empty
+        dummy = make(shape, dtype=dtype, device=weight.main_grad.device)
+    weight.grad_added_to_main_grad = True
+    return dummy

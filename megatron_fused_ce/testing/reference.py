@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.strategies import FP16_WAITING_BITS, fp16_scale
 from megatron_fused_ce.token_outputs import TokenOutputs
 
 #: Norm-relative error that is always allowed, by dtype; otherwise twice eager PyTorch's own.
@@ -37,7 +39,101 @@ class HeadInputs:
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
 
 
-def plain_head(inputs: HeadInputs, dtype: torch.dtype) -> HeadResult:
+Change = Callable[[Tensor], Tensor]
+
+#: Of fp32: half the distance from 1 to the next number.
+UNIT_32 = 2.0**-24
+#: Roundings to fp32 between a logit and its exponential, or between that and a result.
+FP32_STEPS = 8
+
+
+class Roundings:
+    """Moves numbers as far as rounding them could, up or down at random.
+
+    What an evaluation in the operands' dtype may do to the definition, over ``shards`` (rows of each, in
+    order) of the vocabulary: each logit rounded to the dtype after a sum of products in fp32; the gradient of
+    each logit and each shard's part of ``grad_hidden`` rounded to it, and as a summand of the whole; the
+    results; some steps in fp32 beside them (docs/math.md, Precision).
+    """
+
+    def __init__(self, inputs: HeadInputs, seed: int, shards: Sequence[int] = ()) -> None:
+        info = torch.finfo(inputs.hidden.dtype)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._shards = list(shards) or [inputs.weight.shape[0]]
+        # Half the distance from 1 to the next number, and between the numbers below the normal ones.
+        self._unit, self._subnormal = info.eps / 2, info.smallest_normal * info.eps / 2
+        # The same of a gradient of a logit, and of grad_hidden until it gets its size: eager makes it for
+        # upstream gradients of about 1, fp16 at a power of two times its size.
+        upstream = inputs.grad_loss.abs().max() * abs(inputs.logit_scale)
+        waits = inputs.config.strategy in ("eager", "auto")
+        self._gradient, self._waiting = self._subnormal, float(upstream) * self._subnormal * waits
+        if inputs.hidden.dtype == torch.float16:
+            self._gradient /= float(fp16_scale([upstream], inputs.weight)[0])
+            self._waiting = self._waiting * 2.0**-FP16_WAITING_BITS + self._gradient
+
+    def of_loss(self, loss: Tensor) -> Tensor:
+        return self._moved(loss, FP32_STEPS * UNIT_32)
+
+    def of_gradient(self, gradient: Tensor, num_summands: int) -> Tensor:
+        """Rounded twice: as it is summed (of so many products), and as it is scaled afterwards."""
+        lost = (self._subnormal + self._waiting) * num_summands
+        for _ in range(2):
+            gradient = self._moved(gradient, self._unit, lost)
+        return gradient
+
+    def of_term(self, z: Tensor) -> Tensor:
+        """``z`` where it enters a term of a loss: the gradients of the terms are rounded one by one."""
+        return _moving(z, _unmoved, lambda given: self._moved(given, FP32_STEPS * UNIT_32))
+
+    def of_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``hidden @ weight.T``."""
+        return torch.cat([self._of_shard(hidden, rows) for rows in weight.split(self._shards)], -1)
+
+    def _of_shard(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        once = self._unit + FP32_STEPS * UNIT_32
+        products = hidden.detach().abs() @ weight.detach().abs().t()
+        accumulated = products * (UNIT_32 * hidden.shape[-1] ** 0.5)
+        part = _moving(hidden, _unmoved, lambda given: self.of_gradient(given, len(weight)))
+        return _moving(
+            part @ weight.t(),
+            lambda z: self._moved(z, once, accumulated),
+            lambda gradient: self._moved(gradient, once, self._gradient),
+        )
+
+    def _moved(self, x: Tensor, relative: float, absolute: float | Tensor = 0.0) -> Tensor:
+        sign = torch.randint(0, 2, x.shape, generator=self._generator).to(x) * 2 - 1
+        return x + sign * (relative * x.abs() + absolute)
+
+
+def _terms(roundings: Roundings | None) -> Change:
+    """What is done to logits that enter a term of a loss."""
+    return _unmoved if roundings is None else roundings.of_term
+
+
+def _unmoved(x: Tensor) -> Tensor:
+    return x
+
+
+def _moving(x: Tensor, forward: Change, backward: Change) -> Tensor:
+    """``forward(x)``, whose gradient goes through ``backward``."""
+    moved: Tensor = _Moving.apply(x, forward, backward)
+    return moved
+
+
+class _Moving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Change, backward: Change) -> Tensor:
+        ctx.change = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.change(grads[0]), None, None
+
+
+def plain_head(
+    inputs: HeadInputs, dtype: torch.dtype, roundings: Roundings | None = None
+) -> HeadResult:
     """The definition, evaluated by autograd in ``dtype`` (the loss in fp32 or wider, as Megatron's).
 
     ``loss = logsumexp(z) - z_y`` with ``z = logit_scale * hidden @ weight.T``; for a label outside the
@@ -45,32 +141,56 @@ def plain_head(inputs: HeadInputs, dtype: torch.dtype) -> HeadResult:
     after the other, on log-probabilities of the columns that take part.
     """
     options = inputs.config
-    hidden, weight, z = _logits(inputs, dtype)
+    hidden, weight, z = _logits(inputs, dtype, roundings)
     num_classes = z.shape[-1]
     labels = inputs.labels.t()
     known = (labels >= 0) & (labels < num_classes)
-    picked = z.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
+    term = _terms(roundings)
+    first = term(z)
+    picked = first.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
     # The maximum is a reference point, not a function of the logits: Megatron's takes no gradient.
-    loss = z.logsumexp(-1) - torch.where(known, picked, z.detach().amax(-1))
+    largest = z.detach().amax(-1)
+    loss = first.logsumexp(-1) - torch.where(known, picked, largest)
+    if (
+        dtype == torch.float64
+    ):  # the truth of logits of 1e19, too: nothing cancels relative to the maximum
+        relative = (first - largest.unsqueeze(-1)).logsumexp(-1)
+        loss = relative - torch.where(known, picked - largest, 0.0)
     if options.label_smoothing:
         smoothing = options.label_smoothing
         if options.label_smoothing_form == "megatron":
             smoothing = smoothing * num_classes / (num_classes - 1)
-        loss = (1 - smoothing) * loss - smoothing * z.log_softmax(-1).mean(-1)
-    loss = loss + options.z_loss * z.logsumexp(-1) ** 2
+        loss = (1 - smoothing) * loss - smoothing * (term(z).mean(-1) - term(z).logsumexp(-1))
+    if options.z_loss:
+        loss = loss + options.z_loss * term(z).logsumexp(-1) ** 2
     if options.ignore_index is not None:
-        loss = loss * (labels != options.ignore_index)
+        loss = loss.masked_fill(labels == options.ignore_index, 0.0)
+    return _result(inputs, loss, hidden, weight, roundings)
+
+
+def _result(
+    inputs: HeadInputs, loss: Tensor, hidden: Tensor, weight: Tensor, roundings: Roundings | None
+) -> HeadResult:
     loss.backward(inputs.grad_loss.t().to(loss.dtype))
     assert hidden.grad is not None and weight.grad is not None
-    return HeadResult(loss.detach().t(), hidden.grad, weight.grad)
+    made = HeadResult(loss.detach().t(), hidden.grad, weight.grad)
+    if roundings is None:
+        return made
+    return HeadResult(
+        roundings.of_loss(made.loss),
+        roundings.of_gradient(made.grad_hidden, weight.shape[0]),
+        roundings.of_gradient(made.grad_weight, inputs.labels.numel()),
+    )
 
 
-def _logits(inputs: HeadInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _logits(
+    inputs: HeadInputs, dtype: torch.dtype, roundings: Roundings | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Leaves for hidden states and weight, and the logits ``[s, b, K]`` of the columns that take part."""
     options = inputs.config
     hidden = inputs.hidden.detach().to(dtype).requires_grad_()
     weight = inputs.weight.detach().to(dtype).requires_grad_()
-    logits = hidden @ weight.t()
+    logits = hidden @ weight.t() if roundings is None else roundings.of_logits(hidden, weight)
     wide = logits if dtype == torch.float64 else logits.float()
     z = wide * inputs.logit_scale
     if options.logit_softcap is not None:
@@ -79,17 +199,21 @@ def _logits(inputs: HeadInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
 
 
 def plain_outputs(
-    inputs: HeadInputs, upstreams: dict[str, Tensor], dtype: torch.dtype
+    inputs: HeadInputs,
+    upstreams: dict[str, Tensor],
+    dtype: torch.dtype,
+    roundings: Roundings | None = None,
 ) -> tuple[TokenOutputs, Tensor, Tensor]:
     """Every output of :class:`.TokenOutputs` but the loss ``[b, s]``, and the gradients of both operands for
     ``upstreams`` (by name, ``[b, s]``), by autograd in ``dtype``. All labels are in the vocabulary.
     """
-    hidden, weight, z = _logits(inputs, dtype)
-    log_p = z.log_softmax(-1)
+    hidden, weight, z = _logits(inputs, dtype, roundings)
+    term = _terms(roundings)
+    log_p = term(z).log_softmax(-1)
     labels = inputs.labels.t().unsqueeze(-1)
     made = {
-        "log_prob": log_p.gather(-1, labels).squeeze(-1),
-        "lse": z.logsumexp(-1),
+        "log_prob": term(z).log_softmax(-1).gather(-1, labels).squeeze(-1),
+        "lse": term(z).logsumexp(-1),
         "entropy": -(log_p.exp() * log_p).sum(-1),
     }
     by_name = {name: upstream.t().to(log_p.dtype) for name, upstream in upstreams.items()}
@@ -106,19 +230,23 @@ def plain_outputs(
 
 
 def plain_distillation(
-    inputs: HeadInputs, ids: Tensor, log_probs: Tensor, dtype: torch.dtype
+    inputs: HeadInputs,
+    ids: Tensor,
+    log_probs: Tensor,
+    dtype: torch.dtype,
+    roundings: Roundings | None = None,
 ) -> HeadResult:
     """``-sum q log p`` over entries ``[b, s, k]`` with an id in the vocabulary, by autograd in ``dtype``."""
-    hidden, weight, z = _logits(inputs, dtype)
-    log_p = z.log_softmax(-1)
+    hidden, weight, z = _logits(inputs, dtype, roundings)
+    term = _terms(roundings)
     ids = ids.transpose(0, 1)
     inside = (ids >= 0) & (ids < z.shape[-1])
-    shares = (log_probs.transpose(0, 1).to(log_p.dtype).exp() * inside).detach()
-    loss = -(shares * log_p.gather(-1, ids.where(inside, 0))).sum(-1)
-    loss = loss + inputs.config.z_loss * z.logsumexp(-1) ** 2
-    loss.backward(inputs.grad_loss.t().to(loss.dtype))
-    assert hidden.grad is not None and weight.grad is not None
-    return HeadResult(loss.detach().t(), hidden.grad, weight.grad)
+    shares = (log_probs.transpose(0, 1).to(z.dtype).exp() * inside).detach()
+    picked = term(z).gather(-1, ids.where(inside, 0))
+    loss = (shares * (term(z).logsumexp(-1, keepdim=True) - picked)).sum(-1)
+    if inputs.config.z_loss:
+        loss = loss + inputs.config.z_loss * term(z).logsumexp(-1) ** 2
+    return _result(inputs, loss, hidden, weight, roundings)
 
 
 def truth(inputs: HeadInputs) -> HeadResult:

@@ -462,6 +462,19 @@ def overlapping_shards(rank):
         raise AssertionError("no error on this rank")
 
 
+def more_real_tokens_than_rows(rank):
+    """Five rows a rank."""
+    group = dist.new_group(list(range(rank.size)))
+    one_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size))
+    group = dist.new_group(list(range(rank.size)))
+    try:
+        one_call(rank, group, config=FusedCEConfig(true_vocab_size=5 * rank.size + 1))
+    except ValueError as error:
+        assert f"the vocabulary has {5 * rank.size} rows" in str(error), str(error)
+    else:
+        raise AssertionError("no error on this rank")
+
+
 def unchecked_calls_cost_no_check(rank):
     """After the first call no agreement is exchanged: a changed option passes unseen, by design."""
     group = dist.new_group(list(range(rank.size)))
@@ -476,6 +489,7 @@ CASES = {
     "frozen operands, no_grad, backward twice": frozen_operands_and_no_grad,
     "empty batch": empty_batch,
     "overlapping vocab_start": overlapping_shards,
+    "more real tokens than rows": more_real_tokens_than_rows,
     "later calls are not checked": unchecked_calls_cost_no_check,
 }
 for _dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -1,0 +1,461 @@
+"""Random calls of the head: hypothesis draws what kind of call, a seed fills its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fused_ce import FusedCEConfig, upstream_guard
+from megatron_fused_ce.grad_weight import InPlaceGradWeight
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.testing.reference import (
+    FLOOR,
+    HeadInputs,
+    Roundings,
+    relative_error,
+)
+from tests.ranks.pool import RankPool
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
+LABELS = ("any", "one", "edges", "outside", "some outside")
+UPSTREAMS = ("normal", "mask", "one token", "zeros", "equal", "uneven")
+STRATEGIES = ("store", "eager", "recompute", "auto")
+STRIDES = ("contiguous", "transposed", "columns of more", "every second row", "expanded")
+
+
+def _told(thing: Any) -> str:
+    """A dataclass without what is as by default."""
+    named = [f"{f.name}={getattr(thing, f.name)!r}" for f in fields(thing) if f.name != "config"]
+    plain = {f"{f.name}={f.default!r}" for f in fields(thing)}
+    return ", ".join(word for word in named if word not in plain)
+
+
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """One call over the whole vocabulary, and how it is cut and laid out."""
+
+    seed: int
+    s: int
+    b: int
+    hidden_size: int
+    shards: tuple[int, ...]  # rows of each
+    dtype: torch.dtype
+    values: str = "normal"
+    log2_hidden: int = 0
+    log2_weight: int = 0
+    labels: str = "any"
+    upstream: str = "normal"
+    log2_upstream: int = 0
+    strides: tuple[str, str, str] = ("contiguous",) * 3  # of hidden, weight, labels and upstream
+    flat: bool = False
+    int32: bool = False
+    main_grad: str = ""  # grad_weight is added to one, in fp32 or in the operands' dtype
+    sequence_parallel: bool = False
+    names_start: bool = False
+    log2_promise: int = 0  # what the upstream gradient is times the token weights, negated
+    config: FusedCEConfig = field(default_factory=FusedCEConfig)
+
+    def __repr__(self) -> str:
+        return f"Problem({_told(self)}, config=FusedCEConfig({_told(self.config)}))"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis's
+        printer.text(repr(self))
+
+    @property
+    def vocab(self) -> int:
+        return sum(self.shards)
+
+    def generator(self, stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(1000 * self.seed + stream)
+
+    def inputs(self) -> HeadInputs:
+        """Contiguous, over the whole vocabulary."""
+        hidden, weight = self._operands()
+        labels = self._labels()
+        if self.values == "peaked":
+            rows = weight[labels.t().clamp(0, self.vocab - 1)]
+            hidden = 0.1 * hidden + 12 * rows / rows.square().sum(-1, keepdim=True).clamp(min=1e-3)
+        largest = torch.finfo(self.dtype).max / 2
+        hidden = (hidden * 2.0**self.log2_hidden).clamp(-largest, largest)
+        weight = (weight * 2.0**self.log2_weight).clamp(-largest, largest)
+        return HeadInputs(
+            hidden.to(self.dtype),
+            weight.to(self.dtype),
+            labels,
+            self._upstream() * 2.0**self.log2_upstream,
+            self.config.logit_scale,
+            self.config,
+        )
+
+    def token_weights(self, inputs: HeadInputs) -> Tensor:
+        """What ``eager`` is promised."""
+        return inputs.grad_loss * -(2.0**-self.log2_promise)
+
+    def _operands(self) -> tuple[Tensor, Tensor]:
+        generator, kind = self.generator(0), self.values
+        hidden = torch.randn(self.s, self.b, self.hidden_size, generator=generator)
+        weight = torch.randn(self.vocab, self.hidden_size, generator=generator)
+        weight /= self.hidden_size**0.5
+        if kind == "equal":
+            weight = weight[:1].repeat(self.vocab, 1)
+        elif kind == "sparse":
+            for x in (hidden, weight):
+                x[torch.rand(x.shape, generator=generator) < 0.8] *= 0.0  # of both signs
+        elif kind == "integers":
+            hidden, weight = hidden.round(), (2 * weight).round()
+        elif kind == "outlier":
+            weight.view(-1)[self.seed % weight.numel()] = 64.0
+        elif kind == "near":
+            hidden[..., 0], weight[:, 0] = 8.0, -10.0 if self.seed % 2 else 10.0
+        return hidden, weight
+
+    def _labels(self) -> Tensor:
+        generator, vocab = self.generator(1), self.vocab
+        shape = (self.b, self.s)
+        inside = torch.randint(0, vocab, shape, generator=generator)
+        firsts = torch.tensor(self.shards).cumsum(0)
+        edges = torch.cat((firsts - 1, firsts[:-1], torch.tensor([0])))
+        outside = torch.tensor([-1, -100, vocab, vocab + 1, 2**31 - 1])
+        chosen = torch.rand(shape, generator=generator) < 0.3
+
+        def of(ids: Tensor) -> Tensor:
+            return ids[torch.randint(0, len(ids), shape, generator=generator)]
+
+        return {
+            "any": inside,
+            "one": inside.flatten()[:1].expand(shape).clone(),
+            "edges": of(edges),
+            "outside": of(outside),
+            "some outside": torch.where(chosen, of(outside), inside),
+        }[self.labels]
+
+    def _upstream(self) -> Tensor:
+        generator = self.generator(2)
+        normal = torch.randn(self.b, self.s, generator=generator)
+        mask = (torch.rand(self.b, self.s, generator=generator) < 0.7).float()
+        one = torch.zeros_like(normal)
+        one.view(-1)[self.seed % max(1, one.numel()) :][:1] = 1.5
+        return {
+            "normal": normal,
+            "mask": mask,
+            "one token": one,
+            "zeros": torch.zeros_like(normal),
+            "equal": torch.ones_like(normal),
+            "uneven": normal * 2.0 ** torch.randint(-12, 13, normal.shape, generator=generator),
+        }[self.upstream]
+
+
+def laid_out(x: Tensor, how: str) -> Tensor:
+    """The same numbers with other strides; ``expanded`` only where the first two slices are equal."""
+    if how == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if how == "columns of more":
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 3), 7.0 if x.is_floating_point() else 7)
+        wide[..., 1:-2] = x
+        return wide[..., 1:-2]
+    if how == "every second row":
+        tall = x.new_full((2 * x.shape[0], *x.shape[1:]), 7)
+        tall[::2] = x
+        return tall[::2]
+    if how == "expanded" and x.shape[0] > 1 and bool((x == x[:1]).all()):
+        return x[:1].expand(x.shape)
+    return x.clone()
+
+
+# --- a call ----------------------------------------------------------------------------------
+
+#: Results by name: ``grad_hidden``, ``grad_weight``, and per token ``[b, s]`` whatever else.
+Parts = dict[str, Tensor]
+#: Called like fused_linear_cross_entropy; gives results per token in the labels' shape.
+Head = Callable[..., Parts]
+
+
+def run(
+    problem: Problem,
+    head: Head,
+    upstreams: Parts | None = None,
+    inputs: HeadInputs | None = None,
+    rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Parts:
+    """This rank's part: what the head gives ``[b, s]`` and the gradients of its tokens and rows.
+
+    ``upstreams`` of the results that have one, None for the loss's own; ``inputs`` where they are not the
+    problem's.
+    """
+    inputs = inputs or problem.inputs()
+    size = len(problem.shards) if group is not None else 1
+    of_hidden, of_weight, of_labels = problem.strides
+    hidden = inputs.hidden.chunk(size if problem.sequence_parallel else 1)
+    hidden = laid_out(hidden[rank if problem.sequence_parallel else 0], of_hidden).requires_grad_()
+    rows = inputs.weight.split(problem.shards if size > 1 else problem.vocab)
+    weight = laid_out(rows[rank], of_weight).requires_grad_()
+    labels = laid_out(inputs.labels.int() if problem.int32 else inputs.labels, of_labels)
+    weights, given = problem.token_weights(inputs), hidden
+    if problem.flat:
+        given, labels, weights = hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().flatten()
+    options: dict[str, Any] = {"config": problem.config}
+    if size > 1:
+        options |= {"tp_group": group, "sequence_parallel": problem.sequence_parallel}
+    if problem.names_start:
+        options["vocab_start"] = sum(problem.shards[:rank]) if size > 1 else 0
+    if problem.config.strategy in ("eager", "auto"):
+        options["token_weights"] = weights
+    main_grad = None
+    if problem.main_grad:
+        dtype = torch.float32 if problem.main_grad == "fp32" else problem.dtype
+        main_grad = torch.zeros(weight.shape, dtype=dtype)
+        options["open_grad_weight"] = partial(open_main_grad, main_grad)
+    made = head(given, weight, labels, **options)
+    if problem.flat:
+        made = {name: value.view(problem.s, problem.b).t() for name, value in made.items()}
+    upstreams = {"loss": inputs.grad_loss} if upstreams is None else upstreams
+    torch.autograd.backward(
+        [made[name] for name in upstreams],
+        [laid_out(upstream, of_labels) for upstream in upstreams.values()],
+    )
+    upstream_guard.check()
+    grad_weight = weight.grad if main_grad is None else main_grad
+    assert hidden.grad is not None and grad_weight is not None
+    made = {name: value.detach() for name, value in made.items()}
+    return {**made, "grad_hidden": hidden.grad, "grad_weight": grad_weight}
+
+
+def loss_of(*args: Any, **options: Any) -> Parts:
+    return {"loss": linear_cross_entropy(*args, **options).loss}
+
+
+def run_part(rank: int, group: dist.ProcessGroup, problem: Problem) -> dict[str, Any]:
+    """What :class:`.RankPool` calls on each rank: its part of the loss and gradients, to be sent."""
+    made = run(problem, loss_of, rank=rank, group=group)
+    # As arrays: a tensor would travel as a file descriptor.
+    return {name: (value.dtype, value.float().numpy()) for name, value in made.items()}
+
+
+def run_on(pool: RankPool, problem: Problem) -> Parts:
+    """The whole result of a problem, each shard on a rank of its own; what all ranks have is equal."""
+    sent = pool.run(run_part, problem, len(problem.shards))
+    received = [
+        {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()}
+        for part in sent
+    ]
+    first, *others = received
+    whole = ["loss"] if problem.sequence_parallel else ["loss", "grad_hidden"]
+    for name in whole:
+        for other in others:
+            assert same_bits(first[name], other[name]), f"the ranks' {name} differs"
+    parts = {
+        name: [one[name] for one in received] for name in ("grad_hidden", "grad_weight", "loss")
+    }
+    cut = {name: torch.cat(values) for name, values in parts.items() if name not in whole}
+    return {**{name: first[name] for name in whole}, **cut}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN too is equal to itself."""
+    return torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
+
+
+def open_main_grad(
+    main_grad: Tensor, weight: Tensor, num_chunks: int, scaled: bool
+) -> InPlaceGradWeight:
+    return InPlaceGradWeight(main_grad, num_chunks, scaled, lambda: None)
+
+
+# --- what is held against fp64 ---------------------------------------------------------------
+
+#: Evaluates the definition: in a dtype, with roundings moved at random or as they fall.
+Evaluate = Callable[[torch.dtype, Roundings | None], Parts]
+DRAWS = 8
+
+#: What was tried, for the report of a long run.
+TRIED: Counter[str] = Counter()
+
+
+def tried(name: str, problem: Problem) -> None:
+    """Count an example of the property ``name``."""
+    plan = problem.config.strategy
+    for counted in (name, str(problem.dtype), plan, problem.values, f"TP {len(problem.shards)}"):
+        TRIED[counted] += 1
+    for option in filter(None, problem.config.loss_options.split(", ")):
+        TRIED[option] += 1
+
+
+def check(problem: Problem, result: Parts, evaluate: Evaluate) -> float:
+    """Every part within the bound of its dtype; gives the largest error over its bound.
+
+    The bound is the one of every test: twice eager PyTorch's error or the dtype's floor. Where a problem is
+    so small that eager's error is luck, twice the largest error of some draws of the roundings that the
+    definition has in that dtype.
+    """
+    inputs, dtype = problem.inputs(), problem.dtype
+    exact, eager = evaluate(torch.float64, None), evaluate(dtype, None)
+    drawn: list[Parts] = []
+    worst = 0.0
+    for name, select in comparable(inputs, result, eager).items():
+        value, true, yardstick = (select(parts[name]) for parts in (result, exact, eager))
+        if not value.numel() or float(true.abs().amax()) > torch.finfo(value.dtype).max / 4:
+            continue
+        error, of_eager = relative_error(value, true), relative_error(yardstick, true)
+        bound = max(2 * of_eager if math.isfinite(of_eager) else 0.0, floor(name, true, dtype))
+        if not error <= bound:
+            TRIED[f"eager's error of {name} was luck"] += 1
+            drawn = drawn or [
+                evaluate(torch.float64, Roundings(inputs, seed, problem.shards))
+                for seed in range(DRAWS)
+            ]
+            bound = max(bound, *(2 * relative_error(select(moved[name]), true) for moved in drawn))
+        assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
+        worst = max(worst, error / bound)
+    return worst
+
+
+def floor(name: str, true: Tensor, dtype: torch.dtype) -> float:
+    """The dtype's; log-probabilities and their like are logarithms, and their floor is that of 1."""
+    if name in ("loss", "grad_hidden", "grad_weight"):
+        return FLOOR[dtype]
+    return FLOOR[dtype] * max(1.0, true.numel() ** 0.5 / (float(true.norm()) or 1.0))
+
+
+def comparable(
+    inputs: HeadInputs, result: Parts, eager: Parts
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Of each part the entries that have a right answer.
+
+    A token whose logits the dtype cannot hold has no gradient to be held against; its loss is right or not
+    finite.
+    """
+    held = holds_logits(inputs)
+    selected: dict[str, Callable[[Tensor], Tensor]] = {}
+    for name, value in result.items():
+        if not name.startswith("grad"):
+            finite = torch.isfinite(value)
+            expected = held & torch.isfinite(eager[name])
+            assert bool((finite | ~expected).all()), f"{name} is not finite"
+            selected[name] = partial(_select, tokens=finite)
+        elif holds_gradients(inputs) and name == "grad_hidden":
+            selected[name] = lambda grad: grad.transpose(0, 1)[held]
+        elif holds_gradients(inputs) and bool(held.all()):
+            selected[name] = lambda grad: grad
+    return selected
+
+
+def _select(per_token: Tensor, tokens: Tensor) -> Tensor:
+    return per_token[tokens]
+
+
+def largest_logits(inputs: HeadInputs) -> Tensor:
+    """Of each token ``[b, s]``, before and after the scale ``[2, b, s]``; fp64."""
+    logits = (inputs.hidden.double() @ inputs.weight.double().t()).abs().amax(-1).t()
+    return torch.stack((logits, logits * abs(inputs.logit_scale)))
+
+
+def holds_logits(inputs: HeadInputs) -> Tensor:
+    """Tokens ``[b, s]`` whose logits are finite in their dtype and, scaled, in fp32."""
+    logits, scaled = largest_logits(inputs)
+    return (logits < torch.finfo(inputs.hidden.dtype).max / 2) & (scaled < 2.0**126)
+
+
+def holds_gradients(inputs: HeadInputs) -> bool:
+    """Whether fp16 has room for what is on the way to the gradients (docs/math.md, Precision)."""
+    if inputs.hidden.dtype != torch.float16:
+        return True
+    options = inputs.config
+    largest = float(inputs.weight.abs().max())
+    upstream = float(inputs.grad_loss.abs().max()) * max(1.0, abs(inputs.logit_scale))
+    waits = options.strategy in ("eager", "auto")
+    lse = float(largest_logits(inputs)[1].max()) + math.log(inputs.weight.shape[0])
+    fits = 2 * upstream * largest < 2.0**14 and (largest <= 2.0**8 or not waits)
+    return fits and 2 * options.z_loss * min(lse, options.logit_softcap or lse) <= 2
+
+
+# --- what hypothesis draws -------------------------------------------------------------------
+
+SIZES = st.integers(1, 24)
+#: Mostly 0; then towards where numbers vanish and where they overflow.
+LOG2 = st.just(0) | st.integers(-8, 8) | st.sampled_from((-140, -100, -24, 15, 40, 62))
+
+
+@st.composite
+def chunkings(draw: Any) -> dict[str, int]:
+    kind = draw(st.sampled_from(("none", "num_chunks", "chunk_tokens")))
+    return {} if kind == "none" else {kind: draw(st.integers(1, 30))}
+
+
+@st.composite
+def loss_options(draw: Any, vocab: int, labels: bool) -> dict[str, Any]:
+    """Any of the options of the loss, mostly few."""
+    taken = draw(st.sets(st.sampled_from(("z", "cap", "mask", "smoothing", "ignore")), max_size=3))
+    taken -= set() if labels else {"smoothing", "ignore"}
+    options: dict[str, Any] = {}
+    if "z" in taken:
+        options["z_loss"] = draw(st.sampled_from((1e-4, 1e-2)))
+    if "cap" in taken:
+        options["logit_softcap"] = draw(st.sampled_from((0.5, 5.0, 30.0)))
+    if "mask" in taken:
+        options["true_vocab_size"] = draw(st.integers(1, vocab))
+    num_classes = min(vocab, options.get("true_vocab_size", vocab))
+    if "smoothing" in taken and num_classes > 1:
+        options["label_smoothing"] = draw(st.sampled_from((0.1, 0.5)))
+        options["label_smoothing_form"] = draw(st.sampled_from(("megatron", "pytorch")))
+    if "ignore" in taken:
+        options["ignore_index"] = draw(st.sampled_from((-100, -1, 0, vocab - 1)))
+    return options
+
+
+@st.composite
+def problems(
+    draw: Any,
+    max_shards: int = 1,
+    labels: tuple[str, ...] = LABELS,
+    strategies: tuple[str, ...] = STRATEGIES,
+) -> Problem:
+    """``labels`` empty for a head without: no option of labels either."""
+    num_shards = draw(st.integers(min(2, max_shards), max_shards))
+    # One-token shards are the second most likely.
+    rows = st.integers(1, 24) | st.just(1) | st.integers(60, 150)
+    shards = tuple(draw(rows) for _ in range(num_shards))
+    values = draw(st.sampled_from(VALUES))
+    sequence_parallel = num_shards > 1 and draw(st.booleans())
+    strategy = draw(st.sampled_from(strategies))
+    config = FusedCEConfig(
+        strategy=strategy,
+        **draw(chunkings()),
+        **draw(loss_options(sum(shards), bool(labels))),
+        logit_scale=draw(st.sampled_from((1.0, 1.0, 0.25, -1.5, 2.0**-20))),
+        merge=draw(st.sampled_from(("packed", "all_reduce"))),
+        debug_checks=len(set(shards)) > 1,
+    )
+    return Problem(
+        seed=draw(st.integers(0, 10**6)),
+        s=draw(st.integers(1, 12)) * (num_shards if sequence_parallel else 1),
+        b=draw(st.integers(1, 4)),
+        hidden_size=draw(SIZES),
+        shards=shards,
+        dtype=draw(st.sampled_from(DTYPES)),
+        values=values,
+        log2_hidden=draw(LOG2),
+        log2_weight=draw(LOG2),
+        labels=draw(st.sampled_from(labels or ("any",))),
+        upstream=draw(st.sampled_from(UPSTREAMS)),
+        # Not below fp32's normal numbers: eager's check calls that nothing.
+        log2_upstream=draw(LOG2.filter(lambda bits: bits > -126)),
+        strides=draw(st.tuples(*[st.sampled_from(STRIDES)] * 3)),
+        flat=draw(st.booleans()),
+        int32=draw(st.booleans()),
+        main_grad=draw(st.sampled_from(("", "fp32", "low"))),
+        sequence_parallel=sequence_parallel,
+        names_start=draw(st.booleans()),
+        log2_promise=draw(st.sampled_from((0, 0, 16, -24))),
+        config=config,
+    )
