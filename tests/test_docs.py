@@ -67,7 +67,7 @@ def test_what_is_broken_ends_the_build(tmp_path):
     """Each is one warning, and -W makes an error of every one."""
     copy = tmp_path / "docs"
     shutil.copytree(DOCS, copy)
-    for name in ("tests", "megatron_fused_ce", "scripts"):  # linked to from pages
+    for name in ("tests", "kernels", "megatron_fused_ce", "scripts"):  # linked to from pages
         (tmp_path / name).symlink_to(ROOT / name)
     (copy / "options.md").open("a").write("\n\n" + "\n\n".join(DEFECTS))
     (copy / "forgotten.md").write_text("# In no navigation\n")
