@@ -249,7 +249,7 @@ COMBINED_1F1B = """
 """
 
 
-def figures(output, events, key):
+def curves(output, events, key):
     """By iteration, of a launch: exact lines, its log, its evaluations, TensorBoard's two curves."""
     exact = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
     exact = [json.loads(line.split("exact", 1)[1]) for line in exact]
@@ -294,12 +294,12 @@ def test_pretrain_gpt_logs_the_accuracy(harness, tmp_path, checkout, case, more)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-3000:]
     events = EventAccumulator(str(tmp_path / "events")).Reload()
-    found = figures(output, events, "lm accuracy")
+    found = curves(output, events, "lm accuracy")
     steps = [1, 2, 3, 4, 5, 6]
     assert list(found["exact"]) == list(found["TensorBoard"]) == steps
     assert list(found["log"]) == [step for step in steps if found["exact"][step] > 0]
     assert list(found["evaluations"]) == list(found["its evaluations"]) == [3, 6]
-    assert found == figures(output, events, "by logits")
+    assert found == curves(output, events, "by logits")
     # The mock data of 0.15 counts beyond the vocabulary; of the others it has learnt something.
     assert found["exact"][6] > 0.05 or harness.Checkout.at(checkout).version < (0, 16)
 

@@ -73,6 +73,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         loss, _ = super().__call__(
             deferred.hidden, weight=deferred.weight, fused_ce_request=request
         )
+        if self.fused_ce_log_accuracy:
+            ignore_index = self.fused_ce_config.ignore_index
+            counts = accuracy.count(labels, token_weights, request.correct, ignore_index)
+            accuracy.remember(loss, counts, token_weights.unknown, self.tp_group.rank())
         return LossAndArgmax(loss, request.local_max, request.local_argmax)
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
@@ -112,15 +116,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
         )
         report.evaluation_once(self, input_, weight, out.plan)
+        fused_ce_request.correct = out.outputs.correct
         if out.local_max is not None and out.local_argmax is not None:
             in_sequence = labels.t().shape  # [s, b]
             fused_ce_request.local_max = out.local_max.view(in_sequence)
             fused_ce_request.local_argmax = out.local_argmax.view(in_sequence)
-        if self.fused_ce_log_accuracy:
-            counts = accuracy.count(
-                labels, token_weights, out.outputs.correct, self.fused_ce_config.ignore_index
-            )
-            accuracy.remember(out.loss, counts, token_weights.unknown, self.tp_group.rank())
         return out.loss, None
 
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
@@ -138,7 +138,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
 
 class _LossRequest:
-    """Labels in, argmax out: carried through ``nn.Module.__call__`` as one keyword argument."""
+    """Labels in, argmax and accuracy out: carried through ``nn.Module.__call__`` as one keyword argument."""
 
     def __init__(self, labels: Tensor, token_weights: TokenWeights, logit_scale: float) -> None:
         self.labels = labels
@@ -146,3 +146,4 @@ class _LossRequest:
         self.logit_scale = logit_scale
         self.local_max: Tensor | None = None
         self.local_argmax: Tensor | None = None
+        self.correct: Tensor | None = None

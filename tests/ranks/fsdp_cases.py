@@ -207,6 +207,22 @@ def hooks_output_is_the_loss(rank: Rank) -> None:
     assert reached == [True]
 
 
+def accuracy_beside_the_loss(rank: Rank, sharding: Sharding) -> None:
+    """Counted beside the loss that hooks of the layer and of the model hand on."""
+    import megatron_fused_ce
+
+    alone = replace(rank, size=1)
+    megatron_fused_ce.disable()
+    batches, corrects = model_cases.batches_half_right(model_cases.build(Model(), alone), alone)
+    megatron_fused_ce.enable(log_accuracy=True)
+    training = Training(rank, Model(), sharding)
+    megatron_fused_ce.disable()
+    for forward_only in (False, True):
+        training.model.zero_grad_buffer()
+        reports = model_cases.run_schedule(training.model, batches, alone, forward_only)
+        model_cases.check_accuracy(reports, batches, corrects)
+
+
 def tied_under_fsdp2_is_refused(rank: Rank) -> None:
     """As Megatron's arguments do; the embedding's rows are elsewhere again by then."""
     import megatron_fused_ce
@@ -224,6 +240,12 @@ CASES: dict[str, Any] = {
     "a sharding hook's output is the loss": hooks_output_is_the_loss,
     "FSDP2, tied: refused": tied_under_fsdp2_is_refused,
 }
+for _name, _sharding in {
+    "FSDP2": Sharding("fsdp2"),
+    "FSDP2, own unit": Sharding("fsdp2", own_unit=True),
+    "Megatron-FSDP": Sharding("megatron"),
+}.items():
+    CASES[f"accuracy: {_name}"] = functools.partial(accuracy_beside_the_loss, sharding=_sharding)
 for _strategy in ("recompute", "store", "eager"):
     for _own in (False, True):
         CASES[f"FSDP2, {_strategy}{', own unit' if _own else ''}"] = functools.partial(

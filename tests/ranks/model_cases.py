@@ -448,8 +448,10 @@ def stock_logits(off: Any, ids: torch.Tensor, rank: Rank) -> torch.Tensor:
     with torch.no_grad():
         off(ids, *positions_and_mask(rank), labels=ids, loss_mask=torch.ones_like(ids).float())
     del off.compute_language_model_loss
-    shards = [torch.empty_like(seen[-1]) for _ in range(rank.size)]
-    torch.distributed.all_gather(shards, seen[-1].contiguous())
+    shards = [seen[-1]]
+    if rank.size > 1:
+        shards = [torch.empty_like(seen[-1]) for _ in range(rank.size)]
+        torch.distributed.all_gather(shards, seen[-1].contiguous())
     return torch.cat(shards, -1).transpose(0, 1)
 
 
@@ -496,6 +498,20 @@ def run_schedule(built: Any, batches: list[Batch], rank: Rank, forward_only: boo
     )  # fmt: skip
 
 
+def check_accuracy(
+    reports: list[Any],
+    batches: list[Batch],
+    corrects: list[torch.Tensor],
+    ignore_index: int | None = None,
+) -> None:
+    for (_, labels, mask), correct, reported in zip(batches, corrects, reports, strict=True):
+        if ignore_index is not None:
+            mask = mask * (labels != ignore_index)
+        expected = torch.stack([(mask * correct).sum(), mask.sum()])
+        assert 0 < expected[0] < expected[1] - 5
+        assert torch.equal(reported["lm accuracy"], expected), (reported, expected)
+
+
 def accuracy_beside_the_loss(rank: Rank, model: Model) -> None:
     """Against the argmax of the stock logits, in training and evaluation."""
     import megatron_fused_ce
@@ -507,7 +523,10 @@ def accuracy_beside_the_loss(rank: Rank, model: Model) -> None:
         ignored = int(batches[0].labels[0, 0])
         for ignore_index in (None, ignored):
             config = megatron_fused_ce.FusedCEConfig(
-                model.strategy, num_chunks=3, ignore_index=ignore_index
+                model.strategy,
+                num_chunks=3,
+                ignore_index=ignore_index,
+                skip_masked=model.skip_masked,
             )
             megatron_fused_ce.enable(config, log_accuracy=True)
             on = build(model, rank)
@@ -515,14 +534,7 @@ def accuracy_beside_the_loss(rank: Rank, model: Model) -> None:
             for forward_only in (False, True):
                 on.train(not forward_only)
                 reports = run_schedule(on, batches, rank, forward_only)
-                for (_, labels, mask), correct, reported in zip(
-                    batches, corrects, reports, strict=True
-                ):
-                    if ignore_index is not None:
-                        mask = mask * (labels != ignore_index)
-                    expected = torch.stack([(mask * correct).sum(), mask.sum()])
-                    assert 0 < expected[0] < expected[1] - 5
-                    assert torch.equal(reported["lm accuracy"], expected), (reported, expected)
+                check_accuracy(reports, batches, corrects, ignore_index)
         for reported in run_schedule(off, batches, rank, True):
             assert list(reported) == ["lm loss"]
 
@@ -596,7 +608,10 @@ _SINCE_0_17 = {
     "hybrid mtp 1": Model(family="hybrid", mtp=1),
     "gpt mtp 1 detached heads": Model(mtp=1, extra={"mtp_detach_heads": True}),
 }
-for _name in ("gpt", "gpt sp", "gpt bf16 sp", "gpt mtp 2 tied", "gpt eager", "gpt store"):
+for _name in (
+    *("gpt", "gpt sp", "gpt bf16 sp", "gpt mtp 2 tied", "gpt eager", "gpt store"),
+    "gpt masked tokens skipped eager sp mtp 1",
+):
     CASES[f"accuracy: {_name}"] = functools.partial(accuracy_beside_the_loss, model=_MODELS[_name])
 CASES["accuracy: hybrid mtp 1"] = functools.partial(
     accuracy_beside_the_loss, model=_SINCE_0_17["hybrid mtp 1"]
