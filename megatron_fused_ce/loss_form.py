@@ -156,10 +156,10 @@ class LossForm:
             return TokenOutputs(merged.loss)
         assert terms.label_shift is not None
         known = terms.label_shift != NOT_HERE
-        # log of the sum relative to the maximum, with the digits that a confident token's loss has (which is
-        # inf for a label of -inf).
-        log_sum = merged.loss + torch.where(known, terms.label_shift, 0.0)
-        log_sum = torch.where(merged.loss == torch.inf, -terms.inv_sum.log(), log_sum)
+        # log of the sum relative to the maximum. Near it a confident token's loss has digits that the sum has
+        # not; far below, the sum has those that a large loss has lost.
+        from_loss = merged.loss + torch.where(known, terms.label_shift, 0.0)
+        log_sum = torch.where(terms.label_shift > -1, from_loss, -terms.inv_sum.log())
         lse = terms.row_max + log_sum
         loss = merged.loss
         if self.soft:

@@ -9,85 +9,22 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, upstream_guard
-from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
+from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.strategies import KeepOrRecompute
 from megatron_fused_ce.testing.reference import make_inputs
 from megatron_fused_ce.upstream_guard import AbandonedGradient
+from tests.ranks.faulty import OutOfMemoryAt, Step, out_of_memory_at
+from tests.ranks.runner import case_names, run_cases
 from tests.test_op import STRATEGIES
-
-
-class OutOfMemoryAt(TorchDispatchMode):
-    """Raises in the place of the ``at``-th operator of a step, forward or backward; never for None.
-
-    Any operator may allocate, an in-place product its workspace: all of them are taken.
-    """
-
-    def __init__(self, at: int | None = None) -> None:
-        super().__init__()
-        self.at = at
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        if self.count == self.at:
-            raise torch.OutOfMemoryError(f"forced in operator {self.at}, {func}")
-        return func(*args, **(kwargs or {}))
 
 
 def tensors_alive() -> int:
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
-
-class Step:
-    """A micro-batch of a head whose ``grad_weight`` ends as asked, and what it leaves."""
-
-    def __init__(self, dtype, strategy, end, options=None):
-        inputs = make_inputs("odd-labels", s=8, b=2, hidden_size=12, vocab=40, dtype=dtype)
-        self.hidden = inputs.hidden.requires_grad_()
-        self.weight = inputs.weight.requires_grad_()
-        self.labels, self.grad_loss = inputs.labels, inputs.grad_loss
-        self.config = FusedCEConfig(strategy=strategy, num_chunks=2, **(options or {}))
-        self.main_grad = None
-        if end != "returned":
-            self.main_grad = torch.zeros_like(
-                self.weight, dtype=torch.float32 if end == "fp32" else dtype
-            )
-
-    def run(self) -> None:
-        """A forward and a backward; gradients are added to those that are there."""
-        open_grad_weight = ReturnedGradWeight if self.main_grad is None else self.open
-        eager = self.config.strategy == "eager"
-        made = linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self.labels,
-            token_weights=self.grad_loss * 2 if eager else None,
-            config=self.config,
-            open_grad_weight=open_grad_weight,
-        )
-        made.loss.backward(self.grad_loss)
-
-    def open(self, weight, num_chunks, scaled):
-        return InPlaceGradWeight(self.main_grad, num_chunks, scaled, lambda: None)
-
-    def gradients(self):
-        of_weight = self.weight.grad if self.main_grad is None else self.main_grad
-        return [None if grad is None else grad.clone() for grad in (self.hidden.grad, of_weight)]
-
-    def restore(self, gradients) -> None:
-        """What :meth:`gradients` gave: an earlier micro-batch's."""
-        of_hidden, of_weight = gradients
-        self.hidden.grad = of_hidden.clone()
-        if self.main_grad is None:
-            self.weight.grad = of_weight.clone()
-        else:
-            self.main_grad.copy_(of_weight)
 
 
 @pytest.fixture
@@ -123,28 +60,9 @@ def test_out_of_memory_anywhere(case, request):
     right = step.gradients()
     alive = tensors_alive()
 
-    outcomes = Counter()
-    for at in range(1, counted.count + 1):
-        step.restore(earlier)
-        with pytest.raises(torch.OutOfMemoryError), OutOfMemoryAt(at):
-            step.run()
-        of_hidden, of_weight = step.gradients()
-        assert torch.equal(of_hidden, earlier[0]) or torch.equal(of_hidden, right[0])
-        if of_weight.isnan().all():
-            outcomes["refused"] += 1
-            for _ in range(2):
-                with pytest.raises(AbandonedGradient, match="zero the gradients"):
-                    upstream_guard.check()
-        else:
-            # All of it only where the op's own backward had ended: what failed is autograd's, after it.
-            whole = torch.equal(of_weight, right[1])
-            assert whole or torch.equal(of_weight, earlier[1])
-            outcomes["whole" if whole else "untouched"] += 1
-            upstream_guard.check()
-        step.restore(earlier)
-        upstream_guard.check()
-        step.run()
-        assert all(map(torch.equal, step.gradients(), right))
+    outcomes = Counter(
+        out_of_memory_at(step, at, earlier, right) for at in range(1, counted.count + 1)
+    )
     # Nothing is added in a forward.
     assert outcomes["untouched"] > counted.count / 4
     assert (outcomes["refused"] > 0) == (step.main_grad is not None), outcomes
@@ -178,6 +96,11 @@ def test_a_buffer_that_is_gone_stops_nothing():
     upstream_guard.refuse(torch.zeros(3, 2))
     gc.collect()
     upstream_guard.check()
+
+
+@pytest.mark.parametrize("name", case_names("tests.ranks.fault_cases"))
+def test_out_of_memory_on_all_ranks(name):
+    run_cases("tests.ranks.fault_cases", 2).check(name)
 
 
 # --- steps in other orders -------------------------------------------------------------------

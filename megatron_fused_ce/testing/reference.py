@@ -59,6 +59,8 @@ class Roundings:
     def __init__(self, inputs: HeadInputs, seed: int, shards: Sequence[int] = ()) -> None:
         info = torch.finfo(inputs.hidden.dtype)
         self._generator = torch.Generator().manual_seed(seed)
+        # By all of a rounding, or by any part of it: equal numbers then come to differ.
+        self._to_the_end = seed % 2 == 0
         self._shards = list(shards) or [inputs.weight.shape[0]]
         # Half the distance from 1 to the next number, and between the numbers below the normal ones.
         self._unit, self._subnormal = info.eps / 2, info.smallest_normal * info.eps / 2
@@ -71,8 +73,9 @@ class Roundings:
             self._gradient /= float(fp16_scale([upstream], inputs.weight)[0])
             self._waiting = self._waiting * 2.0**-FP16_WAITING_BITS + self._gradient
 
-    def of_loss(self, loss: Tensor) -> Tensor:
-        return self._moved(loss, FP32_STEPS * UNIT_32)
+    def of_loss(self, loss: Tensor, log_of_sum: float | Tensor) -> Tensor:
+        """``log_of_sum``: how much of it is the logarithm of a sum of 1 or more, relative to the maximum."""
+        return self._moved(loss, FP32_STEPS * UNIT_32, FP32_STEPS * UNIT_32 * log_of_sum)
 
     def of_gradient(self, gradient: Tensor, num_summands: int) -> Tensor:
         """Rounded twice: as it is summed (of so many products), and as it is scaled afterwards."""
@@ -101,8 +104,9 @@ class Roundings:
         )
 
     def _moved(self, x: Tensor, relative: float, absolute: float | Tensor = 0.0) -> Tensor:
-        sign = torch.randint(0, 2, x.shape, generator=self._generator).to(x) * 2 - 1
-        return x + sign * (relative * x.abs() + absolute)
+        drawn = torch.rand(x.shape, generator=self._generator).to(x) * 2 - 1
+        drawn = drawn.sign() if self._to_the_end else drawn
+        return x + drawn * (relative * x.abs() + absolute)
 
 
 def _terms(roundings: Roundings | None) -> Change:
@@ -145,6 +149,7 @@ def plain_head(
     num_classes = z.shape[-1]
     labels = inputs.labels.t()
     known = (labels >= 0) & (labels < num_classes)
+    log_of_sum = (~known).to(z.dtype)
     term = _terms(roundings)
     first = term(z)
     picked = first.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
@@ -160,16 +165,22 @@ def plain_head(
         smoothing = options.label_smoothing
         if options.label_smoothing_form == "megatron":
             smoothing = smoothing * num_classes / (num_classes - 1)
+        log_of_sum = log_of_sum + smoothing
         loss = (1 - smoothing) * loss - smoothing * (term(z).mean(-1) - term(z).logsumexp(-1))
     if options.z_loss:
         loss = loss + options.z_loss * term(z).logsumexp(-1) ** 2
     if options.ignore_index is not None:
         loss = loss.masked_fill(labels == options.ignore_index, 0.0)
-    return _result(inputs, loss, hidden, weight, roundings)
+    return _result(inputs, loss, hidden, weight, roundings, log_of_sum)
 
 
 def _result(
-    inputs: HeadInputs, loss: Tensor, hidden: Tensor, weight: Tensor, roundings: Roundings | None
+    inputs: HeadInputs,
+    loss: Tensor,  # [s, b]
+    hidden: Tensor,
+    weight: Tensor,
+    roundings: Roundings | None,
+    log_of_sum: Tensor,  # [s, b]
 ) -> HeadResult:
     loss.backward(inputs.grad_loss.t().to(loss.dtype))
     assert hidden.grad is not None and weight.grad is not None
@@ -177,7 +188,7 @@ def _result(
     if roundings is None:
         return made
     return HeadResult(
-        roundings.of_loss(made.loss),
+        roundings.of_loss(made.loss, log_of_sum.t()),
         roundings.of_gradient(made.grad_hidden, weight.shape[0]),
         roundings.of_gradient(made.grad_weight, inputs.labels.numel()),
     )
@@ -246,7 +257,7 @@ def plain_distillation(
     loss = (shares * (term(z).logsumexp(-1, keepdim=True) - picked)).sum(-1)
     if inputs.config.z_loss:
         loss = loss + inputs.config.z_loss * term(z).logsumexp(-1) ** 2
-    return _result(inputs, loss, hidden, weight, roundings)
+    return _result(inputs, loss, hidden, weight, roundings, shares.sum(-1))
 
 
 def truth(inputs: HeadInputs) -> HeadResult:

@@ -1,0 +1,123 @@
+"""Steps that go wrong, on one rank or on several, and what is left of them."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fused_ce import FusedCEConfig, upstream_guard
+from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.testing.reference import make_inputs
+from megatron_fused_ce.upstream_guard import AbandonedGradient
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Raises in the place of the ``at``-th operator of a step, forward or backward; never for None.
+
+    Any operator may allocate, an in-place product its workspace: all of them are taken.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__()
+        self.at = at
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.at:
+            raise torch.OutOfMemoryError(f"forced in operator {self.at}, {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class Step:
+    """A micro-batch of a head whose ``grad_weight`` ends as asked, and what it leaves."""
+
+    def __init__(self, dtype, strategy, end, options=None, rank=None, sequence_parallel=False):
+        """``rank``: a :class:`.runner.Rank`, whose shard and part this is; None for the whole."""
+        inputs = make_inputs("odd-labels", s=8, b=2, hidden_size=12, vocab=40, dtype=dtype)
+        at, size = (0, 1) if rank is None else (rank.rank, rank.size)
+        parts = inputs.hidden.chunk(size) if sequence_parallel else [inputs.hidden] * size
+        self.hidden = parts[at].clone().requires_grad_()
+        self.weight = inputs.weight.chunk(size)[at].clone().requires_grad_()
+        self.labels, self.grad_loss = inputs.labels, inputs.grad_loss
+        self.group = None if rank is None else rank.group
+        self.sequence_parallel = sequence_parallel
+        self.config = FusedCEConfig(strategy=strategy, num_chunks=2, **(options or {}))
+        self.main_grad = None
+        if end != "returned":
+            self.main_grad = torch.zeros_like(
+                self.weight, dtype=torch.float32 if end == "fp32" else dtype
+            )
+
+    def run(self) -> None:
+        """A forward and a backward; gradients are added to those that are there."""
+        open_grad_weight = ReturnedGradWeight if self.main_grad is None else self.open
+        eager = self.config.strategy == "eager"
+        made = linear_cross_entropy(
+            self.hidden,
+            self.weight,
+            self.labels,
+            tp_group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            token_weights=self.grad_loss * 2 if eager else None,
+            config=self.config,
+            open_grad_weight=open_grad_weight,
+        )
+        made.loss.backward(self.grad_loss)
+
+    def open(self, weight, num_chunks, scaled):
+        return InPlaceGradWeight(self.main_grad, num_chunks, scaled, lambda: None)
+
+    def gradients(self):
+        of_weight = self.weight.grad if self.main_grad is None else self.main_grad
+        return [None if grad is None else grad.clone() for grad in (self.hidden.grad, of_weight)]
+
+    def restore(self, gradients) -> None:
+        """What :meth:`gradients` gave: an earlier micro-batch's."""
+        of_hidden, of_weight = gradients
+        self.hidden.grad = of_hidden.clone()
+        if self.main_grad is None:
+            self.weight.grad = of_weight.clone()
+        else:
+            self.main_grad.copy_(of_weight)
+
+
+def out_of_memory_at(step: Step, at: int, earlier, right) -> str:
+    """Let the operator ``at`` of a step fail, with ``earlier`` gradients there, and take the step again.
+
+    What the failure left: ``untouched``, ``refused`` (NaN, and no optimizer steps until it is zeroed), or
+    ``whole`` where only what follows the op's own backward has failed. Anything else raises, and so does a
+    next step that is not bitwise ``right``.
+    """
+    step.restore(earlier)
+    try:
+        with OutOfMemoryAt(at):
+            step.run()
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        raise AssertionError(f"operator {at} did not fail")
+    of_hidden, of_weight = step.gradients()
+    assert torch.equal(of_hidden, earlier[0]) or torch.equal(of_hidden, right[0])
+    if of_weight.isnan().all():
+        for _ in range(2):
+            assert refuses()
+        left = "refused"
+    else:
+        left = "whole" if torch.equal(of_weight, right[1]) else "untouched"
+        assert left == "whole" or torch.equal(of_weight, earlier[1]), "a part of a sum is left"
+    step.restore(earlier)
+    upstream_guard.check()
+    step.run()
+    assert all(map(torch.equal, step.gradients(), right)), "the next step is not right"
+    return left
+
+
+def refuses() -> bool:
+    """Whether an optimizer step would end with the words on what to do."""
+    try:
+        upstream_guard.check()
+    except AbandonedGradient as error:
+        return "zero the gradients" in str(error)
+    return False
