@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tests.ranks import model_cases
-from tests.ranks.model_cases import BATCH, SEQUENCE, VOCAB, Model, core_version, parallel
+from tests.ranks import megatron_groups, model_cases
+from tests.ranks.model_cases import BATCH, SEQUENCE, VOCAB, Model, core_version
 from tests.ranks.runner import Rank
 
 prepare = model_cases.prepare
@@ -163,17 +163,17 @@ def notes(said: io.StringIO) -> list[str]:
 
 def wrong_loss(rank: Rank, setup: Setup) -> None:
     """In the first iteration, and again after right ones; right steps are taken before and after."""
-    with parallel(rank):
-        training = Training(rank, setup)
-        for _ in range(2):
-            training.zero_grad()
-            training.backward(right=False)
-            training.backward()
-            training.assert_raises_and_changes_nothing()
-            training.zero_grad()
-            training.backward()
-            training.backward()
-            training.assert_steps()
+    megatron_groups.have(rank.size)
+    training = Training(rank, setup)
+    for _ in range(2):
+        training.zero_grad()
+        training.backward(right=False)
+        training.backward()
+        training.assert_raises_and_changes_nothing()
+        training.zero_grad()
+        training.backward()
+        training.backward()
+        training.assert_steps()
 
 
 def wrong_loss_in_skipped_steps(rank: Rank, distributed: bool) -> None:
@@ -181,32 +181,32 @@ def wrong_loss_in_skipped_steps(rank: Rank, distributed: bool) -> None:
     from megatron_fused_ce.upstream_guard import check
 
     setup = Setup(FP16, fp16=True, distributed=distributed, loss_scale=2.0**40)
-    with parallel(rank):
-        training = Training(rank, setup)
-        before = training.state()
-        for _ in range(2):
-            training.zero_grad()
-            training.backward()
-            assert not training.step(), "the step was not skipped: the case tests nothing"
-            check()
-        assert all(map(torch.equal, before, training.state()))
+    megatron_groups.have(rank.size)
+    training = Training(rank, setup)
+    before = training.state()
+    for _ in range(2):
         training.zero_grad()
-        training.backward(right=False)
-        training.assert_raises_and_changes_nothing()
+        training.backward()
+        assert not training.step(), "the step was not skipped: the case tests nothing"
+        check()
+    assert all(map(torch.equal, before, training.state()))
+    training.zero_grad()
+    training.backward(right=False)
+    training.assert_raises_and_changes_nothing()
 
 
 def overflow_upstream(rank: Rank) -> None:
     """An upstream gradient that is itself inf: no mismatch, and Megatron sees it and skips."""
-    with parallel(rank):
-        training = Training(rank, Setup(FP16, fp16=True))
-        before = training.state()
-        training.zero_grad()
-        training.backward(scale=float("inf"))
-        assert not training.step()
-        assert all(map(torch.equal, before, training.state()))
-        training.zero_grad()
-        training.backward()
-        training.assert_steps()
+    megatron_groups.have(rank.size)
+    training = Training(rank, Setup(FP16, fp16=True))
+    before = training.state()
+    training.zero_grad()
+    training.backward(scale=float("inf"))
+    assert not training.step()
+    assert all(map(torch.equal, before, training.state()))
+    training.zero_grad()
+    training.backward()
+    training.assert_steps()
 
 
 def run_iteration(
@@ -240,70 +240,71 @@ def rerun(rank: Rank, mode: str, wrong_in: tuple[int, ...], reject_first: bool) 
     """
     from megatron.core import rerun_state_machine as machine
 
-    with parallel(rank):
-        training = Training(rank, Setup())
-        state_machine: Any = machine.RerunStateMachine(mode=machine.RerunMode(mode))
-        state_machine._maybe_report_stats = lambda: None  # 0.16.1's raises an AttributeError
-        if reject_first:
-            assert run_iteration(training, state_machine, (), False) == 1
-            training.assert_steps()
-        runs = run_iteration(training, state_machine, wrong_in, reject_first)
-        assert runs == (2 if reject_first or mode == "report_determinism_stats" else 1)
-        if wrong_in:
-            training.assert_raises_and_changes_nothing()
-        else:
-            training.assert_steps()
-        run_iteration(training, state_machine, (), False)
+    megatron_groups.have(rank.size)
+    training = Training(rank, Setup())
+    state_machine: Any = machine.RerunStateMachine(mode=machine.RerunMode(mode))
+    state_machine._maybe_report_stats = lambda: None  # 0.16.1's raises an AttributeError
+    if reject_first:
+        assert run_iteration(training, state_machine, (), False) == 1
         training.assert_steps()
+    runs = run_iteration(training, state_machine, wrong_in, reject_first)
+    assert runs == (2 if reject_first or mode == "report_determinism_stats" else 1)
+    if wrong_in:
+        training.assert_raises_and_changes_nothing()
+    else:
+        training.assert_steps()
+    run_iteration(training, state_machine, (), False)
+    training.assert_steps()
 
 
 def all_masked(rank: Rank) -> None:
     """A micro-batch without any token that counts is legal, and adds nothing to the gradient."""
-    with parallel(rank):
-        gradients = []
-        for with_empty in (False, True):
-            training = Training(rank, Setup())
-            training.zero_grad()
-            training.backward()
-            if with_empty:
-                nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
-                training.backward_of(training.losses(loss_mask=nothing), nothing)
-            training.ddp.finish_grad_sync()
-            gradients.append([p.main_grad.clone() for p in training.model.parameters()])
-            training.assert_steps()
-        assert all(map(torch.equal, *gradients))
-
+    megatron_groups.have(rank.size)
+    gradients = []
+    for with_empty in (False, True):
+        training = Training(rank, Setup())
         training.zero_grad()
-        nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
-        training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing))
-        training.assert_raises_and_changes_nothing()
+        training.backward()
+        if with_empty:
+            nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
+            training.backward_of(training.losses(loss_mask=nothing), nothing)
+        training.ddp.finish_grad_sync()
+        gradients.append([p.main_grad.clone() for p in training.model.parameters()])
+        training.assert_steps()
+    assert all(map(torch.equal, *gradients))
+
+    training.zero_grad()
+    nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
+    training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing))
+    training.assert_raises_and_changes_nothing()
 
 
 def masks_of_other_dtypes(rank: Rank) -> None:
-    with parallel(rank):
-        training = Training(rank, Setup())
-        for dtype in (torch.bfloat16, torch.bool, torch.int64, torch.float64):
-            training.zero_grad()
-            mask = training.mask().to(dtype)
-            training.backward_of(training.losses(loss_mask=mask), mask)
-            training.assert_steps()
+    megatron_groups.have(rank.size)
+    training = Training(rank, Setup())
+    for dtype in (torch.bfloat16, torch.bool, torch.int64, torch.float64):
+        training.zero_grad()
+        mask = training.mask().to(dtype)
+        training.backward_of(training.losses(loss_mask=mask), mask)
+        training.assert_steps()
 
 
 def weights_between_0_and_1(rank: Rank) -> None:
-    with parallel(rank):
-        training = Training(rank, Setup())
-        training.zero_grad()
-        weights = torch.rand(BATCH, SEQUENCE, generator=training.generator).to(rank.device)
-        training.backward_of(training.losses(loss_mask=weights), weights)
-        training.assert_steps()
-        training.zero_grad()
-        training.backward_of(training.losses(loss_mask=weights), (weights > 0).float())
-        training.assert_raises_and_changes_nothing()
+    megatron_groups.have(rank.size)
+    training = Training(rank, Setup())
+    training.zero_grad()
+    weights = torch.rand(BATCH, SEQUENCE, generator=training.generator).to(rank.device)
+    training.backward_of(training.losses(loss_mask=weights), weights)
+    training.assert_steps()
+    training.zero_grad()
+    training.backward_of(training.losses(loss_mask=weights), (weights > 0).float())
+    training.assert_raises_and_changes_nothing()
 
 
 def multi_token_prediction(rank: Rank) -> None:
     """MTP's rolled masks are no mismatch; a wrong main loss still is; told once."""
-    with parallel(rank), what_was_said() as said:
+    megatron_groups.have(rank.size)
+    with what_was_said() as said:
         training = Training(rank, Setup(Model(mtp=2)))
         for _ in range(2):
             training.zero_grad()
@@ -319,7 +320,8 @@ def multi_token_prediction(rank: Rank) -> None:
 
 def without_a_mask(rank: Rank, family: str) -> None:
     """No loss_mask (old MambaModel's signature has none): exact for any loss, said once."""
-    with parallel(rank), what_was_said() as said:
+    megatron_groups.have(rank.size)
+    with what_was_said() as said:
         training = Training(rank, Setup(Model(family=family)))
         for _ in range(2):
             training.zero_grad()
@@ -332,7 +334,8 @@ def without_a_mask(rank: Rank, family: str) -> None:
 
 
 def evaluation_says_nothing(rank: Rank) -> None:
-    with parallel(rank), what_was_said() as said:
+    megatron_groups.have(rank.size)
+    with what_was_said() as said:
         training = Training(rank, Setup())
         training.model.eval()
         with torch.no_grad():
@@ -343,22 +346,22 @@ def evaluation_says_nothing(rank: Rank) -> None:
 
 def two_models(rank: Rank) -> None:
     """Two models with an optimizer each in one process: the wrong one's mismatch stops the next step."""
-    with parallel(rank):
-        wrong, right = Training(rank, Setup()), Training(rank, Setup())
-        for training in (wrong, right):
-            training.zero_grad()
-        wrong.backward(right=False)
-        right.backward()
-        right.assert_raises_and_changes_nothing()
-        right.assert_steps()
+    megatron_groups.have(rank.size)
+    wrong, right = Training(rank, Setup()), Training(rank, Setup())
+    for training in (wrong, right):
+        training.zero_grad()
+    wrong.backward(right=False)
+    right.backward()
+    right.assert_raises_and_changes_nothing()
+    right.assert_steps()
 
 
 def other_strategies_take_any_loss(rank: Rank, strategy: str) -> None:
-    with parallel(rank):
-        training = Training(rank, Setup(strategy=strategy))
-        training.zero_grad()
-        training.backward(right=False)
-        training.assert_steps()
+    megatron_groups.have(rank.size)
+    training = Training(rank, Setup(strategy=strategy))
+    training.zero_grad()
+    training.backward(right=False)
+    training.assert_steps()
 
 
 FP16 = Model(dtype=torch.float16, extra={"fp16": True})

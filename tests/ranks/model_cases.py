@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.ranks import megatron_groups
 from tests.ranks.runner import Rank
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 160, 32, 24, 2
@@ -181,17 +182,6 @@ def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]
     return results
 
 
-@contextlib.contextmanager
-def parallel(rank: Rank):
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(rank.size)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
 def _noting(seen: list[int], wait: Any) -> Any:
     def noted(count: Any) -> int:
         seen.append(wait(count))
@@ -206,7 +196,8 @@ def off_against_on(rank: Rank, model: Model) -> None:
 
     watched: list[bool] = []
     kept: list[int] = []
-    with parallel(rank), pytest.MonkeyPatch.context() as patch:
+    megatron_groups.have(rank.size)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(upstream_guard, "watch", lambda mismatch: watched.append(bool(mismatch)))
         patch.setattr(masked_tokens, "ROUND_TO", 2)
         patch.setattr(masked_tokens.Count, "wait", _noting(kept, masked_tokens.Count.wait))
@@ -261,14 +252,14 @@ def built_off_and_on(rank: Rank) -> tuple[Any, Any]:
 
 def checkpoint_moves(rank: Rank) -> None:
     """A state dict saved with the flag on loads strictly with it off, and the other way round."""
-    with parallel(rank):
-        off, on = built_off_and_on(rank)
-        assert type(on.output_layer) is not type(off.output_layer)
-        assert type(on.output_layer).__name__ == type(off.output_layer).__name__
-        assert list(on.state_dict()) == list(off.state_dict())
-        off.load_state_dict(on.state_dict())
-        on.load_state_dict(off.state_dict())
-        assert sorted(on.sharded_state_dict()) == sorted(off.sharded_state_dict())
+    megatron_groups.have(rank.size)
+    off, on = built_off_and_on(rank)
+    assert type(on.output_layer) is not type(off.output_layer)
+    assert type(on.output_layer).__name__ == type(off.output_layer).__name__
+    assert list(on.state_dict()) == list(off.state_dict())
+    off.load_state_dict(on.state_dict())
+    on.load_state_dict(off.state_dict())
+    assert sorted(on.sharded_state_dict()) == sorted(off.sharded_state_dict())
 
 
 def forward(built: Any, rank: Rank, labels: bool, **kwargs: Any) -> Any:
@@ -282,48 +273,48 @@ def other_uses_get_real_logits(rank: Rank) -> None:
     import megatron_fused_ce
 
     counters = megatron_fused_ce.counters()
-    with parallel(rank):
-        off, on = built_off_and_on(rank)
+    megatron_groups.have(rank.size)
+    off, on = built_off_and_on(rank)
 
-        counters.reset()
-        assert torch.equal(forward(on, rank, False), forward(off, rank, False))
-        assert (counters.fused, counters.materialised) == (0, 1)
+    counters.reset()
+    assert torch.equal(forward(on, rank, False), forward(off, rank, False))
+    assert (counters.fused, counters.materialised) == (0, 1)
 
-        counters.reset()
-        gathered = forward(on, rank, False, runtime_gather_output=True)
-        assert gathered.shape == (BATCH, SEQUENCE, VOCAB)
-        with torch.inference_mode():
-            forward(on, rank, True)
-        assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 2)
+    counters.reset()
+    gathered = forward(on, rank, False, runtime_gather_output=True)
+    assert gathered.shape == (BATCH, SEQUENCE, VOCAB)
+    with torch.inference_mode():
+        forward(on, rank, True)
+    assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 2)
 
-        counters.reset()
-        seen = []
-        hook = on.output_layer.register_forward_hook(lambda *a: seen.append(a[2][0].shape))
-        loss = forward(on, rank, True)
-        hook.remove()
-        assert seen == [(SEQUENCE, BATCH, VOCAB // rank.size)]
-        assert (counters.fused, counters.stock) == (0, 1)
+    counters.reset()
+    seen = []
+    hook = on.output_layer.register_forward_hook(lambda *a: seen.append(a[2][0].shape))
+    loss = forward(on, rank, True)
+    hook.remove()
+    assert seen == [(SEQUENCE, BATCH, VOCAB // rank.size)]
+    assert (counters.fused, counters.stock) == (0, 1)
 
-        counters.reset()
-        on.eval(), off.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(forward(on, rank, True), forward(off, rank, True))
-            torch.testing.assert_close(forward(on, rank, True), loss.detach())
-        assert (counters.fused, counters.materialised, counters.stock) == (2, 0, 0)
+    counters.reset()
+    on.eval(), off.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(forward(on, rank, True), forward(off, rank, True))
+        torch.testing.assert_close(forward(on, rank, True), loss.detach())
+    assert (counters.fused, counters.materialised, counters.stock) == (2, 0, 0)
 
 
 def hooks_fire_around_the_loss(rank: Rank) -> None:
     """Pre-hooks (DDP's wait for gathered parameters) run before the loss, inside the layer's call."""
     import megatron_fused_ce
 
-    with parallel(rank):
-        megatron_fused_ce.enable()
-        on = build(Model(), rank)
-        megatron_fused_ce.disable()
-        fired = []
-        on.output_layer.register_forward_pre_hook(lambda *a: fired.append("before"))
-        forward(on, rank, True)
-        assert fired == ["before"]
+    megatron_groups.have(rank.size)
+    megatron_fused_ce.enable()
+    on = build(Model(), rank)
+    megatron_fused_ce.disable()
+    fired = []
+    on.output_layer.register_forward_pre_hook(lambda *a: fired.append("before"))
+    forward(on, rank, True)
+    assert fired == ["before"]
 
 
 def heads_left_to_megatron(rank: Rank) -> None:
@@ -332,23 +323,23 @@ def heads_left_to_megatron(rank: Rank) -> None:
 
     import megatron_fused_ce
 
-    with parallel(rank):
-        megatron_fused_ce.enable()
-        normal = build(Model(), rank)
-        megatron_fused_ce.disable()
-        from megatron_fused_ce.adapter import stock_path
+    megatron_groups.have(rank.size)
+    megatron_fused_ce.enable()
+    normal = build(Model(), rank)
+    megatron_fused_ce.disable()
+    from megatron_fused_ce.adapter import stock_path
 
-        assert type(normal.output_layer) is not ColumnParallelLinear
-        normal.output_layer.__class__ = ColumnParallelLinear
-        assert stock_path.reason_at_build(normal, None) is None
-        normal.output_layer.gather_output = True
-        assert "gathers" in stock_path.reason_at_build(normal, None)
-        normal.output_layer.gather_output = False
-        normal.config.defer_embedding_wgrad_compute = True
-        assert "defer" in stock_path.reason_at_build(normal, None)
-        normal.config.defer_embedding_wgrad_compute = False
-        normal.output_layer.disable_grad_reduce = True
-        assert "LoRA" in stock_path.reason_at_build(normal, None)
+    assert type(normal.output_layer) is not ColumnParallelLinear
+    normal.output_layer.__class__ = ColumnParallelLinear
+    assert stock_path.reason_at_build(normal, None) is None
+    normal.output_layer.gather_output = True
+    assert "gathers" in stock_path.reason_at_build(normal, None)
+    normal.output_layer.gather_output = False
+    normal.config.defer_embedding_wgrad_compute = True
+    assert "defer" in stock_path.reason_at_build(normal, None)
+    normal.config.defer_embedding_wgrad_compute = False
+    normal.output_layer.disable_grad_reduce = True
+    assert "LoRA" in stock_path.reason_at_build(normal, None)
 
 
 def start_up_line(rank: Rank) -> None:
@@ -360,7 +351,8 @@ def start_up_line(rank: Rank) -> None:
 
     sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH)
     said = io.StringIO()
-    with parallel(rank), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    megatron_groups.have(rank.size)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(arguments, "megatron_args", lambda: sizes)
         config = megatron_fused_ce.FusedCEConfig("recompute", num_chunks=3, logit_pass="rows")
         megatron_fused_ce.enable(config)
@@ -394,43 +386,43 @@ def loss_options(rank: Rank) -> None:
     from megatron_fused_ce.testing.reference import LOSS_OPTIONS, HeadInputs, plain_head
 
     labels = (torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB).roll(-1, 1)
-    with parallel(rank):
-        megatron_fused_ce.disable()
-        shard = forward(build(Model(), rank), rank, False).detach().contiguous()
-        shards = [torch.empty_like(shard) for _ in range(rank.size)]
-        dist.all_gather(shards, shard)
-        logits = torch.cat(shards, -1).transpose(0, 1)
-        for options in LOSS_OPTIONS.values():
-            # Hidden states that the identity makes these logits of.
-            config = megatron_fused_ce.FusedCEConfig(**{**options, "ignore_index": 7})
-            eye = torch.eye(VOCAB, device=rank.device)
-            inputs = HeadInputs(
-                logits,
-                eye,
-                labels.to(rank.device),
-                torch.ones(BATCH, SEQUENCE, device=rank.device),
-                config=config,
+    megatron_groups.have(rank.size)
+    megatron_fused_ce.disable()
+    shard = forward(build(Model(), rank), rank, False).detach().contiguous()
+    shards = [torch.empty_like(shard) for _ in range(rank.size)]
+    dist.all_gather(shards, shard)
+    logits = torch.cat(shards, -1).transpose(0, 1)
+    for options in LOSS_OPTIONS.values():
+        # Hidden states that the identity makes these logits of.
+        config = megatron_fused_ce.FusedCEConfig(**{**options, "ignore_index": 7})
+        eye = torch.eye(VOCAB, device=rank.device)
+        inputs = HeadInputs(
+            logits,
+            eye,
+            labels.to(rank.device),
+            torch.ones(BATCH, SEQUENCE, device=rank.device),
+            config=config,
+        )
+        expected = plain_head(inputs, torch.float64).loss
+        megatron_fused_ce.enable(config)
+        on = build(Model(), rank)
+        loss = forward(on, rank, True)
+        difference = (loss - expected).abs().max()
+        assert difference < 2e-5 * expected.abs().max(), (options, difference)
+        assert (loss[labels.to(rank.device) == 7] == 0).all()
+        on.output_layer.register_forward_hook(lambda *a: None)
+        with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
+            forward(on, rank, True)
+        forward(on, rank, False)  # logits for inference are no loss
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test"
             )
-            expected = plain_head(inputs, torch.float64).loss
-            megatron_fused_ce.enable(config)
-            on = build(Model(), rank)
-            loss = forward(on, rank, True)
-            difference = (loss - expected).abs().max()
-            assert difference < 2e-5 * expected.abs().max(), (options, difference)
-            assert (loss[labels.to(rank.device) == 7] == 0).all()
-            on.output_layer.register_forward_hook(lambda *a: None)
-            with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
-                forward(on, rank, True)
-            forward(on, rank, False)  # logits for inference are no loss
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(
-                    "megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test"
-                )
-                with pytest.raises(ValueError, match=r"ignore_index.*a test"):
-                    build(Model(), rank)
-        megatron_fused_ce.disable()
-        with pytest.raises(ValueError, match="takes the vocabulary size from Megatron's tokenizer"):
-            arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
+            with pytest.raises(ValueError, match=r"ignore_index.*a test"):
+                build(Model(), rank)
+    megatron_fused_ce.disable()
+    with pytest.raises(ValueError, match="takes the vocabulary size from Megatron's tokenizer"):
+        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
 
 
 class Batch(NamedTuple):
@@ -516,34 +508,35 @@ def accuracy_beside_the_loss(rank: Rank, model: Model) -> None:
     """Against the argmax of the stock logits, in training and evaluation."""
     import megatron_fused_ce
 
-    with parallel(rank):
+    megatron_groups.have(rank.size)
+    megatron_fused_ce.disable()
+    off = build(model, rank)
+    batches, corrects = batches_half_right(off, rank)
+    ignored = int(batches[0].labels[0, 0])
+    for ignore_index in (None, ignored):
+        config = megatron_fused_ce.FusedCEConfig(
+            model.strategy,
+            num_chunks=3,
+            ignore_index=ignore_index,
+            skip_masked=model.skip_masked,
+        )
+        megatron_fused_ce.enable(config, log_accuracy=True)
+        on = build(model, rank)
         megatron_fused_ce.disable()
-        off = build(model, rank)
-        batches, corrects = batches_half_right(off, rank)
-        ignored = int(batches[0].labels[0, 0])
-        for ignore_index in (None, ignored):
-            config = megatron_fused_ce.FusedCEConfig(
-                model.strategy,
-                num_chunks=3,
-                ignore_index=ignore_index,
-                skip_masked=model.skip_masked,
-            )
-            megatron_fused_ce.enable(config, log_accuracy=True)
-            on = build(model, rank)
-            megatron_fused_ce.disable()
-            for forward_only in (False, True):
-                on.train(not forward_only)
-                reports = run_schedule(on, batches, rank, forward_only)
-                check_accuracy(reports, batches, corrects, ignore_index)
-        for reported in run_schedule(off, batches, rank, True):
-            assert list(reported) == ["lm loss"]
+        for forward_only in (False, True):
+            on.train(not forward_only)
+            reports = run_schedule(on, batches, rank, forward_only)
+            check_accuracy(reports, batches, corrects, ignore_index)
+    for reported in run_schedule(off, batches, rank, True):
+        assert list(reported) == ["lm loss"]
 
 
 def accuracy_that_cannot_be_had(rank: Rank) -> None:
     """At start-up it is refused; a call on the stock path leaves the key, and NaN in it."""
     import megatron_fused_ce
 
-    with parallel(rank), pytest.MonkeyPatch.context() as patch:
+    megatron_groups.have(rank.size)
+    with pytest.MonkeyPatch.context() as patch:
         megatron_fused_ce.disable()
         batches, _ = batches_half_right(build(Model(), rank), rank)
         megatron_fused_ce.enable(log_accuracy=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.ranks import model_cases
+from tests.ranks import megatron_groups, model_cases
 from tests.ranks.model_cases import (
     BATCH,
     GRADIENT_BOUND,
@@ -174,14 +174,9 @@ def off_against_on(rank: Rank, pipeline: Pipeline) -> None:
     import megatron_fused_ce
     from megatron_fused_ce import upstream_guard
 
-    parallel_state.initialize_model_parallel(
-        TP,
-        PP,
-        virtual_pipeline_model_parallel_size=pipeline.virtual if pipeline.virtual > 1 else None,
-    )
+    megatron_groups.have(TP, PP, pipeline.virtual if pipeline.virtual > 1 else None)
     counters = megatron_fused_ce.counters()
     with contextlib.ExitStack() as stack:
-        stack.callback(parallel_state.destroy_model_parallel)
         megatron_fused_ce.disable()
         off = train_one_step(pipeline, rank)
         counters.reset()
