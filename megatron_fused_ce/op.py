@@ -29,6 +29,7 @@ from megatron_fused_ce.grad_weight import (
 )
 from megatron_fused_ce.logit_pass import LogitPass
 from megatron_fused_ce.loss_form import LossForm, SoftTargets, merge_duplicates
+from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.pipeline import Head
 from megatron_fused_ce.strategies import (
     RECOMPUTE,
@@ -251,6 +252,7 @@ def linear_cross_entropy(
     unmasked: masked_tokens.Count | None = None,
     open_grad_weight: OpenGradWeight = ReturnedGradWeight,
     uses_in_flight: int = 1,
+    phases: Phases = UNTIMED,
 ) -> HeadOutputs:
     """:func:`fused_linear_cross_entropy` with all that the other functions and the Megatron adapter need.
 
@@ -262,6 +264,7 @@ def linear_cross_entropy(
             token weights; else it is counted here, and the host waits.
         open_grad_weight: where ``grad_weight`` ends (see :mod:`.grad_weight`).
         uses_in_flight: calls that wait for their backward together, for plans of memory.
+        phases: a :class:`.PhaseTimes` to time the call's passes with.
     """
     config = config or FusedCEConfig()
     comm = VocabParallel.of(tp_group, sequence_parallel, config.merge)
@@ -375,6 +378,7 @@ def linear_cross_entropy(
         vocab_start=first_id,
         open_grad_weight=open_grad_weight,
         token_weights=weights if plan.strategy == "eager" else None,
+        phases=phases,
     )
     needs_grad = torch.is_grad_enabled()
     needs = Needs(needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad)
@@ -414,9 +418,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         needs: Needs,
     ) -> tuple[Tensor | None, ...]:
         """This shard's largest logits and their columns, then :class:`.TokenOutputs`; each ``[T]``."""
+        phases, device = head.phases, hidden.device
         try:
-            with torch.autocast(hidden.device.type, enabled=False):
+            with (
+                torch.autocast(device.type, enabled=False),
+                phases.of_pass("forward" if any(needs) else "evaluation", device),
+            ):
                 out = strategy.forward(head, hidden, weight, targets, needs)
+                phases.waits(out.terms, *out.kept_tensors(), *(out.gradients or ()))
         except BaseException:
             head.comm.settle(hidden.device)
             raise
@@ -426,7 +435,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if any(needs):
             # Tensors that wait go through autograd, which frees them with the graph; the gradients
             # that eager made are handed over by the first backward.
-            kept = [out.last_tokens, *(tensor for chunk in out.kept for tensor in chunk)]
+            kept = out.kept_tensors()
             ctx.head, ctx.strategy = head, strategy
             ctx.gradients = out.gradients
             soft = (None, None) if targets.soft is None else targets.soft
@@ -457,7 +466,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         upstream = Upstream(loss, log_prob, lse, grad_entropy, entropy)
         end_points = OpenedEndPoints(saved.head.open_grad_weight)
         try:
-            with torch.autocast(hidden.device.type, enabled=False):
+            with (
+                torch.autocast(hidden.device.type, enabled=False),
+                saved.head.phases.of_pass("backward", hidden.device),
+            ):
                 grad_hidden, grad_weight = saved.strategy.backward(
                     replace(saved.head, open_grad_weight=end_points),
                     hidden,

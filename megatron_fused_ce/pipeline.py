@@ -43,6 +43,7 @@ from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import GradWeight, OpenGradWeight
 from megatron_fused_ce.logit_pass import LogitPass, Operand
 from megatron_fused_ce.loss_form import LossForm
+from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.vocab_parallel import DONE, Pending, VocabParallel
 
 
@@ -59,6 +60,7 @@ class Head:
     vocab_start: int | Tensor
     open_grad_weight: OpenGradWeight
     token_weights: Tensor | None = None  # [parts, n] fp32
+    phases: Phases = UNTIMED
 
     @property
     def needs_argmax(self) -> bool:
@@ -151,6 +153,7 @@ class Tokens:
         out = self._slot(index, chunk)
         part = self._hidden[chunk.start : chunk.stop]
         self._under_way[index] = out, self._head.comm.gather(part, out)
+        self._head.phases.moved("gather", self._head.comm.ring_bytes(out.nbytes))
         return True
 
     def take(self, chunk: Chunk) -> Tensor:
@@ -162,7 +165,8 @@ class Tokens:
         if self._position not in self._under_way:
             self.start()
         self._taken, pending = self._under_way.pop(self._position)
-        pending.wait()
+        with self._head.phases("gather"):
+            pending.wait()
         return self._taken
 
     def room(self, chunk: Chunk) -> Tensor:
@@ -256,21 +260,23 @@ class Products:
         if self._grad_hidden is None:
             return
         matrix, factor = operand
-        comm = self._head.comm
+        comm, phases = self._head.comm, self._head.phases
         out = self._grad_hidden[chunk.start : chunk.stop]
         partial = out
         if comm.num_parts > 1:
             # The room's last reader is the reduction of the chunk before, which has long ended.
             self._wait()
             partial = self._rooms.grad_hidden(chunk)
-        torch.mm(matrix, self._weight, out=partial)
-        if factor is not None:
-            if self._row_factor is None:
-                self._row_factor = factor.new_ones(self._grad_hidden.shape[0])
-            self._row_factor[chunk.start : chunk.stop] = self._head.own_part(factor)
-        if self._inv_scale is not None:
-            partial.mul_(self._inv_scale)
+        with phases("grad-hidden"):
+            torch.mm(matrix, self._weight, out=partial)
+            if factor is not None:
+                if self._row_factor is None:
+                    self._row_factor = factor.new_ones(self._grad_hidden.shape[0])
+                self._row_factor[chunk.start : chunk.stop] = self._head.own_part(factor)
+            if self._inv_scale is not None:
+                partial.mul_(self._inv_scale)
         self._pending.append(comm.reduce_grad_hidden(partial, out))
+        phases.moved("reduce", comm.ring_bytes(partial.nbytes, not comm.sequence_parallel))
 
     def add_weight(self, chunk: Chunk, operand: Operand, tokens: Tensor | None) -> None:
         """``grad_weight`` of the chunk from its ``tokens`` ``[C, H]``."""
@@ -278,9 +284,10 @@ class Products:
             return
         assert tokens is not None
         matrix, factor = operand
-        if factor is not None:
-            tokens = logit_pass.scale_rows(tokens, factor, out=self._tokens.room(chunk))
-        self._grad_weight.add(matrix, tokens)
+        with self._head.phases("grad-weight"):
+            if factor is not None:
+                tokens = logit_pass.scale_rows(tokens, factor, out=self._tokens.room(chunk))
+            self._grad_weight.add(matrix, tokens)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """``grad_hidden`` ``[n, H]``, reduced, and ``[n]`` fp32 to multiply it by (None for 1)."""
@@ -288,6 +295,9 @@ class Products:
         return self._grad_hidden, self._row_factor
 
     def _wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
+        if not self._pending:
+            return
+        with self._head.phases("reduce"):
+            for pending in self._pending:
+                pending.wait()
         self._pending.clear()

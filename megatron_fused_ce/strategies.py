@@ -81,6 +81,10 @@ class Forward:
     last_tokens: Tensor | None = None
     gradients: MadeGradients | None = None
 
+    def kept_tensors(self) -> list[Tensor | None]:
+        """``last_tokens``, then matrix and seal of each kept chunk."""
+        return [self.last_tokens, *(tensor for chunk in self.kept for tensor in chunk)]
+
     @staticmethod
     def empty(head: Head, targets: Targets) -> Forward:
         labels = targets.labels
@@ -156,6 +160,7 @@ class _Scored:
             best = (stats.argmax + head.vocab_start).float()
             stats = stats._replace(further=stats.further._replace(best=best))
         self.merge = head.comm.start_merge(stats, head.logits.token_ops)
+        head.phases.moved("merge", head.comm.merge_bytes(stats))
 
     def finish_merge(self, out: Forward) -> Merged:
         """Its loss and terms go to their places in ``out``; once."""
@@ -207,10 +212,12 @@ class KeepOrRecompute:
         lag = 1 if head.comm.size > 1 else 0
 
         def finish(one: _Scored) -> None:
-            merged = one.finish_merge(out)
+            with head.phases("merge"):
+                merged = one.finish_merge(out)
             if self._keeps(one.chunk):
                 assert one.matrix is not None
-                seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
+                with head.phases("statistics"):
+                    seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
                 out.kept.append(KeptChunk(one.matrix, seal))
 
         for chunk in head.chunks:
@@ -220,8 +227,10 @@ class KeepOrRecompute:
                 matrix = hidden.new_empty(inputs.labels.shape[0], weight.shape[0])
             elif head.logits.scores_in_memory:
                 matrix = rooms.logits(chunk)
-            statistics = head.logits.multiply(inputs, matrix, head.needs_argmax)
-            scores = statistics()
+            with head.phases("logits"):
+                statistics = head.logits.multiply(inputs, matrix, head.needs_argmax)
+            with head.phases("statistics"):
+                scores = statistics()
             if not self._keeps(chunk):
                 scores = scores._replace(tiles=None)  # only a seal reads them
             scored = _Scored(chunk, inputs, scores, matrix)
@@ -278,21 +287,28 @@ class KeepOrRecompute:
             kept_terms = head.split(waited.terms, chunk)
             terms = TokenTerms(**dict(zip(head.form.kept_terms, kept_terms, strict=True)))
             of_chunk = upstream.map(partial(head.split, chunk=chunk))
-            if self._keeps(chunk):
-                chunk_kept = kept.pop()
-                room = None if head.logits.reads_kept else rooms.logits(chunk)
-                operand = head.logits.operand_of_kept(*chunk_kept, inputs, terms, of_chunk, room)
-            else:
-                room = rooms.logits(chunk)
-                operand = head.logits.operand_again(inputs, terms, of_chunk, room)
+            with head.phases("grad-logits"):
+                if self._keeps(chunk):
+                    chunk_kept = kept.pop()
+                    room = None if head.logits.reads_kept else rooms.logits(chunk)
+                    operand = head.logits.operand_of_kept(
+                        *chunk_kept, inputs, terms, of_chunk, room
+                    )
+                else:
+                    room = rooms.logits(chunk)
+                    operand = head.logits.operand_again(inputs, terms, of_chunk, room)
             products.add_hidden(chunk, operand)
             if operand.factor is None:
                 let_in(head, hidden.device)
             products.add_weight(chunk, operand, taken)
         grad_hidden, row_factor = products.finish()
         if grad_hidden is not None and row_factor is not None:
-            logit_pass.scale_rows(grad_hidden, row_factor, out=grad_hidden)
-        return grad_hidden, None if end_point is None else end_point.close(inv_scale)
+            with head.phases("grad-hidden"):
+                logit_pass.scale_rows(grad_hidden, row_factor, out=grad_hidden)
+        if end_point is None:
+            return grad_hidden, None
+        with head.phases("grad-weight"):
+            return grad_hidden, end_point.close(inv_scale)
 
 
 class Eager:
@@ -328,14 +344,16 @@ class Eager:
         waiting: deque[_Scored] = deque()
 
         def make_gradients(one: _Scored) -> None:
-            merged = one.finish_merge(out)
+            with head.phases("merge"):
+                merged = one.finish_merge(out)
             assert one.matrix is not None
-            seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
             terms = head.form.terms(merged)
             of_chunk = upstream.map(partial(head.split, chunk=one.chunk))
-            operand = head.logits.operand_of_kept(
-                one.matrix, seal, one.inputs, terms, of_chunk, one.matrix
-            )
+            with head.phases("grad-logits"):
+                seal = head.logits.seal(one.matrix, one.inputs, one.scores, merged)
+                operand = head.logits.operand_of_kept(
+                    one.matrix, seal, one.inputs, terms, of_chunk, one.matrix
+                )
             products.add_hidden(one.chunk, operand)
             if operand.factor is None:
                 let_in(head, hidden.device)
@@ -346,8 +364,10 @@ class Eager:
             if chunk.index > 1:
                 tokens.start()
             logits = rooms.logits(chunk)
-            statistics = head.logits.multiply(inputs, logits, head.needs_argmax)
-            scored = _Scored(chunk, inputs, statistics(), logits)
+            with head.phases("logits"):
+                statistics = head.logits.multiply(inputs, logits, head.needs_argmax)
+            with head.phases("statistics"):
+                scored = _Scored(chunk, inputs, statistics(), logits)
             with head.comm.together(hidden.device):
                 scored.start_merge(head)
                 if chunk.index == 0:
@@ -359,7 +379,8 @@ class Eager:
         while waiting:
             make_gradients(waiting.popleft())
         grad_hidden, row_factor = products.finish()
-        total = None if held is None else held.total(inv_scale)
+        with head.phases("grad-weight"):
+            total = None if held is None else held.total(inv_scale)
         out.gradients = MadeGradients(token_weights, grad_hidden, row_factor, total)
         return out
 
@@ -386,19 +407,21 @@ class Eager:
         if needs.grad_hidden and gradients.grad_hidden is not None:
             grad_hidden = gradients.grad_hidden
             row_factor = gradients.row_factor
-            if row_factor is not None:
-                logit_pass.scale_rows(grad_hidden, row_factor * scale, out=grad_hidden)
-            elif grad_hidden.is_cuda:
-                # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
-                rows = scale.expand(grad_hidden.shape[0]).contiguous()
-                logit_pass.scale_rows(grad_hidden, rows, out=grad_hidden)
-            else:
-                grad_hidden.mul_(scale)
+            with head.phases("grad-hidden"):
+                if row_factor is not None:
+                    logit_pass.scale_rows(grad_hidden, row_factor * scale, out=grad_hidden)
+                elif grad_hidden.is_cuda:
+                    # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
+                    rows = scale.expand(grad_hidden.shape[0]).contiguous()
+                    logit_pass.scale_rows(grad_hidden, rows, out=grad_hidden)
+                else:
+                    grad_hidden.mul_(scale)
         if not needs.grad_weight or gradients.grad_weight is None:
             return grad_hidden, None
-        end_point = head.open_grad_weight(weight, 1, False)
-        end_point.add_total(gradients.grad_weight, scale)
-        return grad_hidden, end_point.close(None)
+        with head.phases("grad-weight"):
+            end_point = head.open_grad_weight(weight, 1, False)
+            end_point.add_total(gradients.grad_weight, scale)
+            return grad_hidden, end_point.close(None)
 
 
 RECOMPUTE = KeepOrRecompute("recompute", 0)

@@ -199,6 +199,20 @@ class VocabParallel:
             return nullcontext()
         return _side_stream(device).together(self.group)
 
+    def ring_bytes(self, whole: int, all_reduce: bool = False) -> int:
+        """What a rank sends to others while ``whole`` bytes are gathered, scattered or summed in a ring.
+
+        As nccl-tests count the bandwidth of a bus; NVLink's switches may do with less.
+        """
+        return whole * (self.size - 1) * (2 if all_reduce else 1) // self.size
+
+    def merge_bytes(self, stats: RowStatistics) -> int:
+        """:meth:`ring_bytes` of :meth:`start_merge`, whose first step of two is a MAX of two rows."""
+        rows = [*stats.shard, *stats.further.rows()]
+        if self.merge == "packed":
+            return self.ring_bytes(self.size * len(rows) * rows[0].nbytes)
+        return self.ring_bytes((len(rows) + 1) * rows[0].nbytes, all_reduce=True)
+
     def settle(self, device: torch.device) -> None:
         """After an exception: memory of what is under way is not given to others before that has ended.
 

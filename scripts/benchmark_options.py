@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.op import TeacherTargets, linear_cross_entropy
+from megatron_fused_ce.phases import UNTIMED, PhaseTimes
 from megatron_fused_ce.testing.provenance import commit
 
 PLAIN = "plain"
@@ -44,6 +45,7 @@ class Option:
     differentiable: bool = False
     teacher: bool = False
     masked: float = 0.0
+    timed: bool = False  # --fused-ce-report
     target: float = 1.02
 
     def fits(self, strategy: str) -> bool:
@@ -64,6 +66,7 @@ def options_of(vocab: int) -> list[Option]:
         Option("label smoothing", {"label_smoothing": 0.1}),
         Option("logits rounded", {"logit_precision": "activations"}),
         Option("accuracy", {}, ("correct",)),
+        Option("phases timed", {}, timed=True),
         Option("lse, log-probability", {}, ("lse", "log_prob")),
         Option("predicted ids", {}, ("predicted",)),
         Option("entropy", {}, ("entropy",)),
@@ -105,6 +108,8 @@ def variant_of(option: Option, strategy: str, problem: Problem, vocab: int) -> V
     teacher = teacher_of(problem, vocab) if option.teacher else None
     labels = problem.labels if teacher is None else torch.full_like(problem.labels, -1)
 
+    phases = PhaseTimes() if option.timed else UNTIMED
+
     def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
         problem.reset()
         mark()
@@ -120,6 +125,7 @@ def variant_of(option: Option, strategy: str, problem: Problem, vocab: int) -> V
             teacher=teacher,
             unmasked=unmasked,
             open_grad_weight=problem.open_grad_weight,
+            phases=phases,
         ).outputs
         total = (made.loss * grad_loss).sum()
         if option.differentiable:

@@ -160,6 +160,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "and evaluation",
     )
     group.add_argument(
+        "--fused-ce-report",
+        action="store_true",
+        help="time and bytes of the head's phases, at each log interval: Megatron's timers, log, TensorBoard",
+    )
+    group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
         help="compare shapes and options over the tensor-parallel ranks on every call",
@@ -207,6 +212,11 @@ def _true_vocab_size() -> int:
 def logs_accuracy(args: Any) -> bool:
     """Whether parsed arguments ask for the accuracy beside the loss."""
     return bool(getattr(args, "fused_ce_log_accuracy", False))
+
+
+def reports_phases(args: Any) -> bool:
+    """Whether parsed arguments ask for the head's phases."""
+    return bool(getattr(args, "fused_ce_report", False))
 
 
 def args_from_argv(argv: Sequence[str]) -> argparse.Namespace | None:

@@ -2,8 +2,8 @@
 
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the
-flags), the language module (the seams in the model), the schedules (where the accuracy joins the loss)
-and the optimizers (they check what strategy ``eager`` was promised).
+flags), the language module (the seams in the model), the schedules (where the accuracy joins the loss), the
+trainer (it logs the head's phases) and the optimizers (they check what strategy ``eager`` was promised).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ TARGETS = {
         "patch",
     ),
     "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
+    "megatron.training.training": ("megatron_fused_ce.adapter.phase_report", "patch"),
     "megatron.core.optimizer.optimizer": ("megatron_fused_ce.adapter.optimizer_guard", "patch"),
     "megatron.core.optimizer.optimizer_cuda_graph": (
         "megatron_fused_ce.adapter.optimizer_guard",

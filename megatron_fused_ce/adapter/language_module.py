@@ -8,10 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fused_ce.adapter import accuracy, arguments, report, stock_path, token_weights
+from megatron_fused_ce.adapter import (
+    accuracy,
+    arguments,
+    phase_report,
+    report,
+    stock_path,
+    token_weights,
+)
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
+from megatron_fused_ce.adapter.switch import active_config, logs_accuracy, reports_phases
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.phases import UNTIMED
 
 _TAKES_LOGITS = "the loss of this call takes real logits"
 
@@ -72,6 +80,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         config,
         with_argmax=_counts_mtp_acceptance(model.config),
         log_accuracy=log_accuracy,
+        phases=phase_report.recorder() if reports_phases() else UNTIMED,
     )
     report.adopted(model, args)
 

@@ -16,6 +16,7 @@ from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.phases import Phases
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
@@ -33,15 +34,19 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_sequence_parallel: bool
     fused_ce_with_argmax: bool
     fused_ce_log_accuracy: bool
+    fused_ce_phases: Phases
 
     @staticmethod
-    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool) -> None:
+    def adopt(
+        layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, phases: Phases
+    ) -> None:
         """Make a stock layer defer its logits from now on."""
         layer.__class__ = ColumnParallelLinear
         layer.fused_ce_config = config
         layer.fused_ce_sequence_parallel = layer.sequence_parallel
         layer.fused_ce_with_argmax = with_argmax
         layer.fused_ce_log_accuracy = log_accuracy
+        layer.fused_ce_phases = phases
 
     def __call__(
         self,
@@ -114,6 +119,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             unmasked=token_weights.unmasked,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
+            phases=self.fused_ce_phases,
         )
         report.evaluation_once(self, input_, weight, out.plan)
         fused_ce_request.correct = out.outputs.correct

@@ -42,6 +42,14 @@ def say_once(tp_rank: int, text: str) -> None:
         say(text)
 
 
+def say_of_phases(text: str) -> None:
+    """In Megatron's training loop, where its parallel state stands."""
+    from megatron.core import parallel_state
+
+    if _speaks(parallel_state.get_tensor_model_parallel_rank()):
+        say(text)
+
+
 def left_to_megatron(model: Any, reason: str) -> None:
     """The whole head stays on the stock path."""
     tp_group = getattr(model.output_layer, "tp_group", None)

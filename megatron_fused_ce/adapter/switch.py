@@ -25,6 +25,7 @@ class Counters:
 _counters = Counters()
 _enabled_config: FusedCEConfig | None = None
 _enabled_log_accuracy = False
+_enabled_report = False
 
 
 def counters() -> Counters:
@@ -32,7 +33,9 @@ def counters() -> Counters:
     return _counters
 
 
-def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False) -> None:
+def enable(
+    config: FusedCEConfig | None = None, *, log_accuracy: bool = False, report: bool = False
+) -> None:
     """Turn the fused head on for models built from now on, whatever launched them.
 
     The same as ``--fused-chunked-ce`` for launches without Megatron's command line (Megatron-Bridge,
@@ -42,12 +45,14 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False) -
     Args:
         log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
             function of Megatron's schedules reports.
+        report: the same as ``--fused-ce-report``, for programs that train with Megatron-LM's own loop.
     """
-    global _enabled_config, _enabled_log_accuracy
+    global _enabled_config, _enabled_log_accuracy, _enabled_report
     from megatron_fused_ce.adapter import import_hook
 
     _enabled_config = config or FusedCEConfig()
     _enabled_log_accuracy = log_accuracy
+    _enabled_report = report
     import_hook.install()
 
 
@@ -73,3 +78,12 @@ def logs_accuracy() -> bool:
     from megatron_fused_ce.adapter import arguments
 
     return arguments.logs_accuracy(arguments.launch_args())
+
+
+def reports_phases() -> bool:
+    """Whether heads built now are timed."""
+    if _enabled_config is not None:
+        return _enabled_report
+    from megatron_fused_ce.adapter import arguments
+
+    return arguments.reports_phases(arguments.launch_args())

@@ -1,0 +1,220 @@
+"""What the head's passes do one after another, timed where somebody asked.
+
+The loops over chunks say which phase they are in (``Head.phases``). :data:`UNTIMED` hears nothing: no event,
+no clock, no byte counted. :class:`PhaseTimes` marks the current stream before and after each phase and reads
+the marks when they have long passed. Neither makes the host wait for the device before it is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+#: A forward that nothing is differentiated through is an evaluation.
+PASSES = ("forward", "backward", "evaluation")
+
+#: Phase -> what it does. On the current stream: a collective's own time is not here, only the wait for it.
+PHASES = {
+    "gather": "wait for the other ranks' hidden states (sequence parallelism)",
+    "logits": "the product that makes a chunk's logits or their exponentials",
+    "statistics": "the rows' statistics, and making ready what is kept of them",
+    "merge": "wait for the other ranks' statistics; the tokens' losses",
+    "grad-logits": "gradients of the logits; with recompute the product before them too",
+    "grad-hidden": "their product with the weight, and the rows' factors",
+    "reduce": "wait for the sum of grad_hidden over the ranks",
+    "grad-weight": "their product with the hidden states, added up over the chunks",
+}
+
+
+class Phases(Protocol):
+    """What the passes tell of themselves."""
+
+    def of_pass(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+        """One of :data:`PASSES`, begin to end."""
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """One of :data:`PHASES`, inside a pass. They do not nest."""
+
+    def moved(self, name: str, num_bytes: int) -> None:
+        """Collectives of this phase were started; bytes as :meth:`.VocabParallel.ring_bytes` has them."""
+
+    def waits(self, *tensors: Tensor | None) -> None:
+        """These wait for the backward."""
+
+
+class _Untimed:
+    _nothing = nullcontext()
+
+    def of_pass(self, name: str, device: torch.device) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def moved(self, name: str, num_bytes: int) -> None:
+        pass
+
+    def waits(self, *tensors: Tensor | None) -> None:
+        pass
+
+
+UNTIMED: Phases = _Untimed()
+
+
+@dataclass
+class Tally:
+    """Of a pass or a phase, since the last reset."""
+
+    seconds: float = 0.0
+    #: to other ranks
+    moved_bytes: int = 0
+    #: the most that was allocated at its end beyond what was when the pass began; 0 on a CPU
+    held_bytes: int = 0
+    #: the most that waited for one backward; of the forward only
+    waiting_bytes: int = 0
+
+
+class _Clock(Protocol):
+    """Two marks on a device."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def ended(self) -> bool: ...
+
+    def seconds(self) -> float:
+        """Between the marks; waits for the second."""
+
+
+class _HostClock:
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self) -> None:
+        self._stop = time.perf_counter()
+
+    def ended(self) -> bool:
+        return True
+
+    def seconds(self) -> float:
+        return self._stop - self._start
+
+
+class _DeviceClock:
+    def __init__(self) -> None:
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._stop = torch.cuda.Event(enable_timing=True)
+
+    def start(self) -> None:
+        self._start.record()
+
+    def stop(self) -> None:
+        self._stop.record()
+
+    def ended(self) -> bool:
+        return bool(self._stop.query())
+
+    def seconds(self) -> float:
+        self._stop.synchronize()
+        return float(self._start.elapsed_time(self._stop)) / 1e3
+
+
+class _Timed(NamedTuple):
+    name: str
+    clock: _Clock
+
+
+class PhaseTimes:
+    """Sums of time and bytes, of all heads that it was given to.
+
+    ``<pass>`` and ``<pass>-<phase>`` name a :class:`Tally`. What a pass does outside its phases is in the
+    pass's time alone. Passes inside a CUDA graph's capture are counted (:attr:`captured`), not timed: their
+    replays run without the host.
+    """
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, Tally] = {}
+        self.captured = 0
+        self._under_way: deque[_Timed] = deque()
+        self._idle: list[_DeviceClock] = []
+        self._pass = ""
+        self._device = torch.device("cpu")
+        self._allocated_before = 0
+
+    @contextmanager
+    def of_pass(self, name: str, device: torch.device) -> Iterator[None]:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.captured += 1
+            yield
+            return
+        self._fold()
+        self._pass, self._device = name, device
+        self._allocated_before = self._allocated()
+        try:
+            with self._timed(name):
+                yield
+        finally:
+            self._pass = ""
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        return self._timed(f"{self._pass}-{name}") if self._pass else nullcontext()
+
+    def moved(self, name: str, num_bytes: int) -> None:
+        if self._pass and num_bytes:
+            self._tally(f"{self._pass}-{name}").moved_bytes += num_bytes
+            self._tally(self._pass).moved_bytes += num_bytes
+
+    def waits(self, *tensors: Tensor | None) -> None:
+        if self._pass:
+            tally = self._tally(self._pass)
+            waiting = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+            tally.waiting_bytes = max(tally.waiting_bytes, waiting)
+
+    def read(self) -> dict[str, Tally]:
+        """All tallies, live. Waits for the phases under way."""
+        self._fold(wait=True)
+        return self.tallies
+
+    def reset(self, name: str) -> None:
+        """Begin this tally anew; phases under way are read first."""
+        self._fold(wait=True)
+        self.tallies.pop(name, None)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        # After an exception there is no second mark, and nothing is counted.
+        clock: _Clock = _HostClock()
+        if self._device.type == "cuda":
+            clock = self._idle.pop() if self._idle else _DeviceClock()
+        clock.start()
+        yield
+        clock.stop()
+        self._under_way.append(_Timed(name, clock))
+        held = self._allocated() - self._allocated_before
+        for tally in {name, self._pass}:
+            self._tally(tally).held_bytes = max(self._tally(tally).held_bytes, held)
+
+    def _fold(self, wait: bool = False) -> None:
+        while self._under_way and (wait or self._under_way[0].clock.ended()):
+            name, clock = self._under_way.popleft()
+            self._tally(name).seconds += clock.seconds()
+            if isinstance(clock, _DeviceClock):
+                self._idle.append(clock)
+
+    def _tally(self, name: str) -> Tally:
+        return self.tallies.setdefault(name, Tally())
+
+    def _allocated(self) -> int:
+        """Read from the allocator on the host: the device goes on."""
+        if self._device.type != "cuda":
+            return 0
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats["allocated_bytes"]["all"]["current"])
