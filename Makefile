@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 SETUP := scripts/setup_env.sh
 
-.PHONY: help setup demo test lint sweep docs figures clean
+.PHONY: help setup demo test lint sweep docs figures properties clean
 
 help:
 	@echo "make demo    train a small GPT with and without the flag and compare (5 minutes on 2 cores)"
@@ -11,6 +11,7 @@ help:
 	@echo "make sweep   time and peak bytes of logits over chunk counts; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make figures the figures of README.md, docs/scaling.md and docs/plan.md, from docs/benchmarks/results"
+	@echo "make properties  12,000 random calls of the head against fp64 (an hour; make test tries 300)"
 	@echo "make clean   remove .venv, build/ and caches"
 
 setup:
@@ -42,6 +43,9 @@ lint: setup
 
 test: lint
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
+
+properties: setup
+	@HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests/test_properties.py $(PROPERTIES)
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache

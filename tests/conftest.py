@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
@@ -26,6 +27,16 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After a long run: how many examples were tried of what."""
+    problems = sys.modules.get("tests.problems")
+    if problems is None or hypothesis.settings.default.max_examples < 10_000:
+        return
+    terminalreporter.section("tried")
+    for name, count in sorted(problems.TRIED.items()):
+        terminalreporter.write_line(f"{count:7d}  {name}")
 
 
 @pytest.fixture(scope="session")
