@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,26 +93,41 @@ def kernels_module(name: str) -> ModuleType:
     return importlib.import_module(f"megatron_fused_ce.kernels.{name}")
 
 
+@dataclass
 class Launches:
-    """Counts the launches of every entry kernel of some modules, and looks into their PTX."""
+    """Launches of entry kernels by name, and what their PTX holds."""
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
-        self.counted = Counter({name: 0 for module in modules for name in entry_kernels()[module]})
-        self.asynchronous: dict[str, set[str]] = {name: set() for name in self.counted}
-        for module in modules:
-            for name in entry_kernels()[module]:
-                kernel = getattr(kernels_module(module), name)
-                kernel.run = self._counting(name, kernel.run)
+    counted: Counter[str]
+    asynchronous: dict[str, set[str]]
 
-    def _counting(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self.counted[name] += 1
             compiled = run(*args, **kwargs)
             ptx = getattr(compiled, "asm", {}).get("ptx", "")
             self.asynchronous[name] |= {said for word, said in ASYNCHRONOUS.items() if word in ptx}
             return compiled
 
-        return counting
+        return counted
+
+
+@contextmanager
+def watched(modules: tuple[str, ...]) -> Iterator[Launches]:
+    """Counts the launches of every entry kernel of some modules."""
+    kernels = {
+        name: getattr(kernels_module(module), name)
+        for module in modules
+        for name in entry_kernels()[module]
+    }
+    launches = Launches(Counter(dict.fromkeys(kernels, 0)), {name: set() for name in kernels})
+    usual = {name: kernel.run for name, kernel in kernels.items()}
+    for name, kernel in kernels.items():
+        kernel.run = launches.counting(name, kernel.run)
+    try:
+        yield launches
+    finally:
+        for name, kernel in kernels.items():
+            kernel.run = usual[name]
 
 
 # --- checks ----------------------------------------------------------------------------------
@@ -261,7 +276,7 @@ def outlier(device: torch.device) -> None:
 
 
 def row_sizes(dtype: torch.dtype, vocab: int = 331) -> dict[str, Any]:
-    return {"s": 7, "b": 3, "hidden_size": 40, "vocab": vocab, "dtype": dtype}
+    return {"s": 23, "b": 3, "hidden_size": 40, "vocab": vocab, "dtype": dtype}
 
 
 def exp_sizes(device: torch.device) -> dict[str, Any]:
@@ -316,10 +331,10 @@ def product(name: str) -> Iterator[None]:
 
 def run(group: str, device: torch.device) -> dict[str, Any]:
     """All checks of a group: what went wrong by name, and the launches."""
-    launches = Launches(MODULES[group])
     failed = {}
     checks = checks_of_rows() if group == "rows" else checks_of_exp(device)
-    with product("exp_product_hopper" if group == "hopper" else "exp_product"):
+    form = "exp_product_hopper" if group == "hopper" else "exp_product"
+    with watched(MODULES[group]) as launches, product(form):
         for name, check in checks.items():
             try:
                 check(device)
