@@ -233,8 +233,8 @@ def markdown(children: Sequence[Child], facts: dict[str, Any]) -> str:
         problems = "; ".join(child.problems()).replace("|", "\\|")[:300] or "clean"
         poison = " (NaN in fresh memory)" if child.record()["poisoned"] else ""
         checks = child.results.get("checks", 0)
-        cells = (child.tool, child.group + poison, checks, control, round(child.seconds), problems)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        row = (child.tool, child.group + poison, checks, control, round(child.seconds), problems)
+        lines.append(f"| {' | '.join(map(str, row))} |")
     lines += [
         "",
         "Asynchronous: what runs beside the threads that issued it. racecheck follows accesses of threads to "

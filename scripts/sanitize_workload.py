@@ -361,7 +361,7 @@ def run(group: str, device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def _control_out_of_bounds_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+def _control_out_of_bounds_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads one element behind the end."""
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at <= numel, other=0.0)
@@ -369,7 +369,7 @@ def _control_out_of_bounds_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _control_uninitialised_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+def _control_uninitialised_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Right by itself; its input was never written."""
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < numel, other=0.0)
@@ -377,7 +377,7 @@ def _control_uninitialised_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _control_race_kernel(out_ptr):
+def _control_race_kernel(out_ptr):  # type: ignore[no-untyped-def]
     """Each thread reads what a thread of another warp wrote into shared memory, without a barrier."""
     read = tl.inline_asm_elementwise(
         """{

@@ -7,9 +7,9 @@ nothing of it. Each file runs twice for each number of ranks, under torchrun; a 
 only where its outcome differs. Heads evaluated fused are counted test by test, so that a test that never
 came near the head is not taken for one that passed with it.
 
-A file that makes no progress for --test-timeout seconds, or whose processes die, loses the test it was in;
-its other tests are run in new processes. What is done stays in --out, and is not run again. Exit status: 0
-no difference, 1 a test that the flag changes, 2 a mistake in the arguments.
+A file that makes no progress for --test-timeout seconds (four times that until it begins), or whose processes
+die, loses the test it was in; its other tests are run in new processes. What is done stays in --out, and is
+not run again. Exit status: 0 no difference, 1 a test that the flag changes, 2 a mistake in the arguments.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ FILES = (
 HOOKS = ("off", "on")
 #: A test that ranks disagree about counts as the first of these.
 OUTCOMES = ("died", "hung", "not importable", "failed", "passed", "skipped", "not run")
+#: Test timeouts that a process has before its first line: Megatron's import.
+STARTING = 4
 #: Processes of one file: each but the first leaves out a test that hung or died.
 ATTEMPTS = 4
 
@@ -112,6 +114,7 @@ class Job:
         torchrun += ["--nproc-per-node", str(self.ranks), "-m", "pytest"]
         ours = ["-p", "upstream_tests_plugin", "--fused-ce-hook", self.hook]
         ours += ["--fused-ce-results", str(self.folder), "-o", "addopts=", "-p", "no:cacheprovider"]
+        ours += ["--rootdir", str(self.checkout)]
         left_out = [word for test in deselected for word in ("--deselect", test)]
         return [*torchrun, *ours, "-q", *left_out, f"{TESTS}/{self.file}"]
 
@@ -199,13 +202,14 @@ class Job:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        moved = time.time()
+        began = time.time()
         while process.poll() is None:
             time.sleep(0.25)
             files = self.folder.glob("rank*.jsonl")
-            moved = max([moved, *(file.stat().st_mtime for file in files)])
+            moved = max((file.stat().st_mtime for file in files), default=0.0)
+            allowed = test_timeout if moved > began else STARTING * test_timeout
             late = time.monotonic() > deadline
-            if late or time.time() - moved > test_timeout:
+            if late or time.time() - max(moved, began) > allowed:
                 end_launch(process, grace_s=1.0)
                 return "time" if late else "hung"
         return "ended" if process.returncode == 0 else "died"

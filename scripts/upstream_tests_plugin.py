@@ -59,6 +59,7 @@ class Recorder:
         self._file = file
         self._record: dict[str, Any] = {}
         self._counted = (0, 0, 0)
+        self._write({"pid": os.getpid()})
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
