@@ -300,7 +300,7 @@ def assert_within(
 
 
 #: Options of the loss beyond the plain one, for a vocabulary of 97 or more.
-LOSS_OPTIONS = {
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.1},
     "smoothing as PyTorch": {"label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
     "z-loss": {"z_loss": 1e-2},
