@@ -169,8 +169,15 @@ class Child:
 
     @property
     def found(self) -> list[Finding]:
-        """Without the control's."""
-        return [one for one in findings(self.log) if not one.kernel.startswith("_control_")]
+        """Without the control's and those of the right kernels beside it."""
+        return [
+            one for one in findings(self.log) if not one.kernel.startswith(("_control_", "_right_"))
+        ]
+
+    @property
+    def reported_right(self) -> Counter[str]:
+        """Kernels of sanitize_right.py that the tool reported, and how often."""
+        return Counter(one.kernel for one in findings(self.log) if one.kernel.startswith("_right_"))
 
     @property
     def control_seen(self) -> bool:
@@ -198,6 +205,7 @@ class Child:
             "seconds": round(self.seconds, 1),
             "ended": self.ended,
             "control_seen": self.control_seen,
+            "reported_right": self.reported_right,
             "poisoned": "--poison" in self.command(0),
             "findings": [[kernel, what, count] for (kernel, what), count in kinds.items()],
             "problems": self.problems(),
@@ -239,6 +247,15 @@ def markdown(children: Sequence[Child], facts: dict[str, Any]) -> str:
         "",
         "Asynchronous: what runs beside the threads that issued it. racecheck follows accesses of threads to "
         "shared memory, and not those of TMA (`cp.async.bulk.tensor`) and `wgmma`.",
+    ]
+    right = [
+        f"{child.tool} ({child.group}): {count} in `{kernel}`"
+        for child in children
+        for kernel, count in child.reported_right.items()
+    ]
+    lines += [
+        "",
+        f"Reported though right (scripts/sanitize_right.py): {'; '.join(right) or 'none'}.",
     ]
     return "\n".join(lines) + "\n"
 

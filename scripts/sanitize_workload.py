@@ -3,8 +3,9 @@
     python scripts/sanitize_workload.py rows|portable|hopper --results FILE [--control TOOL] [--poison]
 
 Each check compares with the definition in fp64, so a run in which nothing was launched fails. Launches are
-counted by kernel; a kernel of the group that was never launched fails too. The control comes last: a kernel
-with the very error that the tool looks for.
+counted by kernel; a kernel of the group that was never launched fails too. Then come right kernels that do what
+a tool does not follow (sanitize_right.py), and last the control: a kernel with the very error that the tool
+looks for.
 """
 
 from __future__ import annotations
@@ -436,6 +437,13 @@ def main() -> int:
     torch.use_deterministic_algorithms(options.poison)
     results = run(options.group, device)
     torch.use_deterministic_algorithms(False)
+    if options.control and options.group != "rows" and device.type == "cuda":
+        # Compiles for Hopper alone.
+        import sanitize_right
+
+        results["failed"] |= dict.fromkeys(
+            sanitize_right.run(options.control, device), "a wrong result"
+        )
     options.results.write_text(json.dumps(results))
     print(f"{options.group}: {results['checks']} checks, failed: {results['failed']}", flush=True)
     if options.control and device.type == "cuda":
