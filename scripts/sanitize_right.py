@@ -1,7 +1,7 @@
 """Right kernels that do what a tool does not follow: where it reports these too, it does not see the order.
 
-``racecheck``: one warp of a warp-specialised kernel hands numbers to others through shared memory, in an order
-that mbarriers alone give. ``initcheck``: a kernel reads a product that cuBLAS wrote.
+``racecheck``: one warp of a warp-specialised kernel hands numbers to others through shared memory, in an
+order that mbarriers alone give. ``initcheck``: a kernel reads a product that cuBLAS wrote.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python scripts/sanitize_workload.py rows|portable|hopper --results FILE [--control TOOL] [--poison]
 
 Each check compares with the definition in fp64, so a run in which nothing was launched fails. Launches are
-counted by kernel; a kernel of the group that was never launched fails too. Then come right kernels that do what
-a tool does not follow (sanitize_right.py), and last the control: a kernel with the very error that the tool
-looks for.
+counted by kernel; a kernel of the group that was never launched fails too. Then come right kernels that do
+what a tool does not follow (sanitize_right.py), and last the control: a kernel with the very error that the
+tool looks for.
 """
 
 from __future__ import annotations
