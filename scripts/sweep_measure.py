@@ -277,7 +277,7 @@ class _Head:
 
             several = int(world.size > 1)  # ranks would not agree on what to run again
             first = step_ms(several, 1)
-            steps = min(MOST_STEPS, math.ceil(self._settings.sample_ms / max(first, 1e-3)))
+            steps = math.ceil(self._settings.sample_ms / max(first, 1e-3))
             warm = several or int(first < LONGEST_WARM_STEP_MS)
-            self._watches[cell] = partial(step_ms, warm, steps)
+            self._watches[cell] = partial(step_ms, warm, max(1, min(MOST_STEPS, steps)))
         return self._watches[cell]

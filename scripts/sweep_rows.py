@@ -144,6 +144,7 @@ def recommend(rows: Sequence[Row], tolerance: float) -> Recommendation | None:
         least = "the smallest peak" if best.peak_mib == min(peaks) else "to 1 % the smallest peak"
         why = f"It has {least}, {best.peak_mib:.1f} MiB, of those {within}"
     else:
+        within = within if best is not fastest else "the fastest"
         why = f"Peaks are unknown here; it is {within}"
     if best is not fastest:
         why += (
