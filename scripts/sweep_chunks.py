@@ -29,14 +29,11 @@ failed; 2: arguments that do not fit.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import argparse
 
 import sweep_measure
 import sweep_megatron
@@ -60,14 +57,13 @@ class _Bar:
 
     def __init__(self, console: Console, cells: Sequence[Cell], state: State, shown: bool) -> None:
         self._on_terminal, self._shown = console.is_terminal, shown
-        self._columns = (
+        self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-        )
-        self._progress = Progress(
-            *self._columns, console=console, disable=not (shown and self._on_terminal)
+            console=console,
+            disable=not (shown and self._on_terminal),
         )
         there = sum(state.has(cell.key) for cell in cells)
         self._task = self._progress.add_task("checks", total=len(cells), completed=there)

@@ -226,7 +226,7 @@ class _Head:
             return record
         peak, reason = bench.attempt(partial(self._peak_bytes, cell), self._world)
         if reason is None:
-            record["peak_mib"] = round(self._world.slowest([peak])[0] / MIB, 3)
+            record["peak_mib"] = self._world.slowest([peak])[0] / MIB
             ratios, reason = bench.attempt(
                 partial(self._ratios, cell, beside, reference_times), self._world
             )

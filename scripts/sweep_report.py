@@ -118,20 +118,23 @@ def said(result: Result) -> str:
 
 
 def _legend(result: Result) -> str:
-    words = (
-        f"Over {result.reference}: the time over that of `{result.reference}`, measured beside it. "
-    )
-    if result.facts["what"] == "head":
-        words += "Peaks are above inputs, `grad_hidden` and the end point of `grad_weight`"
-        words += ", by live storages. " if result.on_cpu else ", by the allocator. "
-        words += (
-            "Errors: the larger gradient's, norm-relative to fp64; in evaluation the loss's to fp32. In "
-            "evaluation all strategies run the same code. "
-        )
+    reference, is_head = result.reference, result.facts["what"] == "head"
+    beside = "measured beside it" if is_head else "launched in the same call"
+    words = [f"Over {reference}: the time over that of `{reference}`, {beside}."]
+    if is_head:
+        by = "live storages" if result.on_cpu else "the allocator"
+        words += [
+            f"Peaks are above inputs, `grad_hidden` and the end point of `grad_weight`, by {by}.",
+            "Errors: the larger gradient's, norm-relative to fp64; in evaluation the loss's to fp32.",
+            "In evaluation all strategies run the same code.",
+        ]
     else:
-        words += "Peaks are Megatron's max allocated. "
-        words += f"Errors: of any loss, relative to stock; bound {result.facts['loss_bound']:.1e}. "
-    return words + "Front: nothing else is as good in both time and peak."
+        bound = result.facts["loss_bound"]
+        words += [
+            "Peaks are Megatron's max allocated; on a CPU it has none.",
+            f"Errors: of any loss, relative to stock; bound {bound:.1e}.",
+        ]
+    return " ".join([*words, "Front: nothing else is as good in both time and peak."])
 
 
 def _table(result: Result, kind: str) -> list[str]:

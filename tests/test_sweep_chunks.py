@@ -91,6 +91,13 @@ def state_of(out: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def said(capsys) -> str:
+    """The one line of the sweep itself; a step that is slow may be told of beside it."""
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if not line.startswith("benchmark: ")]
+    return line
+
+
 def rows_by_key(result: dict) -> dict[str, dict]:
     return {Cell(r["kind"], r["strategy"], r["num_chunks"]).key: r for r in result["rows"]}
 
@@ -195,17 +202,15 @@ def test_what_a_sweep_writes(tmp_path, capsys):
     rows = rows_by_key(result)
     assert list(rows) == KEYS
     assert all(r["status"] == "ok" and r["time_ms"] > 0 for r in rows.values())
-    # fp32 logits of all tokens and one chunk's gradients, or of one chunk, and less than a fifth beside them.
+    # `store` keeps all logits (fp32) besides; a chunk takes what is at work.
+    peaks = {key: r["peak_mib"] for key, r in rows.items()}
     logits = 32 * 64 * 4 / 2**20
-    for key, least in {
-        "training recompute x 1": 1.0,
-        "training recompute x 4": 0.25,
-        "training store x 1": 2.0,
-        "training store x 4": 1.25,
-        "evaluation any x 1": 1.0,
-        "evaluation any x 4": 0.25,
-    }.items():
-        assert least * logits <= rows[key]["peak_mib"] <= 1.5 * least * logits, key
+    for num in (1, 4):
+        kept = peaks[f"training store x {num}"] - peaks[f"training recompute x {num}"]
+        assert kept == pytest.approx(logits, rel=0.1)
+    for one in ("training recompute", "evaluation any"):
+        assert logits <= peaks[f"{one} x 1"] <= 3 * logits
+        assert peaks[f"{one} x 4"] == pytest.approx(peaks[f"{one} x 1"] / 4, rel=0.3)
     front = [r for r in rows.values() if r["on_front"]]
     for kind in (TRAINING, EVALUATION):
         points = [(r["ratio"], r["peak_mib"]) for r in rows.values() if r["kind"] == kind]
@@ -295,8 +300,7 @@ def test_another_setting_is_not_mixed_in(tmp_path, capsys):
     capsys.readouterr()
     code, result = sweep(tmp_path, "--tokens", "48")
     assert code == 0 and result["facts"]["T"] == 48
-    err = capsys.readouterr().err
-    assert "is of other settings (T) and is not used" in err and len(err.splitlines()) == 1
+    assert "is of other settings (T) and is not used" in said(capsys)
     assert len(list(tmp_path.glob("state-*.json"))) == 2
     sweep(tmp_path)
     assert "8 of 8 cells are there" in capsys.readouterr().err
@@ -371,8 +375,7 @@ def test_without_room_for_auto_another_is_the_reference(tmp_path, monkeypatch):
 def test_a_device_that_is_too_small_is_one_line(tmp_path, monkeypatch, capsys):
     out_of_memory_for(monkeypatch, "auto", "recompute x 4")
     assert sweep(tmp_path)[0] == 2
-    err = capsys.readouterr().err
-    assert "not even recompute x 4 runs" in err and len(err.splitlines()) == 1
+    assert "not even recompute x 4 runs" in said(capsys)
 
     class NoRoom:
         def __init__(self, *args, **options):
@@ -380,8 +383,7 @@ def test_a_device_that_is_too_small_is_one_line(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(sweep_measure, "Problem", NoRoom)
     assert sweep(tmp_path)[0] == 2
-    err = capsys.readouterr().err
-    assert "the operands alone do not fit" in err and len(err.splitlines()) == 1
+    assert "the operands alone do not fit" in said(capsys)
 
 
 def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
