@@ -68,6 +68,14 @@ KEYS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def one_commit():
+    """A commit that somebody makes meanwhile would make another sweep."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_CE_COMMIT", "0" * 40)
+        yield
+
+
 def sweep(out: Path, *words: str) -> tuple[int, dict]:
     """Exit code and what was written, in this process."""
     code = sweep_chunks.main([*BRIEF, "--out", str(out), *words])
