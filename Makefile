@@ -8,7 +8,7 @@ help:
 	@echo "make demo    train a small GPT with and without the flag and compare (5 minutes on 2 cores)"
 	@echo "make test    ruff, mypy and pytest (15 minutes on 2 cores, no GPU)"
 	@echo "make lint    ruff and mypy alone"
-	@echo "make sweep   time and peak bytes of logits over chunk counts; SWEEP='--tokens 4096 ...'"
+	@echo "make sweep   how many chunks: time against peak memory, the flags to use; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make figures the figures of README.md, docs/scaling.md and docs/plan.md, from docs/benchmarks/results"
 	@echo "make properties  12,000 random calls of the head against fp64 (an hour; make test tries 300)"

@@ -398,8 +398,11 @@ def _finite(value: Tensor) -> bool:
 
 def check_full(
     outcomes: list[Outcome], problem: Problem, world: World, plain_loss: float, plain: float
-) -> None:
-    """Every variant at the timed size, blockwise reference in fp32; it compiles what it needs, too."""
+) -> FullReference:
+    """Every variant at the timed size, blockwise reference in fp32; it compiles what it needs, too.
+
+    Returns the reference.
+    """
     reference = full_reference(problem)
     loss_bound = max(2 * plain_loss, 1e-5)
     bound = max(FLOOR[problem.dtype], 2 * plain)
@@ -431,6 +434,7 @@ def check_full(
         except upstream_guard.UpstreamMismatch as mismatch:
             raise WrongVariant(f"{variant.key}: {mismatch}") from None
         tell_if_long(variant, started, world)
+    return reference
 
 
 # --- memory, times ---------------------------------------------------------------------------------
@@ -442,23 +446,29 @@ def measure_peak(outcome: Outcome, problem: Problem, world: World) -> float:
     assert variant.run is not None
     clock = Clock(world.on_gpu)
     problem.reset()
-    before = 0
-    if world.on_gpu:
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # so that the workspace counts
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    variant.run(problem, clock.mark)
+    before, whole = peak_bytes(partial(variant.run, problem, clock.mark), world)
     outcome.step_ms = sum(clock.spans_ms())
-    whole = 0.0
     if world.on_gpu:
-        whole = float(torch.cuda.max_memory_allocated())
         outcome.peak_mib = (whole - before - problem.output_bytes()) / MIB
         if world.slowest([outcome.step_ms])[0] < 200:  # that step also asked the driver for memory
             outcome.step_ms = sum(turn(variant, problem, world, 1, 1)[0])
     problem.reset()
-    return whole
+    return float(whole)
+
+
+def peak_bytes(step: Callable[[], Any], world: World) -> tuple[int, int]:
+    """Allocated before ``step``, and at most while it ran, cuBLAS's workspace counted; 0 on a CPU."""
+    if not world.on_gpu:
+        step()
+        return 0, 0
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return before, torch.cuda.max_memory_allocated()
 
 
 def turn(

@@ -89,13 +89,13 @@ def start_ranks(tp: int | None, script: str, words: Sequence[str]) -> None:
 class World:
     """The tensor-parallel group of all ranks; with a GPU also Megatron's idea of it, if installed.
 
-    ``sequence_parallel`` may change between cells.
+    ``sequence_parallel`` may change between cells; ``use_gpu`` None: where there is one.
     """
 
-    def __init__(self, sequence_parallel: bool = False) -> None:
+    def __init__(self, sequence_parallel: bool = False, use_gpu: bool | None = None) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = world_size()
-        self.on_gpu = torch.cuda.is_available()
+        self.on_gpu = torch.cuda.is_available() if use_gpu is None else use_gpu
         self.device = torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
         backend = "gloo"
         if self.on_gpu:

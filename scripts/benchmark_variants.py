@@ -105,31 +105,41 @@ def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
         logit_pass=asked.logit_pass or "auto",
         **merge,
     )
+    return of_config(world, strategy + asked.ways, config)
+
+
+def of_config(world: World, name: str, config: FusedCEConfig) -> Variant:
+    """A training step of this package with these options."""
 
     def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
         problem.reset()
         mark()
-        loss = linear_cross_entropy(
-            problem.hidden,
-            problem.weight,
-            problem.labels,
-            tp_group=world.group if world.size > 1 else None,
-            sequence_parallel=world.sequence_parallel,
-            token_weights=problem.token_weights if strategy in ("auto", "eager") else None,
-            vocab_start=problem.vocab_start,
-            config=config,
-            open_grad_weight=problem.open_grad_weight,
-        ).loss
-        return backward(loss, problem.grad_loss, problem, mark)
+        return backward(loss_of(problem, world, config), problem.grad_loss, problem, mark)
 
     return Variant(
-        name=strategy + asked.ways,
+        name=name,
         family="ours",
         run=run,
-        products=4 if strategy == "recompute" else 3,
-        chunk_tokens=asked.chunk_tokens,
+        products=4 if config.strategy == "recompute" else 3,
+        chunk_tokens=config.chunk_tokens,
         config=config,
     )
+
+
+def loss_of(problem: Problem, world: World, config: FusedCEConfig) -> Tensor:
+    """``[T]`` fp32 of this package; with gradients where they are on."""
+    loss: Tensor = linear_cross_entropy(
+        problem.hidden,
+        problem.weight,
+        problem.labels,
+        tp_group=world.group if world.size > 1 else None,
+        sequence_parallel=world.sequence_parallel,
+        token_weights=problem.token_weights if config.strategy in ("auto", "eager") else None,
+        vocab_start=problem.vocab_start,
+        config=config,
+        open_grad_weight=problem.open_grad_weight,
+    ).loss
+    return loss
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from atomic import write_whole
 from megatron_logs import Figures, UsageError, log_texts, parse_logs
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -497,7 +498,7 @@ class Run:
             figures.status = status
         record = {"command": self.command, "fingerprint": self.fingerprint()}
         text = json.dumps({**record, "figures": asdict(figures)}, indent=1)
-        (folder / "run.json").write_text(text + "\n")
+        write_whole(folder / "run.json", f"{text}\n".encode())
         return figures
 
 

@@ -24,8 +24,8 @@ from compare_pretrain import PLUGIN_FLAG, REPOSITORY, VARIANTS, YARDSTICK, end_l
 from megatron_logs import Figures, UsageError, log_texts, parse_logs
 
 _PLUGIN_WORDS = re.compile(r"--fused-(chunked-ce|ce-.+)")
-#: Both launches would write there, and the second could go on from the first's checkpoint.
-_WRITTEN_BY_BOTH = ("--save", "--tensorboard-dir", "--wandb-save-dir")
+#: Every launch would write there, and the next could go on from the first's checkpoint.
+WRITTEN_BY_LAUNCHES = ("--save", "--tensorboard-dir", "--wandb-save-dir")
 _RECORD = "command.txt"
 POLL_S = 1.0
 TAIL_BYTES = 65536
@@ -53,16 +53,14 @@ class Command:
             )
         if not Path(words[at]).is_file():
             raise UsageError(f"no training script {words[at]}")
-        for name in _WRITTEN_BY_BOTH:
-            if any(word == name or word.startswith(f"{name}=") for word in words[at:]):
-                raise UsageError(f"leave out {name}: both launches would write to the same place")
+        refuse_shared_folders(words[at:])
         modules = [
             i
             for i, (option, module) in enumerate(pairwise(words[:at]))
             if option in ("-m", "--module") and not module.startswith("torch.distributed")
         ]
         runner = modules[0] if modules else at
-        script, plugin = _split_plugin_words(words[at:])
+        script, plugin = split_plugin_words(words[at:])
         return Command(list(words[:runner]), list(words[runner:at]), script, plugin)
 
     @property
@@ -92,7 +90,15 @@ class Command:
         return [*self.launcher, *runner, *self.script, *(self._flags if flag else [])]
 
 
-def _split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def refuse_shared_folders(words: Sequence[str]) -> None:
+    """Raises UsageError where launches with these arguments would meet in a folder."""
+    for name in WRITTEN_BY_LAUNCHES:
+        if any(word == name or word.startswith(f"{name}=") for word in words):
+            raise UsageError(f"leave out {name}: all launches would write to the same place")
+
+
+def split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A launch's arguments without the plugin's flags, and those flags."""
     rest: list[str] = []
     plugin: list[str] = []
     into = rest

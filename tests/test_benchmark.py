@@ -22,6 +22,7 @@ from benchmark_problem import Problem, World, full_reference  # noqa: E402
 from benchmark_roof import Roof  # noqa: E402
 from benchmark_variants import Variant  # noqa: E402
 
+from megatron_fused_ce import FusedCEConfig  # noqa: E402
 from megatron_fused_ce.testing.reference import relative_error, truth  # noqa: E402
 from tests.ranks.runner import case_names, run_cases  # noqa: E402
 
@@ -319,7 +320,12 @@ def test_merges(monkeypatch):
         with pytest.raises(ValueError, match="merges auto, packed, all_reduce"):
             benchmark_variants.parse_strategy(wrong)
     made = []
-    monkeypatch.setattr(benchmark_variants, "FusedCEConfig", lambda **words: made.append(words))
+
+    def config(**words):
+        made.append(words)
+        return FusedCEConfig(**words)
+
+    monkeypatch.setattr(benchmark_variants, "FusedCEConfig", config)
     assert benchmark_variants.ours(None, "eager:32/packed").key == "eager/packed:32"
     benchmark_variants.ours(None, "eager")
     assert made[0]["merge"] == "packed" and "merge" not in made[1]

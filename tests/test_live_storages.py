@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_fused_ce.testing.live_storages import LogitStorages
+from megatron_fused_ce.testing.live_storages import LiveStorages, LogitStorages
 
 T, H, V = 24, 16, 40
 FP32_BYTES = 4
@@ -155,3 +155,21 @@ def test_sizes_that_cannot_tell_logits_from_weights_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="differ"):
         LogitStorages(vocab_rows=vocab_rows, hidden_size=hidden_size)
+
+
+def test_live_storages_count_whatever_was_made() -> None:
+    """Gradients too, a view and an in-place product once, nothing that is older."""
+    hidden, weight, labels = _problem()
+    with LiveStorages() as live:
+        loss = F.cross_entropy(hidden @ weight.T, labels)
+        made = live.peak_bytes
+        assert made >= 2 * T * V * FP32_BYTES  # logits, and their log-softmax for the backward
+        loss.backward()
+        assert live.peak_bytes > made
+        view = weight.grad.view(-1).mul_(2.0)
+        kept = (hidden.numel() + weight.numel()) * FP32_BYTES
+        assert live.live_bytes == kept + loss.nbytes
+        hidden.grad = weight.grad = None
+        assert live.live_bytes == weight.nbytes + loss.nbytes, "the view holds its storage"
+        del view
+        assert live.live_bytes == loss.nbytes

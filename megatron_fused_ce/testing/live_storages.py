@@ -1,10 +1,10 @@
-"""Measure how many bytes of logits are alive: watch storages, not formulas.
+"""Measure how many bytes of logits, or of anything, are alive: watch storages, not formulas.
 
-`LogitStorages` sees every PyTorch operator that runs inside its `with` block, on any device, in
-the forward and in the backward. A storage counts when it was created inside the block and a tensor
-that lies on it has the shape of logits; it counts once, whatever number of tensors share it, with
-all its bytes, from that operator on until PyTorch frees it. Only weak references are kept, so
-watching changes no lifetime.
+Both classes see every PyTorch operator that runs inside their `with` block, on any device, in the
+forward and in the backward. A storage counts when it was created inside the block, for
+`LogitStorages` once a tensor that lies on it has the shape of logits; it counts once, whatever
+number of tensors share it, with all its bytes, from that operator on until PyTorch frees it. Only
+weak references are kept, so watching changes no lifetime.
 
 What counts as logits, for `V` vocabulary rows on this rank and hidden size `H`:
 
@@ -13,7 +13,7 @@ What counts as logits, for `V` vocabulary rows on this rank and hidden size `H`:
 
 Two-dimensional `[V, H]` and `[H, V]` are the weight's shape or its gradient's (autograd makes the
 gradient of `hidden @ weight.T` as `[H, V]`) and never count, so watch no chunk of exactly H tokens.
-Neither counts a tensor that was there before the block. What an operator allocates and frees inside
+Nor does a tensor count that was there before the block. What an operator allocates and frees inside
 itself is not seen.
 """
 
@@ -29,31 +29,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class LogitStorages(TorchDispatchMode):
-    """Peak and current bytes of the storages that hold logits.
+class LiveStorages(TorchDispatchMode):
+    """Peak and current bytes of the storages that were made inside the block.
 
-        with LogitStorages(vocab_rows=V, hidden_size=H) as logits:
+        with LiveStorages() as live:
             loss = step(batch)
             loss.backward()
-        print(logits.peak_bytes)
+        print(live.peak_bytes)
 
     Attributes: `live_bytes` now, `peak_bytes` at most since the block was entered or since
     `reset_peak()`, and `num_storages`, how many have counted so far (0 means that nothing was
     watched, not that nothing was saved).
-
-    Raises ValueError where V and H are equal or below 1: a weight could not be told from logits.
     """
 
-    def __init__(self, *, vocab_rows: int, hidden_size: int) -> None:
-        if vocab_rows < 1 or hidden_size < 1 or vocab_rows == hidden_size:
-            raise ValueError(
-                "expected a vocabulary shard and a hidden size of at least 1 that differ, got "
-                f"vocab_rows={vocab_rows} and hidden_size={hidden_size}: shapes could not tell "
-                "logits from weights; change one of the two sizes"
-            )
+    def __init__(self) -> None:
         super().__init__()
-        self.vocab_rows = vocab_rows
-        self.hidden_size = hidden_size
         self.live_bytes = 0
         self.peak_bytes = 0
         self.num_storages = 0
@@ -85,15 +75,11 @@ class LogitStorages(TorchDispatchMode):
             if key in given:
                 return  # a view of something that is older than the block
             self._created[key] = weakref.ref(storage, partial(self._forget, key))
-        if key in self._counted_bytes or self._is_logits(tensor.shape):
+        if key in self._counted_bytes or self._counts(tensor.shape):
             self._count(key, storage.nbytes())
 
-    def _is_logits(self, shape: torch.Size) -> bool:
-        if len(shape) < 2:
-            return False
-        if len(shape) > 2:
-            return shape[-1] == self.vocab_rows
-        return self.vocab_rows in shape and self.hidden_size not in shape
+    def _counts(self, shape: torch.Size) -> bool:
+        return True
 
     def _count(self, key: int, num_bytes: int) -> None:
         if key not in self._counted_bytes:
@@ -106,6 +92,34 @@ class LogitStorages(TorchDispatchMode):
     def _forget(self, key: int, _: object) -> None:
         self._created.pop(key, None)
         self.live_bytes -= self._counted_bytes.pop(key, 0)
+
+
+class LogitStorages(LiveStorages):
+    """The same of the storages that hold logits.
+
+        with LogitStorages(vocab_rows=V, hidden_size=H) as logits:
+            ...
+
+    Raises ValueError where V and H are equal or below 1: a weight could not be told from logits.
+    """
+
+    def __init__(self, *, vocab_rows: int, hidden_size: int) -> None:
+        if vocab_rows < 1 or hidden_size < 1 or vocab_rows == hidden_size:
+            raise ValueError(
+                "expected a vocabulary shard and a hidden size of at least 1 that differ, got "
+                f"vocab_rows={vocab_rows} and hidden_size={hidden_size}: shapes could not tell "
+                "logits from weights; change one of the two sizes"
+            )
+        super().__init__()
+        self.vocab_rows = vocab_rows
+        self.hidden_size = hidden_size
+
+    def _counts(self, shape: torch.Size) -> bool:
+        if len(shape) < 2:
+            return False
+        if len(shape) > 2:
+            return shape[-1] == self.vocab_rows
+        return self.vocab_rows in shape and self.hidden_size not in shape
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

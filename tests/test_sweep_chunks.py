@@ -1,0 +1,672 @@
+"""scripts/sweep_chunks.py on a CPU: what it measures, keeps, chooses and refuses; launches of Megatron-LM."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import sweep_chunks  # noqa: E402
+import sweep_measure  # noqa: E402
+import sweep_megatron  # noqa: E402
+import sweep_report  # noqa: E402
+from benchmark_problem import Problem, World  # noqa: E402
+from benchmark_variants import loss_of, of_config  # noqa: E402
+from compare_pretrain import Checkout, cpu_case  # noqa: E402
+from megatron_logs import UsageError  # noqa: E402
+from sweep_rows import (  # noqa: E402
+    ANY,
+    EVALUATION,
+    OUT_OF_MEMORY,
+    PRETRAIN,
+    TRAINING,
+    Cell,
+    Row,
+    cells_on_front,
+    pareto_front,
+    recommend,
+)
+from sweep_state import State  # noqa: E402
+
+from megatron_fused_ce import FusedCEConfig  # noqa: E402
+from megatron_fused_ce.adapter.arguments import config_from_argv  # noqa: E402
+from tests.ranks.runner import ENVIRONMENT, case_names, run_cases  # noqa: E402
+
+SCRIPT = ROOT / "scripts" / "sweep_chunks.py"
+CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
+BRIEF = [
+    "--device",
+    "cpu",
+    "--tokens",
+    "32",
+    "--hidden",
+    "8",
+    "--vocab",
+    "64",
+    "--chunks",
+    "1",
+    "4",
+]
+BRIEF += ["--strategies", "store", "recompute", "--blocks", "1", "--sample-ms", "0"]
+KEYS = [
+    *("training auto", "training store x 1", "training store x 4"),
+    *("training recompute x 1", "training recompute x 4"),
+    *("evaluation auto", "evaluation any x 1", "evaluation any x 4"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_commit():
+    """A commit that somebody makes meanwhile would make another sweep."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSED_CE_COMMIT", "0" * 40)
+        yield
+
+
+def sweep(out: Path, *words: str) -> tuple[int, dict]:
+    """Exit code and what was written, in this process."""
+    code = sweep_chunks.main([*BRIEF, "--out", str(out), *words])
+    file = out / "sweep.json"
+    return code, json.loads(file.read_text()) if file.exists() else {}
+
+
+def start(*words: str, ranks: int = 1) -> subprocess.Popen:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT), *words],
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def state_of(out: Path) -> dict:
+    (path,) = out.glob("state-*.json")
+    return json.loads(path.read_text())
+
+
+def said(capsys) -> str:
+    """The one line of the sweep itself; a step that is slow may be told of beside it."""
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if not line.startswith("benchmark: ")]
+    return line
+
+
+def rows_by_key(result: dict) -> dict[str, dict]:
+    return {Cell(r["kind"], r["strategy"], r["num_chunks"]).key: r for r in result["rows"]}
+
+
+def row(strategy, num_chunks, ratio, peak, kind=TRAINING, status="ok", spread=0.0) -> Row:
+    cell = Cell(kind, strategy, num_chunks)
+    time_ms = None if ratio is None else 10 * ratio
+    return Row(*cell, "", status, time_ms, ratio, spread, peak, None, cell.flags)
+
+
+# --- the front, the choice -----------------------------------------------------------------------
+
+
+def test_pareto_front_against_brute_force():
+    generator = random.Random(0)
+    for _ in range(300):
+        size = generator.randrange(0, 9)
+        # Few values: many ties and equal points.
+        points = [
+            (float(generator.randrange(4)), float(generator.randrange(4))) for _ in range(size)
+        ]
+
+        def dominated(one, points=points):
+            return any(a <= one[0] and b <= one[1] and (a, b) != one for a, b in points)
+
+        expected = [i for i, point in enumerate(points) if not dominated(point)]
+        assert pareto_front(points) == expected, points
+
+
+def test_the_front_is_of_rows_that_ran_and_were_right():
+    rows = [
+        row("store", 1, 1.0, 8.0),
+        row("store", 2, 1.1, 9.0),
+        row("recompute", 4, 1.3, 2.0),
+        row("recompute", 8, 0.5, 1.0, status="losses differ from unfused's by 1.0e-01"),
+        row("eager", 1, None, None, status=OUT_OF_MEMORY),
+        row("eager", 2, 0.9, None),
+    ]
+    assert {cell.name for cell in cells_on_front(rows)} == {"store x 1", "recompute x 4"}
+
+
+def test_the_smallest_peak_within_the_tolerance():
+    rows = [
+        row("auto", None, 1.05, 4.0),
+        row("store", 1, 1.0, 9.0),
+        row("store", 2, 1.009, 6.0),
+        row("store", 4, 1.02, 3.0),
+    ]
+    best = recommend(rows, 0.01)
+    assert best.flags == "--fused-chunked-ce --fused-ce-strategy store --fused-ce-num-chunks 2"
+    assert "6.0 MiB" in best.why and "within 1 % of the fastest (store x 1)" in best.why
+    assert "0.9% more time" in best.why and "2.0 MiB less" in best.why
+    assert recommend(rows, 0.03).row.cell.name == "store x 4"
+    assert recommend(rows, 0.0).row.cell.name == "store x 1"
+
+
+def test_the_defaults_are_left_alone_where_they_serve():
+    """Not for a peak that is 2 % larger; for one that is 0.5 % larger."""
+    others = [row("store", 2, 1.0, 100.0), row("recompute", 1, 1.4, 20.0)]
+    best = recommend([row("auto", None, 1.005, 100.5), *others], 0.01)
+    assert best.flags == "--fused-chunked-ce" and "leave the defaults alone" in best.why
+    assert recommend([row("auto", None, 1.005, 102.0), *others], 0.01).row.strategy == "store"
+    assert recommend([row("auto", None, 1.1, 1.0), *others], 0.01).row.strategy == "store"
+
+
+def test_stock_and_what_failed_are_never_recommended():
+    rows = [
+        row("unfused", None, 0.5, 1.0, PRETRAIN),
+        row("store", 1, 0.6, 1.0, PRETRAIN, status="failed: RuntimeError: no"),
+        row("auto", None, 1.0, 9.0, PRETRAIN),
+    ]
+    assert recommend(rows, 0.01).row.strategy == "auto"
+    assert recommend(rows[:2], 0.01) is None
+
+
+def test_without_peaks_time_decides():
+    rows = [row("auto", None, 1.0, None), row("store", 1, 0.9, None), row("store", 2, 0.95, None)]
+    best = recommend(rows, 0.01)
+    assert best.row.cell.name == "store x 1" and "unknown" in best.why and "fastest" in best.why
+    assert recommend(rows, 0.2).row.strategy == "auto"
+
+
+def test_scatter_above_the_tolerance_is_said():
+    rows = [row("auto", None, 1.0, 1.0, spread=0.0), row("store", 1, 1.2, 1.0, spread=0.08)]
+    assert "differ by 4.0%" in recommend(rows, 0.01).why
+    assert "differ" not in recommend(rows, 0.05).why
+
+
+@pytest.mark.parametrize("strategy", ["store", "eager", "recompute", "auto"])
+@pytest.mark.parametrize("num_chunks", [None, 4])
+def test_the_flags_ask_for_what_was_measured(strategy, num_chunks):
+    asked = config_from_argv(shlex.split(Cell(TRAINING, strategy, num_chunks).flags))
+    assert asked == FusedCEConfig(strategy=strategy, num_chunks=num_chunks)
+
+
+# --- the head ------------------------------------------------------------------------------------
+
+
+def test_what_a_sweep_writes(tmp_path, capsys):
+    code, result = sweep(tmp_path)
+    assert code == 0
+    rows = rows_by_key(result)
+    assert list(rows) == KEYS
+    assert all(r["status"] == "ok" and r["time_ms"] > 0 for r in rows.values())
+    # `store` keeps all logits (fp32) besides; a chunk takes what is at work.
+    peaks = {key: r["peak_mib"] for key, r in rows.items()}
+    logits = 32 * 64 * 4 / 2**20
+    for num in (1, 4):
+        kept = peaks[f"training store x {num}"] - peaks[f"training recompute x {num}"]
+        assert kept == pytest.approx(logits, rel=0.1)
+    for one in ("training recompute", "evaluation any"):
+        assert logits <= peaks[f"{one} x 1"] <= 3 * logits
+        assert peaks[f"{one} x 4"] == pytest.approx(peaks[f"{one} x 1"] / 4, rel=0.3)
+    front = [r for r in rows.values() if r["on_front"]]
+    for kind in (TRAINING, EVALUATION):
+        points = [(r["ratio"], r["peak_mib"]) for r in rows.values() if r["kind"] == kind]
+        own = [(r["ratio"], r["peak_mib"]) for r in front if r["kind"] == kind]
+        assert sorted(own) == sorted(points[i] for i in pareto_front(points))
+    (best,) = [r for r in rows.values() if r["recommended"]]
+    assert result["recommended"]["flags"] == best["flags"] and best["kind"] == TRAINING
+    assert rows["training auto"]["ratio"] == 1.0
+    assert all(rows[key]["time_ms"] == result_ms(rows, key) for key in KEYS)
+
+    table = list(csv.DictReader((tmp_path / "sweep.csv").open()))
+    assert [line["flags"] for line in table] == [r["flags"] for r in rows.values()]
+    assert float(table[1]["peak_mib"]) == rows["training store x 1"]["peak_mib"]
+    text = (tmp_path / "sweep.md").read_text()
+    assert f"    {best['flags']}\n" in text and text in capsys.readouterr().out
+    assert "## Evaluation: forward alone" in text
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def result_ms(rows, key):
+    """Its ratio times the reference's time."""
+    return rows[key]["ratio"] * rows[f"{rows[key]['kind']} auto"]["time_ms"]
+
+
+def test_evaluation_keeps_nothing_and_runs_one_code_for_all_strategies():
+    world = World(use_gpu=False)
+    try:
+        problem = Problem(world, num_tokens=32, hidden_size=8, vocab=64, dtype=torch.float32)
+        losses = []
+        for strategy in ("store", "eager", "recompute"):
+            config = FusedCEConfig(strategy=strategy, num_chunks=4)
+            with torch.no_grad():
+                losses.append(loss_of(problem, world, config))
+        assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
+        variant = sweep_measure.variant_of(Cell(EVALUATION, ANY, 4), world)
+        loss = variant.run(problem, lambda: None)
+        assert not loss.requires_grad and torch.equal(loss, losses[0])
+        assert problem.hidden.grad is None
+    finally:
+        world.close()
+
+
+def test_a_killed_sweep_goes_on(tmp_path):
+    """SIGKILL once a cell is there: those that are keep their records, the rest is measured."""
+    words = [*BRIEF, "--out", str(tmp_path)]
+    first = start(*words)
+    end = time.monotonic() + 300
+    while not list(tmp_path.glob("state-*.json")) and first.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    first.kill()
+    first.communicate()
+    assert first.returncode == -signal.SIGKILL
+    before = state_of(tmp_path)["cells"]
+    assert 0 < len(before) < len(KEYS)
+    assert not (tmp_path / "sweep.json").exists()
+    second = start(*words)
+    out, err = second.communicate(timeout=300)
+    assert second.returncode == 0, err
+    assert f"{len(before)} of {len(KEYS)} cells are there; --fresh starts over" in err
+    after = state_of(tmp_path)["cells"]
+    assert list(after) == KEYS and {key: after[key] for key in before} == before
+    assert out.count(": done\n") == len(KEYS) - len(before)
+
+
+def test_more_chunks_go_on_from_there_and_fresh_starts_over(tmp_path, monkeypatch, capsys):
+    measured: list[str] = []
+    record = sweep_measure._Head.record
+    monkeypatch.setattr(
+        sweep_measure._Head,
+        "record",
+        lambda head, cell, *more: (measured.append(cell.key), record(head, cell, *more))[1],
+    )
+    assert sweep(tmp_path)[0] == 0 and measured == KEYS
+    measured.clear()
+    assert sweep(tmp_path)[0] == 0 and measured == []
+    _, result = sweep(tmp_path, "--chunks", "1", "4", "8")
+    assert measured == ["training store x 8", "training recompute x 8", "evaluation any x 8"]
+    assert len(result["rows"]) == len(KEYS) + 3
+    measured.clear()
+    assert sweep(tmp_path, "--fresh")[0] == 0 and measured == KEYS
+    assert "8 of 8 cells are there" in capsys.readouterr().err
+
+
+def test_another_setting_is_not_mixed_in(tmp_path, capsys):
+    sweep(tmp_path)
+    capsys.readouterr()
+    code, result = sweep(tmp_path, "--tokens", "48")
+    assert code == 0 and result["facts"]["T"] == 48
+    assert "is of other settings (T) and is not used" in said(capsys)
+    assert len(list(tmp_path.glob("state-*.json"))) == 2
+    sweep(tmp_path)
+    assert "8 of 8 cells are there" in capsys.readouterr().err
+
+
+def test_a_state_that_cannot_be_read(tmp_path, capsys):
+    sweep(tmp_path)
+    (path,) = tmp_path.glob("state-*.json")
+    for content in (path.read_text()[:100], "[]", "{}"):
+        path.write_text(content)
+        capsys.readouterr()
+        assert sweep(tmp_path)[0] == 2
+        err = capsys.readouterr().err
+        assert "is no state of a sweep" in err and len(err.splitlines()) == 1
+
+
+def test_the_state_knows_sources(tmp_path, monkeypatch):
+    """A change of the package that is not committed makes another sweep."""
+    facts = {"what": "head", "T": 1}
+    State(tmp_path, facts | {"sources": "a"}).add("training auto", {"status": "ok"})
+    assert State(tmp_path, facts | {"sources": "a"}).has("training auto")
+    assert not State(tmp_path, facts | {"sources": "b"}).has("training auto")
+    digest = sweep_measure.source_digest()
+    changed = tmp_path / "package"
+    changed.mkdir()
+    (changed / "op.py").write_text("pass\n")
+    monkeypatch.setattr("sweep_state.PACKAGE", changed)
+    assert sweep_measure.source_digest() != digest
+
+
+def out_of_memory_for(monkeypatch, *names: str) -> None:
+    """Training steps of these cells raise what torch's allocator raises."""
+
+    def broken(world, name, config):
+        variant = of_config(world, name, config)
+        if name not in names:
+            return variant
+
+        def run(problem, mark):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+        return sweep_measure.Variant(name, "ours", run=run, config=config)
+
+    monkeypatch.setattr(sweep_measure, "of_config", broken)
+
+
+def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
+    out_of_memory_for(monkeypatch, "store x 1")
+    code, result = sweep(tmp_path)
+    assert code == 0
+    rows = rows_by_key(result)
+    lost = rows.pop("training store x 1")
+    assert lost["status"] == OUT_OF_MEMORY and lost["time_ms"] is None and not lost["on_front"]
+    assert all(r["status"] == "ok" for r in rows.values())
+    assert "| store | 1 |  | out of memory |" in (tmp_path / "sweep.md").read_text().replace(
+        "store, 1 chunk of 32 tokens", ""
+    )
+
+
+def test_without_room_for_auto_another_is_the_reference(tmp_path, monkeypatch):
+    """The one that needs least; a later call, with room for auto, keeps to it."""
+    out_of_memory_for(monkeypatch, "auto", "store x 1")
+    _, result = sweep(tmp_path)
+    rows = rows_by_key(result)
+    assert result["reference"] == "recompute x 4" and rows["training recompute x 4"]["ratio"] == 1.0
+    assert rows["training auto"]["status"] == OUT_OF_MEMORY
+    monkeypatch.undo()
+    _, result = sweep(tmp_path, "--chunks", "1", "4", "8")
+    assert result["reference"] == "recompute x 4" and len(result["rows"]) == len(KEYS) + 3
+
+
+def test_a_device_that_is_too_small_is_one_line(tmp_path, monkeypatch, capsys):
+    out_of_memory_for(monkeypatch, "auto", "recompute x 4")
+    assert sweep(tmp_path)[0] == 2
+    assert "not even recompute x 4 runs" in said(capsys)
+
+    class NoRoom:
+        def __init__(self, *args, **options):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sweep_measure, "Problem", NoRoom)
+    assert sweep(tmp_path)[0] == 2
+    assert "the operands alone do not fit" in said(capsys)
+
+
+def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
+    """In a training step, and in the forward alone."""
+
+    def wrong(problem, world, config):
+        return 1.01 * loss_of(problem, world, config)
+
+    monkeypatch.setattr("benchmark_variants.loss_of", wrong)
+    assert sweep(tmp_path) == (1, {})
+    assert "auto is wrong" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(sweep_measure, "loss_of", wrong)
+    assert sweep(tmp_path) == (1, {})
+    assert "evaluation auto is wrong" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "cuda"], "expected 1 GPUs, found 0: use --device cpu"),
+        (["--chunks", "0"], "expected --chunks of at least 1, got 0"),
+        (["--chunks", "4", "33"], "expected --chunks from 1 to 32, got 33"),
+        (["--tokens", "0"], "expected --tokens of at least 1, got 0"),
+        (["--blocks", "0"], "expected --blocks of at least 1"),
+        (["--tolerance", "-1"], "expected --tolerance of at least 0"),
+        (["--tolerance", "nan"], "expected --tolerance of at least 0"),
+        (["--strategies", "fast"], "invalid choice: 'fast'"),
+        (["--", "--num-layers", "2"], "arguments after -- are those of --through-megatron"),
+        (["--through-megatron", "nowhere", "--", "--bf16"], "no Megatron-LM checkout at nowhere"),
+        (
+            ["--through-megatron", "x", "--warmup", "10"],
+            "expected fewer --warmup than --iterations",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, words, message):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    try:
+        code = sweep_chunks.main([*BRIEF, "--out", str(tmp_path / "out"), *words])
+    except SystemExit as leave:
+        code = leave.code
+    err = capsys.readouterr().err
+    assert code == 2 and message in err and len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_under_torchrun_with_sequence_parallelism(tmp_path):
+    """Two ranks, gloo: one table, the shard's sizes; sizes that do not divide are one line."""
+    run = start(*BRIEF, "--sequence-parallel", "--out", str(tmp_path / "out"), ranks=2)
+    out, err = run.communicate(timeout=570)
+    assert run.returncode == 0, err[-3000:]
+    result = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert list(rows_by_key(result)) == KEYS
+    assert all(r["status"] == "ok" for r in result["rows"])
+    assert result["facts"]["tp"] == 2 and result["facts"]["sp"] and result["facts"]["V"] == 32
+    assert out.count("Recommended:") == 1 and out.count("training auto: done") == 1
+
+
+@pytest.mark.parametrize("name", case_names("tests.ranks.sweep_cases"))
+def test_on_two_ranks(name):
+    run_cases("tests.ranks.sweep_cases", 2).check(name)
+
+
+def test_a_picture_without_peaks(tmp_path):
+    rows = [
+        row("auto", None, 1.0, None, PRETRAIN),
+        row("unfused", None, 1.3, None, PRETRAIN),
+        *(row("store", num, 1 + num / 10, None, PRETRAIN) for num in (1, 2)),
+    ]
+    facts = {"what": "pretrain", "script": "pretrain_gpt.py", "megatron": "M", "nproc": 2}
+    result = sweep_report.Result.of(rows, facts | {"device": "x86_64 CPU"}, "auto", 0.01)
+    assert sweep_report.draw(result, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+FAKE_PRETRAIN = """
+import os, sys
+words = sys.argv[1:]
+with open(os.environ["LAUNCHES"], "a") as file:
+    print(*words, file=file)
+flag = "--fused-chunked-ce" in words
+if flag and "4" in words and "--full" in words:
+    raise SystemExit("torch.OutOfMemoryError: CUDA out of memory")
+if flag and "4" in words and "--break" in words:
+    raise RuntimeError("no kernel for this GPU")
+if "--refused" in words:
+    raise SystemExit("pretrain_gpt.py: error: unrecognized arguments: --refused")
+end = int(words[len(words) - words[::-1].index("--exit-interval")])
+base = float(os.environ.get("BASE_MS", "10"))
+ms = base * (1 if "--fused-ce-num-chunks" not in words else 1.2 if flag else 2)
+print(f"[Rank 0] memory (MB) | allocated: 1.00 | max allocated: {500 if flag else 900}.00 |")
+for i in range(1, end + 1):
+    loss = 5.0 - 0.1 * i + 1e-7 * ("native" in words)
+    if flag and "4" in words and "--wrong" in words:
+        loss += 0.01
+    print(f" iteration {i:8d}/ 99 | elapsed time per iteration (ms): {ms + 90 * (i < 3):.1f} | "
+          f"lm loss: {loss:.6E} | grad norm: 1.000 |")
+if flag and not ("--idle" in words and "4" in words):
+    print("[fused-ce] heads evaluated fused: 12, logits materialised: 0, heads on the stock path: 0")
+"""
+LAUNCH_KEYS = [
+    f"pretrain {name}" for name in ("auto", "unfused", "native", "recompute x 1", "recompute x 4")
+]
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Where a Megatron-LM would be: a script that logs as Megatron does."""
+    checkout = tmp_path / "fake-megatron"
+    (checkout / "megatron" / "core").mkdir(parents=True)
+    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
+    (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
+    monkeypatch.setenv("LAUNCHES", str(tmp_path / "launches.txt"))
+    return checkout
+
+
+def launched(fake: Path, *words: str, options=(), device="cpu") -> tuple[int, dict]:
+    out = fake.parent / "out"
+    given = ["--through-megatron", str(fake), "--device", device, "--out", str(out)]
+    given += [
+        "--strategies",
+        "recompute",
+        "--chunks",
+        "1",
+        "4",
+        "--iterations",
+        "5",
+        "--warmup",
+        "2",
+    ]
+    code = sweep_chunks.main([*given, *options, "--", "--bf16", *words])
+    file = out / "sweep.json"
+    return code, json.loads(file.read_text()) if file.exists() else {}
+
+
+def launches_so_far(fake: Path) -> list[str]:
+    return (fake.parent / "launches.txt").read_text().splitlines()
+
+
+def test_launches(fake):
+    code, result = launched(fake, "--cross-entropy-loss-fusion", "--fused-ce-num-chunks", "7")
+    assert code == 0
+    rows = rows_by_key(result)
+    assert list(rows) == LAUNCH_KEYS
+    assert [r["peak_mib"] for r in rows.values()] == [500.0, 900.0, 900.0, 500.0, 500.0]
+    # Without the first two iterations, which take longer.
+    assert [r["time_ms"] for r in rows.values()] == pytest.approx([10, 10, 10, 12, 12])
+    assert result["recommended"]["flags"] == "--fused-chunked-ce"
+    auto, unfused, native, one, four = launches_so_far(fake)
+    ends = "--bf16 --log-interval 1 --eval-iters 0 --exit-interval 5"
+    assert (unfused, auto) == (ends, f"{ends} --fused-chunked-ce")
+    assert native == f"{ends} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
+    assert four == f"{ends} {rows['pretrain recompute x 4']['flags']}" and one != four
+    assert rows["pretrain native"]["error"] == pytest.approx(1e-7 / 4.9, abs=1e-6)
+    assert rows["pretrain unfused"]["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("word", "status", "code"),
+    [
+        ("--full", OUT_OF_MEMORY, 0),
+        ("--break", "failed: RuntimeError: no kernel for this GPU", 1),
+        ("--wrong", "losses differ from unfused's by 2.2e-03", 1),
+        ("--idle", "the head was not fused", 1),
+    ],
+)
+def test_a_launch_that_goes_wrong_is_a_row(fake, word, status, code):
+    came, result = launched(fake, word)
+    rows = rows_by_key(result)
+    assert came == code
+    bad = rows.pop("pretrain recompute x 4")
+    assert bad["status"] == status and not bad["on_front"]
+    assert all(r["status"] == "ok" for r in rows.values())
+
+
+def test_a_later_call_times_the_reference_again(fake, monkeypatch):
+    """On a machine that is half as fast by then, the ratios of both calls compare."""
+    launched(fake)
+    assert len(launches_so_far(fake)) == 5
+    _, result = launched(fake)
+    assert len(launches_so_far(fake)) == 5, "everything was there"
+    monkeypatch.setenv("BASE_MS", "20")
+    code, result = launched(fake, options=["--chunks", "1", "4", "16"])
+    assert code == 0
+    again, new = launches_so_far(fake)[5:]
+    assert again.endswith("--fused-chunked-ce") and new.endswith("--fused-ce-num-chunks 16")
+    rows = rows_by_key(result)
+    ratios = {key: r["ratio"] for key, r in rows.items() if "recompute" in key}
+    assert list(ratios.values()) == pytest.approx([1.2, 1.2, 1.2])
+    assert rows["pretrain unfused"]["time_ms"] == pytest.approx(20)
+
+
+def test_a_launch_that_failed_is_tried_again(fake):
+    launched(fake, "--break")
+    assert len(launches_so_far(fake)) == 5
+    script = fake / "pretrain_gpt.py"
+    script.write_text(script.read_text().replace('raise RuntimeError("no kernel', '("'))
+    assert launched(fake, "--break")[0] == 0
+    assert len(launches_so_far(fake)) == 7
+
+
+def test_arguments_that_megatron_refuses_end_the_sweep(fake, capsys):
+    assert launched(fake, "--refused") == (2, {})
+    err = capsys.readouterr().err
+    assert "error: unrecognized arguments: --refused" in err and len(err.splitlines()) == 1
+    assert len(launches_so_far(fake)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--save", "x"], "leave out --save: all launches would write to the same place"),
+        (["--fused-ce-z-loss", "1e-4"], "leave out --fused-ce-z-loss: the stock launches have no"),
+        (["--fused-ce-z-loss=1e-4"], "leave out --fused-ce-z-loss"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_sweep(fake, capsys, words, message):
+    assert launched(fake, *words) == (2, {})
+    err = capsys.readouterr().err
+    assert message in err and len(err.splitlines()) == 1
+    assert not (fake.parent / "launches.txt").exists()
+
+
+def test_words_that_are_no_arguments(fake):
+    settings = {"script": "pretrain_gpt.py", "nproc": 1, "device": "cpu"}
+    settings |= {"iterations": 5, "warmup": 2, "timeout_s": 9.0}
+    for words in ([], ["torchrun", "pretrain_gpt.py", "--bf16"]):
+        with pytest.raises(UsageError, match="from its first --option on"):
+            sweep_megatron.Launches.of(str(fake), words, **settings)
+    with pytest.raises(UsageError, match="has no pretrain_t5"):
+        sweep_megatron.Launches.of(str(fake), ["--bf16"], **settings | {"script": "pretrain_t5.py"})
+    kept = sweep_megatron.Launches.of(
+        str(fake), ["--bf16", "--fused-ce-merge", "packed", "--fused-chunked-ce"], **settings
+    )
+    assert kept.args == ("--bf16",) and kept.plugin_args == ("--fused-ce-merge", "packed")
+    flagged = kept.run_of(Cell(PRETRAIN, "store", 2)).command
+    assert flagged.endswith("--fused-ce-num-chunks 2 --fused-ce-merge packed")
+    assert (
+        "--fused" not in kept.run_of(Cell(PRETRAIN, "unfused")).command.split("pretrain_gpt.py")[1]
+    )
+
+
+@pytest.mark.skipif(
+    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
+)
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_through_a_real_megatron(checkout, tmp_path):
+    """TP 2 with sequence parallelism, gloo: losses agree with the stock launch's, peaks are unknown."""
+    args = cpu_case(Checkout.at(checkout), "gpt", "plain").args
+    words = [
+        "--through-megatron",
+        checkout,
+        "--device",
+        "cpu",
+        "--nproc",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    words += ["--strategies", "store", "--chunks", "3", "--iterations", "3", "--warmup", "1"]
+    assert sweep_chunks.main([*words, "--", *args]) == 0
+    result = json.loads((tmp_path / "sweep.json").read_text())
+    rows = rows_by_key(result)
+    assert [key.removeprefix("pretrain ") for key in rows] == [
+        "auto",
+        "unfused",
+        "native",
+        "store x 3",
+    ]
+    assert all(r["time_ms"] > 0 and r["peak_mib"] is None for r in rows.values())
+    assert rows["pretrain store x 3"]["error"] <= result["facts"]["loss_bound"]
+    assert "unknown" in (tmp_path / "sweep.md").read_text()
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
