@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from functools import reduce
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_fused_ce import versions
 from megatron_fused_ce.adapter import arguments
@@ -48,7 +47,10 @@ def why_unknown(module: ModuleType) -> str | None:
         if reason is not None:
             return reason
     for seam in SEAMS.get(module.__name__, ()):
-        if reduce(lambda found, name: getattr(found, name, None), seam.split("."), module) is None:
+        found: Any = module
+        for name in seam.split("."):
+            found = getattr(found, name, None)
+        if found is None:
             return _other_layout(f"{module.__name__}.{seam}")
     return None
 
