@@ -26,7 +26,8 @@ tests=("$@")
 # What depends most on the versions of torch, triton and megatron-core.
 [ ${#tests[@]} -gt 0 ] || tests=(
     tests/test_op.py tests/test_row_kernels.py tests/test_upstream_guard.py tests/test_adapter.py
-    tests/test_planner.py tests/test_plan_command.py tests/test_megatron_models.py
+    tests/test_plan_command.py tests/test_megatron_models.py
+    -k "not test_model or installed-2" # Megatron's models on two ranks
 )
 
 [ -x "$folder/env/bin/python" ] || "$python" -m venv "$folder/env" || die "$python could not make $folder/env"
