@@ -67,4 +67,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOMES[name] == "op":
+        import_module(f"{__name__}.versions").require("torch", import_module("torch").__version__)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -268,10 +268,15 @@ def _exp_rows() -> Any:
 
 
 def row_pass(device: torch.device, requested: str = "auto") -> RowPass:
-    """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested."""
+    """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested.
+
+    Raises:
+        ImportError: there is no triton, or an old one.
+    """
     if requested == "auto":
         requested = "triton" if device.type == "cuda" else "torch"
     if requested == "triton":
+        _forms().require_triton()
         from megatron_fused_ce.kernels import row_kernels
 
         return RowPass(row_kernels)

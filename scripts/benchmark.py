@@ -340,11 +340,11 @@ def expected_seconds(
 def main(words: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     given = parse_arguments(words)
-    if given.render is not None:
-        print(f"written: {report.render(given.render)}")
-        return 0
     own = sys.argv[1:] if words is None else words
     try:
+        if given.render is not None:
+            print(f"written: {report.render(given.render)}")
+            return 0
         start_ranks(given.tp, str(Path(__file__).resolve()), own)
     except ValueError as error:
         print(f"benchmark: {error}", file=sys.stderr)

@@ -220,8 +220,26 @@ def write(path: Path, rows: list[dict[str, Any]], skipped: Iterable[str] = ()) -
     path.with_suffix(".md").write_text(markdown(rows, skipped))
 
 
+def read(path: Path, keys: Iterable[str] = KEYS) -> list[dict[str, Any]]:
+    """The rows of a result file, each with ``keys`` at least.
+
+    Raises:
+        ValueError: naming the file, where it cannot be read or holds something else.
+    """
+    try:
+        rows = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a result: {error}") from None
+    wanted = set(keys)
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and wanted <= row.keys() for row in rows
+    ):
+        raise ValueError(f"{path} holds no rows of this script")
+    return rows
+
+
 def render(path: Path) -> Path:
-    """The Markdown of a JSON file, again."""
+    """The Markdown of a JSON file, again; raises as :func:`read`."""
     target = path.with_suffix(".md")
-    target.write_text(markdown(json.loads(path.read_text())))
+    target.write_text(markdown(read(path)))
     return target

@@ -27,7 +27,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmark_problem import DTYPES, SHAPES, Problem, World, start_ranks, world_size
-from benchmark_report import result_path
+from benchmark_report import read, result_path
 from benchmark_roof import ROOFS, Roof
 from benchmark_variants import megatron, ours
 
@@ -109,6 +109,13 @@ class Profile:
     contention: list[tuple[str, int, float, int, float]] = field(default_factory=list)
     #: of the last step: kind, stream, microseconds from its first kernel, and of this one
     timeline: list[tuple[str, int, float, float]] = field(default_factory=list)
+
+
+#: What a page takes from a row.
+ROW_KEYS = (
+    *("commit", "device", "torch", "tp", "sp", "shape", "T"),
+    *(each.name for each in fields(Profile) if each.name != "timeline"),
+)
 
 
 def kind_of(name: str, dtype: str = "") -> str:
@@ -553,12 +560,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     given = parse_arguments(words)
-    if given.render is not None:
-        write(json.loads(given.render.read_text()), given.render, given.most, drawn_only=True)
-        print(f"written: {given.render.with_suffix('.md')}")
-        return 0
     own = sys.argv[1:] if words is None else words
     try:
+        if given.render is not None:
+            rows = read(given.render, ROW_KEYS)
+            write(rows, given.render, given.most, drawn_only=True)
+            print(f"written: {given.render.with_suffix('.md')}")
+            return 0
         start_ranks(given.tp, str(Path(__file__).resolve()), own)
     except ValueError as error:
         print(f"profile_head: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ variant. Not under TRITON_INTERPRET.
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import triton
@@ -54,11 +55,15 @@ def compiled(name: str, capability: int, on: tuple[str, ...]):
     given["TARGETS"] = 64 if "TARGETS" in on else 0
     constants = {"BLOCK": block, **given}
     names = kernel.arg_names
-    source = ASTSource(
-        kernel,
-        signature={n: "constexpr" if n in constants else TYPES.get(n, "*fp32") for n in names},
-        constexprs={(names.index(n),): value for n, value in constants.items()},
-    )
+    types = {n: TYPES.get(n, "*fp32") for n in names}
+    if "constexprs" in inspect.signature(ASTSource).parameters:
+        types |= dict.fromkeys(constants, "constexpr")
+        by_place = {(names.index(n),): value for n, value in constants.items()}
+        source = ASTSource(kernel, signature=types, constexprs=by_place)
+    else:  # before triton 3.3
+        for name_of_constant in constants:
+            del types[name_of_constant]
+        source = ASTSource(kernel, signature=types, constants=constants)
     target = GPUTarget("cuda", capability, 32)
     return triton.compile(source, target=target, options={"num_warps": warps})
 

@@ -578,3 +578,14 @@ def test_the_case_of_eight_gpus():
     seven, fourteen = ([float(cell[:-1]) for cell in line[-3:]] for line in check_plan.case())
     assert 30 < seven[0] < 33 and 18 < seven[2] < 20
     assert 18.5 < fourteen[0] < 19.5 and 5 < fourteen[2] < 6
+
+
+@pytest.mark.parametrize("page", [check_plan.PAGE, check_plan.README], ids=lambda page: page.name)
+def test_the_examples_in_the_pages_are_what_the_command_prints(page):
+    text = (
+        check_plan.in_short()
+        if page == check_plan.README
+        else check_plan.printed(check_plan.EXAMPLE)
+    )
+    assert "Flags: --fused-chunked-ce" in text
+    assert text in page.read_text(), "run `make figures`"

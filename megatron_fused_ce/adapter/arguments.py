@@ -219,6 +219,11 @@ def reports_phases(args: Any) -> bool:
     return bool(getattr(args, "fused_ce_report", False))
 
 
+def flag_given() -> bool:
+    """Whether this process's command line has the flag."""
+    return FLAG in sys.argv
+
+
 def args_from_argv(argv: Sequence[str]) -> argparse.Namespace | None:
     """The flags in a raw command line, all other arguments ignored; None without the flag."""
     if FLAG not in argv:

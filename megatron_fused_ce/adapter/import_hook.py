@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from megatron_fused_ce.adapter import layout, switch
+
 #: Megatron's module -> (module of this package, function in it) that patches it.
 TARGETS = {
     "megatron.training.arguments": ("megatron_fused_ce.adapter.training_arguments", "patch"),
-    "megatron.core.models.common.language_module.language_module": (
-        "megatron_fused_ce.adapter.language_module",
-        "patch",
-    ),
+    layout.LANGUAGE_MODULE: ("megatron_fused_ce.adapter.language_module", "patch"),
     "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
     "megatron.training.training": ("megatron_fused_ce.adapter.phase_report", "patch"),
     "megatron.core.optimizer.optimizer": ("megatron_fused_ce.adapter.optimizer_guard", "patch"),
@@ -35,7 +34,12 @@ _MARK = "__fused_ce_patched__"
 
 
 def install() -> None:
-    """Patch what is imported, watch for the rest. Calling it again changes nothing."""
+    """Patch what is imported, watch for the rest. Calling it again changes nothing.
+
+    Raises:
+        ImportError: the fused head was asked for, and Megatron or torch is too old or laid out otherwise
+            (SystemExit with status 2 where the command line asked); so does the import of such a module.
+    """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name in TARGETS:
@@ -50,6 +54,11 @@ def _is_initializing(module: ModuleType) -> bool:
 
 def _patch(module: ModuleType) -> None:
     if getattr(module, _MARK, False):
+        return
+    reason = layout.why_unknown(module)
+    if reason is not None:
+        if switch.asked_for():
+            layout.refuse(reason)
         return
     setattr(module, _MARK, True)
     module_name, function_name = TARGETS[module.__name__]

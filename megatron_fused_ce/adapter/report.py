@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logit_pass
+from megatron_fused_ce import logit_pass, versions
+from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.grad_weight import kind_of
@@ -68,6 +69,12 @@ def adopted(model: Any, megatron_args: Any) -> None:
     """A head is fused: say what to expect, where the launch's sizes are known already."""
     global _tells_totals
     layer = model.output_layer
+    version, newest = layout.core_version(), versions.NEWEST_MEGATRON
+    if versions.numbers(version) > newest:
+        say_once(
+            layer.tp_group.rank(),
+            f"megatron-core {version} is newer than {versions.words(newest)}, the newest this was tried with",
+        )
     if not _tells_totals and _speaks(layer.tp_group.rank()):
         _tells_totals = True
         atexit.register(_say_totals)

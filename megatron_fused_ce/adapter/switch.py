@@ -46,6 +46,9 @@ def enable(
         log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
             function of Megatron's schedules reports.
         report: the same as ``--fused-ce-report``, for programs that train with Megatron-LM's own loop.
+
+    Raises:
+        ImportError: Megatron or torch is there and too old, or laid out as no version that is known.
     """
     global _enabled_config, _enabled_log_accuracy, _enabled_report
     from megatron_fused_ce.adapter import import_hook
@@ -69,6 +72,13 @@ def active_config() -> FusedCEConfig | None:
     from megatron_fused_ce.adapter import arguments
 
     return arguments.config_from_args(arguments.launch_args())
+
+
+def asked_for() -> bool:
+    """Whether code or the command line asks for the fused head, before anything is parsed."""
+    from megatron_fused_ce.adapter import arguments
+
+    return _enabled_config is not None or arguments.flag_given()
 
 
 def logs_accuracy() -> bool:

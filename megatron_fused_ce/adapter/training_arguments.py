@@ -6,7 +6,8 @@ import argparse
 from functools import wraps
 from types import ModuleType
 
-from megatron_fused_ce.adapter.arguments import add_arguments
+from megatron_fused_ce.adapter import layout
+from megatron_fused_ce.adapter.arguments import add_arguments, flag_given
 
 
 def patch(module: ModuleType) -> None:
@@ -15,6 +16,8 @@ def patch(module: ModuleType) -> None:
 
     @wraps(stock)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if flag_given():
+            layout.check_language_module()
         return add_arguments(stock(parser))
 
     module.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]

@@ -257,12 +257,14 @@ def _stand_in_for_torch_cuda() -> None:
 def compile_dataset_helpers() -> None:
     """Build ``helpers_cpp`` beside ``megatron.core.datasets``, for the running interpreter."""
     folder = os.path.dirname(sys.modules["megatron.core.datasets.utils"].__file__ or "")
-    includes = subprocess.run(
-        [sys.executable, "-m", "pybind11", "--includes"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    found = subprocess.run(
+        [sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True
+    )
+    if found.returncode != 0:
+        sys.exit(
+            "megatron_cpu: Megatron's dataset helpers are built with pybind11: pip install pybind11"
+        )
+    includes = found.stdout.strip()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     command = ["make", "-C", folder, f"LIBEXT={suffix}", f"CPPFLAGS={includes}"]
     if subprocess.run(command).returncode != 0:

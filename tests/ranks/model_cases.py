@@ -90,6 +90,7 @@ def build(model: Model, rank: Rank) -> Any:
         tensor_model_parallel_size=rank.size,
         sequence_parallel=model.sequence_parallel,
         mtp_num_layers=model.mtp or None,
+        mtp_loss_scaling_factor=0.1,  # 0.15 has no default
         params_dtype=model.dtype,
         bf16=model.dtype == torch.bfloat16,
         **mup,

@@ -1,0 +1,40 @@
+"""The oldest versions that this package runs with, and one line where an older one is found.
+
+pip asks for the same (setup.py). It does not see a container's own packages, a checkout on ``PYTHONPATH``
+or what ``--no-deps`` left as it was. What ran with which versions: docs/support.md.
+"""
+
+from __future__ import annotations
+
+import re
+
+OLDEST = {"torch": (2, 6), "triton": (3, 2), "megatron-core": (0, 15)}
+#: A newer one is served where it has the seams (:mod:`.adapter.layout`), and the run says so.
+NEWEST_MEGATRON = (0, 19)
+
+
+def numbers(version: str) -> tuple[int, int]:
+    """Major and minor of ``2.6.0a0+nv25.01``; (0, 0) where there are none."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def words(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def too_old(package: str, version: str) -> str | None:
+    """Why ``version`` cannot serve, in one line, or None."""
+    if numbers(version) >= OLDEST[package]:
+        return None
+    return (
+        f"megatron_fused_ce needs {package} {words(OLDEST[package])} or newer and found {version}: "
+        f"upgrade {package}"
+    )
+
+
+def require(package: str, version: str) -> None:
+    """Raises ImportError where ``version`` is too old."""
+    reason = too_old(package, version)
+    if reason is not None:
+        raise ImportError(reason)
