@@ -368,7 +368,8 @@ def loss_of_the_models_own(rank: Rank) -> None:
         return SumOfSquares.apply(logits)
 
     gradients, said = [], io.StringIO()
-    with parallel(rank), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    megatron_groups.have(rank.size)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         megatron_fused_ce.enable()
         fused = build(Model(), rank)
         assert type(fused.output_layer) is not ColumnParallelLinear
@@ -389,14 +390,14 @@ def loss_of_the_models_own(rank: Rank) -> None:
 
 def metrics_of_logits_leave_their_gradient(rank: Rank) -> None:
     """Real logits first made under no_grad, for a metric, and then used by a loss."""
-    with parallel(rank):
-        gradients = []
-        for built in built_off_and_on(rank):
-            logits = forward(built, rank, False)
-            with torch.no_grad():
-                logits.float().mean()
-            logits.square().sum().backward()
-            gradients.append([parameter.grad for parameter in built.parameters()])
+    megatron_groups.have(rank.size)
+    gradients = []
+    for built in built_off_and_on(rank):
+        logits = forward(built, rank, False)
+        with torch.no_grad():
+            logits.float().mean()
+        logits.square().sum().backward()
+        gradients.append([parameter.grad for parameter in built.parameters()])
     assert all(map(torch.equal, *gradients))
 
 
