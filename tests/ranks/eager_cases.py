@@ -433,7 +433,6 @@ for _name, _setup in {
         Model(dtype=torch.bfloat16, sequence_parallel=True), distributed=True, strategy="store"
     ),
     "eager, tied, MTP 1, fused wgrad": Setup(Model(tied=True, mtp=1, fused_wgrad=True)),
-    "recompute, hybrid": Setup(Model(family="hybrid"), strategy="recompute"),
 }.items():
     CASES[f"re-run to the bit: {_name}"] = functools.partial(
         rerun, mode="report_determinism_stats", setup=_setup
