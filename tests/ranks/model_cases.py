@@ -388,19 +388,6 @@ def loss_of_the_models_own(rank: Rank) -> None:
     assert said.getvalue().count(told) == (rank.rank == 0)
 
 
-def metrics_of_logits_leave_their_gradient(rank: Rank) -> None:
-    """Real logits first made under no_grad, for a metric, and then used by a loss."""
-    megatron_groups.have(rank.size)
-    gradients = []
-    for built in built_off_and_on(rank):
-        logits = forward(built, rank, False)
-        with torch.no_grad():
-            logits.float().mean()
-        logits.square().sum().backward()
-        gradients.append([parameter.grad for parameter in built.parameters()])
-    assert all(map(torch.equal, *gradients))
-
-
 def start_up_line(rank: Rank) -> None:
     """One rank names strategy, chunks and bytes; a YAML launch leaves params_dtype unset."""
     import argparse
@@ -626,7 +613,6 @@ CASES = {
     "hooks fire around the loss": hooks_fire_around_the_loss,
     "heads left to Megatron": heads_left_to_megatron,
     "a loss of the model's own": loss_of_the_models_own,
-    "metrics of logits leave their gradient": metrics_of_logits_leave_their_gradient,
 }
 _MODELS = {
     "gpt": Model(),
