@@ -16,6 +16,9 @@ from tests.ranks.head_cases import STRATEGIES
 from tests.ranks.lost import PHASES, TIMEOUT_S, Case
 from tests.ranks.runner import ENVIRONMENT, ROOT
 
+#: What gloo says of a connection that the other end has closed, and of one that it has waited on.
+GONE = ("closed by peer", "reset by peer", "Broken pipe")
+LATE = ("Timed out", "timeout")
 #: For processes that share two cores with others.
 MARGIN_S = 20.0
 
@@ -44,7 +47,7 @@ class Lost:
 
     def told(self):
         """What the survivor saw, after it and, where it was to go, the other one have ended."""
-        answer = self.answers.get(timeout=TIMEOUT_S + 2 * MARGIN_S)
+        answer = self.answers.get(timeout=TIMEOUT_S + 5 * MARGIN_S)
         survivor, gone = self.ranks
         survivor.join(MARGIN_S)
         assert survivor.exitcode == 0, "it does not end after its error"
@@ -68,7 +71,7 @@ def test_a_rank_that_is_gone(processes, tmp_path, how, strategy, sp, phase):
         folder.mkdir()
         told = Lost(processes, Case(how, phase, strategy, sp, part), folder).told()
         assert told["seconds"] < TIMEOUT_S + MARGIN_S
-        assert "losed" in told["error"] or "reset by peer" in told["error"], told["error"]
+        assert any(words in told["error"] for words in GONE), told["error"]
         assert told["left"] in ("untouched", "refused")
 
 
@@ -87,7 +90,7 @@ def test_a_rank_that_stays(processes, tmp_path):
     for one in started:
         told = one.told()
         assert TIMEOUT_S / 2 < told["seconds"] < TIMEOUT_S + MARGIN_S, one.case
-        assert "imed out" in told["error"], (one.case, told["error"])
+        assert any(words in told["error"] for words in LATE), (one.case, told["error"])
         assert told["left"] in ("untouched", "refused")
 
 

@@ -22,8 +22,11 @@ import torch.distributed as dist
 from tests.ranks.faulty import AtOperator, Step, what_is_left
 from tests.ranks.runner import Rank
 
-#: Of the group. The others wait as long as this for a rank that stays, and not at all for one that is gone.
+#: Of the group, from the loss on. The others wait as long as this for a rank that stays, and not at all for
+#: one that is gone.
 TIMEOUT_S = 4.0
+#: Until then: ranks that share two cores with other tests start at different times.
+START_TIMEOUT_S = 120.0
 SIZE = 2
 
 HOWS = ("killed", "raised and gone", "raised and stays")
@@ -72,6 +75,7 @@ def lose(case: Case, rank: Rank) -> dict[str, Any]:
     second = step.gradients()
     step.restore(first)
     dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), rank.group)
     if rank.rank == SIZE - 1:
         act = _killed if case.how == "killed" else _raised
         at = max(1, round(case.part * counted[case.phase].count))
@@ -105,7 +109,7 @@ def child(case: Case, rank: int, store: str, answers: Any) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=SIZE,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=START_TIMEOUT_S),
     )
     try:
         answers.put(lose(case, Rank(dist.group.WORLD, rank, SIZE, torch.device("cpu"))))
@@ -118,7 +122,7 @@ def child(case: Case, rank: int, store: str, answers: Any) -> None:
 def main() -> None:
     """As torchrun starts it: no rank is asked anything, all of them end."""
     how, phase, strategy, sequence_parallel = sys.argv[1:]
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=START_TIMEOUT_S))
     rank = Rank(dist.group.WORLD, dist.get_rank(), SIZE, torch.device("cpu"))
     told = lose(Case(how, phase, strategy, sequence_parallel == "True"), rank)
     print(f"SURVIVED {told}", flush=True)
