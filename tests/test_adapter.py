@@ -86,6 +86,22 @@ def test_any_other_use_is_what_real_logits_give(deferred, use):
     assert materialised() == 1
 
 
+def test_a_metric_of_logits_leaves_their_gradient(deferred):
+    """Real logits first made under no_grad, for a metric, and then used by a loss."""
+    weight = torch.ones(6, requires_grad=True)
+    deferred.head.stock_logits = lambda of: deferred.head.logits * weight
+    deferred = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape, (0.5,))
+    with torch.no_grad():
+        deferred.float().mean()
+    deferred.square().sum().backward()
+    expected = deferred.head.logits.square().sum((0, 1)) / 2
+    torch.testing.assert_close(weight.grad, expected)
+    assert materialised() == 1
+    with torch.no_grad():
+        made = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape)
+    assert not made.float().requires_grad
+
+
 def test_logits_are_materialised_once(deferred):
     deferred.sum(), deferred.mean(), torch.exp(deferred)
     assert materialised() == 1

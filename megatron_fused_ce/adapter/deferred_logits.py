@@ -63,6 +63,7 @@ class DeferredLogits:
         self.weight = weight
         self.shape = shape
         self.scales = scales
+        self._needs_grad = torch.is_grad_enabled()
         self._evaluated: LossAndArgmax | None = None
         self._real: Tensor | None = None
 
@@ -81,12 +82,17 @@ class DeferredLogits:
         return self._evaluated.loss
 
     def materialise(self) -> Tensor:
-        """Real logits, as Megatron's layer computes them."""
+        """Real logits, as Megatron's layer computes them.
+
+        With gradients if the layer was called with them, wherever they are first needed: what a metric under
+        ``no_grad`` makes may serve a loss later.
+        """
         if self._real is None:
             counters().materialised += 1
-            real = self.head.stock_logits(self)
-            for scale in self.scales:
-                real = real * scale
+            with torch.set_grad_enabled(self._needs_grad):
+                real = self.head.stock_logits(self)
+                for scale in self.scales:
+                    real = real * scale
             self._real = real
         return self._real
 

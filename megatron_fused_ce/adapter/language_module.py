@@ -50,6 +50,7 @@ def patch(module: ModuleType) -> None:
             accuracy.remember(loss, None, _TAKES_LOGITS, layer.tp_group.rank())
         return loss
 
+    setattr(compute_language_model_loss, stock_path.TAKES_DEFERRED, True)
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
     language_module.compute_language_model_loss = compute_language_model_loss
 

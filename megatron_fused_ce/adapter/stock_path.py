@@ -16,6 +16,10 @@ from megatron_fused_ce.config import FusedCEConfig
 #: versions, and subclasses of them count.
 MODELS = ("GPTModel", "HybridModel", "MambaModel")
 
+#: Marks the loss that takes deferred logits. One in its place would end, if it is an autograd function, in
+#: torch's "does not require grad"; or, where other losses reach the same parameters, in no error at all.
+TAKES_DEFERRED = "__fused_ce_loss__"
+
 
 def reason_at_build(model: Any, megatron_args: Any) -> str | None:
     """Why this model's head stays on the stock path, or None."""
@@ -23,6 +27,9 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
 
     if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
         return f"{type(model).__name__} is not one of {', '.join(MODELS)}"
+    loss = model.compute_language_model_loss
+    if not hasattr(loss, TAKES_DEFERRED):
+        return f"{type(model).__name__} has a loss of its own ({_name(loss)}), which may need real logits"
     layer, config = model.output_layer, model.config
     if type(layer) is not ColumnParallelLinear:
         return (

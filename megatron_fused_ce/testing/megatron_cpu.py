@@ -43,6 +43,8 @@ inference column linear test   core/tensor_parallel/inference_layers.py (after 0
                                ``isinstance`` with classes that Transformer Engine would define
 ``get_nccl_options``           core/parallel_state.py asks for streams of high priority under FSDP2
 ``DeviceMesh``                 core/distributed's two FSDP wrappers make meshes of "cuda"
+processes that save            core/dist_checkpointing starts one that imports the script again, in a
+                               process that has no stand-ins; here it is forked
 training_log                   nobody: Megatron logs the gradient norm with three decimals, too few
                                to compare by; the last rank prints every digit besides
 `fused_weight_gradient...`     ``--gradient-accumulation-fusion`` (Megatron's default) wants apex's
@@ -347,6 +349,15 @@ def _stand_in_for_device_mesh(module: Any) -> None:
     module.DeviceMesh = types.SimpleNamespace(from_group=from_group)
 
 
+def _stand_in_for_spawned_processes(module: Any) -> None:
+    real = module.mp
+
+    def get_context(method: str | None = None) -> Any:
+        return real.get_context("fork" if method == "spawn" else method)
+
+    module.mp = types.SimpleNamespace(**{**vars(real), "get_context": get_context})
+
+
 def _stand_in_for_inference_layers(module: Any) -> None:
     if not isinstance(getattr(module, "InferenceColumnParallelLinear", None), type):
         module.is_inference_column_parallel_linear = lambda layer: False
@@ -362,6 +373,7 @@ _MODULE_STAND_INS: dict[str, Callable[[Any], None]] = {
     "megatron.core.distributed.torch_fully_sharded_data_parallel": _stand_in_for_device_mesh,
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _stand_in_for_device_mesh,
     "megatron.core.tensor_parallel.inference_layers": _stand_in_for_inference_layers,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _stand_in_for_spawned_processes,
     "megatron.core.transformer.moe.moe_utils": _stand_in_for_moe_utils,
     "megatron.training.training": _stand_in_for_training_log,
 }

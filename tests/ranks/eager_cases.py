@@ -36,6 +36,9 @@ class Setup:
     strategy: str = "eager"
 
 
+SETUP = Setup()
+
+
 class Training:
     """One model under training, step by step."""
 
@@ -211,44 +214,58 @@ def overflow_upstream(rank: Rank) -> None:
 
 def run_iteration(
     training: Training, state_machine: Any, wrong_in: tuple[int, ...], reject_first: bool
-) -> int:
-    """One iteration of Megatron's train_step up to the optimizer; gives its number of runs."""
+) -> list[list[torch.Tensor]]:
+    """One iteration of Megatron's train_step up to the optimizer: losses and gradients of each run."""
     masks = [training.mask() for _ in range(2)]
     start = training.generator.get_state()
-    runs = 0
+    runs: list[list[torch.Tensor]] = []
     while state_machine.should_run_forward_backward(None):
         training.zero_grad()
         training.generator.set_state(start)
+        seen: list[torch.Tensor] = []
         for mask in masks:
-            used = one_token_changed(mask) if runs in wrong_in else mask
-            loss = training.backward_of(training.losses(loss_mask=mask), used)
+            used = one_token_changed(mask) if len(runs) in wrong_in else mask
+            losses = training.losses(loss_mask=mask)
+            seen.append(losses.detach().clone())
+            loss = training.backward_of(losses, used)
             state_machine.validate_result(
                 result=loss,
-                rejection_func=lambda value, rejected=reject_first and runs == 0: rejected,
+                rejection_func=lambda value, rejected=reject_first and not runs: rejected,
                 message="rejected by the test",
                 fatal=False,
             )
-        runs += 1
+        gradients = [parameter.main_grad.clone() for parameter in training.model.parameters()]
+        runs.append(seen + gradients)
     state_machine.should_checkpoint_and_exit()
     return runs
 
 
-def rerun(rank: Rank, mode: str, wrong_in: tuple[int, ...], reject_first: bool) -> None:
+def rerun(
+    rank: Rank,
+    mode: str,
+    wrong_in: tuple[int, ...] = (),
+    reject_first: bool = False,
+    setup: Setup = SETUP,
+) -> None:
     """Megatron's re-run state machine: a second run of an iteration neither trips nor forgets.
 
-    Without a rejected result in the first iteration of all, where Megatron validates nothing.
+    It has the first one's bits: the machine would blame the hardware for others. No result is rejected in the
+    first iteration of all, where Megatron validates nothing.
     """
     from megatron.core import rerun_state_machine as machine
 
     megatron_groups.have(rank.size)
-    training = Training(rank, Setup())
+    training = Training(rank, setup)
     state_machine: Any = machine.RerunStateMachine(mode=machine.RerunMode(mode))
     state_machine._maybe_report_stats = lambda: None  # 0.16.1's raises an AttributeError
     if reject_first:
-        assert run_iteration(training, state_machine, (), False) == 1
+        assert len(run_iteration(training, state_machine, (), False)) == 1
         training.assert_steps()
     runs = run_iteration(training, state_machine, wrong_in, reject_first)
-    assert runs == (2 if reject_first or mode == "report_determinism_stats" else 1)
+    assert len(runs) == (2 if reject_first or mode == "report_determinism_stats" else 1)
+    if len(set(range(len(runs))) & set(wrong_in)) in (0, len(runs)):
+        for first, again in zip(runs[0], runs[-1], strict=True):
+            assert torch.equal(first, again) and first.isfinite().all() and first.any()
     if wrong_in:
         training.assert_raises_and_changes_nothing()
     else:
@@ -400,15 +417,25 @@ for _strategy in ("recompute", "store"):
         other_strategies_take_any_loss, strategy=_strategy
     )
 for _mode in ("disabled", "validate_results", "report_determinism_stats"):
-    CASES[f"re-run machine {_mode}: right"] = functools.partial(
-        rerun, mode=_mode, wrong_in=(), reject_first=False
-    )
+    CASES[f"re-run machine {_mode}: right"] = functools.partial(rerun, mode=_mode)
     CASES[f"re-run machine {_mode}: wrong loss"] = functools.partial(
-        rerun, mode=_mode, wrong_in=(0, 1), reject_first=False
+        rerun, mode=_mode, wrong_in=(0, 1)
     )
 for _wrong_in in ((), (0,), (1,), (0, 1)):
     CASES[f"re-run after a rejected result, wrong in runs {_wrong_in}"] = functools.partial(
         rerun, mode="validate_results", wrong_in=_wrong_in, reject_first=True
+    )
+for _name, _setup in {
+    "store": Setup(strategy="store"),
+    "recompute, sp": Setup(Model(sequence_parallel=True), strategy="recompute"),
+    "eager, sp, fused wgrad": Setup(Model(sequence_parallel=True, fused_wgrad=True)),
+    "store, bf16, sp": Setup(
+        Model(dtype=torch.bfloat16, sequence_parallel=True), distributed=True, strategy="store"
+    ),
+    "eager, tied, MTP 1, fused wgrad": Setup(Model(tied=True, mtp=1, fused_wgrad=True)),
+}.items():
+    CASES[f"re-run to the bit: {_name}"] = functools.partial(
+        rerun, mode="report_determinism_stats", setup=_setup
     )
 
 

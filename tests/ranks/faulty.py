@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,22 +14,54 @@ from megatron_fused_ce.testing.reference import make_inputs
 from megatron_fused_ce.upstream_guard import AbandonedGradient
 
 
-class OutOfMemoryAt(TorchDispatchMode):
-    """Raises in the place of the ``at``-th operator of a step, forward or backward; never for None.
+class AtOperator(TorchDispatchMode):
+    """Counts operators, forward or backward, and calls ``act`` before the ``at``-th; never for None."""
 
-    Any operator may allocate, an in-place product its workspace: all of them are taken.
-    """
-
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, act: Callable[[], None], at: int | None = None) -> None:
         super().__init__()
+        self.act = act
         self.at = at
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
         if self.count == self.at:
-            raise torch.OutOfMemoryError(f"forced in operator {self.at}, {func}")
+            self.act()
         return func(*args, **(kwargs or {}))
+
+
+class OutOfMemoryAt(AtOperator):
+    """Raises in the place of the ``at``-th operator of a step.
+
+    Any operator may allocate, an in-place product its workspace: all of them are taken.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        super().__init__(self._raise, at)
+
+    def _raise(self) -> None:
+        raise torch.OutOfMemoryError(f"forced in operator {self.at}")
+
+
+class Filled(TorchDispatchMode):
+    """Every ``torch.empty`` and its like come full of one number; ``count``: how many did."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if "empty" in func.__name__:
+            self.count += 1
+            if made.is_floating_point():
+                made.fill_(self.value)
+            elif made.dtype == torch.bool:
+                made.fill_(self.value != 0)
+            else:
+                made.fill_(torch.iinfo(made.dtype).max if self.value else 0)
+        return made
 
 
 class Step:
@@ -52,6 +86,9 @@ class Step:
 
     def run(self) -> None:
         """A forward and a backward; gradients are added to those that are there."""
+        self.forward().backward(self.grad_loss)
+
+    def forward(self) -> torch.Tensor:
         open_grad_weight = ReturnedGradWeight if self.main_grad is None else self.open
         eager = self.config.strategy == "eager"
         made = linear_cross_entropy(
@@ -64,7 +101,7 @@ class Step:
             config=self.config,
             open_grad_weight=open_grad_weight,
         )
-        made.loss.backward(self.grad_loss)
+        return made.loss
 
     def open(self, weight, num_chunks, scaled):
         return InPlaceGradWeight(self.main_grad, num_chunks, scaled, lambda: None)
@@ -98,20 +135,26 @@ def out_of_memory_at(step: Step, at: int, earlier, right) -> str:
         pass
     else:
         raise AssertionError(f"operator {at} did not fail")
-    of_hidden, of_weight = step.gradients()
-    assert torch.equal(of_hidden, earlier[0]) or torch.equal(of_hidden, right[0])
-    if of_weight.isnan().all():
-        for _ in range(2):
-            assert refuses()
-        left = "refused"
-    else:
-        left = "whole" if torch.equal(of_weight, right[1]) else "untouched"
-        assert left == "whole" or torch.equal(of_weight, earlier[1]), "a part of a sum is left"
+    assert any(torch.equal(step.gradients()[0], whole[0]) for whole in (earlier, right))
+    left = what_is_left(step, earlier, right)
     step.restore(earlier)
     upstream_guard.check()
     step.run()
     assert all(map(torch.equal, step.gradients(), right)), "the next step is not right"
     return left
+
+
+def what_is_left(step: Step, earlier, right) -> str:
+    """In the weight's gradient, after a step that failed; raises for a part of a sum."""
+    of_weight = step.gradients()[1]
+    if of_weight.isnan().all():
+        for _ in range(2):
+            assert refuses()
+        return "refused"
+    if torch.equal(of_weight, right[1]):
+        return "whole"
+    assert torch.equal(of_weight, earlier[1]), "a part of a sum is left"
+    return "untouched"
 
 
 def refuses() -> bool:

@@ -343,6 +343,52 @@ def heads_left_to_megatron(rank: Rank) -> None:
     assert "LoRA" in stock_path.reason_at_build(normal, None)
 
 
+class SumOfSquares(torch.autograd.Function):
+    """A loss ``[b, s]`` of given logits whose backward is written by hand, as Liger's is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum(-1).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (logits,) = ctx.saved_tensors
+        return 2 * logits * grad.t().unsqueeze(-1)
+
+
+def loss_of_the_models_own(rank: Rank) -> None:
+    """It gets real logits, whether its class has it or this model alone."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import report, stock_path
+
+    def own_loss(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return SumOfSquares.apply(logits)
+
+    gradients, said = [], io.StringIO()
+    megatron_groups.have(rank.size)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        megatron_fused_ce.enable()
+        fused = build(Model(), rank)
+        assert type(fused.output_layer) is not ColumnParallelLinear
+        fused.compute_language_model_loss = functools.partial(own_loss, fused)
+        assert "own_loss" in stock_path.reason_at_build(fused, None)
+        patch.setattr(GPTModel, "compute_language_model_loss", own_loss, raising=False)
+        report._said.clear()
+        for turn in (megatron_fused_ce.enable, megatron_fused_ce.disable):
+            turn()
+            built = build(Model(), rank)
+            assert type(built.output_layer) is ColumnParallelLinear
+            forward(built, rank, True).sum().backward()
+            gradients.append([parameter.grad for parameter in built.parameters()])
+    assert all(map(torch.equal, *gradients))
+    told = "the head of GPTModel stays on Megatron's own path: GPTModel has a loss of its own"
+    assert said.getvalue().count(told) == (rank.rank == 0)
+
+
 def start_up_line(rank: Rank) -> None:
     """One rank names strategy, chunks and bytes; a YAML launch leaves params_dtype unset."""
     import argparse
@@ -567,6 +613,7 @@ CASES = {
     "other uses get real logits": other_uses_get_real_logits,
     "hooks fire around the loss": hooks_fire_around_the_loss,
     "heads left to Megatron": heads_left_to_megatron,
+    "a loss of the model's own": loss_of_the_models_own,
 }
 _MODELS = {
     "gpt": Model(),

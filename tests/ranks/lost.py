@@ -1,0 +1,133 @@
+"""A rank that is lost in the middle of a step, and what the others see: their own error, in time.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.ranks.lost HOW PHASE STRATEGY SP
+
+Two ranks over gloo. After a whole step the last one, before some operator of its next one, is killed, or
+raises and ends, or raises and stays without ever meeting the others again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks.faulty import AtOperator, Step, what_is_left
+from tests.ranks.runner import Rank
+
+#: Of the group, from the loss on. The others wait as long as this for a rank that stays, and not at all for
+#: one that is gone.
+TIMEOUT_S = 4.0
+#: Until then: ranks that share two cores with other tests start at different times.
+START_TIMEOUT_S = 120.0
+SIZE = 2
+
+HOWS = ("killed", "raised and gone", "raised and stays")
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``part``: how much of the phase's operators has run."""
+
+    how: str
+    phase: str
+    strategy: str
+    sequence_parallel: bool
+    part: float = 0.5
+
+
+class Defect(Exception):
+    """What a rank raises in the middle of a step."""
+
+
+def _killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raised() -> None:
+    raise Defect
+
+
+def _run(step: Step, forward: AtOperator, backward: AtOperator) -> None:
+    with forward:
+        loss = step.forward()
+    with backward:
+        loss.backward(step.grad_loss)
+
+
+def lose(case: Case, rank: Rank) -> dict[str, Any]:
+    """Both ranks: a whole step, then steps until an error. What the survivor has to tell."""
+    step = Step(
+        torch.float32, case.strategy, "fp32", rank=rank, sequence_parallel=case.sequence_parallel
+    )
+    step.run()
+    first = step.gradients()
+    counted = {phase: AtOperator(_raised) for phase in PHASES}
+    _run(step, **counted)
+    second = step.gradients()
+    step.restore(first)
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), rank.group)
+    if rank.rank == SIZE - 1:
+        act = _killed if case.how == "killed" else _raised
+        at = max(1, round(case.part * counted[case.phase].count))
+        ends = {name: AtOperator(act, at if name == case.phase else None) for name in PHASES}
+        _run(step, **ends)
+        raise AssertionError("the step was not left")
+    return _survive(step, first, second)
+
+
+def _survive(step: Step, first: Any, second: Any) -> dict[str, Any]:
+    """Steps until one fails: one that ran its collectives before the loss ends well, the next does not."""
+    began = time.monotonic()
+    earlier, right = first, second
+    try:
+        for _ in range(3):
+            step.run()
+            earlier, right = step.gradients(), [torch.full((), torch.inf)] * 2
+    except RuntimeError as error:
+        waited = time.monotonic() - began
+        left = what_is_left(step, earlier, right)
+        return {"error": str(error), "seconds": waited, "left": left}
+    raise AssertionError("no error after three steps without the other rank")
+
+
+def child(case: Case, rank: int, store: str, answers: Any) -> None:
+    """One rank in a process of its own; the survivor puts what it saw into ``answers``."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=SIZE,
+        timeout=datetime.timedelta(seconds=START_TIMEOUT_S),
+    )
+    try:
+        answers.put(lose(case, Rank(dist.group.WORLD, rank, SIZE, torch.device("cpu"))))
+    except Defect:
+        if case.how == "raised and stays":
+            time.sleep(600)  # the test ends it
+        sys.exit(1)
+
+
+def main() -> None:
+    """As torchrun starts it: no rank is asked anything, all of them end."""
+    how, phase, strategy, sequence_parallel = sys.argv[1:]
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=START_TIMEOUT_S))
+    rank = Rank(dist.group.WORLD, dist.get_rank(), SIZE, torch.device("cpu"))
+    told = lose(Case(how, phase, strategy, sequence_parallel == "True"), rank)
+    print(f"SURVIVED {told}", flush=True)
+    raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
