@@ -69,7 +69,15 @@ class Step:
 
     def __init__(self, dtype, strategy, end, options=None, rank=None, sequence_parallel=False):
         """``rank``: a :class:`.runner.Rank`, whose shard and part this is; None for the whole."""
-        inputs = make_inputs("odd-labels", s=8, b=2, hidden_size=12, vocab=40, dtype=dtype)
+        inputs = make_inputs(
+            "odd-labels",
+            s=8,
+            b=2,
+            hidden_size=12,
+            vocab=40,
+            dtype=dtype,
+            device="cpu" if rank is None else rank.device,
+        )
         at, size = (0, 1) if rank is None else (rank.rank, rank.size)
         parts = inputs.hidden.chunk(size) if sequence_parallel else [inputs.hidden] * size
         self.hidden = parts[at].clone().requires_grad_()

@@ -34,7 +34,8 @@ class Head:
 
     def __init__(self, strategy, seed, weight=None, *, rank=None, sp=False, **options):
         """``rank``: a :class:`.runner.Rank`; None for the whole. ``options``: of the config."""
-        inputs = make_inputs("plain", **SIZES, dtype=torch.float32, seed=seed)
+        device = "cpu" if rank is None else rank.device
+        inputs = make_inputs("plain", **SIZES, dtype=torch.float32, seed=seed, device=device)
         at, size = (0, 1) if rank is None else (rank.rank, rank.size)
         hidden = inputs.hidden.chunk(size)[at] if sp else inputs.hidden
         self.inputs = inputs
