@@ -120,6 +120,7 @@ def logits_and_resolution(inputs: HeadInputs):
     resolution += info.smallest_normal * info.eps * (1 + abs(inputs.logit_scale))
     cap = inputs.config.logit_softcap
     if cap is not None:
+        resolution += cap * 2.0**-149  # z / cap may be below the smallest number
         z = cap * torch.tanh(z / cap)
     return z[..., : inputs.config.true_vocab_size], resolution
 

@@ -88,6 +88,10 @@ class Roundings:
         """``z`` where it enters a term of a loss: the gradients of the terms are rounded one by one."""
         return _moving(z, _unmoved, lambda given: self._moved(given, FP32_STEPS * UNIT_32))
 
+    def of_log(self, log_p: Tensor) -> Tensor:
+        """Logarithms of probabilities, as numbers of fp32: what they weigh is not moved."""
+        return _moving(log_p, lambda given: self._moved(given, FP32_STEPS * UNIT_32), _unmoved)
+
     def of_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """``hidden @ weight.T``."""
         return torch.cat([self._of_shard(hidden, rows) for rows in weight.split(self._shards)], -1)
@@ -161,6 +165,7 @@ def plain_head(
     ):  # the truth of logits of 1e19, too: nothing cancels relative to the maximum
         relative = (first - largest.unsqueeze(-1)).logsumexp(-1)
         loss = relative - torch.where(known, picked - largest, 0.0)
+        loss = _of_sure_tokens(first, picked, labels, known, loss)
     if options.label_smoothing:
         smoothing = options.label_smoothing
         if options.label_smoothing_form == "megatron":
@@ -172,6 +177,26 @@ def plain_head(
     if options.ignore_index is not None:
         loss = loss.masked_fill(labels == options.ignore_index, 0.0)
     return _result(inputs, loss, hidden, weight, roundings, log_of_sum)
+
+
+def _of_sure_tokens(
+    z: Tensor,  # [s, b, K]
+    picked: Tensor,  # [s, b]
+    labels: Tensor,
+    known: Tensor,
+    loss: Tensor,
+) -> Tensor:
+    """``loss``, for tokens sure of their label as ``log(1 + sum of exp(z_j - z_y))`` over the others.
+
+    Where ``1 - p_y`` is below 1e-16 the difference of the two has no digit in fp64 either, and its gradient,
+    ``p_y - 1`` at the label, is 0.
+    """
+    is_label = torch.arange(z.shape[-1], device=z.device) == labels.unsqueeze(-1)
+    others = z.masked_fill(is_label, -torch.inf)
+    sure = known & (loss.detach() < 1e-3) & others.detach().amax(-1).isfinite()
+    others = torch.where(sure.unsqueeze(-1), others - picked.unsqueeze(-1), 0.0)
+    odds = others.logsumexp(-1)
+    return torch.where(sure, torch.logaddexp(torch.zeros_like(odds), odds), loss)
 
 
 def _result(
@@ -221,11 +246,12 @@ def plain_outputs(
     hidden, weight, z = _logits(inputs, dtype, roundings)
     term = _terms(roundings)
     log_p = term(z).log_softmax(-1)
+    in_fp32 = log_p if roundings is None else roundings.of_log(log_p)
     labels = inputs.labels.t().unsqueeze(-1)
     made = {
         "log_prob": term(z).log_softmax(-1).gather(-1, labels).squeeze(-1),
         "lse": term(z).logsumexp(-1),
-        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "entropy": -(log_p.exp() * in_fp32).sum(-1),
     }
     by_name = {name: upstream.t().to(log_p.dtype) for name, upstream in upstreams.items()}
     torch.autograd.backward([made[name] for name in by_name], list(by_name.values()))
