@@ -24,13 +24,14 @@ TOOLS = {
     "pybind11": "megatron_fused_ce/testing/megatron_cpu.py",
 }
 #: Imported by Megatron's own code, which does not say so to pip.
-MEGATRONS = {"pydantic", "pyyaml", "six", "einops"}
+MEGATRONS = {"pydantic", "pyyaml", "six", "einops", "psutil"}
 #: Imported where they happen to be, left out where not; or brought by what is listed.
 NOT_LISTED = {
     "apex": "gradient accumulation fusion, looked up at run time",
     "fused_weight_gradient_mlp_cuda": "apex's extension",
     "transformer_engine": "looked up at run time",
     "typing_extensions": "torch's own",
+    "packaging": "Megatron's and pytest's own",
     "tqdm": "a bar in scripts/compare_pretrain.py where it happens to be",
 }
 
