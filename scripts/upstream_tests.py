@@ -1,6 +1,7 @@
 """Megatron-LM's own unit tests around the output layer and the loss, without the flag and with it.
 
     python scripts/upstream_tests.py --megatron ~/Megatron-LM --ranks 1 2 --json out.json --markdown out.md
+    python scripts/upstream_tests.py --render docs/benchmarks/results/*upstream*.json
 
 The checkout (with its ``tests/``) is not changed: a pytest plugin turns the flag on, in processes that know
 nothing of it. Each file runs twice for each number of ranks, under torchrun; a test counts against the flag
@@ -295,14 +296,47 @@ def markdown(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     for title, chosen in (
         ("Different with the flag", [row for row in rows if row.verdict == "differs"]),
         ("Met the head", [row for row in rows if row.on.fused or row.on.materialised]),
-        ("Fail without the flag too", [row for row in rows if row.verdict.endswith("in both")]),
     ):
         chosen = [row for row in chosen if row not in shown]
         shown += chosen
         lines += ["", f"{title}: {len(chosen)}", ""]
         if chosen:
             lines += [header, "|---|---|---|---|---|---|---|", *map(_cells, chosen)]
+    failing = [row for row in rows if row.verdict.endswith("in both")]
+    lines += ["", f"Fail without the flag too: {len(failing)}", ""]
+    if failing:
+        reasons = Counter(_reason(row) for row in failing)
+        lines += ["| tests | what they say |", "|---|---|"]
+        lines += [f"| {count} | {reason} |" for reason, count in reasons.most_common()]
     return "\n".join(lines) + "\n"
+
+
+def _reason(row: Row) -> str:
+    said = row.off.message.partition(": ")[2] or row.off.message or row.verdict
+    return said.split(". ")[0].replace("|", "\\|")[:110]
+
+
+def rendered(files: Sequence[Path]) -> str:
+    """The page of results written before; of a test that is in several files the last one's row."""
+    facts: dict[str, str] = {}
+    rows: dict[tuple[str, str, int], Row] = {}
+    incomplete: list[str] = []
+    for file in files:
+        told = json.loads(file.read_text())
+        for test in told.pop("tests"):
+            off, on = (Outcome(**test[hook]) for hook in HOOKS)
+            row = Row(test["file"], test["test"], test["ranks"], off, on)
+            rows[row.file, row.test, row.ranks] = row
+        incomplete += told.pop("incomplete")
+        for name, value in told.items():
+            facts[name] = " and ".join(
+                dict.fromkeys((*facts.get(name, value).split(" and "), value))
+            )
+    return markdown(list(rows.values()), facts) + _unfinished(incomplete)
+
+
+def _unfinished(incomplete: Sequence[str]) -> str:
+    return f"\nNot done within the time limit: {'; '.join(incomplete)}.\n" if incomplete else ""
 
 
 def environment(checkout: Path) -> dict[str, Any]:
@@ -366,7 +400,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megatron", type=Path, required=True, help="a checkout with its tests/")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--megatron", type=Path, help="a checkout with its tests/")
+    what.add_argument(
+        "--render", type=Path, nargs="+", metavar="JSON", help="print results written before"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="R", help="[1 2]")
     parser.add_argument("--files", nargs="+", metavar="F", help=f"below {TESTS} [those known]")
     parser.add_argument("--out", type=Path, default=Path("build/upstream_tests"), metavar="DIR")
@@ -401,13 +439,17 @@ def planned(options: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
+    if options.render:
+        try:
+            print(rendered(options.render), end="")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            parser.error(f"no results of this script: {error}")
+        return 0
     jobs = planned(options, parser)
     run_all(jobs, options)
     rows, facts = rows_of(jobs), environment(jobs[0].checkout)
     incomplete = [job.name for job in jobs if not job.done()]
-    text = markdown(rows, facts)
-    if incomplete:
-        text += f"\nNot done within the time limit: {'; '.join(incomplete)}.\n"
+    text = markdown(rows, facts) + _unfinished(incomplete)
     print(text, flush=True)
     if options.markdown:
         write_whole(options.markdown, text.encode())

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 from dataclasses import astuple
+from functools import wraps
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,15 +42,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection() -> None:
-    """Tests that flash-attn would be needed for are skipped where it is missing, as where it is old.
+    """What some files of the tag need to run at all, flag on or off.
 
-    Their conditions ask for its version while a file is imported, and the whole file would be lost.
+    Tests that flash-attn would be needed for are skipped where it is missing, as where it is old: their
+    conditions ask for its version while a file is imported, and the whole file would be lost. Tests that set
+    ``padded_vocab_size`` and build a model of ``vocab_size`` find the one in the other.
     """
     if importlib.util.find_spec("flash_attn") is None:
         from megatron.core import utils  # type: ignore[import-not-found]
         from packaging.version import Version
 
         utils._fa_version = Version("0")
+    try:
+        from megatron.training import global_vars  # type: ignore[import-not-found]
+    except ImportError:  # tests of the core alone
+        return
+    stock = global_vars.set_global_variables
+
+    @wraps(stock)
+    def set_global_variables(args: Any, *more: Any, **named: Any) -> Any:
+        if getattr(args, "vocab_size", None) is None:
+            args.vocab_size = getattr(args, "padded_vocab_size", None)
+        return stock(args, *more, **named)
+
+    global_vars.set_global_variables = set_global_variables
 
 
 class Recorder:

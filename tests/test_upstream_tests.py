@@ -113,6 +113,43 @@ def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
     assert done.returncode == 0 and "Not done within the time limit: test_ends.py" in done.stdout
 
 
+def results(path, incomplete=(), **tests):
+    """A file of results: by test, its outcomes without and with the flag."""
+    outcomes = {
+        name: [
+            vars(upstream_tests.Outcome(one, f"call: {name}" * (one == "failed"))) for one in pair
+        ]
+        for name, pair in tests.items()
+    }
+    rows = [
+        {"file": "a.py", "test": name, "ranks": 2, "off": off, "on": on, "verdict": ""}
+        for name, (off, on) in outcomes.items()
+    ]
+    told = {"commit": path.stem, "device": "H", "incomplete": list(incomplete), "tests": rows}
+    path.write_text(json.dumps(told))
+    return path
+
+
+def test_render_joins_results(tmp_path, capsys):
+    """The last run of a test counts; failures without the flag are told by their words."""
+    first = results(tmp_path / "1.json", x=("passed", "failed"), y=("failed", "failed"))
+    second = results(
+        tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped")
+    )
+    assert upstream_tests.main(["--render", str(first), str(second)]) == 0
+    page = capsys.readouterr().out
+    assert page.startswith("commit 1 and 2, device H.")
+    assert "| a.py | 2 | 3 | 1 | 1 | 1 | 0 |" in page
+    assert "Different with the flag: 0" in page
+    assert "Fail without the flag too: 1" in page and "| 1 | y |" in page
+    assert "Not done within the time limit: b.py." in page
+    (tmp_path / "3.json").write_text("[]")
+    with pytest.raises(SystemExit) as stop:
+        upstream_tests.main(["--render", str(tmp_path / "3.json")])
+    assert stop.value.code == 2
+    assert "no results of this script" in capsys.readouterr().err
+
+
 def test_ranks_that_disagree():
     """The worse outcome counts, with its message; heads are summed."""
     passed = upstream_tests.Outcome("passed", fused=2)
