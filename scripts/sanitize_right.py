@@ -88,6 +88,8 @@ def run(tool: str, device: torch.device) -> list[str]:
             _right_reader_kernel[(triton.cdiv(made.numel(), 256),)](
                 made, copy, made.numel(), BLOCK=256
             )
-            if not torch.equal(made, copy):
+            # The copy is looked at, not the product, which torch's kernels would read as well.
+            expected = tokens.float() @ weight.float().t()
+            if float((copy.float() - expected).norm()) > 1e-2 * float(expected.norm()):
                 return ["_right_reader_kernel"]
     return []

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -255,6 +255,8 @@ def rerun(
     from megatron.core import rerun_state_machine as machine
 
     megatron_groups.have(rank.size)
+    if rank.size == 1:  # which has no sequence parallelism
+        setup = replace(setup, model=replace(setup.model, sequence_parallel=False))
     training = Training(rank, setup)
     state_machine: Any = machine.RerunStateMachine(mode=machine.RerunMode(mode))
     state_machine._maybe_report_stats = lambda: None  # 0.16.1's raises an AttributeError

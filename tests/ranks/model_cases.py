@@ -566,6 +566,8 @@ def accuracy_beside_the_loss(rank: Rank, model: Model) -> None:
             num_chunks=3,
             ignore_index=ignore_index,
             skip_masked=model.skip_masked,
+            # What the stock logits are: in bf16 a label may tie there with what is larger in fp32.
+            logit_precision="activations",
         )
         megatron_fused_ce.enable(config, log_accuracy=True)
         on = build(model, rank)

@@ -18,7 +18,8 @@ S, B, H, V, CHUNKS, FP32 = 16, 1, 8, 32, 2, 4
 
 
 def sent(rank: Rank, *, strategy: str, sequence_parallel: bool, merge: str) -> None:
-    inputs = make_inputs("odd-labels", s=S, b=B, hidden_size=H, vocab=V, dtype=torch.float32)
+    sizes = {"s": S, "b": B, "hidden_size": H, "vocab": V}
+    inputs = make_inputs("odd-labels", **sizes, dtype=torch.float32, device=rank.device)
     parts = inputs.hidden.chunk(rank.size) if sequence_parallel else [inputs.hidden] * rank.size
     times = PhaseTimes()
     made = linear_cross_entropy(
