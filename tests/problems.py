@@ -340,7 +340,7 @@ def comparable(
     """Of each part the entries that have a right answer.
 
     A token whose logits the dtype cannot hold has no gradient to be held against; its loss is right or not
-    finite.
+    finite, and where eager's is not finite, free (-inf is a class that takes no part).
     """
     held = holds_logits(inputs)
     selected: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -349,7 +349,7 @@ def comparable(
             finite = torch.isfinite(value)
             expected = held & torch.isfinite(eager[name])
             assert bool((finite | ~expected).all()), f"{name} is not finite"
-            selected[name] = partial(_select, tokens=finite)
+            selected[name] = partial(_select, tokens=finite & (held | torch.isfinite(eager[name])))
         elif holds_gradients(inputs) and name == "grad_hidden":
             selected[name] = lambda grad: grad.transpose(0, 1)[held]
         elif holds_gradients(inputs) and bool(held.all()):
