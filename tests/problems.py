@@ -340,7 +340,8 @@ def comparable(
     """Of each part the entries that have a right answer.
 
     A token whose logits the dtype cannot hold has no gradient to be held against; its loss is right or not
-    finite, and where eager's is not finite, free (-inf is a class that takes no part).
+    finite, and where eager's is not finite, free (-inf is a class that takes no part). For a label outside the
+    vocabulary the loss counts the logits that are as large as the largest: free where rounding decides that.
     """
     held = holds_logits(inputs)
     selected: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -349,7 +350,10 @@ def comparable(
             finite = torch.isfinite(value)
             expected = held & torch.isfinite(eager[name])
             assert bool((finite | ~expected).all()), f"{name} is not finite"
-            selected[name] = partial(_select, tokens=finite & (held | torch.isfinite(eager[name])))
+            told = finite & (held | torch.isfinite(eager[name]))
+            if name == "loss":
+                told &= ~_ties_by_rounding(inputs)
+            selected[name] = partial(_select, tokens=told)
         elif holds_gradients(inputs) and name == "grad_hidden":
             selected[name] = lambda grad: grad.transpose(0, 1)[held]
         elif holds_gradients(inputs) and bool(held.all()):
@@ -359,6 +363,13 @@ def comparable(
 
 def _select(per_token: Tensor, tokens: Tensor) -> Tensor:
     return per_token[tokens]
+
+
+def _ties_by_rounding(inputs: HeadInputs) -> Tensor:
+    """Tokens ``[b, s]`` with a label outside the vocabulary whose logits' dtype does not tell them apart by 1."""
+    outside = (inputs.labels < 0) | (inputs.labels >= inputs.weight.shape[0])
+    _, scaled = largest_logits(inputs)
+    return outside & (scaled * torch.finfo(inputs.hidden.dtype).eps > 1)
 
 
 def largest_logits(inputs: HeadInputs) -> Tensor:
