@@ -340,8 +340,8 @@ def comparable(
     """Of each part the entries that have a right answer.
 
     A token whose logits the dtype cannot hold has no gradient to be held against; its loss is right or not
-    finite, and where eager's is not finite, free (-inf is a class that takes no part). For a label outside the
-    vocabulary the loss counts the logits that are as large as the largest: free where rounding decides that.
+    finite, and where eager's is not finite, free (-inf is a class that takes no part). For a label outside
+    the vocabulary the loss counts the logits as large as the largest: free where rounding decides that.
     """
     held = holds_logits(inputs)
     selected: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -366,7 +366,7 @@ def _select(per_token: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _ties_by_rounding(inputs: HeadInputs) -> Tensor:
-    """Tokens ``[b, s]`` with a label outside the vocabulary whose logits' dtype does not tell them apart by 1."""
+    """Tokens ``[b, s]`` with a label outside the vocabulary and logits that are rounded by 1 or more."""
     outside = (inputs.labels < 0) | (inputs.labels >= inputs.weight.shape[0])
     _, scaled = largest_logits(inputs)
     return outside & (scaled * torch.finfo(inputs.hidden.dtype).eps > 1)

@@ -281,8 +281,8 @@ def test_triton_kernels(problem, exponentiating):
             strides=("contiguous", "contiguous", problem.strides[2]),
             config=replace(problem.config, **options),
         )
-        # Exponents are rounded in powers of two, and the reference of a row's once for all of its columns: with
-        # larger logits fp32, which it serves here alone, shows that in gradients that are small differences.
+        # Exponents are rounded in powers of two, a row's reference once for all columns: with larger logits
+        # fp32, which it serves here alone, shows that in gradients that are small differences.
         assume(float(largest_logits(problem.inputs()).max()) < 2.0**6)
     tried("exponentiating product" if exponentiating else "row kernels", problem)
     target(check(problem, run(problem, loss_of), definition(problem)))
