@@ -379,9 +379,10 @@ def largest_logits(inputs: HeadInputs) -> Tensor:
 
 
 def holds_logits(inputs: HeadInputs) -> Tensor:
-    """Tokens ``[b, s]`` whose logits are finite in their dtype and, scaled, in fp32."""
+    """Tokens ``[b, s]`` whose logits are finite in their dtype and, scaled, in fp32; smoothing adds them up."""
     logits, scaled = largest_logits(inputs)
-    return (logits < torch.finfo(inputs.hidden.dtype).max / 2) & (scaled < 2.0**126)
+    summands = inputs.weight.shape[0] if inputs.config.label_smoothing else 1
+    return (logits < torch.finfo(inputs.hidden.dtype).max / 2) & (scaled < 2.0**126 / summands)
 
 
 def holds_gradients(inputs: HeadInputs) -> bool:
