@@ -379,7 +379,7 @@ def largest_logits(inputs: HeadInputs) -> Tensor:
 
 
 def holds_logits(inputs: HeadInputs) -> Tensor:
-    """Tokens ``[b, s]`` whose logits are finite in their dtype and, scaled, in fp32; smoothing adds them up."""
+    """Tokens ``[b, s]`` whose logits are finite in their dtype and, scaled (smoothing: summed), in fp32."""
     logits, scaled = largest_logits(inputs)
     summands = inputs.weight.shape[0] if inputs.config.label_smoothing else 1
     return (logits < torch.finfo(inputs.hidden.dtype).max / 2) & (scaled < 2.0**126 / summands)
