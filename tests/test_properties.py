@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import assume, given, settings, target
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce import (
@@ -69,7 +69,7 @@ def definition(problem):
 @given(problems())
 def test_loss_and_gradients(problem):
     tried("loss and gradients", problem)
-    target(check(problem, run(problem, loss_of), definition(problem)))
+    check(problem, run(problem, loss_of), definition(problem))
 
 
 DIFFERENTIABLE = ("log_prob", "lse", "entropy")
@@ -101,7 +101,7 @@ def test_outputs_beside_the_loss(problem, names):
 
     made = run(problem, head, upstreams, inputs=inputs)
     predicted, correct = made.pop("predicted"), made.pop("correct")
-    target(check(problem, made, evaluate))
+    check(problem, made, evaluate)
     z, resolution = logits_and_resolution(inputs)
     chosen = z.gather(-1, predicted.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     held = holds_logits(inputs)
@@ -141,7 +141,7 @@ def test_distillation(problem, k):
     def evaluate(dtype, roundings):
         return plain_distillation(inputs, ids, log_probs, dtype, roundings)._asdict()
 
-    target(check(problem, run(problem, head), evaluate))
+    check(problem, run(problem, head), evaluate)
 
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -226,7 +226,7 @@ def test_shards_over_ranks(ranks, problem):
     """TP 2 to 4, shards of any sizes, with sequence parallelism or not: fp64's results, TP 1's losses."""
     tried("shards over ranks", problem)
     made = run_on(ranks, problem)
-    target(check(problem, made, definition(problem)))
+    check(problem, made, definition(problem))
     inputs = problem.inputs()
     alone = replace(problem, shards=(problem.vocab,), sequence_parallel=False)
     assert_same_losses(made["loss"], run(alone, loss_of, inputs=inputs)["loss"], inputs)
@@ -285,4 +285,4 @@ def test_triton_kernels(problem, exponentiating):
         # fp32, which it serves here alone, shows that in gradients that are small differences.
         assume(float(largest_logits(problem.inputs()).max()) < 2.0**6)
     tried("exponentiating product" if exponentiating else "row kernels", problem)
-    target(check(problem, run(problem, loss_of), definition(problem)))
+    check(problem, run(problem, loss_of), definition(problem))
