@@ -24,8 +24,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 CASE_TIMEOUT_S = 60
 
-#: One thread a rank; Megatron's jitted functions run as they are written.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+#: One thread a rank; Megatron's jitted functions run as they are written; a rank that dies says where.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ def run_cases(
             name, words = json.loads(line.removeprefix("VERDICT "))
             verdicts[name] = words
     for name in case_names(module):
-        tail = done.stdout[-1500:] + done.stderr[-3000:]
+        # What a dying rank says comes long before torchrun's own words on it.
+        died = done.stderr.find("Fatal Python error")
+        tail = done.stdout[-1500:] + done.stderr[max(died - 500, 0) :][:3000] * (died >= 0)
+        tail += done.stderr[-3000:]
         verdicts.setdefault(name, f"no verdict; the run ended with {done.returncode}: {tail}")
     return verdicts
 
