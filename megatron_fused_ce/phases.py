@@ -141,7 +141,7 @@ class PhaseTimes:
     """
 
     def __init__(self) -> None:
-        self.tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, Tally] = {}
         self.captured = 0
         self._under_way: deque[_Timed] = deque()
         self._idle: list[_DeviceClock] = []
@@ -181,12 +181,12 @@ class PhaseTimes:
     def read(self) -> dict[str, Tally]:
         """All tallies, live. Waits for the phases under way."""
         self._fold(wait=True)
-        return self.tallies
+        return self._tallies
 
     def reset(self, name: str) -> None:
         """Begin this tally anew; phases under way are read first."""
         self._fold(wait=True)
-        self.tallies.pop(name, None)
+        self._tallies.pop(name, None)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -210,7 +210,7 @@ class PhaseTimes:
                 self._idle.append(clock)
 
     def _tally(self, name: str) -> Tally:
-        return self.tallies.setdefault(name, Tally())
+        return self._tallies.setdefault(name, Tally())
 
     def _allocated(self) -> int:
         """Read from the allocator on the host: the device goes on."""

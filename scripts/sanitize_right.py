@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from megatron_fused_ce.kernels.exp_rows import SAMPLED_ROWS
 
-PREFIX = "_right_"
 NUMBERS = 64
 SLOTS = gl.constexpr(2)
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier

@@ -12,7 +12,8 @@ too, where their times are 0 and Megatron leaves them out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, wraps
 from types import ModuleType
 from typing import Any
@@ -42,12 +43,12 @@ def patch(module: ModuleType) -> None:
 
     @wraps(stock)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        if not reports_phases():
-            return stock(*args, **kwargs)
         timers = module.get_timers()
-        reporting = timers.__dict__.get("fused_ce_reporting")
+        if not hasattr(timers, "fused_ce_reporting"):  # asked once, not in every iteration
+            timers.fused_ce_reporting = Reporting(timers) if reports_phases() else None
+        reporting: Reporting | None = timers.fused_ce_reporting
         if reporting is None:
-            reporting = timers.fused_ce_reporting = Reporting(timers)
+            return stock(*args, **kwargs)
         iteration = signature.bind(*args, **kwargs).arguments.get("iteration", 0)
         with reporting.of_iteration(int(iteration), module.get_tensorboard_writer()):
             return stock(*args, **kwargs)
@@ -95,18 +96,16 @@ class Reporting:
             timers._log_levels[name] = 0
         timers.log, timers.write = self.log, self.write
 
-    def of_iteration(self, iteration: int, writer: Any) -> Reporting:
-        """A context: the call of ``training_log`` that follows each iteration, of which some log."""
+    @contextmanager
+    def of_iteration(self, iteration: int, writer: Any) -> Iterator[None]:
+        """The call of ``training_log`` that follows each iteration, of which some log."""
         self._iteration, self._writer = iteration, writer
         self._iterations += 1
         self._written = False
-        return self
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        self._iteration = self._writer = None
+        try:
+            yield
+        finally:
+            self._iteration = self._writer = None
 
     def write(self, names: list[str], writer: Any, *args: Any, **kwargs: Any) -> None:
         """Megatron's own, with the head's timers."""

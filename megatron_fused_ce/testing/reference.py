@@ -160,9 +160,8 @@ def plain_head(
     # The maximum is a reference point, not a function of the logits: Megatron's takes no gradient.
     largest = z.detach().amax(-1)
     loss = first.logsumexp(-1) - torch.where(known, picked, largest)
-    if (
-        dtype == torch.float64
-    ):  # the truth of logits of 1e19, too: nothing cancels relative to the maximum
+    if dtype == torch.float64:
+        # The truth of logits of 1e19, too: nothing cancels relative to the maximum.
         relative = (first - largest.unsqueeze(-1)).logsumexp(-1)
         loss = relative - torch.where(known, picked - largest, 0.0)
         loss = _of_sure_tokens(first, picked, labels, known, loss)

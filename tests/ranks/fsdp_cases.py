@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import model_cases
+from tests.ranks import megatron_groups, model_cases
 from tests.ranks.model_cases import BATCH, SEQUENCE, VOCAB, Model
 from tests.ranks.runner import Rank
 
@@ -23,9 +23,7 @@ from tests.ranks.runner import Rank
 def prepare(device: torch.device) -> None:
     """One set of groups for all cases: DTensor remembers the mesh of an earlier one that is equal."""
     model_cases.prepare(device)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(1)
+    megatron_groups.have(1)
 
 
 STEPS, MICRO_BATCHES = 3, 2

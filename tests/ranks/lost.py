@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.faulty import AtOperator, Step, what_is_left
+from tests.ranks.pool import join_gloo
 from tests.ranks.runner import Rank
 
 #: Of the group, from the loss on. The others wait as long as this for a rank that stays, and not at all for
@@ -102,15 +103,7 @@ def _survive(step: Step, first: Any, second: Any) -> dict[str, Any]:
 
 def child(case: Case, rank: int, store: str, answers: Any) -> None:
     """One rank in a process of its own; the survivor puts what it saw into ``answers``."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=SIZE,
-        timeout=datetime.timedelta(seconds=START_TIMEOUT_S),
-    )
+    join_gloo(rank, SIZE, store, START_TIMEOUT_S)
     try:
         answers.put(lose(case, Rank(dist.group.WORLD, rank, SIZE, torch.device("cpu"))))
     except Defect:

@@ -26,10 +26,8 @@ _groups: dict[int, dist.ProcessGroup] = {}
 _rank = 0
 
 
-def _join(rank: int, size: int, store: str) -> None:
-    """What each process does first."""
-    global _rank
-    _rank = rank
+def join_gloo(rank: int, size: int, store: str, timeout_s: float) -> None:
+    """Make this process a rank on a CPU; ``store`` is a file that the ranks share."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group(
@@ -37,8 +35,15 @@ def _join(rank: int, size: int, store: str) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
+
+
+def _join(rank: int, size: int, store: str) -> None:
+    """What each process does first."""
+    global _rank
+    _rank = rank
+    join_gloo(rank, size, store, TIMEOUT_S)
     for members in range(1, size + 1):
         group = dist.new_group(list(range(members)))
         if rank < members:

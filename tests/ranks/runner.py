@@ -86,11 +86,11 @@ def case_names(module: str) -> list[str]:
 
 def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if torch.cuda.device_count() < size:
+    on_gpus = torch.cuda.device_count() >= size
+    if not on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what asks whether there is a GPU finds none
     import tests.conftest  # noqa: F401  sets the environment for Triton and cuBLAS
 
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
