@@ -27,6 +27,7 @@ from megatron_fused_ce.grad_weight import (
     OpenGradWeight,
     ReturnedGradWeight,
 )
+from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.reference import HeadInputs
 
 MIB = 1024 * 1024
@@ -101,6 +102,7 @@ class World:
         if self.on_gpu:
             torch.cuda.set_device(self.device)
             backend = "nccl"
+        gloo.use_one_thread()
         if self.size > 1:
             dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
         else:

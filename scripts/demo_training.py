@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.live_storages import LogitStorages
 
 MIB = 1024 * 1024
@@ -333,6 +334,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # Megatron's, about Apex and Transformer Engine
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gloo.use_one_thread()
     dist.init_process_group("nccl" if on_gpu else "gloo")
 
     from megatron.core import parallel_state
@@ -370,3 +372,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gloo.leave()

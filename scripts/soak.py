@@ -51,6 +51,7 @@ from torch import Tensor
 from megatron_fused_ce import FusedCEConfig, upstream_guard
 from megatron_fused_ce.grad_weight import InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.collectives import Call, Collectives, RandomDelays
 from megatron_fused_ce.testing.provenance import commit
 from megatron_fused_ce.testing.reference import (
@@ -695,6 +696,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
     # Ours speaks first, with clearer words.
     timeout = datetime.timedelta(seconds=4 * options.hang_timeout)
+    gloo.use_one_thread()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     soak = Soak(options, device)
     status, words = 0, ""

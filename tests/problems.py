@@ -386,14 +386,16 @@ def holds_logits(inputs: HeadInputs) -> Tensor:
 
 
 def holds_gradients(inputs: HeadInputs) -> bool:
-    """Whether fp16 has room for what is on the way to the gradients (docs/math.md, Precision)."""
-    if inputs.hidden.dtype != torch.float16:
-        return True
+    """Whether there is room for what is on the way to the gradients (docs/math.md, Precision)."""
     options = inputs.config
     largest = float(inputs.weight.abs().max())
     upstream = float(inputs.grad_loss.abs().max()) * max(1.0, abs(inputs.logit_scale))
     waits = options.strategy in ("eager", "auto")
     lse = float(largest_logits(inputs)[1].max()) + math.log(inputs.weight.shape[0])
+    if inputs.hidden.dtype != torch.float16:
+        summed = inputs.labels.numel() * float(inputs.hidden.abs().max())
+        factor = (1 + 2 * options.z_loss * lse) * max(1.0, abs(inputs.logit_scale))
+        return not waits or factor * max(largest, summed) < 2.0**126
     fits = 2 * upstream * largest < 2.0**14 and (largest <= 2.0**8 or not waits)
     return fits and 2 * options.z_loss * min(lse, options.logit_softcap or lse) <= 2
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.logit_pass import choose
+from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.reference import (
     KINDS,
     LOSS_OPTIONS,
@@ -136,6 +137,7 @@ def test_as_megatron_smooths_labels_on_one_rank(tmp_path):
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     os.environ.setdefault("MASTER_ADDR", "localhost")
+    gloo.use_one_thread()
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )

@@ -22,6 +22,7 @@ stand-in                       asked for by
 random state                   core/tensor_parallel/random.py: the tracker's states and seeds live
                                in the CPU generator, so dropout is as reproducible as on CUDA
 `_barrier`                     ``device_ids=`` in core/parallel_state.py, which gloo refuses
+``gloo`` beside this file      nobody: torch's gloo groups corrupt the heap with two worker threads
 `_keep_until_sent`             core/pipeline_parallel frees a stage's output once its send is
                                launched, which CUDA's streams allow and gloo's threads do not:
                                virtual stages would train on freed memory
@@ -78,6 +79,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megatron_fused_ce.testing import gloo
 
 FUSED_WGRAD_OPTION = "--fused-wgrad"
 PLUGIN_FLAG = "--fused-chunked-ce"
@@ -433,6 +436,7 @@ def install(*, fused_wgrad: bool = False) -> None:
 
         typing.override = override  # type: ignore[attr-defined]
     _stand_in_for_torch_cuda()
+    gloo.use_one_thread()
     # Warns at every fork that the CPU's generator moved: here that generator is the device's.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -478,10 +482,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     install(fused_wgrad=fused_wgrad)
     run(script, script_arguments)
-    if torch.distributed.is_initialized():
-        # Megatron does this itself from 0.17 on; before, gloo's threads may abort a rank's exit.
+    if torch.distributed.is_initialized():  # Megatron does this itself from 0.17 on
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gloo.leave()

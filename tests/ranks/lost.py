@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fused_ce.testing import gloo
 from tests.ranks.faulty import AtOperator, Step, what_is_left
 from tests.ranks.pool import join_gloo
 from tests.ranks.runner import Rank
@@ -115,6 +116,7 @@ def child(case: Case, rank: int, store: str, answers: Any) -> None:
 def main() -> None:
     """As torchrun starts it: no rank is asked anything, all of them end."""
     how, phase, strategy, sequence_parallel = sys.argv[1:]
+    gloo.use_one_thread()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=START_TIMEOUT_S))
     rank = Rank(dist.group.WORLD, dist.get_rank(), SIZE, torch.device("cpu"))
     told = lose(Case(how, phase, strategy, sequence_parallel == "True"), rank)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fused_ce.testing import gloo
+
 TIMEOUT_S = 60
 
 _groups: dict[int, dist.ProcessGroup] = {}
@@ -30,6 +32,7 @@ def join_gloo(rank: int, size: int, store: str, timeout_s: float) -> None:
     """Make this process a rank on a CPU; ``store`` is a file that the ranks share."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    gloo.use_one_thread()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

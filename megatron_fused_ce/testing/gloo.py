@@ -1,0 +1,55 @@
+"""gloo as ranks on a CPU need it: one worker thread a group, and an end that no worker outlives.
+
+Both are about torch's ``ProcessGroupGloo``, seen with torch 2.13:
+
+- Every group runs its collectives in two worker threads. Before and after each, a worker moves the
+  operation's name into a string of the group's, and takes no lock for that
+  (``ProcessGroupGloo::runLoop``). With names too long to be kept inside the string, two workers free
+  one buffer: "malloc(): unaligned tcache chunk detected" or SIGSEGV, later, anywhere.
+  ``tests/ranks/gloo_race.py`` shows it with nothing but torch.
+- A worker gives back a finished collective's tensors after the collective is done. If Python has begun
+  to end by then, taking the GIL ends the thread inside a destructor: SIGABRT after the last line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+
+def use_one_thread() -> None:
+    """Give every gloo group made from now on, in this process, one worker thread. Idempotent.
+
+    All ranks of a group launch its collectives in one order, so nothing waits for a second worker.
+    """
+    gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+    if gloo is None or hasattr(gloo, "with_two_threads"):
+        return
+    two_threads = gloo.__init__
+
+    def one_thread(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+        asked = args[0] if args else kwargs.get("options", kwargs.get("timeout"))
+        if asked is None or isinstance(asked, datetime.timedelta):
+            options = gloo._Options()
+            options._devices = [gloo.create_default_device()]
+            if asked is not None:
+                options._timeout = asked
+            asked = options
+        asked._threads = 1
+        two_threads(self, store, rank, size, asked)
+
+    gloo.with_two_threads = two_threads
+    gloo.__init__ = one_thread
+
+
+def leave() -> None:
+    """End this process, which succeeded, before a worker thread can meet an interpreter that ends."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

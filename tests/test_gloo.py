@@ -1,0 +1,67 @@
+"""gloo groups with one worker thread: see megatron_fused_ce/testing/gloo.py."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Everything a group was asked for is kept, but for the number of threads; a collective works; and what is
+#: to happen at exit does, before the process ends without the interpreter's own end.
+ALONE = """
+import atexit, datetime, sys, threading
+import torch, torch.distributed as dist
+from megatron_fused_ce.testing import gloo
+gloo.use_one_thread()
+gloo.use_one_thread()
+timeout = datetime.timedelta(seconds=77)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1, timeout=timeout)
+longer = dist.new_group([0], timeout=2 * timeout)
+for group, seconds in (None, 77), (longer, 154):
+    options = (group or dist.group.WORLD)._get_backend(torch.device("cpu")).options
+    assert options._threads == 1, options._threads
+    assert options._timeout == datetime.timedelta(seconds=seconds)
+    dist.all_reduce(torch.ones(3), group=group)
+own = dist.ProcessGroupGloo._Options()
+own._devices = [dist.ProcessGroupGloo.create_default_device()]
+made = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, own)
+assert made.options._threads == 1
+atexit.register(print, "at exit")
+threading.Thread(target=threading.Event().wait).start()  # would keep Python from ending
+gloo.leave()
+"""
+
+
+def test_groups_have_one_worker_thread(tmp_path):
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "at exit\n"), done.stderr
+
+
+def test_collectives_under_way_together():
+    """Six seconds, in which two threads a group die one time in a few: scripts that make groups must not."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "tests.ranks.gloo_race", "--seconds", "6"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("1 worker threads", done.stdout)) == 2, done.stdout
+
+
+def makers_of_groups():
+    folders = (ROOT / "scripts", ROOT / "tests", ROOT / "megatron_fused_ce")
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        text = path.read_text()
+        if re.search(r"init_process_group\(\s*(\"gloo\"|backend|\"nccl\" if)", text):
+            yield pytest.param(text, id=str(path.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize("text", list(makers_of_groups()))
+def test_who_makes_gloo_groups_says_one_thread(text):
+    assert "gloo.use_one_thread()" in text
