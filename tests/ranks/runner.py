@@ -8,6 +8,7 @@ others in a collective: they end by the group's time-out, and the rest is report
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import json
 import os
@@ -103,6 +104,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     module = importlib.import_module(sys.argv[1])
     getattr(module, "prepare", lambda device: None)(device)
+    gc.freeze()  # some cases collect often, and what was imported need not be looked at each time
     skip = getattr(module, "skip", lambda name: False)
     for name, case in module.CASES.items():
         if skip(name):
