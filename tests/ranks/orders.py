@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,14 @@ SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}
 def tensors_alive() -> int:
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def end_with_alive(number: int) -> bool:
+    """Whether no more tensors than that stay alive: gloo's thread gives its own back when it gets to it."""
+    until = time.monotonic() + 20
+    while tensors_alive() > number and time.monotonic() < until:
+        time.sleep(0.01)
+    return tensors_alive() <= number
 
 
 class Head:
@@ -79,10 +88,11 @@ def forwards_without_backward(strategy, **where) -> None:
     head = Head(strategy, 0, **where)
     expected = head.alone()
     first = head.forward().detach()
+    time.sleep(0.05)  # what the collectives of the first held
     alive = tensors_alive()
     for _ in range(5):
         assert torch.equal(head.forward(), first)
-    assert tensors_alive() == alive
+    assert end_with_alive(alive)
     assert equal(head.alone(), expected)
 
 

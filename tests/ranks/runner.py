@@ -2,7 +2,8 @@
 
 A module of cases has ``CASES``: a dict of name -> function of a :class:`Rank`. Each case ends with an
 exchange of verdicts; the case failed if any rank raised. A rank that raises inside a case leaves the
-others in a collective: they end by the group's time-out, and the rest is reported as not run.
+others in a collective: they end by the group's time-out, and the rest is reported as not run. Verdicts
+travel over a group of their own, so that none is taken for what the others still wait for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -75,9 +77,10 @@ def run_cases(
             name, words = json.loads(line.removeprefix("VERDICT "))
             verdicts[name] = words
     for name in case_names(module):
-        # What a dying rank says comes long before torchrun's own words on it.
-        died = done.stderr.find("Fatal Python error")
-        tail = done.stdout[-1500:] + done.stderr[max(died - 500, 0) :][:3000] * (died >= 0)
+        # What a failing or dying rank says comes long before torchrun's own words on it.
+        failed = re.search(r"rank \d+: Traceback|Fatal Python error", done.stderr)
+        tail = done.stdout[-1500:]
+        tail += done.stderr[max(failed.start() - 500, 0) :][:5000] if failed else ""
         tail += done.stderr[-3000:]
         verdicts.setdefault(name, f"no verdict; the run ended with {done.returncode}: {tail}")
     return verdicts
@@ -101,6 +104,9 @@ def main() -> None:
     dist.init_process_group(
         "nccl" if on_gpus else "gloo", timeout=datetime.timedelta(seconds=CASE_TIMEOUT_S)
     )
+    verdicts = dist.new_group(
+        backend="gloo", timeout=datetime.timedelta(seconds=4 * CASE_TIMEOUT_S)
+    )
     torch.use_deterministic_algorithms(True)
     module = importlib.import_module(sys.argv[1])
     getattr(module, "prepare", lambda device: None)(device)
@@ -114,8 +120,9 @@ def main() -> None:
             case(Rank(dist.group.WORLD, rank, size, device))
         except Exception:
             words = f"rank {rank}: {traceback.format_exc()}"
+            print(words, file=sys.stderr, flush=True)  # in case the others cannot be told
         said: list[str] = [""] * size
-        dist.all_gather_object(said, words)
+        dist.all_gather_object(said, words, group=verdicts)
         if rank == 0:
             print("VERDICT " + json.dumps([name, "\n".join(filter(None, said))]), flush=True)
     dist.destroy_process_group()
