@@ -42,7 +42,10 @@ lint: setup
 		$(PY) -m mypy; fi
 
 test: lint
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q
+	@workers="-n 2 --dist loadfile"; \
+	if grep -qs pytest-xdist .venv/missing.txt; then \
+		echo "SKIPPED pytest-xdist: not installed, one process of tests instead of two"; workers=; fi; \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $$workers
 
 properties: setup
 	@HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests/test_properties.py $(PROPERTIES)

@@ -17,6 +17,7 @@ FOLDERS = ("megatron_fused_ce", "kernels", "scripts", "tests", "docs")
 MODULES = {"megatron-core": "megatron", "pyyaml": "yaml", "myst-parser": "myst_parser"}
 #: Named by a command or a setting, not imported here.
 TOOLS = {
+    "pytest-xdist": "Makefile",
     "ruff": "Makefile",
     "mypy": "Makefile",
     "myst-parser": "docs/conf.py",
