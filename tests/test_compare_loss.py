@@ -400,7 +400,7 @@ def committed_launches():
         by_case = itertools.groupby(content["rows"], key=lambda row: row["case"])
         for case, rows in by_case:
             figures = {row["variant"]: row["figures"] for row in rows if row["status"] == "ok"}
-            for name in set(figures) - {"unfused", "native"}:
+            for name in sorted(set(figures) - {"unfused", "native"}):
                 if "unfused" in figures:
                     label = f"{file.stem.removeprefix('2026-11-21-')} {case} {name}"
                     yield label, figures["unfused"], figures.get("native"), figures[name]
