@@ -56,7 +56,8 @@ class FusedCEConfig:
     #: Tokens of weight 0 (``token_weights``) take part in no product; needs those, and the host to know how
     #: many there are (:mod:`.masked_tokens`). All tokens do while a CUDA graph is captured.
     skip_masked: bool = False
-    #: Compare shapes and options over the ranks on every call, not only on the first.
+    #: Compare shapes and options over the ranks on every call, not only on the first. Shards of unequal sizes
+    #: need it where the group has had equal ones first.
     debug_checks: bool = False
     #: Which row kernels run between the products: Triton on CUDA, plain PyTorch elsewhere by default.
     row_backend: str = "auto"

@@ -90,7 +90,8 @@ def fused_linear_cross_entropy(
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
             this rank's part, ``[s / R, b, H]`` or ``[T / R, H]``.
         weight: ``[V, H]``, this rank's vocabulary rows, the dtype of ``hidden``. The ranks' shards may
-            differ in size; they follow each other in rank order.
+            differ in size; they follow each other in rank order. Where a group's first call had equal
+            shards and a later head has unequal ones, that one needs ``config.debug_checks``.
         labels: ``[b, s]`` (for ``hidden`` of three dimensions) or ``[T]``, global token ids, the same
             on every rank. For ids outside the vocabulary (-100 too) the loss is ``lse - max``, what
             Megatron's unfused loss gives for them.
@@ -107,13 +108,14 @@ def fused_linear_cross_entropy(
         fp32 loss in the labels' shape.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; on every rank when it is the group's first call
-            (with ``config.debug_checks``, on every call).
+        TypeError, ValueError: an argument does not fit; on every rank when the call is compared: the
+            group's first, every one with ``config.debug_checks`` or after unequal shards.
 
-    Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (first call only), the
-    MAX all-reduce of an int64 (``skip_masked``), the all-gather of shard sizes (without ``vocab_start``),
-    the all-reduce of one float (label smoothing without ``true_vocab_size``), the all-gather of sampled
-    rows of the weight (where the exponentiating product serves). Per chunk of the forward: all-gather of
+    Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (first call only;
+    every call once shards of unequal sizes were seen), the MAX all-reduce of an int64 (``skip_masked``), the
+    all-gather of shard sizes (without ``vocab_start``), the all-reduce of one float (label smoothing without
+    ``true_vocab_size``), the all-gather of sampled rows of the weight (where the exponentiating product
+    serves). Per chunk of the forward: all-gather of
     hidden states (sequence parallelism); the merge of the statistics, one all-gather or a MAX and a SUM
     all-reduce (``config.merge``). Per chunk of the backward: all-gather of hidden states (sequence
     parallelism, but the first, unless neither product needs them), one reduce-scatter of ``grad_hidden``

@@ -350,10 +350,17 @@ class RankDisagreement(ValueError):
     """The ranks of the tensor-parallel group were called with inputs that do not fit each other."""
 
 
-_calls_by_group: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+@dataclass
+class _Compared:
+    """What calls of :func:`agree` over one group have seen; on all its ranks but for the numbers of rows."""
 
-#: Of each group: rows of this rank's shard -> rows of the largest shard beside it.
-_largest_shards: WeakKeyDictionary[dist.ProcessGroup, dict[int, int]] = WeakKeyDictionary()
+    #: Whether the shards of any call were of unequal sizes.
+    unequal: bool
+    #: Rows of this rank's shard -> rows of the largest one beside it, at the last call that compared.
+    largest: dict[int, int]
+
+
+_compared: WeakKeyDictionary[dist.ProcessGroup, _Compared] = WeakKeyDictionary()
 
 
 def largest_shard(group: dist.ProcessGroup | None, num_rows: int) -> int:
@@ -361,9 +368,9 @@ def largest_shard(group: dist.ProcessGroup | None, num_rows: int) -> int:
 
     Plans are made from it, so that ranks with unequal shards cut their tokens alike.
     """
-    if group is None:
+    if group is None or group not in _compared:
         return num_rows
-    return _largest_shards.get(group, {}).get(num_rows, num_rows)
+    return _compared[group].largest.get(num_rows, num_rows)
 
 
 def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
@@ -389,9 +396,11 @@ def agree(
 ) -> None:
     """Raise on every rank when one rank's input is bad or the ranks' ``facts`` differ.
 
-    Compared on the first call over ``group``, by counting calls: every rank then takes part, whatever
-    its shapes are, so the check itself cannot hang. Skipped while a CUDA graph is captured (the next
-    call outside checks instead). With ``every_call`` every call checks; give it on all ranks.
+    Compared on the first call over ``group``, whatever a rank's shapes are, so that all take part and the
+    check itself cannot hang; and on every call once shards were of unequal sizes, which all ranks have seen
+    then: the next head's may be others, and a rank with as many rows as before could not tell. Skipped
+    while a CUDA graph is captured (the next call outside checks instead). With ``every_call`` every call
+    checks; give it on all ranks.
 
     Collectives, on checked calls only: one all-gather of a few int64; if a rank reports an error, one
     all-gather of its words. The host waits for both.
@@ -411,14 +420,15 @@ def agree(
     """
     size = 1 if group is None else dist.get_world_size(group)
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    first = group is not None and group not in _calls_by_group
-    if group is None or size == 1 or capturing or not (first or every_call):
+    seen_before = None if group is None else _compared.get(group)
+    every_call = every_call or seen_before is None or seen_before.unequal
+    if group is None or size == 1 or capturing or not every_call:
         if error is not None:
             raise error
         if size == 1:
             check_true_vocab_size(facts["true_vocab_size"], num_rows)
         return
-    _calls_by_group[group] = _calls_by_group.get(group, 0) + 1
+    compared = _compared.setdefault(group, _Compared(False, {}))
 
     start, rows = vocab_range if vocab_range is not None else (-1, -1)
     # A rank with bad input has no facts to compare: it sends zeros and its error.
@@ -446,7 +456,8 @@ def agree(
             )
     of_shards = [row[3] for row in table]
     check_true_vocab_size(facts["true_vocab_size"], sum(of_shards))
-    _largest_shards.setdefault(group, {})[num_rows] = max(of_shards)
+    compared.largest[num_rows] = max(of_shards)
+    compared.unequal = compared.unequal or len(set(of_shards)) > 1
     ranges = [(row[1], row[1] + row[2]) for row in table]
     for left, right in pairwise(sorted(ranges)):
         if vocab_range is not None and left[1] > right[0]:

@@ -15,6 +15,7 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_token_outputs,
+    planner,
     vocab_parallel,
 )
 from megatron_fused_ce.op import linear_cross_entropy
@@ -450,6 +451,16 @@ def disagreement(rank, changes, words, debug_call):
         raise AssertionError("no error on this rank")
 
 
+def other_shards_over_the_same_group(rank):
+    """A head with unequal shards, then equal ones as small as the smallest: planned alike on every rank."""
+    group = dist.new_group(list(range(rank.size)))
+    with patch.object(planner, "plan", wraps=planner.plan) as plan:
+        for rows in (5 + 40 * rank.rank, 5, 5 + 3 * rank.rank, 9):
+            one_call(rank, group, weight=torch.ones(rows, 4, device=rank.device))
+    planned, last = [call.args[0].num_rows for call in plan.call_args_list], rank.size - 1
+    assert planned == [5 + 40 * last, 5, 5 + 3 * last, 9], planned
+
+
 def overlapping_shards(rank):
     if rank.size == 1:
         return
@@ -489,6 +500,7 @@ CASES = {
     "frozen operands, no_grad, backward twice": frozen_operands_and_no_grad,
     "empty batch": empty_batch,
     "overlapping vocab_start": overlapping_shards,
+    "other shards over the same group": other_shards_over_the_same_group,
     "more real tokens than rows": more_real_tokens_than_rows,
     "later calls are not checked": unchecked_calls_cost_no_check,
 }
