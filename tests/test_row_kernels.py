@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, row_ops_torch
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, row_ops_torch
 from megatron_fused_ce.kernels import row_kernels, token_kernels
 from megatron_fused_ce.loss_form import PLAIN
 from megatron_fused_ce.row_ops import (
@@ -179,3 +179,22 @@ def test_every_option_compiles_without_a_gpu():
     done = without_interpreter("compile_rows.py")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("bytes of PTX") == 2 * (8 + 7)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 0.06, 0.124, 0.126, 1.0, 40.0])
+def test_bent_logits_keep_their_digits(size, device):
+    """With one class the loss is ``Z * lse**2`` and the lse the bent logit: tanh's relative error shows."""
+    cap, z_loss = 0.5, 0.25
+    hidden = torch.tensor([[[size]], [[-size]]], device=device, requires_grad=True)
+    weight = torch.ones(1, 1, device=device)
+    config = FusedCEConfig(
+        strategy="store", logit_softcap=cap, z_loss=z_loss, row_backend="triton", logit_pass="rows"
+    )
+    labels = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    loss = fused_linear_cross_entropy(hidden, weight, labels, config=config)
+    loss.sum().backward()
+    x = hidden.detach().double().flatten() / cap
+    bent, slope = cap * torch.tanh(x), 1 / torch.cosh(x) ** 2
+    close = {"rtol": 2e-6, "atol": 1e-44, "check_dtype": False}
+    torch.testing.assert_close(loss.flatten(), z_loss * bent**2, **close)
+    torch.testing.assert_close(hidden.grad.flatten(), 2 * z_loss * bent * slope, **close)
