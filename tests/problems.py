@@ -366,8 +366,9 @@ def _select(per_token: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _ties_by_rounding(inputs: HeadInputs) -> Tensor:
-    """Tokens ``[b, s]`` with a label outside the vocabulary and logits that are rounded by 1 or more."""
-    outside = (inputs.labels < 0) | (inputs.labels >= inputs.weight.shape[0])
+    """Tokens ``[b, s]`` with a label that is no class and logits that are rounded by 1 or more."""
+    num_classes = inputs.config.true_vocab_size or inputs.weight.shape[0]
+    outside = (inputs.labels < 0) | (inputs.labels >= num_classes)
     _, scaled = largest_logits(inputs)
     return outside & (scaled * torch.finfo(inputs.hidden.dtype).eps > 1)
 
@@ -393,9 +394,10 @@ def holds_gradients(inputs: HeadInputs) -> bool:
     waits = options.strategy in ("eager", "auto")
     lse = float(largest_logits(inputs)[1].max()) + math.log(inputs.weight.shape[0])
     if inputs.hidden.dtype != torch.float16:
+        # Shards' parts, which may cancel; eager's are of upstream gradients of about 1.
         summed = inputs.labels.numel() * float(inputs.hidden.abs().max())
-        factor = (1 + 2 * options.z_loss * lse) * max(1.0, abs(inputs.logit_scale))
-        return not waits or factor * max(largest, summed) < 2.0**126
+        factor = (1 + 2 * options.z_loss * lse) * max(upstream, float(waits))
+        return factor * max(1.0, abs(inputs.logit_scale)) * max(largest, summed) < 2.0**126
     fits = 2 * upstream * largest < 2.0**14 and (largest <= 2.0**8 or not waits)
     return fits and 2 * options.z_loss * min(lse, options.logit_softcap or lse) <= 2
 
