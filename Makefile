@@ -11,7 +11,7 @@ help:
 	@echo "make sweep   how many chunks: time against peak memory, the flags to use; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make figures the figures of README.md, docs/scaling.md and docs/plan.md, from docs/benchmarks/results"
-	@echo "make properties  12,000 random calls of the head against fp64 (an hour; make test tries 300)"
+	@echo "make properties  12,000 random calls of the head against fp64 (12 minutes; make test tries 300)"
 	@echo "make clean   remove .venv, build/ and caches"
 
 setup:
