@@ -27,12 +27,17 @@ def use_one_thread() -> None:
 
     All ranks of a group launch its collectives in one order, so nothing waits for a second worker.
     """
-    gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-    if gloo is None or hasattr(gloo, "with_two_threads"):
-        return
-    two_threads = gloo.__init__
+    use_threads(1)
 
-    def one_thread(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
+
+def use_threads(number: int) -> None:
+    """The same with any number: torch's own two and more show what is wrong with them."""
+    gloo: Any = getattr(dist, "ProcessGroupGloo", None)
+    if gloo is None:
+        return
+    as_made = getattr(gloo, "as_torch_makes_it", gloo.__init__)
+
+    def threaded(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
         asked = args[0] if args else kwargs.get("options", kwargs.get("timeout"))
         if asked is None or isinstance(asked, datetime.timedelta):
             options = gloo._Options()
@@ -40,11 +45,11 @@ def use_one_thread() -> None:
             if asked is not None:
                 options._timeout = asked
             asked = options
-        asked._threads = 1
-        two_threads(self, store, rank, size, asked)
+        asked._threads = number
+        as_made(self, store, rank, size, asked)
 
-    gloo.with_two_threads = two_threads
-    gloo.__init__ = one_thread
+    gloo.as_torch_makes_it = as_made
+    gloo.__init__ = threaded
 
 
 def leave() -> None:

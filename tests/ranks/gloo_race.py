@@ -27,7 +27,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    init(asked.worker_threads)
+    gloo.use_one_thread()
+    if asked.worker_threads != 1:
+        gloo.use_threads(asked.worker_threads)
+    dist.init_process_group("gloo")
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert backend.options._threads == asked.worker_threads
     size = dist.get_world_size()
     shards = [torch.randn(128) for _ in range(TOGETHER)]
     wholes = [torch.empty(128 * size) for _ in range(TOGETHER)]
@@ -43,29 +48,6 @@ def main() -> None:
     dist.destroy_process_group()
     print(f"{rounds * TOGETHER} all-gathers, {asked.worker_threads} worker threads", flush=True)
     gloo.leave()
-
-
-def init(worker_threads: int) -> None:
-    """The default group, with so many worker threads; torch itself takes two."""
-    if worker_threads == 1:
-        gloo.use_one_thread()
-        dist.init_process_group("gloo")
-    elif worker_threads == 2:
-        dist.init_process_group("gloo")
-    else:
-        made: Any = dist.ProcessGroupGloo
-        as_made = made.__init__
-
-        def with_more(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
-            options = made._Options()
-            options._devices, options._timeout = [made.create_default_device()], timeout
-            options._threads = worker_threads
-            as_made(self, store, rank, size, options)
-
-        made.__init__ = with_more
-        dist.init_process_group("gloo")
-    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    assert backend.options._threads == worker_threads
 
 
 def gather(shard: torch.Tensor, whole: torch.Tensor) -> Any:

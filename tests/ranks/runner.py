@@ -76,12 +76,12 @@ def run_cases(
         if line.startswith("VERDICT "):
             name, words = json.loads(line.removeprefix("VERDICT "))
             verdicts[name] = words
+    # What a failing or dying rank says comes long before torchrun's own words on it.
+    failed = re.search(r"rank \d+: Traceback|Fatal Python error", done.stderr)
+    tail = done.stdout[-1500:]
+    tail += done.stderr[max(failed.start() - 500, 0) :][:5000] if failed else ""
+    tail += done.stderr[-3000:]
     for name in case_names(module):
-        # What a failing or dying rank says comes long before torchrun's own words on it.
-        failed = re.search(r"rank \d+: Traceback|Fatal Python error", done.stderr)
-        tail = done.stdout[-1500:]
-        tail += done.stderr[max(failed.start() - 500, 0) :][:5000] if failed else ""
-        tail += done.stderr[-3000:]
         verdicts.setdefault(name, f"no verdict; the run ended with {done.returncode}: {tail}")
     return verdicts
 
