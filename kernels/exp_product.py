@@ -1,4 +1,4 @@
-"""The exponentiating product: ``hidden @ weight.T`` whose epilogue does what a pass over logits would.
+"""The scaled-exp GEMM: ``hidden @ weight.T`` whose epilogue does what a pass over logits would.
 
 A persistent GEMM with TMA loads computes one tile of logits in fp32 registers and, before it leaves
 them, either

@@ -1,4 +1,4 @@
-"""The exponentiating product on Hopper, in Gluon: warp-specialised, its epilogue hidden.
+"""The scaled-exp GEMM on Hopper, in Gluon: warp-specialised, its epilogue hidden.
 
 The same maths as :mod:`.exp_product`. One program per SM: a loader warp brings 128 x 64 tokens and
 256 x 64 weights into a ring of shared memory by TMA; two warpgroups take 64 rows each of the

@@ -1,4 +1,4 @@
-"""The small kernels around the exponentiating product: all ``[C]``, ``[C, H]`` or tile statistics.
+"""The small kernels around the scaled-exp GEMM: all ``[C]``, ``[C, H]`` or tile statistics.
 
 Bytes at ``C = 8192, H = 4096, V = 128256``, bf16; the three products of such a chunk take 38 ms on an
 H200, so all of it together should stay below 0.2 ms:

@@ -1,4 +1,4 @@
-"""Which form of the exponentiating product a device and a triton can run. Imports triton when asked."""
+"""Which form of the scaled-exp GEMM a device and a triton can run. Imports triton when asked."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Shape letters, the same in every file, kernel and document:
 ``n``   tokens of one chunk that this rank holds: ``C / R`` with sequence parallelism
 ======  ==========================================================================
 
-Read the code in this order: :mod:`.op`, :mod:`.strategies`, :mod:`.logit_pass`, :mod:`.row_ops`,
+Read the code in this order: :mod:`.op`, :mod:`.strategies`, :mod:`.logits_backend`, :mod:`.row_ops`,
 :mod:`.vocab_parallel`, :mod:`.grad_weight`, :mod:`.upstream_guard`, :mod:`.planner`; then
 :mod:`.adapter` for Megatron.
 

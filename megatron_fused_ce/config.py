@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-STRATEGY_CHOICES = ("auto", "store", "eager", "recompute")
+STRATEGY_CHOICES = ("auto", "store", "grad_in_forward", "recompute")
 ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
-LOGIT_PASS_CHOICES = ("auto", "exp", "rows")
+LOGITS_BACKEND_CHOICES = ("auto", "scaled_exp", "gemm_rows")
 MERGE_CHOICES = ("auto", "packed", "all_reduce")
 SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
 LOGIT_PRECISION_CHOICES = ("auto", "activations")
@@ -25,15 +25,15 @@ class FusedCEConfig:
     """
 
     #: ``store`` keeps the chunk logits until the backward (3 matrix products), ``recompute`` computes
-    #: them again (4), ``eager`` makes the gradients in the forward (3) and needs token weights; ``auto``
-    #: takes the fastest that fits ``memory_mb``, mixing the first two (see :mod:`.planner`).
+    #: them again (4), ``grad_in_forward`` makes the gradients in the forward (3) and needs token weights;
+    #: ``auto`` takes the fastest that fits ``memory_mb``, mixing the first two (see :mod:`.planner`).
     strategy: str = "auto"
     #: Cut the tokens into this many chunks of equal size (they differ by one token at most).
     num_chunks: int | None = None
     #: Or cut them into chunks of this many tokens, counted over the tensor-parallel group.
     chunk_tokens: int | None = None
     #: Budget in MiB of the head's own buffers, beside inputs, ``grad_hidden`` and the end point of
-    #: ``grad_weight``; None for what ``eager`` needs.
+    #: ``grad_weight``; None for what ``grad_in_forward`` needs.
     memory_mb: int | None = None
     #: The logits are ``logit_scale * hidden @ weight.T`` (MuP, temperature).
     logit_scale: float = 1.0
@@ -51,7 +51,7 @@ class FusedCEConfig:
     #: in stock Megatron.
     true_vocab_size: int | None = None
     #: ``activations``: logits are rounded to the hidden states' dtype, as by a plain output layer; ``auto``:
-    #: they stay in fp32 where the exponentiating product serves, and are rounded where the rows do.
+    #: they stay in fp32 where the scaled-exp GEMM serves, and are rounded where the rows do.
     logit_precision: str = "auto"
     #: Tokens of weight 0 (``token_weights``) take part in no product; needs those, and the host to know how
     #: many there are (:mod:`.masked_tokens`). All tokens do while a CUDA graph is captured.
@@ -61,9 +61,9 @@ class FusedCEConfig:
     debug_checks: bool = False
     #: Which row kernels run between the products: Triton on CUDA, plain PyTorch elsewhere by default.
     row_backend: str = "auto"
-    #: How logits become gradients: the exponentiating product (``exp``), a plain one and row kernels
-    #: (``rows``), or the first where it can serve (see :mod:`.logit_pass`).
-    logit_pass: str = "auto"
+    #: How logits become gradients: the scaled-exp GEMM (``scaled_exp``), a plain one and row kernels
+    #: (``gemm_rows``), or the first where it can serve (see :mod:`.logits_backend`).
+    logits_backend: str = "auto"
     #: How a chunk's statistics meet over the tensor-parallel group: all of them in one all-gather
     #: (``packed``), or in a MAX and a SUM all-reduce; ``auto`` takes the first.
     merge: str = "auto"
@@ -72,7 +72,7 @@ class FusedCEConfig:
         for name, choices in (
             ("strategy", STRATEGY_CHOICES),
             ("row_backend", ROW_BACKEND_CHOICES),
-            ("logit_pass", LOGIT_PASS_CHOICES),
+            ("logits_backend", LOGITS_BACKEND_CHOICES),
             ("merge", MERGE_CHOICES),
             ("label_smoothing_form", SMOOTHING_FORM_CHOICES),
             ("logit_precision", LOGIT_PRECISION_CHOICES),

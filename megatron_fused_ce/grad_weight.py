@@ -60,8 +60,8 @@ def kind_of(open_grad_weight: OpenGradWeight) -> str:
 class HeldGradWeight:
     """Sums the chunks in an fp32 buffer ``[V, H]``, made by the first.
 
-    What ``eager`` holds until an end point is opened, and what the end points below sum in where they
-    cannot take a chunk in place.
+    What ``grad_in_forward`` holds until an end point is opened, and what the end points below sum in where
+    they cannot take a chunk in place.
     """
 
     def __init__(self, weight: Tensor) -> None:

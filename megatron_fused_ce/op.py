@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megatron_fused_ce import logit_pass, masked_tokens, planner
+from megatron_fused_ce import logits_backend, masked_tokens, planner
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
@@ -27,7 +27,7 @@ from megatron_fused_ce.grad_weight import (
     ReturnedGradWeight,
     kind_of,
 )
-from megatron_fused_ce.logit_pass import LogitPass
+from megatron_fused_ce.logits_backend import LogitsBackend
 from megatron_fused_ce.loss_form import LossForm, SoftTargets, merge_duplicates
 from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.pipeline import Head
@@ -98,7 +98,7 @@ def fused_linear_cross_entropy(
         tp_group: the tensor-parallel group; None for a vocabulary held whole.
         sequence_parallel: each rank of the group holds its own part of the tokens.
         token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
-            these, which lets ``eager`` make the gradients in the forward; never changes the loss. A
+            these, which lets ``grad_in_forward`` make the gradients in the forward; never changes the loss. A
             broken promise raises :class:`.upstream_guard.UpstreamMismatch` at the next optimizer step,
             before a parameter changes. The other strategies are exact without it.
         vocab_start: first global id of this rank's rows. None finds it on the device.
@@ -114,13 +114,13 @@ def fused_linear_cross_entropy(
     Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (first call only;
     every call once shards of unequal sizes were seen), the MAX all-reduce of an int64 (``skip_masked``), the
     all-gather of shard sizes (without ``vocab_start``), the all-reduce of one float (label smoothing without
-    ``true_vocab_size``), the all-gather of sampled rows of the weight (where the exponentiating product
+    ``true_vocab_size``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM
     serves). Per chunk of the forward: all-gather of
     hidden states (sequence parallelism); the merge of the statistics, one all-gather or a MAX and a SUM
     all-reduce (``config.merge``). Per chunk of the backward: all-gather of hidden states (sequence
     parallelism, but the first, unless neither product needs them), one reduce-scatter of ``grad_hidden``
-    (sequence parallelism) or one all-reduce; with ``eager`` this reduction is in the forward, and the
-    backward has none. Their order: :mod:`.strategies`; the same on every rank.
+    (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this reduction is in the forward, and
+    the backward has none. Their order: :mod:`.strategies`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
@@ -157,8 +157,8 @@ def fused_linear_token_outputs(
         outputs: names out of ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``; see
             :class:`.TokenOutputs` for what they are, in the labels' shape.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
-            of its own. They then need the row kernels and a strategy other than ``eager``, which cannot
-            know those upstreams; without, every strategy and pass serves (``entropy`` needs the rows).
+            of its own. They then need the row kernels and a strategy other than ``grad_in_forward``, which
+            cannot know those upstreams; without, every strategy and pass serves (``entropy`` needs the rows).
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
     and ``predicted`` add a float a token to the merge of the statistics (``predicted`` with
@@ -168,7 +168,8 @@ def fused_linear_token_outputs(
         the loss and what was asked for; None for the rest.
 
     Raises:
-        ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more; ``eager`` by name
+        ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more;
+        ``grad_in_forward`` by name
             with differentiable outputs.
 
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
@@ -287,8 +288,8 @@ def linear_cross_entropy(
     if num_tokens is not None:
         try:
             flat = hidden.reshape(num_tokens, hidden.shape[-1])
-            asked = logit_pass.Asked(outputs, differentiable, teacher is not None)
-            logits, _ = logit_pass.choose(config, flat, weight, asked)
+            asked = logits_backend.Asked(outputs, differentiable, teacher is not None)
+            logits, _ = logits_backend.choose(config, flat, weight, asked)
             _check_token_weights(config, token_weights, hidden, weight)
         except ValueError as bad:
             num_tokens, error = None, bad
@@ -324,7 +325,7 @@ def linear_cross_entropy(
             tp_size=comm.size,
             end_point=kind_of(open_grad_weight) if weight.requires_grad else "none",
             token_weights_known=token_weights is not None and not differentiable,
-            logit_pass=logits.name,
+            logits_backend=logits.name,
             device=torch.cuda.get_device_name(hidden.device) if hidden.is_cuda else "cpu",
             uses_in_flight=uses_in_flight,
         )
@@ -353,7 +354,7 @@ def linear_cross_entropy(
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local_labels.masked_fill_(ignored, -1)
-    if weights is not None and plan.strategy == "eager":
+    if weights is not None and plan.strategy == "grad_in_forward":
         weights = weights.to(torch.float32, copy=True)
         if ignored is not None:
             weights.masked_fill_(ignored, 0.0)
@@ -379,7 +380,7 @@ def linear_cross_entropy(
         with_argmax=with_argmax,
         vocab_start=first_id,
         open_grad_weight=open_grad_weight,
-        token_weights=weights if plan.strategy == "eager" else None,
+        token_weights=weights if plan.strategy == "grad_in_forward" else None,
         phases=phases,
     )
     needs_grad = torch.is_grad_enabled()
@@ -436,7 +437,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         argmax = None if out.argmax is None else out.argmax.flatten()
         if any(needs):
             # Tensors that wait go through autograd, which frees them with the graph; the gradients
-            # that eager made are handed over by the first backward.
+            # that grad_in_forward made are handed over by the first backward.
             kept = out.kept_tensors()
             ctx.head, ctx.strategy = head, strategy
             ctx.gradients = out.gradients
@@ -505,10 +506,10 @@ def _check_token_weights(
     config: FusedCEConfig, token_weights: Tensor | None, hidden: Tensor, weight: Tensor
 ) -> None:
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if config.strategy == "eager" and token_weights is None and needs_grad:
+    if config.strategy == "grad_in_forward" and token_weights is None and needs_grad:
         raise ValueError(
-            "strategy 'eager' makes the gradients in the forward and needs token_weights, the weights "
-            "that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
+            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
+            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
         )
 
 
@@ -519,7 +520,7 @@ def _facts(
     config: FusedCEConfig,
     comm: VocabParallel,
     vocab_start: int | None,
-    logits: LogitPass | None,
+    logits: LogitsBackend | None,
     token_weights: Tensor | None,
     uses_in_flight: int,
 ) -> dict[str, int]:
@@ -539,7 +540,7 @@ def _facts(
         "memory_mb",
         "token_weights given",
         "weight.requires_grad",
-        "the logit pass (shards of unequal alignment? then name logit_pass='rows')",
+        "the logits backend (shards of unequal alignment? then name logits_backend='gemm_rows')",
         "uses_in_flight",
         "merge",
         "logit_softcap (bits)",
@@ -570,7 +571,7 @@ def _facts(
         config.memory_mb or 0,
         int(token_weights is not None),
         int(weight.requires_grad),
-        int(logits.name == "exp"),
+        int(logits.name == "scaled_exp"),
         uses_in_flight,
         MERGE_CHOICES.index(config.merge),
         _bits(config.logit_softcap or 0.0),

@@ -10,7 +10,7 @@ it; under each product the collective that starts just before it::
     backward of both,   [P(c)]                        dH(c)          dW(c)
     chunks in reverse   gather X(c+1), or under dH                   reduce(c)
 
-    eager               P(c)              dH(c-1)          dW(c-1)
+    grad_in_forward               P(c)              dH(c-1)          dW(c-1)
                         gather X(c+1)     stats(c)         reduce(c-1)
 
 A product fills every SM as long as it runs, ours and cuBLAS's alike, whatever the priority of what waits.
@@ -38,10 +38,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logit_pass
+from megatron_fused_ce import logits_backend
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import GradWeight, OpenGradWeight
-from megatron_fused_ce.logit_pass import LogitPass, Operand
+from megatron_fused_ce.logits_backend import LogitsBackend, Operand
 from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.vocab_parallel import DONE, Pending, VocabParallel
@@ -55,7 +55,7 @@ class Head:
     chunks: tuple[Chunk, ...]
     logit_scale: float
     form: LossForm
-    logits: LogitPass
+    logits: LogitsBackend
     with_argmax: bool
     vocab_start: int | Tensor
     open_grad_weight: OpenGradWeight
@@ -81,7 +81,7 @@ class Head:
 
     def begin(self, weight: Tensor, tokens: Tokens) -> Tensor | None:
         """Start the first two gathers of hidden states; some rows ``[S, H]`` of the whole weight, the same
-        on every rank, where the logit pass wants them.
+        on every rank, where the logits backend wants them.
 
         Collectives, over several ranks: all-gathers of the sampled rows ``[S / R, H]`` and of the first
         chunk's hidden states in one launch, of the second chunk's (sequence parallelism).
@@ -286,7 +286,7 @@ class Products:
         matrix, factor = operand
         with self._head.phases("grad-weight"):
             if factor is not None:
-                tokens = logit_pass.scale_rows(tokens, factor, out=self._tokens.room(chunk))
+                tokens = logits_backend.scale_rows(tokens, factor, out=self._tokens.room(chunk))
             self._grad_weight.add(matrix, tokens)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:

@@ -11,7 +11,7 @@ vocabulary rows of this rank, ``C`` tokens of the largest chunk, ``e`` bytes of 
 What a plan costs, beside inputs, ``grad_hidden`` and the end point of ``grad_weight``::
 
     store      e*T*V kept                  3 products
-    eager      e*C*V + 4*V*H kept          3 products and one pass over grad_weight (R > 1: 2*e*C*V)
+    grad_in_forward      e*C*V + 4*V*H kept          3 products and one pass over grad_weight (R > 1: 2*e*C*V)
     mixed      e*(stored tokens)*V kept, e*C*V; the chunks that are not stored take a 4th product
     recompute  e*C*V                       4 products
 
@@ -38,7 +38,7 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Where ``grad_weight`` ends: in an fp32 buffer that takes every chunk in place, in a buffer of a
 #: lower precision, returned to autograd in the weight's dtype, or nowhere (a frozen weight).
 END_POINTS = ("main_grad", "low_main_grad", "returned", "none")
-LOGIT_PASSES = ("exp", "rows")
+LOGITS_BACKENDS = ("scaled_exp", "gemm_rows")
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,25 @@ class Device:
     #: A word of the name that ``torch.cuda.get_device_name()`` gives.
     name: str
     recompute: int
-    eager: int
+    grad_in_forward: int
     store: int
 
     def chunk_tokens(self, strategy: str) -> int:
         """``mixed`` recomputes too: it takes what ``recompute`` does."""
-        return {"store": self.store, "eager": self.eager}.get(strategy, self.recompute)
+        return {"store": self.store, "grad_in_forward": self.grad_in_forward}.get(
+            strategy, self.recompute
+        )
 
 
 #: The pinned table, one row per device that was measured.
 DEVICES = (
     # docs/benchmarks/results/2026-11-21-h200-chunks.md, T = 32768, chunks of 2048 to 32768: 8192 is the
-    # fastest for each at H = 4096, V = 128256 (store 1.007 of the products, eager 1.016, recompute 0.998
-    # of its four) and within the spread of it at H = 2048, V = 151936.
-    Device("H200", recompute=8192, eager=8192, store=8192),
+    # fastest for each at H = 4096, V = 128256 (store 1.007 of the products, grad_in_forward 1.016, recompute
+    # 0.998 of its four) and within the spread of it at H = 2048, V = 151936.
+    Device("H200", recompute=8192, grad_in_forward=8192, store=8192),
 )
 #: Not measured: 4096 tokens lose 1 to 3 % against 8192 on an H200, with half of the memory.
-UNKNOWN_DEVICE = Device("", recompute=4096, eager=4096, store=8192)
+UNKNOWN_DEVICE = Device("", recompute=4096, grad_in_forward=4096, store=8192)
 
 #: No shorter for speed: 1024 tokens lose 13 to 20 % to the passes over grad_weight.
 SHORTEST_FAST_CHUNK = 1024
@@ -77,15 +79,15 @@ TILE_TOKENS = 128
 #: over the fp32 grad_weight. 205 is 8 bytes an entry at 4.8 TB/s against 740 TFLOP/s, and what
 #: 2026-11-21-h200-sweep-chunks-tp1-main-grad.md shows from 8192 to 1024 tokens; the exponentiating
 #: pipeline hides some of it (2026-11-21-h200-chunks.md, 8192 to 2048 tokens). H200, bf16.
-ACCUMULATION_TOKENS = {"exp": 130, "rows": 205}
-#: The same for one byte an entry of an elementwise pass: eager's last pass moves 12 in 1.70 ms of 155
-#: (1.58 of 37 at T = 8192, 1.03 of 91 at H = 2048; same tables and 2026-11-21-h200-reach-llama3-8b.md).
+ACCUMULATION_TOKENS = {"scaled_exp": 130, "gemm_rows": 205}
+#: The same for one byte an entry of an elementwise pass: grad_in_forward's last pass moves 12 in 1.70 ms of
+#: 155 (1.58 of 37 at T = 8192, 1.03 of 91 at H = 2048; same tables and 2026-11-21-h200-reach-llama3-8b.md).
 SWEEP_TOKENS_PER_BYTE = 355 / 12
 #: The row kernels read the logits twice and write them once, which takes this over H of the three
 #: products (740 TFLOP/s and 4.3 TB/s; 4 % at H = 4096).
 ROWS_HIDDEN_SIZE = 172
 
-#: The exponentiating product keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
+#: The scaled-exp GEMM keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
 #: a mark (int32) of each 64 tokens and tile.
 TILE_COLUMNS = 256
 TILE_BYTES = 8
@@ -98,7 +100,7 @@ CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
-#: Rows of the weight that the exponentiating product's references are made from (kernels.exp_rows).
+#: Rows of the weight that the scaled-exp GEMM's references are made from (kernels.exp_rows).
 SAMPLED_ROWS = 64
 #: cuBLAS's, as torch allocates it on Hopper: one in the thread of the forward and one in autograd's.
 #: Shared with the rest of the model.
@@ -129,10 +131,10 @@ class PlanInputs:
     tp_size: int = 1
     #: one of :data:`END_POINTS`
     end_point: str = "main_grad"
-    #: whether the forward is given token weights, without which ``auto`` never takes ``eager``
+    #: whether the forward is given token weights, without which ``auto`` never takes ``grad_in_forward``
     token_weights_known: bool = False
-    #: which pass over the logits serves, one of :data:`LOGIT_PASSES`
-    logit_pass: str = "exp"
+    #: which pass over the logits serves, one of :data:`LOGITS_BACKENDS`
+    logits_backend: str = "scaled_exp"
     #: ``torch.cuda.get_device_name()``, or "cpu"
     device: str = ""
     #: what was asked for, as in :class:`FusedCEConfig`
@@ -149,7 +151,7 @@ class PlanInputs:
         allowed = {
             "dtype": tuple(ITEMSIZES),
             "end_point": END_POINTS,
-            "logit_pass": LOGIT_PASSES,
+            "logits_backend": LOGITS_BACKENDS,
             "strategy": STRATEGY_CHOICES,
         }
         for name, choices in allowed.items():
@@ -201,8 +203,8 @@ class PlanInputs:
 class Memory(NamedTuple):
     """Bytes of the head's own buffers at one time, part by part."""
 
-    #: logits of the chunk at work, then their gradient; of two chunks in ``eager`` over several ranks
-    #: (the exponentiating ``store`` works in what it keeps)
+    #: logits of the chunk at work, then their gradient; of two chunks in ``grad_in_forward`` over several
+    #: ranks (the exponentiating ``store`` works in what it keeps)
     chunk_logits: int
     #: logits that wait for the backward
     kept_logits: int
@@ -211,11 +213,11 @@ class Memory(NamedTuple):
     #: hidden states of one chunk times their row factor, for the product with exponentials; with
     #: sequence parallelism the gathered ones are multiplied in place
     scaled_hidden: int
-    #: what the exponentiating product's epilogue leaves of each tile of each chunk that waits for its seal,
+    #: what the scaled-exp GEMM's epilogue leaves of each tile of each chunk that waits for its seal,
     #: and what it is told of it
     tile_statistics: int
-    #: with sequence parallelism: chunks of hidden states, read, on their way (3 in eager, else 2) or
-    #: gathered last and waiting for the backward
+    #: with sequence parallelism: chunks of hidden states, read, on their way (3 in grad_in_forward, else 2)
+    #: or gathered last and waiting for the backward
     gathered_hidden: int
     #: with sequence parallelism: a chunk's ``grad_hidden`` before its reduction
     unreduced_grad_hidden: int
@@ -239,7 +241,7 @@ class Memory(NamedTuple):
 class Plan:
     """What :func:`plan` chose."""
 
-    #: store, eager, recompute, or mixed
+    #: store, grad_in_forward, recompute, or mixed
     strategy: str
     #: How to cut, as :class:`FusedCEConfig` takes it: one of the two is None.
     num_chunks: int | None
@@ -274,9 +276,9 @@ def plan(inputs: PlanInputs) -> Plan:
     """The fastest plan that fits the budget, by predicted time and bytes.
 
     A strategy and chunks that were asked for are taken as they are. Without a budget, ``auto`` gets
-    what ``eager`` would need with the chunks asked for, or its own: short sequences then take
-    ``store``, longer ones ``eager`` where the token weights are known, and else ``mixed``. Chunks are as
-    long as the device's row of :data:`DEVICES` says and shorter only where the budget asks for it.
+    what ``grad_in_forward`` would need with the chunks asked for, or its own: short sequences then take
+    ``store``, longer ones ``grad_in_forward`` where the token weights are known, and else ``mixed``. Chunks
+    are as long as the device's row of :data:`DEVICES` says and shorter only where the budget asks for it.
 
     Where nothing fits, the plan that needs the least, with its figure in ``why``.
 
@@ -303,7 +305,7 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
     budget = _budget_bytes(inputs)
     options = _options(inputs, budget)
     best = []
-    for strategy in ("store", "eager", "mixed", "recompute"):
+    for strategy in ("store", "grad_in_forward", "mixed", "recompute"):
         of_it = [option for option in options if option.strategy == strategy]
         fitting = [option for option in of_it if option.predicted_peak_bytes <= budget]
         if fitting:
@@ -324,11 +326,11 @@ def peak_memory(
     """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are kept.
 
     The larger of forward and backward: statistics of tiles are the one's, scaled hidden states the
-    other's. ``eager`` does all in its forward.
+    other's. ``grad_in_forward`` does all in its forward.
     """
     cut = (count, capacity, stored_chunks, stored_tokens)
     forward = forward_memory(inputs, strategy, *cut)
-    if strategy == "eager":
+    if strategy == "grad_in_forward":
         return forward
     return max(forward, backward_memory(inputs, *cut), key=lambda memory: memory.total)
 
@@ -341,29 +343,35 @@ def forward_memory(
     stored_chunks: int,
     stored_tokens: int,
 ) -> Memory:
-    """The forward's part of :func:`peak_memory`, which is all of ``eager``'s.
+    """The forward's part of :func:`peak_memory`, which is all of ``grad_in_forward``'s.
 
     Over several ranks the next chunk's product is under way beside each (:mod:`.pipeline`): what a chunk
     needs after its own product is there twice, as far as there are chunks.
     """
     chunk = _ChunkBytes.of(inputs, capacity)
-    exp, eager, ranks = inputs.logit_pass == "exp", strategy == "eager", inputs.tp_size
+    exp, grad_in_forward, ranks = (
+        inputs.logits_backend == "scaled_exp",
+        strategy == "grad_in_forward",
+        inputs.tp_size,
+    )
     trained = inputs.end_point != "none"
     under_way = min(count, 2 if ranks > 1 else 1)
-    sealed = eager or stored_chunks > 0
-    rooms = under_way if eager else int(not exp and stored_chunks < count)
+    sealed = grad_in_forward or stored_chunks > 0
+    rooms = under_way if grad_in_forward else int(not exp and stored_chunks < count)
     sampled = ranks * -(-SAMPLED_ROWS // ranks)
     gathered = min(count, 2) + _waiting(inputs, count, stored_chunks) * (inputs.uses_in_flight - 1)
-    if eager:
+    if grad_in_forward:
         gathered = min(count, 3)
     return Memory(
         chunk_logits=rooms * chunk.logits,
         kept_logits=_kept_bytes(inputs, stored_tokens),
-        grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if eager and trained else 0,
-        scaled_hidden=chunk.scaled if eager else 0,
+        grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight
+        if grad_in_forward and trained
+        else 0,
+        scaled_hidden=chunk.scaled if grad_in_forward else 0,
         tile_statistics=(under_way if sealed else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
-        unreduced_grad_hidden=chunk.gathered if eager else 0,
+        unreduced_grad_hidden=chunk.gathered if grad_in_forward else 0,
         merge_buffers=under_way * SHARD_BYTES * (1 + ranks) * capacity if ranks > 1 else 0,
         sampled_rows=inputs.itemsize * sampled * inputs.hidden_size
         if exp and ranks > 1 and count
@@ -377,7 +385,7 @@ def backward_memory(
 ) -> Memory:
     """The same of the backward that ``store``, ``recompute`` and ``mixed`` have, the last chunk first."""
     chunk = _ChunkBytes.of(inputs, capacity)
-    exp = inputs.logit_pass == "exp"
+    exp = inputs.logits_backend == "scaled_exp"
     again, frozen = stored_chunks < count, inputs.end_point == "none"
     rooms = int(not exp or again)
     # Beside the chunk that waited, which stays as it is: those that are gathered, and its scaled copy.
@@ -410,7 +418,7 @@ class _ChunkBytes(NamedTuple):
 
     @staticmethod
     def of(inputs: PlanInputs, capacity: int) -> _ChunkBytes:
-        exp, gathers = inputs.logit_pass == "exp", inputs.num_parts > 1
+        exp, gathers = inputs.logits_backend == "scaled_exp", inputs.num_parts > 1
         hidden = inputs.itemsize * capacity * inputs.hidden_size
         tiles = capacity * math.ceil(inputs.num_rows / TILE_COLUMNS) if exp else 0
         return _ChunkBytes(
@@ -462,11 +470,11 @@ def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: 
     time = 1.0
     if strategy in ("recompute", "mixed"):
         time += (tokens - stored_tokens) / tokens / 3
-    if inputs.logit_pass == "rows":
+    if inputs.logits_backend == "gemm_rows":
         time += ROWS_HIDDEN_SIZE / inputs.hidden_size
     if not frozen:
-        time += ACCUMULATION_TOKENS[inputs.logit_pass] * max(0, count - 1) / tokens
-        if strategy == "eager" or _sums_grad_weight(inputs, count):
+        time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, count - 1) / tokens
+        if strategy == "grad_in_forward" or _sums_grad_weight(inputs, count):
             # Reads the sum; reads and writes a buffer, or writes what autograd gets.
             end_itemsize = 4 if inputs.end_point == "main_grad" else inputs.itemsize
             moved = 4 + (1 if inputs.end_point == "returned" else 2) * end_itemsize
@@ -499,7 +507,7 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
         return
     longest = inputs.table_row.chunk_tokens(strategy)
     if (
-        strategy != "eager"
+        strategy != "grad_in_forward"
         and not _sums_grad_weight(inputs, 1)
         and _sums_grad_weight(inputs, 2)
         and inputs.itemsize * (inputs.num_tokens - longest) <= 4 * inputs.hidden_size
@@ -560,7 +568,7 @@ def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
     """All that ``auto`` looks at; of the mixed ones those that fit, with all the chunks that fit."""
     options = _pure_options(inputs, "store", SHORTEST_FAST_CHUNK)
     if inputs.token_weights_known:
-        options += _pure_options(inputs, "eager", SHORTEST_FAST_CHUNK)
+        options += _pure_options(inputs, "grad_in_forward", SHORTEST_FAST_CHUNK)
     options += _pure_options(inputs, "recompute", SHORTEST_CHUNK)
     for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
 
@@ -581,7 +589,7 @@ def _rank(option: Plan) -> tuple[float, int, int]:
 def _budget_bytes(inputs: PlanInputs) -> int:
     if inputs.memory_mb is not None:
         return inputs.memory_mb * MIB
-    return _pure_options(inputs, "eager", SHORTEST_FAST_CHUNK)[0].predicted_peak_bytes
+    return _pure_options(inputs, "grad_in_forward", SHORTEST_FAST_CHUNK)[0].predicted_peak_bytes
 
 
 def _by_name(inputs: PlanInputs) -> Plan:
@@ -604,7 +612,7 @@ def _by_name(inputs: PlanInputs) -> Plan:
 
 def _why_nothing_fits(inputs: PlanInputs, least: Plan) -> str:
     how = " with the chunks asked for" if inputs.chunks_asked else ""
-    budget = "what eager would need"
+    budget = "what grad_in_forward would need"
     if inputs.memory_mb is not None:
         budget = f"the budget of {inputs.memory_mb} MiB"
     return (
@@ -617,14 +625,14 @@ def _why_best(inputs: PlanInputs, budget: int, options: list[Plan], best: Plan) 
     if inputs.memory_mb is not None:
         within = f"the budget of {inputs.memory_mb} MiB"
     else:
-        within = f"the {_mib(budget)} that eager would need (no budget was given)"
+        within = f"the {_mib(budget)} that grad_in_forward would need (no budget was given)"
     others = []
-    for strategy in ("store", "eager"):
+    for strategy in ("store", "grad_in_forward"):
         of_it = [option for option in options if option.strategy == strategy]
         if strategy == best.strategy:
             continue
         if not of_it:
-            others.append("eager needs token weights that the forward knows")
+            others.append("grad_in_forward needs token weights that the forward knows")
             continue
         least = min(option.predicted_peak_bytes for option in of_it)
         if least > budget:
@@ -667,9 +675,13 @@ def main(argv: list[str] | None = None) -> int:
     add(
         "--no-token-weights",
         action="store_true",
-        help="the forward gets no token weights (in Megatron: no loss_mask), so no eager",
+        help="the forward gets no token weights (in Megatron: no loss_mask), so no grad_in_forward",
     )
-    add("--logit-pass", choices=LOGIT_PASSES, help="default: exp in bf16, rows else")
+    add(
+        "--logits-backend",
+        choices=LOGITS_BACKENDS,
+        help="default: scaled_exp in bf16, gemm_rows otherwise",
+    )
     add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
     add("--mtp-num-layers", type=int, default=0, help="depths of multi-token prediction")
     given = parser.parse_args(argv)
@@ -685,7 +697,8 @@ def main(argv: list[str] | None = None) -> int:
             tp_size=given.tp,
             end_point=given.end_point,
             token_weights_known=not given.no_token_weights,
-            logit_pass=given.logit_pass or ("exp" if given.dtype == "bf16" else "rows"),
+            logits_backend=given.logits_backend
+            or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows"),
             device=given.device,
             strategy=given.strategy,
             num_chunks=given.num_chunks,
@@ -716,7 +729,7 @@ def main(argv: list[str] | None = None) -> int:
 def _remark(inputs: PlanInputs, option: Plan) -> str:
     if option.predicted_peak_bytes > _budget_bytes(inputs):
         return "  does not fit"
-    if option.strategy == "eager" and not inputs.token_weights_known:
+    if option.strategy == "grad_in_forward" and not inputs.token_weights_known:
         return "  needs token weights"
     return ""
 

@@ -1,6 +1,6 @@
 """The maths of one token's loss, given statistics of its logits.
 
-Where the statistics come from is :mod:`.logit_pass`'s matter, how they travel between ranks
+Where the statistics come from is :mod:`.logits_backend`'s matter, how they travel between ranks
 :mod:`.vocab_parallel`'s. This file is ``[C]``-sized arithmetic in plain PyTorch;
 :mod:`.kernels.token_kernels` has the same three functions in one launch each.
 
@@ -78,7 +78,7 @@ class RowStatistics(NamedTuple):
     shard: Tensor
     argmax: Tensor | None = None  # int64 [C]: column of row_max, lowest on a tie; where asked for
     further: Further = NOTHING_FURTHER
-    #: exponentiating product only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
+    #: scaled-exp GEMM only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
     excess: Tensor | None = None
 
     @property
@@ -99,7 +99,7 @@ class RowStatistics(NamedTuple):
 
 
 class TileStatistics(NamedTuple):
-    """What the exponentiating product leaves of each row and tile of columns, ``[num_tiles, C]``.
+    """What the scaled-exp GEMM leaves of each row and tile of columns, ``[num_tiles, C]``.
 
     A tile's entries are ``E = 2**(z2 - reference2 - excess)`` with ``z2 = log2(e) * logit_scale * z``
     and ``excess`` 0, or ``tile_max`` where that is above 64.

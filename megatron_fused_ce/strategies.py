@@ -8,11 +8,11 @@ strategy       between forward and backward              products  upstream grad
 ``store``      every chunk's logits                      3         any
 ``recompute``  three floats a token                      4         any
 mixed          the logits of the first chunks            3 to 4    any
-``eager``      ``grad_hidden`` and fp32 ``grad_weight``  3         a scalar times the token weights
+``grad_in_forward``      ``grad_hidden`` and fp32 ``grad_weight``  3         a scalar times the token weights
 =============  ========================================  ========  ======================================
 
-The first three are one class. How logits become statistics and gradients is :mod:`.logit_pass`'s, what runs
-beside what :mod:`.pipeline`'s.
+The first three are one class. How logits become statistics and gradients is :mod:`.logits_backend`'s, what
+runs beside what :mod:`.pipeline`'s.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logit_pass, upstream_guard
+from megatron_fused_ce import logits_backend, upstream_guard
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight
-from megatron_fused_ce.logit_pass import ChunkInputs, Scores
+from megatron_fused_ce.logits_backend import ChunkInputs, Scores
 from megatron_fused_ce.loss_form import SoftTargets
 from megatron_fused_ce.pipeline import Head, Products, Rooms, Tokens, let_in
 from megatron_fused_ce.row_ops import Merged, TokenTerms
@@ -52,7 +52,7 @@ class Needs(NamedTuple):
 
 
 class KeptChunk(NamedTuple):
-    """What of a chunk waits for the backward: ``[C, V]``, and its seal (see :mod:`.logit_pass`)."""
+    """What of a chunk waits for the backward: ``[C, V]``, and its seal (see :mod:`.logits_backend`)."""
 
     matrix: Tensor
     seal: Tensor | None
@@ -125,7 +125,7 @@ class Strategy(Protocol):
         """Loss of every token, chunk by chunk.
 
         Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight, where
-        the logit pass wants them; the gathers of the first two chunks' hidden states (sequence
+        the logits backend wants them; the gathers of the first two chunks' hidden states (sequence
         parallelism); then what the strategy says for each chunk.
         """
 
@@ -304,21 +304,21 @@ class KeepOrRecompute:
         grad_hidden, row_factor = products.finish()
         if grad_hidden is not None and row_factor is not None:
             with head.phases("grad-hidden"):
-                logit_pass.scale_rows(grad_hidden, row_factor, out=grad_hidden)
+                logits_backend.scale_rows(grad_hidden, row_factor, out=grad_hidden)
         if end_point is None:
             return grad_hidden, None
         with head.phases("grad-weight"):
             return grad_hidden, end_point.close(inv_scale)
 
 
-class Eager:
+class GradInForward:
     """Makes the gradients in the forward, for the token weights that are known there.
 
     The backward multiplies them by the one scalar that the upstream gradient then is; whether it is one
     is checked on the device (:mod:`.upstream_guard`). Gradients are used up by the first backward.
     """
 
-    name = "eager"
+    name = "grad_in_forward"
 
     def forward(
         self, head: Head, hidden: Tensor, weight: Tensor, targets: Targets, needs: Needs
@@ -398,7 +398,7 @@ class Eager:
         gradients = waited.gradients
         if gradients is None:
             raise RuntimeError(
-                "backward ran twice through an eager head, whose gradients the first one used up; "
+                "backward ran twice through an grad_in_forward head, whose gradients the first one used up; "
                 "use strategy 'recompute' or 'store' with retain_graph=True"
             )
         scale, mismatch = upstream_guard.fit(upstream.loss, gradients.token_weights)
@@ -409,11 +409,11 @@ class Eager:
             row_factor = gradients.row_factor
             with head.phases("grad-hidden"):
                 if row_factor is not None:
-                    logit_pass.scale_rows(grad_hidden, row_factor * scale, out=grad_hidden)
+                    logits_backend.scale_rows(grad_hidden, row_factor * scale, out=grad_hidden)
                 elif grad_hidden.is_cuda:
                     # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
                     rows = scale.expand(grad_hidden.shape[0]).contiguous()
-                    logit_pass.scale_rows(grad_hidden, rows, out=grad_hidden)
+                    logits_backend.scale_rows(grad_hidden, rows, out=grad_hidden)
                 else:
                     grad_hidden.mul_(scale)
         if not needs.grad_weight or gradients.grad_weight is None:
@@ -426,12 +426,16 @@ class Eager:
 
 RECOMPUTE = KeepOrRecompute("recompute", 0)
 STORE = KeepOrRecompute("store", None)
-EAGER = Eager()
+GRAD_IN_FORWARD = GradInForward()
 
 
 def strategy_of(name: str, stored_chunks: int) -> Strategy:
-    """The strategy of a plan: ``store``, ``recompute``, ``eager``, or ``mixed`` with a number."""
-    fixed: dict[str, Strategy] = {"store": STORE, "recompute": RECOMPUTE, "eager": EAGER}
+    """The strategy of a plan: ``store``, ``recompute``, ``grad_in_forward``, or ``mixed`` with a number."""
+    fixed: dict[str, Strategy] = {
+        "store": STORE,
+        "recompute": RECOMPUTE,
+        "grad_in_forward": GRAD_IN_FORWARD,
+    }
     return fixed.get(name) or KeepOrRecompute(name, stored_chunks)
 
 
@@ -467,8 +471,8 @@ FP16_HEADROOM_BITS = 8
 #: twice its upstream in absolute value (four times that with the outputs beside the loss and their like), and
 #: ``2 * 4 * 2**(8 + 4)`` is half of what fp16 holds.
 FP16_WEIGHT_BITS = 4
-#: ``eager`` keeps fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``: as far
-#: from what vanishes (2**-24, before the loss scale comes) as weights of up to 2**8 allow.
+#: ``grad_in_forward`` keeps fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``:
+#: as far from what vanishes (2**-24, before the loss scale comes) as weights of up to 2**8 allow.
 FP16_WAITING_BITS = 4
 
 
@@ -492,8 +496,8 @@ def fp16_scale(gradients: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, Ten
 def normalised(token_weights: Tensor, logit_scale: float, dtype: torch.dtype) -> Tensor:
     """Times a power of two that brings the largest, times ``logit_scale``, near a common size.
 
-    ``eager`` makes gradients for them in the forward and multiplies by a scalar in the backward: what
-    ``dtype`` cannot hold in between would be lost. The same on every rank.
+    ``grad_in_forward`` makes gradients for them in the forward and multiplies by a scalar in the backward:
+    what ``dtype`` cannot hold in between would be lost. The same on every rank.
     """
     if not token_weights.numel():
         return token_weights

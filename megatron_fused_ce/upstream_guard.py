@@ -1,12 +1,12 @@
-"""What must not reach an optimizer step: ``eager``'s broken promises, gradients of a failed backward.
+"""Blocks the optimizer step when gradients are known to be wrong.
 
-The never-silent rule of ``eager``: a wrong upstream gradient never reaches an optimizer step.
+The never-silent rule of ``grad_in_forward``: a wrong upstream gradient never reaches an optimizer step.
 
-``eager`` builds its gradients in the forward, for token weights ``w`` known there, and scales them in
-the backward by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
-token. :func:`fit` finds ``c`` and whether that holds, on the device; :func:`watch` remembers a
-mismatch there, in a flag that outlives steps and CUDA graphs; :func:`check` reads the flag where the
-host waits anyway, before a parameter changes. Nobody waits in the forward or the backward.
+``grad_in_forward`` builds its gradients in the forward, for token weights ``w`` known there, and scales them
+in the backward by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
+token. :func:`fit` finds ``c`` and whether that holds, on the device; :func:`watch` remembers a mismatch
+there, in a flag that outlives steps and CUDA graphs; :func:`check` reads the flag where the host waits
+anyway, before a parameter changes. Nobody waits in the forward or the backward.
 
 NaN gradients instead of a flag would not do: Megatron's NaN check is off in the first iteration, under
 fp16's dynamic loss scale (which skips such steps in silence, for ever) and in full-iteration CUDA
@@ -37,11 +37,13 @@ _FIX = (
 )
 
 #: What a CUDA graph's assertion prints; torch takes at most 254 characters there.
-_ASSERTION = "fused-ce eager: upstream gradient is not a scalar times the token weights; " + _FIX
+_ASSERTION = (
+    "fused-ce grad_in_forward: upstream gradient is not a scalar times the token weights; " + _FIX
+)
 
 
 class UpstreamMismatch(RuntimeError):
-    """The loss's upstream gradient was not a scalar times the token weights given to ``eager``."""
+    """The loss's upstream gradient was not a scalar times the token weights given to ``grad_in_forward``."""
 
 
 class AbandonedGradient(RuntimeError):
@@ -113,8 +115,8 @@ def prepare(device: torch.device) -> None:
         return
     if _captures(device):
         raise RuntimeError(
-            "strategy eager is used for the first time while a CUDA graph is captured; run one step "
-            "before the capture, as torch's and Megatron's warm-up do, or use strategy store or "
+            "strategy grad_in_forward is used for the first time while a CUDA graph is captured; run one "
+            "step before the capture, as torch's and Megatron's warm-up do, or use strategy store or "
             "recompute"
         )
     _flags[device] = _Flag(torch.zeros(2, dtype=torch.bool, device=device))
@@ -184,8 +186,8 @@ def check() -> None:
             flag.seen.zero_()
         raise UpstreamMismatch(
             "the upstream gradient of a per-token loss is not a scalar times the token weights that "
-            "strategy eager was given in the forward (under Megatron: the loss_mask that the model was "
-            f"called with), so its gradients are wrong; they were not applied. To go on: {_FIX}"
+            "strategy grad_in_forward was given in the forward (under Megatron: the loss_mask that the model "
+            f"was called with), so its gradients are wrong; they were not applied. To go on: {_FIX}"
         )
 
 

@@ -126,10 +126,10 @@ def check_asked(
             f"predicted ids are exact below {LARGEST_ID}; {weight.shape[0]} rows on each of {tp_size} "
             "ranks are more"
         )
-    if differentiable and config.strategy == "eager":
+    if differentiable and config.strategy == "grad_in_forward":
         raise ValueError(
-            "strategy 'eager' makes the gradients in the forward and cannot know the upstream gradients of "
-            f"{', '.join(outputs)}; use 'store', 'recompute' or 'auto', or differentiable=False"
+            "strategy 'grad_in_forward' makes the gradients in the forward and cannot know the upstream "
+            f"gradients of {', '.join(outputs)}; use 'store', 'recompute' or 'auto', or differentiable=False"
         )
     if teacher is None:
         return

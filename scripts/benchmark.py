@@ -2,10 +2,10 @@
 
     python scripts/benchmark.py --shapes llama3-8b --tokens 8192 32768
     python scripts/benchmark.py --preset reach --peers --name reach --results-dir docs/benchmarks/results
-    python scripts/benchmark.py --shape 4096 128256 --strategies store eager:8192 recompute/rows
-    python scripts/benchmark.py --tp 4 --sequence-parallel --shapes llama3-8b --tokens 32768 --lean
-    python scripts/benchmark.py --tp 4 --preset tp-reach --peers --name tp4
-    python scripts/benchmark.py --render RESULT.json
+    python scripts/benchmark.py --shape 4096 128256 --strategies store grad_in_forward:8192
+    recompute/gemm_rows python scripts/benchmark.py --tp 4 --sequence-parallel --shapes llama3-8b --tokens
+    32768 --lean python scripts/benchmark.py --tp 4 --preset tp-reach --peers --name tp4 python
+    scripts/benchmark.py --render RESULT.json
 
 Before anything is timed every variant is checked against fp64 on some of the tokens, and against a
 blockwise fp32 reference at the timed size: a strategy of this package that is wrong ends the run with
@@ -19,9 +19,9 @@ roofs are the shard's, all ranks at once.
     roof      the three matrix products alone, by cuBLAS, on the true grad_logits of these operands
     roof-4    the same with the logits computed twice: the floor of recompute
     roof-raw  the last two products on raw logits: they cost more, the chip being limited by power
-    store, eager, recompute, auto
-              this package; NAME[:C][/PASS][/MERGE] sets the tokens of a chunk, the logit pass (exp,
-              rows) and how statistics are merged over the ranks (packed, all_reduce)
+    store, grad_in_forward, recompute, auto
+              this package; NAME[:C][/PASS][/MERGE] sets the tokens of a chunk, the logits backend
+              (scaled_exp, rows) and how statistics are merged over the ranks (packed, all_reduce)
     megatron-*
               Megatron's output layer with its cross entropies and Transformer Engine's
     the rest  scripts/peers.py, with --peers: over several ranks those that know vocabulary shards
@@ -60,7 +60,7 @@ from benchmark_problem import DTYPES, SHAPES, World, start_ranks, world_size
 from benchmark_roof import ROOFS
 from benchmark_variants import MERGES, Strategy, Variant, megatron, ours, parse_strategy, peers
 
-from megatron_fused_ce.config import LOGIT_PASS_CHOICES, STRATEGY_CHOICES
+from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.testing.provenance import commit
 
 TP_CELLS = [("llama3-8b", 8192), ("llama3-8b", 32768), ("llama3-70b", 32768)]
@@ -146,13 +146,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--strategies",
         nargs="+",
         metavar="NAME[:C][/PASS][/MERGE]",
-        help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logit pass exp or rows, merge of "
-        f"statistics {' or '.join(MERGES) or '(none here)'} (default: all but auto)",
+        help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logits backend scaled_exp or gemm_rows, "
+        f"merge of statistics {' or '.join(MERGES) or '(none here)'} (default: all but auto)",
     )
     add(
-        "--logit-pass",
+        "--logits-backend",
         nargs="+",
-        choices=LOGIT_PASS_CHOICES,
+        choices=LOGITS_BACKEND_CHOICES,
         help="each strategy that names no pass, with each of these",
     )
     add("--merge", nargs="+", metavar="MERGE", help="each strategy that names none, with each")
@@ -258,26 +258,26 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
 
 
 def strategies_of(given: argparse.Namespace) -> list[str]:
-    """Each strategy with each number of chunk tokens, logit pass and merge.
+    """Each strategy with each number of chunk tokens, logits backend and merge.
 
-    ``eager`` only where the upstream gradient lets it; ``auto`` chooses its chunks itself.
+    ``grad_in_forward`` only where the upstream gradient lets it; ``auto`` chooses its chunks itself.
     """
     names = given.strategies
     if names is None:
-        names = ["store", "eager", "recompute"]
+        names = ["store", "grad_in_forward", "recompute"]
         if given.upstream == "random":
-            names.remove("eager")
+            names.remove("grad_in_forward")
     chosen: list[str] = []
     for name in names:
         own = parse_strategy(name)
-        if own.name == "eager" and given.upstream == "random":
-            raise ValueError("eager needs --upstream weights")
+        if own.name == "grad_in_forward" and given.upstream == "random":
+            raise ValueError("grad_in_forward needs --upstream weights")
         fixed = own.chunk_tokens or own.name == "auto"
         sizes = [own.chunk_tokens] if fixed else given.chunk_tokens or [None]
-        passes = [own.logit_pass] if own.logit_pass else given.logit_pass or [None]
+        passes = [own.logits_backend] if own.logits_backend else given.logits_backend or [None]
         merges = [own.merge] if own.merge else given.merge or [None]
-        for logit_pass, merge, size in product(passes, merges, sizes):
-            chosen.append(str(Strategy(own.name, size, logit_pass, merge)))
+        for logits_backend, merge, size in product(passes, merges, sizes):
+            chosen.append(str(Strategy(own.name, size, logits_backend, merge)))
             parse_strategy(chosen[-1])
     return list(dict.fromkeys(chosen))
 

@@ -118,7 +118,7 @@ class Outcome:
     samples: list[list[float]] = field(default_factory=list)  # [forward, backward] of each block
     steps: int = 0
     chunk_tokens: int | None = None  # that it ran with
-    logit_pass: str | None = None  # that served
+    logits_backend: str | None = None  # that served
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -709,7 +709,10 @@ def measure_cell(
     for outcome in outcomes.values():
         if outcome.variant.config is not None:
             choice = chosen(outcome.variant, problem, world)
-            outcome.chunk_tokens, outcome.logit_pass = choice.chunk_tokens, choice.logit_pass
+            outcome.chunk_tokens, outcome.logits_backend = (
+                choice.chunk_tokens,
+                choice.logits_backend,
+            )
             outcome.extra["plan"] = choice.strategy
             outcome.extra["predicted_peak_mib"] = choice.predicted_peak_mib
     check_full(list(outcomes.values()), problem, world, plain_loss, plain)
@@ -790,7 +793,7 @@ def rows_of(
             "spread": None,
             "tflops": None,
             "steps": outcome.steps,
-            "logit_pass": outcome.logit_pass,
+            "logits_backend": outcome.logits_backend,
             "end_point": settings.end_point,
             "upstream": "one scalar" if variant.one_upstream else settings.upstream,
             "loss_error": outcome.loss_error,
@@ -829,24 +832,28 @@ def peak_bound_mib(
 ) -> float | None:
     """What the targets allow above inputs, `grad_hidden` and the end point, for one rank's rows.
 
-    ``recompute`` 2·C·V + X, ``store`` 2·T·V + X, ``eager`` 2·C·V + 4·V·H + X with
+    ``recompute`` 2·C·V + X, ``store`` 2·T·V + X, ``grad_in_forward`` 2·C·V + 4·V·H + X with
     X = 2·C·H + 12·C·V/256 + 64 MiB, and 4·V·H where the end point is a ``.grad`` of 2 bytes an entry.
-    Over R ranks ``recompute`` and ``eager`` may hold two chunks of logits (2·(2·C·V + 12·C·V/256)), and
-    all of them `HIDDEN_BUFFERS` of 2·C·H and the statistics of one merge, 16·C·(R + 1).
+    Over R ranks ``recompute`` and ``grad_in_forward`` may hold two chunks of logits (2·(2·C·V + 12·C·V/256)),
+    and all of them `HIDDEN_BUFFERS` of 2·C·H and the statistics of one merge, 16·C·(R + 1).
     """
     variant, T, H, V = outcome.variant, cell.num_tokens, cell.hidden_size, num_rows
     if variant.family != "ours" or settings.dtype.itemsize != 2:
         return None
     C = outcome.chunk_tokens
     strategy = outcome.extra.get("plan", "")
-    if C is None or strategy not in ("recompute", "store", "eager"):
+    if C is None or strategy not in ("recompute", "store", "grad_in_forward"):
         return None
     chunks, buffers, merge = 1, 1, 0
     if tp_size > 1:
         chunks, merge = 2, 16 * C * (tp_size + 1)
         buffers = HIDDEN_BUFFERS[cell.sequence_parallel]
     held = min(chunks * C, T)  # tokens whose logits, and tiles' statistics, are there at once
-    own = {"recompute": 2 * held * V, "store": 2 * T * V, "eager": 2 * held * V + 4 * V * H}
+    own = {
+        "recompute": 2 * held * V,
+        "store": 2 * T * V,
+        "grad_in_forward": 2 * held * V + 4 * V * H,
+    }
     bound = own[strategy] + 2 * buffers * C * H + merge + 12 * held * V / 256 + 64 * MIB
     return rounded((bound + (4 * V * H if settings.end_point == "grad" else 0)) / MIB, 1)
 

@@ -49,7 +49,7 @@ class Option:
     target: float = 1.02
 
     def fits(self, strategy: str) -> bool:
-        return strategy != "eager" or not self.differentiable
+        return strategy != "grad_in_forward" or not self.differentiable
 
 
 def options_of(vocab: int) -> list[Option]:
@@ -62,7 +62,7 @@ def options_of(vocab: int) -> list[Option]:
         Option("z-loss", {"z_loss": 1e-4}),
         Option("masked padding", {"true_vocab_size": true_size}),
         Option("softcap", {"logit_softcap": 30.0}),
-        Option("softcap, rows", {"logit_softcap": 30.0, "logit_pass": "rows"}),
+        Option("softcap, rows", {"logit_softcap": 30.0, "logits_backend": "gemm_rows"}),
         Option("label smoothing", {"label_smoothing": 0.1}),
         Option("logits rounded", {"logit_precision": "activations"}),
         Option("accuracy", {}, ("correct",)),
@@ -208,7 +208,10 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama3-8b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     parser.add_argument(
-        "--strategies", nargs="+", choices=["store", "eager", "recompute"], default=["store"]
+        "--strategies",
+        nargs="+",
+        choices=["store", "grad_in_forward", "recompute"],
+        default=["store"],
     )
     parser.add_argument("--options", nargs="+", help="only these, beside the plain loss")
     parser.add_argument("--blocks", type=int, default=5)

@@ -69,8 +69,8 @@ def title(row: dict[str, Any]) -> str:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """The variant, with the logit pass that served and what ``auto`` chose."""
-    name, plan, served = row["variant"], row.get("plan"), row.get("logit_pass")
+    """The variant, with the logits backend that served and what ``auto`` chose."""
+    name, plan, served = row["variant"], row.get("plan"), row.get("logits_backend")
     if served and not name.endswith(f"/{served}"):
         name += f" {served}"
     return f"{name} ({plan})" if name.startswith("auto") and plan else name

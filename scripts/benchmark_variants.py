@@ -17,9 +17,9 @@ import torch
 from benchmark_problem import MIB, Problem, Run, World
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, logit_pass, planner
+from megatron_fused_ce import FusedCEConfig, logits_backend, planner
 from megatron_fused_ce import config as options
-from megatron_fused_ce.config import LOGIT_PASS_CHOICES, STRATEGY_CHOICES
+from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.grad_weight import kind_of
 from megatron_fused_ce.op import linear_cross_entropy
 
@@ -51,7 +51,7 @@ class Strategy(NamedTuple):
 
     name: str
     chunk_tokens: int | None = None
-    logit_pass: str | None = None
+    logits_backend: str | None = None
     merge: str | None = None
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Strategy(NamedTuple):
 
     @property
     def ways(self) -> str:
-        return "".join(f"/{way}" for way in (self.logit_pass, self.merge) if way)
+        return "".join(f"/{way}" for way in (self.logits_backend, self.merge) if way)
 
 
 def parse_strategy(text: str) -> Strategy:
@@ -73,12 +73,12 @@ def parse_strategy(text: str) -> Strategy:
         raise ValueError(f"chunk tokens of {text!r} must be a whole number of 1 or more")
     asked: dict[str, str] = {}
     for way in ways:
-        if way in LOGIT_PASS_CHOICES and not asked:
-            asked["logit_pass"] = way
+        if way in LOGITS_BACKEND_CHOICES and not asked:
+            asked["logits_backend"] = way
         elif way in MERGES and "merge" not in asked:
             asked["merge"] = way
         else:
-            known = f"logit passes are {', '.join(LOGIT_PASS_CHOICES)}, merges "
+            known = f"logits backends are {', '.join(LOGITS_BACKEND_CHOICES)}, merges "
             known += ", ".join(MERGES) or "none: FusedCEConfig has no merge"
             raise ValueError(f"{text!r} does not fit NAME[:C][/PASS][/MERGE]: {known}")
     return Strategy(name, int(tokens) if tokens else None, **asked)
@@ -102,7 +102,7 @@ def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
         strategy=strategy,
         chunk_tokens=asked.chunk_tokens,
         memory_mb=memory_mb if strategy == "auto" else None,
-        logit_pass=asked.logit_pass or "auto",
+        logits_backend=asked.logits_backend or "auto",
         **merge,
     )
     return of_config(world, strategy + asked.ways, config)
@@ -134,7 +134,9 @@ def loss_of(problem: Problem, world: World, config: FusedCEConfig) -> Tensor:
         problem.labels,
         tp_group=world.group if world.size > 1 else None,
         sequence_parallel=world.sequence_parallel,
-        token_weights=problem.token_weights if config.strategy in ("auto", "eager") else None,
+        token_weights=problem.token_weights
+        if config.strategy in ("auto", "grad_in_forward")
+        else None,
         vocab_start=problem.vocab_start,
         config=config,
         open_grad_weight=problem.open_grad_weight,
@@ -148,16 +150,16 @@ class Chosen:
 
     strategy: str
     chunk_tokens: int
-    logit_pass: str
+    logits_backend: str
     predicted_peak_mib: float
 
 
 def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
-    """As `linear_cross_entropy` chooses: logit pass, strategy and chunks of this call."""
+    """As `linear_cross_entropy` chooses: logits backend, strategy and chunks of this call."""
     config = variant.config
     assert config is not None
     num_rows, hidden_size = problem.weight.shape
-    logits, _ = logit_pass.choose(config, problem.hidden, problem.weight)
+    logits, _ = logits_backend.choose(config, problem.hidden, problem.weight)
     plan = planner.plan(
         planner.PlanInputs.of(
             config,
@@ -169,7 +171,7 @@ def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
             tp_size=world.size,
             end_point=kind_of(problem.open_grad_weight),
             token_weights_known=problem.token_weights is not None,
-            logit_pass=logits.name,
+            logits_backend=logits.name,
             device=torch.cuda.get_device_name() if world.on_gpu else "cpu",
         )
     )

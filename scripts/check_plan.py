@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
+import committed_results
 import marked_document
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
@@ -97,7 +97,7 @@ def h200() -> Gpu:
 def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, row) of every launch that trained or ran out of memory."""
     for name in LAUNCHES:
-        content = json.loads((RESULTS / f"{DAY}{name}.json").read_text())
+        content = committed_results.load(RESULTS / f"{DAY}{name}.json")
         rows = content["rows"] if isinstance(content, dict) else content
         commit = content["environment"]["commit"] if isinstance(content, dict) else ""
         for row in rows:
@@ -149,7 +149,7 @@ def steps() -> list[Compared]:
 def head_rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, row) of Megatron's own paths and of the strategies, in an fp32 ``main_grad``."""
     for name in HEADS:
-        for row in json.loads((RESULTS / f"{DAY}{name}.json").read_text()):
+        for row in committed_results.load(RESULTS / f"{DAY}{name}.json"):
             ours = row["variant"] in STRATEGY_CHOICES and row["chunk_tokens"]
             if row["peak_mib"] and (row["variant"] in STOCK or ours):
                 yield name, row

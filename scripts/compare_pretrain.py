@@ -92,15 +92,15 @@ REPEATS = set()
 for _name, _flags in {
     "options-recompute": f"{OPTIONS} --fused-ce-strategy recompute",
     "options-store": f"{OPTIONS} --fused-ce-strategy store",
-    "options-eager": f"{OPTIONS} --fused-ce-strategy eager",
-    "options-smoothing": f"{OPTIONS} --fused-ce-label-smoothing 0.1",  # by another logit pass
+    "options-grad-in-forward": f"{OPTIONS} --fused-ce-strategy grad_in_forward",
+    "options-smoothing": f"{OPTIONS} --fused-ce-label-smoothing 0.1",  # by another logits backend
     "options-skip": f"{OPTIONS} --fused-ce-skip-masked",
 }.items():
     VARIANTS[_name] = VARIANTS[f"{_name}-again"] = _flags
     VARIANTS[f"{_name}-graph"] = f"{_flags} --cuda-graph-impl full_iteration"
     AGAINST |= {f"{_name}-again": _name, f"{_name}-graph": _name}
     REPEATS.add(f"{_name}-again")
-AGAINST |= {f"options-{like}": "options-recompute" for like in ("store", "eager", "skip")}
+AGAINST |= {f"options-{like}": "options-recompute" for like in ("store", "grad-in-forward", "skip")}
 for _name in ("options-recompute", "options-smoothing"):
     AGAINST[_name] = _name  # nothing is like them
 # Variants that Megatron's arguments refuse, and what lifts the refusal.

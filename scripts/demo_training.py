@@ -272,7 +272,7 @@ def train(job: Job, name: str, report: Callable[[Run], None]) -> Run:
 
 @contextlib.contextmanager
 def watch(tracker: LogitStorages, *, eager: bool) -> Iterator[None]:
-    """Run with the tracker; `eager` keeps torch.compile's functions from hiding their storages."""
+    """Run with the tracker; `grad_in_forward` keeps torch.compile's functions from hiding their storages."""
     previous = torch.compiler.set_stance("force_eager") if eager else None
     with previous or contextlib.nullcontext(), tracker:
         yield

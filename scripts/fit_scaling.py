@@ -15,7 +15,6 @@ Exit code 2: a file that is missing or unreadable, or no row that can be used.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
+import committed_results
 import marked_document
 import numpy as np
 
@@ -31,7 +31,7 @@ from megatron_fused_ce.planner import PlanInputs, plan
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks" / "results"
 PART = "scripts/fit_scaling.py"
-STRATEGIES = ("store", "eager", "recompute")
+STRATEGIES = ("store", "grad_in_forward", "recompute")
 TILE_COLUMNS = 256
 Row = dict[str, Any]
 
@@ -133,7 +133,7 @@ def collectives(case: Case, link: Link, rate: float) -> Collectives:
         return max(0.0, sum(under_one_product) - product)
 
     n = case.num_chunks
-    if case.strategy == "eager":
+    if case.strategy == "grad_in_forward":
         every = n * (gather + statistics + reduce)
         ends = gather + (statistics if n == 1 else 0.0)
         late = (n - 1) * too_long(gather) + n * too_long(reduce)
@@ -163,7 +163,7 @@ def columns(case: Case, link: Link, rate: float) -> list[float]:
     passed += 16.0 * tokens * math.ceil(rows / TILE_COLUMNS)  # statistics of tiles, there and back
     if case.strategy != "recompute":
         passed += 4.0 * tokens * hidden_size + 4.0 * own * hidden_size  # rows times their factor
-    if case.strategy == "eager":
+    if case.strategy == "grad_in_forward":
         passed += 12.0 * rows * hidden_size  # the last pass over grad_weight
     return [
         8.0 * rows * hidden_size * (case.num_chunks - 1),
@@ -207,7 +207,7 @@ class Model:
 def case_of(row: Row) -> Case | None:
     """The case of one row of scripts/benchmark.py, None where the model is not of it."""
     wanted = ("T", "H", "V", "tp", "variant", "chunk_tokens", "time_ms", "roof_ms")
-    if any(row.get(name) is None for name in wanted) or row.get("logit_pass") != "exp":
+    if any(row.get(name) is None for name in wanted) or row.get("logits_backend") != "scaled_exp":
         return None
     strategy, _, merge = str(row["variant"]).partition("/")
     if strategy not in STRATEGIES or row.get("end_point", "main_grad") != "main_grad":
@@ -314,7 +314,7 @@ def fit(rows: Sequence[Row], link: Link | None = None) -> Model:
         values.append(excess / roof_s)
     if not table:
         raise ValueError(
-            "no row of store, eager or recompute with the exponentiating product; give results of "
+            "no row of store, grad_in_forward or recompute with the scaled-exp GEMM; give results of "
             "scripts/benchmark.py"
         )
     x, errors = least_squares(np.array(table), np.array(values))
@@ -497,7 +497,7 @@ def read(paths: Iterable[Path]) -> list[Row]:
     rows: list[Row] = []
     for path in paths:
         try:
-            content = json.loads(path.read_text())
+            content = committed_results.load(path)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
         except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ most memory allocated, the losses. Variants:
               ``te`` with Megatron's refusal lifted by `launch_te_loss.py`: for comparison only
     many-connections
               ``auto`` without CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron refuses as well
-    auto, eager, store, recompute
+    auto, grad_in_forward, store, recompute
               ``--fused-chunked-ce`` with that strategy; every ``--fused-ce-...`` flag given to this
               script goes to them
     NAME=FLAGS by ``--variant``
@@ -66,7 +66,7 @@ from megatron_logs import Figures, UsageError, is_error, log_texts
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "results"
 DEFAULT_LENGTHS = (16384, 131072, 32768, 65536)  # speed and reach first: time may run out
-DEFAULT_VARIANTS = ("auto", "native", "unfused", "store", "eager", "recompute", "te")
+DEFAULT_VARIANTS = ("auto", "native", "unfused", "store", "grad_in_forward", "recompute", "te")
 
 KEYS = (
     *("commit", "device", "torch", "triton", "megatron", "transformer_engine", "shape", "T", "H"),
@@ -154,7 +154,7 @@ VARIANTS = {
     "te": launches.VARIANTS["te-lifted"],
     "te-lifted": launches.VARIANTS["te-lifted"],
     "auto": _strategy("auto"),
-    "eager": _strategy("eager"),
+    "grad_in_forward": _strategy("grad_in_forward"),
     "store": _strategy("store"),
     "recompute": _strategy("recompute"),
     "many-connections": _strategy("auto"),

@@ -1,9 +1,9 @@
 """Where the time of one step of the head goes, kernel by kernel, beside its matrix products alone.
 
     python scripts/profile_head.py --shapes llama3-8b --tokens 8192
-    python scripts/profile_head.py --shapes llama3-70b --tokens 8192 --strategies store eager --name profile
-    python scripts/profile_head.py --tp 4 --sequence-parallel --tokens 32768 --name overlap
-    python scripts/profile_head.py --render RESULT.json
+    python scripts/profile_head.py --shapes llama3-70b --tokens 8192 --strategies store grad_in_forward --name
+    profile python scripts/profile_head.py --tp 4 --sequence-parallel --tokens 32768 --name overlap python
+    scripts/profile_head.py --render RESULT.json
 
 Per variant (those of scripts/benchmark.py: NAME[:C][/PASS][/MERGE], roof, megatron-te ...), milliseconds a
 step: every kernel, by kind; *compute*, the time in which some kernel that is no collective runs;
@@ -535,7 +535,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--strategies",
         nargs="+",
-        default=["roof", "store", "eager", "recompute", "megatron-te"],
+        default=["roof", "store", "grad_in_forward", "recompute", "megatron-te"],
         help="variants (default: %(default)s)",
     )
     add("--dtype", choices=DTYPES, default="bfloat16")

@@ -9,11 +9,11 @@ Exit code 2: a result file, a row of it or a pair of comments that is missing. N
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import committed_results
 import marked_document
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ class Results:
     def __init__(self, name: str) -> None:
         self.path = RESULTS / f"{name}.json"
         try:
-            self.rows: list[Row] = json.loads(self.path.read_text())
+            self.rows: list[Row] = committed_results.load(self.path)
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path.name} cannot be read: {error}") from None
 
@@ -85,7 +85,7 @@ def one_gpu() -> str:
         Results("2026-11-21-h200-reach-llama3-8b"),
         {"T": 32768},
         [
-            ("`eager`, what `auto` takes here", variants("eager")),
+            ("`grad_in_forward`, what `auto` takes here", variants("grad_in_forward")),
             ("`store`", variants("store")),
             ("`recompute` ({own} of four products)", variants("recompute")),
             ("Megatron unfused", variants("megatron-unfused")),
@@ -111,8 +111,11 @@ def four_gpus() -> str:
         [
             ("`store`, chunks of 8192 tokens", [{"variant": "store", **chunks}]),
             (
-                "`eager`, chunks of 8192, with two all-reduces",
-                [{"variant": "eager", **chunks}, {"variant": "eager/all_reduce", **chunks}],
+                "`grad_in_forward`, chunks of 8192, with two all-reduces",
+                [
+                    {"variant": "grad_in_forward", **chunks},
+                    {"variant": "grad_in_forward/all_reduce", **chunks},
+                ],
             ),
             (
                 "`recompute`, chunks of 8192 ({own} of four products)",

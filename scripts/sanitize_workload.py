@@ -56,7 +56,7 @@ MODULES = {
     "portable": ("exp_product", "exp_rows"),
     "hopper": ("exp_product_hopper",),
 }
-STRATEGIES = ("recompute", "store", "eager")
+STRATEGIES = ("recompute", "store", "grad_in_forward")
 #: Of a kernel's PTX: what runs beside the threads that issued it.
 ASYNCHRONOUS = {
     "cp.async.bulk.tensor": "TMA",
@@ -151,7 +151,7 @@ def evaluate(inputs: HeadInputs, device: torch.device, **options: Any) -> HeadRe
     there = on(inputs, device)
     hidden, weight = there.hidden.requires_grad_(), there.weight.requires_grad_()
     config = inputs.config
-    if config.strategy == "eager":
+    if config.strategy == "grad_in_forward":
         options["token_weights"] = there.grad_loss / 1.5
     loss = linear_cross_entropy(hidden, weight, there.labels, config=config, **options).loss
     loss.backward(there.grad_loss)
@@ -269,7 +269,7 @@ def outlier(device: torch.device) -> None:
     inputs.hidden[..., 0] = 1.0
     inputs.weight[sizes["vocab"] // 2 + 1] = 0.0
     inputs.weight[sizes["vocab"] // 2 + 1, 0] = 100.0
-    config = FusedCEConfig(strategy="store", num_chunks=2, logit_pass="exp")
+    config = FusedCEConfig(strategy="store", num_chunks=2, logits_backend="scaled_exp")
     inputs = replace(inputs, config=config)
     made = evaluate(inputs, device)
     if device.type == "cuda":
@@ -288,7 +288,7 @@ def exp_sizes(device: torch.device) -> dict[str, Any]:
 
 
 def checks_of_rows() -> dict[str, Check]:
-    rows: dict[str, Any] = {"logit_pass": "rows", "row_backend": "triton"}
+    rows: dict[str, Any] = {"logits_backend": "gemm_rows", "row_backend": "triton"}
     made: dict[str, Check] = {"shards": shards, "pause": pause}
     for dtype in (torch.bfloat16, torch.float32):
         for strategy in STRATEGIES:
@@ -308,14 +308,18 @@ def checks_of_exp(device: torch.device) -> dict[str, Check]:
     sizes = exp_sizes(device)
     made: dict[str, Check] = {"rescaling": rescaling, "outlier": outlier}
     for strategy in STRATEGIES:
-        exp: dict[str, Any] = {"strategy": strategy, "logit_pass": "exp"}
+        exp: dict[str, Any] = {"strategy": strategy, "logits_backend": "scaled_exp"}
         made[strategy] = head("odd-labels", sizes, **exp)
         made[f"{strategy}, all options"] = head(
             "odd-labels", sizes, z_loss=1e-3, logit_softcap=30.0, true_vocab_size=45, **exp
         )
     small = {**sizes, "s": 1, "b": 1, "vocab": 8}
-    made["one token, 8 columns"] = head("plain", small, strategy="recompute", logit_pass="exp")
-    made["from id 1000"] = head("odd-labels", sizes, 1000, strategy="store", logit_pass="exp")
+    made["one token, 8 columns"] = head(
+        "plain", small, strategy="recompute", logits_backend="scaled_exp"
+    )
+    made["from id 1000"] = head(
+        "odd-labels", sizes, 1000, strategy="store", logits_backend="scaled_exp"
+    )
     return made
 
 

@@ -110,7 +110,7 @@ class Problem:
     num_chunks: int | None
     memory_mb: int | None
     merge: str
-    logit_pass: str
+    logits_backend: str
     knows_weights: bool
     in_place: bool  # grad_weight goes into an fp32 main_grad
     in_flight: int  # forwards before the first backward
@@ -121,13 +121,13 @@ class Problem:
         r = random.Random(seed)
         tp = r.choice(list(tp_sizes))
         dtype = r.choice([torch.bfloat16] * 3 + [torch.float32, torch.float16])
-        logit_pass = r.choice(["auto", "auto", "rows"])
+        logits_backend = r.choice(["auto", "auto", "gemm_rows"])
         rows = (r.choice(SHARD_ROWS[device]),) * tp
-        if logit_pass == "rows" and r.random() < 0.3:
+        if logits_backend == "gemm_rows" and r.random() < 0.3:
             rows = tuple(n + r.randrange(9) for n in rows)
         batch = r.choice([1, 2, 3])
         cut = r.choice(["chunks", "tokens", "budget"])
-        strategy = r.choice(["store", "eager", "eager", "recompute", "auto"])
+        strategy = r.choice(["store", "grad_in_forward", "grad_in_forward", "recompute", "auto"])
         budgets = (BUDGETS_MIB if strategy == "auto" else NAMED_BUDGETS_MIB)[device]
         return Problem(
             seed=seed,
@@ -144,8 +144,8 @@ class Problem:
             num_chunks=r.randrange(1, 8) if cut == "chunks" else None,
             memory_mb=r.randint(*budgets) if cut == "budget" else None,
             merge=r.choice(["packed", "all_reduce"]),
-            logit_pass=logit_pass,
-            knows_weights=strategy == "eager" or r.random() < 0.5,
+            logits_backend=logits_backend,
+            knows_weights=strategy == "grad_in_forward" or r.random() < 0.5,
             in_place=r.random() < 0.5,
             in_flight=r.choice([1, 1, 2]),
         )
@@ -158,7 +158,7 @@ class Problem:
             num_chunks=self.num_chunks,
             memory_mb=self.memory_mb,
             merge=self.merge,
-            logit_pass=self.logit_pass,
+            logits_backend=self.logits_backend,
             # Shards of unequal sizes are planned for together once they have been compared.
             debug_checks=len(set(self.shard_rows)) > 1 or self.seed % 16 == 0,
         )

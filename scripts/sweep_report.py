@@ -33,7 +33,7 @@ TITLES = {
 }
 COLOURS = {
     "store": "#08306b",
-    "eager": "#31a354",
+    "grad_in_forward": "#31a354",
     "recompute": "#e6550d",
     "any": "#756bb1",
     "auto": "#cb181d",

@@ -1,4 +1,4 @@
-"""Compiles the Hopper form of the exponentiating product for sm_90, without a GPU.
+"""Compiles the Hopper form of the scaled-exp GEMM for sm_90, without a GPU.
 
     python tests/compile_hopper.py
 

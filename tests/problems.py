@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
 LABELS = ("any", "one", "edges", "outside", "some outside")
 UPSTREAMS = ("normal", "mask", "one token", "zeros", "equal", "uneven")
-STRATEGIES = ("store", "eager", "recompute", "auto")
+STRATEGIES = ("store", "grad_in_forward", "recompute", "auto")
 STRIDES = ("contiguous", "transposed", "columns of more", "every second row", "expanded")
 
 
@@ -98,7 +98,7 @@ class Problem:
         )
 
     def token_weights(self, inputs: HeadInputs) -> Tensor:
-        """What ``eager`` is promised."""
+        """What ``grad_in_forward`` is promised."""
         return inputs.grad_loss * -(2.0**-self.log2_promise)
 
     def _operands(self) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ def run(
         options |= {"tp_group": group, "sequence_parallel": problem.sequence_parallel}
     if problem.names_start:
         options["vocab_start"] = sum(problem.shards[:rank]) if size > 1 else 0
-    if problem.config.strategy in ("eager", "auto"):
+    if problem.config.strategy in ("grad_in_forward", "auto"):
         options["token_weights"] = weights
     main_grad = None
     if problem.main_grad:
@@ -391,7 +391,7 @@ def holds_gradients(inputs: HeadInputs) -> bool:
     options = inputs.config
     largest = float(inputs.weight.abs().max())
     upstream = float(inputs.grad_loss.abs().max()) * max(1.0, abs(inputs.logit_scale))
-    waits = options.strategy in ("eager", "auto")
+    waits = options.strategy in ("grad_in_forward", "auto")
     lse = float(largest_logits(inputs)[1].max()) + math.log(inputs.weight.shape[0])
     if inputs.hidden.dtype != torch.float16:
         # Shards' parts, which may cancel; eager's are of upstream gradients of about 1.

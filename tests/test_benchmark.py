@@ -28,7 +28,7 @@ from tests.ranks.runner import case_names, run_cases  # noqa: E402
 
 BRIEF = ["--shapes", "tiny", "--tokens", "96", "--check-tokens", "48", "--blocks", "2"]
 BRIEF += ["--sample-ms", "1", "--no-megatron", "--dtype", "float32"]
-BRIEF += ["--logit-pass", "rows"]  # Triton's interpreter could serve the other, slowly
+BRIEF += ["--logits-backend", "gemm_rows"]  # Triton's interpreter could serve the other, slowly
 
 
 def bench(tmp_path, *words: str) -> tuple[int, list[dict]]:
@@ -70,7 +70,7 @@ def bench_foreign(tmp_path, monkeypatch, *variants: Variant) -> tuple[int, dict[
     words = [word for word in BRIEF if word != "--no-megatron"]
     code = benchmark.main([*words, "--strategies", "recompute", "--out", str(path)])
     rows = json.loads(path.read_text()) if path.exists() else []
-    return code, {row["variant"].removesuffix("/rows"): row for row in rows}
+    return code, {row["variant"].removesuffix("/gemm_rows"): row for row in rows}
 
 
 # --- what it writes --------------------------------------------------------------------------------
@@ -82,12 +82,12 @@ def test_rows_begin_with_the_keys_and_the_roofs(tmp_path):
     assert all(tuple(row)[: len(report.KEYS)] == report.KEYS for row in rows)
     names = [row["variant"] for row in rows]
     assert names[:3] == ["roof", "roof-4", "roof-raw"]
-    assert names[3:] == ["store/rows", "recompute/rows", "recompute/rows"]
+    assert names[3:] == ["store/gemm_rows", "recompute/gemm_rows", "recompute/gemm_rows"]
     assert [row["chunk_tokens"] for row in rows[4:]] == [32, 40]
     times = {row["variant"]: row["time_ms"] for row in rows}
     for row in rows:
         assert row["T"] == 96 and row["H"] == 64 and row["V"] == 512 and row["tp"] == 1
-        four = row["variant"] in ("recompute/rows", "roof-4")
+        four = row["variant"] in ("recompute/gemm_rows", "roof-4")
         assert row["roof_products"] == (4 if four else 3)
         assert row["roof_ms"] == times["roof-4" if four else "roof"] > 0
         assert row["ratio"] == pytest.approx(row["time_ms"] / row["roof_ms"], rel=0.02)
@@ -158,7 +158,7 @@ def test_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "out.json").read_text())
     assert all((row["tp"], row["V"]) == (2, 256) for row in rows)
-    names = ["roof", "roof-4", "roof-raw", "store/rows", "recompute/rows"]
+    names = ["roof", "roof-4", "roof-raw", "store/gemm_rows", "recompute/gemm_rows"]
     names += ["liger-tp", "liger-tp-loop", "verl-tp"]
     cells = [(sp, name) for sp in (True, False) for name in names]
     assert [(row["sp"], row["variant"]) for row in rows] == cells
@@ -237,7 +237,7 @@ def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
     assert printed.out == "" and "store" in printed.err
 
 
-def test_a_broken_promise_of_eager_prints_nothing(tmp_path, monkeypatch, capsys):
+def test_a_broken_promise_of_grad_in_forward_prints_nothing(tmp_path, monkeypatch, capsys):
     def flag(problem, mark):
         measure.upstream_guard.watch(torch.tensor(True))
         return plain_run(problem, mark)
@@ -270,7 +270,7 @@ def test_same_bits_sees_one_bit():
         ["--strategies", "stroe"],
         ["--strategies", "store:x"],
         ["--strategies", "store/fast"],
-        ["--strategies", "store/exp/rows"],
+        ["--strategies", "store/scaled_exp/gemm_rows"],
         ["--strategies", "store:"],
         ["--tp", "0"],
         ["--tp", "5", "--shapes", "tiny"],
@@ -288,35 +288,46 @@ def test_arguments_that_do_not_fit(words):
 
 
 def test_each_strategy_with_each_chunk_and_pass():
-    words = ["--strategies", "store", "recompute:64", "auto", "store:32/rows", "store"]
-    words += ["--chunk-tokens", "16", "32", "--logit-pass", "exp", "rows"]
+    words = ["--strategies", "store", "recompute:64", "auto", "store:32/gemm_rows", "store"]
+    words += ["--chunk-tokens", "16", "32", "--logits-backend", "scaled_exp", "gemm_rows"]
     assert benchmark.parse_arguments(words).strategies == [
-        *("store:16/exp", "store:32/exp", "store:16/rows", "store:32/rows"),
-        *("recompute:64/exp", "recompute:64/rows", "auto/exp", "auto/rows"),
+        *("store:16/scaled_exp", "store:32/scaled_exp", "store:16/gemm_rows", "store:32/gemm_rows"),
+        *("recompute:64/scaled_exp", "recompute:64/gemm_rows", "auto/scaled_exp", "auto/gemm_rows"),
     ]
 
 
 def test_chunks_of_the_plan_beside_others():
-    words = ["--strategies", "eager", "store:8", "--chunk-tokens", "plan", "16"]
-    assert benchmark.parse_arguments(words).strategies == ["eager", "eager:16", "store:8"]
+    words = ["--strategies", "grad_in_forward", "store:8", "--chunk-tokens", "plan", "16"]
+    assert benchmark.parse_arguments(words).strategies == [
+        "grad_in_forward",
+        "grad_in_forward:16",
+        "store:8",
+    ]
 
 
 def test_merges(monkeypatch):
     """Where the package knows several; a config is asked for one only where the strategy names it."""
     monkeypatch.setattr(benchmark_variants, "MERGES", ("auto", "packed", "all_reduce"))
-    words = ["--strategies", "eager:32/exp", "store/all_reduce", "--merge", "packed", "all_reduce"]
+    words = [
+        "--strategies",
+        "grad_in_forward:32/scaled_exp",
+        "store/all_reduce",
+        "--merge",
+        "packed",
+        "all_reduce",
+    ]
     given = benchmark.parse_arguments(words)
     assert given.strategies == [
-        *("eager:32/exp/packed", "eager:32/exp/all_reduce"),
+        *("grad_in_forward:32/scaled_exp/packed", "grad_in_forward:32/scaled_exp/all_reduce"),
         "store/all_reduce",
     ]
-    assert benchmark_variants.parse_strategy("eager:32/exp/packed") == (
-        "eager",
+    assert benchmark_variants.parse_strategy("grad_in_forward:32/scaled_exp/packed") == (
+        "grad_in_forward",
         32,
-        "exp",
+        "scaled_exp",
         "packed",
     )
-    for wrong in ("store/packed/exp", "store/packed/packed", "store/exp/max"):
+    for wrong in ("store/packed/scaled_exp", "store/packed/packed", "store/scaled_exp/max"):
         with pytest.raises(ValueError, match="merges auto, packed, all_reduce"):
             benchmark_variants.parse_strategy(wrong)
     made = []
@@ -326,15 +337,18 @@ def test_merges(monkeypatch):
         return FusedCEConfig(**words)
 
     monkeypatch.setattr(benchmark_variants, "FusedCEConfig", config)
-    assert benchmark_variants.ours(None, "eager:32/packed").key == "eager/packed:32"
-    benchmark_variants.ours(None, "eager")
+    assert (
+        benchmark_variants.ours(None, "grad_in_forward:32/packed").key
+        == "grad_in_forward/packed:32"
+    )
+    benchmark_variants.ours(None, "grad_in_forward")
     assert made[0]["merge"] == "packed" and "merge" not in made[1]
 
 
 def test_a_package_without_merges_says_so(monkeypatch):
     monkeypatch.setattr(benchmark_variants, "MERGES", ())
     with pytest.raises(ValueError, match="merges none: FusedCEConfig has no merge"):
-        benchmark_variants.parse_strategy("eager/packed")
+        benchmark_variants.parse_strategy("grad_in_forward/packed")
 
 
 def test_presets_over_ranks(monkeypatch):
@@ -464,7 +478,7 @@ def test_lean_checks_the_others_at_the_timed_size_alone(tmp_path, monkeypatch):
     rows = {row["variant"]: row for row in json.loads(path.read_text())}
     assert code == 0 and set(seen) == {96}
     assert 0 < rows["right"]["error"] == rows["right"]["full_error"] < 2e-6
-    assert 0 < rows["store/rows"]["error"] != rows["store/rows"]["full_error"]
+    assert 0 < rows["store/gemm_rows"]["error"] != rows["store/gemm_rows"]["full_error"]
     assert "roof-raw" not in rows and rows["right"]["ratio_raw"] is None
     assert "to fp32 at the timed size" in path.with_suffix(".md").read_text()
 
@@ -489,8 +503,10 @@ def test_the_peak_that_is_allowed():
     two = 2 * (logits + tiles) / 4 + merge + rest
     assert bound("recompute", 4) == pytest.approx(two + 2 * hidden, rel=1e-3)
     assert bound("recompute", 4, True) == pytest.approx(two + 4 * hidden, rel=1e-3)
-    eager = 4 * 128256 / 4 * 4096
-    assert bound("eager", 4, True) == pytest.approx(two + eager + 4 * hidden, rel=1e-3)
+    grad_in_forward = 4 * 128256 / 4 * 4096
+    assert bound("grad_in_forward", 4, True) == pytest.approx(
+        two + grad_in_forward + 4 * hidden, rel=1e-3
+    )
     # One chunk of all tokens is all that there is.
     one = bound("recompute", 4, num_tokens=8192)
     assert one == pytest.approx(two - (logits + tiles) / 4 + 2 * hidden, rel=1e-3)
@@ -530,7 +546,7 @@ def test_a_lost_device_keeps_the_cells_before(tmp_path, monkeypatch, capsys):
 
 
 def test_blocks_hold_everything_in_changing_order():
-    names = ["roof", "roof", "store", "eager", "recompute", "te"]
+    names = ["roof", "roof", "store", "grad_in_forward", "recompute", "te"]
     blocks = measure.block_order(names, 6, seed=0)
     assert all(sorted(block) == sorted(names) for block in blocks)
     assert len({tuple(block) for block in blocks}) > 3

@@ -702,10 +702,12 @@ def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
     ],
 )
 def test_the_flag_and_nothing_else_differs(fake, before, on_before):
-    given = f"{before} {fake} --bf16 --fused-ce-strategy eager --fused-chunked-ce --lr 1e-3"
+    given = (
+        f"{before} {fake} --bf16 --fused-ce-strategy grad_in_forward --fused-chunked-ce --lr 1e-3"
+    )
     command = flag_off_on.Command.of(given.split())
     assert command.off() == f"{before} {fake} --bf16 --lr 1e-3".split()
-    plugin = "--fused-ce-strategy eager --fused-chunked-ce"
+    plugin = "--fused-ce-strategy grad_in_forward --fused-chunked-ce"
     assert command.on() == f"{on_before} {fake} --bf16 --lr 1e-3 {plugin}".split()
     native = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
     assert command.other_stock() == [*command.off(), *native.split()]

@@ -374,8 +374,8 @@ def test_the_plugins_heads_are_the_planners():
         )  # fmt: skip
         assert head.predicted == chosen.predicted_peak_bytes
         grad_hidden = 2 * 32768 * 4096 // 4
-        # eager's backward runs no product of torch's, whose workspace the planner counts.
-        unused = 32 * MIB if chosen.strategy == "eager" else 0
+        # grad_in_forward's backward runs no product of torch's, whose workspace the planner counts.
+        unused = 32 * MIB if chosen.strategy == "grad_in_forward" else 0
         assert head.peak == chosen.predicted_peak_bytes + grad_hidden - unused
 
 

@@ -29,7 +29,7 @@ CASES = {
         f"{strategy}, fp32 main_grad": (torch.bfloat16, strategy, "fp32")
         for strategy in (*STRATEGIES, "auto")
     },
-    "eager, bf16 main_grad": (torch.bfloat16, "eager", "low"),
+    "grad_in_forward, bf16 main_grad": (torch.bfloat16, "grad_in_forward", "low"),
     "store, bf16 main_grad": (torch.bfloat16, "store", "low"),
     "store, fp16": (torch.float16, "store", "fp32"),
     "recompute, returned": (torch.float32, "recompute", "returned"),

@@ -58,7 +58,11 @@ def rows_of(model: Model, noise: float = 0.0) -> list[dict]:
                             time_ms = 1e3 * model.time_s(case, roof_ms * 1e-3)
                             time_ms *= 1 + noise * random.standard_normal()
                             of_it = {"sp": sp, "variant": strategy, "chunk_tokens": chunk_tokens}
-                            of_it |= {"logit_pass": "exp", "roof_ms": roof_ms, "time_ms": time_ms}
+                            of_it |= {
+                                "logits_backend": "scaled_exp",
+                                "roof_ms": roof_ms,
+                                "time_ms": time_ms,
+                            }
                             rows.append({**roof, **of_it})
     return rows
 
@@ -125,7 +129,7 @@ def test_rows_of_one_rank_leave_the_others_constants_at_0():
     "change",
     [
         {"time_ms": None},  # out of memory
-        {"logit_pass": "rows"},
+        {"logits_backend": "gemm_rows"},
         {"variant": "auto"},
         {"variant": "megatron-te"},
         {"end_point": "grad"},
@@ -143,7 +147,7 @@ def test_collectives_that_no_product_hides():
     rate = 2.0 * 8192 * 4096 * 32064 / 1e-3
     for gather_ms, late_ms in ((0.3, 0.0), (0.9, 0.0), (1.4, 0.4)):
         link = Link(0.0, 0.0, 2.0 * 8192 * 4096 * 3 / 4 / (gather_ms * 1e-3), "")
-        case = Case(4 * 8192, 4096, 32064, 4, True, "eager", 8192)
+        case = Case(4 * 8192, 4096, 32064, 4, True, "grad_in_forward", 8192)
         seen = fit_scaling.collectives(case, link, rate)
         statistics_s = link.time_s(4, 16.0 * 8192 * 4)
         assert seen.ends_s == pytest.approx(gather_ms * 1e-3)
@@ -232,7 +236,10 @@ def test_the_document_is_what_the_script_writes():
         ("{", "cannot be read as JSON"),
         ("{}", "no row named 'roof'"),
         ("[1]", "no row named 'roof'"),
-        (json.dumps([roof_row("llama3-8b", 8192, 1)]), "no row of store, eager or recompute"),
+        (
+            json.dumps([roof_row("llama3-8b", 8192, 1)]),
+            "no row of store, grad_in_forward or recompute",
+        ),
     ],
 )
 def test_bad_files_are_one_line_and_status_2(content, words, tmp_path, capsys):

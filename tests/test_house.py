@@ -203,7 +203,7 @@ def test_the_estimate_knows_numbers_only():
         ("row_ops", "strategies"),
         ("vocab_parallel", "strategies"),
         ("vocab_parallel", "pipeline"),
-        ("logit_pass", "pipeline"),
+        ("logits_backend", "pipeline"),
         ("grad_weight", "pipeline"),
         ("kernels", "pipeline"),
         ("pipeline", "strategies"),

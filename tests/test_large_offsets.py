@@ -25,8 +25,8 @@ from megatron_fused_ce.testing.reference import (
     plain_head,
 )
 from megatron_fused_ce.token_outputs import Upstream
-from tests.test_exp_pass import products
 from tests.test_op import run
+from tests.test_scaled_exp import products
 
 FAR = 2**31
 GIB = 2**30
@@ -163,18 +163,18 @@ def held(made: HeadResult, exact: HeadResult, eager: HeadResult, first: int) -> 
 
 def passes():
     """The rows, and every form of the product."""
-    return ["rows", *(module.__name__.rsplit(".", 1)[-1] for module in products())]
+    return ["gemm_rows", *(module.__name__.rsplit(".", 1)[-1] for module in products())]
 
 
 def taking(name, monkeypatch):
-    """The logit pass by name, in a form of its product."""
+    """The logits backend by name, in a form of its product."""
     chosen = {module.__name__.rsplit(".", 1)[-1]: module for module in products()}
     monkeypatch.setattr(forms, "product_for", lambda device: chosen.get(name))
-    return {"logit_pass": "rows" if name == "rows" else "exp"}
+    return {"logits_backend": "gemm_rows" if name == "gemm_rows" else "scaled_exp"}
 
 
 @needs(60)
-@pytest.mark.parametrize("strategy", ["recompute", "store", "eager"])
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
 @pytest.mark.parametrize("name", passes())
 @pytest.mark.parametrize("what", ["plain", "options", "outlier"])
 def test_a_chunk_of_more_logits(what, name, strategy, monkeypatch):
@@ -206,7 +206,7 @@ def large_weight():
 
 
 @needs(110)
-@pytest.mark.parametrize("strategy", ["recompute", "store", "eager"])
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
 @pytest.mark.parametrize("name", passes())
 def test_a_larger_weight(name, strategy, monkeypatch):
     torch.use_deterministic_algorithms(False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.logit_pass import choose
+from megatron_fused_ce.logits_backend import choose
 from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.reference import (
     KINDS,
@@ -21,9 +21,9 @@ from megatron_fused_ce.testing.reference import (
     plain_head,
     relative_error,
 )
-from tests.test_exp_pass import DTYPE as EXP_DTYPE
-from tests.test_exp_pass import HAS_EXP
 from tests.test_op import DTYPES, STRATEGIES, run
+from tests.test_scaled_exp import DTYPE as EXP_DTYPE
+from tests.test_scaled_exp import HAS_EXP
 
 
 def problem(kind, dtype, device, options, **shape):
@@ -168,7 +168,7 @@ def test_padded_columns_get_no_gradient_and_no_probability(device):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_ignored_token_takes_no_upstream(strategy, device):
-    """Nor does it break eager's promise, whatever its weight and its upstream gradient are."""
+    """Nor does it break grad_in_forward's promise, whatever its weight and its upstream gradient are."""
     inputs = problem("plain", torch.float32, device, {"ignore_index": -100})
     inputs.labels[:, ::2] = -100
     expected = run(inputs, replace(inputs.config, strategy=strategy))
@@ -231,12 +231,12 @@ def test_what_the_exponentiating_product_leaves_to_the_rows(name, device):
         "plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device
     )
     flat = inputs.hidden.flatten(0, 1)
-    by_name = replace(config, logit_pass="exp")
+    by_name = replace(config, logits_backend="scaled_exp")
     if config.label_smoothing:
         with pytest.raises(ValueError, match="cannot make label_smoothing"):
             choose(by_name, flat, inputs.weight)
     else:
-        assert choose(by_name, flat, inputs.weight)[0].name == "exp"
+        assert choose(by_name, flat, inputs.weight)[0].name == "scaled_exp"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -249,7 +249,9 @@ def test_logits_rounded_as_a_plain_layer_rounds_them(dtype, device):
     plain = F.cross_entropy(logits.float(), labels, reduction="none").view(23, 3).t()
     torch.testing.assert_close(run(inputs, config).loss, plain, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="cannot serve here"):
-        choose(replace(config, logit_pass="exp"), inputs.hidden.flatten(0, 1), inputs.weight)
+        choose(
+            replace(config, logits_backend="scaled_exp"), inputs.hidden.flatten(0, 1), inputs.weight
+        )
 
 
 def test_more_real_tokens_than_there_are_rows(device):

@@ -19,20 +19,20 @@ from megatron_fused_ce.testing.reference import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STRATEGIES = ("recompute", "store", "eager")
+STRATEGIES = ("recompute", "store", "grad_in_forward")
 
 
 def weights_for(strategy, upstream):
-    """What ``eager`` is told, None for the strategies that need not know."""
-    return {"token_weights": upstream / 1.5} if strategy == "eager" else {}
+    """What ``grad_in_forward`` is told, None for the strategies that need not know."""
+    return {"token_weights": upstream / 1.5} if strategy == "grad_in_forward" else {}
 
 
 def run(inputs, config, *, flat=False, **kwargs):
     """The op on whole inputs; returns its result in the inputs' shapes.
 
-    ``eager`` gets token weights that the upstream gradient is 1.5 times of.
+    ``grad_in_forward`` gets token weights that the upstream gradient is 1.5 times of.
     """
-    if config.strategy == "eager":
+    if config.strategy == "grad_in_forward":
         weights = inputs.grad_loss / 1.5
         kwargs.setdefault("token_weights", weights.t().reshape(-1) if flat else weights)
     hidden = inputs.hidden.clone().requires_grad_()
@@ -128,7 +128,7 @@ def test_frozen_operand(needs, strategy, device, monkeypatch):
     )
     hidden = inputs.hidden.clone().requires_grad_(needs[0])
     weight = inputs.weight.clone().requires_grad_(needs[1])
-    config = FusedCEConfig(strategy=strategy, num_chunks=3, logit_pass="rows")
+    config = FusedCEConfig(strategy=strategy, num_chunks=3, logits_backend="gemm_rows")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss = fused_linear_cross_entropy(
             hidden,
@@ -158,7 +158,7 @@ def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
     for made_for_gradients in ("HeldGradWeight", "Products"):
         monkeypatch.delattr(strategies, made_for_gradients)
-    config = FusedCEConfig(strategy=strategy, num_chunks=4, logit_pass="rows")
+    config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
     with (
         torch.no_grad(),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,
@@ -186,7 +186,7 @@ def test_backward_twice(strategy, dtype, device):
     assert_close(HeadResult(loss.detach(), *first), inputs)
 
 
-def test_backward_twice_through_eager_says_so(device):
+def test_backward_twice_through_grad_in_forward_says_so(device):
     inputs = make_inputs(
         "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
     )
@@ -196,18 +196,18 @@ def test_backward_twice_through_eager_says_so(device):
         inputs.weight,
         inputs.labels,
         token_weights=inputs.grad_loss,
-        config=FusedCEConfig(strategy="eager"),
+        config=FusedCEConfig(strategy="grad_in_forward"),
     )
     loss.backward(inputs.grad_loss, retain_graph=True)
     with pytest.raises(RuntimeError, match=r"backward ran twice.*'recompute' or 'store'"):
         loss.backward(inputs.grad_loss)
 
 
-def test_eager_without_token_weights_names_the_fix(device):
+def test_grad_in_forward_without_token_weights_names_the_fix(device):
     inputs = make_inputs(
         "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
     )
-    config = FusedCEConfig(strategy="eager")
+    config = FusedCEConfig(strategy="grad_in_forward")
     with pytest.raises(ValueError, match=r"token_weights.*'store' or 'recompute'"):
         fused_linear_cross_entropy(
             inputs.hidden.requires_grad_(), inputs.weight, inputs.labels, config=config
@@ -235,7 +235,7 @@ def test_mixed_keeps_the_first_chunks(stored, dtype, device, monkeypatch):
         return out
 
     monkeypatch.setattr(KeepOrRecompute, "forward", spied)
-    config = FusedCEConfig(strategy="recompute", num_chunks=4, logit_pass="rows")
+    config = FusedCEConfig(strategy="recompute", num_chunks=4, logits_backend="gemm_rows")
     result = run(inputs, config)
     assert kept == [stored]
     assert_close(result, inputs)
@@ -250,9 +250,13 @@ def test_auto_within_a_budget_mixes(device):
         "plain", s=1024, b=1, hidden_size=16, vocab=8192, dtype=torch.bfloat16, device=device
     )
     facts = dict(
-        num_tokens=1024, hidden_size=16, num_rows=8192, logit_pass="rows", end_point="returned"
+        num_tokens=1024,
+        hidden_size=16,
+        num_rows=8192,
+        logits_backend="gemm_rows",
+        end_point="returned",
     )
-    config = FusedCEConfig(chunk_tokens=128, memory_mb=16, logit_pass="rows")
+    config = FusedCEConfig(chunk_tokens=128, memory_mb=16, logits_backend="gemm_rows")
     plan = planner.plan(planner.PlanInputs.of(config, device="cpu", **facts))
     assert plan.strategy == "mixed" and 0 < plan.stored_chunks < 8
     assert_close(run(inputs, config), inputs)
@@ -382,7 +386,9 @@ def test_fp16_large_weights_do_not_overflow(strategy, device):
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20])
 @pytest.mark.parametrize("log2_promise", [-60, -24, 16, 30])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_eager_keeps_gradients_whatever_size_the_weights_have(dtype, log2_promise, scale, device):
+def test_grad_in_forward_keeps_gradients_whatever_size_the_weights_have(
+    dtype, log2_promise, scale, device
+):
     """A mask divided by its sum, say, and a loss scale: the product is what counts."""
     inputs = make_inputs(
         *("plain",), s=16, b=1, hidden_size=16, vocab=60, dtype=dtype, device=device,
@@ -390,7 +396,7 @@ def test_eager_keeps_gradients_whatever_size_the_weights_have(dtype, log2_promis
     )  # fmt: skip
     result = run(
         inputs,
-        FusedCEConfig(strategy="eager", num_chunks=3, logit_scale=scale),
+        FusedCEConfig(strategy="grad_in_forward", num_chunks=3, logit_scale=scale),
         token_weights=inputs.grad_loss * 2.0**log2_promise,
     )
     if dtype == torch.float16 and scale < 1:  # the results themselves are subnormal there

@@ -178,7 +178,9 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     plan = "plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768"
     assert json.loads(command(f"{plan} --json").stdout)
     assert "Flags: --fused-chunked-ce" in command(plan).stdout
-    assert "eager" in command("planner --tokens 32768 --hidden 4096 --vocab 128256").stdout
+    assert (
+        "grad_in_forward" in command("planner --tokens 32768 --hidden 4096 --vocab 128256").stdout
+    )
     bad = command("paln", ok=False)
     assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
 
@@ -198,10 +200,10 @@ def ran(loss_of, dtype):
 def reference(hidden, weight):
     return torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
 want = ran(reference, torch.float64)
-ways = ("store", "torch"), ("recompute", "torch"), ("eager", "torch"), ("store", "triton")
+ways = ("store", "torch"), ("recompute", "torch"), ("grad_in_forward", "torch"), ("store", "triton")
 for strategy, backend in ways:
     config = m.FusedCEConfig(strategy=strategy, num_chunks=3, row_backend=backend)
-    weights = upstream if strategy == "eager" else None
+    weights = upstream if strategy == "grad_in_forward" else None
     def ours(hidden, weight):
         return m.fused_linear_cross_entropy(hidden, weight, labels, token_weights=weights, config=config)
     for got, expected in zip(ran(ours, torch.float32), want):

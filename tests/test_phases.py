@@ -28,7 +28,7 @@ def step(strategy, phases, backward=True):
             hidden,
             weight,
             inputs.labels,
-            token_weights=inputs.grad_loss if strategy == "eager" else None,
+            token_weights=inputs.grad_loss if strategy == "grad_in_forward" else None,
             config=FusedCEConfig(strategy=strategy, num_chunks=CHUNKS),
             phases=phases,
         )
@@ -44,7 +44,7 @@ EXPECTED = {
         *("backward", "backward-grad-logits", "backward-grad-hidden", "backward-grad-weight"),
         "backward-reduce",
     },
-    "eager": {
+    "grad_in_forward": {
         *(
             "forward",
             "forward-logits",
@@ -74,7 +74,7 @@ def test_timed_is_the_same(strategy):
 
 
 def test_what_waits_for_the_backward():
-    """Three floats a token, and with ``store`` the logits; gradients with ``eager``."""
+    """Three floats a token, and with ``store`` the logits; gradients with ``grad_in_forward``."""
     waiting = {}
     for strategy in STRATEGIES:
         times = PhaseTimes()
@@ -84,7 +84,7 @@ def test_what_waits_for_the_backward():
     assert waiting["recompute"] == 3 * tokens * fp32
     assert waiting["store"] == waiting["recompute"] + tokens * V * fp32
     gradients = tokens * H * fp32 + V * H * fp32 + tokens * fp32
-    assert waiting["eager"] == waiting["recompute"] + gradients
+    assert waiting["grad_in_forward"] == waiting["recompute"] + gradients
 
 
 def test_evaluations_keep_apart():

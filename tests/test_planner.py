@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import committed_results
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 #: A row of the device table of the tests' own: the real rows follow measurements.
 REAL_DEVICES = planner.DEVICES
-GPU = planner.Device("Pinned", recompute=8192, eager=8192, store=32768)
+GPU = planner.Device("Pinned", recompute=8192, grad_in_forward=8192, store=32768)
 
 
 @pytest.fixture(autouse=True)
@@ -48,40 +48,54 @@ SP4 = {"tp_size": 4, "num_parts": 4}
 @pytest.mark.parametrize(
     ("inputs", "strategy", "count", "capacity", "stored", "words"),
     [
-        # Without a budget: what eager needs.
+        # Without a budget: what grad_in_forward needs.
         (llama(1024), "store", 1, 1024, 1, "no budget"),
-        (llama(8192), "store", 1, 8192, 1, "eager would be no faster"),
-        # 2*T*V is what eager takes; shorter chunks have smaller buffers beside it.
+        (llama(8192), "store", 1, 8192, 1, "grad_in_forward would be no faster"),
+        # 2*T*V is what grad_in_forward takes; shorter chunks have smaller buffers beside it.
         (llama(16384), "store", 2, 8192, 2, "no budget"),
-        (llama(32768), "eager", 4, 8192, 0, "store needs"),
-        (llama(131072), "eager", 16, 8192, 0, "store needs"),
+        (llama(32768), "grad_in_forward", 4, 8192, 0, "store needs"),
+        (llama(131072), "grad_in_forward", 16, 8192, 0, "store needs"),
         # Chunks of equal size: 8192 and a rest of 1808 would be two passes over grad_weight as well.
-        (llama(40000, **SP4), "eager", 5, 8064, 0, "store needs"),
-        (llama(10000, strategy="eager"), "eager", 2, 5120, 0, "asked for by name"),
-        (llama(32768, **UNWEIGHTED), "mixed", 8, 4096, 3, "eager needs token weights"),
+        (llama(40000, **SP4), "grad_in_forward", 5, 8064, 0, "store needs"),
+        (
+            llama(10000, strategy="grad_in_forward"),
+            "grad_in_forward",
+            2,
+            5120,
+            0,
+            "asked for by name",
+        ),
+        (llama(32768, **UNWEIGHTED), "mixed", 8, 4096, 3, "grad_in_forward needs token weights"),
         # The last pass over grad_weight costs less than one tenth of a fourth product.
-        (llama(17408), "eager", 3, 5888, 0, "store needs"),
+        (llama(17408), "grad_in_forward", 3, 5888, 0, "store needs"),
         # A budget.
         (llama(32768, 9000), "store", 1, 32768, 1, "budget of 9000 MiB"),
-        (llama(32768, 8200), "store", 3, 11008, 3, "eager would be no faster"),
-        (llama(32768, 8130), "eager", 4, 8192, 0, "store would be no faster"),
-        (llama(32768, 8130, **UNWEIGHTED), "store", 8, 4096, 8, "eager needs token weights"),
+        (llama(32768, 8200), "store", 3, 11008, 3, "grad_in_forward would be no faster"),
+        (llama(32768, 8130), "grad_in_forward", 4, 8192, 0, "store would be no faster"),
+        (
+            llama(32768, 8130, **UNWEIGHTED),
+            "store",
+            8,
+            4096,
+            8,
+            "grad_in_forward needs token weights",
+        ),
         (llama(32768, 6200, **UNWEIGHTED), "mixed", 8, 4096, 5, "store needs"),
-        (llama(32768, 2500), "eager", 22, 1536, 0, "budget of 2500 MiB"),
-        (llama(32768, 2250), "mixed", 8, 4096, 1, "eager needs 2333 MiB"),
-        (llama(32768, 2000), "mixed", 11, 3072, 1, "eager needs 2333 MiB"),
-        (llama(32768, 1000), "recompute", 11, 3072, 0, "eager needs 2333 MiB"),
+        (llama(32768, 2500), "grad_in_forward", 22, 1536, 0, "budget of 2500 MiB"),
+        (llama(32768, 2250), "mixed", 8, 4096, 1, "grad_in_forward needs 2333 MiB"),
+        (llama(32768, 2000), "mixed", 11, 3072, 1, "grad_in_forward needs 2333 MiB"),
+        (llama(32768, 1000), "recompute", 11, 3072, 0, "grad_in_forward needs 2333 MiB"),
         (llama(32768, 320), "recompute", 32, 1024, 0, "store needs"),
         (llama(32768, 300), "recompute", 43, 768, 0, "store needs"),
         (llama(32768, 130), "recompute", 128, 256, 0, "budget of 130 MiB"),
-        (llama(1024, 330), "store", 1, 1024, 1, "eager needs"),
-        # Over ranks two chunks of logits are under way: what eager needs is more, and store fits.
-        (llama(24000), "eager", 3, 8064, 0, "store needs"),
-        (llama(24000, tp_size=4), "store", 1, 24000, 1, "eager would be no faster"),
-        (llama(32768, 4200), "eager", 4, 8192, 0, "store needs"),
-        (llama(32768, 4200, tp_size=4), "eager", 8, 4096, 0, "store needs"),
+        (llama(1024, 330), "store", 1, 1024, 1, "grad_in_forward needs"),
+        # Over ranks two chunks of logits are under way: what grad_in_forward needs is more, and store fits.
+        (llama(24000), "grad_in_forward", 3, 8064, 0, "store needs"),
+        (llama(24000, tp_size=4), "store", 1, 24000, 1, "grad_in_forward would be no faster"),
+        (llama(32768, 4200), "grad_in_forward", 4, 8192, 0, "store needs"),
+        (llama(32768, 4200, tp_size=4), "grad_in_forward", 8, 4096, 0, "store needs"),
         # And with sequence parallelism four of hidden states, 128 MiB of 4096 tokens.
-        (llama(32768, 4200, **SP4), "eager", 11, 3072, 0, "store needs"),
+        (llama(32768, 4200, **SP4), "grad_in_forward", 11, 3072, 0, "store needs"),
         # A budget that nothing meets: the least there is, and what it needs.
         (llama(32768, 50), "recompute", 128, 256, 0, "cannot be met"),
         (llama(200, 50), "recompute", 1, 200, 0, "cannot be met"),
@@ -89,27 +103,41 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(4096, end_point="returned"), "store", 1, 4096, 1, "no budget"),
         (llama(12000, strategy="recompute", end_point="returned"), "recompute", 1, 12000, 0, ""),
         (llama(17000, strategy="recompute", end_point="returned"), "recompute", 3, 5760, 0, ""),
-        # A frozen weight: eager has no sum to keep.
-        (llama(32768, end_point="none"), "eager", 4, 8192, 0, "store needs"),
+        # A frozen weight: grad_in_forward has no sum to keep.
+        (llama(32768, end_point="none"), "grad_in_forward", 4, 8192, 0, "store needs"),
         (llama(32768, end_point="none", **UNWEIGHTED), "mixed", 32, 1024, 7, "no budget"),
         # Row kernels: store needs a chunk more.
-        (llama(16384, logit_pass="rows"), "eager", 2, 8192, 0, "store needs"),
-        (llama(8192, 3000, logit_pass="rows"), "store", 3, 2816, 3, "budget"),
+        (llama(16384, logits_backend="gemm_rows"), "grad_in_forward", 2, 8192, 0, "store needs"),
+        (llama(8192, 3000, logits_backend="gemm_rows"), "store", 3, 2816, 3, "budget"),
         # Multi-token prediction: three heads wait for their backward.
-        (llama(16384, 9000, uses_in_flight=3), "eager", 2, 8192, 0, "store needs 12131 MiB"),
+        (
+            llama(16384, 9000, uses_in_flight=3),
+            "grad_in_forward",
+            2,
+            8192,
+            0,
+            "store needs 12131 MiB",
+        ),
         # Chunks that were asked for stay; auto chooses the strategy for them.
-        (llama(32768, num_chunks=3), "eager", 3, 10923, 0, "store needs"),
+        (llama(32768, num_chunks=3), "grad_in_forward", 3, 10923, 0, "store needs"),
         (llama(8192, chunk_tokens=1000), "store", 9, 1000, 9, "no budget"),
         (llama(32768, 5000, chunk_tokens=1000, **UNWEIGHTED), "mixed", 33, 1000, 19, "budget"),
         (llama(32768, 100, num_chunks=4), "recompute", 4, 8192, 0, "with the chunks asked for"),
         # By name.
         (llama(100000, strategy="store"), "store", 4, 25088, 4, "asked for by name"),
         (llama(32768, 1000, strategy="recompute"), "recompute", 11, 3072, 0, "budget of 1000 MiB"),
-        (llama(32768, 2400, strategy="eager"), "eager", 32, 1024, 0, "asked for by name"),
+        (
+            llama(32768, 2400, strategy="grad_in_forward"),
+            "grad_in_forward",
+            32,
+            1024,
+            0,
+            "asked for by name",
+        ),
         (llama(50, strategy="store", num_chunks=9), "store", 9, 6, 9, "asked for by name"),
         (llama(0), "store", 0, 0, 0, "no budget"),
         # A device that nobody measured.
-        (llama(32768, device="Other"), "eager", 8, 4096, 0, "store needs"),
+        (llama(32768, device="Other"), "grad_in_forward", 8, 4096, 0, "store needs"),
     ],
 )
 def test_choices(inputs, strategy, count, capacity, stored, words):
@@ -123,7 +151,7 @@ def test_choices(inputs, strategy, count, capacity, stored, words):
 @pytest.mark.parametrize("row", [*REAL_DEVICES, planner.UNKNOWN_DEVICE], ids=lambda row: row.name)
 def test_rows_of_the_real_table(row):
     """Whole tiles, long enough to be fast; each device once."""
-    for strategy in ("store", "eager", "recompute", "mixed"):
+    for strategy in ("store", "grad_in_forward", "recompute", "mixed"):
         assert row.chunk_tokens(strategy) % 128 == 0
         assert 1024 <= row.chunk_tokens(strategy) <= 65536
     assert [other.name for other in REAL_DEVICES].count(row.name) == (1 if row.name else 0)
@@ -141,14 +169,18 @@ def exact(inputs: PlanInputs, strategy: str, sizes: list[int], stored_chunks: in
     t, h, v = inputs.num_tokens, inputs.hidden_size, inputs.num_rows
     count, c, stored = len(sizes), max(sizes, default=0), sum(sizes[:stored_chunks])
     e = 4 if inputs.dtype == "float32" else 2
-    uses, tp, exp = inputs.uses_in_flight, inputs.tp_size, inputs.logit_pass == "exp"
-    sp, trained, eager = inputs.num_parts > 1, inputs.end_point != "none", strategy == "eager"
+    uses, tp, exp = inputs.uses_in_flight, inputs.tp_size, inputs.logits_backend == "scaled_exp"
+    sp, trained, grad_in_forward = (
+        inputs.num_parts > 1,
+        inputs.end_point != "none",
+        strategy == "grad_in_forward",
+    )
     logits, hidden = e * c * v, e * c * h
     tiles = 8 * c * ((v + 255) // 256) if exp else 0
     marks = -(-c * ((v + 255) // 256) // 16) if exp else 0
     # Chunks between their product and their gradients, or their seal.
     two = min(count, 2) if tp > 1 else min(count, 1)
-    sealed = two if eager or stored_chunks else min(count, 1)
+    sealed = two if grad_in_forward or stored_chunks else min(count, 1)
     merges = two * 16 * c * (1 + tp) if tp > 1 else 0
     sample = e * h * tp * math.ceil(64 / tp) if tp > 1 and exp and count else 0
 
@@ -160,7 +192,7 @@ def exact(inputs: PlanInputs, strategy: str, sizes: list[int], stored_chunks: in
                 total += (stored_chunks * uses + max(1, chunks_of_logits)) * MIB
         return total
 
-    if eager:
+    if grad_in_forward:
         held = 4 * v * h * uses if trained else 0
         # Gathered hidden states: read by grad_weight, by the next product, on their way; and one
         # grad_hidden that is being reduced. They are scaled in place.
@@ -195,13 +227,21 @@ def exact(inputs: PlanInputs, strategy: str, sizes: list[int], stored_chunks: in
         # T = 5000 in chunks of 2000, H = 64, V = 1000 (4 tiles of 256 columns), bf16.
         ("recompute", {}, 4000 * 1000 + 2000 * 4 // 16),
         ("store", {}, 10000 * 1000 + 4000 * 64),
-        ("eager", {}, 4000 * 1000 + 4000 * 64 + 8 * 2000 * 4 + 2000 * 4 // 16 + 4 * 1000 * 64),
+        (
+            "grad_in_forward",
+            {},
+            4000 * 1000 + 4000 * 64 + 8 * 2000 * 4 + 2000 * 4 // 16 + 4 * 1000 * 64,
+        ),
         # Its forward, with what the product leaves of each tile.
         ("store", {"end_point": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
-        ("store", {"logit_pass": "rows"}, 10000 * 1000 + 4000 * 1000),
-        ("store", {"logit_pass": "rows", "dtype": "float32"}, 20000 * 1000 + 8000 * 1000),
-        ("recompute", {"logit_pass": "rows", "end_point": "returned"}, 4000 * 1000 + 256000),
-        ("recompute", {"logit_pass": "rows", "dtype": "float16"}, 4000 * 1000 + 256000),
+        ("store", {"logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000),
+        ("store", {"logits_backend": "gemm_rows", "dtype": "float32"}, 20000 * 1000 + 8000 * 1000),
+        (
+            "recompute",
+            {"logits_backend": "gemm_rows", "end_point": "returned"},
+            4000 * 1000 + 256000,
+        ),
+        ("recompute", {"logits_backend": "gemm_rows", "dtype": "float16"}, 4000 * 1000 + 256000),
     ],
 )
 def test_predicted_bytes_of_worked_examples(strategy, others, expected):
@@ -218,26 +258,26 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
     [
         # The head above on 2 ranks of the same V, each line with what docs/memory.md counts.
         (
-            "eager",
+            "grad_in_forward",
             {"num_parts": 2},
             # One gathered chunk is read by grad_weight, one by the product, one is on its way.
             2 * LOGITS + 3 * HIDDEN + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE,
         ),
-        ("eager", {}, 2 * LOGITS + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE),
+        ("grad_in_forward", {}, 2 * LOGITS + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE),
         # One chunk has no other beside it.
         (
-            "eager",
+            "grad_in_forward",
             {"num_parts": 2, "chunk_tokens": 5000},
             (LOGITS + 2 * HIDDEN + TILES + MARKS + 48 * 2000) * 5 // 2 + SUM + SAMPLE,
         ),
-        ("eager", {"num_parts": 2, "end_point": "none", "logit_pass": "rows"},
+        ("grad_in_forward", {"num_parts": 2, "end_point": "none", "logits_backend": "gemm_rows"},
          2 * LOGITS + 4 * HIDDEN + 2 * 48 * 2000),
         # Backwards: one gathered chunk waited for it, two are under way, one is unreduced.
         ("recompute", {"num_parts": 2}, LOGITS + 4 * HIDDEN + MARKS),
         ("recompute", {"num_parts": 2, "uses_in_flight": 3}, LOGITS + 6 * HIDDEN + MARKS + 64 * 5000),
         ("recompute", {"num_parts": 2, "chunk_tokens": 2500}, (LOGITS + 3 * HIDDEN + MARKS) * 5 // 4),
         ("recompute", {}, LOGITS + MARKS),
-        ("recompute", {"num_parts": 2, "logit_pass": "rows"}, LOGITS + 4 * HIDDEN),
+        ("recompute", {"num_parts": 2, "logits_backend": "gemm_rows"}, LOGITS + 4 * HIDDEN),
         ("store", {"num_parts": 2, "hidden_size": 256}, 5 * LOGITS // 2 + 4 * (4 * HIDDEN)),
         # What waited is scaled in the buffer of the next.
         (
@@ -245,9 +285,9 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
             {"num_parts": 2, "hidden_size": 256, "chunk_tokens": 5000},
             5 * LOGITS // 2 + 3 * (4 * HIDDEN) * 5 // 2,
         ),
-        ("store", {"logit_pass": "rows"}, 7 * LOGITS // 2),
+        ("store", {"logits_backend": "gemm_rows"}, 7 * LOGITS // 2),
         # A frozen weight needs no hidden states there.
-        ("store", {"num_parts": 2, "end_point": "none", "logit_pass": "rows"},
+        ("store", {"num_parts": 2, "end_point": "none", "logits_backend": "gemm_rows"},
          7 * LOGITS // 2 + HIDDEN),
         # store's forward where V is large beside H: a chunk waits for its seal beside the next.
         ("store", {"hidden_size": 1}, 5 * LOGITS // 2 + 2 * TILES + MARKS + 2 * 48 * 2000 + 128),
@@ -258,7 +298,7 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
             5 * LOGITS // 2 + 2 * TILES + MARKS + 2 * 64 * 2000 + 132,
         ),
         ("store", {"num_tokens": 0, "num_parts": 2}, -32 * 5000),
-        ("eager", {"num_tokens": 0, "num_parts": 2}, SUM - 32 * 5000),
+        ("grad_in_forward", {"num_tokens": 0, "num_parts": 2}, SUM - 32 * 5000),
         ("recompute", {"num_tokens": 0, "end_point": "returned"}, SUM - 32 * 5000),
     ],
 )  # fmt: skip
@@ -283,7 +323,7 @@ def heads(draw) -> PlanInputs:
         tp_size=tp_size,
         end_point=draw(st.sampled_from(planner.END_POINTS)),
         token_weights_known=draw(st.booleans()),
-        logit_pass=draw(st.sampled_from(["exp", "rows"])),
+        logits_backend=draw(st.sampled_from(["scaled_exp", "gemm_rows"])),
         device=draw(st.sampled_from(["NVIDIA Pinned", "NVIDIA Pinned", "cpu", "Other"])),
         uses_in_flight=draw(st.integers(1, 3)),
     )
@@ -327,7 +367,11 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
         return
     assert f"needs the least, {planner._mib(needed)}" in chosen.why
     sizes = {256, 700, 1024, 8192, max(256, inputs.num_tokens)}
-    for strategy in ("store", "recompute", *(["eager"] if inputs.token_weights_known else [])):
+    for strategy in (
+        "store",
+        "recompute",
+        *(["grad_in_forward"] if inputs.token_weights_known else []),
+    ):
         # The others are never cut shorter than is fast, whatever a few rows or a frozen weight would save.
         for size in sizes if strategy == "recompute" else {1024, 8192, max(256, inputs.num_tokens)}:
             asked = replace(inputs, strategy=strategy, chunk_tokens=size)
@@ -348,7 +392,11 @@ def test_more_budget_is_never_slower(inputs, one, other, chunking):
 def test_no_strategy_by_name_is_faster(inputs, memory_mb):
     """With every chunk size that the table allows, in the same budget."""
     chosen = plan(replace(inputs, memory_mb=memory_mb))
-    for strategy in ("store", "recompute", *(["eager"] if inputs.token_weights_known else [])):
+    for strategy in (
+        "store",
+        "recompute",
+        *(["grad_in_forward"] if inputs.token_weights_known else []),
+    ):
         try:
             named = plan(replace(inputs, memory_mb=memory_mb, strategy=strategy))
         except ValueError:
@@ -368,16 +416,16 @@ def test_one_answer(inputs, memory_mb):
 
 @many
 @given(heads())
-def test_no_budget_is_what_eager_needs(inputs):
+def test_no_budget_is_what_grad_in_forward_needs(inputs):
     chosen = plan(inputs)
-    eager = plan(replace(inputs, strategy="eager"))
+    grad_in_forward = plan(replace(inputs, strategy="grad_in_forward"))
     if "cannot be met" in chosen.why:
         # A few tokens or rows, whose hidden states outweigh their logits: they wait for the backward.
         few_rows = inputs.num_rows < max(4 * inputs.hidden_size, 64)
         assert not inputs.token_weights_known and (inputs.num_tokens <= 512 or few_rows)
         return
-    assert chosen.predicted_peak_bytes <= eager.predicted_peak_bytes
-    assert chosen.strategy != "eager" or inputs.token_weights_known
+    assert chosen.predicted_peak_bytes <= grad_in_forward.predicted_peak_bytes
+    assert chosen.strategy != "grad_in_forward" or inputs.token_weights_known
 
 
 @many
@@ -396,7 +444,7 @@ def test_chunks_no_longer_than_the_table(inputs, memory_mb):
 def test_a_budget_met_to_the_byte():
     """8 MiB of chunk logits and 40 bytes of each of their tokens, 1 MiB of statistics."""
     exactly = PlanInputs(
-        32768, 8, 1024 - 20, logit_pass="rows", device="cpu", num_chunks=8, memory_mb=9
+        32768, 8, 1024 - 20, logits_backend="gemm_rows", device="cpu", num_chunks=8, memory_mb=9
     )
     assert plan(exactly).predicted_peak_bytes == 9 * MIB
     assert plan(replace(exactly, strategy="recompute")).predicted_peak_bytes == 9 * MIB
@@ -414,9 +462,9 @@ OVER_RANKS = ("tp1-after-pipeline", "tp2", "tp4-reach", "tp4-reach-llama3-70b")
 def measured_rows(*names: str):
     """(inputs, measured row) of committed results."""
     for name in names:
-        for row in json.loads((RESULTS / f"2026-11-21-h200-{name}.json").read_text()):
+        for row in committed_results.load(RESULTS / f"2026-11-21-h200-{name}.json"):
             strategy = row["variant"].split("/")[0]
-            if strategy in ("store", "eager", "recompute"):
+            if strategy in ("store", "grad_in_forward", "recompute"):
                 sizes = (row["T"], row["H"], row["V"])
                 asked = {"strategy": strategy, "chunk_tokens": int(row["chunk_tokens"])}
                 ranks = {"tp_size": row["tp"], "num_parts": row["tp"] if row["sp"] else 1}
@@ -425,7 +473,7 @@ def measured_rows(*names: str):
 
 @pytest.mark.parametrize(("inputs", "row"), list(measured_rows(*OVER_RANKS)))
 def test_predicted_bytes_against_h200s(inputs, row):
-    """Never below; above by at most a workspace that eager's backward does not need, and 2 MiB."""
+    """Never below; above by at most a workspace that grad_in_forward's backward does not need, and 2 MiB."""
     peak_mib = plan(inputs).predicted_peak_bytes / MIB
     assert row["peak_mib"] - 0.1 <= peak_mib <= row["peak_mib"] + 34
 
@@ -435,7 +483,7 @@ def test_predictions_against_an_h200(inputs, row):
     """Bytes never below and hardly above; time as close as clocks are from run to run."""
     predicted = plan(inputs)
     peak_mib = predicted.predicted_peak_bytes / MIB
-    if inputs.strategy == "eager" and predicted.count > 1:
+    if inputs.strategy == "grad_in_forward" and predicted.count > 1:
         # That commit held the tile statistics of two chunks.
         peak_mib += predicted.memory.tile_statistics / MIB
     assert row["peak_mib"] - 0.1 <= peak_mib <= row["peak_mib"] + 34
@@ -451,13 +499,15 @@ def test_predicted_time_of_worked_examples():
     assert time(strategy="store", **one) == pytest.approx(1)
     assert time(strategy="recompute", **one) == pytest.approx(4 / 3)
     assert time(strategy="store", **four) == pytest.approx(1 + 3 * 130 / 32768)
-    assert time(strategy="eager", **one) == pytest.approx(1 + 355 / 32768)
+    assert time(strategy="grad_in_forward", **one) == pytest.approx(1 + 355 / 32768)
     rows = 172 / 4096 + 3 * 205 / 32768
-    assert time(strategy="store", logit_pass="rows", **four) == pytest.approx(1 + rows)
+    assert time(strategy="store", logits_backend="gemm_rows", **four) == pytest.approx(1 + rows)
     # Half of the bytes: the sum is read and bf16 is written.
-    returned = time(strategy="eager", end_point="returned", **one)
+    returned = time(strategy="grad_in_forward", end_point="returned", **one)
     assert returned == pytest.approx(1 + 355 / 2 / 32768)
-    assert time(strategy="store", logit_pass="rows", **one) == pytest.approx(1 + 172 / 4096)
+    assert time(strategy="store", logits_backend="gemm_rows", **one) == pytest.approx(
+        1 + 172 / 4096
+    )
     # Two products are the roof of a frozen weight, three with the logits again.
     assert time(strategy="recompute", end_point="none", **four) == pytest.approx(3 / 2)
     half = plan(llama(32768, 5150, num_chunks=8, **UNWEIGHTED))
@@ -466,10 +516,12 @@ def test_predicted_time_of_worked_examples():
     assert half.relative_time == pytest.approx(1 + 1 / 6 + 7 * 130 / 32768)
 
 
-def test_a_head_of_one_row_needs_more_than_eager():
+def test_a_head_of_one_row_needs_more_than_grad_in_forward():
     """Its last hidden states wait in three heads, and are more than three sums of one row."""
     few = PlanInputs(12, 64, 1, uses_in_flight=3, **SP4)
-    assert plan(few).why.startswith("what eager would need cannot be met: recompute in 1 chunk")
+    assert plan(few).why.startswith(
+        "what grad_in_forward would need cannot be met: recompute in 1 chunk"
+    )
 
 
 def test_sizes_in_words():
@@ -482,7 +534,7 @@ def test_sizes_in_words():
     ("others", "advice"),
     [
         ({"strategy": "store"}, "choose strategy 'auto'"),
-        ({"strategy": "eager"}, "--fused-ce-memory-mb"),
+        ({"strategy": "grad_in_forward"}, "--fused-ce-memory-mb"),
         ({"strategy": "recompute", "num_chunks": 2}, "ask for shorter chunks"),
     ],
 )
@@ -503,7 +555,7 @@ def test_a_named_strategy_that_cannot_fit(others, advice):
     [
         ("dtype", "bf16", "dtype is 'bf16'; choose one of bfloat16"),
         ("end_point", "x", "choose one of main_grad"),
-        ("logit_pass", "x", "choose one of exp, rows"),
+        ("logits_backend", "x", "choose one of exp, rows"),
         ("strategy", "fast", "choose one of auto"),
         ("num_tokens", -1, "num_tokens must be 0 or more, got -1"),
         ("hidden_size", 0, "hidden_size must be 1 or more, got 0"),
@@ -537,7 +589,7 @@ def test_command_line(capsys):
     assert f"{chosen.predicted_peak_bytes / MIB:.1f} MiB" in said
     assert f"gathered hidden       {chosen.memory.gathered_hidden / MIB:10.1f} MiB" in said
     rows = {line[2:].split()[0]: line for line in said.split("time\n")[1].splitlines() if line}
-    assert list(rows)[:4] == ["store", "eager", "mixed", "recompute"]
+    assert list(rows)[:4] == ["store", "grad_in_forward", "mixed", "recompute"]
     assert [name for name, row in rows.items() if row.startswith("*")] == [chosen.strategy]
     assert rows["store"].endswith("does not fit")
     assert not rows["recompute"].endswith("does not fit")
@@ -556,11 +608,11 @@ def test_documented_examples(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-token-weights"]])
-def test_command_line_says_what_eager_needs(flags, capsys):
+def test_command_line_says_what_grad_in_forward_needs(flags, capsys):
     assert planner.main([*LINE.split(), *flags]) == 0
     rows = capsys.readouterr().out.splitlines()
     needs = [row[2:].split()[0] for row in rows if row.endswith("needs token weights")]
-    assert needs == (["eager"] if flags else [])
+    assert needs == (["grad_in_forward"] if flags else [])
 
 
 @pytest.mark.parametrize(
@@ -599,8 +651,8 @@ def test_the_module_runs_without_torch():
     [
         ("--fused-ce-memory-mb 512", FusedCEConfig(memory_mb=512)),
         (
-            "--fused-ce-strategy eager --fused-ce-memory-mb 1 --fused-ce-num-chunks 2",
-            FusedCEConfig(strategy="eager", memory_mb=1, num_chunks=2),
+            "--fused-ce-strategy grad_in_forward --fused-ce-memory-mb 1 --fused-ce-num-chunks 2",
+            FusedCEConfig(strategy="grad_in_forward", memory_mb=1, num_chunks=2),
         ),
         ("--fused-ce-merge all_reduce", FusedCEConfig(merge="all_reduce")),
         ("--fused-ce-merge packed", FusedCEConfig(merge="packed")),
@@ -659,9 +711,9 @@ def megatron_head(config=None, rank=0, **others):
         input_size=16,
         output_size=2000,
         output_size_per_partition=1000,
-        # Under Triton's interpreter the exponentiating product would serve on a CPU.
+        # Under Triton's interpreter the scaled-exp GEMM would serve on a CPU.
         fused_ce_config=replace(
-            config or FusedCEConfig(num_chunks=4, strategy="recompute"), logit_pass="rows"
+            config or FusedCEConfig(num_chunks=4, strategy="recompute"), logits_backend="gemm_rows"
         ),
     )
     settings = {"bf16": True, "fp16": False, "mtp_num_layers": None, **others}
@@ -700,7 +752,7 @@ def test_start_up_line(said):
     peak_bytes = rows_bytes(128, 32)
     assert line.startswith(
         "strategy recompute, 4 chunks of 32 tokens (128 tokens, 1000 of 2000 vocabulary rows on this "
-        "rank), logit pass rows (rows was asked for), "
+        "rank), logits backend rows (rows was asked for), "
         f"predicted peak {peak_bytes} bytes ("
     )
     assert line.endswith("why: asked for by name")
@@ -713,11 +765,13 @@ def test_start_up_line_of_auto_says_why(said):
 
 
 def test_start_up_line_expects_the_loss_mask(said):
-    """pretrain_gpt.py's model is called with one: eager is possible."""
+    """pretrain_gpt.py's model is called with one: grad_in_forward is possible."""
     report.adopted(
         megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2)
     )
-    assert said[0].startswith("strategy eager (auto), 8 chunks of 4096 tokens (32768 tokens")
+    assert said[0].startswith(
+        "strategy grad_in_forward (auto), 8 chunks of 4096 tokens (32768 tokens"
+    )
     # Two chunks of logits, three gathered and one unreduced of hidden states.
     logits, hidden, merge = 2 * 4096 * 1000, 2 * 4096 * 16, 16 * 4096 * (1 + 2)
     peak_bytes = 2 * logits + 4 * 1000 * 16 + 4 * hidden + 2 * merge + 32 * 32768 + 40 * 4096
@@ -798,7 +852,7 @@ def test_first_evaluation_repeats_nothing(said, change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"count": 2}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "eager"}]
+    "change", [{"count": 2}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "grad_in_forward"}]
 )
 def test_first_evaluation_tells_of_other_chunks(said, change):
     model = megatron_head(FusedCEConfig(memory_mb=7))

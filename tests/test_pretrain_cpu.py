@@ -47,7 +47,7 @@ def run_harness(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-EAGER = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy eager"
+GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy grad_in_forward"
 
 
 # Without a checkout: the skip says how to give one.
@@ -65,7 +65,7 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         "--models=gpt",
         f"--cases={','.join(NUM_HEADS)}",
         "--variants=unfused,native,fused-ce,fused-ce-store",
-        f"--variant=fused-ce-eager={EAGER}",
+        f"--variant=fused-ce-grad-in-forward={GRAD_IN_FORWARD}",
         f"--output={tmp_path}",
         f"--json={results}",
     )
@@ -138,7 +138,9 @@ def launch(harness, checkout, tmp_path, script, *flags, case="plain", num_ranks=
 @pytest.mark.parametrize("wrong", [False, True], ids=["right loss", "wrong loss"])
 @pytest.mark.parametrize("under", UNDER)
 @pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_eager_stops_at_a_wrong_loss(harness, tmp_path, checkout, under, wrong):
+def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(
+    harness, tmp_path, checkout, under, wrong
+):
     """One token of pretrain_gpt.py's loss counts twice: no iteration ends."""
     source = (Path(checkout) / "pretrain_gpt.py").read_text()
     sum_of_losses = "torch.sum(losses * loss_mask)"
@@ -147,7 +149,9 @@ def test_pretrain_gpt_eager_stops_at_a_wrong_loss(harness, tmp_path, checkout, u
         source = source.replace(sum_of_losses, f"{sum_of_losses} + losses[3]")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(source)
-    run = launch(harness, checkout, tmp_path, script, *UNDER[under].split(), *EAGER.split())
+    run = launch(
+        harness, checkout, tmp_path, script, *UNDER[under].split(), *GRAD_IN_FORWARD.split()
+    )
     output = run.stdout + run.stderr
     iterations = output.count("[megatron_cpu] exact")
     if wrong:
@@ -176,7 +180,7 @@ def test_pretrain_gpt_with_options_of_the_loss(harness, tmp_path, checkout):
     assert flag == pytest.approx(stock, rel=1e-6) and len(stock) == 2
     mode = "--deterministic-mode"
     assert exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce", mode)[0] == flag
-    for strategy in ("store", "eager", "recompute"):
+    for strategy in ("store", "grad_in_forward", "recompute"):
         masked, output = exact_losses(
             harness, checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
             "--fused-ce-strategy", strategy,
@@ -245,7 +249,7 @@ def test_pretrain_gpt_in_fp16_skips_the_same_steps(harness, tmp_path, checkout):
                 ).stdout
             ]
         )
-        for flags in ([], ["--fused-chunked-ce"], EAGER.split())
+        for flags in ([], ["--fused-chunked-ce"], GRAD_IN_FORWARD.split())
     )
     assert off.skipped and len(off.losses["lm loss"]) >= 3, "nothing was skipped, or all was"
     for figures in on:

@@ -52,7 +52,7 @@ def test_exposed_of_each_collective():
         Span(GATHER, 200, 300, dtype="Float"),
         Span(SCATTER, 1050, 1250),
     ]
-    profile = summarise("eager", [spans])
+    profile = summarise("grad_in_forward", [spans])
     assert profile.exposed_by_kind == pytest.approx(
         {"all-gather": 0.1, "statistics": 0.0, "reduce-scatter": 0.15}
     )
@@ -96,7 +96,7 @@ def test_contention_is_of_one_kernel_with_and_without_a_collective():
     rows, lost = contention(steps)
     assert rows == [("nvjet", 1, pytest.approx(0.1), 1, pytest.approx(0.11))]
     assert lost == pytest.approx(10)
-    assert summarise("eager", steps * 2).contention_ms == pytest.approx(0.01)
+    assert summarise("grad_in_forward", steps * 2).contention_ms == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
@@ -184,37 +184,46 @@ def row_of(variant: str, rank: int = 0, num_spans: int = 3, tp: int = 2) -> dict
 
 
 def test_a_long_file_loses_timelines_from_the_end():
-    rows = [row_of("roof", num_spans=100), row_of("eager", num_spans=1000)]
-    rows += [row_of("eager", rank=1), row_of("store", num_spans=9000)]
+    rows = [row_of("roof", num_spans=100), row_of("grad_in_forward", num_spans=1000)]
+    rows += [row_of("grad_in_forward", rank=1), row_of("store", num_spans=9000)]
     text = profile_head.dumped(rows)
     assert len(text) < profile_head.MOST_CHARS
     kept = {(row["variant"], row["rank"]): bool(row["timeline"]) for row in json.loads(text)}
     assert kept == {
         ("roof", 0): False,
-        ("eager", 0): True,
-        ("eager", 1): False,
+        ("grad_in_forward", 0): True,
+        ("grad_in_forward", 1): False,
         ("store", 0): False,
     }
     assert all(row["timeline"] for row in rows)  # the caller's, still to be drawn
 
 
 def test_the_page_says_what_of_which_collective_is_exposed():
-    row = row_of("eager", num_spans=2) | {"kernels": []}  # products until 19, the scatter until 25
+    row = row_of("grad_in_forward", num_spans=2) | {
+        "kernels": []
+    }  # products until 19, the scatter until 25
     page = profile_head.markdown([row, row | {"variant": "roof", "exposed_by_kind": {}}], 5, {})
     lines = page.splitlines()
-    assert "| eager, rank 0 | 0.020 | 0.007 |" in lines  # 1 us between products, 6 after them
+    assert (
+        "| grad_in_forward, rank 0 | 0.020 | 0.007 |" in lines
+    )  # 1 us between products, 6 after them
     assert sum(line.startswith("| roof, rank 0 |") for line in lines) == 1
 
 
 def test_render_draws_the_page_and_the_picture_again(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "result.json"
-    path.write_text(profile_head.dumped([row_of("eager"), row_of("eager", rank=1)]))
+    path.write_text(
+        profile_head.dumped([row_of("grad_in_forward"), row_of("grad_in_forward", rank=1)])
+    )
     before = path.read_text()
     assert profile_head.main(["--render", str(path)]) == 0
     assert path.read_text() == before
     page = (tmp_path / "result.md").read_text()
-    assert "![Rank 0's last step](result-tiny-64.png)" in page and "| eager, rank 1 |" in page
+    assert (
+        "![Rank 0's last step](result-tiny-64.png)" in page
+        and "| grad_in_forward, rank 1 |" in page
+    )
     assert (tmp_path / "result-tiny-64.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -224,12 +233,12 @@ def test_the_picture_has_the_spans_in_two_lanes(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "broken_barh", lambda self, spans, lane, **rest: bars.append((lane[0], rest, spans))
     )
-    assert profile_head.draw("x", [row_of("eager")], tmp_path / "x.png")
+    assert profile_head.draw("x", [row_of("grad_in_forward")], tmp_path / "x.png")
     lanes = {rest["fc"]: (lane, spans) for lane, rest, spans in bars}
     product, scatter = (profile_head.COLOURS[kind] for kind in ("product", "reduce-scatter"))
     assert lanes[scatter] == (-1, [pytest.approx((0.005, 0.02))])
     assert lanes[product][0] == 0 and len(lanes[product][1]) == 3
-    assert not profile_head.draw("x", [row_of("eager", rank=1)], tmp_path / "y.png")
+    assert not profile_head.draw("x", [row_of("grad_in_forward", rank=1)], tmp_path / "y.png")
 
 
 # --- runs ------------------------------------------------------------------------------------------
@@ -243,7 +252,7 @@ def test_a_run_on_a_cpu(tmp_path, capsys):
     assert profile_head.main(words) == 0
     [written] = tmp_path.glob("*.json")
     rows = {row["variant"]: row for row in json.loads(written.read_text())}
-    assert list(rows) == ["roof", "store", "eager", "recompute"]
+    assert list(rows) == ["roof", "store", "grad_in_forward", "recompute"]
     assert "megatron-te: needs a GPU" in capsys.readouterr().err
     products = {name: row["by_kind"]["product"] for name, row in rows.items()}
     assert all(ms > 0 for ms in products.values())

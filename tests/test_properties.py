@@ -267,11 +267,11 @@ def test_one_way_against_another(problem, other, order):
 @share(0.08)
 @given(problems(), st.booleans())
 def test_triton_kernels(problem, exponentiating):
-    """Row kernels with every option, and the exponentiating product, by Triton's interpreter."""
+    """Row kernels with every option, and the scaled-exp GEMM, by Triton's interpreter."""
     problem = replace(problem, b=1, config=replace(problem.config, row_backend="triton"))
     if exponentiating:
         options = {name: getattr(FusedCEConfig(), name) for name in ("z_loss", "logit_softcap")}
-        options |= {"label_smoothing": 0.0, "true_vocab_size": None, "logit_pass": "exp"}
+        options |= {"label_smoothing": 0.0, "true_vocab_size": None, "logits_backend": "scaled_exp"}
         options["logit_scale"] = abs(problem.config.logit_scale)
         problem = replace(
             problem,
@@ -284,5 +284,5 @@ def test_triton_kernels(problem, exponentiating):
         # Exponents are rounded in powers of two, a row's reference once for all columns: with larger logits
         # fp32, which it serves here alone, shows that in gradients that are small differences.
         assume(float(largest_logits(problem.inputs()).max()) < 2.0**6)
-    tried("exponentiating product" if exponentiating else "row kernels", problem)
+    tried("scaled-exp GEMM" if exponentiating else "row kernels", problem)
     check(problem, run(problem, loss_of), definition(problem))

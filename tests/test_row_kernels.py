@@ -188,7 +188,11 @@ def test_bent_logits_keep_their_digits(size, device):
     hidden = torch.tensor([[[size]], [[-size]]], device=device, requires_grad=True)
     weight = torch.ones(1, 1, device=device)
     config = FusedCEConfig(
-        strategy="store", logit_softcap=cap, z_loss=z_loss, row_backend="triton", logit_pass="rows"
+        strategy="store",
+        logit_softcap=cap,
+        z_loss=z_loss,
+        row_backend="triton",
+        logits_backend="gemm_rows",
     )
     labels = torch.zeros(1, 2, dtype=torch.int64, device=device)
     loss = fused_linear_cross_entropy(hidden, weight, labels, config=config)

@@ -50,7 +50,7 @@ def test_a_short_soak(ranks, tmp_path):
     assert record["steps"] == 48 and record["problems"] >= 6
     assert 0 < record["worst_error_over_bound"] <= 1
     assert record["collectives"] > 48 * 5
-    assert {"store", "eager", "recompute"} <= record["plans"].keys()
+    assert {"store", "grad_in_forward", "recompute"} <= record["plans"].keys()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_problems_fit_the_head_and_cover_its_options():
     assert drawn == [soak.Problem.draw(seed, "cpu", (2, 4)) for seed in range(400)]
     for problem in drawn:
         assert problem.tokens % problem.tp == 0 and len(problem.shard_rows) == problem.tp
-        assert problem.config.strategy != "eager" or problem.knows_weights
+        assert problem.config.strategy != "grad_in_forward" or problem.knows_weights
         inputs = problem.inputs(1, torch.device("cpu"))
         assert inputs.weight.shape[0] == sum(problem.shard_rows)
         assert torch.equal(inputs.weight, problem.inputs(0, torch.device("cpu")).weight)
@@ -145,7 +145,9 @@ def test_no_problem_asks_for_a_plan_that_does_not_exist(device):
             tp_size=problem.tp,
             end_point="main_grad" if problem.in_place else "returned",
             token_weights_known=problem.knows_weights,
-            logit_pass="exp" if device == "cuda" and problem.logit_pass == "auto" else "rows",
+            logits_backend="scaled_exp"
+            if device == "cuda" and problem.logits_backend == "auto"
+            else "gemm_rows",
             device="NVIDIA H200" if device == "cuda" else "cpu",
         )
         assert planner.plan(inputs).count > 0, problem

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megatron_fused_ce
-from megatron_fused_ce import logit_pass, versions
+from megatron_fused_ce import logits_backend, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "support.md"
@@ -141,7 +141,7 @@ def test_an_old_triton_under_the_row_kernels(monkeypatch, found, words):
     else:
         monkeypatch.setattr("triton.__version__", found)
     with pytest.raises(ImportError, match=words) as error:
-        logit_pass.row_pass(torch.device("cpu"), "triton")
+        logits_backend.row_pass(torch.device("cpu"), "triton")
     assert "\n" not in str(error.value)
 
 

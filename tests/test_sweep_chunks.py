@@ -141,8 +141,8 @@ def test_the_front_is_of_rows_that_ran_and_were_right():
         row("store", 2, 1.1, 9.0),
         row("recompute", 4, 1.3, 2.0),
         row("recompute", 8, 0.5, 1.0, status="losses differ from unfused's by 1.0e-01"),
-        row("eager", 1, None, None, status=OUT_OF_MEMORY),
-        row("eager", 2, 0.9, None),
+        row("grad_in_forward", 1, None, None, status=OUT_OF_MEMORY),
+        row("grad_in_forward", 2, 0.9, None),
     ]
     assert {cell.name for cell in cells_on_front(rows)} == {"store x 1", "recompute x 4"}
 
@@ -194,7 +194,7 @@ def test_scatter_above_the_tolerance_is_said():
     assert "differ" not in recommend(rows, 0.05).why
 
 
-@pytest.mark.parametrize("strategy", ["store", "eager", "recompute", "auto"])
+@pytest.mark.parametrize("strategy", ["store", "grad_in_forward", "recompute", "auto"])
 @pytest.mark.parametrize("num_chunks", [None, 4])
 def test_the_flags_ask_for_what_was_measured(strategy, num_chunks):
     asked = config_from_argv(shlex.split(Cell(TRAINING, strategy, num_chunks).flags))
@@ -248,7 +248,7 @@ def test_evaluation_keeps_nothing_and_runs_one_code_for_all_strategies():
     try:
         problem = Problem(world, num_tokens=32, hidden_size=8, vocab=64, dtype=torch.float32)
         losses = []
-        for strategy in ("store", "eager", "recompute"):
+        for strategy in ("store", "grad_in_forward", "recompute"):
             config = FusedCEConfig(strategy=strategy, num_chunks=4)
             with torch.no_grad():
                 losses.append(loss_of(problem, world, config))

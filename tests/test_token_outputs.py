@@ -13,7 +13,7 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     fused_linear_token_outputs,
 )
-from megatron_fused_ce.logit_pass import Asked, choose
+from megatron_fused_ce.logits_backend import Asked, choose
 from megatron_fused_ce.loss_form import merge_duplicates
 from megatron_fused_ce.testing.reference import (
     FLOOR,
@@ -30,9 +30,9 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
-from tests.test_exp_pass import DTYPE as EXP_DTYPE
-from tests.test_exp_pass import HAS_EXP
 from tests.test_op import DTYPES
+from tests.test_scaled_exp import DTYPE as EXP_DTYPE
+from tests.test_scaled_exp import HAS_EXP
 
 DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 #: Options that every output follows.
@@ -155,7 +155,7 @@ def test_gradients_of_loss_and_outputs_add_up(backend, device):
         assert relative_error(value, one + other) <= FLOOR[torch.float32]
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "store", "eager"])
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_gradients_every_strategy_serves(kind, strategy, device):
     inputs = problem(kind, torch.float32, device)
@@ -241,7 +241,7 @@ def test_ignored_tokens_have_no_log_prob(device):
     [
         (("accuracy",), {}, "no such output: 'accuracy'"),
         (("lse", "lse"), {}, "name each once"),
-        (("lse",), {"strategy": "eager"}, "cannot know the upstream"),
+        (("lse",), {"strategy": "grad_in_forward"}, "cannot know the upstream"),
     ],
     ids=str,
 )
@@ -270,8 +270,8 @@ def test_ids_that_fp32_cannot_hold():
 @pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 def test_which_outputs_leave_the_exponentiating_product(device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
-    by_name = FusedCEConfig(logit_pass="exp")
-    assert choose(by_name, x, x, Asked(("lse", "predicted", "correct")))[0].name == "exp"
+    by_name = FusedCEConfig(logits_backend="scaled_exp")
+    assert choose(by_name, x, x, Asked(("lse", "predicted", "correct")))[0].name == "scaled_exp"
     for asked, words in (
         (Asked(("entropy",)), "entropy"),
         (Asked(("lse",), differentiable=True), "outputs with gradients"),
@@ -279,13 +279,13 @@ def test_which_outputs_leave_the_exponentiating_product(device):
     ):
         with pytest.raises(ValueError, match=words):
             choose(by_name, x, x, asked)
-        assert choose(FusedCEConfig(), x, x, asked)[0].name == "rows"
+        assert choose(FusedCEConfig(), x, x, asked)[0].name == "gemm_rows"
 
 
 # Distillation
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "store", "eager"])
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 5])
@@ -306,7 +306,7 @@ def check_distillation(inputs, k, config):
     ids, log_probs = make_teacher(inputs, k)
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
-    weights = inputs.grad_loss / 1.5 if config.strategy == "eager" else None
+    weights = inputs.grad_loss / 1.5 if config.strategy == "grad_in_forward" else None
     loss = fused_linear_distillation(
         hidden, weight, ids, log_probs, token_weights=weights, config=config
     )

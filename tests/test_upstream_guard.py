@@ -1,4 +1,4 @@
-"""The never-silent rule of ``eager``: what is a scalar times the weights, and that nothing else steps."""
+"""The guard of ``grad_in_forward``: only a scalar times the token weights reaches an optimizer step."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_shapes_must_agree():
 
 
 class Promised(torch.autograd.Function):
-    """What ``eager`` is to an optimizer: a per-token loss whose gradient is right only as promised."""
+    """A stand-in for ``grad_in_forward``: its gradient is right only for the promised token weights."""
 
     @staticmethod
     def forward(ctx, parameter, weights):
@@ -316,7 +316,7 @@ def test_check_without_a_step(device):
 
 
 class HeadTraining:
-    """The bare op under ``eager``, its two operands trained by a plain torch optimizer."""
+    """The bare op under ``grad_in_forward``, its two operands trained by a plain torch optimizer."""
 
     def __init__(self, device):
         generator = torch.Generator().manual_seed(3)
@@ -326,7 +326,7 @@ class HeadTraining:
         self.mask = (torch.rand(2, 12, generator=generator) < 0.7).float().to(device)
         self.optimizer = torch.optim.AdamW([self.hidden, self.weight])
 
-    def losses(self, strategy="eager"):
+    def losses(self, strategy="grad_in_forward"):
         return fused_linear_cross_entropy(
             self.hidden, self.weight, self.labels, token_weights=self.mask,
             config=FusedCEConfig(strategy=strategy, num_chunks=3),
@@ -347,18 +347,18 @@ class HeadTraining:
 def test_the_op_with_a_plain_optimizer(device):
     training = HeadTraining(device)
     expected = training.gradients("recompute")
-    for got, right in zip(training.gradients("eager"), expected, strict=True):
+    for got, right in zip(training.gradients("grad_in_forward"), expected, strict=True):
         torch.testing.assert_close(got, right)
     training.optimizer.step()
 
     training.optimizer.zero_grad()
     training.losses().mean().backward()  # over all tokens, not those of the mask
     training.assert_step_raises()
-    training.gradients("eager")
+    training.gradients("grad_in_forward")
     training.optimizer.step()
 
 
-@pytest.mark.parametrize("logit_pass", ["auto", "rows"])
+@pytest.mark.parametrize("logits_backend", ["auto", "gemm_rows"])
 @pytest.mark.parametrize(
     ("dtype", "c"),
     [
@@ -367,7 +367,7 @@ def test_the_op_with_a_plain_optimizer(device):
         (torch.float16, 2.0**17),  # inf
     ],
 )
-def test_the_scalar_keeps_its_digits(device, logit_pass, dtype, c):
+def test_the_scalar_keeps_its_digits(device, logits_backend, dtype, c):
     """It stays in fp32 beside gradients of 16 bits."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(256, 1, 64, generator=generator)
@@ -379,7 +379,7 @@ def test_the_scalar_keeps_its_digits(device, logit_pass, dtype, c):
         x = hidden.to(device, dtype).requires_grad_()
         loss = fused_linear_cross_entropy(
             x, weight.to(device, dtype).requires_grad_(), labels, token_weights=weights,
-            config=FusedCEConfig(strategy="eager", logit_pass=logit_pass),
+            config=FusedCEConfig(strategy="grad_in_forward", logits_backend=logits_backend),
         )  # fmt: skip
         loss.backward(scalar * weights)
         return x.grad.double()

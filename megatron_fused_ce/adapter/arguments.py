@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=STRATEGY_CHOICES,
         default="auto",
         help="recompute: least memory, computes the logits twice; store: keeps them in the dtype of "
-        "the hidden states until the backward; eager: gradients in the forward, for the loss mask "
+        "the hidden states until the backward; grad_in_forward: gradients in the forward, for the loss mask "
         "known there; auto: the fastest that fits the budget, storing some chunks and recomputing "
         "the rest where neither fits",
     )
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         metavar="M",
         help="budget in MiB of the head's own buffers, beside its inputs and gradients "
-        "(default: what eager needs)",
+        "(default: what grad_in_forward needs)",
     )
     group.add_argument(
         "--fused-ce-merge",
@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=LOGIT_PRECISION_CHOICES,
         default="auto",
         help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
-        "auto: fp32 where the exponentiating product serves (bf16 on Hopper and newer)",
+        "auto: fp32 where the scaled-exp GEMM serves (bf16 on Hopper and newer)",
     )
     group.add_argument(
         "--fused-ce-skip-masked",

@@ -3,7 +3,8 @@
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the
 flags), the language module (the seams in the model), the schedules (where the accuracy joins the loss), the
-trainer (it logs the head's phases) and the optimizers (they check what strategy ``eager`` was promised).
+trainer (it logs the head's phases) and the optimizers (they check what strategy ``grad_in_forward`` was
+promised).
 """
 
 from __future__ import annotations

@@ -130,15 +130,15 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         return out.loss, None
 
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
-        """The layer's config for one call: ``eager`` only where the token weights are known."""
+        """The layer's config for one call: ``grad_in_forward`` only where the token weights are known."""
         config = replace(self.fused_ce_config, logit_scale=request.logit_scale)
-        if config.strategy != "eager" or request.token_weights.values is not None:
+        if config.strategy != "grad_in_forward" or request.token_weights.values is not None:
             return config
         if torch.is_grad_enabled():
             report.say_once(
                 self.tp_group.rank(),
-                "strategy auto instead of eager for a head whose token weights are not known in the "
-                f"forward: {request.token_weights.unknown}",
+                "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
+                f"the forward: {request.token_weights.unknown}",
             )
         return replace(config, strategy="auto")
 

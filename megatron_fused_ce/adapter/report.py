@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logit_pass, versions
+from megatron_fused_ce import logits_backend, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -83,10 +83,12 @@ def adopted(model: Any, megatron_args: Any) -> None:
         tokens = megatron_args.seq_length * megatron_args.micro_batch_size // context_parallel
         # The weight's, not config.params_dtype: a YAML launch leaves that unset.
         weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
-        # Stand-ins with what the choice of the logit pass looks at.
+        # Stand-ins with what the choice of the logits backend looks at.
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hidden = torch.empty(1, layer.input_size, dtype=_dtype(model.config, weight), device=device)
-        score, why = _logit_pass(layer, hidden, hidden.expand(layer.output_size_per_partition, -1))
+        score, why = _logits_backend(
+            layer, hidden, hidden.expand(layer.output_size_per_partition, -1)
+        )
         layer._fused_ce_expected = plan(
             _plan_inputs(
                 layer,
@@ -120,7 +122,7 @@ def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None
         return  # the plan of skipped tokens differs from step to step
     num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
-    score, why = _logit_pass(layer, hidden.flatten(0, 1), weight)
+    score, why = _logits_backend(layer, hidden.flatten(0, 1), weight)
     if ran is None:
         end_point = kind_of(open_grad_weight_for(weight, layer.gradient_accumulation_fusion))
         if not weight.requires_grad:
@@ -142,9 +144,9 @@ def _end_point_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
     return "main_grad" if in_fp32 else "low_main_grad"
 
 
-def _logit_pass(layer: Any, hidden: Tensor, weight: Tensor) -> tuple[str, str]:
-    """Name of the pass that serves ``[T, H]`` and ``[V, H]``, and why not ``exp``."""
-    chosen, why = logit_pass.choose(layer.fused_ce_config, hidden, weight)
+def _logits_backend(layer: Any, hidden: Tensor, weight: Tensor) -> tuple[str, str]:
+    """Name of the pass that serves ``[T, H]`` and ``[V, H]``, and why not ``scaled_exp``."""
+    chosen, why = logits_backend.choose(layer.fused_ce_config, hidden, weight)
     return chosen.name, why
 
 
@@ -161,7 +163,7 @@ def _plan_inputs(
         num_parts=tp_size if layer.sequence_parallel else 1,
         tp_size=tp_size,
         end_point=end_point,
-        logit_pass=score,
+        logits_backend=score,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         **facts,
     )
@@ -190,7 +192,7 @@ def _say_plan(
     say(
         f"{before}strategy {chosen.strategy}{asked}, "
         f"{chosen.chunks_in_words} ({tokens} tokens, {rows} of {layer.output_size} vocabulary rows "
-        f"on this rank), logit pass {score}, predicted peak {peak_bytes} bytes "
+        f"on this rank), logits backend {score}, predicted peak {peak_bytes} bytes "
         f"({peak_bytes / 2**20:.0f} MiB); full logits would be {full_bytes / 2**20:.0f} MiB; "
         f"why: {chosen.why}"
     )

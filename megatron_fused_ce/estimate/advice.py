@@ -34,7 +34,7 @@ class Gpu:
     device: str
     #: as torch counts it (``total_memory``), bytes
     capacity: int
-    #: Hopper or newer: the exponentiating product can serve
+    #: Hopper or newer: the scaled-exp GEMM can serve
     exp_serves: bool
     #: what driver, NCCL and kernels take beside torch's allocator, bytes
     overhead: int

@@ -107,8 +107,8 @@ def plugin_head(
 ) -> Head:
     """One strategy, as a launch with these flags would plan it.
 
-    Heads of multi-token prediction have no token weights, so they never run ``eager``; the figure is
-    that of the start-up line, which counts the main head's plan for each use.
+    Heads of multi-token prediction have no token weights, so they never run ``grad_in_forward``; the figure
+    is that of the start-up line, which counts the main head's plan for each use.
 
     Raises:
         ValueError: the strategy, asked for by name, does not fit ``memory_mb``.
@@ -116,7 +116,7 @@ def plugin_head(
     config = replace(setting.training.fused_ce, strategy=strategy)
     if memory_mb is not None:
         config = replace(config, memory_mb=memory_mb)
-    # As logit_pass.why_not_exp says it of tensors.
+    # As logits_backend.why_not_exp says it of tensors.
     exp = (
         exp_serves
         and setting.training.dtype == "bfloat16"
@@ -135,7 +135,7 @@ def plugin_head(
             tp_size=setting.parallel.tensor,
             end_point=_end_point(setting),
             token_weights_known=True,
-            logit_pass="exp" if exp else "rows",
+            logits_backend="scaled_exp" if exp else "gemm_rows",
             device=gpu,
             uses_in_flight=1 + setting.model.mtp_num_layers,
         )
@@ -172,8 +172,8 @@ def _flags(config: FusedCEConfig) -> str:
 
 def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> Head:
     """With ``grad_hidden``, and without the second workspace where the peak is in the forward."""
-    memory, eager = chosen.memory, chosen.strategy == "eager"
-    unused = memory.workspace // 2 if eager else 0
+    memory, grad_in_forward = chosen.memory, chosen.strategy == "grad_in_forward"
+    unused = memory.workspace // 2 if grad_in_forward else 0
     grad_hidden = setting.itemsize * setting.num_tokens * setting.model.hidden_size
     grad_hidden //= setting.parallel.sequence_parts
     return Head(

@@ -64,10 +64,10 @@ class Roundings:
         self._shards = list(shards) or [inputs.weight.shape[0]]
         # Half the distance from 1 to the next number, and between the numbers below the normal ones.
         self._unit, self._subnormal = info.eps / 2, info.smallest_normal * info.eps / 2
-        # The same of a gradient of a logit, and of grad_hidden until it gets its size: eager makes it for
-        # upstream gradients of about 1, fp16 at a power of two times its size.
+        # The same of a gradient of a logit, and of grad_hidden until it gets its size: grad_in_forward makes
+        # it for upstream gradients of about 1, fp16 at a power of two times its size.
         upstream = inputs.grad_loss.abs().max() * abs(inputs.logit_scale)
-        waits = inputs.config.strategy in ("eager", "auto")
+        waits = inputs.config.strategy in ("grad_in_forward", "auto")
         self._gradient, self._waiting = self._subnormal, float(upstream) * self._subnormal * waits
         if inputs.hidden.dtype == torch.float16:
             self._gradient /= float(fp16_scale([upstream], inputs.weight)[0])

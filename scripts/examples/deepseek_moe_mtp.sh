@@ -67,7 +67,7 @@ PARALLEL=(
 LOSS=(
     # The one added line, in place of --cross-entropy-loss-fusion and --cross-entropy-fusion-impl. Every head
     # is fused: the main one and one for each layer of multi-token prediction. The latter know no loss mask in
-    # the forward and never run `eager`.
+    # the forward and never run `grad_in_forward`.
     --fused-chunked-ce
 )
 

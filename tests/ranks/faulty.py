@@ -98,14 +98,14 @@ class Step:
 
     def forward(self) -> torch.Tensor:
         open_grad_weight = ReturnedGradWeight if self.main_grad is None else self.open
-        eager = self.config.strategy == "eager"
+        grad_in_forward = self.config.strategy == "grad_in_forward"
         made = linear_cross_entropy(
             self.hidden,
             self.weight,
             self.labels,
             tp_group=self.group,
             sequence_parallel=self.sequence_parallel,
-            token_weights=self.grad_loss * 2 if eager else None,
+            token_weights=self.grad_loss * 2 if grad_in_forward else None,
             config=self.config,
             open_grad_weight=open_grad_weight,
         )

@@ -244,7 +244,7 @@ for _name, _sharding in {
     "Megatron-FSDP": Sharding("megatron"),
 }.items():
     CASES[f"accuracy: {_name}"] = functools.partial(accuracy_beside_the_loss, sharding=_sharding)
-for _strategy in ("recompute", "store", "eager"):
+for _strategy in ("recompute", "store", "grad_in_forward"):
     for _own in (False, True):
         CASES[f"FSDP2, {_strategy}{', own unit' if _own else ''}"] = functools.partial(
             sharded_against_ddp, model=Model(strategy=_strategy), sharding=Sharding("fsdp2", _own)

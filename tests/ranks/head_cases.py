@@ -34,7 +34,7 @@ from megatron_fused_ce.testing.reference import (
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from tests.ranks.runner import Rank
 
-STRATEGIES = ("recompute", "store", "eager")
+STRATEGIES = ("recompute", "store", "grad_in_forward")
 UNEQUAL = {1: (97,), 2: (64, 33), 4: (1, 50, 13, 33)}
 
 
@@ -43,9 +43,9 @@ def bounds(rank: Rank, vocab: int, unequal: bool) -> list[int]:
     return [sum(sizes[:i]) for i in range(rank.size + 1)]
 
 
-def eager_weights(config, inputs, flat):
+def known_weights(config, inputs, flat):
     """Weights that the upstream gradient is -3 times of, for the strategy that needs them."""
-    if config.strategy != "eager":
+    if config.strategy != "grad_in_forward":
         return None
     weights = inputs.grad_loss / -3.0
     return weights.t().reshape(-1) if flat else weights
@@ -76,7 +76,7 @@ def run_sharded(
         sequence_parallel=sequence_parallel,
         vocab_start=rows.start if named else None,
         config=config,
-        token_weights=eager_weights(config, inputs, flat),
+        token_weights=known_weights(config, inputs, flat),
     )
     if flat:
         loss = loss.view(s, b).t()
@@ -181,7 +181,7 @@ def token_outputs(rank, *, strategy, sequence_parallel, merge):
 
 
 def outputs_without_gradients(rank, *, strategy, sequence_parallel):
-    """Beside eager's gradients too; equal logits: the lowest id of the first shard is predicted."""
+    """Beside grad_in_forward's gradients too; equal logits: the lowest id of the first shard is predicted."""
     inputs = make_inputs(
         "plain", s=24, b=3, hidden_size=32, vocab=97, dtype=torch.float32, device=rank.device
     )
@@ -237,7 +237,7 @@ def distillation(rank, *, strategy, sequence_parallel, merge):
     )
     ids, log_probs = make_teacher(inputs, 6)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
-    weights = inputs.grad_loss / -3.0 if strategy == "eager" else None
+    weights = inputs.grad_loss / -3.0 if strategy == "grad_in_forward" else None
     hidden, weight, settings = shard_of(
         rank, inputs, sequence_parallel, config=config, token_weights=weights
     )
@@ -251,7 +251,7 @@ def distillation(rank, *, strategy, sequence_parallel, merge):
 
 
 def exp_dtype(rank):
-    """What the exponentiating product runs in: bf16 on GPUs, fp32 by Triton's interpreter."""
+    """What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter."""
     return torch.bfloat16 if rank.device.type == "cuda" else torch.float32
 
 
@@ -263,16 +263,20 @@ def exponentiating_product(
         kind, s=24, b=3, hidden_size=32, vocab=512, dtype=exp_dtype(rank), device=rank.device
     )
     config = FusedCEConfig(
-        strategy=strategy, chunk_tokens=16, logit_pass="exp", merge=merge, **(options or {})
+        strategy=strategy,
+        chunk_tokens=16,
+        logits_backend="scaled_exp",
+        merge=merge,
+        **(options or {}),
     )
     inputs = replace(inputs, config=config)
     result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=named)
     assert_close(result, inputs)
 
 
-def gap_between_shards(rank, *, logit_pass="rows", gap=-600.0):
+def gap_between_shards(rank, *, logits_backend="gemm_rows", gap=-600.0):
     """Shards 600 nats apart: the far ones vanish without NaN."""
-    dtype = exp_dtype(rank) if logit_pass == "exp" else torch.float32
+    dtype = exp_dtype(rank) if logits_backend == "scaled_exp" else torch.float32
     # Tokens enough for an error in norm: all that is left of one is its label's entry, which two bf16
     # roundings can move by 7.8e-3.
     inputs = make_inputs(
@@ -283,9 +287,9 @@ def gap_between_shards(rank, *, logit_pass="rows", gap=-600.0):
     for index in range(rank.size):
         inputs.weight[edges[index] : edges[index + 1], 0] = gap * index
     for strategy in STRATEGIES:
-        config = FusedCEConfig(strategy=strategy, num_chunks=2, logit_pass=logit_pass)
+        config = FusedCEConfig(strategy=strategy, num_chunks=2, logits_backend=logits_backend)
         result = run_sharded(rank, inputs, config)
-        if dtype == torch.float32 and logit_pass == "exp":
+        if dtype == torch.float32 and logits_backend == "scaled_exp":
             # Exponents of up to 4 * 600 * log2(e) rounded to 24 bits, twice: fp32 is for tests only.
             for part, true in zip(result, truth(inputs), strict=True):
                 assert relative_error(part, true) < 2 * 3463 * 2.0**-24 * math.log(2)
@@ -305,7 +309,7 @@ def outlier_in_one_shard(rank, *, strategy, sequence_parallel):
     inputs.weight[301, 0] = outlier
     # Half of the tokens do not meet it.
     inputs.hidden[48:, 0, 0] = 0.0
-    config = FusedCEConfig(strategy=strategy, num_chunks=3, logit_pass="exp")
+    config = FusedCEConfig(strategy=strategy, num_chunks=3, logits_backend="scaled_exp")
     result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=True)
     if dtype == torch.float32:
         for part, true in zip(result, truth(inputs), strict=True):
@@ -326,12 +330,14 @@ class AtItsWait:
         self.run = None
 
 
-def late_collectives(rank, *, strategy, sequence_parallel, merge, logit_pass):
+def late_collectives(rank, *, strategy, sequence_parallel, merge, logits_backend):
     """Nothing that is under way is overwritten, and nothing is read that has not been waited for."""
     inputs = make_inputs(
         "plain", s=24, b=2, hidden_size=32, vocab=512, dtype=torch.float32, device=rank.device
     )
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logit_pass=logit_pass)
+    config = FusedCEConfig(
+        strategy=strategy, chunk_tokens=8, merge=merge, logits_backend=logits_backend
+    )
     with patch.object(vocab_parallel, "_start", lambda c, *t, **o: AtItsWait(c, t, o)):
         result = run_sharded(rank, inputs, config, sequence_parallel=sequence_parallel, named=True)
     assert_close(result, inputs)
@@ -518,20 +524,20 @@ for _kind in ("peaked", "high", "low", "wide", "equal", "odd-labels"):
             sequence_parallel=_sp, unequal=True, named=_sp, flat=_sp,
         )  # fmt: skip
 for _gap in (-600.0, 600.0):
-    CASES[f"shards {_gap} nats apart, exponentiating product"] = functools.partial(
-        gap_between_shards, logit_pass="exp", gap=_gap
+    CASES[f"shards {_gap} nats apart, scaled-exp GEMM"] = functools.partial(
+        gap_between_shards, logits_backend="scaled_exp", gap=_gap
     )
 for _strategy in STRATEGIES:
     for _kind in ("plain", "peaked", "odd-labels"):
         for _sp in (False, True):
-            CASES[f"exponentiating product, {_kind} {_strategy} sp={_sp}"] = functools.partial(
+            CASES[f"scaled-exp GEMM, {_kind} {_strategy} sp={_sp}"] = functools.partial(
                 exponentiating_product, kind=_kind, strategy=_strategy, sequence_parallel=_sp
             )
     for _sp in (False, True):
         CASES[f"an outlier in one shard, {_strategy} sp={_sp}"] = functools.partial(
             outlier_in_one_shard, strategy=_strategy, sequence_parallel=_sp
         )
-        CASES[f"two all-reduces, exponentiating product {_strategy} sp={_sp}"] = functools.partial(
+        CASES[f"two all-reduces, scaled-exp GEMM {_strategy} sp={_sp}"] = functools.partial(
             exponentiating_product, kind="odd-labels", strategy=_strategy, sequence_parallel=_sp,
             merge="all_reduce",
         )  # fmt: skip
@@ -543,7 +549,7 @@ for _strategy in STRATEGIES:
     for _sp, _merge in ((False, "packed"), (True, "packed"), (True, "all_reduce")):
         CASES[f"collectives at their wait: {_strategy} sp={_sp} {_merge}"] = functools.partial(
             late_collectives, strategy=_strategy, sequence_parallel=_sp, merge=_merge,
-            logit_pass="rows",
+            logits_backend="gemm_rows",
         )  # fmt: skip
 for _name, _options in (
     ("z-loss", {"z_loss": 1e-2}),
@@ -553,7 +559,7 @@ for _name, _options in (
 ):
     for _strategy in STRATEGIES:
         for _sp in (False, True):
-            CASES[f"exponentiating product with {_name}, {_strategy} sp={_sp}"] = functools.partial(
+            CASES[f"scaled-exp GEMM with {_name}, {_strategy} sp={_sp}"] = functools.partial(
                 exponentiating_product, kind="odd-labels", strategy=_strategy,
                 sequence_parallel=_sp, merge="packed" if _sp else "all_reduce", named=_sp,
                 options=_options,
@@ -574,7 +580,7 @@ for _name, _options in {
 for _strategy in STRATEGIES:
     for _sp in (False, True):
         for _merge in ("packed", "all_reduce"):
-            if _strategy != "eager":
+            if _strategy != "grad_in_forward":
                 CASES[f"outputs, {_strategy} sp={_sp} {_merge}"] = functools.partial(
                     token_outputs, strategy=_strategy, sequence_parallel=_sp, merge=_merge
                 )

@@ -72,14 +72,14 @@ def peaks_are_as_predicted(
     rank: Rank,
     *,
     strategy: str,
-    logit_pass: str,
+    logits_backend: str,
     sequence_parallel: bool = False,
     merge: str = "packed",
     num_chunks: int,
     trained: bool = True,
 ) -> None:
     """Forward and backward each by itself, buffer by buffer."""
-    # What the exponentiating product runs in: bf16 on GPUs, fp32 by Triton's interpreter.
+    # What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
     dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
     num_tokens = num_chunks * C
     parts = rank.size if sequence_parallel else 1
@@ -91,7 +91,9 @@ def peaks_are_as_predicted(
     # The same on every rank.
     labels = torch.arange(num_tokens, device=rank.device) % (rank.size * V)
     weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(9)).to(rank.device)
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=C, logit_pass=logit_pass, merge=merge)
+    config = FusedCEConfig(
+        strategy=strategy, chunk_tokens=C, logits_backend=logits_backend, merge=merge
+    )
     inputs = planner.PlanInputs.of(
         config,
         num_tokens=num_tokens,
@@ -102,7 +104,7 @@ def peaks_are_as_predicted(
         tp_size=rank.size,
         end_point="returned" if trained else "none",
         token_weights_known=True,
-        logit_pass=logit_pass,
+        logits_backend=logits_backend,
         device="cpu",
     )
     stored = num_chunks if strategy == "store" else 0
@@ -121,10 +123,17 @@ def peaks_are_as_predicted(
         # grad_hidden is not the head's own: of one chunk it has the shape of a chunk's.
         alike = int(hidden.shape == (C, H))
         forward = planner.forward_memory(inputs, strategy, *cut)
-        compare("forward", inputs, merge, seen.peak, forward, alike if strategy == "eager" else 0)
+        compare(
+            "forward",
+            inputs,
+            merge,
+            seen.peak,
+            forward,
+            alike if strategy == "grad_in_forward" else 0,
+        )
         seen.reset()
         loss.backward(weights)
-    if strategy != "eager":
+    if strategy != "grad_in_forward":
         compare("backward", inputs, merge, seen.peak, planner.backward_memory(inputs, *cut), alike)
 
 
@@ -166,20 +175,20 @@ def compare(
 
 
 CASES = {}
-for _strategy in ("recompute", "store", "eager"):
-    for _pass in ("exp", "rows"):
+for _strategy in ("recompute", "store", "grad_in_forward"):
+    for _pass in ("scaled_exp", "gemm_rows"):
         for _sp in (False, True):
             # Four: more than any ring of buffers has room for.
             for _count in (1, 4):
                 CASES[f"{_strategy} {_pass} sp={_sp} chunks={_count}"] = functools.partial(
-                    peaks_are_as_predicted, strategy=_strategy, logit_pass=_pass,
+                    peaks_are_as_predicted, strategy=_strategy, logits_backend=_pass,
                     sequence_parallel=_sp, num_chunks=_count,
                 )  # fmt: skip
         CASES[f"{_strategy} {_pass} frozen weight"] = functools.partial(
-            peaks_are_as_predicted, strategy=_strategy, logit_pass=_pass, sequence_parallel=True,
+            peaks_are_as_predicted, strategy=_strategy, logits_backend=_pass, sequence_parallel=True,
             num_chunks=4, trained=False,
         )  # fmt: skip
     CASES[f"{_strategy} two all-reduces"] = functools.partial(
-        peaks_are_as_predicted, strategy=_strategy, logit_pass="exp", sequence_parallel=True,
+        peaks_are_as_predicted, strategy=_strategy, logits_backend="scaled_exp", sequence_parallel=True,
         num_chunks=4, merge="all_reduce",
     )  # fmt: skip

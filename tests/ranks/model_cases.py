@@ -214,8 +214,11 @@ def off_against_on(rank: Rank, model: Model) -> None:
         on = train_two_micro_batches(model, rank)
         megatron_fused_ce.disable()
     assert (counters.fused, counters.materialised, counters.stock) == (2 * (1 + model.mtp), 0, 0)
-    # Of each micro-batch the main loss, and no other head, was eager, and left its masked tokens out.
-    promises = int(model.strategy == "eager" and takes_mask(model)) + int(model.skip_masked)
+    # Of each micro-batch the main loss, and no other head, was grad_in_forward, and left its masked tokens
+    # out.
+    promises = int(model.strategy == "grad_in_forward" and takes_mask(model)) + int(
+        model.skip_masked
+    )
     assert watched == [False] * (2 * promises)
     assert len(kept) == (2 if model.skip_masked else 0)
     assert all(0 < count < BATCH * SEQUENCE for count in kept)
@@ -401,7 +404,9 @@ def start_up_line(rank: Rank) -> None:
     megatron_groups.have(rank.size)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(arguments, "megatron_args", lambda: sizes)
-        config = megatron_fused_ce.FusedCEConfig("recompute", num_chunks=3, logit_pass="rows")
+        config = megatron_fused_ce.FusedCEConfig(
+            "recompute", num_chunks=3, logits_backend="gemm_rows"
+        )
         megatron_fused_ce.enable(config)
         for dtype in (torch.float32, None):
             build(Model(dtype=dtype), rank)
@@ -631,17 +636,17 @@ _MODELS = {
     "gpt fused wgrad sp overlap store": Model(
         fused_wgrad=True, sequence_parallel=True, overlap=True, strategy="store"
     ),
-    "gpt eager": Model(strategy="eager"),
-    "gpt eager sp": Model(strategy="eager", sequence_parallel=True),
-    "gpt eager bf16": Model(strategy="eager", dtype=torch.bfloat16),
-    "gpt eager fused wgrad tied mtp 1 overlap": Model(
-        strategy="eager", fused_wgrad=True, tied=True, mtp=1, overlap=True
+    "gpt grad_in_forward": Model(strategy="grad_in_forward"),
+    "gpt grad_in_forward sp": Model(strategy="grad_in_forward", sequence_parallel=True),
+    "gpt grad_in_forward bf16": Model(strategy="grad_in_forward", dtype=torch.bfloat16),
+    "gpt grad_in_forward fused wgrad tied mtp 1 overlap": Model(
+        strategy="grad_in_forward", fused_wgrad=True, tied=True, mtp=1, overlap=True
     ),
     "gpt masked tokens skipped": Model(strategy="store", skip_masked=True),
-    "gpt masked tokens skipped eager sp mtp 1": Model(
-        strategy="eager", skip_masked=True, sequence_parallel=True, mtp=1
+    "gpt masked tokens skipped grad_in_forward sp mtp 1": Model(
+        strategy="grad_in_forward", skip_masked=True, sequence_parallel=True, mtp=1
     ),
-    "hybrid eager": Model(strategy="eager", family="hybrid"),
+    "hybrid grad_in_forward": Model(strategy="grad_in_forward", family="hybrid"),
     "hybrid": Model(family="hybrid"),
     "hybrid tied sp": Model(family="hybrid", tied=True, sequence_parallel=True),
 }
@@ -652,8 +657,8 @@ _SINCE_0_17 = {
     "gpt mtp 1 detached heads": Model(mtp=1, extra={"mtp_detach_heads": True}),
 }
 for _name in (
-    *("gpt", "gpt sp", "gpt bf16 sp", "gpt mtp 2 tied", "gpt eager", "gpt store"),
-    "gpt masked tokens skipped eager sp mtp 1",
+    *("gpt", "gpt sp", "gpt bf16 sp", "gpt mtp 2 tied", "gpt grad_in_forward", "gpt store"),
+    "gpt masked tokens skipped grad_in_forward sp mtp 1",
 ):
     CASES[f"accuracy: {_name}"] = functools.partial(accuracy_beside_the_loss, model=_MODELS[_name])
 CASES["accuracy: hybrid mtp 1"] = functools.partial(

@@ -28,7 +28,7 @@ from tests.ranks.runner import Rank
 
 NUM_CHUNKS = 4
 SEQUENCE, BATCH, HIDDEN, VOCAB = 48, 2, 16, 512
-STRATEGIES = ("store", "eager", "recompute", "mixed")
+STRATEGIES = ("store", "grad_in_forward", "recompute", "mixed")
 
 #: With four chunks some 30 collectives a step: a step of tens of milliseconds, each rank far out of
 #: step with the others.
@@ -44,7 +44,7 @@ class Setup:
     strategy: str
     sequence_parallel: bool
     merge: str = "packed"
-    logit_pass: str = "rows"
+    logits_backend: str = "gemm_rows"
     kind: str = "plain"
 
 
@@ -135,7 +135,7 @@ def train_step(rank: Rank, groups: Groups, setup: Setup, data: Data) -> list[tor
     config = FusedCEConfig(
         strategy="store" if setup.strategy == "mixed" else setup.strategy,
         num_chunks=NUM_CHUNKS,
-        logit_pass=setup.logit_pass,
+        logits_backend=setup.logits_backend,
         merge=setup.merge,
     )
     loss = fused_linear_cross_entropy(
@@ -144,7 +144,7 @@ def train_step(rank: Rank, groups: Groups, setup: Setup, data: Data) -> list[tor
         data.labels,
         tp_group=groups.tp,
         sequence_parallel=setup.sequence_parallel,
-        token_weights=data.token_weights if setup.strategy == "eager" else None,
+        token_weights=data.token_weights if setup.strategy == "grad_in_forward" else None,
         config=config,
     )
     under_way.wait()
@@ -168,9 +168,9 @@ def strategy_in_place(setup: Setup) -> Iterator[None]:
 
 
 def dtype_of(rank: Rank, setup: Setup) -> torch.dtype:
-    """The exponentiating product runs in bf16 on GPUs and in fp32 by Triton's interpreter."""
+    """The scaled-exp GEMM runs in bf16 on GPUs and in fp32 by Triton's interpreter."""
     on_gpu = rank.device.type == "cuda"
-    return torch.bfloat16 if on_gpu or setup.logit_pass == "rows" else torch.float32
+    return torch.bfloat16 if on_gpu or setup.logits_backend == "gemm_rows" else torch.float32
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ def check_calls_of_a_step(setup: Setup, calls: list[Call]) -> None:
         gathers = [c for c in mine if c.name == "all_gather" and (part, HIDDEN) in c.shapes[1:]]
         # A backward may begin with the hidden states that its forward gathered last.
         of_two_passes = (2 * NUM_CHUNKS - 1, 2 * NUM_CHUNKS)
-        wanted = (NUM_CHUNKS,) if setup.strategy == "eager" else of_two_passes
+        wanted = (NUM_CHUNKS,) if setup.strategy == "grad_in_forward" else of_two_passes
         assert len(gathers) in wanted, f"{len(gathers)} gathers of hidden states"
     num_maxima = sum(call.op == "MAX" for call in mine)
     assert num_maxima == (NUM_CHUNKS if setup.merge == "all_reduce" else 0)
@@ -288,20 +288,20 @@ _SETUPS = [
         for strategy in STRATEGIES
         for sp in (False, True)
     ),
-    Setup(4, "eager", True, merge="all_reduce"),
+    Setup(4, "grad_in_forward", True, merge="all_reduce"),
     Setup(4, "mixed", True, merge="all_reduce"),
-    Setup(4, "eager", False),
+    Setup(4, "grad_in_forward", False),
 ]
 _EXPONENTIATING = [
-    Setup(2, "eager", True, logit_pass="exp"),
-    Setup(2, "recompute", False, logit_pass="exp"),
-    Setup(4, "mixed", True, logit_pass="exp"),
-    Setup(4, "eager", True, merge="all_reduce", logit_pass="exp"),
+    Setup(2, "grad_in_forward", True, logits_backend="scaled_exp"),
+    Setup(2, "recompute", False, logits_backend="scaled_exp"),
+    Setup(4, "mixed", True, logits_backend="scaled_exp"),
+    Setup(4, "grad_in_forward", True, merge="all_reduce", logits_backend="scaled_exp"),
 ]
 CASES: dict[str, Any] = {"another order is seen": another_order_is_seen}
 for _setup in _SETUPS + _EXPONENTIATING:
     _name = f"TP {_setup.tp}, {_setup.strategy}, sp={_setup.sequence_parallel}, {_setup.merge}"
-    _name += ", exponentiating product" if _setup.logit_pass == "exp" else ""
+    _name += ", scaled-exp GEMM" if _setup.logits_backend == "scaled_exp" else ""
     CASES[f"disturbed timing: {_name}"] = functools.partial(disturbed_timing, setup=_setup)
     if _setup in _SETUPS:
         CASES[f"same order whatever the data: {_name}"] = functools.partial(

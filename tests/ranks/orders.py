@@ -140,7 +140,7 @@ def accumulation_is_the_sum(strategy, **where) -> None:
 
 def two_models(**where) -> None:
     """Other strategies, other shapes, their steps between each other's."""
-    one, other = Head("eager", 0, **where), Head("store", 1, **where)
+    one, other = Head("grad_in_forward", 0, **where), Head("store", 1, **where)
     alone = one.alone(), other.alone()
     losses = one.forward(), other.forward()
     for head, loss, expected in zip((one, other), losses, alone, strict=True):
@@ -172,7 +172,7 @@ ASKED = {
     "all-reduced": {"merge": "all_reduce"},
     "skipped": {"skip_masked": True},
     "row kernels": {"row_backend": "triton"},
-    "exponentiating product": {"logit_pass": "exp"},
+    "scaled-exp GEMM": {"logits_backend": "scaled_exp"},
     "argmax": {},
     "outputs": {},
     "distillation": {},
@@ -194,7 +194,11 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
         elif asked == "outputs":
             names = ("log_prob", "lse", "entropy", "predicted", "correct")
             made = fused_linear_token_outputs(
-                *given, head.labels, names, **head.options, differentiable=strategy != "eager"
+                *given,
+                head.labels,
+                names,
+                **head.options,
+                differentiable=strategy != "grad_in_forward",
             )
             results = list(made)
         elif asked == "distillation":

@@ -28,14 +28,14 @@ def sent(rank: Rank, *, strategy: str, sequence_parallel: bool, merge: str) -> N
         inputs.labels,
         tp_group=rank.group,
         sequence_parallel=sequence_parallel,
-        token_weights=inputs.grad_loss if strategy == "eager" else None,
+        token_weights=inputs.grad_loss if strategy == "grad_in_forward" else None,
         config=FusedCEConfig(strategy=strategy, num_chunks=CHUNKS, merge=merge),
         phases=times,
     )
     made.loss.backward(inputs.grad_loss)
     tokens, others = S * B, rank.size - 1
     of_hidden = tokens * H * FP32 // rank.size * others  # gathered or scattered once
-    gradients = "forward" if strategy == "eager" else "backward"
+    gradients = "forward" if strategy == "grad_in_forward" else "backward"
     expected = Counter()
     # All-gather: four statistics to each other rank; all-reduce: each of five sums there and back.
     expected["forward-merge"] = {
@@ -45,7 +45,7 @@ def sent(rank: Rank, *, strategy: str, sequence_parallel: bool, merge: str) -> N
     expected[f"{gradients}-reduce"] = of_hidden if sequence_parallel else 2 * of_hidden
     if sequence_parallel:
         expected["forward-gather"] = of_hidden
-        if strategy != "eager":  # the last chunk's were kept
+        if strategy != "grad_in_forward":  # the last chunk's were kept
             expected["backward-gather"] = of_hidden * (CHUNKS - 1) // CHUNKS
     tallies = times.read()
     found = {name: tally.moved_bytes for name, tally in tallies.items() if tally.moved_bytes}

@@ -207,16 +207,18 @@ def off_against_on(rank: Rank, pipeline: Pipeline) -> None:
 _PIPELINES = {
     "pp 2": Pipeline(),
     "pp 2 tied sp store": Pipeline(tied=True, sequence_parallel=True, strategy="store"),
-    "pp 2 tied eager overlap fused wgrad": Pipeline(
-        tied=True, strategy="eager", overlap=True, fused_wgrad=True
+    "pp 2 tied grad_in_forward overlap fused wgrad": Pipeline(
+        tied=True, strategy="grad_in_forward", overlap=True, fused_wgrad=True
     ),
     "pp 2 mtp 1 sp": Pipeline(mtp=1, sequence_parallel=True),
-    "pp 2 mtp 1 tied eager fused wgrad": Pipeline(
-        mtp=1, tied=True, strategy="eager", fused_wgrad=True
+    "pp 2 mtp 1 tied grad_in_forward fused wgrad": Pipeline(
+        mtp=1, tied=True, strategy="grad_in_forward", fused_wgrad=True
     ),
     "two virtual stages": Pipeline(virtual=2),
     "two virtual stages tied sp": Pipeline(virtual=2, tied=True, sequence_parallel=True),
-    "two virtual stages eager sp": Pipeline(virtual=2, strategy="eager", sequence_parallel=True),
+    "two virtual stages grad_in_forward sp": Pipeline(
+        virtual=2, strategy="grad_in_forward", sequence_parallel=True
+    ),
     "two virtual stages tied store overlap fused wgrad": Pipeline(
         virtual=2, tied=True, strategy="store", overlap=True, fused_wgrad=True
     ),

@@ -1,4 +1,4 @@
-"""Strategy ``eager`` under Megatron's own models and optimizers: see tests/ranks/eager_cases.py."""
+"""``grad_in_forward`` under Megatron's models and optimizers: see tests/ranks/grad_in_forward_cases.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from tests.ranks.runner import case_names, run_cases
 from tests.test_megatron_models import CORE_0_19, CORES, installed_is_older_than
 
-MODULE = "tests.ranks.eager_cases"
+MODULE = "tests.ranks.grad_in_forward_cases"
 
 
 @pytest.mark.parametrize("name", case_names(MODULE))
 @pytest.mark.parametrize(("core", "num_ranks"), [("installed", 1), ("0.19.2", 2)])
-def test_eager(core, num_ranks, name):
+def test_grad_in_forward(core, num_ranks, name):
     if importlib.util.find_spec("megatron.core") is None:
         pytest.skip("megatron-core is not installed")
     if core == "0.19.2" and not CORE_0_19.is_dir():

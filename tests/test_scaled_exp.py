@@ -1,4 +1,4 @@
-"""The exponentiating product: on GPUs in bf16, on a CPU by the interpreter in fp32.
+"""The scaled-exp GEMM: on GPUs in bf16, on a CPU by the interpreter in fp32.
 
 Odd token counts and ragged vocabulary tiles throughout; every strategy against fp64.
 """
@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logit_pass
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logits_backend
 from megatron_fused_ce.kernels import exp_product, exp_rows, forms
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.testing.reference import (
@@ -55,7 +55,7 @@ def product(request, monkeypatch):
 
 
 def exp_config(strategy, **fields):
-    return FusedCEConfig(strategy=strategy, logit_pass="exp", **fields)
+    return FusedCEConfig(strategy=strategy, logits_backend="scaled_exp", **fields)
 
 
 def assert_right(result, inputs, largest):
@@ -150,8 +150,8 @@ def test_a_factor_of_exactly_zero(product, device):
     hidden = torch.ones(1, 1, 8, device=device, dtype=DTYPE)
     weight = torch.zeros(8, 8, device=device, dtype=DTYPE)
     labels = torch.tensor([[3]], device=device)
-    stats = logit_pass.ChunkInputs(hidden[0], weight, labels[0], 1.0, weight)
-    passes = logit_pass.ExpPass(product)
+    stats = logits_backend.ChunkInputs(hidden[0], weight, labels[0], 1.0, weight)
+    passes = logits_backend.ScaledExp(product)
     room = hidden.new_empty(1, 8)
     scores = passes.multiply(stats, room, False)()
     merged = merge_shards(scores.stats.shard[None])
@@ -221,13 +221,13 @@ def test_shards_far_apart(gap, product, device):
     weight[: vocab // 2, 0], weight[vocab // 2 :, 0] = gap / 2, -gap / 2
     labels = inputs.labels[0]
     shards = [weight[: vocab // 2], weight[vocab // 2 :]]
-    passes = logit_pass.ExpPass(product)
+    passes = logits_backend.ScaledExp(product)
     sample = torch.cat([passes.sample_rows(shard, 32) for shard in shards])
     kept, scores, local, chunks = [], [], [], []
     for index, shard in enumerate(shards):
         local.append(labels - index * (vocab // 2))
         kept.append(hidden.new_empty(tokens, vocab // 2))
-        chunks.append(logit_pass.ChunkInputs(hidden, shard, local[-1], 1.0, sample))
+        chunks.append(logits_backend.ChunkInputs(hidden, shard, local[-1], 1.0, sample))
         scores.append(passes.multiply(chunks[-1], kept[-1], False)())
     merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
     loss, terms = merged.loss, TokenTerms(*merged.terms)
@@ -337,9 +337,9 @@ def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
     inputs = make_inputs("plain", device=device, **facts)
     hidden = inputs.hidden.flatten(0, 1)
     with pytest.raises(ValueError, match=words):
-        logit_pass.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
-    chosen, reason = logit_pass.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
-    assert chosen.name == "rows" and reason
+        logits_backend.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
+    chosen, reason = logits_backend.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
+    assert chosen.name == "gemm_rows" and reason
 
 
 def test_hopper_form_compiles_without_a_gpu():

@@ -1,4 +1,4 @@
-"""``eager`` under Megatron's own optimizers: a loss that breaks the promise never changes a parameter.
+"""``grad_in_forward`` under Megatron's own optimizers: a wrong loss never changes a parameter.
 
 Real GPT, Mamba and Hybrid models in Megatron's DDP, trained by Megatron's optimizers as its train_step
 does. A wrong loss weights one token otherwise than the ``loss_mask`` that the model was called with.
@@ -33,7 +33,7 @@ class Setup:
     distributed: bool = False
     loss_scale: float = 2.0**4
     chained: bool = False
-    strategy: str = "eager"
+    strategy: str = "grad_in_forward"
 
 
 SETUP = Setup()
@@ -161,7 +161,7 @@ def what_was_said() -> Iterator[io.StringIO]:
 
 
 def notes(said: io.StringIO) -> list[str]:
-    return [line for line in said.getvalue().splitlines() if "instead of eager" in line]
+    return [line for line in said.getvalue().splitlines() if "instead of grad_in_forward" in line]
 
 
 def wrong_loss(rank: Rank, setup: Setup) -> None:
@@ -430,11 +430,11 @@ for _wrong_in in ((), (0,), (1,), (0, 1)):
 for _name, _setup in {
     "store": Setup(strategy="store"),
     "recompute, sp": Setup(Model(sequence_parallel=True), strategy="recompute"),
-    "eager, sp, fused wgrad": Setup(Model(sequence_parallel=True, fused_wgrad=True)),
+    "grad_in_forward, sp, fused wgrad": Setup(Model(sequence_parallel=True, fused_wgrad=True)),
     "store, bf16, sp": Setup(
         Model(dtype=torch.bfloat16, sequence_parallel=True), distributed=True, strategy="store"
     ),
-    "eager, tied, MTP 1, fused wgrad": Setup(Model(tied=True, mtp=1, fused_wgrad=True)),
+    "grad_in_forward, tied, MTP 1, fused wgrad": Setup(Model(tied=True, mtp=1, fused_wgrad=True)),
 }.items():
     CASES[f"re-run to the bit: {_name}"] = functools.partial(
         rerun, mode="report_determinism_stats", setup=_setup
@@ -442,5 +442,5 @@ for _name, _setup in {
 
 
 def skip(name: str) -> bool:
-    """MambaModel takes no loss_mask before 0.17: eager is never used for it."""
+    """MambaModel takes no loss_mask before 0.17: grad_in_forward is never used for it."""
     return name == "wrong loss: hybrid" and core_version() < (0, 17)

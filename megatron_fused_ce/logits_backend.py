@@ -1,6 +1,6 @@
 """How a chunk's logits are made and used: the two ways, and the one place that chooses.
 
-``rows``
+``gemm_rows``
     A cuBLAS product writes the logits; row kernels (Triton, or plain PyTorch) read them for their
     statistics and write their gradients. Any device, any dtype.
 ``exp``
@@ -36,7 +36,9 @@ class ChunkInputs(NamedTuple):
     weight: Tensor  # [V, H]
     labels: Tensor  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float
-    sample: Tensor | None = None  # [S, H]: some rows of the whole weight, for LogitPass.multiply
+    sample: Tensor | None = (
+        None  # [S, H]: some rows of the whole weight, for LogitsBackend.multiply
+    )
     form: LossForm = PLAIN
     targets: SoftTargets | None = None  # in the labels' place
 
@@ -59,7 +61,7 @@ class Operand(NamedTuple):
     factor: Tensor | None
 
 
-class LogitPass(Protocol):
+class LogitsBackend(Protocol):
     """One way through a chunk's logits."""
 
     name: str
@@ -109,12 +111,12 @@ class LogitPass(Protocol):
 
 
 @dataclass(frozen=True)
-class RowPass:
+class GemmThenRows:
     """A plain product, then passes over its logits."""
 
     rows: ModuleType  # kernels.row_kernels or row_ops_torch
 
-    name = "rows"
+    name = "gemm_rows"
     scores_in_memory = True
     reads_kept = False
     num_sampled = 0
@@ -165,12 +167,12 @@ class RowPass:
 
 
 @dataclass(frozen=True)
-class ExpPass:
+class ScaledExp:
     """A product that exponentiates in its epilogue."""
 
     product: ModuleType  # kernels.exp_product or kernels.exp_product_hopper
 
-    name = "exp"
+    name = "scaled_exp"
     scores_in_memory = False
     reads_kept = True
 
@@ -267,7 +269,7 @@ def _exp_rows() -> Any:
     return exp_rows
 
 
-def row_pass(device: torch.device, requested: str = "auto") -> RowPass:
+def row_pass(device: torch.device, requested: str = "auto") -> GemmThenRows:
     """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested.
 
     Raises:
@@ -279,8 +281,8 @@ def row_pass(device: torch.device, requested: str = "auto") -> RowPass:
         _forms().require_triton()
         from megatron_fused_ce.kernels import row_kernels
 
-        return RowPass(row_kernels)
-    return RowPass(row_ops_torch)
+        return GemmThenRows(row_kernels)
+    return GemmThenRows(row_ops_torch)
 
 
 class Asked(NamedTuple):
@@ -300,7 +302,7 @@ def choose(
     tokens: Tensor,  # [T, H]
     weight: Tensor,  # [V, H]
     asked: Asked = NOTHING_BESIDE,
-) -> tuple[LogitPass, str]:
+) -> tuple[LogitsBackend, str]:
     """The pass for these tensors, and why not ``exp`` (empty where it is).
 
     The same on every rank of a group of equal GPUs and shards; plans depend on it, so the op compares it
@@ -309,25 +311,27 @@ def choose(
     Raises:
         ValueError: ``exp`` was asked for by name and cannot serve.
     """
-    requested, reason = config.logit_pass, "rows was asked for"
-    if requested != "rows":
+    requested, reason = config.logits_backend, "gemm_rows was asked for"
+    if requested != "gemm_rows":
         reason = why_not_exp(config, tokens, weight, asked)
     if not reason:
-        return ExpPass(_forms().product_for(tokens.device)), ""
-    if requested == "exp":
-        raise ValueError(f"logit_pass='exp' cannot serve here: {reason}; use 'auto' or 'rows'")
+        return ScaledExp(_forms().product_for(tokens.device)), ""
+    if requested == "scaled_exp":
+        raise ValueError(
+            f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
+        )
     return row_pass(tokens.device, config.row_backend), reason
 
 
 def why_not_exp(
     config: FusedCEConfig, tokens: Tensor, weight: Tensor, asked: Asked = NOTHING_BESIDE
 ) -> str:
-    """What keeps the exponentiating product from serving, or an empty string: the one list.
+    """What keeps the scaled-exp GEMM from serving, or an empty string: the one list.
 
     Asked for by name, Triton's interpreter may serve on a CPU, in any dtype but bf16.
     """
     interpreted = (
-        config.logit_pass == "exp"
+        config.logits_backend == "scaled_exp"
         and tokens.device.type == "cpu"
         and os.environ.get("TRITON_INTERPRET") == "1"
         and tokens.dtype != torch.bfloat16  # whose products it gets wrong (triton 3.9)
