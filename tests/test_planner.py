@@ -21,6 +21,8 @@ from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.planner import PlanInputs, alternatives, plan
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
 MIB = 2**20
 #: A row of the device table of the tests' own: the real rows follow measurements.
 REAL_DEVICES = planner.DEVICES
