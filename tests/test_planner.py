@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import committed_results
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +21,8 @@ from megatron_fused_ce.planner import PlanInputs, alternatives, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
+
+import committed_results  # noqa: E402
 
 MIB = 2**20
 #: A row of the device table of the tests' own: the real rows follow measurements.
