@@ -714,11 +714,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, num_bytes in (*chosen.memory._asdict().items(), ("total", chosen.memory.total)):
         if num_bytes:
             print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
-    print(f"\n  {'strategy':10} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
+    print(f"\n  {'strategy':15} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
     for option in alternatives(inputs):
         mark = "*" if replace(chosen, why="") == option else " "
         print(
-            f"{mark} {option.strategy:10} {option.count:6} {option.capacity:7} "
+            f"{mark} {option.strategy:15} {option.count:6} {option.capacity:7} "
             f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
             f"{option.relative_time:6.3f}{_remark(inputs, option)}"
         )

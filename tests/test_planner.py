@@ -558,7 +558,7 @@ def test_a_named_strategy_that_cannot_fit(others, advice):
     [
         ("dtype", "bf16", "dtype is 'bf16'; choose one of bfloat16"),
         ("end_point", "x", "choose one of main_grad"),
-        ("logits_backend", "x", "choose one of exp, rows"),
+        ("logits_backend", "x", "choose one of scaled_exp, gemm_rows"),
         ("strategy", "fast", "choose one of auto"),
         ("num_tokens", -1, "num_tokens must be 0 or more, got -1"),
         ("hidden_size", 0, "hidden_size must be 1 or more, got 0"),
@@ -755,7 +755,7 @@ def test_start_up_line(said):
     peak_bytes = rows_bytes(128, 32)
     assert line.startswith(
         "strategy recompute, 4 chunks of 32 tokens (128 tokens, 1000 of 2000 vocabulary rows on this "
-        "rank), logits backend rows (rows was asked for), "
+        "rank), logits backend gemm_rows (gemm_rows was asked for), "
         f"predicted peak {peak_bytes} bytes ("
     )
     assert line.endswith("why: asked for by name")
