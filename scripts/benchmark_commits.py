@@ -1,0 +1,194 @@
+"""Times the op of another commit beside this checkout's, interleaved in one process: did a change cost time?
+
+    git worktree add build/old COMMIT
+    python scripts/benchmark_commits.py --old build/old --shapes 4096x1024x32064 32768x4096x128256
+    torchrun --nproc-per-node 2 scripts/benchmark_commits.py --old build/old --sequence-parallel
+
+A shape is TxHxV, V of this rank. One step is forward and backward of ``fused_linear_cross_entropy`` with
+gradients returned to autograd, on random data. Device time is between two events, host time is what the calls
+take to return, with the device idle before. The last column is the mean paired difference of the blocks,
+(new - old) / old, with its 95 % interval. ``--json FILE`` writes every figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PACKAGE = "megatron_fused_ce"
+#: The name of strategy grad_in_forward until 2026-11-22.
+OLD_NAMES = {"grad_in_forward": "eager"}
+
+
+class Checkout:
+    """The package of one folder; its modules are in ``sys.modules`` only while it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._modules: dict[str, ModuleType] = {}
+        with self:
+            package = import_module(PACKAGE)
+            home = Path(str(package.__file__)).resolve()
+            if self.folder not in home.parents:
+                raise ValueError(f"{PACKAGE} came from {home}, not from {self.folder}")
+            self._op, self._config = package.fused_linear_cross_entropy, package.FusedCEConfig
+
+    def __enter__(self) -> Checkout:
+        sys.path.insert(0, str(self.folder))
+        sys.modules.update(self._modules)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.path.remove(str(self.folder))
+        for name in [n for n in sys.modules if n.partition(".")[0] == PACKAGE]:
+            self._modules[name] = sys.modules.pop(name)
+
+    def config(self, strategy: str, chunk_tokens: int | None) -> Any:
+        try:
+            return self._config(strategy=strategy, chunk_tokens=chunk_tokens)
+        except ValueError:
+            return self._config(strategy=OLD_NAMES[strategy], chunk_tokens=chunk_tokens)
+
+    def step(self, problem: dict[str, Any], config: Any) -> None:
+        loss = self._op(**problem["inputs"], config=config)
+        loss.backward(problem["grad_loss"])
+
+
+def make_problem(shape: tuple[int, int, int], group: Any, sequence_parallel: bool) -> Any:
+    """bf16 hidden states of this rank, its rows of the weight, labels over the whole vocabulary."""
+    tokens, hidden_size, rows = shape
+    ranks, rank = (group.size(), group.rank()) if group else (1, 0)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device=device).manual_seed(1)
+    weights = torch.rand(tokens, device=device, generator=generator)
+    labels = torch.randint(rows * ranks, (tokens,), device=device, generator=generator)
+    hidden = torch.randn(tokens, hidden_size, device=device, generator=generator).to(dtype)
+    if sequence_parallel and ranks > 1:
+        hidden = hidden.chunk(ranks)[rank].clone()
+    generator.manual_seed(2 + rank)
+    weight = torch.randn(rows, hidden_size, device=device, generator=generator)
+    weight = (weight * (2 / math.sqrt(hidden_size))).to(dtype)
+    inputs = {
+        "hidden": hidden.requires_grad_(),
+        "weight": weight.requires_grad_(),
+        "labels": labels,
+        "tp_group": group,
+        "sequence_parallel": sequence_parallel and ranks > 1,
+        "token_weights": weights,
+    }
+    return {"inputs": inputs, "grad_loss": 0.5 * weights, "device": device}
+
+
+def timed(checkout: Checkout, problem: Any, config: Any, steps: int) -> tuple[float, float]:
+    """(device, host) ms of a step, the median over ``steps``."""
+    on_gpu = problem["device"].type == "cuda"
+    device_ms, host_ms = [], []
+    with checkout:
+        for _ in range(steps + 1):  # the first warms up
+            problem["inputs"]["hidden"].grad = problem["inputs"]["weight"].grad = None
+            if on_gpu:
+                before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                before.record()
+            start = time.perf_counter()
+            checkout.step(problem, config)
+            host_ms.append(1e3 * (time.perf_counter() - start))
+            if on_gpu:
+                after.record()
+                torch.cuda.synchronize()
+                device_ms.append(before.elapsed_time(after))
+    return statistics.median((device_ms or host_ms)[1:]), statistics.median(host_ms[1:])
+
+
+def difference(old: list[float], new: list[float]) -> tuple[float, float]:
+    """Mean of (new - old) / old over the blocks, and half of its 95 % interval."""
+    ratios = [(n - o) / o for o, n in zip(old, new, strict=True)]
+    spread = statistics.stdev(ratios) if len(ratios) > 1 else math.nan
+    return statistics.mean(ratios), 1.96 * spread / math.sqrt(len(ratios))
+
+
+def shape_of(text: str) -> tuple[int, int, int]:
+    sizes = [int(size) for size in text.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected TxHxV, such as 4096x1024x32064")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--old", type=Path, required=True, help="checkout of the other commit")
+    parser.add_argument(
+        "--new", type=Path, default=Path(__file__).parents[1], help="default: this one"
+    )
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=[(4096, 1024, 32064)])
+    parser.add_argument("--strategies", nargs="+", default=["store", "grad_in_forward"])
+    parser.add_argument("--chunk-tokens", type=int, default=None)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=5, help="of a block, after a warm-up")
+    parser.add_argument("--json", type=Path, default=None)
+    given = parser.parse_args()
+    group, rank = None, int(os.environ.get("RANK", "0"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        group = dist.group.WORLD
+    checkouts = {"old": Checkout(given.old), "new": Checkout(given.new)}
+    order = random.Random(1)  # the same on every rank
+    rows = []
+    for shape in given.shapes:
+        problem = make_problem(shape, group, given.sequence_parallel)
+        for strategy in given.strategies:
+            times: dict[str, list[tuple[float, float]]] = {"old": [], "new": []}
+            configs = {n: c.config(strategy, given.chunk_tokens) for n, c in checkouts.items()}
+            for _ in range(given.blocks):
+                for name in order.sample(("old", "new"), 2):
+                    took = timed(checkouts[name], problem, configs[name], given.steps)
+                    times[name].append(took)
+            row: dict[str, Any] = {"shape": "x".join(map(str, shape)), "strategy": strategy}
+            for index, what in enumerate(("device", "host")):
+                old, new = ([took[index] for took in times[name]] for name in ("old", "new"))
+                mean, half = difference(old, new)
+                row[what] = {
+                    "old_ms": statistics.median(old),
+                    "new_ms": statistics.median(new),
+                    "difference": mean,
+                    "half_interval": half,
+                }
+                if rank == 0:
+                    print(
+                        f"{row['shape']:>20} {strategy:16} {what:6} old {row[what]['old_ms']:8.3f} ms  "
+                        f"new {row[what]['new_ms']:8.3f} ms  {100 * mean:+6.2f} % ± {100 * half:.2f}",
+                        flush=True,
+                    )
+            rows.append(row)
+        del problem
+    if given.json and rank == 0:
+        made_by = {"device": "cpu", "torch": torch.__version__, "command": sys.argv}
+        if torch.cuda.is_available():
+            made_by["device"] = torch.cuda.get_device_name()
+        given.json.write_text(json.dumps({"made_by": made_by, "rows": rows}, indent=1) + "\n")
+    if group is not None:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
