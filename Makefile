@@ -48,7 +48,7 @@ test: lint
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $$workers
 
 properties: setup
-	@HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests/test_properties.py $(PROPERTIES)
+	@HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests/op/test_properties.py $(PROPERTIES)
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache

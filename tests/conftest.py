@@ -15,7 +15,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import hypothesis
 import pytest
 
-# Of tests/test_properties.py, over all of its properties; other tests name their own number.
+# Of tests/op/test_properties.py, over all of its properties; other tests name their own number.
 hypothesis.settings.register_profile(
     "short", max_examples=300, derandomize=True, database=None, deadline=None
 )
@@ -31,7 +31,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """After a long run: how many examples were tried of what."""
-    problems = sys.modules.get("tests.problems")
+    problems = sys.modules.get("tests.support.problems")
     if problems is None or hypothesis.settings.default.max_examples < 10_000:
         return
     terminalreporter.section("tried")

@@ -11,11 +11,11 @@ import torch
 from megatron_fused_ce import op, upstream_guard
 from megatron_fused_ce.strategies import KeepOrRecompute
 from megatron_fused_ce.upstream_guard import AbandonedGradient
+from tests.op.test_op import STRATEGIES
 from tests.ranks import orders
 from tests.ranks.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
 from tests.ranks.orders import tensors_alive
 from tests.ranks.runner import case_names, run_cases
-from tests.test_op import STRATEGIES
 
 
 @pytest.fixture

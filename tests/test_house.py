@@ -73,7 +73,7 @@ PICKLES_FROM_RANKS = {
 #: File, call: why it may.
 ALLOWED = {
     (
-        "tests/test_adapter.py",
+        "tests/megatron/test_adapter.py",
         "pickle.loads",
     ): "what the same line pickled: an adopted layer can be",
     ("megatron_fused_ce/vocab_parallel.py", "torch.distributed.all_gather_object"): (

@@ -1,6 +1,6 @@
 """Megatron's own arguments, as far as they decide how many bytes a GPU holds, and the setting they make.
 
-Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/test_plan_command.py``
+Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/tools/test_plan_command.py``
 compares them). What is not listed here is ignored in a launch, but for :data:`NOT_COUNTED`.
 """
 

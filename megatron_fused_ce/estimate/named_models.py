@@ -2,7 +2,7 @@
 
 Sizes are those of the ``config.json`` that each model is published with, checked against NVIDIA's own
 Megatron settings: NeMo at 8cfedd7 (``nemo/collections/llm/gpt/model``) and Megatron-Bridge at 067f987
-(``docs/models/nemotron``, ``docs/models/gemma``). ``tests/test_estimate.py`` counts their parameters.
+(``docs/models/nemotron``, ``docs/models/gemma``). ``tests/tools/test_estimate.py`` counts their parameters.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def two_models(rank: Rank) -> None:
 
 def fresh_memory(rank: Rank, *, asked: str, strategy: str) -> None:
     if asked == "scaled-exp GEMM" and rank.device.type == "cuda":
-        return  # it takes bf16 there: tests/test_scaled_exp.py
+        return  # it takes bf16 there: tests/kernels/test_scaled_exp.py
     for sp in (False, True):
         orders.nothing_is_read_before_it_is_written(asked, strategy, rank=rank, sp=sp)
 

@@ -1,0 +1,119 @@
+"""Compiles the Hopper form of the scaled-exp GEMM for sm_90, without a GPU.
+
+    python tests/kernels/compile_hopper.py
+
+Prints one line a variant: shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from megatron_fused_ce.kernels import exp_product_hopper as hopper
+
+#: What a thread block of sm_90 can have.
+SHARED_MEMORY = 227 * 1024
+
+
+#: mode, write, with_argmax, masked, softcap
+VARIANTS = (
+    (0, True, False, False, False),
+    (0, False, False, False, False),
+    (0, True, True, False, False),
+    (1, True, False, False, False),
+    (0, True, False, True, False),
+    (1, True, False, True, False),
+    (0, True, False, False, True),
+    (0, True, True, True, True),
+    (1, True, False, True, True),
+)
+#: By with_argmax and softcap: a few registers of row vectors, outside of the products' loop.
+SPILLED = {(True, True): 64}
+
+
+def spilled_bytes(ptx: str) -> int:
+    """What ptxas reports for sm_90a."""
+    # The newer of the two that triton brings: it takes any version of PTX that triton writes.
+    ptxas = Path(nvidia.__file__).parent / "bin" / "ptxas-blackwell"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        done = subprocess.run(
+            [ptxas, "-v", "-arch=sm_90a", "-o", Path(folder) / "kernel.cubin", source],
+            capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr))
+
+
+def descriptor(rows: int, columns: int) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
+
+
+def compiled(mode: int, write: bool, with_argmax: bool, masked: bool, softcap: bool):
+    half, block_n, block_k = (int(x) for x in (hopper.HALF_M, hopper.BLOCK_N, hopper.BLOCK_K))
+    types = {
+        "tokens_desc": descriptor(half, block_k),
+        "weight_desc": descriptor(block_n, block_k),
+        "out_desc": descriptor(half, block_n // 2) if write else descriptor(half, block_k),
+        "label_ptr": "*i64",
+        "label_tiles_ptr": "*i32",
+        "next_tile_ptr": "*i32",
+        "tile_argmax_ptr": "*i32",
+        "inside_ptr": "*i64",
+        "num_rows": "i32",
+        "num_columns": "i32",
+        "hidden_size": "i32",
+        "logit_scale": "fp32",
+        "scale2": "fp32",
+        "softcap": "fp32",
+    }
+    constants = dict(
+        GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax, MASKED=masked, SOFTCAP=softcap
+    )
+    names = hopper._product_kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names
+    }
+    source = GluonASTSource(
+        hopper._product_kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    options = {"num_warps": 4, "maxnreg": 168}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def main() -> int:
+    for mode, write, with_argmax, masked, softcap in VARIANTS:
+        kernel = compiled(mode, write, with_argmax, masked, softcap)
+        shared = kernel.metadata.shared
+        spilled = spilled_bytes(kernel.asm["ptx"])
+        print(
+            f"mode {mode} write {write} argmax {with_argmax} masked {masked} softcap {softcap}: "
+            f"{shared} bytes of shared memory, {spilled} bytes spilled"
+        )
+        if spilled > SPILLED.get((with_argmax, softcap), 0):
+            return 1
+        if shared > SHARED_MEMORY:
+            return 1
+        # One atomic for the first tile and one for the next.
+        asm = kernel.asm["ptx"]
+        if "wgmma.mma_async" not in asm or asm.count("atom.global.gpu.relaxed.add") != 2:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

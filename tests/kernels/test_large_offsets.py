@@ -1,0 +1,235 @@
+"""Elements more than 2**31 from the beginning: of logits, of the weight, of what the kernels are given.
+
+On any machine few rows lie that far apart (memory that nobody touches costs none). On a GPU of enough memory
+one chunk's logits, and the weight, really are that large.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, row_ops_torch
+from megatron_fused_ce.kernels import exp_rows, forms, row_kernels
+from megatron_fused_ce.loss_form import PLAIN
+from megatron_fused_ce.row_ops import Merged, TileStatistics, TokenTerms, merge_shards
+from megatron_fused_ce.testing.reference import (
+    HeadInputs,
+    HeadResult,
+    assert_within,
+    make_inputs,
+    plain_head,
+)
+from megatron_fused_ce.token_outputs import Upstream
+from tests.kernels.test_scaled_exp import products
+from tests.op.test_op import run
+
+FAR = 2**31
+GIB = 2**30
+
+
+def far_rows(rows, device):
+    """The same numbers, the last row more than 2**31 elements behind the first; bf16."""
+    num_rows, num_columns = rows.shape
+    # Whole 16 bytes, as TMA wants them.
+    stride = -(-FAR // (num_rows - 1) // 8) * 8 + 8
+    numel = stride * (num_rows - 1) + num_columns
+    if device.type == "cuda":
+        flat = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    else:
+        flat = torch.frombuffer(mmap.mmap(-1, 2 * numel), dtype=torch.bfloat16)
+    far = flat.as_strided(rows.shape, (stride, 1))
+    far.copy_(rows)
+    return far
+
+
+@pytest.fixture
+def logits(device):
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.tensor([5, -1, 330, 0], device=device)
+    return torch.randn(4, 331, generator=generator).to(device, torch.bfloat16), labels
+
+
+def test_row_kernels_at_far_rows(logits, device):
+    """In place, and from far to far; statistics too."""
+    near, labels = logits
+    far, far_out = far_rows(near, device), far_rows(torch.zeros_like(near), device)
+    plain = row_ops_torch.row_statistics(near, labels, 1.0, with_argmax=True)
+    ours = row_kernels.row_statistics(far, labels, 1.0, with_argmax=True)
+    assert torch.equal(ours.argmax, plain.argmax)
+    torch.testing.assert_close(ours.shard, plain.shard, rtol=1e-5, atol=1e-6)
+    terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
+    gradient = PLAIN.gradient_terms(terms, Upstream(torch.ones(4, device=device)))
+    room = torch.empty_like(near)
+    expected = row_ops_torch.row_gradients(near, labels, gradient, 1.0, out=room)
+    row_kernels.row_gradients(far, labels, gradient, 1.0, out=far_out)
+    torch.testing.assert_close(far_out, expected, rtol=8e-3, atol=1e-7)
+    row_kernels.row_gradients(far, labels, gradient, 1.0, out=far)
+    torch.testing.assert_close(far, expected, rtol=8e-3, atol=1e-7)
+
+
+def test_sealing_and_scaling_far_rows(logits, device):
+    """Whole rows of E, brought into another unit, and the label's own entries."""
+    near, labels = logits
+    e = near.abs()
+    far = far_rows(e, device)
+    column = torch.zeros(4, device=device)
+    # Of one tile, far above the others' references: each row is multiplied by 1/2, its unit by 1.
+    tiles = TileStatistics(512, column[None], column[None], column, None)
+    terms = torch.stack((column, column + 1.0, column + 0.25, column))
+    merged = Merged(column, terms, column + 0.6931471805599453)
+    stats = row_ops_torch.row_statistics(near, labels, 1.0)
+    stats = stats._replace(shard=torch.zeros_like(stats.shard), excess=column - 1.0)
+    unit = exp_rows.seal_rows(far, labels, tiles, stats, merged)
+    expected = 0.5 * e
+    here = (labels >= 0).nonzero()[:, 0]
+    expected[here, labels[here]] = (-0.25 / unit[here]).to(expected.dtype)
+    torch.testing.assert_close(unit, column + 2.0)
+    torch.testing.assert_close(far, expected, rtol=8e-3, atol=0)
+    exp_rows.scale_rows(far, unit, far)
+    torch.testing.assert_close(far, 2 * expected, rtol=8e-3, atol=0)
+
+
+# --- with as much memory as it takes ---------------------------------------------------------
+
+
+def needs(gib):
+    """Skips where a GPU has less memory."""
+    has = torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else 0.0
+    return pytest.mark.skipif(
+        has < gib, reason=f"needs a GPU of {gib} GiB for what is really that large, has {has:.0f}"
+    )
+
+
+OPTIONS = {"z_loss": 1e-3, "logit_softcap": 30.0, "true_vocab_size": 128250, "ignore_index": -100}
+
+
+@lru_cache(maxsize=1)
+def many_logits(what):
+    """17408 tokens x 128256 columns: 2.2e9 logits in one chunk; the definition, 512 tokens at a time."""
+    inputs = make_inputs(
+        "odd-labels",
+        s=17408,
+        b=1,
+        hidden_size=256,
+        vocab=128256,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    assert inputs.labels.numel() * inputs.weight.shape[0] > FAR
+    inputs.labels[0, -8:] = torch.arange(128248, 128256, device="cuda")  # the last element of all
+    if what == "outlier":  # its tile is in another unit: whole rows are gone through
+        inputs.hidden[..., 0] = 1.0
+        inputs.weight[70001] = 0.0
+        inputs.weight[70001, 0] = 70.0
+    config = FusedCEConfig(**OPTIONS) if what == "options" else FusedCEConfig()
+    inputs = replace(inputs, config=config)
+    return inputs, *(in_slices(inputs, dtype) for dtype in (torch.float64, torch.bfloat16))
+
+
+def in_slices(inputs: HeadInputs, dtype: torch.dtype, tokens: int = 512) -> HeadResult:
+    parts, grad_weight = [], torch.zeros_like(inputs.weight, dtype=torch.float64)
+    for start in range(0, inputs.hidden.shape[0], tokens):
+        some = slice(start, start + tokens)
+        part = plain_head(
+            replace(
+                inputs,
+                hidden=inputs.hidden[some],
+                labels=inputs.labels[:, some],
+                grad_loss=inputs.grad_loss[:, some],
+            ),
+            dtype,
+        )
+        grad_weight += part.grad_weight
+        parts.append(part)
+    loss = torch.cat([part.loss for part in parts], 1)
+    return HeadResult(loss, torch.cat([part.grad_hidden for part in parts]), grad_weight)
+
+
+def held(made: HeadResult, exact: HeadResult, eager: HeadResult, first: int) -> None:
+    """Against the definition: everything, and the tokens beyond 2**31 elements by themselves."""
+    dtype = made.grad_hidden.dtype
+    assert_within(made, exact, eager, dtype)
+    beyond = [
+        HeadResult(one.loss[:, first:], one.grad_hidden[first:], one.grad_weight)
+        for one in (made, exact, eager)
+    ]
+    assert_within(*beyond, dtype)
+
+
+def passes():
+    """The rows, and every form of the product."""
+    return ["gemm_rows", *(module.__name__.rsplit(".", 1)[-1] for module in products())]
+
+
+def taking(name, monkeypatch):
+    """The logits backend by name, in a form of its product."""
+    chosen = {module.__name__.rsplit(".", 1)[-1]: module for module in products()}
+    monkeypatch.setattr(forms, "product_for", lambda device: chosen.get(name))
+    return {"logits_backend": "gemm_rows" if name == "gemm_rows" else "scaled_exp"}
+
+
+@needs(60)
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
+@pytest.mark.parametrize("name", passes())
+@pytest.mark.parametrize("what", ["plain", "options", "outlier"])
+def test_a_chunk_of_more_logits(what, name, strategy, monkeypatch):
+    torch.use_deterministic_algorithms(False)  # no time for 4 GiB of NaN in each torch.empty
+    inputs, exact, eager = many_logits(what)
+    config = replace(inputs.config, strategy=strategy, num_chunks=1, **taking(name, monkeypatch))
+    made = run(replace(inputs, config=config), config)
+    held(made, exact, eager, FAR // inputs.weight.shape[0])
+
+
+@lru_cache(maxsize=1)
+def large_weight():
+    """262144 x 8256: 2.2e9 elements; made where they are needed, a CPU takes a minute for so many."""
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+    vocab, hidden_size, tokens = 262144, 8256, 192
+    weight = normal(vocab, hidden_size).div_(hidden_size**0.5)
+    labels = torch.randint(0, vocab, (1, tokens), generator=generator, device="cuda")
+    labels[0, -8:] = torch.arange(vocab - 8, vocab, device="cuda")
+    upstream = normal(1, tokens, dtype=torch.float32)
+    inputs = HeadInputs(normal(tokens, 1, hidden_size), weight, labels, upstream)
+    assert weight.numel() > FAR
+    exact = plain_head(inputs, torch.float64)
+    exact = exact._replace(grad_weight=exact.grad_weight.float())  # 8 GiB of 16
+    return inputs, exact, plain_head(inputs, torch.bfloat16)
+
+
+@needs(110)
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
+@pytest.mark.parametrize("name", passes())
+def test_a_larger_weight(name, strategy, monkeypatch):
+    torch.use_deterministic_algorithms(False)
+    many_logits.cache_clear()
+    inputs, exact, eager = large_weight()
+    config = FusedCEConfig(strategy=strategy, num_chunks=1, **taking(name, monkeypatch))
+    made = run(inputs, config)
+    assert_within(made, exact, eager, torch.bfloat16)
+    # The rows beyond 2**31 elements by themselves.
+    last = slice(FAR // inputs.weight.shape[1], None)
+    results = (made, exact, eager)
+    assert_within(
+        *(one._replace(grad_weight=one.grad_weight[last]) for one in results), torch.bfloat16
+    )
+
+
+@needs(30)
+def test_adding_more_elements():
+    """The end of a gradient of the weight that is added into another, in fp32."""
+    torch.use_deterministic_algorithms(False)
+    many_logits.cache_clear()
+    large_weight.cache_clear()
+    total = torch.ones(FAR + 4099, device="cuda")
+    addend = torch.full_like(total, 2.0)
+    exp_rows.add_scaled_(total, addend, torch.tensor(0.5, device="cuda"))
+    assert bool((total == 2.0).all())

@@ -1,0 +1,204 @@
+"""The Triton row kernels against their plain PyTorch twin and fp64: on a CPU under the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, row_ops_torch
+from megatron_fused_ce.kernels import row_kernels, token_kernels
+from megatron_fused_ce.loss_form import PLAIN
+from megatron_fused_ce.row_ops import (
+    NOT_HERE,
+    TokenTerms,
+    merge_shards,
+    shard_terms,
+    token_loss,
+)
+from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
+from megatron_fused_ce.token_outputs import Upstream
+from tests.op.test_op import run
+
+#: Below it fp32 has fewer digits, and a GPU's exp flushes to 0.
+SUBNORMAL = torch.finfo(torch.float32).tiny
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def chunk(num_columns, dtype, device, spread=3.0):
+    generator = torch.Generator().manual_seed(num_columns)
+    logits = torch.randn(7, num_columns, generator=generator) * spread
+    labels = torch.randint(0, num_columns, (7,), generator=generator)
+    labels[1], labels[2], labels[3] = -5, num_columns, num_columns - 1
+    return logits.to(device, dtype), labels.to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_columns", [1, 2, 127, 128, 4096, 4097, 9001])
+def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device):
+    logits, labels = chunk(num_columns, dtype, device)
+    kept = logits.clone()
+    ours = row_kernels.row_statistics(logits, labels, 0.7, with_argmax=True)
+    plain = row_ops_torch.row_statistics(logits, labels, 0.7, with_argmax=True)
+    assert torch.equal(logits, kept), "the statistics pass must not write"
+    assert torch.equal(ours.argmax, plain.argmax)
+    torch.testing.assert_close(ours.shard, plain.shard, rtol=2e-6, atol=1e-6)
+
+    terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
+    factor = torch.randn(7, generator=torch.Generator().manual_seed(1)).to(device)
+    out = torch.empty_like(logits)
+    gradient = PLAIN.gradient_terms(terms, Upstream(factor))
+    row_kernels.row_gradients(logits, labels, gradient, 0.7, out=out)
+    expected = row_ops_torch.row_gradients(
+        logits, labels, gradient, 0.7, out=torch.empty_like(logits)
+    )
+    assert torch.equal(logits, kept), "out of place must leave the logits alone"
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=1e-7)
+    row_kernels.row_gradients(logits, labels, gradient, 0.7, out=logits)
+    assert torch.equal(logits, out), "in place must equal out of place"
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_token_kernels_match_their_definition(num_shards, device):
+    """Confident and hopeless tokens, labels elsewhere, an empty shard, infinities and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_shards, 300)
+    row_max = torch.randn(shape, generator=generator) * 50
+    others = torch.exp(torch.randn(shape, generator=generator) * 12)
+    label_logit = row_max - torch.rand(shape, generator=generator) * 20
+    holder = torch.randint(0, num_shards + 1, shape[1:], generator=generator)
+    label_logit[torch.arange(num_shards)[:, None] != holder] = NOT_HERE
+    reference = row_max - 3 * torch.rand(shape, generator=generator)
+    others[-1, 0], reference[-1, 0], row_max[-1, 0] = 0.0, -torch.inf, -torch.inf
+    label_logit[-1, 0] = NOT_HERE
+    others[-1, 1], reference[-1, 2], others[-1, 3] = torch.nan, torch.nan, torch.inf
+    row_max[-1, 40], row_max[-1, 41] = torch.inf, torch.nan
+    others[:, 4:40] *= 1e-30  # 1 - p far below fp32's resolution of 1
+    shards = torch.stack((row_max, reference, others, label_logit), 1).to(device)
+    plain = merge_shards(shards)
+    ours = token_kernels.merge_shards(shards)
+    for got, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=4e-6, atol=1e-45, equal_nan=True)
+    assert torch.isnan(plain.loss[torch.tensor([1, 2, 40, 41])]).all()
+    assert not torch.isnan(plain.loss[4:40]).any()
+
+    # What two all-reduces would bring: the same, with any order of the sums.
+    global_max = plain.terms[0]
+    parts = [token_kernels.shard_terms(shard, global_max) for shard in shards]
+    for part, shard in zip(parts, shards, strict=True):
+        torch.testing.assert_close(
+            part, shard_terms(shard, global_max), rtol=4e-6, atol=SUBNORMAL, equal_nan=True
+        )
+    summed = torch.stack(parts).sum(0)
+    for merged in (
+        token_kernels.token_loss(summed, global_max),
+        token_loss(summed, global_max),
+    ):
+        torch.testing.assert_close(merged[0], plain.loss, rtol=4e-6, atol=1e-45, equal_nan=True)
+        torch.testing.assert_close(merged[1], plain.terms, rtol=4e-6, atol=1e-45, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_merged_shards_against_fp64(num_shards, device):
+    """By the definition: the loss of every token from the logits of all shards."""
+    generator = torch.Generator().manual_seed(3)
+    z = torch.randn(64, 30 * num_shards, generator=generator).mul_(9).to(device)
+    labels = torch.randint(0, z.shape[1], (64,), generator=generator).to(device)
+    labels[:5] = -100
+    z[torch.arange(5, 20), labels[5:20]] += 60.0
+    shards = [
+        row_ops_torch.row_statistics(part, labels - 30 * index, 1.0).shard
+        for index, part in enumerate(z.split(30, dim=1))
+    ]
+    merged = token_kernels.merge_shards(torch.stack(shards))
+    exact = z.double()
+    loss = exact.logsumexp(1) - exact.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    loss[:5] = exact[:5].logsumexp(1) - exact[:5].amax(1)
+    # The confident ones without the cancellation of the line above.
+    at_label = torch.nn.functional.one_hot(labels[5:20], z.shape[1]).bool()
+    rest = exact[5:20].masked_fill(at_label, -torch.inf).logsumexp(1)
+    loss[5:20] = torch.log1p(torch.exp(rest - exact[5:20][at_label]))
+    # log(others) near 1 has fp32's resolution of 1; with a label nothing cancels.
+    torch.testing.assert_close(merged.loss[:5].double(), loss[:5], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged.loss[5:].double(), loss[5:], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", [row_kernels, row_ops_torch], ids=["triton", "torch"])
+def test_rows_with_infinities_and_nan(backend, device):
+    logits = torch.zeros(5, 6, device=device)
+    logits[0, :] = -torch.inf  # no finite logit in this shard
+    logits[1, 2] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3, :5] = -torch.inf  # one finite logit
+    labels = torch.tensor([-1, -1, -1, 5, 0], device=device)
+    stats = backend.row_statistics(logits, labels, 1.0)
+    assert stats.others[0] == 0 and stats.row_max[0] == -torch.inf
+    assert torch.isnan(stats.others[1:3]).all()
+    assert stats.others[3] == 0 and stats.row_max[3] == 0 and stats.label_logit[3] == 0
+    assert stats.others[4] == 5
+
+
+@pytest.mark.parametrize("backend", [row_kernels, row_ops_torch], ids=["triton", "torch"])
+def test_argmax_takes_the_lowest_column_of_a_tie(backend, device):
+    logits = torch.zeros(2, 9000, device=device)
+    logits[1, [4500, 8999]] = 1.0
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    stats = backend.row_statistics(logits, labels, 1.0, with_argmax=True)
+    assert stats.argmax.tolist() == [0, 4500]
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "store"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_op_on_the_triton_path(kind, strategy, device):
+    inputs = make_inputs(
+        kind, s=7, b=2, hidden_size=32, vocab=150, dtype=torch.bfloat16, device=device
+    )
+    config = FusedCEConfig(strategy=strategy, num_chunks=2, row_backend="triton")
+    assert_close(run(inputs, config), inputs)
+
+
+def without_interpreter(script):
+    """A script beside this file, run by a Python whose triton compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    folder = Path(__file__).parent
+    return subprocess.run(
+        [sys.executable, str(folder / script)],
+        env=environment | {"PYTHONPATH": str(folder.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_every_option_compiles_without_a_gpu():
+    done = without_interpreter("compile_rows.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("bytes of PTX") == 2 * (8 + 7)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 0.06, 0.124, 0.126, 1.0, 40.0])
+def test_bent_logits_keep_their_digits(size, device):
+    """With one class the loss is ``Z * lse**2`` and the lse the bent logit: tanh's relative error shows."""
+    cap, z_loss = 0.5, 0.25
+    hidden = torch.tensor([[[size]], [[-size]]], device=device, requires_grad=True)
+    weight = torch.ones(1, 1, device=device)
+    config = FusedCEConfig(
+        strategy="store",
+        logit_softcap=cap,
+        z_loss=z_loss,
+        row_backend="triton",
+        logits_backend="gemm_rows",
+    )
+    labels = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    loss = fused_linear_cross_entropy(hidden, weight, labels, config=config)
+    loss.sum().backward()
+    x = hidden.detach().double().flatten() / cap
+    bent, slope = cap * torch.tanh(x), 1 / torch.cosh(x) ** 2
+    close = {"rtol": 2e-6, "atol": 1e-44, "check_dtype": False}
+    torch.testing.assert_close(loss.flatten(), z_loss * bent**2, **close)
+    torch.testing.assert_close(hidden.grad.flatten(), 2 * z_loss * bent * slope, **close)

@@ -1,0 +1,349 @@
+"""The scaled-exp GEMM: on GPUs in bf16, on a CPU by the interpreter in fp32.
+
+Odd token counts and ragged vocabulary tiles throughout; every strategy against fp64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logits_backend
+from megatron_fused_ce.kernels import exp_product, exp_rows, forms
+from megatron_fused_ce.row_ops import TokenTerms, merge_shards
+from megatron_fused_ce.testing.reference import (
+    KINDS,
+    assert_close,
+    make_inputs,
+    relative_error,
+    truth,
+)
+from megatron_fused_ce.token_outputs import Upstream
+from tests.kernels.test_row_kernels import without_interpreter
+from tests.op.test_op import STRATEGIES, run, weights_for
+
+ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+HAS_EXP = not ON_GPU or torch.cuda.get_device_capability() >= (9, 0)
+pytestmark = pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
+
+# On a GPU several tiles of 128 x 256 with ragged ends; the interpreter's tiles are 32 x 64.
+SIZES = (
+    dict(s=201, b=3, hidden_size=328, vocab=2056)
+    if ON_GPU
+    else dict(s=23, b=3, hidden_size=48, vocab=332)
+)
+
+
+def products():
+    """Every form of the kernel that this device can run."""
+    forms = [exp_product]
+    if ON_GPU and torch.cuda.get_device_capability()[0] == 9:
+        from megatron_fused_ce.kernels import exp_product_hopper
+
+        forms.append(exp_product_hopper)
+    return forms
+
+
+@pytest.fixture(params=products(), ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def product(request, monkeypatch):
+    monkeypatch.setattr(forms, "product_for", lambda device: request.param)
+    return request.param
+
+
+def exp_config(strategy, **fields):
+    return FusedCEConfig(strategy=strategy, logits_backend="scaled_exp", **fields)
+
+
+def assert_right(result, inputs, largest):
+    """As ``assert_close``; for ``largest`` logits in fp32, which this pass is not offered for, within
+    the rounding of their exponents (in powers of two) to 24 bits, twice."""
+    if ON_GPU or largest < 30:
+        assert_close(result, inputs)
+        return
+    for part, true in zip(result, truth(inputs), strict=True):
+        assert relative_error(part, true) < 2 * largest * 2.0**-24
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_fp64(kind, strategy, product, device):
+    inputs = make_inputs(kind, dtype=DTYPE, device=device, **SIZES)
+    result = run(inputs, exp_config(strategy, num_chunks=2))
+    assert_right(result, inputs, largest=300.0 if kind == "wide" else 1.0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 129])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_few_tokens(num_tokens, strategy, product, device):
+    inputs = make_inputs(
+        "plain", s=num_tokens, b=1, hidden_size=40, vocab=72, dtype=DTYPE, device=device
+    )
+    assert_close(run(inputs, exp_config(strategy)), inputs)
+
+
+@pytest.mark.parametrize("vocab", [8, 64, 256, 264, 512])
+def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
+    """Labels in every column, the last ones too; a vocabulary of fewer rows than are sampled."""
+    inputs = make_inputs(
+        "plain", s=vocab, b=1, hidden_size=64, vocab=vocab, dtype=DTYPE, device=device
+    )
+    labels = torch.arange(vocab, device=device).view(1, -1)
+    inputs = dataclasses.replace(inputs, labels=labels)
+    for strategy in STRATEGIES:
+        assert_close(run(inputs, exp_config(strategy)), inputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_logit_scale(strategy, product, device):
+    inputs = make_inputs("plain", dtype=DTYPE, device=device, logit_scale=0.25, **SIZES)
+    assert_close(run(inputs, exp_config(strategy, num_chunks=3, logit_scale=0.25)), inputs)
+
+
+#: Options that the epilogue makes, small enough for every size here.
+OPTIONS = {
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"logit_softcap": 5.0},
+    "masked": {"true_vocab_size": 53},
+    "all": {"z_loss": 1e-3, "logit_softcap": 30.0, "true_vocab_size": 45, "ignore_index": -100},
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_loss(name, kind, strategy, product, device):
+    inputs = make_inputs(kind, dtype=DTYPE, device=device, **SIZES)
+    config = exp_config(strategy, num_chunks=2, **OPTIONS[name])
+    inputs = dataclasses.replace(inputs, config=config)
+    # fp32 exponents of large logits, see assert_right; a softcap of 30 leaves none.
+    largest = 300.0 if kind == "wide" and "logit_softcap" not in OPTIONS[name] else 1.0
+    assert_right(run(inputs, config), inputs, largest)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("distance", [0.0, -3.0, 1e-3])
+def test_where_a_z_loss_turns_the_gradient_around(distance, strategy, product, device):
+    """At lse = -1 / (2 z) the factor of the softmax is 0, below it negative: the label's entry stays."""
+    inputs = make_inputs("plain", dtype=torch.float32, device="cpu", **SIZES)
+    hidden, weight = inputs.hidden.clone(), inputs.weight.clone()
+    hidden[..., 0], weight[:, 0] = 1.0, 0.0
+    lse = (hidden.double() @ weight.double().t()).logsumexp(-1)
+    weight[:, 0] = (-4.0 + distance - lse.mean()).float()
+    config = exp_config(strategy, num_chunks=2, z_loss=0.125)
+    inputs = dataclasses.replace(
+        inputs,
+        hidden=hidden.to(device, DTYPE),
+        weight=weight.to(device, DTYPE),
+        labels=inputs.labels.to(device),
+        grad_loss=inputs.grad_loss.to(device),
+        config=config,
+    )
+    assert_close(run(inputs, config), inputs)
+
+
+def test_a_factor_of_exactly_zero(product, device):
+    """The row's unit is folded into E, which is then 0 but at the label."""
+    hidden = torch.ones(1, 1, 8, device=device, dtype=DTYPE)
+    weight = torch.zeros(8, 8, device=device, dtype=DTYPE)
+    labels = torch.tensor([[3]], device=device)
+    stats = logits_backend.ChunkInputs(hidden[0], weight, labels[0], 1.0, weight)
+    passes = logits_backend.ScaledExp(product)
+    room = hidden.new_empty(1, 8)
+    scores = passes.multiply(stats, room, False)()
+    merged = merge_shards(scores.stats.shard[None])
+    terms = merged.terms.clone()
+    terms[1] = 0.0  # inv_sum, and so the scale
+    seal = passes.seal(room, stats, scores, merged._replace(terms=terms))
+    expected = torch.zeros(1, 8, device=device, dtype=DTYPE)
+    expected[0, 3] = -terms[2, 0]
+    torch.testing.assert_close(room * seal[:, None].to(DTYPE), expected)
+
+
+def head_of_outliers(device, outlier, *, at_label):
+    """Logits of 0 but one of ``outlier`` a row: at the label, or beside it in another tile."""
+    hidden_size, vocab, tokens = 16, 520, 70
+    hidden = torch.zeros(tokens, 1, hidden_size)
+    hidden[..., 0] = 1.0
+    weight = torch.zeros(vocab, hidden_size)
+    weight[301, 0] = outlier
+    labels = torch.full((1, tokens), 301 if at_label else 5)
+    return hidden.to(device, DTYPE), weight.to(device, DTYPE), labels.to(device), vocab, tokens
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("gap", [15.0, 28.0, 33.0, 60.0])
+def test_confident_tokens_keep_loss_and_gradient(gap, strategy, product, device):
+    """1 - p from 1e-4 to 5e-24: nothing is subtracted from 1 on the way."""
+    hidden, weight, labels, vocab, tokens = head_of_outliers(device, gap, at_label=True)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    ones = torch.ones(labels.shape, device=device)
+    loss = fused_linear_cross_entropy(
+        hidden, weight, labels, config=exp_config(strategy), **weights_for(strategy, ones)
+    )
+    loss.backward(ones)
+    miss = (vocab - 1) * math.exp(-gap)
+    torch.testing.assert_close(loss, torch.full_like(loss, math.log1p(miss)), rtol=1e-4, atol=0)
+    got = weight.grad[301, 0].item()
+    assert got == pytest.approx(-tokens * miss / (1 + miss), rel=1e-2 if ON_GPU else 1e-4)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("outlier", [40.0, 60.0, 100.0, 300.0])
+def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
+    """The sample misses the outlier: its tile is exponentiated against its own maximum, and the other
+    tiles of the row are brought into its unit afterwards."""
+    hidden, weight, labels, vocab, tokens = head_of_outliers(device, outlier, at_label=False)
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    weight = weight + 0.25 * noise.to(device, DTYPE)
+    weight[301] = 0
+    weight[301, 0] = outlier
+    inputs = make_inputs(
+        "plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=DTYPE, device=device
+    )
+    inputs = dataclasses.replace(inputs, hidden=hidden, weight=weight, labels=labels)
+    assert_right(run(inputs, exp_config(strategy)), inputs, largest=outlier)
+
+
+@pytest.mark.parametrize("gap", [-600.0, -90.0, -50.0, 50.0, 90.0, 600.0])
+def test_shards_far_apart(gap, product, device):
+    """A vocabulary in two halves ``gap`` nats apart, labels on either: by hand, without ranks."""
+    vocab, tokens = 512, 70
+    inputs = make_inputs(
+        "plain", s=tokens, b=1, hidden_size=32, vocab=vocab, dtype=DTYPE, device=device
+    )
+    hidden, weight = inputs.hidden.flatten(0, 1), inputs.weight
+    hidden[:, 0] = 1.0
+    weight[: vocab // 2, 0], weight[vocab // 2 :, 0] = gap / 2, -gap / 2
+    labels = inputs.labels[0]
+    shards = [weight[: vocab // 2], weight[vocab // 2 :]]
+    passes = logits_backend.ScaledExp(product)
+    sample = torch.cat([passes.sample_rows(shard, 32) for shard in shards])
+    kept, scores, local, chunks = [], [], [], []
+    for index, shard in enumerate(shards):
+        local.append(labels - index * (vocab // 2))
+        kept.append(hidden.new_empty(tokens, vocab // 2))
+        chunks.append(logits_backend.ChunkInputs(hidden, shard, local[-1], 1.0, sample))
+        scores.append(passes.multiply(chunks[-1], kept[-1], False)())
+    merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
+    loss, terms = merged.loss, TokenTerms(*merged.terms)
+    z = hidden.double() @ weight.double().t()
+    exact = torch.nn.functional.cross_entropy(z, labels, reduction="none")
+    assert relative_error(loss, exact) < 1e-5
+    expected = z.softmax(-1)
+    expected[torch.arange(tokens), labels] -= 1
+    factor = torch.ones(tokens, device=device)
+    grad_hidden = torch.zeros(tokens, 32, dtype=torch.float64, device=device)
+    units = []
+    for index, shard in enumerate(shards):
+        seal = passes.seal(kept[index], chunks[index], scores[index], merged)
+        units.append(seal)
+        operand = passes.operand_of_kept(
+            kept[index], seal, chunks[index], terms, Upstream(factor), None
+        )
+        part = operand.matrix.double() * operand.factor.double()[:, None]
+        assert torch.isfinite(operand.matrix.float()).all()
+        columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
+        room = torch.empty_like(kept[index])
+        again = passes.operand_again(chunks[index], terms, Upstream(factor), room)
+        for got in (part, again.matrix.double()):
+            difference = (got - expected[:, columns]).norm()
+            assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)
+        grad_hidden += part @ shard.double()
+    assert relative_error(grad_hidden, expected @ weight.double()) < 4e-3
+    assert torch.equal(*units), (
+        "grad_hidden is reduced before its rows are multiplied by their unit"
+    )
+
+
+def test_argmax_of_ties_outliers_and_labels(product, device):
+    """The lowest column of the largest logit, whether or not it is the label's."""
+    hidden, weight, _, vocab, tokens = head_of_outliers(device, 7.0, at_label=False)
+    weight[450, 0] = 7.0  # a tie with 301, in another tile
+    weight[302, 0] = 7.0  # and one in the same
+    labels = torch.arange(tokens, device=device) % 4 + 300
+    reference = exp_rows.row_prologue(
+        hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
+    )
+    tiles = product.exp_product(
+        hidden.flatten(0, 1), weight, labels, reference.reference2, *reference.tiles, 1.0,
+        None, True,
+    )  # fmt: skip
+    stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 7.0))
+    # A label that ties with the rest wins: its logit was taken apart from them.
+    expected = torch.where(labels == 302, 302, 301)
+    assert torch.equal(stats.argmax, expected)
+    # A label that is the largest by itself is nowhere in the tiles' maxima.
+    weight[100, 0] = 9.0
+    labels = torch.where(torch.arange(tokens, device=device) % 2 == 0, 100, 7)
+    reference = exp_rows.row_prologue(
+        hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
+    )
+    tiles = product.exp_product(
+        hidden.flatten(0, 1), weight, labels, reference.reference2, *reference.tiles, 1.0,
+        None, True,
+    )  # fmt: skip
+    stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 9.0))
+    assert torch.equal(stats.argmax, torch.full_like(labels, 100))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_hidden_states_give_nan(bad, options, strategy, product, device):
+    inputs = make_inputs("plain", s=4, b=1, hidden_size=8, vocab=64, dtype=DTYPE, device=device)
+    inputs.hidden[2, 0, 3] = bad
+    loss = run(inputs, exp_config(strategy, num_chunks=2, **options)).loss
+    # A bent infinity is finite.
+    lost = math.isnan(bad) or "logit_softcap" not in options
+    assert torch.isnan(loss[0]).tolist() == [False, False, lost, False]
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "store"])
+def test_backward_twice_is_bitwise_equal(strategy, product, device):
+    inputs = make_inputs("wide", dtype=DTYPE, device=device, **SIZES)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=exp_config(strategy))
+    first, again = (
+        torch.autograd.grad(loss, (hidden, weight), inputs.grad_loss, retain_graph=True)
+        for _ in range(2)
+    )
+    for one, same in zip(first, again, strict=True):
+        assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(vocab=331), "multiple of 16 bytes, V is 331"),
+        (dict(hidden_size=47), "rows of hidden that are contiguous"),
+        (dict(logit_scale=-1.0), "logit_scale above 0"),
+        (dict(dtype=torch.float64), "float64"),
+    ],
+)
+def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
+    facts = dict(s=4, b=1, hidden_size=48, vocab=336, dtype=DTYPE)
+    scale = change.get("logit_scale", 1.0)
+    if change.get("dtype") == torch.float64 and not ON_GPU:
+        pytest.skip("the interpreter takes any dtype")
+    facts |= {key: value for key, value in change.items() if key != "logit_scale"}
+    inputs = make_inputs("plain", device=device, **facts)
+    hidden = inputs.hidden.flatten(0, 1)
+    with pytest.raises(ValueError, match=words):
+        logits_backend.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
+    chosen, reason = logits_backend.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
+    assert chosen.name == "gemm_rows" and reason
+
+
+def test_hopper_form_compiles_without_a_gpu():
+    """For sm_90 by the installed triton, whose Gluon is experimental: its names move."""
+    done = without_interpreter("compile_hopper.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("bytes of shared memory") == 9

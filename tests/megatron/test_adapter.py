@@ -1,0 +1,397 @@
+"""The adapter's parts that need no model: deferred logits, flags, import hook, end points, launchers."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_fused_ce
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.adapter import arguments, switch
+from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
+from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
+from megatron_fused_ce.adapter.token_weights import TokenWeights
+from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
+
+ROOT = Path(__file__).resolve().parents[2]
+UNKNOWN = TokenWeights(None, "nobody said")
+
+
+class Head:
+    """A head whose real logits are known."""
+
+    def __init__(self):
+        self.logits = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
+        self.seen_scale = None
+
+    def stock_logits(self, deferred):
+        return self.logits
+
+    def fused_loss(self, deferred, labels, token_weights):
+        self.seen_scale = deferred.logit_scale
+        top = (self.logits * deferred.logit_scale).max(-1)
+        return LossAndArgmax(torch.zeros(2, 4), top.values, top.indices)
+
+
+@pytest.fixture
+def deferred():
+    megatron_fused_ce.counters().reset()
+    head = Head()
+    return DeferredLogits(head, torch.zeros(4, 2, 3), None, head.logits.shape)
+
+
+def materialised() -> int:
+    return megatron_fused_ce.counters().materialised
+
+
+def test_looking_costs_nothing(deferred):
+    assert deferred.shape == deferred.size() == (4, 2, 6)
+    assert (deferred.size(-1), deferred.dim(), deferred.ndim, len(deferred)) == (6, 3, 3, 4)
+    assert (deferred.dtype, deferred.device.type) == (torch.float32, "cpu")
+    assert materialised() == 0
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda z: z.transpose(0, 1).contiguous(),
+        lambda z: torch.log_softmax(z, dim=-1),
+        lambda z: torch.cat([z, z]),
+        lambda z: z.float(),
+        lambda z: z[0],
+        lambda z: z + 1,
+        lambda z: 1 - z,
+        lambda z: -z,
+        lambda z: z / 2,
+        lambda z: z * torch.tensor(3.0),
+        lambda z: z > 0,
+        lambda z: torch.argmax(z, dim=-1),
+        lambda z: z.max(dim=-1).values,
+        lambda z: torch.stack(list(z)),
+        lambda z: (3 * z).sum(),
+    ],
+)
+def test_any_other_use_is_what_real_logits_give(deferred, use):
+    assert torch.equal(use(deferred), use(deferred.head.logits))
+    assert materialised() == 1
+
+
+def test_a_metric_of_logits_leaves_their_gradient(deferred):
+    """Real logits first made under no_grad, for a metric, and then used by a loss."""
+    weight = torch.ones(6, requires_grad=True)
+    deferred.head.stock_logits = lambda of: deferred.head.logits * weight
+    deferred = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape, (0.5,))
+    with torch.no_grad():
+        deferred.float().mean()
+    deferred.square().sum().backward()
+    expected = deferred.head.logits.square().sum((0, 1)) / 2
+    torch.testing.assert_close(weight.grad, expected)
+    assert materialised() == 1
+    with torch.no_grad():
+        made = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape)
+    assert not made.float().requires_grad
+
+
+def test_logits_are_materialised_once(deferred):
+    deferred.sum(), deferred.mean(), torch.exp(deferred)
+    assert materialised() == 1
+
+
+def test_scales_are_remembered_and_reach_the_loss(deferred):
+    scaled = 0.5 * (deferred * 3)
+    assert materialised() == 0
+    scaled.loss(torch.zeros(2, 4), UNKNOWN)
+    assert deferred.head.seen_scale == 1.5
+    assert torch.equal(scaled.float(), deferred.head.logits * 3 * 0.5)
+
+
+def test_acceptance_counts_are_served_from_the_fused_pass(deferred):
+    """The two ways in which Megatron asks for a head's argmax."""
+    deferred.loss(torch.zeros(2, 4), UNKNOWN)
+    expected = deferred.head.logits.max(dim=-1)
+    values, indices = deferred.max(dim=-1)
+    assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
+    assert torch.equal(torch.argmax(deferred, dim=-1), expected.indices)
+    assert (materialised(), megatron_fused_ce.counters().fused) == (0, 1)
+    assert torch.equal(deferred.max(dim=0).values, deferred.head.logits.max(dim=0).values)
+    assert materialised() == 1
+
+
+def test_flags_in_a_group_of_their_own():
+    parser = arguments.add_arguments(argparse.ArgumentParser())
+    text = parser.format_help()
+    assert "fused chunked cross-entropy" in text
+    for flag in ("--fused-chunked-ce", "--fused-ce-num-chunks", "--fused-ce-strategy"):
+        assert flag in text
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--lr 1 --fused-ce-num-chunks 4", None),
+        ("--fused-chunked-ce", FusedCEConfig()),
+        ("--fused-chunked-ce --fused-ce-num-chunks 4", FusedCEConfig(num_chunks=4)),
+        (
+            "--x --fused-ce-chunk-tokens 64 --fused-chunked-ce --fused-ce-strategy store --y 3",
+            FusedCEConfig(chunk_tokens=64, strategy="store"),
+        ),
+        (
+            "--fused-chunked-ce --fused-ce-label-smoothing 0.1 --fused-ce-label-smoothing-form pytorch "
+            "--fused-ce-z-loss 1e-4 --fused-ce-logit-softcap 30 --fused-ce-ignore-index -100",
+            FusedCEConfig(
+                label_smoothing=0.1,
+                label_smoothing_form="pytorch",
+                z_loss=1e-4,
+                logit_softcap=30.0,
+                ignore_index=-100,
+            ),
+        ),
+    ],
+)
+def test_config_from_a_command_line(line, expected):
+    assert arguments.config_from_argv(line.split()) == expected
+
+
+def test_masked_padding_begins_where_the_tokenizer_ends(monkeypatch):
+    tokenizer = types.SimpleNamespace(vocab_size=50257)
+    name = "megatron.training.global_vars"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(_GLOBAL_TOKENIZER=tokenizer))
+    words = ["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"]
+    assert arguments.config_from_argv(words) == FusedCEConfig(true_vocab_size=50257)
+    assert arguments.config_from_argv(words[:1]) == FusedCEConfig()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--fused-ce-num-chunks 0", "1 or more"),
+        ("--fused-ce-label-smoothing 1", "below 1, got '1'"),
+        ("--fused-ce-z-loss=-1e-4", "0 or more, got"),
+        ("--fused-ce-z-loss nan", "0 or more, got"),
+        ("--fused-ce-logit-softcap 0", "above 0, got '0'"),
+        ("--fused-ce-label-smoothing-form keras", "invalid choice"),
+        ("--fused-ce-chunk-tokens x", "1 or more"),
+        ("--fused-ce-num-chunks 2 --fused-ce-chunk-tokens 8", "not allowed with"),
+        ("--fused-ce-strategy fast", "invalid choice"),
+    ],
+)
+def test_bad_flags_end_with_status_2(line, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        arguments.config_from_argv(["--fused-chunked-ce", *line.split()])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_megatrons_arguments_come_before_the_command_line(monkeypatch):
+    """--yaml-cfg replaces the parsed arguments: then the command line counts."""
+    monkeypatch.setattr(sys, "argv", ["x", "--fused-chunked-ce", "--fused-ce-num-chunks", "5"])
+    parsed = argparse.Namespace(fused_chunked_ce=True, fused_ce_num_chunks=2)
+    monkeypatch.setattr(arguments, "megatron_args", lambda: parsed)
+    assert switch.active_config() == FusedCEConfig(num_chunks=2)
+    for yaml in ({}, {"fused_chunked_ce": False}):
+        monkeypatch.setattr(arguments, "megatron_args", lambda y=yaml: argparse.Namespace(**y))
+        assert switch.active_config() == FusedCEConfig(num_chunks=5)
+    monkeypatch.setattr(sys, "argv", ["x"])
+    assert switch.active_config() is None
+
+
+def test_accuracy_is_asked_for_where_the_head_is(monkeypatch):
+    """On the command line, in Megatron's arguments, by enable(); of two that apply the head's counts."""
+    flag = "--fused-ce-log-accuracy"
+    monkeypatch.setattr(arguments, "megatron_args", lambda: argparse.Namespace())
+    for words, asked in ([], False), ([flag], False), (["--fused-chunked-ce", flag], True):
+        monkeypatch.setattr(sys, "argv", ["x", *words])
+        assert switch.logs_accuracy() is asked
+    parsed = argparse.Namespace(fused_chunked_ce=True)
+    monkeypatch.setattr(arguments, "megatron_args", lambda: parsed)
+    assert switch.logs_accuracy() is False
+    parsed.fused_ce_log_accuracy = True
+    monkeypatch.setattr(sys, "argv", ["x"])
+    assert switch.logs_accuracy() is True
+    try:
+        megatron_fused_ce.enable(FusedCEConfig(num_chunks=5))
+        assert switch.logs_accuracy() is False
+        megatron_fused_ce.enable(log_accuracy=True)
+        parsed.fused_ce_log_accuracy = False
+        assert switch.logs_accuracy() is True
+    finally:
+        megatron_fused_ce.disable()
+    assert switch.logs_accuracy() is False
+
+
+def weight_with(main_grad_dtype=torch.float32, **attributes):
+    weight = torch.nn.Parameter(torch.randn(7, 3, dtype=torch.bfloat16))
+    weight.main_grad = torch.ones(7, 3, dtype=main_grad_dtype)
+    for name, value in attributes.items():
+        setattr(weight, name, value)
+    return weight
+
+
+def add_three_chunks(end_point):
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros(7, 3, dtype=torch.float64)
+    for _ in range(3):
+        grad_logits = torch.randn(5, 7, generator=generator).bfloat16()
+        hidden = torch.randn(5, 3, generator=generator).bfloat16()
+        end_point.add(grad_logits, hidden)
+        total += grad_logits.double().t() @ hidden.double()
+    return total
+
+
+@pytest.mark.parametrize("main_grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_main_grad_takes_the_gradient(main_grad_dtype, scaled):
+    weight = weight_with(main_grad_dtype, grad_added_to_main_grad=False)
+    end_point = open_grad_weight_for(weight, True)(weight, 3, scaled)
+    assert isinstance(end_point, InPlaceGradWeight)
+    total = add_three_chunks(end_point)
+    dummy = end_point.close(torch.tensor(0.5) if scaled else None)
+    expected = 1 + total * (0.5 if scaled else 1.0)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[main_grad_dtype]
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=tolerance, atol=tolerance)
+    assert weight.grad_added_to_main_grad is True
+    assert dummy.shape == weight.shape and dummy.dtype == weight.dtype
+
+
+def test_dummy_is_zero_where_a_tied_embedding_adds_to_it():
+    weight = weight_with(grad_added_to_main_grad=False, zero_out_wgrad=True)
+    end_point = open_grad_weight_for(weight, True)(weight, 1, False)
+    add_three_chunks(end_point)
+    # Where Transformer Engine is installed its shared dummy lies on the GPU.
+    assert torch.equal(end_point.close(None).to(weight), torch.zeros_like(weight))
+
+
+def test_no_dummy_where_nobody_waits_for_one():
+    weight = weight_with()
+    assert open_grad_weight_for(weight, True)(weight, 1, False).close(None) is None
+
+
+@pytest.mark.parametrize(
+    "attributes", [{"fusion": False}, {"__fsdp_param__": True}, {"main_grad": None}], ids=str
+)
+def test_plain_gradient_elsewhere(attributes):
+    fusion = attributes.pop("fusion", True)
+    assert open_grad_weight_for(weight_with(**attributes), fusion) is ReturnedGradWeight
+
+
+def fake_megatron(tmp_path: Path) -> Path:
+    """A stand-in for Megatron's parser module and a script that parses with it."""
+    package = tmp_path / "megatron" / "training"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "arguments.py").write_text(
+        "import argparse\n"
+        "def add_megatron_arguments(parser):\n"
+        "    parser.add_argument('--lr', type=float)\n"
+        "    return parser\n"
+        "def parse_args():\n"
+        "    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))\n"
+        "    return parser.parse_args()\n"
+    )
+    script = tmp_path / "pretrain_fake.py"
+    script.write_text(
+        "import sys, os\n"
+        "from megatron.training.arguments import parse_args\n"
+        "if __name__ == '__main__':\n"
+        "    args = parse_args()\n"
+        "    print(args.lr, args.fused_chunked_ce, args.fused_ce_num_chunks)\n"
+        "    print(os.path.basename(sys.argv[0]), __file__ == sys.argv[0])\n"
+    )
+    return script
+
+
+def run_python(*words, env=None):
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        cwd="/",
+    )
+
+
+FLAGS = ("--lr", "0.5", "--fused-chunked-ce", "--fused-ce-num-chunks", "6")
+
+
+def test_launch_runs_an_unmodified_script(tmp_path):
+    done = run_python("-m", "megatron_fused_ce.launch", fake_megatron(tmp_path), *FLAGS)
+    assert done.stdout.splitlines() == ["0.5 True 6", "pretrain_fake.py True"], done.stderr
+
+
+def test_launch_shows_the_flags_in_help(tmp_path):
+    done = run_python("-m", "megatron_fused_ce.launch", fake_megatron(tmp_path), "--help")
+    assert "fused chunked cross-entropy" in done.stdout and done.returncode == 0
+
+
+def test_without_the_package_the_flag_is_unknown(tmp_path):
+    done = run_python(fake_megatron(tmp_path), *FLAGS)
+    assert done.returncode == 2 and "unrecognized arguments" in done.stderr
+
+
+def test_launch_without_a_script():
+    done = run_python("-m", "megatron_fused_ce.launch", "no_such.py", "--fused-chunked-ce")
+    assert done.returncode == 2 and "no such script: no_such.py" in done.stderr
+
+
+def test_autoload_makes_the_plain_command_work(tmp_path):
+    """In an environment of its own: one line in site-packages, active only with the flag."""
+    env_dir = tmp_path / "env"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", env_dir], check=True, capture_output=True
+    )
+    python = env_dir / "bin" / "python"
+    script = fake_megatron(tmp_path)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"])),
+    }
+
+    def run(*words):
+        return subprocess.run(
+            [str(python), *map(str, words)], capture_output=True, text=True, env=env, cwd="/"
+        )
+
+    assert run(script, *FLAGS).returncode == 2
+    assert "not installed" in run("-m", "megatron_fused_ce.autoload", "status").stdout
+    assert run("-m", "megatron_fused_ce.autoload", "install").returncode == 0
+    assert run(script, *FLAGS).stdout.splitlines()[0] == "0.5 True 6"
+    loaded = "import sys; print('megatron_fused_ce' in sys.modules)"
+    assert run("-c", loaded).stdout.strip() == "False"
+    assert run("-m", "megatron_fused_ce.autoload", "remove").returncode == 0
+    assert run(script, *FLAGS).returncode == 2
+
+
+def test_hook_patches_what_is_imported_already(tmp_path):
+    fake_megatron(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['x', *{FLAGS!r}]\n"
+        "import megatron.training.arguments as a\n"
+        "from megatron_fused_ce.adapter import import_hook\n"
+        "import_hook.install(); import_hook.install()\n"
+        "print(a.parse_args().fused_ce_num_chunks)"
+    )
+    done = run_python("-c", code)
+    assert done.stdout.strip() == "6", done.stderr
+
+
+def test_an_adopted_layer_can_be_copied_and_pickled():
+    pytest.importorskip("megatron.core")
+    from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
+
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    torch.nn.Module.__init__(layer)
+    layer.weight = torch.nn.Parameter(torch.ones(3, 2))
+    layer.fused_ce_config = FusedCEConfig(num_chunks=2)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(copied) is ColumnParallelLinear
+        assert copied.fused_ce_config == layer.fused_ce_config

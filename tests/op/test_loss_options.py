@@ -1,0 +1,261 @@
+"""Options of the loss in one process: against fp64, PyTorch's and Megatron's own definitions."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.logits_backend import choose
+from megatron_fused_ce.testing import gloo
+from megatron_fused_ce.testing.reference import (
+    KINDS,
+    LOSS_OPTIONS,
+    assert_close,
+    make_inputs,
+    plain_head,
+    relative_error,
+)
+from tests.kernels.test_scaled_exp import DTYPE as EXP_DTYPE
+from tests.kernels.test_scaled_exp import HAS_EXP
+from tests.op.test_op import DTYPES, STRATEGIES, run
+
+
+def problem(kind, dtype, device, options, **shape):
+    made = make_inputs(
+        kind,
+        **{"s": 23, "b": 3, "hidden_size": 48, "vocab": 331, **shape},
+        dtype=dtype,
+        device=device,
+    )
+    return replace(made, config=FusedCEConfig(**options))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LOSS_OPTIONS)
+def test_against_fp64(name, kind, dtype, strategy, device):
+    inputs = problem(kind, dtype, device, LOSS_OPTIONS[name])
+    config = replace(inputs.config, strategy=strategy, num_chunks=4)
+    result = run(inputs, config)
+    assert_close(result, inputs)
+    ignored = inputs.labels == config.ignore_index
+    assert torch.equal(result.loss[ignored], torch.zeros_like(result.loss[ignored]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["none", *LOSS_OPTIONS])
+def test_in_a_graph(name, dtype, strategy):
+    """Captured on other numbers, replayed on these: to the bit what the call gives outside of a graph.
+
+    Skipping masked tokens is on too, which a capture cannot: it works on all of them.
+    """
+    options = {**LOSS_OPTIONS, "none": {}}[name]
+    inputs = problem("odd-labels", dtype, "cuda", options, hidden_size=64, vocab=328)
+    config = replace(inputs.config, strategy=strategy, num_chunks=4, skip_masked=True)
+    whole = replace(config, skip_masked=False)
+    expected = run(inputs, whole)
+    these = (inputs.hidden, inputs.weight, inputs.labels, inputs.grad_loss)
+    hidden, weight, labels, upstream = (tensor.flip(0) for tensor in these)
+    hidden.requires_grad_(), weight.requires_grad_()
+
+    def iteration():
+        hidden.grad = weight.grad = None
+        loss = fused_linear_cross_entropy(
+            hidden, weight, labels, token_weights=upstream / 1.5, config=config
+        )
+        loss.backward(upstream)
+        return loss.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        iteration()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = iteration()
+    with torch.no_grad():
+        for static, this in zip((hidden, weight, labels, upstream), these, strict=True):
+            static.copy_(this)
+    graph.replay()
+    assert torch.equal(loss, expected.loss)
+    assert torch.equal(hidden.grad, expected.grad_hidden)
+    assert torch.equal(weight.grad, expected.grad_weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LOSS_OPTIONS)
+def test_triton_kernels_against_fp64(name, kind, device):
+    inputs = problem(kind, torch.float32, device, LOSS_OPTIONS[name], s=7, b=2)
+    assert_close(run(inputs, replace(inputs.config, num_chunks=3, row_backend="triton")), inputs)
+
+
+@pytest.mark.parametrize("name", LOSS_OPTIONS)
+def test_an_option_changes_the_loss(name):
+    """Else every test here could pass without it."""
+    inputs = problem("odd-labels", torch.float64, "cpu", LOSS_OPTIONS[name])
+    plain = plain_head(replace(inputs, config=FusedCEConfig()), torch.float64)
+    assert relative_error(plain_head(inputs, torch.float64).loss, plain.loss) > 1e-3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_as_torch_defines_them(smoothing, device):
+    inputs = make_inputs(
+        "odd-labels", s=23, b=3, hidden_size=48, vocab=331, dtype=torch.float32, device=device
+    )
+    inputs.labels.masked_fill_((inputs.labels < 0) | (inputs.labels >= 331), -100)
+    config = FusedCEConfig(
+        label_smoothing=smoothing, label_smoothing_form="pytorch", ignore_index=-100
+    )
+    result = run(inputs, config)
+    hidden = inputs.hidden.double().requires_grad_()
+    weight = inputs.weight.double().requires_grad_()
+    loss = F.cross_entropy(
+        (hidden @ weight.t()).permute(1, 2, 0),
+        inputs.labels,
+        ignore_index=-100,
+        label_smoothing=smoothing,
+        reduction="none",
+    )
+    loss.backward(inputs.grad_loss.double())
+    for ours, true in zip(result, (loss, hidden.grad, weight.grad), strict=True):
+        assert relative_error(ours, true.detach()) < 2e-6
+
+
+def test_as_megatron_smooths_labels_on_one_rank(tmp_path):
+    """On more ranks Megatron smooths over the shard alone; ours is tested against fp64 there."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    gloo.use_one_thread()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        parallel_state.initialize_model_parallel()
+        inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32)
+        result = run(inputs, FusedCEConfig(label_smoothing=0.1))
+        hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
+        loss = vocab_parallel_cross_entropy(
+            hidden @ weight.t(), inputs.labels.t().contiguous(), 0.1
+        ).t()
+        loss.backward(inputs.grad_loss)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    for ours, theirs in zip(result, (loss.detach(), hidden.grad, weight.grad), strict=True):
+        assert relative_error(ours, theirs) < 4e-6
+
+
+def test_padded_columns_get_no_gradient_and_no_probability(device):
+    inputs = problem("plain", torch.float32, device, {"true_vocab_size": 300})
+    inputs.weight[300:] *= 50  # would win every softmax
+    result = run(inputs, replace(inputs.config, num_chunks=2))
+    assert_close(result, inputs)
+    assert torch.equal(result.grad_weight[300:], torch.zeros_like(result.grad_weight[300:]))
+    assert result.grad_weight[:300].abs().amin(1).max() > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_ignored_token_takes_no_upstream(strategy, device):
+    """Nor does it break grad_in_forward's promise, whatever its weight and its upstream gradient are."""
+    inputs = problem("plain", torch.float32, device, {"ignore_index": -100})
+    inputs.labels[:, ::2] = -100
+    expected = run(inputs, replace(inputs.config, strategy=strategy))
+    weights = inputs.grad_loss.clone()
+    inputs.grad_loss[:, ::2] = torch.inf
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    loss = fused_linear_cross_entropy(
+        hidden,
+        weight,
+        inputs.labels,
+        token_weights=weights,
+        config=replace(inputs.config, strategy=strategy),
+    )
+    loss.backward(inputs.grad_loss)
+    assert relative_error(hidden.grad, expected.grad_hidden) < 2e-6
+    assert relative_error(weight.grad, expected.grad_weight) < 2e-6
+    assert torch.equal(hidden.grad[::2], torch.zeros_like(hidden.grad[::2]))
+
+
+def test_z_loss_stationary_point(device):
+    """At lse = -1 / (2 * z_loss) the softmax's part vanishes and the label's is left."""
+    inputs = problem("plain", torch.float32, device, {"z_loss": 0.125})
+    hidden = inputs.hidden.clone()
+    hidden[..., 0] = 1.0
+    inputs.weight[:, 0] = 0.0
+    lse = (hidden.double() @ inputs.weight.double().t()).logsumexp(-1)
+    inputs.weight[:, 0] = (-4.0 - lse.mean()).float()
+    inputs = replace(inputs, hidden=hidden)
+    assert_close(run(inputs, inputs.config), inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing must be"),
+        ({"label_smoothing": -0.1}, "label_smoothing must be"),
+        ({"label_smoothing": float("nan")}, "label_smoothing must be"),
+        ({"label_smoothing_form": "keras"}, "choose one of megatron, pytorch"),
+        ({"z_loss": -1.0}, "z_loss must be"),
+        ({"z_loss": float("inf")}, "z_loss must be"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be"),
+        ({"logit_softcap": float("inf")}, "logit_softcap must be"),
+        ({"true_vocab_size": 0}, "true_vocab_size must be 1 or more"),
+        ({"true_vocab_size": 1, "label_smoothing": 0.1}, "two classes"),
+        ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
+    ],
+    ids=str,
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        FusedCEConfig(**options)
+
+
+@pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
+@pytest.mark.parametrize("name", LOSS_OPTIONS)
+def test_what_the_exponentiating_product_leaves_to_the_rows(name, device):
+    """Smoothing, whose share of the gradient is no multiple of an exponential; tested beside it: the rest."""
+    config = FusedCEConfig(**LOSS_OPTIONS[name])
+    inputs = make_inputs(
+        "plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device
+    )
+    flat = inputs.hidden.flatten(0, 1)
+    by_name = replace(config, logits_backend="scaled_exp")
+    if config.label_smoothing:
+        with pytest.raises(ValueError, match="cannot make label_smoothing"):
+            choose(by_name, flat, inputs.weight)
+    else:
+        assert choose(by_name, flat, inputs.weight)[0].name == "scaled_exp"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_rounded_as_a_plain_layer_rounds_them(dtype, device):
+    """Losses are then bit-close to those of the logits that a linear layer of that dtype writes."""
+    inputs = make_inputs("plain", s=23, b=3, hidden_size=48, vocab=331, dtype=dtype, device=device)
+    config = FusedCEConfig(logit_precision="activations", num_chunks=1)
+    logits = inputs.hidden.flatten(0, 1) @ inputs.weight.t()
+    labels = inputs.labels.t().flatten()
+    plain = F.cross_entropy(logits.float(), labels, reduction="none").view(23, 3).t()
+    torch.testing.assert_close(run(inputs, config).loss, plain, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="cannot serve here"):
+        choose(
+            replace(config, logits_backend="scaled_exp"), inputs.hidden.flatten(0, 1), inputs.weight
+        )
+
+
+def test_more_real_tokens_than_there_are_rows(device):
+    """Label smoothing would spread over columns that nobody has."""
+    inputs = problem("plain", torch.float32, device, {"true_vocab_size": 332})
+    with pytest.raises(ValueError, match="is 332, and the vocabulary has 331 rows"):
+        run(inputs, inputs.config)

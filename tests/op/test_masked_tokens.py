@@ -1,0 +1,192 @@
+"""Masked tokens left out of every product, in one process: same results as with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fused_ce import (
+    FusedCEConfig,
+    UpstreamMismatch,
+    fused_linear_distillation,
+    fused_linear_token_outputs,
+    masked_tokens,
+    op,
+    upstream_guard,
+)
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.testing.reference import (
+    HeadResult,
+    assert_close,
+    assert_within,
+    make_inputs,
+    make_teacher,
+    plain_distillation,
+    relative_error,
+)
+from tests.op.test_op import STRATEGIES
+
+SHARES = (0.0, 0.3, 0.8, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setattr(masked_tokens, "ROUND_TO", 4)
+
+
+def masked_problem(share, device, dtype=torch.float32, **shape):
+    """Labels of masked tokens are anything; their upstream gradient is 0, as a masked loss's is."""
+    inputs = make_inputs(
+        "plain",
+        **{"s": 23, "b": 3, "hidden_size": 48, "vocab": 331, **shape},
+        dtype=dtype,
+        device=device,
+    )
+    generator = torch.Generator().manual_seed(7)
+    masked = torch.rand(inputs.labels.shape, generator=generator) < share
+    masked = masked.to(inputs.labels.device)
+    inputs.grad_loss.masked_fill_(masked, 0.0)
+    return inputs, masked
+
+
+def run(inputs, masked, config, **settings):
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        inputs.labels,
+        token_weights=inputs.grad_loss / 1.5,
+        config=config,
+        **settings,
+    ).loss
+    loss.backward(inputs.grad_loss)
+    return HeadResult(loss.detach(), hidden.grad, weight.grad)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("share", SHARES)
+def test_the_others_are_as_before_and_masked_ones_zero(share, strategy, device, monkeypatch):
+    inputs, masked = masked_problem(share, device)
+    worked_on = []
+    monkeypatch.setattr(
+        op.planner,
+        "plan",
+        lambda given, plan=op.planner.plan: worked_on.append(given.num_tokens) or plan(given),
+    )
+    config = FusedCEConfig(strategy=strategy, num_chunks=3, skip_masked=True)
+    result = run(inputs, masked, config)
+    unmasked = int((~masked).sum())
+    assert worked_on == [min(69, -(-unmasked // 4) * 4)]
+    assert torch.equal(result.loss[masked], torch.zeros_like(result.loss[masked]))
+    at = masked.t()
+    assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))
+    # The truth of all tokens, masked ones with an upstream gradient of 0; their losses apart.
+    whole = run(inputs, masked, replace(config, skip_masked=False))
+    assert_close(whole, inputs)
+    assert relative_error(result.grad_hidden, whole.grad_hidden) < 2e-6
+    assert relative_error(result.grad_weight, whole.grad_weight) < 2e-6
+    torch.testing.assert_close(
+        result.loss, whole.loss.masked_fill(masked, 0.0), rtol=1e-6, atol=1e-6
+    )
+    upstream_guard.check()
+
+
+def test_an_upstream_gradient_for_a_masked_token_stops_the_step(device):
+    inputs, masked = masked_problem(0.5, device)
+    weights = inputs.grad_loss.clone()
+    at = masked.nonzero()[-1]
+    inputs.grad_loss[at[0], at[1]] = 1e-20
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden,
+        inputs.weight,
+        inputs.labels,
+        token_weights=weights,
+        config=FusedCEConfig(strategy="store", skip_masked=True),
+    ).loss
+    loss.backward(inputs.grad_loss)
+    optimizer = torch.optim.SGD([hidden], lr=0.1)
+    with pytest.raises(UpstreamMismatch):
+        optimizer.step()
+
+
+def test_an_overflowed_loss_scale_is_no_mismatch(device):
+    inputs, masked = masked_problem(0.5, device)
+    weights = (~masked).float()
+    hidden = inputs.hidden.clone().requires_grad_()
+    config = FusedCEConfig(strategy="store", skip_masked=True)
+    loss = linear_cross_entropy(
+        hidden, inputs.weight, inputs.labels, token_weights=weights, config=config
+    ).loss
+    loss.backward(weights * torch.inf)  # NaN at masked tokens
+    upstream_guard.check()
+    assert not torch.isfinite(hidden.grad[~masked.t()]).all()
+
+
+def test_outputs_and_teachers(device):
+    inputs, masked = masked_problem(0.5, device)
+    config = FusedCEConfig(skip_masked=True, num_chunks=2)
+    settings = {"token_weights": inputs.grad_loss, "config": config}
+    made = fused_linear_token_outputs(
+        inputs.hidden, inputs.weight, inputs.labels, ("lse", "predicted", "correct"), **settings
+    )
+    whole = fused_linear_token_outputs(
+        inputs.hidden, inputs.weight, inputs.labels, ("lse", "predicted", "correct")
+    )
+    assert torch.equal(made.predicted, whole.predicted.masked_fill(masked, -1))
+    assert torch.equal(made.correct, whole.correct & ~masked)
+    torch.testing.assert_close(made.lse, whole.lse.masked_fill(masked, 0.0), rtol=1e-6, atol=1e-6)
+
+    ids, log_probs = make_teacher(inputs, 5)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    loss = fused_linear_distillation(hidden, weight, ids, log_probs, **settings)
+    loss.backward(inputs.grad_loss)
+    truth, plain = (
+        plain_distillation(inputs, ids, log_probs, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    truth, plain = (
+        part._replace(loss=part.loss.masked_fill(masked, 0.0)) for part in (truth, plain)
+    )
+    result = HeadResult(loss.detach(), hidden.grad, weight.grad)
+    assert_within(result, truth, plain, torch.float32)
+
+
+def test_a_count_that_was_started_before(device):
+    inputs, masked = masked_problem(0.5, device)
+    weights = inputs.grad_loss.t().reshape(1, -1)
+    config = FusedCEConfig(strategy="store", skip_masked=True)
+    early = masked_tokens.count(weights, None)
+    assert early.wait() == int((weights != 0).sum())
+    result = run(inputs, masked, config, unmasked=early)
+    assert relative_error(result.grad_hidden, run(inputs, masked, config).grad_hidden) == 0
+
+
+def test_without_weights_nothing_is_skipped(device):
+    inputs, _ = masked_problem(0.5, device)
+    made = linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.labels, config=FusedCEConfig(skip_masked=True)
+    )
+    assert (made.loss > 0).all()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_shapes_at_the_edge(num_tokens, device):
+    """No tokens at all, and tokens of which none is worked on."""
+    hidden = torch.randn(num_tokens, 8, device=device, requires_grad=True)
+    weight = torch.randn(11, 8, device=device, requires_grad=True)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        token_weights=torch.zeros(num_tokens, device=device),
+        config=FusedCEConfig(skip_masked=True),
+    ).loss
+    loss.sum().mul(0.0).backward()
+    assert torch.equal(loss, torch.zeros_like(loss))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))

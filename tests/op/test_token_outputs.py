@@ -1,0 +1,380 @@
+"""Outputs beside the loss, and a teacher's targets, in one process: against fp64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_distillation,
+    fused_linear_token_outputs,
+)
+from megatron_fused_ce.logits_backend import Asked, choose
+from megatron_fused_ce.loss_form import merge_duplicates
+from megatron_fused_ce.testing.reference import (
+    FLOOR,
+    KINDS,
+    LOSS_OPTIONS,
+    HeadResult,
+    assert_within,
+    make_inputs,
+    make_teacher,
+    plain_distillation,
+    plain_head,
+    plain_outputs,
+    relative_error,
+    truth,
+)
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
+from tests.kernels.test_scaled_exp import DTYPE as EXP_DTYPE
+from tests.kernels.test_scaled_exp import HAS_EXP
+from tests.op.test_op import DTYPES
+
+DIFFERENTIABLE = ("log_prob", "lse", "entropy")
+#: Options that every output follows.
+OPTIONS = {
+    name: options
+    for name, options in LOSS_OPTIONS.items()
+    if name in ("z-loss", "softcap", "smoothing", "masked padding")
+}
+
+
+def problem(kind, dtype, device, options=None, **shape):
+    made = make_inputs(
+        kind,
+        **{"s": 19, "b": 3, "hidden_size": 48, "vocab": 331, **shape},
+        dtype=dtype,
+        device=device,
+    )
+    config = FusedCEConfig(**(options or {}))
+    if config.true_vocab_size is not None:
+        made.labels.remainder_(config.true_vocab_size)
+    return replace(made, config=config)
+
+
+def upstreams_of(inputs, names):
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(inputs.labels.shape, generator=generator).to(inputs.labels.device)
+        for name in names
+    }
+
+
+def run(inputs, config, names, upstreams):
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    made = fused_linear_token_outputs(hidden, weight, inputs.labels, names, config=config)
+    tensors = [getattr(made, name) for name in upstreams]
+    torch.autograd.backward(tensors, list(upstreams.values()))
+    return made, hidden.grad, weight.grad
+
+
+def assert_outputs(made, inputs, exact, eager):
+    """Each value asked for, within twice eager's error or the dtype's floor, of the largest lse: all their
+    errors are those of the logits."""
+    floor = FLOOR[inputs.hidden.dtype]
+    largest = max(1.0, float(exact.lse.abs().max()))
+    for name in DIFFERENTIABLE:
+        value, true, yardstick = (getattr(part, name) for part in (made, exact, eager))
+        if value is None:
+            continue
+        assert value.shape == inputs.labels.shape and value.dtype == torch.float32
+        worst = 2 * float((yardstick.double() - true).abs().max())
+        error = float((value.detach().double() - true).abs().max())
+        assert error <= max(worst, floor * largest), (name, error, worst)
+    if made.predicted is not None:
+        z = inputs.hidden.double() @ inputs.weight.double().t() * inputs.logit_scale
+        z = z[..., : inputs.config.true_vocab_size].transpose(0, 1)
+        chosen = z.gather(-1, made.predicted.unsqueeze(-1)).squeeze(-1)
+        below = (z.amax(-1) - chosen) / z.abs().amax(-1).clamp(min=1e-3)
+        # Two logits rounded by half a unit each can change places; and fp32's own sums of 48 products.
+        assert float(below.max()) <= torch.finfo(inputs.hidden.dtype).eps + 2e-6
+        alone = made.predicted == inputs.labels
+        assert not (alone & ~made.correct).any()
+        rounding = (torch.finfo(inputs.hidden.dtype).eps + 2e-6) * z.abs().amax(-1, keepdim=True)
+        ties = z.amax(-1, keepdim=True) - z <= rounding
+        assert not (made.correct & ~alone & (ties.sum(-1) == 1)).any()
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "store", "auto"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "odd-labels"])
+def test_all_outputs_against_fp64(kind, dtype, strategy, device):
+    inputs = problem(kind, dtype, device)
+    upstreams = upstreams_of(inputs, DIFFERENTIABLE)
+    config = replace(inputs.config, strategy=strategy, num_chunks=4)
+    made, grad_hidden, grad_weight = run(inputs, config, OUTPUT_CHOICES, upstreams)
+    exact, *true_grads = plain_outputs(inputs, upstreams, torch.float64)
+    eager, *eager_grads = plain_outputs(inputs, upstreams, dtype)
+    assert_outputs(made, inputs, exact, eager)
+    bounds = [
+        max(2 * relative_error(a, b), FLOOR[dtype])
+        for a, b in zip(eager_grads, true_grads, strict=True)
+    ]
+    for value, true, bound in zip((grad_hidden, grad_weight), true_grads, bounds, strict=True):
+        assert relative_error(value, true) <= bound
+    assert relative_error(made.loss, truth(inputs).loss) <= max(
+        2 * relative_error(plain_head(inputs, dtype).loss, truth(inputs).loss), FLOOR[dtype]
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("only", DIFFERENTIABLE)
+def test_one_output_alone_with_options(only, name, backend, device):
+    """No upstream gradient for the loss, none for the others: each term by itself."""
+    if backend == "torch" and device.type == "cuda":
+        pytest.skip("the Triton kernels serve there")
+    inputs = problem("plain", torch.float32, device, OPTIONS[name], s=7, b=2)
+    upstreams = upstreams_of(inputs, [only])
+    config = replace(inputs.config, num_chunks=3, row_backend=backend)
+    made, *grads = run(inputs, config, (only,), upstreams)
+    exact, *true_grads = plain_outputs(inputs, upstreams, torch.float64)
+    eager, *_ = plain_outputs(inputs, upstreams, torch.float32)
+    assert_outputs(made, inputs, exact, eager)
+    assert [name for name in OUTPUT_CHOICES if getattr(made, name) is not None] == [only]
+    for value, true in zip(grads, true_grads, strict=True):
+        assert relative_error(value, true) <= FLOOR[torch.float32]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_gradients_of_loss_and_outputs_add_up(backend, device):
+    inputs = problem(
+        "plain", torch.float32, device, {"label_smoothing": 0.1, "z_loss": 1e-2}, s=7, b=2
+    )
+    upstreams = upstreams_of(inputs, DIFFERENTIABLE)
+    config = replace(inputs.config, num_chunks=3, row_backend=backend)
+    _, *grads = run(inputs, config, DIFFERENTIABLE, {**upstreams, "loss": inputs.grad_loss})
+    _, *of_outputs = plain_outputs(inputs, upstreams, torch.float64)
+    of_loss = truth(inputs)[1:]
+    for value, one, other in zip(grads, of_outputs, of_loss, strict=True):
+        assert relative_error(value, one + other) <= FLOOR[torch.float32]
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_gradients_every_strategy_serves(kind, strategy, device):
+    inputs = problem(kind, torch.float32, device)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    made = fused_linear_token_outputs(
+        hidden,
+        weight,
+        inputs.labels,
+        OUTPUT_CHOICES,
+        differentiable=False,
+        token_weights=inputs.grad_loss,
+        config=FusedCEConfig(strategy=strategy, num_chunks=3),
+    )
+    assert not any(getattr(made, name).requires_grad for name in OUTPUT_CHOICES)
+    made.loss.backward(inputs.grad_loss)
+    exact = truth(inputs)
+    eager = plain_head(inputs, torch.float32)
+    assert_within(
+        HeadResult(made.loss.detach(), hidden.grad, weight.grad), exact, eager, torch.float32
+    )
+    assert torch.equal(made.log_prob, -made.loss.detach())
+    if kind == "odd-labels":
+        outside = (inputs.labels < 0) | (inputs.labels >= inputs.weight.shape[0])
+        assert outside.any() and not made.correct[outside].any()
+
+
+def test_a_certain_token_has_no_entropy(device):
+    """1 - p of 1e-13: its entropy is about 3e-12, not fp32's rounding of 1."""
+    hidden = torch.zeros(1, 1, 8, device=device)
+    hidden[..., 0] = 30.0
+    weight = torch.zeros(5, 8, device=device)
+    weight[2, 0] = 1.0
+    for label in (2, 3):
+        made = fused_linear_token_outputs(
+            hidden, weight, torch.tensor([[label]], device=device), ("entropy",)
+        )
+        exact = 4 * torch.exp(torch.tensor(-30.0, dtype=torch.float64)) * 31
+        error = abs(float(made.entropy) - float(exact))
+        # exp(-30) in fp32: its argument in powers of two is rounded to 2**-24 of 43.
+        assert error < (43 * 2.0**-23 * exact if label == 2 else 1e-7)
+
+
+def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):
+    """A label's logit of -inf (fp16 overflows): loss inf, lse and entropy of the others."""
+    weight = torch.tensor([[1.0], [2.0], [-torch.inf]], device=device)
+    made = fused_linear_token_outputs(
+        torch.ones(1, 1, device=device),
+        weight,
+        torch.tensor([2], device=device),
+        ("lse", "entropy"),
+    )
+    z = torch.tensor([1.0, 2.0])
+    assert made.loss.item() == math.inf
+    assert made.lse.item() == pytest.approx(z.logsumexp(0).item(), rel=1e-6)
+    p = z.softmax(0)
+    assert made.entropy.item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-6)
+
+
+def test_nan_predicts_nothing(device):
+    inputs = problem("plain", torch.float32, device, s=2, b=1)
+    inputs.hidden[0, 0, 0] = torch.nan
+    made = fused_linear_token_outputs(
+        inputs.hidden, inputs.weight, inputs.labels, ("predicted", "correct")
+    )
+    assert made.predicted[0, 0] == -1 and not made.correct[0, 0]
+    assert made.predicted[0, 1] >= 0
+
+
+def test_ignored_tokens_have_no_log_prob(device):
+    inputs = problem("plain", torch.float32, device, {"ignore_index": -100})
+    inputs.labels[:, ::2] = -100
+    upstreams = {"log_prob": torch.full(inputs.labels.shape, torch.inf, device=device)}
+    upstreams["log_prob"][:, 1::2] = 1.0
+    made, grad_hidden, _ = run(inputs, inputs.config, ("log_prob",), upstreams)
+    assert torch.equal(made.log_prob[:, ::2], torch.zeros_like(made.log_prob[:, ::2]))
+    assert torch.equal(grad_hidden[::2], torch.zeros_like(grad_hidden[::2]))
+    assert torch.isfinite(grad_hidden).all() and grad_hidden.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "words"),
+    [
+        (("accuracy",), {}, "no such output: 'accuracy'"),
+        (("lse", "lse"), {}, "name each once"),
+        (("lse",), {"strategy": "grad_in_forward"}, "cannot know the upstream"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had(names, settings, words, device):
+    inputs = problem("plain", torch.float32, device)
+    weight = inputs.weight.clone().requires_grad_()
+    with pytest.raises(ValueError, match=words):
+        fused_linear_token_outputs(
+            inputs.hidden,
+            weight,
+            inputs.labels,
+            names,
+            token_weights=inputs.grad_loss,
+            config=FusedCEConfig(**settings),
+        )
+
+
+def test_ids_that_fp32_cannot_hold():
+    weight = torch.empty(2**24 + 1, 1)
+    with pytest.raises(ValueError, match="exact below"):
+        fused_linear_token_outputs(
+            torch.zeros(1, 1), weight, torch.zeros(1, dtype=torch.int64), ("predicted",)
+        )
+
+
+@pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
+def test_which_outputs_leave_the_exponentiating_product(device):
+    x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
+    by_name = FusedCEConfig(logits_backend="scaled_exp")
+    assert choose(by_name, x, x, Asked(("lse", "predicted", "correct")))[0].name == "scaled_exp"
+    for asked, words in (
+        (Asked(("entropy",)), "entropy"),
+        (Asked(("lse",), differentiable=True), "outputs with gradients"),
+        (Asked(soft=True), "teacher"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            choose(by_name, x, x, asked)
+        assert choose(FusedCEConfig(), x, x, asked)[0].name == "gemm_rows"
+
+
+# Distillation
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 5])
+def test_distillation_against_fp64(k, kind, dtype, strategy, device):
+    inputs = problem(kind, dtype, device)
+    check_distillation(inputs, k, replace(inputs.config, strategy=strategy, num_chunks=4))
+
+
+@pytest.mark.parametrize("name", ["z-loss", "softcap", "masked padding"])
+@pytest.mark.parametrize("k", [3, 64])
+def test_distillation_by_triton_kernels(k, name, device):
+    """64 entries of 331 classes: blocks of columns with many targets, some without."""
+    inputs = problem("plain", torch.float32, device, LOSS_OPTIONS[name], s=7, b=2)
+    check_distillation(inputs, k, replace(inputs.config, num_chunks=3, row_backend="triton"))
+
+
+def check_distillation(inputs, k, config):
+    ids, log_probs = make_teacher(inputs, k)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    weights = inputs.grad_loss / 1.5 if config.strategy == "grad_in_forward" else None
+    loss = fused_linear_distillation(
+        hidden, weight, ids, log_probs, token_weights=weights, config=config
+    )
+    loss.backward(inputs.grad_loss)
+    assert_within(
+        HeadResult(loss.detach(), hidden.grad, weight.grad),
+        plain_distillation(inputs, ids, log_probs, torch.float64),
+        plain_distillation(inputs, ids, log_probs, inputs.hidden.dtype),
+        inputs.hidden.dtype,
+    )
+
+
+def test_entries_of_one_id_add_up():
+    ids = torch.tensor([[7, 7, -1, 3], [5, 7, -1, 3], [7, 2, 4, 3]])
+    log_probs = torch.tensor(
+        [[0.25, 0.5, 0.9, 0.1], [0.5, 0.25, 0.9, 0.1], [0.25, 0.25, 0.5, 0.1]]
+    ).log()
+    once = merge_duplicates(ids, log_probs)
+    assert once.ids.tolist() == [[7, 7, -1, 3], [5, -1, -1, -1], [-1, 2, 4, -1]]
+    expected = [[0.5, 0.75, 0.0, 0.3], [0.5, 0.0, 0.0, 0.0], [0.0, 0.25, 0.5, 0.0]]
+    torch.testing.assert_close(once.probs, torch.tensor(expected))
+
+
+def test_a_student_that_is_its_teacher_has_no_gradient(device):
+    """All classes named: the loss is the teacher's entropy and stands still there."""
+    inputs = problem("plain", torch.float32, device, vocab=16)
+    log_p = (inputs.hidden @ inputs.weight.t()).log_softmax(-1).transpose(0, 1)
+    ids = torch.arange(16, device=device).expand(log_p.shape)
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = fused_linear_distillation(hidden, inputs.weight, ids, log_p)
+    torch.testing.assert_close(loss, -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
+    loss.sum().backward()
+    assert hidden.grad.abs().max() < 1e-6
+
+
+def test_a_token_without_entries_costs_nothing(device):
+    inputs = problem("plain", torch.float32, device)
+    ids, log_probs = make_teacher(inputs, 3)
+    ids[:, ::2] = -1
+    hidden = inputs.hidden.clone().requires_grad_()
+    loss = fused_linear_distillation(hidden, inputs.weight, ids, log_probs)
+    loss.sum().backward()
+    assert torch.equal(loss[:, ::2], torch.zeros_like(loss[:, ::2]))
+    assert torch.equal(hidden.grad[::2], torch.zeros_like(hidden.grad[::2]))
+    assert hidden.grad[1::2].abs().amin(-1).amax() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda ids, p: (ids[..., :2], p), ValueError, "expected both"),
+        (lambda ids, p: (ids.flatten(0, 1), p.flatten(0, 1)), ValueError, "labels have shape"),
+        (lambda ids, p: (ids.float(), p), TypeError, "expected int64"),
+        (lambda ids, p: (ids, ids), TypeError, "floats"),
+        (lambda ids, p: (ids[..., :0], p[..., :0]), ValueError, "k of 1 or more"),
+    ],
+)
+def test_bad_teachers(change, error, words, device):
+    inputs = problem("plain", torch.float32, device)
+    ids, log_probs = change(*make_teacher(inputs, 3))
+    with pytest.raises(error, match=words):
+        fused_linear_distillation(inputs.hidden, inputs.weight, ids, log_probs)
+
+
+@pytest.mark.parametrize("option", [{"label_smoothing": 0.1}, {"ignore_index": -100}], ids=str)
+def test_options_that_belong_to_labels(option, device):
+    inputs = problem("plain", torch.float32, device)
+    with pytest.raises(ValueError, match="belong to labels"):
+        fused_linear_distillation(
+            inputs.hidden, inputs.weight, *make_teacher(inputs, 3), config=FusedCEConfig(**option)
+        )

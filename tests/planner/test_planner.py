@@ -1,0 +1,904 @@
+"""The planner: its choices one by one, the properties that hold for all of them, and its front doors."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce.adapter import arguments, report
+from megatron_fused_ce.chunking import plan_chunks
+from megatron_fused_ce.planner import PlanInputs, alternatives, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import committed_results  # noqa: E402
+
+MIB = 2**20
+#: A row of the device table of the tests' own: the real rows follow measurements.
+REAL_DEVICES = planner.DEVICES
+GPU = planner.Device("Pinned", recompute=8192, grad_in_forward=8192, store=32768)
+
+
+@pytest.fixture(autouse=True)
+def pinned_table(monkeypatch):
+    monkeypatch.setattr(planner, "DEVICES", (GPU,))
+    plan.cache_clear()
+    yield
+    plan.cache_clear()
+
+
+def llama(num_tokens: int, memory_mb: int | None = None, **others) -> PlanInputs:
+    """A head of H = 4096 and V = 128256: 1002 MiB of bf16 logits are 4096 tokens."""
+    facts = {"token_weights_known": True, "device": "NVIDIA Pinned", **others}
+    return PlanInputs(num_tokens, 4096, 128256, memory_mb=memory_mb, **facts)
+
+
+UNWEIGHTED = {"token_weights_known": False}
+SP4 = {"tp_size": 4, "num_parts": 4}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "strategy", "count", "capacity", "stored", "words"),
+    [
+        # Without a budget: what grad_in_forward needs.
+        (llama(1024), "store", 1, 1024, 1, "no budget"),
+        (llama(8192), "store", 1, 8192, 1, "grad_in_forward would be no faster"),
+        # 2*T*V is what grad_in_forward takes; shorter chunks have smaller buffers beside it.
+        (llama(16384), "store", 2, 8192, 2, "no budget"),
+        (llama(32768), "grad_in_forward", 4, 8192, 0, "store needs"),
+        (llama(131072), "grad_in_forward", 16, 8192, 0, "store needs"),
+        # Chunks of equal size: 8192 and a rest of 1808 would be two passes over grad_weight as well.
+        (llama(40000, **SP4), "grad_in_forward", 5, 8064, 0, "store needs"),
+        (
+            llama(10000, strategy="grad_in_forward"),
+            "grad_in_forward",
+            2,
+            5120,
+            0,
+            "asked for by name",
+        ),
+        (llama(32768, **UNWEIGHTED), "mixed", 8, 4096, 3, "grad_in_forward needs token weights"),
+        # The last pass over grad_weight costs less than one tenth of a fourth product.
+        (llama(17408), "grad_in_forward", 3, 5888, 0, "store needs"),
+        # A budget.
+        (llama(32768, 9000), "store", 1, 32768, 1, "budget of 9000 MiB"),
+        (llama(32768, 8200), "store", 3, 11008, 3, "grad_in_forward would be no faster"),
+        (llama(32768, 8130), "grad_in_forward", 4, 8192, 0, "store would be no faster"),
+        (
+            llama(32768, 8130, **UNWEIGHTED),
+            "store",
+            8,
+            4096,
+            8,
+            "grad_in_forward needs token weights",
+        ),
+        (llama(32768, 6200, **UNWEIGHTED), "mixed", 8, 4096, 5, "store needs"),
+        (llama(32768, 2500), "grad_in_forward", 22, 1536, 0, "budget of 2500 MiB"),
+        (llama(32768, 2250), "mixed", 8, 4096, 1, "grad_in_forward needs 2333 MiB"),
+        (llama(32768, 2000), "mixed", 11, 3072, 1, "grad_in_forward needs 2333 MiB"),
+        (llama(32768, 1000), "recompute", 11, 3072, 0, "grad_in_forward needs 2333 MiB"),
+        (llama(32768, 320), "recompute", 32, 1024, 0, "store needs"),
+        (llama(32768, 300), "recompute", 43, 768, 0, "store needs"),
+        (llama(32768, 130), "recompute", 128, 256, 0, "budget of 130 MiB"),
+        (llama(1024, 330), "store", 1, 1024, 1, "grad_in_forward needs"),
+        # Over ranks two chunks of logits are under way: what grad_in_forward needs is more, and store fits.
+        (llama(24000), "grad_in_forward", 3, 8064, 0, "store needs"),
+        (llama(24000, tp_size=4), "store", 1, 24000, 1, "grad_in_forward would be no faster"),
+        (llama(32768, 4200), "grad_in_forward", 4, 8192, 0, "store needs"),
+        (llama(32768, 4200, tp_size=4), "grad_in_forward", 8, 4096, 0, "store needs"),
+        # And with sequence parallelism four of hidden states, 128 MiB of 4096 tokens.
+        (llama(32768, 4200, **SP4), "grad_in_forward", 11, 3072, 0, "store needs"),
+        # A budget that nothing meets: the least there is, and what it needs.
+        (llama(32768, 50), "recompute", 128, 256, 0, "cannot be met"),
+        (llama(200, 50), "recompute", 1, 200, 0, "cannot be met"),
+        # Where grad_weight is returned in bf16, one chunk needs no fp32 sum.
+        (llama(4096, end_point="returned"), "store", 1, 4096, 1, "no budget"),
+        (llama(12000, strategy="recompute", end_point="returned"), "recompute", 1, 12000, 0, ""),
+        (llama(17000, strategy="recompute", end_point="returned"), "recompute", 3, 5760, 0, ""),
+        # A frozen weight: grad_in_forward has no sum to keep.
+        (llama(32768, end_point="none"), "grad_in_forward", 4, 8192, 0, "store needs"),
+        (llama(32768, end_point="none", **UNWEIGHTED), "mixed", 32, 1024, 7, "no budget"),
+        # Row kernels: store needs a chunk more.
+        (llama(16384, logits_backend="gemm_rows"), "grad_in_forward", 2, 8192, 0, "store needs"),
+        (llama(8192, 3000, logits_backend="gemm_rows"), "store", 3, 2816, 3, "budget"),
+        # Multi-token prediction: three heads wait for their backward.
+        (
+            llama(16384, 9000, uses_in_flight=3),
+            "grad_in_forward",
+            2,
+            8192,
+            0,
+            "store needs 12131 MiB",
+        ),
+        # Chunks that were asked for stay; auto chooses the strategy for them.
+        (llama(32768, num_chunks=3), "grad_in_forward", 3, 10923, 0, "store needs"),
+        (llama(8192, chunk_tokens=1000), "store", 9, 1000, 9, "no budget"),
+        (llama(32768, 5000, chunk_tokens=1000, **UNWEIGHTED), "mixed", 33, 1000, 19, "budget"),
+        (llama(32768, 100, num_chunks=4), "recompute", 4, 8192, 0, "with the chunks asked for"),
+        # By name.
+        (llama(100000, strategy="store"), "store", 4, 25088, 4, "asked for by name"),
+        (llama(32768, 1000, strategy="recompute"), "recompute", 11, 3072, 0, "budget of 1000 MiB"),
+        (
+            llama(32768, 2400, strategy="grad_in_forward"),
+            "grad_in_forward",
+            32,
+            1024,
+            0,
+            "asked for by name",
+        ),
+        (llama(50, strategy="store", num_chunks=9), "store", 9, 6, 9, "asked for by name"),
+        (llama(0), "store", 0, 0, 0, "no budget"),
+        # A device that nobody measured.
+        (llama(32768, device="Other"), "grad_in_forward", 8, 4096, 0, "store needs"),
+    ],
+)
+def test_choices(inputs, strategy, count, capacity, stored, words):
+    chosen = plan(inputs)
+    came = (chosen.strategy, chosen.count, chosen.capacity, chosen.stored_chunks)
+    assert came == (strategy, count, capacity, stored), chosen.why
+    assert words in chosen.why
+    assert "\n" not in chosen.why
+
+
+@pytest.mark.parametrize("row", [*REAL_DEVICES, planner.UNKNOWN_DEVICE], ids=lambda row: row.name)
+def test_rows_of_the_real_table(row):
+    """Whole tiles, long enough to be fast; each device once."""
+    for strategy in ("store", "grad_in_forward", "recompute", "mixed"):
+        assert row.chunk_tokens(strategy) % 128 == 0
+        assert 1024 <= row.chunk_tokens(strategy) <= 65536
+    assert [other.name for other in REAL_DEVICES].count(row.name) == (1 if row.name else 0)
+
+
+def test_a_device_is_known_by_a_word_of_its_name():
+    """GH200 is no H200."""
+    row = PlanInputs(1, 1, 1, device="NVIDIA Pinned NVL").table_row
+    assert row is GPU
+    assert PlanInputs(1, 1, 1, device="NVIDIA GPinned").table_row is planner.UNKNOWN_DEVICE
+
+
+def exact(inputs: PlanInputs, strategy: str, sizes: list[int], stored_chunks: int) -> int:
+    """The predicted bytes, written once more: letter by letter from docs/memory.md."""
+    t, h, v = inputs.num_tokens, inputs.hidden_size, inputs.num_rows
+    count, c, stored = len(sizes), max(sizes, default=0), sum(sizes[:stored_chunks])
+    e = 4 if inputs.dtype == "float32" else 2
+    uses, tp, exp = inputs.uses_in_flight, inputs.tp_size, inputs.logits_backend == "scaled_exp"
+    sp, trained, grad_in_forward = (
+        inputs.num_parts > 1,
+        inputs.end_point != "none",
+        strategy == "grad_in_forward",
+    )
+    logits, hidden = e * c * v, e * c * h
+    tiles = 8 * c * ((v + 255) // 256) if exp else 0
+    marks = -(-c * ((v + 255) // 256) // 16) if exp else 0
+    # Chunks between their product and their gradients, or their seal.
+    two = min(count, 2) if tp > 1 else min(count, 1)
+    sealed = two if grad_in_forward or stored_chunks else min(count, 1)
+    merges = two * 16 * c * (1 + tp) if tp > 1 else 0
+    sample = e * h * tp * math.ceil(64 / tp) if tp > 1 and exp and count else 0
+
+    def always(chunks_of_logits: int) -> int:
+        total = 32 * t * uses + 40 * c + e * stored * v * uses + chunks_of_logits * logits
+        if inputs.device != "cpu":
+            total += 64 * MIB
+            if logits >= 10 * MIB:
+                total += (stored_chunks * uses + max(1, chunks_of_logits)) * MIB
+        return total
+
+    if grad_in_forward:
+        held = 4 * v * h * uses if trained else 0
+        # Gathered hidden states: read by grad_weight, by the next product, on their way; and one
+        # grad_hidden that is being reduced. They are scaled in place.
+        of_hidden = (min(count, 3) + 1) * hidden if sp else hidden if exp and trained else 0
+        return always(two) + held + of_hidden + sealed * tiles + marks + merges + sample
+    again = stored_chunks < count
+    forward = always(1 if again and not exp else 0) + sealed * tiles + marks + merges + sample
+    # The last chunk gathered waits for its backward, unless nothing there reads it.
+    waits = 1 if count and (trained or again) else 0
+    forward += (min(count, 2) + (uses - 1) * waits) * hidden if sp else 0
+    fp16 = inputs.dtype == "float16"
+    sums = {
+        "none": False,
+        "main_grad": fp16,
+        "low_main_grad": True,
+        "returned": fp16 or (count != 1 and e == 2),
+    }[inputs.end_point]
+    backward = always(1 if again or not exp else 0) + (4 * v * h if sums else 0)
+    backward += marks if again else 0
+    if sp:
+        scaled_first = exp and trained and not again
+        others = (count if trained else count - stored_chunks) - waits
+        backward += (uses * waits + min(others + scaled_first, 2) + 1) * hidden
+    elif exp and trained and stored_chunks:
+        backward += hidden
+    return max(forward, backward)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "others", "expected"),
+    [
+        # T = 5000 in chunks of 2000, H = 64, V = 1000 (4 tiles of 256 columns), bf16.
+        ("recompute", {}, 4000 * 1000 + 2000 * 4 // 16),
+        ("store", {}, 10000 * 1000 + 4000 * 64),
+        (
+            "grad_in_forward",
+            {},
+            4000 * 1000 + 4000 * 64 + 8 * 2000 * 4 + 2000 * 4 // 16 + 4 * 1000 * 64,
+        ),
+        # Its forward, with what the product leaves of each tile.
+        ("store", {"end_point": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
+        ("store", {"logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000),
+        ("store", {"logits_backend": "gemm_rows", "dtype": "float32"}, 20000 * 1000 + 8000 * 1000),
+        (
+            "recompute",
+            {"logits_backend": "gemm_rows", "end_point": "returned"},
+            4000 * 1000 + 256000,
+        ),
+        ("recompute", {"logits_backend": "gemm_rows", "dtype": "float16"}, 4000 * 1000 + 256000),
+    ],
+)
+def test_predicted_bytes_of_worked_examples(strategy, others, expected):
+    asked = PlanInputs(5000, 64, 1000, strategy=strategy, chunk_tokens=2000, **others)
+    assert plan(asked).predicted_peak_bytes == expected + 32 * 5000 + 40 * 2000 + 64 * MIB
+
+
+LOGITS, HIDDEN, TILES, MARKS = 4000 * 1000, 4000 * 64, 8 * 2000 * 4, 2000 * 4 // 16
+SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("strategy", "others", "expected"),
+    [
+        # The head above on 2 ranks of the same V, each line with what docs/memory.md counts.
+        (
+            "grad_in_forward",
+            {"num_parts": 2},
+            # One gathered chunk is read by grad_weight, one by the product, one is on its way.
+            2 * LOGITS + 3 * HIDDEN + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE,
+        ),
+        ("grad_in_forward", {}, 2 * LOGITS + HIDDEN + SUM + 2 * TILES + MARKS + 2 * 48 * 2000 + SAMPLE),
+        # One chunk has no other beside it.
+        (
+            "grad_in_forward",
+            {"num_parts": 2, "chunk_tokens": 5000},
+            (LOGITS + 2 * HIDDEN + TILES + MARKS + 48 * 2000) * 5 // 2 + SUM + SAMPLE,
+        ),
+        ("grad_in_forward", {"num_parts": 2, "end_point": "none", "logits_backend": "gemm_rows"},
+         2 * LOGITS + 4 * HIDDEN + 2 * 48 * 2000),
+        # Backwards: one gathered chunk waited for it, two are under way, one is unreduced.
+        ("recompute", {"num_parts": 2}, LOGITS + 4 * HIDDEN + MARKS),
+        ("recompute", {"num_parts": 2, "uses_in_flight": 3}, LOGITS + 6 * HIDDEN + MARKS + 64 * 5000),
+        ("recompute", {"num_parts": 2, "chunk_tokens": 2500}, (LOGITS + 3 * HIDDEN + MARKS) * 5 // 4),
+        ("recompute", {}, LOGITS + MARKS),
+        ("recompute", {"num_parts": 2, "logits_backend": "gemm_rows"}, LOGITS + 4 * HIDDEN),
+        ("store", {"num_parts": 2, "hidden_size": 256}, 5 * LOGITS // 2 + 4 * (4 * HIDDEN)),
+        # What waited is scaled in the buffer of the next.
+        (
+            "store",
+            {"num_parts": 2, "hidden_size": 256, "chunk_tokens": 5000},
+            5 * LOGITS // 2 + 3 * (4 * HIDDEN) * 5 // 2,
+        ),
+        ("store", {"logits_backend": "gemm_rows"}, 7 * LOGITS // 2),
+        # A frozen weight needs no hidden states there.
+        ("store", {"num_parts": 2, "end_point": "none", "logits_backend": "gemm_rows"},
+         7 * LOGITS // 2 + HIDDEN),
+        # store's forward where V is large beside H: a chunk waits for its seal beside the next.
+        ("store", {"hidden_size": 1}, 5 * LOGITS // 2 + 2 * TILES + MARKS + 2 * 48 * 2000 + 128),
+        # Three ranks give 22 rows each.
+        (
+            "store",
+            {"hidden_size": 1, "tp_size": 3},
+            5 * LOGITS // 2 + 2 * TILES + MARKS + 2 * 64 * 2000 + 132,
+        ),
+        ("store", {"num_tokens": 0, "num_parts": 2}, -32 * 5000),
+        ("grad_in_forward", {"num_tokens": 0, "num_parts": 2}, SUM - 32 * 5000),
+        ("recompute", {"num_tokens": 0, "end_point": "returned"}, SUM - 32 * 5000),
+    ],
+)  # fmt: skip
+def test_predicted_bytes_over_ranks(strategy, others, expected):
+    facts = {"num_tokens": 5000, "hidden_size": 64, "tp_size": 2, "chunk_tokens": 2000, **others}
+    asked = PlanInputs(num_rows=1000, strategy=strategy, **facts)
+    each = 32 * 5000 + 40 * plan(asked).capacity + 64 * MIB
+    assert plan(asked).predicted_peak_bytes == expected + each
+
+
+@st.composite
+def heads(draw) -> PlanInputs:
+    """Any head that a run could have, with nothing asked for and no budget."""
+    tp_size = draw(st.sampled_from([1, 2, 4, 8]))
+    num_parts = draw(st.sampled_from([1, tp_size]))
+    return PlanInputs(
+        num_tokens=num_parts * draw(st.integers(0, 70000 // num_parts)),
+        hidden_size=draw(st.integers(1, 16384)),
+        num_rows=draw(st.integers(1, 300000)),
+        dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
+        num_parts=num_parts,
+        tp_size=tp_size,
+        end_point=draw(st.sampled_from(planner.END_POINTS)),
+        token_weights_known=draw(st.booleans()),
+        logits_backend=draw(st.sampled_from(["scaled_exp", "gemm_rows"])),
+        device=draw(st.sampled_from(["NVIDIA Pinned", "NVIDIA Pinned", "cpu", "Other"])),
+        uses_in_flight=draw(st.integers(1, 3)),
+    )
+
+
+#: MiB, small ones as likely as large ones.
+budgets = st.integers(0, 17).flatmap(lambda bits: st.integers(2**bits, 2 ** (bits + 1)))
+CHUNKINGS = st.one_of(
+    st.just({}),
+    st.builds(lambda n: {"num_chunks": n}, st.integers(1, 200)),
+    st.builds(lambda n: {"chunk_tokens": n}, st.integers(100, 40000)),
+)
+many = settings(max_examples=300, deadline=None)
+
+
+@many
+@given(heads(), st.none() | budgets, CHUNKINGS)
+def test_predicted_bytes_and_chunks_are_what_will_run(inputs, memory_mb, chunking):
+    """The plan's figures, from its cut done over by plan_chunks and the sum written by hand."""
+    inputs = replace(inputs, memory_mb=memory_mb, **chunking)
+    for chosen in (plan(inputs), *alternatives(inputs)):
+        config = FusedCEConfig(num_chunks=chosen.num_chunks, chunk_tokens=chosen.chunk_tokens)
+        parts = inputs.num_parts
+        chunks = plan_chunks(inputs.num_tokens // parts, parts, config)
+        sizes = [chunk.num_tokens * parts for chunk in chunks]
+        assert (chosen.count, chosen.capacity) == (len(sizes), max(sizes, default=0))
+        in_part = {"store": len(sizes), "mixed": chosen.stored_chunks}
+        assert chosen.stored_chunks == in_part.get(chosen.strategy, 0)
+        assert chosen.strategy != "mixed" or 0 < chosen.stored_chunks < len(sizes)
+        needed = exact(inputs, chosen.strategy, sizes, chosen.stored_chunks)
+        assert chosen.predicted_peak_bytes == needed
+
+
+@many
+@given(heads(), budgets)
+def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
+    chosen = plan(replace(inputs, memory_mb=memory_mb))
+    needed = chosen.predicted_peak_bytes
+    assert ("cannot be met" in chosen.why) == (needed > memory_mb * MIB)
+    if needed <= memory_mb * MIB:
+        return
+    assert f"needs the least, {planner._mib(needed)}" in chosen.why
+    sizes = {256, 700, 1024, 8192, max(256, inputs.num_tokens)}
+    for strategy in (
+        "store",
+        "recompute",
+        *(["grad_in_forward"] if inputs.token_weights_known else []),
+    ):
+        # The others are never cut shorter than is fast, whatever a few rows or a frozen weight would save.
+        for size in sizes if strategy == "recompute" else {1024, 8192, max(256, inputs.num_tokens)}:
+            asked = replace(inputs, strategy=strategy, chunk_tokens=size)
+            assert plan(asked).predicted_peak_bytes >= needed, (strategy, size)
+
+
+@many
+@given(heads(), budgets, budgets, CHUNKINGS)
+def test_more_budget_is_never_slower(inputs, one, other, chunking):
+    low, high = (
+        plan(replace(inputs, memory_mb=memory_mb, **chunking)) for memory_mb in sorted((one, other))
+    )
+    assert high.relative_time <= low.relative_time
+
+
+@many
+@given(heads(), budgets)
+def test_no_strategy_by_name_is_faster(inputs, memory_mb):
+    """With every chunk size that the table allows, in the same budget."""
+    chosen = plan(replace(inputs, memory_mb=memory_mb))
+    for strategy in (
+        "store",
+        "recompute",
+        *(["grad_in_forward"] if inputs.token_weights_known else []),
+    ):
+        try:
+            named = plan(replace(inputs, memory_mb=memory_mb, strategy=strategy))
+        except ValueError:
+            continue
+        if named.capacity >= 1024 or strategy == "recompute":
+            assert chosen.relative_time <= named.relative_time, strategy
+
+
+@many
+@given(heads(), st.none() | budgets)
+def test_one_answer(inputs, memory_mb):
+    """Cached or not, whoever asks: the ranks decide each for itself."""
+    inputs = replace(inputs, memory_mb=memory_mb)
+    assert plan(inputs) is plan(replace(inputs))
+    assert plan.__wrapped__(inputs) == plan(inputs)
+
+
+@many
+@given(heads())
+def test_no_budget_is_what_grad_in_forward_needs(inputs):
+    chosen = plan(inputs)
+    grad_in_forward = plan(replace(inputs, strategy="grad_in_forward"))
+    if "cannot be met" in chosen.why:
+        # A few tokens or rows, whose hidden states outweigh their logits: they wait for the backward.
+        few_rows = inputs.num_rows < max(4 * inputs.hidden_size, 64)
+        assert not inputs.token_weights_known and (inputs.num_tokens <= 512 or few_rows)
+        return
+    assert chosen.predicted_peak_bytes <= grad_in_forward.predicted_peak_bytes
+    assert chosen.strategy != "grad_in_forward" or inputs.token_weights_known
+
+
+@many
+@given(heads(), st.none() | budgets)
+def test_chunks_no_longer_than_the_table(inputs, memory_mb):
+    """But for one chunk of all tokens where that saves the fp32 sum of grad_weight."""
+    chosen = plan(replace(inputs, memory_mb=memory_mb))
+    longest = inputs.table_row.chunk_tokens(chosen.strategy)
+    if chosen.capacity > longest:
+        assert chosen.count == 1 and inputs.end_point == "returned"
+        assert chosen.memory.grad_weight_sum == 0
+    if chosen.strategy != "recompute" and chosen.count > 1:
+        assert chosen.capacity >= 512  # of equal size: half of 1024 at the least
+
+
+def test_a_budget_met_to_the_byte():
+    """8 MiB of chunk logits and 40 bytes of each of their tokens, 1 MiB of statistics."""
+    exactly = PlanInputs(
+        32768, 8, 1024 - 20, logits_backend="gemm_rows", device="cpu", num_chunks=8, memory_mb=9
+    )
+    assert plan(exactly).predicted_peak_bytes == 9 * MIB
+    assert plan(replace(exactly, strategy="recompute")).predicted_peak_bytes == 9 * MIB
+    free = replace(exactly, num_chunks=None)
+    recompute = [option for option in alternatives(free) if option.strategy == "recompute"]
+    assert recompute[0].capacity == 4096
+
+
+RESULTS = ROOT / "docs" / "benchmarks" / "results"
+#: The sweep over chunk_tokens on one rank, and the pipeline over one, two and four.
+SWEEP = "chunks"
+OVER_RANKS = ("tp1-after-pipeline", "tp2", "tp4-reach", "tp4-reach-llama3-70b")
+
+
+def measured_rows(*names: str):
+    """(inputs, measured row) of committed results."""
+    for name in names:
+        for row in committed_results.load(RESULTS / f"2026-11-21-h200-{name}.json"):
+            strategy = row["variant"].split("/")[0]
+            if strategy in ("store", "grad_in_forward", "recompute"):
+                sizes = (row["T"], row["H"], row["V"])
+                asked = {"strategy": strategy, "chunk_tokens": int(row["chunk_tokens"])}
+                ranks = {"tp_size": row["tp"], "num_parts": row["tp"] if row["sp"] else 1}
+                yield PlanInputs(*sizes, device="NVIDIA H200", **asked, **ranks), row
+
+
+@pytest.mark.parametrize(("inputs", "row"), list(measured_rows(*OVER_RANKS)))
+def test_predicted_bytes_against_h200s(inputs, row):
+    """Never below; above by at most a workspace that grad_in_forward's backward does not need, and 2 MiB."""
+    peak_mib = plan(inputs).predicted_peak_bytes / MIB
+    assert row["peak_mib"] - 0.1 <= peak_mib <= row["peak_mib"] + 34
+
+
+@pytest.mark.parametrize(("inputs", "row"), list(measured_rows(SWEEP)))
+def test_predictions_against_an_h200(inputs, row):
+    """Bytes never below and hardly above; time as close as clocks are from run to run."""
+    predicted = plan(inputs)
+    peak_mib = predicted.predicted_peak_bytes / MIB
+    if inputs.strategy == "grad_in_forward" and predicted.count > 1:
+        # That commit held the tile statistics of two chunks.
+        peak_mib += predicted.memory.tile_statistics / MIB
+    assert row["peak_mib"] - 0.1 <= peak_mib <= row["peak_mib"] + 34
+    over_products = row["ratio"] * (4 / 3 if inputs.strategy == "recompute" else 1)
+    assert predicted.relative_time == pytest.approx(over_products, abs=0.025)
+
+
+def test_predicted_time_of_worked_examples():
+    def time(**others):
+        return plan(llama(32768, **others)).relative_time
+
+    one, four = {"num_chunks": 1}, {"num_chunks": 4}
+    assert time(strategy="store", **one) == pytest.approx(1)
+    assert time(strategy="recompute", **one) == pytest.approx(4 / 3)
+    assert time(strategy="store", **four) == pytest.approx(1 + 3 * 130 / 32768)
+    assert time(strategy="grad_in_forward", **one) == pytest.approx(1 + 355 / 32768)
+    rows = 172 / 4096 + 3 * 205 / 32768
+    assert time(strategy="store", logits_backend="gemm_rows", **four) == pytest.approx(1 + rows)
+    # Half of the bytes: the sum is read and bf16 is written.
+    returned = time(strategy="grad_in_forward", end_point="returned", **one)
+    assert returned == pytest.approx(1 + 355 / 2 / 32768)
+    assert time(strategy="store", logits_backend="gemm_rows", **one) == pytest.approx(
+        1 + 172 / 4096
+    )
+    # Two products are the roof of a frozen weight, three with the logits again.
+    assert time(strategy="recompute", end_point="none", **four) == pytest.approx(3 / 2)
+    half = plan(llama(32768, 5150, num_chunks=8, **UNWEIGHTED))
+    assert half.stored_chunks == 4
+    assert plan(llama(0)).relative_time == 1
+    assert half.relative_time == pytest.approx(1 + 1 / 6 + 7 * 130 / 32768)
+
+
+def test_a_head_of_one_row_needs_more_than_grad_in_forward():
+    """Its last hidden states wait in three heads, and are more than three sums of one row."""
+    few = PlanInputs(12, 64, 1, uses_in_flight=3, **SP4)
+    assert plan(few).why.startswith(
+        "what grad_in_forward would need cannot be met: recompute in 1 chunk"
+    )
+
+
+def test_sizes_in_words():
+    """Never less than it is: a budget of that many MiB is enough."""
+    texts = [planner._mib(size) for size in (1, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 10 * MIB + 1)]
+    assert texts == ["0.1 MiB", "1.0 MiB", "1.1 MiB", "10 MiB", "10 MiB", "11 MiB"]
+
+
+@pytest.mark.parametrize(
+    ("others", "advice"),
+    [
+        ({"strategy": "store"}, "choose strategy 'auto'"),
+        ({"strategy": "grad_in_forward"}, "--fused-ce-memory-mb"),
+        ({"strategy": "recompute", "num_chunks": 2}, "ask for shorter chunks"),
+    ],
+)
+def test_a_named_strategy_that_cannot_fit(others, advice):
+    """Says the figure; that figure is enough, and one MiB less is not."""
+    with pytest.raises(ValueError, match=advice) as said:
+        plan(llama(32768, 100, **others))
+    words = str(said.value)
+    needed = int(words.split("--fused-ce-memory-mb) ")[1].split()[0])
+    assert others["strategy"] in words and "100 MiB" in words
+    assert plan(llama(32768, needed, **others)).strategy == others["strategy"]
+    with pytest.raises(ValueError, match=f"{needed} or more"):
+        plan(llama(32768, needed - 1, **others))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("dtype", "bf16", "dtype is 'bf16'; choose one of bfloat16"),
+        ("end_point", "x", "choose one of main_grad"),
+        ("logits_backend", "x", "choose one of scaled_exp, gemm_rows"),
+        ("strategy", "fast", "choose one of auto"),
+        ("num_tokens", -1, "num_tokens must be 0 or more, got -1"),
+        ("hidden_size", 0, "hidden_size must be 1 or more, got 0"),
+        ("memory_mb", 0, "memory_mb must be 1 or more, got 0"),
+        ("num_chunks", 0, "num_chunks must be 1 or more, got 0"),
+        ("num_parts", 2, "num_parts is 2 with tp_size 1"),
+    ],
+)
+def test_inputs_that_do_not_fit(field, value, words):
+    with pytest.raises(ValueError, match=words):
+        replace(llama(100), **{field: value})
+
+
+def test_inputs_of_a_config():
+    config = FusedCEConfig(strategy="store", chunk_tokens=7, memory_mb=9)
+    inputs = PlanInputs.of(config, num_tokens=10, hidden_size=2, num_rows=3, tp_size=2)
+    assert inputs == PlanInputs(10, 2, 3, tp_size=2, strategy="store", chunk_tokens=7, memory_mb=9)
+
+
+LINE = "--tokens 32768 --hidden 4096 --vocab 128256 --device Pinned"
+
+
+def test_command_line(capsys):
+    line = f"{LINE} --tp 4 --sequence-parallel --dtype bf16 --memory-mb 1000 --no-token-weights"
+    assert planner.main(line.split()) == 0
+    chosen = plan(
+        PlanInputs(32768, 4096, 32064, tp_size=4, num_parts=4, memory_mb=1000, device="Pinned")
+    )
+    said = capsys.readouterr().out
+    assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}\n")
+    assert f"{chosen.predicted_peak_bytes / MIB:.1f} MiB" in said
+    assert f"gathered hidden       {chosen.memory.gathered_hidden / MIB:10.1f} MiB" in said
+    rows = {line[2:].split()[0]: line for line in said.split("time\n")[1].splitlines() if line}
+    assert list(rows)[:4] == ["store", "grad_in_forward", "mixed", "recompute"]
+    assert [name for name, row in rows.items() if row.startswith("*")] == [chosen.strategy]
+    assert rows["store"].endswith("does not fit")
+    assert not rows["recompute"].endswith("does not fit")
+
+
+def test_documented_examples(monkeypatch, capsys):
+    """docs/memory.md shows what the tool prints: refresh it when the table of devices changes."""
+    monkeypatch.setattr(planner, "DEVICES", REAL_DEVICES)
+    text = (ROOT / "docs" / "memory.md").read_text()
+    examples = text.split("```\n$ python -m megatron_fused_ce.planner ")[1:]
+    assert len(examples) == 2
+    for example in examples:
+        command, shown = example.split("```")[0].split("\n", 1)
+        planner.main(command.split())
+        assert shown == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-token-weights"]])
+def test_command_line_says_what_grad_in_forward_needs(flags, capsys):
+    assert planner.main([*LINE.split(), *flags]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    needs = [row[2:].split()[0] for row in rows if row.endswith("needs token weights")]
+    assert needs == (["grad_in_forward"] if flags else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "--tokens"),
+        (f"{LINE} --memory-mb x", "invalid int value: 'x'"),
+        (f"{LINE} --memory-mb 0", "memory_mb must be 1 or more, got 0"),
+        (f"{LINE} --tp 0", "--tp must be 1 or more, got 0"),
+        (f"{LINE} --strategy fast", "invalid choice"),
+        (f"{LINE} --strategy store --memory-mb 9", "memory_mb (--fused-ce-memory-mb)"),
+        (f"{LINE} --num-chunks 2 --chunk-tokens 3", "give one of them"),
+    ],
+)
+def test_command_line_bad_input_is_one_line_and_status_2(line, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        planner.main(line.split())
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == ""
+    assert words in said.err and len(said.err.splitlines()) == 1
+
+
+def test_the_module_runs_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; from megatron_fused_ce.planner import main; "
+        f"main({LINE.split()!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "predicted peak" in done.stdout, done.stderr
+    module = [sys.executable, "-m", "megatron_fused_ce.planner", *LINE.split()]
+    assert subprocess.run(module, cwd=ROOT, capture_output=True, text=True).stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--fused-ce-memory-mb 512", FusedCEConfig(memory_mb=512)),
+        (
+            "--fused-ce-strategy grad_in_forward --fused-ce-memory-mb 1 --fused-ce-num-chunks 2",
+            FusedCEConfig(strategy="grad_in_forward", memory_mb=1, num_chunks=2),
+        ),
+        ("--fused-ce-merge all_reduce", FusedCEConfig(merge="all_reduce")),
+        ("--fused-ce-merge packed", FusedCEConfig(merge="packed")),
+        ("", FusedCEConfig(memory_mb=None, merge="auto")),
+    ],
+)
+def test_flags_of_a_launch(line, expected):
+    assert arguments.config_from_argv(["--fused-chunked-ce", *line.split()]) == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "2G", ""])
+def test_bad_budget_of_a_launch(value, capsys):
+    """One line after argparse's usage, with the flag and what was expected."""
+    with pytest.raises(SystemExit) as end:
+        arguments.config_from_argv(["--fused-chunked-ce", f"--fused-ce-memory-mb={value}"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2
+    assert "--fused-ce-memory-mb" in said and f"1 or more, got {value!r}" in said
+
+
+def test_bad_merge_of_a_launch(capsys):
+    with pytest.raises(SystemExit) as end:
+        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-merge", "ring"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2
+    assert "--fused-ce-merge" in said and "packed" in said and "all_reduce" in said
+
+
+def test_merge_of_parsed_arguments():
+    """A YAML launch's or an older checkpoint's arguments have no such name: the default stays."""
+    named = SimpleNamespace(fused_chunked_ce=True, fused_ce_merge="all_reduce")
+    assert arguments.config_from_args(named) == FusedCEConfig(merge="all_reduce")
+    unnamed = SimpleNamespace(fused_chunked_ce=True)
+    assert arguments.config_from_args(unnamed) == FusedCEConfig()
+
+
+class TpGroup:
+    def __init__(self, size=1, rank=0):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+def megatron_head(config=None, rank=0, **others):
+    """What the start-up line reads of a model: its output layer, its config."""
+    weight = torch.nn.Parameter(torch.zeros(1000, 16), requires_grad=others.pop("trained", True))
+    layer = SimpleNamespace(
+        tp_group=TpGroup(2, rank),
+        sequence_parallel=True,
+        gradient_accumulation_fusion=True,
+        weight=weight,
+        input_size=16,
+        output_size=2000,
+        output_size_per_partition=1000,
+        # Under Triton's interpreter the scaled-exp GEMM would serve on a CPU.
+        fused_ce_config=replace(
+            config or FusedCEConfig(num_chunks=4, strategy="recompute"), logits_backend="gemm_rows"
+        ),
+    )
+    settings = {"bf16": True, "fp16": False, "mtp_num_layers": None, **others}
+    return SimpleNamespace(output_layer=layer, config=SimpleNamespace(**settings))
+
+
+LAUNCH = SimpleNamespace(seq_length=64, micro_batch_size=2, context_parallel_size=1)
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Lines of the report, by a process whose first rank speaks."""
+    pytest.importorskip("megatron.core")
+    lines = []
+    monkeypatch.setattr(report, "say", lines.append)
+    monkeypatch.setattr(report, "_tells_totals", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return lines
+
+
+def rows_bytes(tokens: int, capacity: int, summed_bytes: int = 0) -> int:
+    """recompute with row kernels on a CPU, bf16, H = 16, V = 1000, sequence parallelism over 2 ranks.
+
+    The forward has two chunks of hidden states and two merges, the backward three, an unreduced
+    grad_hidden and the sum.
+    """
+    hidden, merges = 2 * capacity * 16, 2 * 16 * capacity * (1 + 2)
+    both = 2 * capacity * 1000 + 2 * hidden + 32 * tokens
+    both += 40 * capacity
+    return both + max(merges, 2 * hidden + summed_bytes)
+
+
+def test_start_up_line(said):
+    report.adopted(megatron_head(), LAUNCH)
+    (line,) = said
+    peak_bytes = rows_bytes(128, 32)
+    assert line.startswith(
+        "strategy recompute, 4 chunks of 32 tokens (128 tokens, 1000 of 2000 vocabulary rows on this "
+        "rank), logits backend gemm_rows (gemm_rows was asked for), "
+        f"predicted peak {peak_bytes} bytes ("
+    )
+    assert line.endswith("why: asked for by name")
+
+
+def test_start_up_line_of_auto_says_why(said):
+    report.adopted(megatron_head(FusedCEConfig(memory_mb=7)), LAUNCH)
+    assert said[0].startswith("strategy store (auto), 1 chunk of 128 tokens")
+    assert "why: the fastest within the budget of 7 MiB" in said[0]
+
+
+def test_start_up_line_expects_the_loss_mask(said):
+    """pretrain_gpt.py's model is called with one: grad_in_forward is possible."""
+    report.adopted(
+        megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2)
+    )
+    assert said[0].startswith(
+        "strategy grad_in_forward (auto), 8 chunks of 4096 tokens (32768 tokens"
+    )
+    # Two chunks of logits, three gathered and one unreduced of hidden states.
+    logits, hidden, merge = 2 * 4096 * 1000, 2 * 4096 * 16, 16 * 4096 * (1 + 2)
+    peak_bytes = 2 * logits + 4 * 1000 * 16 + 4 * hidden + 2 * merge + 32 * 32768 + 40 * 4096
+    assert f"predicted peak {peak_bytes} bytes (18 MiB); full logits would be 62 MiB" in said[0]
+
+
+@pytest.mark.parametrize(("context_parallel", "tokens"), [(4, 32), (1, 128), (None, 128)])
+def test_start_up_line_counts_this_context_ranks_tokens(said, context_parallel, tokens):
+    launch = SimpleNamespace(**{**vars(LAUNCH), "context_parallel_size": context_parallel})
+    report.adopted(megatron_head(), launch)
+    assert f"({tokens} tokens, " in said[0]
+
+
+def test_only_the_first_rank_tells(said):
+    report.adopted(megatron_head(rank=1), LAUNCH)
+    assert said == []
+
+
+def test_a_budget_that_a_named_strategy_cannot_meet_ends_the_launch(said):
+    wide = megatron_head(FusedCEConfig(strategy="store", memory_mb=1))
+    launch = SimpleNamespace(seq_length=4096, micro_batch_size=2)
+    with pytest.raises(ValueError, match="--fused-ce-memory-mb"):
+        report.adopted(wide, launch)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "trained", "launch", "summed_bytes"),
+    [
+        (True, True, {}, 0),
+        (True, True, {"accumulate_allreduce_grads_in_fp32": False}, 4 * 1000 * 16),
+        (False, True, {}, 4 * 1000 * 16),
+        (False, False, {}, 0),
+    ],
+)
+def test_start_up_line_counts_the_sum_of_grad_weight(said, fusion, trained, launch, summed_bytes):
+    model = megatron_head(trained=trained)
+    model.output_layer.gradient_accumulation_fusion = fusion
+    report.adopted(model, SimpleNamespace(**vars(LAUNCH), **launch))
+    assert f"predicted peak {rows_bytes(128, 32, summed_bytes)} bytes" in said[0]
+
+
+def test_start_up_line_counts_the_heads_of_multi_token_prediction(said):
+    store = FusedCEConfig(strategy="store", num_chunks=4)
+    report.adopted(megatron_head(store, mtp_num_layers=2), LAUNCH)
+    # A chunk of hidden states waits in each of the three.
+    one_chunk = 2 * 32 * 1000 + (3 + 2 + 1) * (2 * 32 * 16)
+    peak_bytes = one_chunk + 40 * 32 + 3 * 32 * 128 + 3 * 2 * 128 * 1000
+    assert f"predicted peak {peak_bytes} bytes" in said[0]
+
+
+def test_first_evaluation_tells_what_differs(said):
+    """Plans that the op followed, against what the start-up line expected."""
+    model = megatron_head(FusedCEConfig(memory_mb=7))
+    hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)  # this rank's half
+    layer = model.output_layer
+    report.adopted(model, LAUNCH)
+    expected = layer._fused_ce_expected
+    other = replace(expected, strategy="recompute", stored_chunks=0, why="of this test")
+    report.evaluation_once(layer, hidden, layer.weight, other)
+    assert len(said) == 2
+    assert said[1].startswith("as it runs: strategy recompute (auto), 1 chunk of 128 tokens")
+    assert "(128 tokens" in said[1] and said[1].endswith("of this test")
+    # The main head comes after those of multi-token prediction; batches may differ in length.
+    report.evaluation_once(layer, hidden, layer.weight, expected)
+    report.evaluation_once(layer, hidden, layer.weight, replace(other, count=2))
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("change", [{}, {"why": "other words"}])
+def test_first_evaluation_repeats_nothing(said, change):
+    model = megatron_head(FusedCEConfig())
+    layer = model.output_layer
+    report.adopted(model, LAUNCH)
+    hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)
+    report.evaluation_once(layer, hidden, layer.weight)
+    report.evaluation_once(layer, hidden, layer.weight, replace(layer._fused_ce_expected, **change))
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"count": 2}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "grad_in_forward"}]
+)
+def test_first_evaluation_tells_of_other_chunks(said, change):
+    model = megatron_head(FusedCEConfig(memory_mb=7))
+    layer = model.output_layer
+    report.adopted(model, LAUNCH)
+    hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)
+    report.evaluation_once(layer, hidden, layer.weight, replace(layer._fused_ce_expected, **change))
+    assert len(said) == 2
+
+
+def test_first_evaluation_tells_where_the_launch_could_not(said):
+    """No Megatron arguments: Bridge, NeMo, own scripts."""
+    layer = megatron_head().output_layer
+    hidden = torch.zeros(50, 2, 16, dtype=torch.bfloat16)
+    for _ in range(2):
+        report.evaluation_once(layer, hidden, layer.weight)
+    (line,) = said
+    # No main_grad: the chunks are summed in fp32.
+    peak_bytes = rows_bytes(200, 50, 4 * 1000 * 16)
+    assert "4 chunks of 50 tokens (200 tokens" in line and f"peak {peak_bytes} bytes" in line
+
+
+def test_first_evaluation_without_sequence_parallelism(said):
+    layer = megatron_head().output_layer
+    layer.sequence_parallel = False
+    hidden = torch.zeros(50, 2, 16, dtype=torch.bfloat16)
+    report.evaluation_once(layer, hidden, layer.weight)
+    assert "4 chunks of 25 tokens (100 tokens" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "summed_bytes"),
+    [
+        ({"main_grad": torch.zeros(1)}, 0),
+        ({"main_grad": torch.zeros(1, dtype=torch.bfloat16)}, 4 * 1000 * 16),
+        ({"main_grad": torch.zeros(1), "__fsdp_param__": True}, 4 * 1000 * 16),
+        ({"requires_grad": False}, 0),
+    ],
+)
+def test_first_evaluation_sees_where_grad_weight_ends(said, attributes, summed_bytes):
+    layer = megatron_head().output_layer
+    for name, value in attributes.items():
+        setattr(layer.weight, name, value)
+    hidden = torch.zeros(50, 2, 16, dtype=torch.bfloat16)
+    report.evaluation_once(layer, hidden, layer.weight)
+    assert f"predicted peak {rows_bytes(200, 50, summed_bytes)} bytes" in said[0]

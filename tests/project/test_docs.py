@@ -1,0 +1,152 @@
+"""The documentation: the site builds without a network and without a warning; links and flags in it exist."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_fused_ce.adapter.arguments import add_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def build(docs: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """What `make docs` does."""
+    pytest.importorskip("sphinx", reason="sphinx is not installed")
+    options = ("-W", "--keep-going", "-n", "-q", "-b", "html", "-d", str(site.parent / "doctrees"))
+    command = [sys.executable, "-m", "sphinx", *options, str(docs), str(site)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+class Loads(HTMLParser):
+    """What a browser fetches to show a page: scripts, styles, fonts, images."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        address = given.get("href") if tag == "link" else given.get("src")
+        if address is not None:
+            self.addresses.append(address)
+
+
+def test_the_site_builds_strictly_and_needs_no_network(tmp_path):
+    done = build(DOCS, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    pages = {page.relative_to(tmp_path / "site") for page in (tmp_path / "site").rglob("*.html")}
+    assert {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")} <= pages
+    for page in (tmp_path / "site").rglob("*.html"):
+        outside = [address for address in Loads(page).addresses if "//" in address]
+        assert not outside, f"{page.name} loads {outside}"
+
+
+#: Appended to a page of a copy -> what the build must say.
+DEFECTS = {
+    "[page](no-such-page.md)": "target not found: 'no-such-page.md'",
+    "[heading](memory.md#no-such-heading)": "'no-such-heading'",
+    "[own heading](#nowhere-here)": "target not found: 'nowhere-here'",
+    "[file](benchmarks/results/none.json)": "target not found: 'benchmarks/results/none.json'",
+    "![picture](images/no-such-picture.png)": "image file not readable",
+}
+
+
+def test_what_is_broken_ends_the_build(tmp_path):
+    """Each is one warning, and -W makes an error of every one."""
+    copy = tmp_path / "docs"
+    shutil.copytree(DOCS, copy)
+    for name in ("tests", "kernels", "megatron_fused_ce", "scripts"):  # linked to from pages
+        (tmp_path / name).symlink_to(ROOT / name)
+    (copy / "options.md").open("a").write("\n\n" + "\n\n".join(DEFECTS))
+    (copy / "forgotten.md").write_text("# In no navigation\n")
+    done = build(copy, tmp_path / "site")
+    assert done.returncode != 0
+    for message in (*DEFECTS.values(), "forgotten.md"):
+        assert message in done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "WARNING: " in line]
+    assert len(warnings) == len(DEFECTS) + 1, done.stderr
+
+
+def tokens_of(page: Path) -> list:
+    markdown_it = pytest.importorskip("markdown_it", reason="markdown-it-py is not installed")
+    parser = markdown_it.MarkdownIt("commonmark").enable("table")
+    return parser.parse(page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    tokens, found = tokens_of(page), []
+    for opening, inline in itertools.pairwise(tokens):
+        if opening.type == "heading_open":
+            words = "".join(child.content for child in inline.children)
+            slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+            count = sum(
+                re.fullmatch(rf"{re.escape(slug)}(-\d+)?", one) is not None for one in found
+            )
+            found.append(f"{slug}-{count}" if count else slug)
+    return set(found)
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page that lead nowhere: no such file, or no such heading in it."""
+    inlines = [child for token in tokens_of(page) for child in token.children or ()]
+    links = [
+        child.attrs[name] for child in inlines for name in ("href", "src") if name in child.attrs
+    ]
+    broken = []
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    assert broken_links(page) == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b-c`: d\n\n## Twice\n\n## Twice\n\n[1](#a-b-c-d) [2](#twice-1) [3](#twice-2)\n\n"
+        "| [4](page.md#twice) | [5](gone.md) |\n|---|---|\n| ![6](gone.png) | [7](https://a.b/c) |\n"
+    )
+    assert broken_links(page) == ["#twice-2", "gone.md", "gone.png"]
+
+
+def test_flags_in_the_documentation_exist():
+    parser = add_arguments(argparse.ArgumentParser())
+    for page in PAGES:
+        named = re.findall(r"--fused-(?:chunked-ce|ce)[a-z-]*\b", page.read_text())
+        unknown = set(named) - set(parser._option_string_actions)
+        assert not unknown, f"{page.relative_to(ROOT)}: {unknown}"
+
+
+#: A measured figure: milliseconds, MiB, or a relative difference.
+FIGURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(?= (?:ms|MiB)\b)|(?<![\w.])(\d\.\de-\d+)")
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("migration/*.md")), ids=lambda page: page.stem)
+def test_figures_of_the_migration_pages_are_measured_ones(page):
+    """Each stands in the benchmarks' pages, which a page with figures links to."""
+    measured = "".join(path.read_text() for path in DOCS.glob("benchmarks/**/*.md"))
+    numbers = {float(number) for number in re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?", measured)}
+    figures = {float(ms or difference) for ms, difference in FIGURE.findall(page.read_text())}
+    assert figures <= numbers, figures - numbers
+    assert len(figures) >= (0 if "bridge" in page.stem else 5), "the pattern finds them"

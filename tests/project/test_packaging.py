@@ -1,0 +1,254 @@
+"""What `pip install .` puts on a machine: sdist and wheel, built and installed without a network.
+
+The wheel under test is the one built from the sdist. Everything is run in an environment of its own, from a
+folder elsewhere, with torch and its like on the path behind it and this checkout nowhere.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+from tests.test_megatron_models import CORE_0_19
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACKED = ("setup.py", "pyproject.toml", "README.md", "megatron_fused_ce", "kernels")
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+
+
+def run(*words: object, env: dict[str, str] | None = None, cwd: Path | str = "/", ok: bool = True):
+    """A process without this checkout on its path; raises with its last words where ``ok`` and it failed."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=cwd, env={**clean, **(env or {})}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert not ok or done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return done
+
+
+def modules_of_the_tree() -> set[str]:
+    package = {file.relative_to(ROOT) for file in (ROOT / "megatron_fused_ce").rglob("*.py")}
+    kernels = {
+        Path("megatron_fused_ce") / file.relative_to(ROOT)
+        for file in (ROOT / "kernels").glob("*.py")
+    }
+    return {file.as_posix() for file in package | kernels if "__pycache__" not in file.parts}
+
+
+def missing_tools() -> list[str]:
+    """Not by find_spec: asked for pip, setuptools' finder turns its own distutils off in this process."""
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    return sorted({"pip", "setuptools"} - installed)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of what is tracked, so that no build folder is left in the tree."""
+    if missing_tools():
+        pytest.skip(f"not installed: {missing_tools()}")
+    listed = run("git", "ls-files", "-z", *TRACKED, cwd=ROOT, ok=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    copy = tmp_path_factory.mktemp("source") / "tree"
+    for name in filter(None, listed.stdout.split("\0")):
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink():
+            target.symlink_to(os.readlink(ROOT / name))
+        elif (ROOT / name).exists():
+            target.write_bytes((ROOT / name).read_bytes())
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(tree, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    built = run(sys.executable, "-c", BUILD, "build_sdist", out, cwd=tree).stdout.split()[-1]
+    return out / built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    pip_wheel = ("wheel", "--no-deps", "--no-build-isolation", "--no-index")
+    run(sys.executable, "-m", "pip", *pip_wheel, "-w", out, sdist)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """An environment with the wheel, and behind it this one's packages without what their .pth files add."""
+    folder = tmp_path_factory.mktemp("environment") / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout
+    below = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (Path(purelib.strip()) / "below.pth").write_text("\n".join(below))
+    absent = run(python, "-c", "import megatron_fused_ce", ok=False)
+    assert "No module named 'megatron_fused_ce'" in absent.stderr, "another copy would be tested"
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    run(*pip, "install", "--no-deps", "--no-index", wheel)
+    return python
+
+
+def test_the_sdist_holds_plain_files(sdist):
+    """The link to kernels/ is a folder in it, and nothing of tests or results comes along."""
+    with tarfile.open(sdist) as archive:
+        members = archive.getmembers()
+    assert all(member.isfile() or member.isdir() for member in members)
+    names = {member.name.partition("/")[2] for member in members if member.isfile()}
+    assert modules_of_the_tree() | {"setup.py", "pyproject.toml", "README.md"} <= names
+    others = {
+        name
+        for name in names
+        if not name.startswith(("megatron_fused_ce/", "megatron_fused_ce.egg"))
+    }
+    assert others == {"setup.py", "pyproject.toml", "README.md", "setup.cfg", "PKG-INFO"}
+
+
+def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.testzip() is None
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert inside == modules_of_the_tree()  # a top-level kernels/ would shadow PyPI's
+        for name in inside:
+            assert archive.read(name) == (ROOT / name).read_bytes(), name
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_wheel_of_the_tree_is_the_same(wheel, tree, tmp_path):
+    """`pip install .` and a wheel from the sdist put the same files on a machine."""
+    built = run(sys.executable, "-c", BUILD, "build_wheel", tmp_path, cwd=tree).stdout.split()[-1]
+    with zipfile.ZipFile(tmp_path / built) as one, zipfile.ZipFile(wheel) as other:
+        assert built == wheel.name
+        assert {i.filename: i.CRC for i in one.infolist()} == {
+            i.filename: i.CRC for i in other.infolist()
+        }
+
+
+def test_the_metadata(wheel):
+    import megatron_fused_ce
+
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    assert metadata["Name"] == "megatron-fused-ce"
+    assert metadata["Version"] == megatron_fused_ce.__version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    needed = [words for words in metadata.get_all("Requires-Dist") if "extra ==" not in words]
+    assert {re.split(r"[^\w-]", words)[0] for words in needed} == {"torch", "triton"}
+
+
+def test_every_module_imports_from_elsewhere(python, tmp_path):
+    names = {
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in modules_of_the_tree() - {"megatron_fused_ce/__main__.py"}
+    }
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: print(importlib.import_module(name).__file__)\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('megatron_fused_ce')), sep='\\n')"
+    )
+    done = run(python, "-c", code, *sorted(names), cwd=tmp_path)
+    files = {
+        Path(line) for line in done.stdout.splitlines() if line != "None"
+    }  # kernels/ has no __init__
+    assert len(files) == len(names)
+    assert all(python.parents[1] in file.parents for file in files)
+
+
+def test_the_commands_run_from_elsewhere(python, tmp_path):
+    def command(words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+        return run(python, "-m", "megatron_fused_ce", *words.split(), cwd=tmp_path, ok=ok)
+
+    plan = "plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768"
+    assert json.loads(command(f"{plan} --json").stdout)
+    assert "Flags: --fused-chunked-ce" in command(plan).stdout
+    assert (
+        "grad_in_forward" in command("planner --tokens 32768 --hidden 4096 --vocab 128256").stdout
+    )
+    bad = command("paln", ok=False)
+    assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
+
+
+def test_the_op_from_elsewhere(python, tmp_path):
+    """Loss and both gradients of every strategy against fp64; by the Triton kernels, interpreted, too."""
+    code = """
+import torch, megatron_fused_ce as m
+torch.manual_seed(0)
+base = torch.randn(37, 24), torch.randn(101, 24)
+labels, upstream = torch.randint(0, 101, (37,)), torch.rand(37)
+def ran(loss_of, dtype):
+    hidden, weight = (t.clone().to(dtype).requires_grad_() for t in base)
+    loss = loss_of(hidden, weight)
+    (loss * upstream.to(dtype)).sum().backward()
+    return [t.double() for t in (loss.detach(), hidden.grad, weight.grad)]
+def reference(hidden, weight):
+    return torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+want = ran(reference, torch.float64)
+ways = ("store", "torch"), ("recompute", "torch"), ("grad_in_forward", "torch"), ("store", "triton")
+for strategy, backend in ways:
+    config = m.FusedCEConfig(strategy=strategy, num_chunks=3, row_backend=backend)
+    weights = upstream if strategy == "grad_in_forward" else None
+    def ours(hidden, weight):
+        return m.fused_linear_cross_entropy(hidden, weight, labels, token_weights=weights, config=config)
+    for got, expected in zip(ran(ours, torch.float32), want):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    print(strategy, backend)
+"""
+    done = run(python, "-c", code, cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
+    assert done.stdout.splitlines()[-1] == "store triton"
+
+
+#: Parses as pretrain_gpt.py does, and says whether the seams in the model are patched.
+SCRIPT = """
+import sys, typing
+typing.override = getattr(typing, "override", lambda method: method)  # Python before 3.12
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.training.arguments import parse_args
+sys.argv += "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1".split()
+args = parse_args()
+patched = hasattr(LanguageModule.compute_language_model_loss, "__wrapped__")
+print("RAN", args.fused_chunked_ce, args.fused_ce_num_chunks, patched)
+"""
+
+
+@pytest.mark.parametrize("way", ["launch", "autoload"])
+def test_an_unmodified_launch_knows_the_flag(python, tmp_path, way):
+    """Of Megatron's own parser and model (0.19.2), as the installed package hooks into them."""
+    if not CORE_0_19.is_dir():
+        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh")
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(SCRIPT)
+    start = [] if way == "autoload" else ["-m", "megatron_fused_ce.launch"]
+    if way == "autoload":
+        run(python, "-m", "megatron_fused_ce", "autoload", "install")
+    try:
+        words = [*start, script, "--fused-chunked-ce", "--fused-ce-num-chunks", "6"]
+        done = run(python, *words, env={"PYTHONPATH": str(CORE_0_19)})
+    finally:
+        run(python, "-m", "megatron_fused_ce", "autoload", "remove")
+    assert "RAN True 6 True" in done.stdout
+
+
+def test_looking_for_the_tools_leaves_distutils_alone():
+    """Builds of torch's and Megatron's extensions import setuptools later in the same process."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from tests.project import test_packaging; "
+        "test_packaging.missing_tools(); import setuptools, distutils.core; print(distutils.core.__file__)"
+    )
+    assert "setuptools" in run(sys.executable, "-c", code, ROOT).stdout

@@ -1,0 +1,198 @@
+"""docs/support.md: which versions are asked for, and one line where others are found.
+
+Fake Megatrons, a folder each, in processes without torch: what is refused is refused before any of the
+adapter's own imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_fused_ce
+from megatron_fused_ce import logits_backend, versions
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "support.md"
+LANGUAGE_MODEL = "megatron/core/models/common/language_module/language_module.py"
+CLASS = """
+class LanguageModule:
+    def setup_embeddings_and_output_layer(self): pass
+    def compute_language_model_loss(self, labels, logits): pass
+"""
+ARGUMENTS = """
+import argparse
+def add_megatron_arguments(parser):
+    return parser
+def parse_args():
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args()
+"""
+SCRIPT = """
+import sys
+import megatron.core
+if "enable" in sys.argv:
+    import megatron_fused_ce
+    megatron_fused_ce.enable()
+from megatron.training.arguments import parse_args
+try:
+    import megatron.core.models.common.language_module.language_module
+except ModuleNotFoundError:
+    pass  # elsewhere in this Megatron
+parse_args()
+print("RAN")
+"""
+NEW = "has no megatron.core.models.common.language_module.language_module"
+NEEDS = "megatron_fused_ce needs"
+
+#: What differs from a Megatron that is known -> the words of the refusal.
+UNKNOWN = {
+    "older": ({"megatron/core/package_info.py": "__version__ = '0.14.1'"}, f"{NEEDS} megatron-core 0.15"),
+    "no version": ({"megatron/core/package_info.py": None}, "found of unknown version"),
+    "old torch": ({"torch.py": "__version__ = '2.5.1+cu124'"}, f"{NEEDS} torch 2.6 or newer and found 2.5.1"),
+    "no loss": ({LANGUAGE_MODEL: CLASS.replace("compute_", "get_")}, f"{NEW}.LanguageModule.compute_"),
+    "no class": ({LANGUAGE_MODEL: "class Models: pass"}, f"{NEW}.LanguageModule.setup_"),
+    "moved": ({LANGUAGE_MODEL: None}, f"{NEW}: take one of 0.15 to 0.19"),
+    "other parser": (
+        {"megatron/training/arguments.py": ARGUMENTS.replace("megatron_arguments", "arguments")},
+        "has no megatron.training.arguments.add_megatron_arguments",
+    ),
+}  # fmt: skip
+
+
+def run(
+    folder: Path, changed: dict[str, str | None], *words: str
+) -> subprocess.CompletedProcess[str]:
+    files = {
+        "torch.py": "__version__ = '2.6.0a0+nv25.01'",
+        "megatron/core/__init__.py": "import torch",
+        "megatron/core/package_info.py": "__version__ = '0.15.0rc7'",
+        "megatron/training/arguments.py": ARGUMENTS,
+        LANGUAGE_MODEL: CLASS,
+        "pretrain.py": SCRIPT,
+    }
+    for name, text in {**files, **changed}.items():
+        if text is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_fused_ce.launch", str(folder / "pretrain.py"), *words],
+        cwd="/", env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_an_unknown_megatron_ends_the_launch_with_one_line(tmp_path, what):
+    changed, words = UNKNOWN[what]
+    done = run(tmp_path, changed, "--fused-chunked-ce")
+    assert done.returncode == 2 and "RAN" not in done.stdout
+    assert done.stderr.startswith("megatron_fused_ce: ") and words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# But not with the other parser: its model is known and would be patched, which wants a real torch.
+@pytest.mark.parametrize("what", sorted(set(UNKNOWN) - {"other parser"}))
+def test_without_the_flag_it_runs_as_it_is(tmp_path, what):
+    done = run(tmp_path, UNKNOWN[what][0])
+    assert (done.returncode, done.stdout) == (0, "RAN\n"), done.stderr
+
+
+@pytest.mark.parametrize("what", ["older", "old torch", "no loss", "other parser"])
+def test_enable_raises_with_the_same_words(tmp_path, what):
+    done = run(tmp_path, UNKNOWN[what][0], "enable")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ") and UNKNOWN[what][1] in last
+
+
+def test_a_known_one_is_patched(tmp_path):
+    """So the fakes are refused for what differs; the patch itself wants a real torch."""
+    done = run(tmp_path, {}, "--fused-chunked-ce")
+    assert "ImportError: cannot import name 'Tensor' from 'torch'" in done.stderr
+
+
+def test_an_old_torch_under_the_op(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1")
+    with pytest.raises(
+        ImportError, match=r"^megatron_fused_ce needs torch 2.6 or newer and found 2.5.1"
+    ):
+        megatron_fused_ce.fused_linear_cross_entropy  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ("3.1.0", "^megatron_fused_ce needs triton 3.2 or newer and found 3.1.0"),
+        (None, "pip install triton"),
+    ],
+)
+def test_an_old_triton_under_the_row_kernels(monkeypatch, found, words):
+    from megatron_fused_ce.kernels import forms
+
+    forms.require_triton.cache_clear()
+    if found is None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    else:
+        monkeypatch.setattr("triton.__version__", found)
+    with pytest.raises(ImportError, match=words) as error:
+        logits_backend.row_pass(torch.device("cpu"), "triton")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "ours"),
+    [
+        ("2.6.0", True),
+        ("2.13.0+cpu", True),
+        ("2.6.0a0+nv25.01", True),
+        ("2.5.9", False),
+        ("1.13", False),
+        ("?", False),
+    ],
+)
+def test_versions_as_they_are_written(version, ours):
+    assert (versions.too_old("torch", version) is None) is ours
+
+
+def setup_words() -> dict[str, ast.expr]:
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    (call,) = (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup"
+    )
+    return {word.arg: word.value for word in call.keywords if word.arg}
+
+
+def test_pip_asks_for_the_same_versions():
+    asked = ast.literal_eval(setup_words()["install_requires"])
+    oldest = dict(re.match(r"([\w-]+)>=([\d.]+)", words).groups() for words in asked)
+    assert oldest == {name: versions.words(versions.OLDEST[name]) for name in ("torch", "triton")}
+
+
+def test_the_page_says_the_same():
+    page = PAGE.read_text()
+    assert (
+        f"| Python | {ast.literal_eval(setup_words()['python_requires']).removeprefix('>=')} |"
+        in page
+    )
+    for name, oldest in versions.OLDEST.items():
+        assert f"| {name} | {versions.words(oldest)} |" in page
+
+
+def test_every_file_is_written_for_the_oldest_python():
+    """Its syntax alone: this interpreter's standard library is another one."""
+    files = [ROOT / "setup.py"]
+    for folder in ("megatron_fused_ce", "kernels", "scripts", "tests"):
+        files += (ROOT / folder).rglob("*.py")
+    assert len(files) > 100
+    for file in files:
+        ast.parse(file.read_text(), str(file), feature_version=(3, 10))
+    with pytest.raises(SyntaxError):
+        ast.parse("try: pass\nexcept* ValueError: pass", feature_version=(3, 10))

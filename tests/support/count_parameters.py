@@ -1,0 +1,97 @@
+"""Parameters of Megatron's own models, rank by rank, for test_estimate.py; run as a process of its own.
+
+Reads a list of cases (keyword arguments of Megatron's classes) as JSON from standard input and prints, for
+each, the parameters that every pipeline stage's first rank holds. Groups are torch's fake ones: nothing is
+ever sent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fused_ce.testing import megatron_cpu
+
+
+def count(case: dict[str, Any]) -> list[int]:
+    """Of each pipeline stage."""
+    pipeline = case["parallel"].get("pipeline_model_parallel_size", 1)
+    return [_count_of_stage(case, stage) for stage in range(pipeline)]
+
+
+def _count_of_stage(case: dict[str, Any], stage: int) -> int:
+    from megatron.core import parallel_state
+
+    world = case["world"]
+    pipeline = case["parallel"].get("pipeline_model_parallel_size", 1)
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=stage * world // pipeline, world_size=world
+    )
+    parallel_state.initialize_model_parallel(**case["parallel"], create_gloo_process_groups=False)
+    model = _build(case, parallel_state)
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    model_parallel_cuda_manual_seed(1)
+    kind = (
+        MLATransformerConfig if case["config"].get("multi_latent_attention") else TransformerConfig
+    )
+    config = kind(
+        **case["config"],
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        **{name: case["parallel"].get(name, 1) for name in _SIZES},
+    )
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if kind is MLATransformerConfig:
+        # It asks for Transformer Engine's classes, which are not there; Megatron's own attention, which
+        # has no parameters, refuses keys wider than values.
+        from megatron.core.transformer import multi_latent_attention
+
+        multi_latent_attention.HAVE_TE = False
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = _NoAttention
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    prediction = None
+    if config.mtp_num_layers and last:
+        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=False
+        )
+    return GPTModel(
+        config,
+        spec,
+        pre_process=first,
+        post_process=last,
+        mtp_block_spec=prediction,
+        **case["model"],
+    )
+
+
+class _NoAttention(torch.nn.Module):
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__()
+
+
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    megatron_cpu.install(fused_wgrad=False)
+    counts = [count(case) for case in json.load(sys.stdin)]
+    print("counts", json.dumps(counts))

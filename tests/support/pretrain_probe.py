@@ -1,0 +1,49 @@
+"""Stands where a launch expects pretrain_gpt.py or pretrain_hybrid.py; goes as far as they go without GPUs.
+
+Megatron's own parser and checks, the tokenizer, the configuration of model, optimizer and DDP; then it
+prints what test_examples.py asks about, as JSON behind ``PROBE``. Started by the launch's own words, so
+that the flags come from the hook.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from megatron_fused_ce.testing import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.training import argument_utils  # noqa: E402
+from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.training.theoretical_memory_usage import (  # noqa: E402
+    compute_weight_and_optimizer_memory,
+)
+
+from megatron_fused_ce.adapter.switch import active_config  # noqa: E402
+
+args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+if args.hybrid_layer_pattern is None:
+    model = argument_utils.gpt_config_from_args(args)
+    weights_bytes = compute_weight_and_optimizer_memory(args, verbose=True)
+else:
+    model = argument_utils.hybrid_config_from_args(args)
+    weights_bytes = None  # Megatron's estimate knows transformers only
+argument_utils.pretrain_cfg_container_from_args(args, model)
+
+found = {
+    "script": os.path.basename(__file__),
+    "config": repr(active_config()),
+    "vocab_size": args.vocab_size,
+    "padded_vocab_size": model.vocab_size,
+    "tensor_parallel": args.tensor_model_parallel_size,
+    "sequence_parallel": args.sequence_parallel,
+    "world_size": args.world_size,
+    "data_parallel": args.data_parallel_size,
+    "mock_data": args.mock_data,
+    "loss_fusion": args.cross_entropy_loss_fusion,
+    "mtp_num_layers": args.mtp_num_layers,
+    "num_layers": model.transformer.num_layers,
+    "weights_bytes": weights_bytes,
+}
+print(f"PROBE{json.dumps(found)}", flush=True)

@@ -1,0 +1,159 @@
+"""scripts/examples/: every launch, up to the model's configuration, by Megatron's own argument parser.
+
+    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_examples.py
+
+parses with those checkouts too (0.19 and newer: the scripts are written in that version's words).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fused_ce import FusedCEConfig
+from tests.test_megatron_models import CORE_0_19
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "scripts" / "examples"
+GIB = 2**30
+
+#: What each launch comes to: GPUs, data-parallel size, and the model's size by the papers, in 1e9 parameters
+#: (Megatron's own count; it has none for hybrids).
+LAUNCHES = {
+    "llama3_8b": {"gpus": 8, "data_parallel": 4, "billions": 8.03},
+    "llama3_70b": {"gpus": 64, "data_parallel": 2, "billions": 70.55},
+    "qwen2.5_7b": {"gpus": 8, "data_parallel": 4, "billions": 7.62},
+    "qwen3_8b": {"gpus": 8, "data_parallel": 1, "billions": 8.19},
+    # 15.7 of DeepSeek-V2-Lite; V3's vocabulary and one layer of multi-token prediction more.
+    "deepseek_moe_mtp": {"gpus": 8, "data_parallel": 8, "billions": 16.40},
+    "mamba_hybrid_8b": {"gpus": 8, "data_parallel": 2, "billions": None},
+}
+
+#: What torchrun's own parser makes of the command, then rank 0 alone.
+TORCHRUN = f"""#!{sys.executable}
+import os, sys
+from torch.distributed.run import get_args_parser
+given = get_args_parser().parse_args()
+world_size = int(given.nproc_per_node) * int(given.nnodes)
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
+how = ["-m"] if given.module else []
+os.execv(sys.executable, [sys.executable, *how, given.training_script, *given.training_script_args])
+"""
+
+
+def is_new_enough(checkout: str) -> bool:
+    info = (Path(checkout) / "megatron" / "core" / "package_info.py").read_text()
+    version = [re.search(rf"^{part} = (\d+)", info, re.MULTILINE) for part in ("MAJOR", "MINOR")]
+    return [int(part[1]) for part in version if part] >= [0, 19]
+
+
+CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
+CORES = [str(CORE_0_19), *filter(is_new_enough, CHECKOUTS)]
+
+
+@pytest.fixture(params=CORES, ids=[Path(core).name for core in CORES])
+def run(request, tmp_path):
+    """Runs an example with one rank's probe in the place of Megatron's scripts and of torchrun."""
+    if not Path(request.param).is_dir():
+        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh")
+    checkout, programs = tmp_path / "Megatron-LM", tmp_path / "bin"
+    checkout.mkdir()
+    programs.mkdir()
+    for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
+        (checkout / script).symlink_to(ROOT / "tests" / "support" / "pretrain_probe.py")
+    (programs / "torchrun").write_text(TORCHRUN)
+    (programs / "torchrun").chmod(0o755)
+
+    def run_example(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess:
+        folders = (request.param, str(ROOT), os.environ.get("PYTHONPATH"))
+        environment = os.environ | {
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+            "MEGATRON_LM_PATH": str(checkout),
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.run(
+            # Transformer Engine's kernel is not on a CPU.
+            [str(EXAMPLES / f"{name}.sh"), "--no-rope-fusion", *arguments],
+            env=environment | settings,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+
+    return run_example
+
+
+def probed(done: subprocess.CompletedProcess) -> dict:
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("PROBE"))
+    return json.loads(line.removeprefix("PROBE"))
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.sh")} == {*LAUNCHES, "launch"}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_megatron_takes_every_argument(run, name):
+    expected = LAUNCHES[name]
+    done = run(name)
+    found = probed(done)
+    assert found["config"] == repr(FusedCEConfig())
+    assert not found["loss_fusion"] and found["mock_data"]
+    assert found["script"] == ("pretrain_hybrid.py" if "hybrid" in name else "pretrain_gpt.py")
+    assert found["world_size"] == expected["gpus"]
+    assert found["data_parallel"] == expected["data_parallel"]
+    # One rank's rows are whole tiles, and no row is padding.
+    assert found["padded_vocab_size"] == found["vocab_size"]
+    assert found["vocab_size"] % (8 * found["tensor_parallel"]) == 0
+    assert found["sequence_parallel"] == (found["tensor_parallel"] > 1)
+    assert found["mtp_num_layers"] == (1 if "mtp" in name else None)
+    if expected["billions"] is not None:
+        (count,) = re.findall(r"Total number of parameters in billions: ([\d.]+)", done.stdout)
+        assert float(count) == pytest.approx(expected["billions"], abs=0.005)
+        # Weights, gradients and optimizer leave room for activations on 80 GB.
+        assert found["weights_bytes"] < 45 * GIB
+
+
+def test_settings_and_arguments_of_the_caller_count(run):
+    found = probed(run("llama3_8b", "--fused-ce-strategy", "store", TP="4", GPUS="16"))
+    assert found["config"] == repr(FusedCEConfig(strategy="store"))
+    assert (found["tensor_parallel"], found["data_parallel"]) == (4, 4)
+
+
+def test_an_argument_that_megatron_does_not_know_ends_the_launch(run):
+    done = run("qwen3_8b", "--fused-ce-no-such-option", "1")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --fused-ce-no-such-option 1" in done.stderr
+
+
+def test_transformer_engines_loss_fusion_is_refused_by_megatron(run):
+    """What docs/migration says of it."""
+    done = run("llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
+    assert done.returncode == 1 and "disabled due to stability issues" in done.stderr
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("path", ["", "/nowhere"])
+def test_no_checkout_is_one_line_and_status_2(name, path):
+    environment = os.environ | {"MEGATRON_LM_PATH": path}
+    done = subprocess.run(
+        [str(EXAMPLES / f"{name}.sh")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and "set it to a checkout" in done.stderr
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_one_line_is_added(name):
+    """Without the flag's line the words are stock Megatron's."""
+    lines = (EXAMPLES / f"{name}.sh").read_text().splitlines()
+    code = [line for line in lines if not line.lstrip().startswith("#")]
+    assert [line.strip() for line in code if "fused" in line] == ["--fused-chunked-ce"]

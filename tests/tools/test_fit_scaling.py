@@ -1,0 +1,280 @@
+"""The cost model: constants that are known come back, and its command line says what it lacks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import fit_scaling  # noqa: E402
+import marked_document  # noqa: E402
+from fit_scaling import Case, Link, Model  # noqa: E402
+
+MARKERS = marked_document.markers(fit_scaling.PART)
+
+RATE = 700e12
+LINK = Link(2e-5, fit_scaling.NVLINK_STEP_S, 300e9, "known")
+KNOWN = {
+    "accumulation": 1.5e-13,
+    "passes": 2.5e-13,
+    "chunk": 4e-5,
+    "company": 2e-4,
+    "contention": 0.3,
+}
+MODEL = Model(RATE, (RATE, RATE), LINK, KNOWN, {})
+SHAPES = {"llama3-8b": (4096, 128256), "qwen3-1.7b": (2048, 151936)}
+
+
+def roof_row(shape: str, num_tokens: int, ranks: int) -> dict:
+    hidden_size, vocab = SHAPES[shape]
+    row = {"shape": shape, "T": num_tokens, "H": hidden_size, "V": vocab // ranks, "tp": ranks}
+    time_ms = 6e3 * num_tokens * hidden_size * (vocab // ranks) / RATE
+    return {**row, "variant": "roof", "time_ms": time_ms, "device": "NVIDIA H200"}
+
+
+def rows_of(model: Model, noise: float = 0.0) -> list[dict]:
+    """What scripts/benchmark.py would write if the model were the truth."""
+    random = np.random.default_rng(0)
+    rows = []
+    for shape in SHAPES:
+        for ranks in (1, 2, 4):
+            for num_tokens in (8192, 32768):
+                roof = roof_row(shape, num_tokens, ranks)
+                rows.append(roof)
+                for sp in (False, True) if ranks > 1 else (False,):
+                    for strategy in fit_scaling.STRATEGIES:
+                        for chunk_tokens in (4096, 8192):
+                            case = Case(
+                                num_tokens, roof["H"], roof["V"], ranks, sp, strategy, chunk_tokens
+                            )
+                            roof_ms = roof["time_ms"] * case.products / 3
+                            time_ms = 1e3 * model.time_s(case, roof_ms * 1e-3)
+                            time_ms *= 1 + noise * random.standard_normal()
+                            of_it = {"sp": sp, "variant": strategy, "chunk_tokens": chunk_tokens}
+                            of_it |= {
+                                "logits_backend": "scaled_exp",
+                                "roof_ms": roof_ms,
+                                "time_ms": time_ms,
+                            }
+                            rows.append({**roof, **of_it})
+    return rows
+
+
+def profile_rows(link: Link, late: float = 1.0) -> list[dict]:
+    """What scripts/profile_head.py would: of ours a reduce-scatter a chunk, of TE's layer all at once."""
+    rows = []
+    for num_tokens in (8192, 32768):
+        whole = link.time_s(4, 2.0 * num_tokens * 4096) * 1e3
+        chunk = link.time_s(4, 2.0 * 8192 * 4096) * 1e3
+        count = num_tokens // 8192
+        head = {"tp": 4, "sp": True, "shape": "llama3-8b", "T": num_tokens}
+        te = [["all-gather", "x", 2.0, 2 * whole], ["reduce-scatter", "y", 1.0, whole]]
+        # Our gathers bring statistics along and are left out; a rank that waits takes longer.
+        ours = [["all-gather", "x", 9.0, 99.0], ["reduce-scatter", "y", count, count * chunk]]
+        slow = [["reduce-scatter", "y", count, late * count * chunk]]
+        rows.append({**head, "variant": "megatron-te", "kernels": te})
+        rows.append({**head, "variant": "store", "kernels": ours})
+        rows.append({**head, "variant": "store", "kernels": slow})
+    return rows
+
+
+def test_known_constants_come_back():
+    model = fit_scaling.fit(rows_of(MODEL) + profile_rows(LINK, late=3.0))
+    assert model.rate == pytest.approx(RATE)
+    assert model.link.latency_s == pytest.approx(LINK.latency_s)
+    assert model.link.bytes_per_s == pytest.approx(LINK.bytes_per_s)
+    for name, value in KNOWN.items():
+        assert model.constants[name] == pytest.approx(value, rel=1e-6), name
+
+
+def test_known_constants_come_back_from_noise_within_their_errors():
+    model = fit_scaling.fit(rows_of(MODEL, noise=0.005) + profile_rows(LINK))
+    for name, value in KNOWN.items():
+        assert abs(model.constants[name] - value) <= 4 * model.errors[name], name
+    assert model.errors["contention"] < 0.5 * KNOWN["contention"]
+
+
+@pytest.mark.parametrize("name", list(KNOWN))
+def test_each_constant_is_told_from_the_others(name):
+    """Doubled, it alone comes back doubled."""
+    other = {**KNOWN, name: 2 * KNOWN[name]}
+    model = fit_scaling.fit(rows_of(replace(MODEL, constants=other)), LINK)
+    assert model.constants == pytest.approx(other, rel=1e-6)
+
+
+def test_a_constant_that_would_be_negative_is_0():
+    """Products faster than the roof's: nothing is below 0, and what is 0 has no error."""
+    without = {**KNOWN, "company": -1e-4}
+    model = fit_scaling.fit(rows_of(replace(MODEL, constants=without)), LINK)
+    assert model.constants["company"] == 0 and "company" not in model.errors
+    assert all(value >= 0 for value in model.constants.values())
+
+
+def test_rows_of_one_rank_leave_the_others_constants_at_0():
+    rows = [row for row in rows_of(MODEL) if row["tp"] == 1]
+    model = fit_scaling.fit(rows)
+    assert model.link is fit_scaling.ASSUMED
+    assert model.constants["company"] == model.constants["contention"] == 0
+    assert model.constants["accumulation"] == pytest.approx(KNOWN["accumulation"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"time_ms": None},  # out of memory
+        {"logits_backend": "gemm_rows"},
+        {"variant": "auto"},
+        {"variant": "megatron-te"},
+        {"end_point": "grad"},
+        {"chunk_tokens": None},
+    ],
+)
+def test_rows_that_the_model_is_not_of_are_left_out(change):
+    row = next(row for row in rows_of(MODEL) if row["variant"] == "store")
+    assert fit_scaling.case_of(row) is not None
+    assert fit_scaling.case_of({**row, **change}) is None
+
+
+def test_collectives_that_no_product_hides():
+    """A product of 1 ms: of gathers of 0.3, 0.9 and 1.4 ms the first and the part above 1 ms show."""
+    rate = 2.0 * 8192 * 4096 * 32064 / 1e-3
+    for gather_ms, late_ms in ((0.3, 0.0), (0.9, 0.0), (1.4, 0.4)):
+        link = Link(0.0, 0.0, 2.0 * 8192 * 4096 * 3 / 4 / (gather_ms * 1e-3), "")
+        case = Case(4 * 8192, 4096, 32064, 4, True, "grad_in_forward", 8192)
+        seen = fit_scaling.collectives(case, link, rate)
+        statistics_s = link.time_s(4, 16.0 * 8192 * 4)
+        assert seen.ends_s == pytest.approx(gather_ms * 1e-3)
+        # Three gathers and four reductions after the first; statistics are short.
+        assert seen.too_long_s == pytest.approx(7 * late_ms * 1e-3, abs=1e-9)
+        assert seen.all_s == pytest.approx(8 * gather_ms * 1e-3 + 4 * statistics_s)
+        assert seen.hidden_s == pytest.approx(seen.all_s - seen.exposed_s)
+
+
+def test_what_a_ring_takes():
+    """Four ranks: three steps and three quarters of the bytes; an all-reduce twice that."""
+    link = Link(5e-6, 1e-6, 100e9, "")
+    assert link.time_s(4, 4e6) == pytest.approx(5e-6 + 3e-6 + 3e6 / 100e9)
+    assert link.time_s(4, 4e6, passes=2) == pytest.approx(5e-6 + 6e-6 + 6e6 / 100e9)
+    assert link.time_s(1, 4e6) == 0
+
+
+def test_limits():
+    """A product of 2*C*H*V FLOP takes as long as 3/4 * 2*C*H bytes at V = 3/4 * rate / bandwidth."""
+    assert fit_scaling.smallest_shard(MODEL, 4) == pytest.approx(0.75 * 700e12 / 300e9)
+    tokens = fit_scaling.shortest_chunk(MODEL, (4096, 128256), 4, 0.05)
+    lost = 1.5e-13 * 8 * 32064 * 4096 + 4e-5 + 3 * (2e-5 + 3 * 3.4e-6)
+    assert lost / (6 * tokens * 4096 * 32064 / RATE) == pytest.approx(0.05)
+
+
+def result_file(tmp_path: Path, rows: list[dict]) -> Path:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_command_line_prints_every_table(tmp_path, capsys):
+    path = result_file(tmp_path, rows_of(MODEL) + profile_rows(LINK))
+    assert fit_scaling.main([str(path), "--ranks", "2", "16", "--tokens", "32768"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "| `K` | 0.3 ± " in said
+        and "| `b` | 300 |" in said
+        and "| `P` | 700 (700 to 700) |" in said
+    )
+    case = Case(32768, 4096, 8016, 16, True, "store", 8192)
+    fitted = fit_scaling.fit(json.loads(path.read_text()))
+    assert f"| 32768 | 16 | 8016 | {fitted.ratio(case):.2f} |" in said
+    assert f"| {fit_scaling.peak_gib(case, 'NVIDIA H200'):.2f} |" in said
+    exact = ("| +0.000 |", "| -0.000 |")
+    rows = [line for line in said.splitlines() if line.endswith(exact)]
+    assert len(rows) == sum(row["variant"] != "roof" for row in rows_of(MODEL))
+
+
+def test_tables_go_between_the_markers(tmp_path, capsys):
+    path = result_file(tmp_path, rows_of(MODEL))
+    document = tmp_path / "scaling.md"
+    begin, end = MARKERS
+    document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    for _ in range(2):
+        assert fit_scaling.main([str(path), "--write", str(document)]) == 0
+        text = document.read_text()
+        assert text.startswith(f"before\n{begin}\n\nFitted to ") and text.endswith(
+            f"\n{end}\nafter\n"
+        )
+        assert "old" not in text and text.count("**Carried on**") == 1
+    # Residuals of one rank's rows stay out of the document.
+    assert "| 2 SP | store |" in text and "| 1 | store |" not in text
+    assert capsys.readouterr().out == ""
+
+
+def test_the_document_is_what_the_script_writes():
+    """docs/scaling.md's tables, from the files that they name; refresh with --write docs/scaling.md."""
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    begin, end = MARKERS
+    block = text.split(begin)[1].split(end)[0]
+    names = [word for word in block.split("From ")[1].split(".\n")[0].split("`") if ".json" in word]
+    paths = [fit_scaling.RESULTS / name for name in names]
+    rows = fit_scaling.read(paths)
+    options = fit_scaling.parse_arguments([])
+    assert (
+        fit_scaling.tables(fit_scaling.fit(rows), rows, names, options, False)
+        == block.strip() + "\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "rows.json is missing"),
+        ("{", "cannot be read as JSON"),
+        ("{}", "no row named 'roof'"),
+        ("[1]", "no row named 'roof'"),
+        (
+            json.dumps([roof_row("llama3-8b", 8192, 1)]),
+            "no row of store, grad_in_forward or recompute",
+        ),
+    ],
+)
+def test_bad_files_are_one_line_and_status_2(content, words, tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as end:
+        fit_scaling.main([str(path)])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == ""
+    assert words in said.err and len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--ranks 0", "must be 1 or more"),
+        ("--share 1.5", "between 0 and 1"),
+        ("--heads 4096", "expected H:V"),
+        ("--write", "expected one argument"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(line, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        fit_scaling.main(line.split())
+    said = capsys.readouterr()
+    assert end.value.code == 2 and words in said.err and len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["no markers", "{1}\n{0}", "{0}\n{0}\n{1}"])
+def test_a_document_without_its_markers(text, tmp_path, capsys):
+    path, document = result_file(tmp_path, rows_of(MODEL)), tmp_path / "scaling.md"
+    document.write_text(text.format(*MARKERS))
+    with pytest.raises(SystemExit) as end:
+        fit_scaling.main([str(path), "--write", str(document)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "scaling.md" in said and len(said.splitlines()) == 1
+    assert document.read_text() == text.format(*MARKERS)

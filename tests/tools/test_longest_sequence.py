@@ -1,0 +1,647 @@
+"""scripts/longest_sequence.py: its command lines, what it reads from logs, its order, its tables.
+
+    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_longest_sequence.py
+
+also launches pretrain_gpt.py of that checkout on a CPU. The others need none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "scripts" / "longest_sequence.py"
+CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
+needs_a_checkout = pytest.mark.skipif(
+    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
+)
+
+# Logs in Megatron's format, with a tab of every ingredient that is read.
+ITERATION = (
+    " [2026-01-01 00:00:00.0] iteration {i:8d}/{n:8d} | consumed samples: {i} | "
+    "elapsed time per iteration (ms): {ms} | learning rate: 1.0E-04 | lm loss: {loss} | "
+    "loss scale: 1.0 | grad norm: 2.5 | number of nan iterations:   0 |\n"
+    "[Rank 0] (after {i} iterations) memory (MB) | allocated: 21000.00 | "
+    "max allocated: {peak} | reserved: 41000.00 | max reserved: 42000.00\n"
+)
+PLAN = "[fused-ce] strategy grad_in_forward (auto), 4 chunks of 4096 tokens\n"
+COUNTS = (
+    "[fused-ce] heads evaluated fused: 4, logits materialised: {n}, heads on the stock path: 0\n"
+)
+OUT_OF_MEMORY_LOG = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/anywhere/pretrain_gpt.py", line 530, in <module>
+[rank0]:   File "/anywhere/megatron/core/tensor_parallel/cross_entropy.py", line 35, in forward
+[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 62.62 GiB. GPU 0 has ...
+"""
+REFUSED_LOG = """\
+Traceback (most recent call last):
+  File "/anywhere/megatron/training/arguments.py", line 1643, in validate_args
+AssertionError: Transformer Engine cross entropy loss fusion is disabled due to stability issues.
+"""
+
+
+def training_log(times, losses=None, peak=40000.0, plan=PLAN, materialised=0):
+    losses = losses or [9.0 - 0.5 * i for i in range(len(times))]
+    steps = zip(times, losses, strict=True)
+    lines = [
+        ITERATION.format(i=i, n=len(times), ms=ms, loss=loss, peak=peak - 1 / i)
+        for i, (ms, loss) in enumerate(steps, 1)
+    ]
+    return plan + "".join(lines) + COUNTS.format(n=materialised)
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("longest_sequence", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder that passes for a checkout."""
+    folder = tmp_path / "megatron-lm"
+    (folder / "megatron" / "core").mkdir(parents=True)
+    (folder / "megatron" / "core" / "package_info.py").write_text(
+        "MAJOR = 0\nMINOR = 19\nPATCH = 1\n"
+    )
+    (folder / "pretrain_gpt.py").touch()
+    return folder
+
+
+FACTS = {
+    **{"commit": "abc", "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"},
+    **{"megatron": "0.19.1", "transformer_engine": "2.20.2", "alloc_conf": None},
+}
+
+
+def planned(script, checkout, *words):
+    options = script.parse([f"--megatron={checkout}", *words])
+    return script.plan(options, script.Checkout.at(str(checkout)))
+
+
+def one_run(script, checkout, variant="native", length=16384, *words):
+    (run,) = planned(script, checkout, "--only", f"{variant}:{length}", "--iterations=4", *words)
+    return run
+
+
+def row_of(script, run, log, status="ok"):
+    figures = script.launches.parse_logs([log])
+    if figures.status == "ok":
+        figures.status = status
+    return script.row_of(run, figures, [log], FACTS)
+
+
+def after(words, flag):
+    """The last value of a flag."""
+    return words[len(words) - 1 - words[::-1].index(flag) + 1]
+
+
+# --- command lines ---------------------------------------------------------------------------
+
+
+def test_default_launches_are_the_most_telling_first(script, checkout):
+    runs = planned(script, checkout, "--variants", "auto", "native")
+    assert [(run.num_tokens, run.variant) for run in runs] == [
+        (length, variant)
+        for length in (16384, 131072, 32768, 65536)
+        for variant in ("auto", "native")
+    ]
+
+
+def test_package_accepts_every_variant(script, checkout):
+    flagged = [run for run in planned(script, checkout) if run.uses_plugin]
+    assert {run.variant for run in flagged} == {"auto", "grad_in_forward", "store", "recompute"}
+
+
+@pytest.mark.parametrize("length", [16384, 131072])
+def test_length_in_the_command(script, checkout, length):
+    words = one_run(script, checkout, length=length).words("M", ["torchrun"])
+    assert words[:4] == ["torchrun", "--nproc-per-node", "1", "M/pretrain_gpt.py"]
+    for flag in ("--seq-length", "--max-position-embeddings"):
+        assert after(words, flag) == str(length)
+    assert after(words, "--train-iters") == "4"
+    assert {"--bf16", "--no-create-attention-mask-in-dataloader"} <= set(words)
+    assert after(words, "--recompute-granularity") == "full"
+    assert words[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"]
+
+
+def test_no_recompute(script, checkout):
+    run = one_run(script, checkout, "native", 16384, "--recompute", "none")
+    assert "--recompute-granularity" not in run.words("M", [])
+
+
+def test_parallel_sizes(script, checkout):
+    run = one_run(script, checkout, "unfused", 16384, "--gpus=8", "--tp=4")
+    words = run.words("M", ["torchrun"])
+    assert after(words, "--nproc-per-node") == "8"
+    assert after(words, "--tensor-model-parallel-size") == "4"
+    assert after(words, "--global-batch-size") == "2"
+    # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
+    assert after(words, "--make-vocab-size-divisible-by") == "32"
+    assert "--sequence-parallel" in words
+    without = one_run(script, checkout, "unfused", 16384, "--gpus=2", "--no-sequence-parallel")
+    assert "--sequence-parallel" not in without.words("M", [])
+
+
+def test_flags_of_the_package_go_to_its_variants_and_megatrons_to_all(script, checkout):
+    words = ("--fused-ce-chunk-tokens", "8192", "--", "--no-gradient-accumulation-fusion")
+    flagged = one_run(script, checkout, "recompute", 16384, *words).words("M", ["torchrun"])
+    stock = one_run(script, checkout, "unfused", 16384, *words).words("M", ["torchrun"])
+    assert flagged[3:6] == ["-m", "megatron_fused_ce.launch", "M/pretrain_gpt.py"]
+    assert "--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-chunk-tokens 8192" in (
+        " ".join(flagged)
+    )
+    assert "--no-gradient-accumulation-fusion" in flagged
+    assert "--no-gradient-accumulation-fusion" in stock
+    assert not any("fused-ce" in word or "fused_ce" in word for word in stock)
+
+
+def test_lifted_refusal_runs_the_script_through_its_launcher(script, checkout):
+    run = one_run(script, checkout, "te-lifted")
+    assert "1 scripts/launch_te_loss.py MEGATRON_LM/pretrain_gpt.py " in run.command
+    assert str(REPOSITORY) not in run.command
+    assert "launch_te_loss" not in one_run(script, checkout, "te").command
+
+
+def test_repeats_alternate(script, checkout):
+    words = ("--variants", "auto", "native", "--lengths", "16384", "--repeat=3")
+    assert [run.variant for run in planned(script, checkout, *words)] == [
+        *("auto", "native"), *("native", "auto"), *("auto", "native")
+    ]  # fmt: skip
+    words = ("--only", "auto:16384", "native:16384", "--repeat=2")
+    assert [(run.variant, run.repeat) for run in planned(script, checkout, *words)] == [
+        *(("auto", 0), ("native", 0)), *(("auto", 1), ("native", 1))
+    ]  # fmt: skip
+
+
+def test_real_sizes(script):
+    """1.24 billion parameters; the FLOP of one forward and backward are about 6 for each of them."""
+    model = script.MODELS["llama-3.2-1b"]
+    few = 128  # attention is next to nothing there
+    assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(1.236e9, rel=0.01)
+
+
+def test_llama_3_8b_and_its_first_layers(script, checkout):
+    """8.03 billion parameters, untied; the models of fewer layers have the same head."""
+    model = script.MODELS["llama-3-8b"]
+    assert model.untied and "--untie-embeddings-and-output-weights" in model.args()
+    few = 128
+    assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(8.03e9 - 0.525e9, rel=0.01)
+    two = script.MODELS["llama-3-8b-2-layers"]
+    assert dataclasses.replace(two, name=model.name, num_layers=32) == model
+    run = one_run(script, checkout, "auto", 32768, "--gpus=4", "--model=llama-3-8b-2-layers")
+    words = run.words("M", ["torchrun"])
+    assert after(words, "--num-layers") == "2" and "--sequence-parallel" in words
+    assert "--untie-embeddings-and-output-weights" not in script.MODELS["llama-3.2-1b"].args()
+
+
+def test_many_connections_go_through_their_launcher(script, checkout):
+    run = one_run(script, checkout, "many-connections", 16384, "--gpus=4")
+    assert "4 scripts/launch_many_connections.py MEGATRON_LM/pretrain_gpt.py " in run.command
+    assert run.uses_plugin and run.command.endswith("--fused-ce-strategy auto")
+
+
+def test_a_launch_that_waits_has_the_same_command(script, checkout, tmp_path):
+    run = one_run(script, checkout, "auto")
+    waiting = run.words("M", ["torchrun"], tmp_path / "turn")
+    at = waiting.index(str(tmp_path / "turn"))
+    assert Path(waiting[at - 1]).name == "launch_preloaded.py"
+    assert waiting[: at - 1] + waiting[at + 1 :] == run.words("M", ["torchrun"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "auto"], "VARIANT:T"),
+        (["--only", "autumn:16384"], "no variant 'autumn'"),
+        (["--variants", "autumn"], "no variant 'autumn'"),
+        (["--variant=mine"], "NAME=FLAGS"),
+        (["--fused-ce-nonsense", "1"], "unknown arguments: --fused-ce-nonsense 1"),
+        (["--fused-ce-strategy", "store"], "chosen by --variants"),
+        (["--fused-ce-chunk-tokens", "0"], "1 or more"),
+        (["--gpus=2", "--tp=4"], "does not divide"),
+        (["--only", "native:64", "--iterations=2", "--warmup=2"], "leaves none"),
+        (["--lengths", "many"], "invalid int value"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(script, checkout, capsys, words, message):
+    assert script.main([f"--megatron={checkout}", "--dry-run", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_old_megatron_is_refused(script, checkout, capsys):
+    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\n")
+    assert script.main([f"--megatron={checkout}", "--dry-run", "--only", "native:64"]) == 2
+    assert "give a checkout of 0.16 or newer" in capsys.readouterr().err
+
+
+def test_dry_run_prints_launches(script, checkout, capsys):
+    assert script.main([f"--megatron={checkout}", "--dry-run", "--only", "native:16384"]) == 0
+    first, command, total = capsys.readouterr().out.splitlines()
+    assert first.startswith("# native, 16384 tokens")
+    assert command.startswith("torchrun --nproc-per-node 1 MEGATRON_LM/pretrain_gpt.py")
+    assert total.startswith("# 1 launches")
+
+
+# --- logs ------------------------------------------------------------------------------------
+
+
+def test_row_of_a_launch_that_trains(script, checkout):
+    run = one_run(script, checkout, "auto")
+    row = row_of(script, run, training_log([5000.0, 410.0, 400.0, 390.0]))
+    assert tuple(row) == script.KEYS
+    assert row["status"] == "ok"
+    assert row["time_ms"] == 400.0  # the first of the four warms up
+    assert row["tokens_per_s"] == pytest.approx(16384 / 0.4)
+    assert row["peak_mib"] == 39999.75  # the largest of the four lines
+    assert row["loss"] == [9.0, 8.5, 8.0, 7.5]
+    assert row["plan"] == "strategy grad_in_forward (auto), 4 chunks of 4096 tokens"
+    assert (row["heads_fused"], row["logits_materialised"]) == (4, 0)
+    assert (row["T"], row["V"], row["dtype"], row["tp"]) == (16384, 128256, "bfloat16", 1)
+
+
+def test_tokens_of_every_data_parallel_rank_count(script, checkout):
+    run = one_run(script, checkout, "unfused", 16384, "--gpus=4", "--tp=2")
+    row = row_of(script, run, training_log([400.0] * 4))
+    assert row["tokens_per_s"] == pytest.approx(2 * 16384 / 0.4)
+
+
+def test_out_of_memory_is_a_result(script, checkout):
+    run = one_run(script, checkout, "unfused")
+    row = row_of(script, run, OUT_OF_MEMORY_LOG, status="failed")
+    assert row["status"] == "out of memory"
+    assert "Tried to allocate 62.62 GiB" in row["error"]
+    assert row["where"] == "megatron/core/tensor_parallel/cross_entropy.py:35 forward"
+    assert (row["tokens_per_s"], row["peak_mib"], row["loss"]) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.",
+        "RuntimeError: CUDA error: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+        "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_ways_of_running_out_of_memory(script, line):
+    assert script.launches.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
+
+
+def test_other_words_are_not_out_of_memory(script):
+    for line in (
+        "> theoretical memory footprints: weight and optimizer=20000 MB",
+        "AssertionError",
+    ):
+        assert script.launches.parse_logs([line]).status == "ok"
+
+
+def test_refusal_is_told_from_failure(script, checkout):
+    run = one_run(script, checkout, "te")
+    assert row_of(script, run, REFUSED_LOG, status="failed")["status"] == "refused"
+    later = training_log([1.0] * 4) + REFUSED_LOG
+    assert row_of(script, run, later, status="failed")["status"] == "failed"
+    elsewhere = REFUSED_LOG.replace("validate_args", "train_step")
+    assert row_of(script, run, elsewhere, status="failed")["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("log", "status"),
+    [
+        (training_log([400.0] * 3), "ended after 3 of 4 iterations"),
+        (training_log([400.0] * 4, losses=[9.0, 8.0, math.nan, 7.0]), "a loss is not finite"),
+        (training_log([400.0] * 4, materialised=1), "the head was not fused"),
+        (training_log([400.0] * 4).replace("fused: 4", "fused: 0"), "the head was not fused"),
+    ],
+)
+def test_what_does_not_count_as_training(script, checkout, log, status):
+    assert row_of(script, one_run(script, checkout, "auto"), log)["status"] == status
+
+
+# --- order, skipping, resuming ---------------------------------------------------------------
+
+
+class World:
+    """Stands in for the GPU: a longest length per variant, seconds per launch, a clock."""
+
+    def __init__(self, script, longest, seconds=40.0):
+        self.script, self.longest, self.seconds = script, longest, seconds
+        self.launched, self.clock, self.rows = [], 0.0, []
+
+    def execute(self, run):
+        self.launched.append(f"{run.variant}:{run.num_tokens}")
+        longest = self.longest.get(run.variant, 10**9)
+        log, status = training_log([400.0] * run.iterations), "ok"
+        if longest == "refused":
+            log, status = REFUSED_LOG, "failed"
+        elif longest == "broken":
+            log, status = "RuntimeError: no\n", "failed"
+        elif run.num_tokens > longest:
+            log, status = OUT_OF_MEMORY_LOG, "out of memory"
+        figures = self.script.launches.parse_logs([log])
+        figures.status = status if figures.status == "ok" else figures.status
+        figures.wall_s = min(self.seconds, run.timeout_s)
+        if self.seconds > run.timeout_s:
+            figures.status = f"timed out after {run.timeout_s:.0f} s"
+        self.clock += figures.wall_s
+        return figures, [log]
+
+    def run(self, runs, time_limit_s=math.inf, facts=None):
+        self.launched = []
+        self.clock = 0.0
+        self.left_out = self.script.run_all(
+            runs,
+            self.rows,
+            facts or FACTS,
+            time_limit_s=time_limit_s,
+            execute=self.execute,
+            write=lambda rows: None,
+            now=lambda: self.clock,
+        )
+        return self.launched
+
+
+def test_no_longer_length_after_a_failure(script, checkout):
+    words = ("--variants", "auto", "unfused", "--lengths", "16384", "131072", "32768", "65536")
+    world = World(script, {"unfused": 20000})
+    assert world.run(planned(script, checkout, *words)) == [
+        *("auto:16384", "unfused:16384", "auto:131072", "unfused:131072"),
+        *("auto:32768", "unfused:32768", "auto:65536"),  # 65536 is more than 32768, which failed
+    ]
+
+
+def test_refused_is_asked_once_and_a_failure_has_no_repeat(script, checkout):
+    words = ("--variants", "te", "unfused", "--lengths", "131072", "16384", "--repeat=2")
+    world = World(script, {"te": "refused", "unfused": 20000})
+    assert world.run(planned(script, checkout, *words)) == [
+        *("te:131072", "unfused:131072"), *("unfused:16384", "unfused:16384")
+    ]  # fmt: skip
+
+
+def test_resume_launches_only_what_is_missing(script, checkout):
+    runs = planned(script, checkout, "--variants", "auto", "native", "te", "--lengths", "16384")
+    world = World(script, {"native": 1000, "te": "refused"})
+    assert len(world.run(runs)) == 3
+    assert world.run(runs) == []
+    world.rows[0]["status"] = "failed"
+    assert world.run(runs) == ["auto:16384"]
+    assert len(world.rows) == 3
+    assert world.run(planned(script, checkout, "--only", "native:32768")) == []
+
+
+def test_earlier_failure_is_tried_again_and_hides_nothing(script, checkout):
+    world = World(script, {"auto": "broken"})
+    world.run(planned(script, checkout, "--only", "auto:16384"))
+    world.longest = {}
+    assert world.run(planned(script, checkout, "--only", "auto:65536")) == ["auto:65536"]
+
+
+def test_new_commit_repeats_only_the_flags_variants(script, checkout):
+    runs = planned(script, checkout, "--variants", "auto", "native", "--lengths", "16384")
+    world = World(script, {"auto": 1000, "native": 1000})
+    world.run(runs)
+    assert world.run(runs, facts=FACTS | {"commit": "def"}) == ["auto:16384"]
+    assert world.run(runs, facts=FACTS | {"torch": "2.13.0"}) == ["auto:16384", "native:16384"]
+
+
+def test_other_flags_are_another_launch(script, checkout):
+    world = World(script, {"auto": 1000})
+    words = ("--only", "auto:16384")
+    world.run(planned(script, checkout, *words))
+    words += ("--fused-ce-chunk-tokens", "2048")
+    assert world.run(planned(script, checkout, *words)) == ["auto:16384"]
+
+
+def test_time_limit_starts_nothing_that_would_not_end(script, checkout):
+    runs = planned(
+        script, checkout, "--variants", "auto", "native", "unfused", "--lengths", "16384"
+    )
+    world = World(script, {}, seconds=60.0)
+    assert len(world.run(runs, time_limit_s=130.0)) == 2  # a third would end at 180 s
+    assert world.left_out == 1
+    assert len(world.run(runs, time_limit_s=130.0)) == 1
+
+
+def test_launch_cut_by_the_time_limit_says_nothing_about_its_length(script, checkout):
+    runs = planned(script, checkout, "--only", "auto:16384", "auto:32768")
+    world = World(script, {}, seconds=1000.0)
+    first = dataclasses.replace(runs[0], timeout_s=2000.0)
+    world.run([first], time_limit_s=500.0)
+    assert [row["status"] for row in world.rows] == ["cut by the time limit"]
+    assert world.left_out == 1
+    world.seconds = 40.0
+    assert world.run(runs) == ["auto:16384", "auto:32768"]
+    assert [row["status"] for row in world.rows] == ["ok", "ok"]
+
+
+def test_hung_launch_is_a_failure_at_its_length(script, checkout):
+    runs = planned(script, checkout, "--only", "auto:16384", "auto:32768", "--launch-timeout=200")
+    world = World(script, {}, seconds=1000.0)
+    assert world.run(runs) == ["auto:16384"]
+    assert world.rows[0]["status"] == "timed out after 200 s"
+
+
+def test_results_survive_the_disk(script, checkout, tmp_path):
+    run = one_run(script, checkout, "native")
+    log = training_log([400.0] * 4, losses=[9.0, math.nan, math.inf, 7.0])
+    rows = [row_of(script, run, log), row_of(script, one_run(script, checkout), REFUSED_LOG)]
+    out = tmp_path / "folder" / "rows.json"
+    script.write_results(rows, out)
+    json.loads(out.read_text(), parse_constant=pytest.fail)  # no nan: it is no JSON
+    read = script.read_rows(out, script.setting_of(run, FACTS))
+    assert str(read) == str(rows)  # as text: nan is not nan
+    assert script.report(rows) == out.with_suffix(".md").read_text()
+    assert [file.name for file in out.parent.iterdir() if "partial" in file.name] == []
+
+    other = script.setting_of(one_run(script, checkout, "native", 64, "--gpus=2"), FACTS)
+    with pytest.raises(script.UsageError, match="rows of gpus 1, this call is 2"):
+        script.read_rows(out, other)
+    out.write_text("{")
+    with pytest.raises(script.UsageError, match="holds no results"):
+        script.read_rows(out, other)
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table_rows(script, checkout):
+    def row(variant, length, ms=None, repeat=0, log=None, losses=None):
+        run = dataclasses.replace(one_run(script, checkout, variant, length), repeat=repeat)
+        log = log or training_log([9000.0, ms, ms, ms], losses=losses)
+        return row_of(script, run, log, status="ok" if ms else "failed")
+
+    return [
+        row("unfused", 16384, 500.0, losses=[9.0, 8.0, 7.0, 6.0]),
+        row("native", 16384, 400.0, losses=[9.0, 8.0, 7.0, 6.06]),
+        row("te", 16384, log=REFUSED_LOG),
+        row("te-lifted", 16384, 320.0),
+        row("auto", 16384, 400.0),
+        row("auto", 16384, 200.0, repeat=1),
+        row("store", 16384, 250.0),
+        row("unfused", 131072, log=OUT_OF_MEMORY_LOG),
+        row("native", 131072, log=OUT_OF_MEMORY_LOG),
+        row("auto", 131072, 8000.0),
+    ]
+
+
+def test_verdict_is_one_line(script, table_rows):
+    said = script.verdict(table_rows)
+    assert len(said.splitlines()) == 1
+    assert "unfused 16384 (out of memory at 131072)" in said
+    assert "te none (refused at 16384)" in said
+    assert "auto 131072," in said
+    # Medians: auto's two launches are 40960 and 81920 tokens/s, store's one 65536, native's 40960.
+    assert "16384 1.600 (store / native)" in said
+    assert "16384 1.280 (store / te-lifted)" in said
+    assert "16384 1.500 (auto / native)" in said
+    assert "131072 no stock variant trained, auto did" in said
+
+
+def test_table(script, table_rows):
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in script.markdown(table_rows).splitlines()
+    ]
+    head, rule, *body = lines
+    assert len(rule) == len(head) and all(len(line) == len(head) for line in body)
+    by_name = {(line[0], line[1]): dict(zip(head, line, strict=True)) for line in body}
+    assert len(by_name) == 9
+    auto = by_name["16384", "auto"]
+    assert auto["tokens/s"] == "61440 (40960–81920)"
+    assert auto["over the best stock"] == "1.500"
+    assert (auto[""], auto["launches"]) == ("trains", "2")
+    native = by_name["16384", "native"]
+    assert native["largest loss difference to unfused"] == "1.0e-02"
+    assert by_name["131072", "native"][""] == "out of memory"
+    assert by_name["131072", "auto"]["over the best stock"] == "–"
+
+
+def test_report_has_the_reasons_and_no_path_of_a_machine(script, table_rows):
+    text = script.report(table_rows)
+    assert script.verdict(table_rows) in text
+    assert "Tried to allocate 62.62 GiB" in text
+    assert "cross_entropy.py:35 forward" in text
+    assert "/anywhere" not in text
+    assert "strategy grad_in_forward (auto), 4 chunks" in text
+
+
+# --- processes -------------------------------------------------------------------------------
+
+RANK_AND_LAUNCHER = """
+import subprocess, sys, time
+rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+rank += "print(1, flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_hung_ranks_are_ended_with_their_launcher(script):
+    """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", RANK_AND_LAUNCHER], stdout=subprocess.PIPE, start_new_session=True
+    )
+    rank = int(launcher.stdout.readline())
+    script.launches.end_launch(launcher, grace_s=0.5)
+    assert launcher.poll() is not None
+    for _ in range(50):
+        if not Path(f"/proc/{rank}").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(rank, signal.SIGKILL)
+    pytest.fail("the rank outlived end_launch")
+
+
+FAKE_PRETRAIN = """
+import sys
+length = int(sys.argv[sys.argv.index("--seq-length") + 1])
+if length > 100:
+    raise SystemExit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB.")
+for i in 1, 2:
+    print(f"iteration {i}/ 2 | elapsed time per iteration (ms): {i}.5 | lm loss: 5.0 | grad norm: 1.0 |")
+"""
+
+
+def test_from_command_line_to_files(checkout, tmp_path):
+    (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
+    out = tmp_path / "rows.json"
+    command = [
+        *(sys.executable, str(SCRIPT), f"--megatron={checkout}", f"--logs={tmp_path / 'logs'}"),
+        *(f"--out={out}", "--iterations=2", "--lengths", "128", "64", "256"),
+        *("--variants", "unfused", "--"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())
+    assert [(row["T"], row["status"]) for row in rows] == [(128, "out of memory"), (64, "ok")]
+    assert rows[1]["time_ms"] == 2.5
+    assert "unfused 64 (out of memory at 128)" in done.stdout
+    assert "unfused, 256 tokens, repeat 0: not tried: out of memory at 128 tokens" in done.stdout
+
+
+# --- on a real checkout ----------------------------------------------------------------------
+
+
+@needs_a_checkout
+@pytest.mark.parametrize("path", CHECKOUTS)
+def test_real_pretrain_on_a_cpu(path, tmp_path):
+    out = tmp_path / "rows.json"
+    command = [
+        *(sys.executable, str(SCRIPT), f"--megatron={path}", "--device=cpu", "--model=tiny"),
+        *(f"--out={out}", f"--logs={tmp_path / 'logs'}", "--iterations=3", "--lengths", "64"),
+        *("--variants", "unfused", "recompute", "--fused-ce-chunk-tokens", "16"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if " 0.16 or newer" in done.stderr:
+        pytest.skip("the script needs Megatron-LM 0.16 or newer")
+    assert done.returncode == 0, done.stdout + done.stderr
+    unfused, recompute = json.loads(out.read_text())
+    assert (unfused["status"], recompute["status"]) == ("ok", "ok")
+    assert recompute["loss"] == pytest.approx(unfused["loss"], rel=1e-6)
+    assert recompute["heads_fused"] == 3
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_lifted_refusal_leaves_the_rest_of_the_check():
+    seen = []
+
+    def validate_args(args, defaults):
+        assert args.cross_entropy_fusion_impl != "te", "refused"
+        seen.append((args.cross_entropy_fusion_impl, defaults))
+        args.checked = True
+        return args
+
+    arguments = types.SimpleNamespace(validate_args=validate_args)
+    load("launch_te_loss").lift_refusal(arguments)
+    args = types.SimpleNamespace(cross_entropy_fusion_impl="te")
+    assert arguments.validate_args(args, {"a": 1}) is args
+    assert seen == [("native", {"a": 1})]
+    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", True)

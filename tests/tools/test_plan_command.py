@@ -1,0 +1,548 @@
+"""``python -m megatron_fused_ce plan``: launches that it reads, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fused_ce import __main__ as package_command
+from megatron_fused_ce.estimate import command, launch_script, megatron_arguments
+from megatron_fused_ce.estimate.command import plan_of, setting_of
+from megatron_fused_ce.estimate.named_models import MODELS
+from megatron_fused_ce.estimate.setting import Recompute
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import check_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
+READ = {
+    name
+    for action in command._parser(own=False)._actions
+    for name in action.option_strings
+}  # fmt: skip
+TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 128"
+
+
+def words_of(script: str, **given: str) -> tuple[str, ...]:
+    return launch_script.of_script(script, given, READ).arguments
+
+
+# --- launch scripts --------------------------------------------------------------------------
+
+SCRIPT = r"""
+#!/bin/bash
+# A comment with an apostrophe: don't stop here, and an ending that looks continued \
+set -euo pipefail
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS_PER_NODE=8; NNODES=2
+WORLD_SIZE=$((GPUS_PER_NODE * $NNODES))
+LAYERS=4 HIDDEN="64"
+SEQ=${1:-128}
+DATA=$2
+OUT=${PWD}/out
+DISTRIBUTED_ARGS="--nproc_per_node $GPUS_PER_NODE --nnodes ${NNODES}"
+MODEL_ARGS=(
+    --num-layers ${LAYERS}   # as many as there are
+    --hidden-size "$HIDDEN" --num-attention-heads 4
+    "--seq-length $SEQ"
+    --vocab-size 256
+)
+TRAINING_ARGS="--micro-batch-size 1 \
+    --bf16"
+TRAINING_ARGS="${TRAINING_ARGS} --global-batch-size $WORLD_SIZE"
+MODEL_ARGS+=(--swiglu)
+cat > notes.txt <<EOF
+isn't read: --num-layers 99
+EOF
+mkdir -p "$(dirname "$OUT")" && echo "made `date`"
+
+torchrun ${DISTRIBUTED_ARGS} \
+    pretrain_gpt.py \
+    "${MODEL_ARGS[@]}" ${TRAINING_ARGS} \
+    --data-path $DATA --save $OUT --lr $LEARNING_RATE 2>&1 | tee "$OUT/log"
+"""
+
+
+def test_a_script_with_variables_arrays_and_continued_lines():
+    launch = launch_script.of_script(SCRIPT, {}, READ)
+    assert (launch.script, launch.gpus) == ("pretrain_gpt.py", 16)
+    assert launch.arguments[:16] == (
+        *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+        *("--seq-length", "128", "--vocab-size", "256", "--swiglu"),
+        *("--micro-batch-size", "1", "--bf16", "--global-batch-size", "16"),
+    )
+
+
+def test_an_unknown_word_leaves_the_others_of_its_string_known():
+    script = 'ARGS="--lr $LR --num-layers 5"\npython pretrain_gpt.py $ARGS --hidden-size 64'
+    assert words_of(script)[2:] == ("--num-layers", "5", "--hidden-size", "64")
+
+
+def test_a_given_value_comes_before_the_scripts():
+    assert words_of(SCRIPT, LAYERS="7")[1] == "7"
+    assert "4096" in words_of(SCRIPT, SEQ="4096")
+
+
+@pytest.mark.parametrize(
+    ("lines", "arguments"),
+    [
+        ('N=$1\nif [ "$N" = 8 ]; then L=8; else L=4; fi', None),
+        ('N=8\nif [ "$N" = 8 ]; then L=8; else L=4; fi', "8"),
+        ('N=9\nif [[ "$N" == "8" ]]; then L=8; else L=4; fi', "4"),
+        ('N=9\nif [ $N == 8 ]; then\nL=8\nelif [ -z "$N" ]\nthen L=5; else L=6\nfi', "6"),
+        ('N=8; M=\nif [ "$N" != 8 ] || [ -z "$M" ]; then L=1; else L=2; fi', "1"),
+        ('N=8\nif [ "$N" = 8 ] && [ "$N" = 9 ]; then L=1; else L=2; fi', "2"),
+        ("L=4\nif [ -f x ]; then L=8; fi", None),
+        ('L=4\n[ "$L" = 4 ] && L=5', "5"),
+        ('L=4\n[ "$L" = 5 ] && L=6', "4"),
+        ('L=4\n[ "$L" = 5 ] || L=6', "6"),
+        ("L=4\ntest -e x && L=6", None),
+        ("L=4\nfor i in 1 2; do L=$i; done", None),
+        ("L=4\ncase $1 in\n 8B) L=8 ;;\n *) L=9 ;;\nesac", None),
+        ("L=4\nset_it() { L=9; }", "4"),
+        ("L=4\nset_it() { L=9; }\nset_it", "9"),
+        ("L=4\nset_it() {\n  if [ $1 = 5 ]; then\n L=$1; fi\n}\nset_it 5", "5"),
+        ("L=4\nset_it() { shift; L=$1; }\nset_it 5 6", "6"),
+        ("L=4\nset_it() { L=9; }\ntest -e x && set_it", None),
+        ("again() { again; }\nagain\nL=4", "4"),
+        ("L=4\nif false; then echo; fi", "4"),
+        ("L=$(nproc)", None),
+        ("L=`nproc`", None),
+        ("L=$((2 ** 3))", None),
+        ("source settings.sh", None),
+        ("A=3\nL=$((A + 1))", "4"),
+        ("A=()\nL=4", "4"),
+        ("L=4\nfunction set_it {\nL=9\n}\nset_it", "9"),
+        ("L=4\ncase $1 in 8B) L=8 ;; esac", None),
+        ('N=h100\nL=4\nif [[ "$N" == h* ]]; then L=8; fi', None),
+        ("L=4\nunset L", None),
+        ("L=4\nread -r L < file", None),
+        ('A="x $(date +"%H %M") y"; L=4', "4"),
+        ("A=$(echo $(date))\nL=4", "4"),
+        ("A=${B:-3 4}\nL=4", "4"),
+        ('A="--x $B --num-layers 5"\nL="7 $A"', "7"),
+    ],
+)
+def test_what_is_certain_is_known_and_nothing_else(lines, arguments):
+    script = f"{lines}\npython pretrain_gpt.py --num-layers $L --hidden-size 64"
+    if arguments is None:
+        with pytest.raises(ValueError, match=r"no value is known for .*: give --set .*=VALUE"):
+            words_of(script)
+        assert words_of(script, L="12")[1] == "12"
+    else:
+        assert words_of(script)[1] == arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "missing"),
+    [
+        ("--num-layers $LAYERS", "LAYERS"),
+        ("--num-layers 4 ${EXTRA_ARGS}", "EXTRA_ARGS"),
+        ("--num-layers 4 --log-throughput ${EXTRA_ARGS[@]}", r"EXTRA_ARGS\[@\]"),
+        ("--num-layers 4 --swiglu $MORE", "MORE"),
+        ("--num-layers $1", "1"),
+        ("--seq-length ${A}${B} --num-layers $C", "A, C"),
+    ],
+)
+def test_a_missing_value_is_named(call, missing):
+    with pytest.raises(ValueError, match=f"no value is known for {missing}: give --set"):
+        words_of(f"python pretrain_gpt.py {call}")
+
+
+def test_functions_and_sourced_scripts(tmp_path):
+    (tmp_path / "common.sh").write_text(
+        'launch() {\n  local script=$1\n  shift\n  [ -f "$ROOT/$script" ] || exit 2\n'
+        '  exec torchrun --nproc-per-node "$GPUS" "$ROOT/$script" "${TRAINING[@]}" "$@"\n}\n'
+        "TRAINING=(--bf16 --micro-batch-size $MICRO)\nGPUS=${GPUS:-4}\n"
+    )
+    script = tmp_path / "train.sh"
+    script.write_text(
+        'MICRO=2\nsource "$(dirname "${BASH_SOURCE[0]}")/common.sh"\n'
+        f'MODEL=({TINY})\nlaunch pretrain_gpt.py "${{MODEL[@]}}" "$@"\n'
+    )
+    one = setting_of(["--from-launch", str(script)])
+    assert (one.parallel.gpus, one.training.micro_batch, one.model.num_layers) == (4, 2, 2)
+
+
+EXAMPLES = sorted(
+    path for path in (ROOT / "scripts" / "examples").glob("*.sh") if path.stem != "launch"
+)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_can_be_planned_and_have_the_models_size(example):
+    """GPUs and parameters are those that tests/tools/test_examples.py finds through Megatron's own parser."""
+    from megatron_fused_ce.estimate.static import parameters
+    from tests.tools.test_examples import LAUNCHES
+
+    found = plan_of(["--from-launch", str(example)])
+    known = LAUNCHES[example.stem]
+    assert found.setting.parallel.gpus == known["gpus"]
+    assert found.setting.parallel.data == known["data_parallel"]
+    if known["billions"]:
+        alone = replace(found.setting, vocab_divisor=1)
+        assert parameters(alone) / 1e9 == pytest.approx(known["billions"], rel=1e-3)
+    assert found.advice.recommended.verdict == "fits"
+
+
+def test_nothing_of_a_script_is_run(tmp_path):
+    trap = tmp_path / "trap"
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"touch {trap}\nA=$(touch {trap})\nB=`touch {trap}`\nC=$((1+1))\n"
+        f'if touch {trap}; then D=1; fi\neval "touch {trap}"\n'
+        f"python pretrain_gpt.py {TINY} --save $A\n"
+    )
+    assert setting_of(["--from-launch", str(script)]).model.num_layers == 2
+    assert not trap.exists()
+
+
+def test_the_command_of_a_scheduler_is_seen_through():
+    script = 'run="python -u pretrain_gpt.py --num-layers 3 --hidden-size 64"\nsrun sh -c "${run}"'
+    assert words_of(script)[:2] == ("--num-layers", "3")
+
+
+def test_other_commands_are_no_trainings():
+    script = f"python tools/preprocess_data.py --workers 4\npython pretrain_gpt.py {TINY}"
+    assert words_of(script)[1] == "2"
+    with pytest.raises(ValueError, match="several commands launch a training"):
+        words_of(f"python a.py {TINY}\npython b.py {TINY}")
+    with pytest.raises(ValueError, match="no command launches"):
+        words_of("echo --num-layers 3")
+
+
+def test_a_launch_as_a_string():
+    text = (
+        f"torchrun --nproc-per-node=4 pretrain_gpt.py {TINY} --tensor-model-parallel-size 2 --bf16"
+    )
+    one = setting_of(["--from-launch", text])
+    assert (one.parallel.gpus, one.parallel.tensor, one.parallel.data) == (4, 2, 2)
+    assert one.training.dtype == "bfloat16"
+    # Megatron's defaults, not the usual settings: a mask, dropout, nothing sharded.
+    assert one.training.attention_mask and one.training.hidden_dropout
+    assert one.training.optimizer.sharding == "none"
+
+
+def test_the_command_line_comes_last():
+    one = setting_of(["--from-launch", f"{TINY} --bf16", "--seq-length", "256", "--gpus", "2"])
+    assert (one.training.sequence, one.parallel.gpus) == (256, 2)
+    assert (
+        setting_of(
+            ["--model", "llama-3-8b", "--seq-length", "64", "--num-layers", "2"]
+        ).model.num_layers
+        == 2
+    )
+
+
+# --- Megatron's arguments --------------------------------------------------------------------
+
+
+def tiny(*words: str):
+    return setting_of([*shlex.split(TINY), *words])
+
+
+def test_arguments_become_sizes():
+    one = tiny(
+        "--swiglu", "--group-query-attention", "--num-query-groups", "2", "--kv-channels", "32",
+        "--untie-embeddings-and-output-weights", "--normalization", "RMSNorm", "--disable-bias-linear",
+        "--position-embedding-type", "rope", "--mtp-num-layers", "1", "--micro-batch-size", "2",
+        "--gpus", "8", "--tp", "2", "--cp", "2", "--sequence-parallel", "--global-batch-size", "16",
+        "--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1",
+    )  # fmt: skip
+    model, parallel, training = one.model, one.parallel, one.training
+    assert (model.num_query_groups, model.head_dim, model.ffn_hidden_size) == (2, 32, 128)
+    assert (model.gated, model.tied, model.rms_norm, model.linear_bias, model.rotary) == (
+        True, False, True, False, True
+    )  # fmt: skip
+    assert (model.learned_positions, model.mtp_num_layers) == (0, 1)
+    assert (parallel.data, parallel.context, parallel.sequence_parts) == (2, 2, 2)
+    assert training.num_micro_batches == 16 // 2 // 2
+    assert training.recompute == Recompute(full=True, num_layers=1, block=True)
+    assert one.num_tokens == 2 * 128 // 2
+
+
+def test_defaults_are_megatrons():
+    """A GPT of two layers: as many groups as heads, four times the hidden size, learned positions."""
+    model = tiny().model
+    assert (model.num_query_groups, model.ffn_hidden_size, model.learned_positions) == (4, 256, 128)
+    assert tiny("--num-query-groups", "2").model.num_query_groups == 4
+
+
+def test_experts_and_their_layers():
+    words = ["--num-experts", "8", "--moe-ffn-hidden-size", "32", "--ep", "4", "--gpus", "4"]
+    assert tiny(*words).model.mixture.layers == (True, True)
+    assert tiny(*words, "--moe-layer-freq", "2").model.mixture.layers == (True, False)
+    assert tiny(*words, "--moe-layer-freq", "[0]+[1]*1").model.mixture.layers == (False, True)
+
+
+def test_a_hybrid_pattern_with_stages_and_predictions():
+    one = setting_of(shlex.split(
+        "--hybrid-layer-pattern M*|-M/*-/*- --hidden-size 64 --num-attention-heads 4 --vocab-size 256"
+        " --seq-length 128 --pp 2 --mamba-head-dim 16"
+    ))  # fmt: skip
+    assert (one.model.num_layers, one.model.pattern, one.model.mtp_num_layers) == (4, "M*-M", 2)
+    assert one.model.prediction_pattern == "*-"
+    assert one.model.state_space.num_heads == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "gradient", "state", "step"),
+    [
+        ("--bf16", 4, 12, 0),
+        ("", 4, 8, 0),
+        ("--fp16", 2, 12, 4),
+        ("--bf16 --grad-reduce-in-bf16", 2, 12, 4),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
+            4,
+            7,
+            0,
+        ),
+        ("--bf16 --bytes-per-parameter 20 --adam foreach", 4, 14, 4),
+    ],
+)
+def test_bytes_of_a_parameter(words, gradient, state, step):
+    options = [option for option in shlex.split(words) if option in ("--adam", "foreach")]
+    own = ["--bytes-per-parameter", "20"] if "--bytes" in words else []
+    launch = words.partition(" --bytes")[0]
+    one = setting_of(["--from-launch", f"{TINY} {launch}", *own, *options])
+    found = one.training.optimizer
+    assert (found.gradient_bytes, found.state_bytes, found.step_bytes) == (gradient, state, step)
+
+
+def test_what_is_not_counted_is_said(capsys):
+    text = f"{TINY} --bf16 --fp8-format hybrid --num-query-groups 2"
+    assert command.main(["--from-launch", text]) == 0
+    out = capsys.readouterr().out
+    assert "not counted: --fp8-format" in out
+    assert "not counted: --num-query-groups: Megatron ignores it" in out
+
+
+@pytest.mark.skipif(
+    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
+)
+@pytest.mark.parametrize("checkout", CHECKOUTS)
+def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
+    code = (
+        "import argparse, json, sys; sys.path.insert(0, sys.argv[1]);"
+        "from megatron_fused_ce.testing import megatron_cpu; megatron_cpu.install(fused_wgrad=False);"
+        "from megatron.training.arguments import add_megatron_arguments as add;"
+        "parser = add(argparse.ArgumentParser(conflict_handler='resolve'));"
+        "print('found', json.dumps({n: [a.nargs, a.default if isinstance(a.default, (int, float)) else"
+        " str(a.default)] for a in parser._actions for n in a.option_strings}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, checkout], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
+    theirs = json.loads(line.removeprefix("found "))
+    own = {"--post-norms", "--tp", "--pp", "--cp", "--ep"}
+    for action in command._parser(own=False)._actions:
+        for name in set(action.option_strings) - own:
+            if name.startswith(("--fused-", "--set")):
+                continue
+            assert name in theirs, f"Megatron has no {name}"
+            nargs, default = theirs[name]
+            assert nargs == action.nargs, name
+            flag = action.nargs == 0
+            usual = name in ("--micro-batch-size", "--attention-backend")
+            if not flag and not usual:
+                expected = (
+                    action.default
+                    if isinstance(action.default, (int, float))
+                    else str(action.default)
+                )
+                assert default == expected, name
+
+
+# --- what it prints --------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_commands_print():
+    """docs/plan.md's tables and example, made anew by scripts/check_plan.py."""
+    page = check_plan.PAGE.read_text()
+    for name, text in check_plan.parts().items():
+        made = check_plan.marked_document.with_part(page, name, text)
+        assert made == page, f"{name}: make figures"
+
+
+def test_the_page_names_every_model_and_option():
+    page = check_plan.PAGE.read_text()
+    families = {"qwen3" if name.startswith("qwen3") else name for name in MODELS}
+    assert all(f"`{name}`" in page for name in families)
+    assert sum(name.startswith("qwen3") for name in MODELS) == 8  # "eight of"
+    own = command._parser(own=True)._action_groups[1]._group_actions
+    for action in own:
+        if action.option_strings[0] not in ("-h", "--adam"):
+            assert action.option_strings[-1] in page
+
+
+def test_json_has_the_sums(capsys):
+    words = ["--model", "llama-3.2-1b", "--seq-length", "8192", "--gpus", "2", "--json"]
+    assert command.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 1_235_814_400
+    assert set(found["ways"]) == {
+        "unfused",
+        "native",
+        "te",
+        "auto",
+        "store",
+        "grad_in_forward",
+        "recompute",
+    }
+    for way in found["ways"].values():
+        moments = way["moments"]
+        for moment in moments.values():
+            parts = [size for name, size in moment.items() if name not in ("stage", "total")]
+            assert sum(parts) == moment["total"]
+        assert way["peak"] == max(moment["total"] for moment in moments.values())
+        assert moments[way["bound"]]["total"] == way["peak"]
+    saved = found["ways"]["unfused"]["peak"] - found["recommended"]["peak"]
+    assert found["saved"] == saved > 0
+
+
+def test_every_named_model_can_be_planned(capsys):
+    """Enough GPUs for the largest; what is printed ends with flags."""
+    for name in MODELS:
+        assert (
+            command.main(
+                ["--model", name, "--gpus", "512", "--sharding", "full", "--seq-length", "4096"]
+            )
+            == 0
+        )
+        assert "Flags: --fused-chunked-ce" in capsys.readouterr().out
+
+
+def test_another_programs_loss_is_the_baseline():
+    found = plan_of(["--model", "qwen2.5-7b", "--gpus", "8", "--seq-length", "4096",
+                     "--logit-bytes", "12"]).advice  # fmt: skip
+    assert found.baseline.head.name == "12 bytes a logit"
+    assert found.baseline.head.peak == 12 * 4096 * 152064 + 64 * 2**20
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture(tmp_path, ending):
+    target = tmp_path / f"plan.{ending}"
+    words = ["--model", "llama-3.2-1b", "--seq-length", "8192", "--plot", str(target), "--json"]
+    assert command.main(words) == 0
+    begin = target.read_bytes()[:100]
+    assert begin.startswith(b"\x89PNG") or b"<?xml" in begin
+    assert list(tmp_path.iterdir()) == [target], "a partial file is left"
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+MODEL = ["--model", "llama-3-8b", "--seq-length", "8192"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "gpt-5", "--seq-length", "64"], "no model 'gpt-5'; there are llama-3-8b"),
+        (["--model", "llama-3-8b"], "--seq-length is missing"),
+        (["--seq-length", "64"], "--hidden-size is missing"),
+        (["--from-launch", "nowhere.sh"], "nowhere.sh: No such file"),
+        (["--from-launch", "--num-layers 2 'open"], "No closing quotation"),
+        ([*MODEL, "--from-launch", TINY], "not allowed with argument"),
+        ([*MODEL, "--hiden-size", "3"], "unrecognized arguments: --hiden-size"),
+        ([*MODEL, "--num-layers", "many"], "invalid int value: 'many'"),
+        (["--from-launch", f"{TINY} --hidden-size 66"], "66 cannot be divided by --num-attention-heads 4"),
+        ([*MODEL, "--tp", "3", "--gpus", "3"], "32 attention heads cannot be divided over 3 ranks"),
+        ([*MODEL, "--tp", "4", "--gpus", "6"], "6 GPUs cannot be divided into groups of 4"),
+        ([*MODEL, "--pp", "5", "--gpus", "5"], "32 layers cannot be divided into 5 pipeline stages"),
+        ([*MODEL, "--tp", "0"], "parallel sizes must be 1 or more"),
+        ([*MODEL, "--seq-length", "0"], "must be 1 or more"),
+        ([*MODEL, "--gpus", "8", "--global-batch-size", "12"], "give a multiple of 8"),
+        ([*MODEL, "--num-query-groups", "5"], "32 attention heads cannot be divided into 5 query groups"),
+        ([*MODEL, "--fused-ce-num-chunks", "2", "--fused-ce-chunk-tokens", "2"], "not allowed with argument"),
+        ([*MODEL, "--bytes-per-parameter", "3"], "less than weight and gradient"),
+        ([*MODEL, "--recompute-granularity", "selective", "--recompute-modules", "x"], "x is not known"),
+        ([*MODEL, "--moe-layer-freq", "__import__('os')"], "no list of 0 and 1"),
+        ([*MODEL, "--overhead", "90"], "leaves nothing of 79.14 GiB"),
+        ([*MODEL, "--gpu-memory", "0"], "leaves nothing of 0 GiB"),
+        ([*MODEL, "--tp", "8", "--logit-bytes", "0"], "must be above 0"),
+        (MODEL, "h100-80gb is too small: weights, gradients and optimizer alone take 134.6 GiB of 77.1"),
+        (["--model", "llama-3.2-1b", "--seq-length", "64", "--plot", "no/where.png"], "no/"),
+        (["--model", "llama-3.2-1b", "--seq-length", "64", "--plot", "plan.nothing"], "nothing"),
+        (["--from-launch", f"{TINY} --num-experts 6 --ep 4"], "6 experts cannot be divided over 4"),
+        (["--from-launch", TINY, "--set", "X"], "--set takes NAME=VALUE"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_status_2(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    out, error = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert error.startswith("plan: ") and error.count("\n") == 1 and said in error
+    assert not out and not list(tmp_path.iterdir())
+
+
+def test_a_script_that_is_none(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SystemExit):
+        command.main(["--from-launch", str(script)])
+    assert "is not a shell script" in capsys.readouterr().err
+    script.write_text("python pretrain_gpt.py --num-layers $L")
+    with pytest.raises(SystemExit):
+        command.main(["--from-launch", str(script)])
+    assert f"{script}: no value is known for L: give --set L=VALUE" in capsys.readouterr().err
+
+
+# --- the front door --------------------------------------------------------------------------
+
+
+def run(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    code = f"{before or 'pass'}; import runpy, sys; sys.argv = ['x', *{list(words)!r}]; "
+    code += "runpy.run_module('megatron_fused_ce', run_name='__main__', alter_sys=False)"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_it_needs_neither_torch_nor_rich_for_json():
+    blocked = (
+        "import sys; sys.modules.update(torch=None, rich=None, matplotlib=None, megatron=None)"
+    )
+    done = run("plan", "--model", "llama-3.2-1b", "--seq-length", "8192", "--json", before=blocked)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parameters"] == 1_235_814_400
+    tables = run("plan", "--model", "llama-3.2-1b", "--seq-length", "8192", before=blocked)
+    assert tables.returncode == 2 and tables.stderr.count("\n") == 1
+    assert "pip install" in tables.stderr
+
+
+def test_the_commands_of_the_package():
+    words = ["--tokens", "1024", "--hidden", "64", "--vocab", "512"]
+    planned = run("planner", *words)
+    module = subprocess.run(
+        [sys.executable, "-m", "megatron_fused_ce.planner", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert planned.returncode == module.returncode == 0
+    assert planned.stdout == module.stdout != ""
+    assert run("autoload", "status").returncode == 0
+    for wrong in ([], ["plans"]):
+        done = run(*wrong)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert all(name in done.stderr for name in package_command.COMMANDS)
+
+
+def test_notes_of_every_argument_that_is_not_counted():
+    for name in megatron_arguments.NOT_COUNTED:
+        assert any(name in note for note in megatron_arguments.notes([f"{name}=1"]))
+
+
+def test_the_readme_names_the_command():
+    assert "docs/plan.md" in (ROOT / "README.md").read_text()
