@@ -14,7 +14,6 @@ from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import PASSES, PHASES, UNTIMED, PhaseTimes, Tally
 from megatron_fused_ce.testing.reference import make_inputs
 from tests.op.test_op import STRATEGIES
-from tests.ranks.runner import case_names, run_cases
 
 S, B, H, V, CHUNKS = 12, 2, 16, 40, 3
 
@@ -186,12 +185,6 @@ def test_captured_passes_are_counted_not_timed():
     torch.cuda.synchronize()
     assert times.captured == 2
     assert times.read()["forward"].seconds == before
-
-
-@pytest.mark.parametrize("name", case_names("tests.ranks.phase_cases"))
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_bytes_between_ranks(num_ranks, name):
-    run_cases("tests.ranks.phase_cases", num_ranks).check(name)
 
 
 # --- in Megatron's trainer -------------------------------------------------------------------

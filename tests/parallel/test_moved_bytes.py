@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 
+import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import PhaseTimes
 from megatron_fused_ce.testing.reference import make_inputs
-from tests.ranks.head_cases import STRATEGIES
-from tests.ranks.runner import Rank
+from tests.support.ranks import Rank, on_ranks
 
+STRATEGIES = ("recompute", "store", "grad_in_forward")
 S, B, H, V, CHUNKS, FP32 = 16, 1, 8, 32, 2, 4
 
 
-def sent(rank: Rank, *, strategy: str, sequence_parallel: bool, merge: str) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("merge", ["packed", "all_reduce"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_moved_bytes(rank: Rank, strategy, sequence_parallel, merge):
     sizes = {"s": S, "b": B, "hidden_size": H, "vocab": V}
     inputs = make_inputs("odd-labels", **sizes, dtype=torch.float32, device=rank.device)
     parts = inputs.hidden.chunk(rank.size) if sequence_parallel else [inputs.hidden] * rank.size
@@ -54,13 +58,3 @@ def sent(rank: Rank, *, strategy: str, sequence_parallel: bool, merge: str) -> N
     for of_pass, total in totals.items():
         assert total == sum(found[name] for name in found if name.startswith(of_pass))
     assert all(tallies[name].seconds > 0 for name in found)
-
-
-CASES = {
-    f"sent, {strategy} sp={sp} {merge}": functools.partial(
-        sent, strategy=strategy, sequence_parallel=sp, merge=merge
-    )
-    for strategy in STRATEGIES
-    for sp in (False, True)
-    for merge in ("packed", "all_reduce")
-}

@@ -1,0 +1,100 @@
+"""The ranks of tests/support/ranks.py: what goes wrong on one fails that call alone, with its words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import Rank, RankFailure, Ranks, World, on_ranks, run_on_ranks
+
+
+@on_ranks(1, 2, 4)
+def test_ranks_form_a_group(rank: Rank):
+    total = torch.full((1,), rank.rank + 1.0, device=rank.device)
+    dist.all_reduce(total, group=rank.group)
+    assert total.item() == rank.size * (rank.size + 1) / 2
+
+
+def its_number(rank: Rank, added: int) -> int:
+    return rank.rank + added
+
+
+def raises_on_the_last(rank: Rank):
+    if rank.rank == rank.size - 1:
+        raise ValueError(f"words of rank {rank.rank}")
+    dist.barrier()
+
+
+def dies_on_the_last(rank: Rank):
+    if rank.rank == rank.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def crashes_on_the_last(rank: Rank):
+    if rank.rank == rank.size - 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def hangs_on_the_last(rank: Rank):
+    while rank.rank == rank.size - 1:
+        time.sleep(1)
+
+
+def skips(rank: Rank):
+    pytest.skip("words on why")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            raises_on_the_last,
+            ["rank 1 raised", "ValueError: words of rank 1", "raises_on_the_last"],
+        ),
+        (dies_on_the_last, ["rank 1 died", "SIGKILL"]),
+        (
+            crashes_on_the_last,
+            ["rank 1 died", "SIGSEGV", "Fatal Python error", "crashes_on_the_last"],
+        ),
+        (hangs_on_the_last, ["rank 1 hung", "in hangs_on_the_last"]),
+    ],
+)
+def test_a_failing_rank(function, words):
+    """It fails its test with its words, in time; the next test has ranks of its own."""
+    began = time.monotonic()
+    with pytest.raises(RankFailure) as raised:
+        run_on_ranks(Ranks(2), function, timeout_s=3.0)
+    for word in words:
+        assert word in str(raised.value)
+    assert time.monotonic() - began < 30
+    assert run_on_ranks(Ranks(2), its_number, 5) == [5, 6]
+
+
+def test_a_rank_skips():
+    with pytest.raises(pytest.skip.Exception, match="words on why"):
+        run_on_ranks(Ranks(2), skips)
+
+
+def test_a_world_lives_on_and_heals():
+    """Ranks that are kept are the same processes, until one fails."""
+    with World(2) as world:
+        first = world.run(its_process)
+        assert world.run(its_process) == first
+        with pytest.raises(RankFailure, match="words of rank 1"):
+            world.run(raises_on_the_last)
+        assert not set(world.run(its_process)) & set(first)
+    for process in first:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def its_process(rank: Rank) -> int:
+    dist.barrier()
+    return os.getpid()

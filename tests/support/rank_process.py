@@ -1,0 +1,229 @@
+"""The process of one rank, and the server that forks such processes: the far end of tests/support/ranks.py.
+
+    python -m tests.support.rank_process serve FD ENVIRONMENT      forks a rank per request
+    python -m tests.support.rank_process live  FD ENVIRONMENT PLACE    is one rank
+
+``FD`` is a socket to the process of the tests, ``ENVIRONMENT`` and ``PLACE`` are JSON. A rank joins the
+default group, runs the functions that come over its connection, and answers each with ``(kind, value)``:
+``returned``, ``skipped`` or ``raised``. After it has raised it ends, which tells the other ranks: their
+connections close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+#: Of a collective. Longer than any test's, shorter than what a test may take.
+GROUP_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a rank's process has before its first test. Ranks of two environments share no server."""
+
+    name: str = "plain"
+    #: First on ``PYTHONPATH``: another megatron-core.
+    path: tuple[str, ...] = ()
+    #: ``module:function``, called with the device before anything else is imported.
+    prepare: str = ""
+    #: Modules that every rank finds imported.
+    preload: tuple[str, ...] = ("pytest", "torch", "triton", "megatron_fused_ce")
+
+    def load(self, on_gpus: bool) -> None:
+        import torch
+
+        if self.prepare:
+            module, name = self.prepare.split(":")
+            device = torch.device("cuda" if on_gpus else "cpu")
+            getattr(importlib.import_module(module), name)(device)
+        for module in self.preload:
+            with contextlib.suppress(ImportError):  # the tests that need it say so
+                importlib.import_module(module)
+        # torch.empty gives NaN. Its first call imports torch._inductor, seconds long.
+        torch.use_deterministic_algorithms(True)
+
+
+PLAIN = Environment()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of how many, and the folder that the ranks of this world share."""
+
+    rank: int
+    size: int
+    folder: str
+    on_gpus: bool = False
+
+    @property
+    def output(self) -> Path:
+        """What the rank prints, and where its threads were when it died or was stopped."""
+        return Path(self.folder) / f"rank{self.rank}.txt"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a test's function gets first: ``group`` is all ranks, as one tensor-parallel group."""
+
+    group: Any  # dist.ProcessGroup
+    rank: int
+    size: int
+    device: Any  # torch.device
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function by its name, so that a rank takes it from its own import of the module."""
+
+    module: str
+    qualname: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self, rank: Rank) -> Any:
+        function: Any = importlib.import_module(self.module)
+        for name in self.qualname.split("."):
+            function = getattr(function, name)
+        function = getattr(function, "on_a_rank", function)
+        return function(rank, *self.arguments, **self.options)
+
+
+def answer(call: Call, rank: Rank) -> tuple[str, Any]:
+    """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason."""
+    from _pytest.outcomes import Skipped
+
+    try:
+        return "returned", call.run(rank)
+    except Skipped as skipped:
+        return "skipped", str(skipped)
+    except BaseException as error:
+        here = error.__traceback__
+        while here is not None and here.tb_frame.f_code.co_filename == __file__:
+            here = here.tb_next  # the test's frames are enough
+        return "raised", "".join(traceback.format_exception(type(error), error, here))
+
+
+def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
+    """Make this process a rank: gloo with one worker thread a group, or NCCL."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_fused_ce.testing import gloo
+
+    gloo.use_one_thread()
+    if place.on_gpus:
+        torch.cuda.set_device(place.rank)
+    device = torch.device("cuda", place.rank) if place.on_gpus else torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if place.on_gpus else "gloo",
+        store=dist.PrefixStore(prefix, store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    return Rank(dist.group.WORLD, place.rank, place.size, device)
+
+
+def live(connection: Connection, place: Place) -> None:
+    """One rank, until its connection closes or a call raises. Does not return."""
+    output = os.open(place.output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        import torch.distributed as dist
+
+        try:
+            rank = join(place, dist.FileStore(f"{place.folder}/store", place.size))
+        except BaseException:
+            connection.send(("raised", traceback.format_exc()))
+            os._exit(1)
+        while True:
+            kind, value = answer(connection.recv(), rank)
+            sys.stdout.flush()
+            try:
+                connection.send((kind, value))
+            except (pickle.PicklingError, AttributeError, TypeError):
+                kind = "raised"
+                connection.send((kind, f"cannot be sent: {traceback.format_exc()}"))
+            if kind == "raised":
+                break
+    os._exit(0)  # no worker thread meets an interpreter that ends
+
+
+def threads() -> list[str]:
+    """Names of this process's threads."""
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def serve(requests: socket.socket, environment: Environment) -> None:
+    """Fork one rank per request, and say how it ended when asked. Ends, with its ranks, when the tests do."""
+    os.setsid()
+    environment.load(on_gpus=False)
+    requests.send(pickle.dumps("ready"))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 1)
+        if not data:
+            os.killpg(0, signal.SIGKILL)
+        request = pickle.loads(data)
+        if isinstance(request, int):
+            reply: Any = os.waitpid(request, 0)[1]
+        else:
+            place, module = request
+            reply = _fork(requests, descriptors[0], place, module)
+        requests.send(pickle.dumps(reply))
+
+
+def _fork(requests: socket.socket, descriptor: int, place: Place, module: str) -> int | str:
+    """The new rank's process id, or why there is none."""
+    if module not in sys.modules:
+        # Once for all tests of a file. What fails here fails again in the rank, with its words.
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # or each rank's first collection copies what all of them share
+    running = threads()
+    if len(running) > 1:
+        return f"cannot fork: {module} or an earlier module has started threads: {running}"
+    child = os.fork()
+    if child == 0:
+        requests.close()
+        live(Connection(descriptor), place)
+    os.close(descriptor)
+    return child
+
+
+def arguments_of(what: Environment | Place) -> str:
+    return json.dumps(asdict(what))
+
+
+def main() -> None:
+    kind, descriptor, environment, *place = sys.argv[1:]
+    given = json.loads(environment)
+    known = Environment(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
+    if kind == "serve":
+        serve(socket.socket(fileno=int(descriptor)), known)
+    at = Place(**json.loads(place[0]))
+    known.load(on_gpus=at.on_gpus)
+    live(Connection(int(descriptor)), at)
+
+
+if __name__ == "__main__":
+    # Under its own name: what is sent over the connections is then of one module.
+    importlib.import_module("tests.support.rank_process").main()

@@ -1,0 +1,376 @@
+"""Distributed tests as ordinary tests: a function and the numbers of ranks that it runs on.
+
+    @on_ranks(2, 4)
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_head(rank: Rank, strategy): ...
+
+collects ``test_head[store-2ranks]`` and so on. The body runs on every rank; the test fails if one rank
+raises, dies or does not end in time, with that rank's traceback, last output or stack. The ranks import the
+test's module and call the function by its name; its arguments are pickled.
+
+On a CPU the ranks of each test are forked from a server that has torch loaded and no thread. On GPUs, where
+contexts and communicators cost seconds, a world of ranks lives on from test to test and is started anew
+after a test that failed. Under torchrun its processes are the ranks: see tests/parallel/conftest.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import inspect
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection as connections
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import rank_process
+from tests.support.rank_process import PLAIN, Call, Environment, Place, Rank, arguments_of
+
+__all__ = [
+    "PLAIN",
+    "Environment",
+    "Rank",
+    "RankFailure",
+    "Ranks",
+    "World",
+    "on_ranks",
+    "run_on_ranks",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Of one test, from the moment its ranks have been asked. A collective gives up before.
+TIMEOUT_S = 2.0 * rank_process.GROUP_TIMEOUT_S
+#: How long the other ranks may take for their own error after the first one's.
+GRACE_S = 5.0
+#: Of a failing rank's output, what is shown.
+OUTPUT_CHARACTERS = 4000
+
+#: One thread a rank; Megatron's jitted functions run as they are written.
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised, died or did not end in time; the message has every rank's words."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank did with a call.
+
+    ``kind``: ``returned``, ``skipped``, ``raised``, ``died``, ``hung``, or ``stopped`` where another rank had
+    failed and this one did not end within :data:`GRACE_S`.
+    """
+
+    kind: str
+    value: Any = None
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("returned", "skipped")
+
+
+# --- processes -------------------------------------------------------------------------------
+
+
+def _variables(environment: Environment, on_gpus: bool) -> dict[str, str]:
+    folders = (*environment.path, str(ROOT), os.environ.get("PYTHONPATH"))
+    made = {**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    if not on_gpus:
+        # Whoever asks whether there is a GPU finds none, and asks without starting CUDA: that spoils forks.
+        made |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        made["TRITON_INTERPRET"] = "1"
+    return made
+
+
+def _start(kind: str, descriptor: int, environment: Environment, *place: Place) -> subprocess.Popen:
+    on_gpus = bool(place) and place[0].on_gpus
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.support.rank_process", kind, str(descriptor)),
+            *map(arguments_of, (environment, *place)),
+        ],
+        cwd=ROOT,
+        env=_variables(environment, on_gpus),
+        pass_fds=[descriptor],
+    )
+
+
+class Server:
+    """A process with ``environment`` loaded, which forks ranks on a CPU."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = _start("serve", theirs.fileno(), environment)
+        theirs.close()
+        self._reply()
+
+    def fork(self, place: Place, descriptor: int, module: str) -> int:
+        socket.send_fds(self._requests, [pickle.dumps((place, module))], [descriptor])
+        reply = self._reply()
+        if isinstance(reply, str):
+            raise RuntimeError(reply)
+        return reply
+
+    def status(self, process: int) -> int:
+        """How a rank ended, as ``os.waitpid`` says it. Waits for its end."""
+        self._requests.send(pickle.dumps(process))
+        return self._reply()
+
+    def _reply(self) -> Any:
+        data = self._requests.recv(1 << 16)
+        if not data:
+            raise RuntimeError(f"the server of ranks ended with {self._process.wait()}")
+        return pickle.loads(data)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._process.wait()
+
+
+@functools.cache
+def server_of(environment: Environment) -> Server:
+    made = Server(environment)
+    atexit.register(made.close)
+    return made
+
+
+@contextlib.contextmanager
+def _one_large_world_at_a_time(size: int) -> Iterator[None]:
+    """Two processes of tests do not start four ranks each on the two cores of a small machine."""
+    if size <= 2:
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / f"ranks-of-tests-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class World:
+    """Context manager: ``size`` ranks in processes of their own, for as many calls as succeed.
+
+    After a call in which a rank failed all of them are gone: the others may sit in a collective.
+    """
+
+    def __init__(
+        self, size: int, environment: Environment = PLAIN, *, on_gpus: bool = False
+    ) -> None:
+        self.size, self.environment, self.on_gpus = size, environment, on_gpus
+        self.is_open = False
+        self._resources = contextlib.ExitStack()
+        self._connections: list[Connection] = []
+        self._processes: list[int] = []
+        self._started: list[subprocess.Popen] = []
+
+    def _open(self, module: str) -> None:
+        self._resources.enter_context(_one_large_world_at_a_time(self.size))
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        self._resources.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        self.is_open = True
+        for rank in range(self.size):
+            mine, theirs = socket.socketpair()
+            self._connections.append(Connection(mine.detach()))
+            with theirs:
+                place = self._place(rank)
+                if self.on_gpus:
+                    started = _start("live", theirs.fileno(), self.environment, place)
+                    self._started.append(started)
+                    self._processes.append(started.pid)
+                else:
+                    server = server_of(self.environment)
+                    self._processes.append(server.fork(place, theirs.fileno(), module))
+
+    def _place(self, rank: int) -> Place:
+        return Place(rank, self.size, self._folder, self.on_gpus)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+        """``function(rank, *arguments, **options)`` on every rank; their results in order.
+
+        Raises :class:`RankFailure`, or pytest's skip where every rank that ended skipped.
+        """
+        return results(self.outcomes(function, *arguments, **options))
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float = TIMEOUT_S,
+        grace_s: float = GRACE_S,
+        **options: Any,
+    ) -> list[Outcome]:
+        """What every rank did with the call, in order of rank."""
+        call = Call(function.__module__, function.__qualname__, arguments, options)
+        try:
+            if not self.is_open:
+                self._open(call.module)
+            for connection in self._connections:
+                with contextlib.suppress(BrokenPipeError):  # it has died: that is its outcome
+                    connection.send(call)
+            made = self._collect(timeout_s, grace_s)
+        except BaseException:
+            self.close()
+            raise
+        if any(outcome.failed for outcome in made):
+            self.close()
+        return made
+
+    def _collect(self, timeout_s: float, grace_s: float) -> list[Outcome]:
+        made: dict[int, Outcome] = {}
+        late, until = "hung", time.monotonic() + timeout_s
+        while len(made) < self.size:
+            waiting = {c: i for i, c in enumerate(self._connections) if i not in made}
+            ready = connections.wait(list(waiting), max(0.0, until - time.monotonic()))
+            if not ready:
+                for rank in waiting.values():
+                    made[rank] = Outcome(late, self._stack(rank))
+            for connection in ready:
+                rank = waiting[connection]
+                try:
+                    made[rank] = Outcome(*connection.recv())
+                except (EOFError, ConnectionResetError):
+                    made[rank] = Outcome("died", self._end(rank))
+                if made[rank].failed and late == "hung":
+                    late, until = "stopped", min(until, time.monotonic() + grace_s)
+        return [made[rank] for rank in range(self.size)]
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank's threads are: faulthandler writes it, whatever Python is doing."""
+        os.kill(self._processes[rank], signal.SIGUSR1)
+        time.sleep(0.5)
+        return self._output(rank)
+
+    def _end(self, rank: int) -> str:
+        """How a rank's process ended, and its last words."""
+        status = self._status(rank)
+        how = f"with status {status}"
+        if status < 0:
+            how = f"of {signal.Signals(-status).name}"
+        return f"ended {how}\n{self._output(rank)}"
+
+    def _status(self, rank: int) -> int:
+        process, self._processes[rank] = self._processes[rank], 0
+        if self.on_gpus:
+            return self._started[rank].wait()
+        return os.waitstatus_to_exitcode(server_of(self.environment).status(process))
+
+    def _output(self, rank: int) -> str:
+        output = self._place(rank).output
+        return output.read_text(errors="replace")[-OUTPUT_CHARACTERS:] if output.exists() else ""
+
+    def close(self) -> None:
+        """End all ranks, whatever they are doing."""
+        for rank, process in enumerate(self._processes):
+            if process:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+                self._status(rank)
+        for connection in self._connections:
+            connection.close()
+        self._connections, self._processes, self._started = [], [], []
+        self._resources.close()
+        self.is_open = False
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def results(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned; raises for a failed rank, and skips where one did."""
+    if any(outcome.failed for outcome in outcomes):
+        words = [
+            f"--- rank {rank} {outcome.kind}\n{outcome.value}"
+            for rank, outcome in enumerate(outcomes)
+            if outcome.kind != "returned"
+        ]
+        raise RankFailure("\n".join(words))
+    for outcome in outcomes:
+        if outcome.kind == "skipped":
+            pytest.skip(outcome.value)
+    return [outcome.value for outcome in outcomes]
+
+
+# --- tests -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks a test runs on, and in which environment."""
+
+    size: int
+    environment: Environment = PLAIN
+
+    def __str__(self) -> str:
+        kind = "" if self.environment == PLAIN else f"-{self.environment.name}"
+        return f"{self.size}rank{'s' if self.size > 1 else ''}{kind}"
+
+    @property
+    def on_gpus(self) -> bool:
+        return torch.cuda.device_count() >= self.size
+
+
+#: Worlds that live on: those on GPUs.
+_worlds: dict[Ranks, World] = {}
+
+
+def run_on_ranks(
+    ranks: Ranks, function: Callable[..., Any], *arguments: Any, **options: Any
+) -> list[Any]:
+    """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`World.run`."""
+    if not ranks.on_gpus:
+        with World(ranks.size, ranks.environment) as world:
+            return world.run(function, *arguments, **options)
+    if ranks not in _worlds:
+        _worlds[ranks] = World(ranks.size, ranks.environment, on_gpus=True)
+        atexit.register(_worlds[ranks].close)
+    return _worlds[ranks].run(function, *arguments, **options)
+
+
+def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of a function whose first parameter is ``rank``; the others are pytest's.
+
+    ``worlds``: numbers of ranks, :class:`Ranks`, or ``pytest.param`` of one.
+    """
+
+    def as_param(world: Any) -> Any:
+        marks = ()
+        if isinstance(world, type(pytest.param())):
+            (world,), marks = world.values, world.marks
+        world = Ranks(world) if isinstance(world, int) else world
+        return pytest.param(world, id=str(world), marks=marks)
+
+    def make(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def test(ranks: Ranks, **options: Any) -> None:
+            run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
+
+        first, *others = inspect.signature(function).parameters.values()
+        assert first.name == "rank", f"{function.__qualname__}: the first parameter is the rank"
+        made: Any = test
+        made.__signature__ = inspect.Signature([first.replace(name="ranks"), *others])
+        made.on_a_rank = function
+        return pytest.mark.parametrize("ranks", list(map(as_param, worlds)))(made)
+
+    return make
