@@ -69,6 +69,8 @@ class Place:
     size: int
     folder: str
     on_gpus: bool = False
+    #: The process runs more than one test.
+    lives_on: bool = False
 
     @property
     def output(self) -> Path:
@@ -103,8 +105,28 @@ class Call:
         return function(rank, *self.arguments, **self.options)
 
 
-def answer(call: Call, rank: Rank) -> tuple[str, Any]:
-    """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason."""
+def answer(call: Call, rank: Rank, lives_on: bool) -> tuple[str, Any]:
+    """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason.
+
+    In a process that ``lives_on``, a call that leaves global state changed has raised, too.
+    """
+    if not lives_on:
+        return _answer(call, rank)
+    import torch
+
+    from tests.support.global_state import changes, global_state
+
+    importlib.import_module(call.module)
+    torch.manual_seed(0)  # as a new process has one
+    before = global_state()
+    kind, value = _answer(call, rank)
+    left = changes(before, global_state())
+    if left and kind != "raised":
+        return "raised", "left behind:\n" + "\n".join(left)
+    return kind, value
+
+
+def _answer(call: Call, rank: Rank) -> tuple[str, Any]:
     from _pytest.outcomes import Skipped
 
     try:
@@ -154,8 +176,9 @@ def live(connection: Connection, place: Place) -> None:
         except BaseException:
             connection.send(("raised", traceback.format_exc()))
             os._exit(1)
+        connection.send(("returned", None))
         while True:
-            kind, value = answer(connection.recv(), rank)
+            kind, value = answer(connection.recv(), rank, place.lives_on)
             sys.stdout.flush()
             try:
                 connection.send((kind, value))
@@ -173,21 +196,24 @@ def threads() -> list[str]:
 
 
 def serve(requests: socket.socket, environment: Environment) -> None:
-    """Fork one rank per request, and say how it ended when asked. Ends, with its ranks, when the tests do."""
+    """Fork a rank for a place and a module, answer a process id with how it ended: one at a time.
+
+    Ends, with its ranks, when the tests' process does.
+    """
     os.setsid()
     environment.load(on_gpus=False)
-    requests.send(pickle.dumps("ready"))
+    requests.send(json.dumps("ready").encode())
     while True:
         data, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 1)
         if not data:
             os.killpg(0, signal.SIGKILL)
-        request = pickle.loads(data)
+        request = json.loads(data)
         if isinstance(request, int):
-            reply: Any = os.waitpid(request, 0)[1]
+            reply: int | str = os.waitpid(request, 0)[1]
         else:
             place, module = request
-            reply = _fork(requests, descriptors[0], place, module)
-        requests.send(pickle.dumps(reply))
+            reply = _fork(requests, descriptors[0], Place(**place), module)
+        requests.send(json.dumps(reply).encode())
 
 
 def _fork(requests: socket.socket, descriptor: int, place: Place, module: str) -> int | str:

@@ -20,8 +20,8 @@ import contextlib
 import fcntl
 import functools
 import inspect
+import json
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,6 +56,8 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[2]
 #: Of one test, from the moment its ranks have been asked. A collective gives up before.
 TIMEOUT_S = 2.0 * rank_process.GROUP_TIMEOUT_S
+#: Until all ranks have joined: processes that start on GPUs import torch and Megatron first.
+START_TIMEOUT_S = 300.0
 #: How long the other ranks may take for their own error after the first one's.
 GRACE_S = 5.0
 #: Of a failing rank's output, what is shown.
@@ -126,7 +128,8 @@ class Server:
         self._reply()
 
     def fork(self, place: Place, descriptor: int, module: str) -> int:
-        socket.send_fds(self._requests, [pickle.dumps((place, module))], [descriptor])
+        request = json.dumps([asdict(place), module]).encode()
+        socket.send_fds(self._requests, [request], [descriptor])
         reply = self._reply()
         if isinstance(reply, str):
             raise RuntimeError(reply)
@@ -134,14 +137,14 @@ class Server:
 
     def status(self, process: int) -> int:
         """How a rank ended, as ``os.waitpid`` says it. Waits for its end."""
-        self._requests.send(pickle.dumps(process))
+        self._requests.send(json.dumps(process).encode())
         return self._reply()
 
     def _reply(self) -> Any:
         data = self._requests.recv(1 << 16)
         if not data:
             raise RuntimeError(f"the server of ranks ended with {self._process.wait()}")
-        return pickle.loads(data)
+        return json.loads(data)
 
     def close(self) -> None:
         self._requests.close()
@@ -173,9 +176,16 @@ class World:
     """
 
     def __init__(
-        self, size: int, environment: Environment = PLAIN, *, on_gpus: bool = False
+        self,
+        size: int,
+        environment: Environment = PLAIN,
+        *,
+        on_gpus: bool = False,
+        lives_on: bool = False,
     ) -> None:
+        """``lives_on``: for more than one test; a call that leaves global state changed fails."""
         self.size, self.environment, self.on_gpus = size, environment, on_gpus
+        self.lives_on = lives_on
         self.is_open = False
         self._resources = contextlib.ExitStack()
         self._connections: list[Connection] = []
@@ -199,9 +209,10 @@ class World:
                 else:
                     server = server_of(self.environment)
                     self._processes.append(server.fork(place, theirs.fileno(), module))
+        results(self._collect(START_TIMEOUT_S, GRACE_S))
 
     def _place(self, rank: int) -> Place:
-        return Place(rank, self.size, self._folder, self.on_gpus)
+        return Place(rank, self.size, self._folder, self.on_gpus, self.lives_on)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
         """``function(rank, *arguments, **options)`` on every rank; their results in order.
@@ -343,7 +354,7 @@ def run_on_ranks(
         with World(ranks.size, ranks.environment) as world:
             return world.run(function, *arguments, **options)
     if ranks not in _worlds:
-        _worlds[ranks] = World(ranks.size, ranks.environment, on_gpus=True)
+        _worlds[ranks] = World(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
         atexit.register(_worlds[ranks].close)
     return _worlds[ranks].run(function, *arguments, **options)
 

@@ -1,0 +1,79 @@
+"""What one test could leave to the next in a process that lives on: a canary over it.
+
+Caches may fill and modules may be imported. What was there before stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Packages whose functions and classes tests patch, and nobody else changes.
+PATCHED = ("megatron_fused_ce", "kernels", "megatron.core", "torch.distributed", "torch.cuda")
+#: Where module constants are compared too.
+OURS = ("megatron_fused_ce", "kernels")
+Constant = (bool, int, float, str, tuple, frozenset, type(None))
+Code = (types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)
+
+
+def global_state() -> dict[str, Any]:
+    """By name: numbers and names by value, functions and classes by identity."""
+    state: dict[str, Any] = {
+        "default dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "NaN in fresh memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "gradients enabled": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled(),
+        "threads of an operator": torch.get_num_threads(),
+        "modes": torch.overrides._get_current_function_mode_stack()
+        + torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+    }
+    state |= {f"environment {name}": value for name, value in os.environ.items()}
+    if dist.is_initialized():
+        state["groups"] = sorted(_groups_but_megatrons())
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(PATCHED) and isinstance(module, types.ModuleType):
+            for name, value in list(vars(module).items()):
+                state |= _entries(f"{module_name}.{name}", value, module_name)
+    return state
+
+
+def _entries(name: str, value: Any, module: str) -> dict[str, Any]:
+    if isinstance(value, type) and value.__module__ == module:
+        members = {
+            f"{name}.{member}": id(function)
+            for member, function in list(vars(value).items())
+            if isinstance(function, Code)
+        }
+        return {name: id(value), **members}
+    if isinstance(value, Code):
+        return {name: id(value)}
+    if module.startswith(OURS) and isinstance(value, Constant) and not name.endswith("__"):
+        return {name: value}
+    return {}
+
+
+def _groups_but_megatrons() -> list[str]:
+    """Names of the process groups, without those that tests/support/megatron.py keeps."""
+    megatron = sys.modules.get("tests.support.megatron")
+    kept = megatron.groups_kept() if megatron else set()
+    return [
+        name for group, name in dist.distributed_c10d._world.pg_names.items() if group not in kept
+    ]
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What is gone, differs, or is a new environment variable; one line each."""
+    gone = object()
+    lines = [
+        f"{name}: {value!r} became {after.get(name, 'nothing')!r}"
+        for name, value in before.items()
+        if after.get(name, gone) != value
+    ]
+    new = [name for name in after if name.startswith("environment ") and name not in before]
+    return lines + [f"{name} is new" for name in new]
