@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import sysconfig
+import threading
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, switch
+from megatron_fused_ce.adapter import arguments, phase_report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -385,14 +386,17 @@ def test_hook_patches_what_is_imported_already(tmp_path):
     assert done.stdout.strip() == "6", done.stderr
 
 
-def test_an_adopted_layer_can_be_copied_and_pickled():
+def test_an_adopted_layer_can_be_copied_and_pickled(monkeypatch):
+    """With the report on too, after the recorder has made its CUDA events, which can be neither."""
     pytest.importorskip("megatron.core")
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
     layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
     torch.nn.Module.__init__(layer)
     layer.weight = torch.nn.Parameter(torch.ones(3, 2))
-    layer.fused_ce_config = FusedCEConfig(num_chunks=2)
+    layer.sequence_parallel = False
+    monkeypatch.setattr(phase_report.recorder(), "_idle", [threading.Lock()])
+    ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, False, timed=True)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(copied) is ColumnParallelLinear
         assert copied.fused_ce_config == layer.fused_ce_config
