@@ -57,7 +57,9 @@ def patch(module: ModuleType) -> None:
 
 def missing(module: Any) -> str:
     """What of the trainer's module the report needs and does not find; empty where all is there."""
-    names = [name for name in (SEAM, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)]
+    names = [
+        name for name in (SEAM, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)
+    ]
     if not names:
         timers = module.get_timers()
         of_timers = ("log", "write", "_timers", "_log_levels")
