@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import types
 
 import pytest
@@ -339,3 +340,62 @@ def test_words_of_a_pass():
         "backward 250.00 ms (reduce 125.00), most held above its inputs 1024.0 MiB, "
         "sent to other ranks 1.0 MiB"
     )
+
+
+def launch(monkeypatch, **moved):
+    """A trainer's module with ``training_log`` and what Megatron has not moved, patched."""
+    module = types.ModuleType("training")
+    module.training_log = lambda loss_dict, iteration: iteration
+    module.get_timers, module.get_tensorboard_writer = Timers, Writer
+    for name, value in moved.items():
+        delattr(module, name) if value is None else setattr(module, name, value)
+    phase_report.patch(module)
+    told = []
+    monkeypatch.setattr(report, "say_of_phases", told.append)
+    return module, told
+
+
+class WithoutTimers:
+    def log(self, names): ...
+
+    def write(self, names, writer, iteration): ...
+
+
+@pytest.mark.parametrize("moved", [{"get_timers": None}, {"get_timers": WithoutTimers}], ids=str)
+def test_a_report_not_asked_for_needs_no_timers(monkeypatch, moved):
+    monkeypatch.setattr(phase_report, "reports_phases", lambda: False)
+    module, told = launch(monkeypatch, **moved)
+    assert [module.training_log({}, 1), module.training_log({}, 2)] == [1, 2]
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("moved", "name"),
+    [
+        ({"get_timers": None}, "get_timers"),
+        ({"get_tensorboard_writer": None}, "get_tensorboard_writer"),
+        ({"get_timers": WithoutTimers}, "_timers"),
+    ],
+    ids=str,
+)
+def test_a_report_that_cannot_be_had_is_one_line(monkeypatch, moved, name):
+    monkeypatch.setattr(phase_report, "reports_phases", lambda: True)
+    module, told = launch(monkeypatch, **moved)
+    assert [module.training_log({}, 1), module.training_log({}, 2)] == [1, 2]
+    (line,) = told
+    assert name in line and "no report" in line
+
+
+def test_a_trainer_without_a_training_log_is_told_to_who_asked(monkeypatch):
+    """When a head is built, since nothing of this package runs in that trainer."""
+    trainer = types.ModuleType("training")
+    monkeypatch.setitem(sys.modules, phase_report.TRAINER, trainer)
+    told = []
+    monkeypatch.setattr(report, "say_once", lambda tp_rank, text: told.append(text))
+    for asked in (False, True):
+        monkeypatch.setattr(phase_report, "reports_phases", lambda asked=asked: asked)
+        assert phase_report.times_heads(0) is asked
+        assert len(told) == asked
+    trainer.training_log = None
+    phase_report.times_heads(0)
+    assert told == [phase_report.no_report("training_log")]

@@ -172,8 +172,10 @@ class DeferredLogits:
 def _real(value: Any) -> Any:
     if isinstance(value, DeferredLogits):
         return value.materialise()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_real, value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_real(item) for item in value)
+        return type(value)([_real(item) for item in value])
     if isinstance(value, dict):
         return {key: _real(item) for key, item in value.items()}
     return value
@@ -190,6 +192,8 @@ def _forward_operator(name: str) -> None:
 for _name in (
     *("add", "radd", "sub", "rsub", "truediv", "rtruediv", "floordiv", "mod", "pow", "matmul"),
     *("neg", "abs", "getitem", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
+    # Without these two objects compare by identity, in silence. Hashing stays by identity, as of tensors.
+    *("eq", "ne"),
     *("iadd", "isub", "imul", "itruediv", "contains", "array"),
 ):
     _forward_operator(f"__{_name}__")

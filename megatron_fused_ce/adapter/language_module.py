@@ -17,9 +17,8 @@ from megatron_fused_ce.adapter import (
     token_weights,
 )
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.switch import active_config, logs_accuracy, reports_phases
+from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.phases import UNTIMED
 
 _TAKES_LOGITS = "the loss of this call takes real logits"
 
@@ -81,7 +80,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         config,
         with_argmax=_counts_mtp_acceptance(model.config),
         log_accuracy=log_accuracy,
-        phases=phase_report.recorder() if reports_phases() else UNTIMED,
+        timed=phase_report.times_heads(model.output_layer.tp_group.rank()),
     )
     report.adopted(model, args)
 

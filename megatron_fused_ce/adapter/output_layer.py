@@ -9,14 +9,14 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import accuracy, report, stock_path
+from megatron_fused_ce.adapter import accuracy, phase_report, report, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.phases import Phases
+from megatron_fused_ce.phases import UNTIMED
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
@@ -34,19 +34,22 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_sequence_parallel: bool
     fused_ce_with_argmax: bool
     fused_ce_log_accuracy: bool
-    fused_ce_phases: Phases
+    fused_ce_timed: bool
 
     @staticmethod
     def adopt(
-        layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, phases: Phases
+        layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, timed: bool
     ) -> None:
-        """Make a stock layer defer its logits from now on."""
+        """Make a stock layer defer its logits from now on.
+
+        What it gets can be copied and pickled with the model: no CUDA event, no recorder of times.
+        """
         layer.__class__ = ColumnParallelLinear
         layer.fused_ce_config = config
         layer.fused_ce_sequence_parallel = layer.sequence_parallel
         layer.fused_ce_with_argmax = with_argmax
         layer.fused_ce_log_accuracy = log_accuracy
-        layer.fused_ce_phases = phases
+        layer.fused_ce_timed = timed
 
     def __call__(
         self,
@@ -119,7 +122,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             unmasked=token_weights.unmasked,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
-            phases=self.fused_ce_phases,
+            phases=phase_report.recorder() if self.fused_ce_timed else UNTIMED,
         )
         report.evaluation_once(self, input_, weight, out.plan)
         fused_ce_request.correct = out.outputs.correct

@@ -12,6 +12,7 @@ too, where their times are 0 and Megatron leaves them out.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
@@ -25,6 +26,7 @@ from megatron_fused_ce.phases import PASSES, PHASES, PhaseTimes, Tally
 PREFIX = "fused-ce-"
 TRAINING = ("forward", "backward")
 EVALUATION = ("evaluation",)
+TRAINER = "megatron.training.training"
 SEAM = "training_log"
 
 
@@ -38,15 +40,12 @@ def patch(module: ModuleType) -> None:
     """Wrap ``training_log`` of ``megatron.training.training``, which is looked up there at each call."""
     stock = getattr(module, SEAM, None)
     if stock is None:
-        return
+        return  # times_heads says so to those who ask for the report
     signature = inspect.signature(stock)
 
     @wraps(stock)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        timers = module.get_timers()
-        if not hasattr(timers, "fused_ce_reporting"):  # asked once, not in every iteration
-            timers.fused_ce_reporting = Reporting(timers) if reports_phases() else None
-        reporting: Reporting | None = timers.fused_ce_reporting
+        reporting = _reporting_of(module) if reports_phases() else None
         if reporting is None:
             return stock(*args, **kwargs)
         iteration = signature.bind(*args, **kwargs).arguments.get("iteration", 0)
@@ -54,6 +53,47 @@ def patch(module: ModuleType) -> None:
             return stock(*args, **kwargs)
 
     setattr(module, SEAM, training_log)
+
+
+def missing(module: Any) -> str:
+    """What of the trainer's module the report needs and does not find; empty where all is there."""
+    names = [
+        name for name in (SEAM, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)
+    ]
+    if not names:
+        timers = module.get_timers()
+        of_timers = ("log", "write", "_timers", "_log_levels")
+        names = [f"timers.{name}" for name in of_timers if not hasattr(timers, name)]
+    return ", ".join(names)
+
+
+def no_report(lacking: str) -> str:
+    return f"no report of the head's phases: this Megatron's trainer has no {lacking}"
+
+
+def times_heads(tp_rank: int) -> bool:
+    """Whether a head built now is timed; one line where the trainer that is there cannot log it."""
+    if not reports_phases():
+        return False
+    trainer = sys.modules.get(TRAINER)
+    if trainer is not None and not hasattr(trainer, SEAM):
+        report.say_once(tp_rank, no_report(SEAM))
+    return True
+
+
+def _reporting_of(module: Any) -> Reporting | None:
+    """That of the trainer's timers; None, and one line, where Megatron keeps them in another way."""
+    lacking = missing(module)
+    if lacking:
+        if not hasattr(module, "__fused_ce_no_report__"):
+            module.__fused_ce_no_report__ = True
+            report.say_of_phases(no_report(lacking))
+        return None
+    timers = module.get_timers()
+    if not hasattr(timers, "fused_ce_reporting"):
+        timers.fused_ce_reporting = Reporting(timers)
+    reporting: Reporting = timers.fused_ce_reporting
+    return reporting
 
 
 def names_of(passes: Sequence[str]) -> list[str]:

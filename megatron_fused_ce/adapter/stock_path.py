@@ -20,6 +20,13 @@ MODELS = ("GPTModel", "HybridModel", "MambaModel")
 #: torch's "does not require grad"; or, where other losses reach the same parameters, in no error at all.
 TAKES_DEFERRED = "__fused_ce_loss__"
 
+#: What this package reads of Megatron's output layer.
+LAYER_ATTRIBUTES = (
+    *("weight", "bias", "gather_output", "is_expert", "disable_grad_reduce", "sequence_parallel"),
+    *("tp_group", "input_size", "output_size", "output_size_per_partition"),
+    "gradient_accumulation_fusion",
+)
+
 
 def reason_at_build(model: Any, megatron_args: Any) -> str | None:
     """Why this model's head stays on the stock path, or None."""
@@ -36,6 +43,9 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
             f"its output layer is {type(layer).__module__}.{type(layer).__name__}, "
             "not Megatron's ColumnParallelLinear"
         )
+    missing = [name for name in LAYER_ATTRIBUTES if not hasattr(layer, name)]
+    if missing:
+        return f"its output layer has no {', '.join(missing)}, as in no Megatron that was tried"
     output_dtype = getattr(layer, "output_dtype", None)
     checks = (
         (layer.bias is not None, "its output layer has a bias"),
@@ -46,6 +56,11 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
         (
             getattr(config, "defer_embedding_wgrad_compute", False),
             "--defer-embedding-wgrad-compute keeps the gradient of the logits",
+        ),
+        (
+            getattr(config, "batch_invariant_mode", False),
+            "--batch-invariant-mode replaces the products and the softmax by kernels whose sums do not "
+            "depend on the batch",
         ),
         (
             output_dtype is not None and output_dtype != config.params_dtype,

@@ -9,15 +9,17 @@ import pickle
 import subprocess
 import sys
 import sysconfig
+import threading
 import types
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, switch
+from megatron_fused_ce.adapter import arguments, phase_report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -384,14 +386,51 @@ def test_hook_patches_what_is_imported_already(tmp_path):
     assert done.stdout.strip() == "6", done.stderr
 
 
-def test_an_adopted_layer_can_be_copied_and_pickled():
+def test_an_adopted_layer_can_be_copied_and_pickled(monkeypatch):
+    """With the report on too, after the recorder has made its CUDA events, which can be neither."""
     pytest.importorskip("megatron.core")
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
     layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
     torch.nn.Module.__init__(layer)
     layer.weight = torch.nn.Parameter(torch.ones(3, 2))
-    layer.fused_ce_config = FusedCEConfig(num_chunks=2)
+    layer.sequence_parallel = False
+    monkeypatch.setattr(phase_report.recorder(), "_idle", [threading.Lock()])
+    ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, False, timed=True)
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(copied) is ColumnParallelLinear
         assert copied.fused_ce_config == layer.fused_ce_config
+
+
+@pytest.mark.parametrize(
+    "use", [lambda z, other: z == other, lambda z, other: other == z, lambda z, other: z != other]
+)
+def test_equality_is_that_of_the_logits(deferred, use):
+    """Element by element, as of tensors; by default objects compare by identity, without an error."""
+    real = deferred.head.logits
+    for other in (real, real.clone(), 0.25):
+        assert torch.equal(use(deferred, other), use(real, other))
+    assert torch.equal(use(deferred, deferred), use(real, real))
+    assert (deferred == None) is False  # noqa: E711
+    assert {deferred: 1}[deferred] == 1, "hashed by identity, as tensors are"
+
+
+def test_logits_inside_a_namedtuple(deferred):
+    class Pair(NamedTuple):
+        logits: object
+        scale: float
+
+    seen = []
+
+    def first(pair):
+        if not torch.overrides.has_torch_function((deferred,)):
+            raise AssertionError
+        seen.append(pair)
+        return pair.logits
+
+    made = torch.overrides.handle_torch_function(first, (deferred,), Pair(deferred, 2.0))
+    assert torch.equal(made, deferred.head.logits)
+    assert type(seen[0]) is Pair and seen[0].scale == 2.0
+    top = torch.return_types.max((deferred, torch.zeros(1)))
+    torch.overrides.handle_torch_function(lambda top: seen.append(top), (deferred,), top)
+    assert type(seen[1]) is type(top) and torch.equal(seen[1].values, deferred.head.logits)

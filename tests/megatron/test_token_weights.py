@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import upstream_guard
-from megatron_fused_ce.adapter import optimizer_guard, token_weights
+from megatron_fused_ce.adapter import optimizer_guard, switch, token_weights
 
 B, S = 2, 5
 
@@ -307,3 +307,17 @@ def test_a_replayed_optimizer_step_checks_first():
     assert replayed == []
     OptimizerCudaGraphWrapper()()
     assert replayed == [True]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_optimizer_graph_laid_out_otherwise_is_left_alone(monkeypatch, capsys, asked):
+    """The check captured with the step still ends the launch; one line to those who use the head."""
+    monkeypatch.setattr(switch, "asked_for", lambda: asked)
+    moved = types.ModuleType("fake.optimizer_cuda_graph")
+    moved.OptimizerCudaGraphWrapper = type("OptimizerCudaGraphWrapper", (), {})
+    for module in (types.ModuleType("fake.optimizer_cuda_graph"), moved):
+        optimizer_guard.patch_cuda_graph(module)
+        assert capsys.readouterr().out.count("OptimizerCudaGraphWrapper") == asked
+    monkeypatch.setenv("RANK", "1")
+    optimizer_guard.patch_cuda_graph(module)
+    assert capsys.readouterr().out == ""
