@@ -7,6 +7,9 @@ import sys
 
 import torch
 
+# Of torchrun's ranks, which need a GPU each.
+if torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", 1)):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Before triton is imported anywhere.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -80,8 +80,8 @@ def test_a_failing_rank(function, words):
 
 
 def test_a_rank_skips():
-    with pytest.raises(pytest.skip.Exception, match="words on why"):
-        run_on_ranks(Ranks(2), skips)
+    with World(2) as world, pytest.raises(pytest.skip.Exception, match="words on why"):
+        world.run(skips)
 
 
 def test_a_world_lives_on_and_heals():

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 #: Packages whose functions and classes tests patch, and nobody else changes.
 PATCHED = ("megatron_fused_ce", "kernels", "megatron.core", "torch.distributed", "torch.cuda")
-#: Where module constants are compared too.
+#: Where constants, in capitals, are compared too.
 OURS = ("megatron_fused_ce", "kernels")
 Constant = (bool, int, float, str, tuple, frozenset, type(None))
 Code = (types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)
 
 
 def global_state() -> dict[str, Any]:
-    """By name: numbers and names by value, functions and classes by identity."""
+    """By name: settings and constants by value, functions and classes by identity."""
     state: dict[str, Any] = {
         "default dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -44,16 +44,18 @@ def global_state() -> dict[str, Any]:
 
 
 def _entries(name: str, value: Any, module: str) -> dict[str, Any]:
-    if isinstance(value, type) and value.__module__ == module:
+    kind = type(value)  # isinstance would ask the value, which may warn
+    if issubclass(kind, type) and value.__module__ == module:
         members = {
             f"{name}.{member}": id(function)
             for member, function in list(vars(value).items())
-            if isinstance(function, Code)
+            if issubclass(type(function), Code)
         }
         return {name: id(value), **members}
-    if isinstance(value, Code):
+    if issubclass(kind, Code):
         return {name: id(value)}
-    if module.startswith(OURS) and isinstance(value, Constant) and not name.endswith("__"):
+    is_ours = module.startswith(OURS) and name.rpartition(".")[2].isupper()
+    if is_ours and issubclass(kind, Constant):
         return {name: value}
     return {}
 

@@ -39,7 +39,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import rank_process
+from tests.support import rank_process, torchrun
 from tests.support.rank_process import PLAIN, Call, Environment, Place, Rank, arguments_of
 
 __all__ = [
@@ -184,6 +184,8 @@ class World:
         lives_on: bool = False,
     ) -> None:
         """``lives_on``: for more than one test; a call that leaves global state changed fails."""
+        if torchrun.IS_RANK:
+            pytest.skip("the test starts ranks of its own")
         self.size, self.environment, self.on_gpus = size, environment, on_gpus
         self.lives_on = lives_on
         self.is_open = False
@@ -219,6 +221,7 @@ class World:
 
         Raises :class:`RankFailure`, or pytest's skip where every rank that ended skipped.
         """
+        __tracebackhide__ = True
         return results(self.outcomes(function, *arguments, **options))
 
     def outcomes(
@@ -310,6 +313,7 @@ class World:
 
 def results(outcomes: list[Outcome]) -> list[Any]:
     """What the ranks returned; raises for a failed rank, and skips where one did."""
+    __tracebackhide__ = True
     if any(outcome.failed for outcome in outcomes):
         words = [
             f"--- rank {rank} {outcome.kind}\n{outcome.value}"
@@ -350,6 +354,7 @@ def run_on_ranks(
     ranks: Ranks, function: Callable[..., Any], *arguments: Any, **options: Any
 ) -> list[Any]:
     """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`World.run`."""
+    __tracebackhide__ = True
     if not ranks.on_gpus:
         with World(ranks.size, ranks.environment) as world:
             return world.run(function, *arguments, **options)
@@ -375,7 +380,14 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
     def make(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
         def test(ranks: Ranks, **options: Any) -> None:
-            run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
+            __tracebackhide__ = True
+            if not torchrun.IS_RANK:
+                run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
+            elif ranks.size == torchrun.SIZE:
+                call = Call(function.__module__, function.__qualname__, (), options)
+                torchrun.LAUNCH.run(ranks.environment, call, ranks.on_gpus, timeout_s)
+            else:
+                pytest.skip(f"{ranks.size} ranks: torchrun has started {torchrun.SIZE}")
 
         first, *others = inspect.signature(function).parameters.values()
         assert first.name == "rank", f"{function.__qualname__}: the first parameter is the rank"

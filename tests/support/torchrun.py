@@ -1,0 +1,109 @@
+"""torchrun's processes as the ranks of the tests, each a pytest of its own over the same tests in one order.
+
+    torchrun --nproc-per-node 2 -m pytest tests/parallel
+
+A test for another number of ranks is skipped. After each test the ranks exchange how it went, through
+torchrun's store and over no group, so that a test which fails on one rank fails on all of them. After a
+failure the groups are made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.rank_process import Call, Environment, Place, Rank, answer, join
+
+#: Set by torchrun: this process is a rank.
+IS_RANK = "TORCHELASTIC_RUN_ID" in os.environ
+RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Launch:
+    """This process as one of torchrun's ranks."""
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._rank: Rank | None = None
+        self._environment: Environment | None = None
+        self._num_calls = 0
+
+    def run(self, environment: Environment, call: Call, on_gpus: bool, timeout_s: float) -> None:
+        """The call on this rank; raises what any rank raised."""
+        __tracebackhide__ = True
+        kind, value = answer(call, self._join(environment, on_gpus), lives_on=True)
+        if kind == "raised":
+            self._leave()  # the others' collectives end with an error
+        words = "" if kind == "returned" else f"--- rank {RANK} {kind}\n{value}"
+        told = self._exchange([kind, words], timeout_s)
+        words = "\n".join(words for _, words in told if words)
+        if any(kind == "raised" for kind, _ in told):
+            self._leave()
+            raise AssertionError(words)
+        if words:
+            pytest.skip(words)
+
+    def _join(self, environment: Environment, on_gpus: bool) -> Rank:
+        import torch.distributed as dist
+
+        if self._store is None:
+            self._store, _, _ = next(dist.rendezvous("env://"))
+        if self._environment != environment:
+            # Megatron's environment comes after the plain one, and stays: see in_order.
+            sys.path[:0] = environment.path
+            environment.load(on_gpus)
+            self._environment = environment
+        if self._rank is None:
+            place = Place(RANK, SIZE, "", on_gpus, lives_on=True)
+            self._rank = join(place, self._store, prefix=f"groups of {self._num_calls}")
+        return self._rank
+
+    def _leave(self) -> None:
+        import torch.distributed as dist
+
+        if self._rank is not None:
+            self._rank = None
+            with contextlib.suppress(Exception):  # of a communicator that has given up
+                dist.destroy_process_group()
+            gc.collect()
+
+    def _exchange(self, mine: list[str], timeout_s: float) -> list[list[str]]:
+        """What each rank says of this call; ends the session where one says nothing."""
+        self._num_calls += 1
+        keys = [f"call {self._num_calls} on {rank}" for rank in range(SIZE)]
+        self._store.set(keys[RANK], json.dumps(mine))
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=timeout_s))
+        except Exception as error:
+            pytest.exit(f"a rank has not ended its test after {timeout_s} s: {error}", returncode=1)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+
+LAUNCH = Launch()
+
+
+def in_order(items: list[pytest.Item], environment_of: Any) -> list[pytest.Item]:
+    """The plain environment's tests first: what Megatron's changes in a process stays changed.
+
+    Of several such environments the first is kept; the others' tests are skipped.
+    """
+    first: list[pytest.Item] = []
+    later: list[pytest.Item] = []
+    kept = None
+    for item in items:
+        environment = environment_of(item)
+        if environment is None or environment == Environment():
+            first.append(item)
+            continue
+        kept = kept or environment
+        if environment != kept:
+            item.add_marker(pytest.mark.skip(reason=f"this launch has the {kept.name} ranks"))
+        later.append(item)
+    return first + later
