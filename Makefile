@@ -1,12 +1,22 @@
-# `make` lists the targets. Each one sets up .venv first; see scripts/setup_env.sh.
-PY := .venv/bin/python
+# `make` lists the targets. Each one sets up .venv first (scripts/setup_env.sh), unless PY names another
+# Python, which is used as it is: `PY=python3 make test-gpu`.
+PY ?= .venv/bin/python
+ifeq ($(PY),.venv/bin/python)
 SETUP := scripts/setup_env.sh
+else
+SETUP := :
+endif
+# Folders of `make test-rest`; in the others a test's marker says that it belongs there (tests/conftest.py).
+REST := tests/tools tests/project
 
-.PHONY: help setup demo test lint sweep docs figures properties clean
+.PHONY: help setup demo test test-rest test-gpu lint sweep docs figures properties clean
 
 help:
 	@echo "make demo    train a small GPT with and without the flag and compare (5 minutes on 2 cores)"
-	@echo "make test    ruff, mypy and pytest (15 minutes on 2 cores, no GPU)"
+	@echo "make test    ruff, mypy, and what a change to head, kernels, collectives or adapter can break (6 minutes on"
+	@echo "             2 cores, no GPU)"
+	@echo "make test-rest  the other Megatron, all faults, tools, documentation, packaging (14 minutes)"
+	@echo "make test-gpu   tests/gpu.txt on one or two GPUs; TESTS='tests/op -k graph' for others"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make sweep   how many chunks: time against peak memory, the flags to use; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
@@ -41,11 +51,22 @@ lint: setup
 	@if grep -qs mypy .venv/missing.txt; then echo "SKIPPED mypy: not installed"; else \
 		$(PY) -m mypy; fi
 
+NO_XDIST = $(info SKIPPED pytest-xdist: not installed, one process of tests instead of two)
+WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),$(NO_XDIST),-n 2 --dist loadfile)
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest
+
 test: lint
-	@workers="-n 2 --dist loadfile"; \
-	if grep -qs pytest-xdist .venv/missing.txt; then \
-		echo "SKIPPED pytest-xdist: not installed, one process of tests instead of two"; workers=; fi; \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $$workers
+	@$(PYTEST) -q $(WORKERS) -m "not rest" $(REST:%=--ignore=%)
+
+test-rest: setup
+	@$(PYTEST) -q $(WORKERS) -m rest
+
+# One process, whose ranks have the GPUs. Kernels that are compiled once stay in build/triton.
+TESTS = $(shell grep -v "^\#" tests/gpu.txt)
+test-gpu: setup
+	@$(PY) -c "import hypothesis, pytest, torch, triton; assert torch.cuda.is_available(), 'no CUDA device'"
+	@PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" TRITON_CACHE_DIR="$${TRITON_CACHE_DIR:-$$PWD/build/triton}" \
+		$(PYTEST) -v $(TESTS)
 
 properties: setup
 	@HYPOTHESIS_PROFILE=long OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q tests/op/test_properties.py $(PROPERTIES)

@@ -32,6 +32,24 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
+#: Folders of `make test-rest`; elsewhere a test says by its own marker that it belongs there.
+REST = ("tests/tools/", "tests/project/")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m takes its pick
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(REST):
+            item.add_marker("rest")
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """With -v: how long each test took, as it ends; a run that is cut short has told it, too."""
+    if report.when == "call" and report.outcome == "passed" and not hasattr(report, "wasxfail"):
+        return "passed", ".", f"PASSED {report.duration:.2f} s"
+    return None
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """After a long run: how many examples were tried of what."""
     problems = sys.modules.get("tests.support.problems")

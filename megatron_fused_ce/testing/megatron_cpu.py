@@ -28,7 +28,8 @@ random state                   core/tensor_parallel/random.py: the tracker's sta
                                virtual stages would train on freed memory
 `typing.override`              training/ from 0.18 on, where Python is older than 3.12
 `compile_dataset_helpers`      core/datasets/utils.py calls make with PATH's ``python3-config``,
-                               which need not be the running interpreter's
+                               which need not be the running interpreter's, and a wheel of
+                               megatron-core has the built helpers but no Makefile
 `fused_kernels.load`           training/initialize.py up to 0.16 wants CUDA_HOME
 `WrappedTorchNorm`             core/transformer/torch_norm.py refuses sequence parallelism, because
                                torch's norms do not mark their weights for the gradient all-reduce;
@@ -61,6 +62,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -260,7 +262,13 @@ def _stand_in_for_torch_cuda() -> None:
 
 
 def compile_dataset_helpers() -> None:
-    """Build ``helpers_cpp`` beside ``megatron.core.datasets``, for the running interpreter."""
+    """Build ``helpers_cpp`` beside ``megatron.core.datasets``, for the running interpreter.
+
+    A wheel brings it built, and no Makefile to build it with.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+        return
     folder = os.path.dirname(sys.modules["megatron.core.datasets.utils"].__file__ or "")
     found = subprocess.run(
         [sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True

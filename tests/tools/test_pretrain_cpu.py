@@ -1,6 +1,6 @@
 """The harness on a real Megatron-LM: unmodified pretrain_gpt.py on a CPU, flag off and on.
 
-    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/megatron/test_pretrain_cpu.py
+    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_pretrain_cpu.py
 
 Several checkouts: separate them with ``:``. Its own parts (log parsing, bounds, bad input) are
 tested without one.

@@ -1,0 +1,126 @@
+"""Megatron's own training loop at TP 2, flag off and on: arguments, log, evaluation, checkpoint (0.19.2's wheel)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_megatron_models import CORE_0_19
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "support" / "pretrain.py"
+EXACT = "[megatron_cpu] exact "
+
+pytestmark = pytest.mark.skipif(
+    not CORE_0_19.is_dir(), reason=f"no {CORE_0_19.name} in the environment: scripts/setup_env.sh"
+)
+
+ARGUMENTS = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --position-embedding-type rope
+    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+    --tensor-model-parallel-size 2 --sequence-parallel
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 8 --lr 1e-2 --lr-decay-style constant
+    --mock-data --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 127 --num-workers 0
+    --eval-iters 0 --eval-interval 4 --log-interval 1 --save-interval 2 --ckpt-format torch_dist
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
+    --attention-backend unfused --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --no-gradient-accumulation-fusion
+"""
+GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-strategy grad_in_forward --fused-ce-num-chunks 3"
+
+
+def launch(script, folder, *flags):
+    """The script on two ranks by torchrun, and what it printed."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "megatron_fused_ce.testing.megatron_cpu", str(script)),
+        *(*ARGUMENTS.split(), *flags),
+    ]
+    folders = (str(CORE_0_19), str(ROOT), os.environ.get("PYTHONPATH"))
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **settings},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+def told_by_ranks(output):
+    """Lines of a rank's traceback, without torchrun's own after them."""
+    return "\n".join(line for line in output.splitlines() if line.startswith("[rank"))[-3000:]
+
+
+def exact_lines(output):
+    """What the last rank logs of each iteration, every digit."""
+    lines = [line for line in output.splitlines() if line.startswith(EXACT)]
+    return [json.loads(line.removeprefix(EXACT)) for line in lines]
+
+
+#: Flags of each launch after the first, which trains 8 iterations without any. Each goes on for two.
+LEGS = {
+    "on": "--fused-chunked-ce --eval-iters 1",
+    "on, grad_in_forward": f"{GRAD_IN_FORWARD} --fused-ce-log-accuracy --fused-ce-report",
+    "off again": "",
+}
+
+
+def test_flag_off_and_on_across_checkpoints(tmp_path):
+    """Losses and gradient norms are those of the one run without the flag, whichever leg saved."""
+    status, output = launch(SCRIPT, tmp_path, "--save", str(tmp_path / "after 2"))
+    assert status == 0, told_by_ranks(output)
+    whole = exact_lines(output)
+    assert [line["iteration"] for line in whole] == list(range(1, 9))
+    assert whole[-1]["lm loss"] < whole[0]["lm loss"] - 0.3, "it has to learn to tell a wrong step"
+    assert "[fused-ce]" not in output
+    (tmp_path / "after 2" / "latest_checkpointed_iteration.txt").write_text("2")
+    printed = {}
+    for number, (leg, flags) in enumerate(LEGS.items(), start=1):
+        start, end = 2 * number, 2 * number + 2
+        status, output = launch(
+            *(SCRIPT, tmp_path, *flags.split(), "--exit-interval", str(end)),
+            *("--load", str(tmp_path / f"after {start}")),
+            *("--save", str(tmp_path / f"after {end}")),
+        )
+        assert status == 0, f"{leg}: {told_by_ranks(output)}"
+        printed[leg] = output
+        lines = exact_lines(output)
+        assert [line["iteration"] for line in lines] == [start + 1, end], leg
+        for line, expected in zip(lines, whole[start:end], strict=True):
+            for name in ("lm loss", "grad norm"):
+                assert line[name] == pytest.approx(expected[name], rel=2e-6), (leg, name)
+    # Two iterations of two micro-batches; the first leg evaluates two more.
+    counts = "heads evaluated fused: {}, logits materialised: 0, heads on the stock path: 0"
+    assert counts.format(6) in printed["on"]
+    assert counts.format(4) in printed["on, grad_in_forward"]
+    assert "lm accuracy: " in printed["on, grad_in_forward"]
+    assert "[fused-ce]" not in printed["off again"]
+    saved = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(file.suffix == ".distcp" for file in saved)
+    assert not any(b"megatron_fused_ce" in file.read_bytes() for file in saved), (
+        "a checkpoint has to load where the package is not installed"
+    )
+
+
+@pytest.mark.rest
+def test_a_loss_that_is_not_the_masked_sum_stops_the_run(tmp_path):
+    """One token counts twice: no step is taken with ``grad_in_forward``'s gradients."""
+    source = SCRIPT.read_text()
+    loss = "(losses.float() * loss_mask).sum()"
+    assert source.count(loss) == 1
+    script = tmp_path / "pretrain.py"
+    script.write_text(source.replace(loss, f"{loss} + losses[0, 3]"))
+    status, output = launch(script, tmp_path, *GRAD_IN_FORWARD.split())
+    assert status != 0 and exact_lines(output) == []
+    assert "UpstreamMismatch" in told_by_ranks(output)
