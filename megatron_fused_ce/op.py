@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megatron_fused_ce import logits_backend, masked_tokens, planner
+from megatron_fused_ce import autocast, logits_backend, masked_tokens, planner
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
@@ -271,9 +271,8 @@ def linear_cross_entropy(
     """
     config = config or FusedCEConfig()
     comm = VocabParallel.of(tp_group, sequence_parallel, config.merge)
-    if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if isinstance(hidden, Tensor) and isinstance(weight, Tensor):
+        hidden, weight = autocast.cast(hidden, weight)
     num_tokens, error = None, None
     differentiable = differentiable and torch.is_grad_enabled() and bool(outputs)
     try:
