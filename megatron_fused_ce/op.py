@@ -40,7 +40,12 @@ from megatron_fused_ce.strategies import (
     Waiting,
     strategy_of,
 )
-from megatron_fused_ce.token_outputs import OUTPUT_CHOICES, TokenOutputs, Upstream
+from megatron_fused_ce.token_outputs import (
+    DIFFERENTIABLE,
+    OUTPUT_CHOICES,
+    TokenOutputs,
+    Upstream,
+)
 from megatron_fused_ce.validation import check_asked, check_call
 from megatron_fused_ce.vocab_parallel import VocabParallel, agree, largest_shard
 
@@ -274,7 +279,11 @@ def linear_cross_entropy(
     if isinstance(hidden, Tensor) and isinstance(weight, Tensor):
         hidden, weight = autocast.cast(hidden, weight)
     num_tokens, error = None, None
-    differentiable = differentiable and torch.is_grad_enabled() and bool(outputs)
+    differentiable = (
+        differentiable
+        and torch.is_grad_enabled()
+        and any(name in DIFFERENTIABLE for name in outputs)
+    )
     try:
         num_tokens = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
         check_asked(config, weight, comm.size, outputs, differentiable, labels, teacher)
