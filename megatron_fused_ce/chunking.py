@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, FusedCEConfig
@@ -46,3 +46,12 @@ def plan_chunks(num_tokens: int, num_parts: int, config: FusedCEConfig) -> tuple
         step = max(1, chunk_tokens // num_parts)
         bounds = [*range(0, num_tokens, step), num_tokens]
     return tuple(Chunk(index, start, stop) for index, (start, stop) in enumerate(pairwise(bounds)))
+
+
+def first_tokens(chunks: tuple[Chunk, ...], num_tokens: int) -> tuple[Chunk, ...]:
+    """The chunks of the first ``num_tokens`` tokens of each part, cut where they were."""
+    return tuple(
+        replace(chunk, stop=min(chunk.stop, num_tokens))
+        for chunk in chunks
+        if chunk.start < num_tokens
+    )

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megatron_fused_ce import logits_backend, masked_tokens, planner
-from megatron_fused_ce.chunking import plan_chunks
+from megatron_fused_ce import autocast, logits_backend, masked_tokens, planner
+from megatron_fused_ce.chunking import first_tokens, plan_chunks
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
     MERGE_CHOICES,
@@ -40,7 +40,12 @@ from megatron_fused_ce.strategies import (
     Waiting,
     strategy_of,
 )
-from megatron_fused_ce.token_outputs import OUTPUT_CHOICES, TokenOutputs, Upstream
+from megatron_fused_ce.token_outputs import (
+    DIFFERENTIABLE,
+    OUTPUT_CHOICES,
+    TokenOutputs,
+    Upstream,
+)
 from megatron_fused_ce.validation import check_asked, check_call
 from megatron_fused_ce.vocab_parallel import VocabParallel, agree, largest_shard
 
@@ -271,11 +276,14 @@ def linear_cross_entropy(
     """
     config = config or FusedCEConfig()
     comm = VocabParallel.of(tp_group, sequence_parallel, config.merge)
-    if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if isinstance(hidden, Tensor) and isinstance(weight, Tensor):
+        hidden, weight = autocast.cast(hidden, weight)
     num_tokens, error = None, None
-    differentiable = differentiable and torch.is_grad_enabled() and bool(outputs)
+    differentiable = (
+        differentiable
+        and torch.is_grad_enabled()
+        and any(name in DIFFERENTIABLE for name in outputs)
+    )
     try:
         num_tokens = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
         check_asked(config, weight, comm.size, outputs, differentiable, labels, teacher)
@@ -303,17 +311,6 @@ def linear_cross_entropy(
     num_rows = 0 if num_tokens is None else weight.shape[0]
     agree(comm.group, facts, vocab_range, num_rows, error, config.debug_checks)
     assert num_tokens is not None and logits is not None
-    weights = None
-    if token_weights is not None:
-        in_order = _in_token_order(token_weights, labels.dim())
-        weights = in_order.detach().reshape(comm.num_parts, -1)
-    kept: masked_tokens.Kept | None = None
-    if config.skip_masked and weights is not None:
-        unmasked = unmasked or masked_tokens.count(weights, comm.group)
-        if unmasked is not None:
-            num_tokens = masked_tokens.num_kept(unmasked.wait(), num_tokens)
-        kept = masked_tokens.Kept.of(weights, num_tokens)
-        flat, weights = kept.take(flat, comm.part), kept.of_tokens(weights)
     plan = planner.plan(
         planner.PlanInputs.of(
             config,
@@ -330,6 +327,25 @@ def linear_cross_entropy(
             uses_in_flight=uses_in_flight,
         )
     )
+    chunks = plan_chunks(
+        num_tokens,
+        comm.num_parts,
+        replace(config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens),
+    )
+    weights = None
+    if token_weights is not None:
+        in_order = _in_token_order(token_weights, labels.dim())
+        weights = in_order.detach().reshape(comm.num_parts, -1)
+    kept: masked_tokens.Kept | None = None
+    if config.skip_masked and weights is not None:
+        unmasked = unmasked or masked_tokens.count(weights, comm.group)
+        num_kept = num_tokens
+        if unmasked is not None:
+            num_kept = masked_tokens.num_kept(unmasked.wait(), num_tokens)
+        # The plan and the buffers are those of all tokens: the same in every step.
+        chunks = first_tokens(chunks, num_kept)
+        kept = masked_tokens.Kept.of(weights, num_kept)
+        flat, weights = kept.take(flat, comm.part), kept.of_tokens(weights)
 
     # From here on every rank runs the same collectives.
     if vocab_start is None:
@@ -360,11 +376,8 @@ def linear_cross_entropy(
             weights.masked_fill_(ignored, 0.0)
     head = Head(
         comm=comm,
-        chunks=plan_chunks(
-            num_tokens,
-            comm.num_parts,
-            replace(config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens),
-        ),
+        chunks=chunks,
+        chunk_capacity=plan.capacity,
         logit_scale=config.logit_scale,
         form=LossForm.of(
             config,

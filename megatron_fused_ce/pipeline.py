@@ -53,6 +53,8 @@ class Head:
 
     comm: VocabParallel
     chunks: tuple[Chunk, ...]
+    #: tokens, over the tensor-parallel group, that a chunk's buffers have room for
+    chunk_capacity: int
     logit_scale: float
     form: LossForm
     logits: LogitsBackend
@@ -65,11 +67,6 @@ class Head:
     @property
     def needs_argmax(self) -> bool:
         return self.with_argmax or "predicted" in self.form.outputs
-
-    @property
-    def chunk_capacity(self) -> int:
-        """Tokens of the largest chunk over the tensor-parallel group."""
-        return self.comm.num_parts * max((chunk.num_tokens for chunk in self.chunks), default=0)
 
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank."""

@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-#: Names of :class:`TokenOutputs` beside the loss. The first three are differentiable.
-OUTPUT_CHOICES = ("log_prob", "lse", "entropy", "predicted", "correct")
+#: Outputs beside the loss that can carry a gradient.
+DIFFERENTIABLE = ("log_prob", "lse", "entropy")
+
+#: Names of :class:`TokenOutputs` beside the loss.
+OUTPUT_CHOICES = (*DIFFERENTIABLE, "predicted", "correct")
 
 
 def _of(change: Callable[[Tensor], Tensor], given: Tensor | None) -> Tensor | None:

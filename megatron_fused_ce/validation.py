@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
+from megatron_fused_ce.token_outputs import DIFFERENTIABLE, OUTPUT_CHOICES
 
 if TYPE_CHECKING:
     from megatron_fused_ce.op import TeacherTargets
@@ -127,9 +127,10 @@ def check_asked(
             "ranks are more"
         )
     if differentiable and config.strategy == "grad_in_forward":
+        carrying = ", ".join(name for name in outputs if name in DIFFERENTIABLE)
         raise ValueError(
             "strategy 'grad_in_forward' makes the gradients in the forward and cannot know the upstream "
-            f"gradients of {', '.join(outputs)}; use 'store', 'recompute' or 'auto', or differentiable=False"
+            f"gradients of {carrying}; use 'store', 'recompute' or 'auto', or differentiable=False"
         )
     if teacher is None:
         return

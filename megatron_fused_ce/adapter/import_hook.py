@@ -101,6 +101,7 @@ class _PatchingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        vars(module).pop(_MARK, None)  # of before a reload, which has undone the patch
         _patch(module)
 
     def __getattr__(self, name: str) -> object:

@@ -60,8 +60,8 @@ def patch_cuda_graph(module: ModuleType) -> None:
     if stock is None:
         if switch.asked_for() and os.environ.get("RANK", "0") == "0":
             report.say(
-                f"{module.__name__} has no OptimizerCudaGraphWrapper: a mismatch met by an optimizer "
-                "step in a CUDA graph ends in a device-side assertion instead of UpstreamMismatch"
+                f"{module.__name__} has no OptimizerCudaGraphWrapper: a mismatch met by an optimizer step "
+                "in a CUDA graph ends in a device-side assertion instead of UpstreamMismatch"
             )
         return
 

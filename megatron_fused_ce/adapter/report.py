@@ -116,10 +116,8 @@ def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None
     expected: Plan | None = layer.__dict__.get("_fused_ce_expected")
     if ran is None and (told or expected is not None):
         return
-    if ran is not None and (
-        ran.strategy in told or (expected and layer.fused_ce_config.skip_masked)
-    ):
-        return  # the plan of skipped tokens differs from step to step
+    if ran is not None and ran.strategy in told:
+        return
     num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
     score, why = _logits_backend(layer, hidden.flatten(0, 1), weight)

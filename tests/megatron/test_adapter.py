@@ -434,3 +434,21 @@ def test_logits_inside_a_namedtuple(deferred):
     top = torch.return_types.max((deferred, torch.zeros(1)))
     torch.overrides.handle_torch_function(lambda top: seen.append(top), (deferred,), top)
     assert type(seen[1]) is type(top) and torch.equal(seen[1].values, deferred.head.logits)
+
+
+def test_a_reloaded_module_is_patched_again(tmp_path):
+    """importlib.reload executes a module in the old one's dictionary, the mark of the patch included."""
+    fake_megatron(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv = ['x', *{FLAGS!r}]\n"
+        "import importlib\n"
+        "import megatron.training.arguments as a\n"
+        "from megatron_fused_ce.adapter import import_hook\n"
+        "import_hook.install()\n"
+        "for _ in range(2):\n"
+        "    assert importlib.reload(a) is a\n"
+        "    import_hook.install()\n"
+        "    print(a.parse_args().fused_ce_num_chunks)\n"
+    )
+    done = run_python("-c", code)
+    assert done.stdout.split() == ["6", "6"], done.stderr

@@ -14,8 +14,10 @@ from megatron_fused_ce import (
     fused_linear_token_outputs,
     masked_tokens,
     op,
+    planner,
     upstream_guard,
 )
+from megatron_fused_ce.logits_backend import GemmThenRows
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import (
     HeadResult,
@@ -71,15 +73,17 @@ def run(inputs, masked, config, **settings):
 def test_the_others_are_as_before_and_masked_ones_zero(share, strategy, device, monkeypatch):
     inputs, masked = masked_problem(share, device)
     worked_on = []
-    monkeypatch.setattr(
-        op.planner,
-        "plan",
-        lambda given, plan=op.planner.plan: worked_on.append(given.num_tokens) or plan(given),
-    )
+
+    def first_tokens(chunks, count, stock=op.first_tokens):
+        cut = stock(chunks, count)
+        worked_on.append((sum(c.num_tokens for c in chunks), sum(c.num_tokens for c in cut)))
+        return cut
+
+    monkeypatch.setattr(op, "first_tokens", first_tokens)
     config = FusedCEConfig(strategy=strategy, num_chunks=3, skip_masked=True)
     result = run(inputs, masked, config)
     unmasked = int((~masked).sum())
-    assert worked_on == [min(69, -(-unmasked // 4) * 4)]
+    assert worked_on == [(69, min(69, -(-unmasked // 4) * 4))]
     assert torch.equal(result.loss[masked], torch.zeros_like(result.loss[masked]))
     at = masked.t()
     assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))
@@ -190,3 +194,28 @@ def test_shapes_at_the_edge(num_tokens, device):
     assert torch.equal(loss, torch.zeros_like(loss))
     assert torch.equal(weight.grad, torch.zeros_like(weight))
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "grad_in_forward"])
+def test_one_plan_and_one_size_of_buffers_for_all_counts(strategy, device, monkeypatch):
+    """The loop is cut short; neither the planner nor the allocator sees the number of tokens."""
+    seen = []
+
+    def multiply(self, chunk, out, with_argmax, stock=GemmThenRows.multiply):
+        seen[-1].append((len(chunk.labels), out.untyped_storage().nbytes()))
+        return stock(self, chunk, out, with_argmax)
+
+    monkeypatch.setattr(GemmThenRows, "multiply", multiply)
+    config = FusedCEConfig(strategy, chunk_tokens=16, skip_masked=True, logits_backend="gemm_rows")
+    planner.plan.cache_clear()
+    for share in SHARES:
+        inputs, masked = masked_problem(share, device)
+        seen.append([])
+        run(inputs, masked, config)
+        unmasked = int((~masked).sum())
+        tokens = min(69, -(-unmasked // 4) * 4)
+        whole, rest = divmod(tokens, 16)
+        assert [count for count, _ in seen[-1]] == [16] * whole + [rest] * (rest > 0)
+    assert planner.plan.cache_info().misses == 1
+    sizes = {size for chunks in seen for _, size in chunks}
+    assert sizes == {16 * 331 * 4}

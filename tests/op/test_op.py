@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, planner, strategies
 from megatron_fused_ce.strategies import KeepOrRecompute
@@ -477,3 +478,62 @@ def test_sharded_operands_are_refused(name):
 def test_bad_config(fields, words):
     with pytest.raises(ValueError, match=words):
         FusedCEConfig(**fields)
+
+
+class WeightCasts(TorchDispatchMode):
+    """Counts copies of ``[V, H]`` into another dtype."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.shape, self.count = weight.shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.count += args[0].dtype == torch.float32
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_copies_the_weight_once(device):
+    """As of torch's own linear: one copy for all calls while the context is on, and none is stale after."""
+    inputs = make_inputs(
+        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.bfloat16, device=device
+    )
+    hidden = inputs.hidden.float()
+    weight = torch.nn.Parameter(inputs.weight.float())
+
+    def loss():
+        return fused_linear_cross_entropy(
+            hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3)
+        )
+
+    with WeightCasts(weight) as casts, torch.autocast(device.type, torch.bfloat16):
+        with torch.inference_mode():
+            loss()
+        with torch.no_grad():
+            evaluated = loss()
+        torch.nn.functional.linear(hidden, weight)
+        made = loss() + loss()
+    assert casts.count == 1
+    made.backward(inputs.grad_loss)
+    (twice,) = torch.autograd.grad(
+        fused_linear_cross_entropy(
+            inputs.hidden, leaf := inputs.weight.clone().requires_grad_(), inputs.labels
+        ),
+        leaf,
+        2 * inputs.grad_loss,
+    )
+    assert relative_error(weight.grad, twice.double()) < 1e-2
+    weight.data.mul_(2)  # bumps no version
+    with torch.autocast(device.type, torch.bfloat16):
+        assert (loss() - evaluated).abs().max() > 0.1
+    weight.data.mul_(0.5)
+    with WeightCasts(weight) as casts, torch.autocast(device.type, torch.bfloat16), torch.no_grad():
+        torch.nn.functional.linear(hidden, weight)  # torch caches it, and it carries no gradient
+        with torch.enable_grad():
+            assert torch.autograd.grad(loss().sum(), weight)[0].abs().max() > 0
+    with (
+        WeightCasts(weight) as casts,
+        torch.autocast(device.type, torch.bfloat16, cache_enabled=False),
+    ):
+        torch.testing.assert_close(loss() + loss(), made)
+    assert casts.count == 2

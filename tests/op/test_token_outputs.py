@@ -12,6 +12,7 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_distillation,
     fused_linear_token_outputs,
+    logits_backend,
 )
 from megatron_fused_ce.logits_backend import Asked, choose
 from megatron_fused_ce.loss_form import merge_duplicates
@@ -378,3 +379,32 @@ def test_options_that_belong_to_labels(option, device):
         fused_linear_distillation(
             inputs.hidden, inputs.weight, *make_teacher(inputs, 3), config=FusedCEConfig(**option)
         )
+
+
+@pytest.mark.parametrize("names", [("correct",), ("predicted", "correct")], ids=str)
+def test_outputs_without_gradients_take_nothing_away(names, device, monkeypatch):
+    """grad_in_forward serves them, and so does every logits backend, whatever differentiable says."""
+    asked = []
+    chosen = logits_backend.choose
+    monkeypatch.setattr(
+        logits_backend, "choose", lambda *args: asked.append(args[3]) or chosen(*args)
+    )
+    inputs = problem("plain", torch.float32, device)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    config = FusedCEConfig("grad_in_forward", num_chunks=3)
+    made = fused_linear_token_outputs(
+        hidden, weight, inputs.labels, names, token_weights=inputs.grad_loss, config=config
+    )
+    made.loss.backward(inputs.grad_loss)
+    exact = truth(inputs)
+    assert relative_error(weight.grad, exact.grad_weight) < 1e-5
+    assert relative_error(hidden.grad, exact.grad_hidden) < 1e-5
+    assert made.correct.dtype == torch.bool
+    with pytest.raises(ValueError, match="upstream gradients of lse;"):
+        fused_linear_token_outputs(
+            hidden, weight, inputs.labels, (*names, "lse"),
+            token_weights=inputs.grad_loss, config=config,
+        )  # fmt: skip
+    fused_linear_token_outputs(hidden, weight, inputs.labels, (*names, "lse"))
+    assert [a.differentiable for a in asked] == [False, True]

@@ -1,0 +1,44 @@
+"""The op's arguments under ``torch.autocast``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in autocast's dtype, where it is on for the device of ``hidden``.
+
+    The weight as ``F.linear`` has it: one copy for all calls while the outermost context is on.
+    """
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(device)
+    cached = _cached(weight, dtype)
+    return hidden.to(dtype), weight.to(dtype) if cached is None else cached
+
+
+def _cached(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The copy in autocast's own cache, made if need be; None for what it does not keep.
+
+    Only autograd shows it: a product of no rows saves it for its backward. A cache of our own would have to
+    know when the context ends, and would miss writes through ``.data``.
+    """
+    if (
+        not torch.is_autocast_cache_enabled()
+        or type(weight) not in (Tensor, torch.nn.Parameter)
+        or weight.dtype != torch.float32
+        or weight.dim() != 2
+        or not (weight.requires_grad and weight.is_leaf)
+        or weight.is_inference()
+    ):
+        return None
+    with torch.inference_mode(False), torch.enable_grad():
+        no_rows = weight.new_empty(0, weight.shape[1], dtype=dtype).requires_grad_()
+        transposed = getattr(F.linear(no_rows, weight).grad_fn, "_saved_mat2", None)
+        if transposed is None or not transposed.requires_grad:  # cached under no_grad
+            return None
+        copy: Tensor = transposed.t()
+        return copy if copy.dtype == dtype and copy.shape == weight.shape else None
