@@ -1,4 +1,4 @@
-"""Megatron's own training loop at TP 2, flag off and on: arguments, log, evaluation, checkpoint (0.19.2's wheel)."""
+"""Megatron's own training loop at TP 2, flag off and on: arguments, log, evaluation, checkpoint (0.19.2)."""
 
 from __future__ import annotations
 
