@@ -1,0 +1,190 @@
+"""The head over a tensor-parallel group against the definition in fp64, in calls where all pairs meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, masked_tokens, upstream_guard
+from megatron_fused_ce.grad_weight import ReturnedGradWeight
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.testing.reference import (
+    HeadResult,
+    assert_within,
+    make_inputs,
+    plain_head,
+    truth,
+)
+from tests.support import pairs
+from tests.support.head import (
+    SIZES,
+    STRATEGIES,
+    rows_of,
+    same_on_all_ranks,
+    scaled_exp_dtype,
+    strategy_in_place,
+    tokens_of,
+    whole_hidden,
+    whole_rows,
+)
+from tests.support.problems import open_main_grad
+from tests.support.ranks import Rank, on_ranks
+
+#: What a case has unless it says otherwise.
+USUAL = {
+    "option": "plain",
+    "kind": "plain",
+    "dtype": "float32",
+    "grad_weight": "returned",
+    "vocab_start": "given",
+    "tokens": "[s, b, H]",
+    "strategy": "recompute",
+    "backend": "gemm_rows",
+    "sequence_parallel": False,
+    "merge": "packed",
+    "shards": "equal",
+    "skip_masked": False,
+    "chunk_tokens": 20,
+}
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """What is not as usual."""
+    sayings = {"sequence_parallel": "sp", "skip_masked": "skip", "chunk_tokens": "chunks of {}"}
+    words = []
+    for axis, value in case.items():
+        if value is not False and (axis == "strategy" or value != USUAL[axis]):
+            words.append(sayings.get(axis, "{}").format(value))
+    return ", ".join(words)
+
+
+def cases(size: str) -> list[Any]:
+    return [pytest.param(case, id=name_of(case)) for case in pairs.committed()[size]]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", cases("2 ranks"))
+def test_pairs(rank: Rank, case):
+    against_fp64(rank, **case)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("case", cases("4 ranks"))
+def test_pairs_of_four(rank: Rank, case):
+    against_fp64(rank, **case)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_group_of_one(rank: Rank, strategy, sequence_parallel):
+    """The op without a group is tests/op's."""
+    against_fp64(rank, strategy=strategy, sequence_parallel=sequence_parallel)
+
+
+def against_fp64(rank: Rank, **changes: Any) -> None:
+    """One call, and its backward, of a case: ``USUAL`` with changes."""
+    case = {**USUAL, **changes}
+    scaled_exp, equal = case["backend"] == "scaled_exp", case["shards"] == "equal"
+    vocab = 512 if scaled_exp else 100 if equal else 97
+    options = dict(pairs.OPTIONS[case["option"]])
+    if scaled_exp and "true_vocab_size" in options:
+        options["true_vocab_size"] = 200
+    dtype = scaled_exp_dtype(rank) if scaled_exp else getattr(torch, case["dtype"])
+    inputs = make_inputs(
+        case["kind"], **{**SIZES, "vocab": vocab}, dtype=dtype, device=rank.device,
+        logit_scale=options.get("logit_scale", 1.0),
+    )  # fmt: skip
+    skipped = torch.zeros_like(inputs.labels, dtype=torch.bool)
+    if case["skip_masked"]:
+        # Other numbers of tokens in each rank's part, in one of four none at all.
+        skipped[:, :6], skipped[0, 10::2] = True, True
+        inputs.grad_loss.masked_fill_(skipped, 0.0)
+    with strategy_in_place(case["strategy"]) as strategy:
+        config = FusedCEConfig(
+            strategy=strategy,
+            chunk_tokens=case["chunk_tokens"],
+            logits_backend=case["backend"],
+            merge=case["merge"],
+            skip_masked=case["skip_masked"],
+            **options,
+        )
+        inputs = replace(inputs, config=config)
+        exact, eager = truth(inputs), plain_head(inputs, dtype)
+        result, earlier = call(rank, case, inputs, exact)
+    loss = torch.where(skipped, 0.0, exact.loss)
+    exact = HeadResult(loss, exact.grad_hidden, exact.grad_weight + earlier)
+    eager = HeadResult(
+        eager.loss.where(~skipped, 0.0), eager.grad_hidden, eager.grad_weight + earlier
+    )
+    if case["grad_weight"] == "frozen":
+        result = result._replace(grad_weight=exact.grad_weight)
+    assert_within(result, exact, eager, dtype)
+    at = skipped.t()
+    assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))
+
+
+def call(
+    rank: Rank, case: dict[str, Any], inputs: Any, exact: HeadResult
+) -> tuple[HeadResult, Any]:
+    """The whole result, on every rank, and what was in ``main_grad`` before."""
+    rows = rows_of(rank, case["shards"], inputs.weight.shape[0])
+    s, b, _ = inputs.hidden.shape
+    hidden = inputs.hidden[tokens_of(rank, s, case["sequence_parallel"])].clone().requires_grad_()
+    weight = inputs.weight[rows].clone().requires_grad_(case["grad_weight"] != "frozen")
+    given, labels, weights = hidden, inputs.labels, inputs.grad_loss / -3.0
+    if case["tokens"] == "[T, H]":
+        given, labels, weights = hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().flatten()
+    main_grad, opened = None, ReturnedGradWeight
+    earlier: Any = 0.0
+    if "main_grad" in case["grad_weight"]:
+        # Of an earlier micro-batch.
+        dtype = weight.dtype if "low" in case["grad_weight"] else torch.float32
+        earlier = exact.grad_weight.roll(1, 0).to(dtype)
+        main_grad = earlier[rows].clone()
+        opened = partial(open_main_grad, main_grad)
+    with patch.object(masked_tokens, "ROUND_TO", 4):
+        loss = linear_cross_entropy(
+            given,
+            weight,
+            labels,
+            tp_group=rank.group,
+            sequence_parallel=case["sequence_parallel"],
+            vocab_start=rows.start if case["vocab_start"] == "given" else None,
+            config=inputs.config,
+            token_weights=weights,
+            open_grad_weight=opened,
+        ).loss
+        if case["tokens"] == "[T, H]":
+            loss = loss.view(s, b).t()
+        loss.backward(inputs.grad_loss)
+    upstream_guard.check()
+    same_on_all_ranks(rank, loss)
+    assert weight.grad is None or main_grad is None
+    of_weight = weight.grad if main_grad is None else main_grad
+    return HeadResult(
+        loss.detach(),
+        whole_hidden(rank, hidden.grad, case["sequence_parallel"]),
+        whole_rows(rank, weight if of_weight is None else of_weight),
+    ), earlier
+
+
+# --- the committed list ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", pairs.AXES)
+def test_all_pairs_meet(size):
+    met = {pair for row in pairs.committed()[size] for pair in pairs.pairs_of(row)}
+    wanted = set(pairs.all_pairs(pairs.AXES[size]))
+    assert met == wanted, f"missing {wanted - met}, not allowed {met - wanted}"
+
+
+def test_the_committed_list_is_the_generated_one():
+    """After a change of the axes: python -m tests.support.pairs."""
+    generated = {size: pairs.generate(axes) for size, axes in pairs.AXES.items()}
+    assert pairs.FILE.read_text() == pairs.written(generated)

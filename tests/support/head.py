@@ -1,0 +1,99 @@
+"""A head over a tensor-parallel group: this rank's part of a problem, and the whole result again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fused_ce import op
+from megatron_fused_ce.strategies import KeepOrRecompute
+from megatron_fused_ce.testing.reference import HeadInputs, make_inputs
+from tests.support.ranks import Rank
+
+STRATEGIES = ("recompute", "store", "grad_in_forward")
+SIZES = {"s": 24, "b": 3, "hidden_size": 32, "vocab": 97}
+
+#: Rows of the ranks' shards. Those of the scaled-exp GEMM take memory in multiples of 16 bytes.
+SHARDS = {
+    ("equal", 100): {1: (100,), 2: (50, 50), 4: (25, 25, 25, 25)},
+    ("unequal", 97): {1: (97,), 2: (64, 33), 4: (1, 50, 13, 33)},
+    ("equal", 512): {1: (512,), 2: (256, 256), 4: (128, 128, 128, 128)},
+    ("unequal", 512): {1: (512,), 2: (384, 128), 4: (8, 264, 40, 200)},
+}
+
+
+def rows_of(rank: Rank, kind: str, vocab: int) -> slice:
+    """This rank's rows of the vocabulary; ``kind``: equal or unequal shards."""
+    sizes = SHARDS[kind, vocab][rank.size]
+    start = sum(sizes[: rank.rank])
+    return slice(start, start + sizes[rank.rank])
+
+
+def tokens_of(rank: Rank, s: int, sequence_parallel: bool) -> slice:
+    """This rank's positions of a sequence."""
+    if not sequence_parallel:
+        return slice(0, s)
+    return slice(rank.rank * s // rank.size, (rank.rank + 1) * s // rank.size)
+
+
+def scaled_exp_dtype(rank: Rank) -> torch.dtype:
+    """What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter."""
+    return torch.bfloat16 if rank.device.type == "cuda" else torch.float32
+
+
+def plain_inputs(rank: Rank, **sizes: int) -> HeadInputs:
+    return make_inputs("plain", **{**SIZES, **sizes}, dtype=torch.float32, device=rank.device)
+
+
+def shard_of(
+    rank: Rank, inputs: HeadInputs, sequence_parallel: bool, shards: str = "unequal"
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Leaves, this rank's tokens ``[s', b, H]`` and rows ``[V', H]``, and the group's arguments."""
+    weight = inputs.weight[rows_of(rank, shards, inputs.weight.shape[0])]
+    hidden = inputs.hidden[tokens_of(rank, inputs.hidden.shape[0], sequence_parallel)]
+    group = {"tp_group": rank.group, "sequence_parallel": sequence_parallel}
+    return hidden.clone().requires_grad_(), weight.clone().requires_grad_(), group
+
+
+def gathered(rank: Rank, part: Tensor) -> list[Tensor]:
+    """Every rank's part, on every rank."""
+    parts: list[Any] = [None] * rank.size
+    dist.all_gather_object(parts, part.detach().cpu())
+    return [each.to(rank.device) for each in parts]
+
+
+def same_on_all_ranks(rank: Rank, *values: Tensor | None) -> None:
+    for value in values:
+        if value is not None:
+            # In bits: NaN too is equal to itself.
+            first, *others = [part.contiguous().view(torch.uint8) for part in gathered(rank, value)]
+            assert all(torch.equal(first, other) for other in others), "the ranks' values differ"
+
+
+def whole_hidden(rank: Rank, grad_hidden: Tensor, sequence_parallel: bool) -> Tensor:
+    """The gradient of all tokens; without sequence parallelism every rank has it, the same to the bit."""
+    if sequence_parallel:
+        return torch.cat(gathered(rank, grad_hidden))
+    same_on_all_ranks(rank, grad_hidden)
+    return grad_hidden
+
+
+def whole_rows(rank: Rank, of_rows: Tensor) -> Tensor:
+    """All ranks' rows."""
+    return torch.cat(gathered(rank, of_rows))
+
+
+@contextlib.contextmanager
+def strategy_in_place(strategy: str, stored_chunks: int = 1) -> Iterator[str]:
+    """The name to give a config; ``mixed`` is otherwise the planner's choice, for budgets of whole MiB."""
+    if strategy != "mixed":
+        yield strategy
+        return
+    with patch.object(op, "strategy_of", lambda *plan: KeepOrRecompute("mixed", stored_chunks)):
+        yield "store"

@@ -1,0 +1,132 @@
+"""All pairs: calls of the head in which every two values of two axes meet, in tests/parallel/pairs.json.
+
+    python -m tests.support.pairs        write the file anew, after a change of the axes
+
+The list is committed, so that a test keeps its name and a change of the list is seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_fused_ce.testing.reference import KINDS, LOSS_OPTIONS
+
+FILE = Path(__file__).resolve().parents[1] / "parallel" / "pairs.json"
+
+STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")
+#: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/head.py.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **LOSS_OPTIONS,
+    "logit scale": {"logit_scale": 0.25},
+    "logits rounded": {"logit_precision": "activations"},
+}
+#: What the scaled-exp GEMM's epilogue cannot make.
+BEYOND_SCALED_EXP = ("smoothing", "smoothing as PyTorch", "all", "logits rounded")
+
+LAYOUT = {
+    "strategy": STRATEGIES,
+    "backend": ("gemm_rows", "scaled_exp"),
+    "sequence_parallel": (False, True),
+    "merge": ("packed", "all_reduce"),
+    "shards": ("equal", "unequal"),
+    "skip_masked": (False, True),
+    #: Two, four or six chunks and more: a ring of buffers has room for three.
+    "chunk_tokens": (40, 20, 12),
+}
+AXES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "2 ranks": {
+        "option": tuple(OPTIONS),
+        "kind": KINDS,
+        **LAYOUT,
+        "dtype": ("float32", "bfloat16", "float16"),
+        "grad_weight": ("returned", "main_grad", "low main_grad", "frozen"),
+        "vocab_start": ("given", "found"),
+        "tokens": ("[s, b, H]", "[T, H]"),
+    },
+    # What only four ranks can break: rings of buffers, shards, merges and skipped tokens.
+    "4 ranks": LAYOUT,
+}
+
+
+def allowed(a: tuple[str, Any], b: tuple[str, Any]) -> bool:
+    """Whether two values of two axes may meet."""
+    both = {a, b}
+    if ("backend", "scaled_exp") in both:
+        ((axis, value),) = both - {("backend", "scaled_exp")}
+        # fp32 is the interpreter's; on GPUs the case runs in bf16.
+        return not (axis == "option" and value in BEYOND_SCALED_EXP) and not (
+            axis == "dtype" and value != "float32"
+        )
+    return True
+
+
+def pairs_of(row: dict[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    yield from itertools.combinations(row.items(), 2)
+
+
+def all_pairs(axes: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """Every pair of values that may meet."""
+    values = [[(axis, value) for value in values] for axis, values in axes.items()]
+    return [
+        pair
+        for first, second in itertools.combinations(values, 2)
+        for pair in itertools.product(first, second)
+        if allowed(*pair)
+    ]
+
+
+def generate(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    """Rows in which all pairs meet, the same for the same axes.
+
+    Greedy: a row begins with the first pair that has not met yet; each further axis takes the value that
+    meets most of the others for the first time.
+    """
+    left = dict.fromkeys(all_pairs(axes))  # in order, unlike a set
+    rows = []
+    while left:
+        row = dict(next(iter(left)))
+        for axis in [name for name in axes if name not in row]:
+            candidates = [
+                value
+                for value in axes[axis]
+                if all(allowed((axis, value), item) for item in row.items())
+            ]
+            row[axis] = max(candidates, key=partial(_num_new, axes, left, row, axis))
+        rows.append({axis: row[axis] for axis in axes})
+        for pair in pairs_of(rows[-1]):
+            left.pop(pair, None)
+    return rows
+
+
+def _num_new(axes: Any, left: Any, row: dict[str, Any], axis: str, value: Any) -> int:
+    """How many pairs of ``value`` and the row's values have not met."""
+    extended = {name: {**row, axis: value}[name] for name in axes if name in row or name == axis}
+    return sum(pair in left for pair in pairs_of(extended) if (axis, value) in pair)
+
+
+def written(rows_of: dict[str, list[dict[str, Any]]]) -> str:
+    """The file's text: a row is a line."""
+    parts = []
+    for name, rows in rows_of.items():
+        lines = ",\n".join(f"    {json.dumps(list(row.values()))}" for row in rows)
+        parts.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def committed() -> dict[str, list[dict[str, Any]]]:
+    """The file's rows, by axis."""
+    rows_of = json.loads(FILE.read_text())
+    return {
+        name: [dict(zip(AXES[name], row, strict=True)) for row in rows]
+        for name, rows in rows_of.items()
+    }
+
+
+if __name__ == "__main__":
+    FILE.write_text(written({name: generate(axes) for name, axes in AXES.items()}))
