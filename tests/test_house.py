@@ -224,6 +224,15 @@ def test_the_head_does_not_use_the_toolbox():
     assert rooms_that_import("megatron_fused_ce.testing") <= {"testing"}
 
 
+def test_the_truth_takes_nothing_from_its_subject():
+    """Options and outputs by name alone; with a constant of the head it would loosen its own bound."""
+    known = imports(PACKAGE / "testing" / "reference.py")
+    assert {name for name in known if name.startswith("megatron_fused_ce")} == {
+        "megatron_fused_ce.config.FusedCEConfig",
+        "megatron_fused_ce.token_outputs.TokenOutputs",
+    }
+
+
 def test_nothing_runs_what_a_file_says():
     """No pickle, eval or shell: of results, logs, snapshots and launch scripts that others wrote."""
     every_file = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.strategies import FP16_WAITING_BITS, fp16_scale
 from megatron_fused_ce.token_outputs import TokenOutputs
 
 #: Norm-relative error that is always allowed, by dtype; otherwise twice eager PyTorch's own.
@@ -47,6 +47,25 @@ UNIT_32 = 2.0**-24
 FP32_STEPS = 8
 
 
+#: fp16 ends at 2**16. Gradients of logits stand at 2**8 there, and lower for weights above 2**4: a row of
+#: them sums up to 2**3 times its upstream gradient, and half of the range is left. The head's own constants
+#: are not read: one that lost digits would loosen its own bound.
+FP16_GRADIENT_BITS = 8
+FP16_LARGE_WEIGHT_BITS = 4
+#: ``grad_hidden`` that waits for its upstream gradient stands at up to this power of two.
+FP16_GRAD_HIDDEN_BITS = 4
+
+
+def fp16_scale_of_gradients(upstream: float, weight: Tensor) -> float:
+    """The power of two by which fp16 holds gradients of logits for upstream gradients of that size."""
+    if not 0 < upstream < math.inf:
+        return 1.0
+    _, of_upstream = math.frexp(upstream)
+    _, of_weight = math.frexp(float(weight.detach().abs().max()))
+    headroom = FP16_GRADIENT_BITS - max(0, of_weight - FP16_LARGE_WEIGHT_BITS)
+    return 2.0 ** min(100, max(-100, headroom - of_upstream))
+
+
 class Roundings:
     """Moves numbers as far as rounding them could, up or down at random.
 
@@ -70,8 +89,8 @@ class Roundings:
         waits = inputs.config.strategy in ("grad_in_forward", "auto")
         self._gradient, self._waiting = self._subnormal, float(upstream) * self._subnormal * waits
         if inputs.hidden.dtype == torch.float16:
-            self._gradient /= float(fp16_scale([upstream], inputs.weight)[0])
-            self._waiting = self._waiting * 2.0**-FP16_WAITING_BITS + self._gradient
+            self._gradient /= fp16_scale_of_gradients(float(upstream), inputs.weight)
+            self._waiting = self._waiting * 2.0**-FP16_GRAD_HIDDEN_BITS + self._gradient
 
     def of_loss(self, loss: Tensor, log_of_sum: float | Tensor) -> Tensor:
         """``log_of_sum``: how much of it is the logarithm of a sum of 1 or more, relative to the maximum."""

@@ -1,4 +1,4 @@
-"""Megatron's own training loop at TP 2, flag off and on: arguments, log, evaluation, checkpoint (0.19.2)."""
+"""Megatron's own training loop at TP 2, flag off and on: arguments, log, evaluation, checkpoints."""
 
 from __future__ import annotations
 

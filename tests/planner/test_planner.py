@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -167,63 +166,6 @@ def test_a_device_is_known_by_a_word_of_its_name():
     assert PlanInputs(1, 1, 1, device="NVIDIA GPinned").table_row is planner.UNKNOWN_DEVICE
 
 
-def exact(inputs: PlanInputs, strategy: str, sizes: list[int], stored_chunks: int) -> int:
-    """The predicted bytes, written once more: letter by letter from docs/memory.md."""
-    t, h, v = inputs.num_tokens, inputs.hidden_size, inputs.num_rows
-    count, c, stored = len(sizes), max(sizes, default=0), sum(sizes[:stored_chunks])
-    e = 4 if inputs.dtype == "float32" else 2
-    uses, tp, exp = inputs.uses_in_flight, inputs.tp_size, inputs.logits_backend == "scaled_exp"
-    sp, trained, grad_in_forward = (
-        inputs.num_parts > 1,
-        inputs.end_point != "none",
-        strategy == "grad_in_forward",
-    )
-    logits, hidden = e * c * v, e * c * h
-    tiles = 8 * c * ((v + 255) // 256) if exp else 0
-    marks = -(-c * ((v + 255) // 256) // 16) if exp else 0
-    # Chunks between their product and their gradients, or their seal.
-    two = min(count, 2) if tp > 1 else min(count, 1)
-    sealed = two if grad_in_forward or stored_chunks else min(count, 1)
-    merges = two * 16 * c * (1 + tp) if tp > 1 else 0
-    sample = e * h * tp * math.ceil(64 / tp) if tp > 1 and exp and count else 0
-
-    def always(chunks_of_logits: int) -> int:
-        total = 32 * t * uses + 40 * c + e * stored * v * uses + chunks_of_logits * logits
-        if inputs.device != "cpu":
-            total += 64 * MIB
-            if logits >= 10 * MIB:
-                total += (stored_chunks * uses + max(1, chunks_of_logits)) * MIB
-        return total
-
-    if grad_in_forward:
-        held = 4 * v * h * uses if trained else 0
-        # Gathered hidden states: read by grad_weight, by the next product, on their way; and one
-        # grad_hidden that is being reduced. They are scaled in place.
-        of_hidden = (min(count, 3) + 1) * hidden if sp else hidden if exp and trained else 0
-        return always(two) + held + of_hidden + sealed * tiles + marks + merges + sample
-    again = stored_chunks < count
-    forward = always(1 if again and not exp else 0) + sealed * tiles + marks + merges + sample
-    # The last chunk gathered waits for its backward, unless nothing there reads it.
-    waits = 1 if count and (trained or again) else 0
-    forward += (min(count, 2) + (uses - 1) * waits) * hidden if sp else 0
-    fp16 = inputs.dtype == "float16"
-    sums = {
-        "none": False,
-        "main_grad": fp16,
-        "low_main_grad": True,
-        "returned": fp16 or (count != 1 and e == 2),
-    }[inputs.end_point]
-    backward = always(1 if again or not exp else 0) + (4 * v * h if sums else 0)
-    backward += marks if again else 0
-    if sp:
-        scaled_first = exp and trained and not again
-        others = (count if trained else count - stored_chunks) - waits
-        backward += (uses * waits + min(others + scaled_first, 2) + 1) * hidden
-    elif exp and trained and stored_chunks:
-        backward += hidden
-    return max(forward, backward)
-
-
 @pytest.mark.parametrize(
     ("strategy", "others", "expected"),
     [
@@ -344,8 +286,8 @@ many = settings(max_examples=300, deadline=None)
 
 @many
 @given(heads(), st.none() | budgets, CHUNKINGS)
-def test_predicted_bytes_and_chunks_are_what_will_run(inputs, memory_mb, chunking):
-    """The plan's figures, from its cut done over by plan_chunks and the sum written by hand."""
+def test_planned_chunks_are_those_that_will_run(inputs, memory_mb, chunking):
+    """The plan's cut is plan_chunks'. Its bytes are held against measured ones, not a second formula."""
     inputs = replace(inputs, memory_mb=memory_mb, **chunking)
     for chosen in (plan(inputs), *alternatives(inputs)):
         config = FusedCEConfig(num_chunks=chosen.num_chunks, chunk_tokens=chosen.chunk_tokens)
@@ -356,8 +298,6 @@ def test_predicted_bytes_and_chunks_are_what_will_run(inputs, memory_mb, chunkin
         in_part = {"store": len(sizes), "mixed": chosen.stored_chunks}
         assert chosen.stored_chunks == in_part.get(chosen.strategy, 0)
         assert chosen.strategy != "mixed" or 0 < chosen.stored_chunks < len(sizes)
-        needed = exact(inputs, chosen.strategy, sizes, chosen.stored_chunks)
-        assert chosen.predicted_peak_bytes == needed
 
 
 @many
