@@ -15,7 +15,6 @@ from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logits_
 from megatron_fused_ce.kernels import exp_product, exp_rows, forms
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.testing.reference import (
-    KINDS,
     assert_close,
     make_inputs,
     relative_error,
@@ -24,6 +23,8 @@ from megatron_fused_ce.testing.reference import (
 from megatron_fused_ce.token_outputs import Upstream
 from tests.kernels.test_row_kernels import without_interpreter
 from tests.op.test_op import STRATEGIES, run, weights_for
+from tests.support import pairs
+from tests.support.pairs import SCALED_EXP_OPTIONS as OPTIONS
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -68,14 +69,6 @@ def assert_right(result, inputs, largest):
         assert relative_error(part, true) < 2 * largest * 2.0**-24
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_against_fp64(kind, strategy, product, device):
-    inputs = make_inputs(kind, dtype=DTYPE, device=device, **SIZES)
-    result = run(inputs, exp_config(strategy, num_chunks=2))
-    assert_right(result, inputs, largest=300.0 if kind == "wide" else 1.0)
-
-
 @pytest.mark.parametrize("num_tokens", [1, 31, 64, 65, 129])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_tokens(num_tokens, strategy, product, device):
@@ -103,24 +96,14 @@ def test_logit_scale(strategy, product, device):
     assert_close(run(inputs, exp_config(strategy, num_chunks=3, logit_scale=0.25)), inputs)
 
 
-#: Options that the epilogue makes, small enough for every size here.
-OPTIONS = {
-    "z-loss": {"z_loss": 1e-2},
-    "softcap": {"logit_softcap": 5.0},
-    "masked": {"true_vocab_size": 53},
-    "all": {"z_loss": 1e-3, "logit_softcap": 30.0, "true_vocab_size": 45, "ignore_index": -100},
-}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_the_loss(name, kind, strategy, product, device):
+@pairs.parametrize("options by the scaled-exp GEMM")
+def test_against_fp64(option, kind, strategy, product, device):
     inputs = make_inputs(kind, dtype=DTYPE, device=device, **SIZES)
-    config = exp_config(strategy, num_chunks=2, **OPTIONS[name])
+    options = OPTIONS.get(option, {})
+    config = exp_config(strategy, num_chunks=2, **options)
     inputs = dataclasses.replace(inputs, config=config)
     # fp32 exponents of large logits, see assert_right; a softcap of 30 leaves none.
-    largest = 300.0 if kind == "wide" and "logit_softcap" not in OPTIONS[name] else 1.0
+    largest = 300.0 if kind == "wide" and "logit_softcap" not in options else 1.0
     assert_right(run(inputs, config), inputs, largest)
 
 

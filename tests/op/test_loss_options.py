@@ -14,7 +14,6 @@ from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.logits_backend import choose
 from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.reference import (
-    KINDS,
     LOSS_OPTIONS,
     assert_close,
     make_inputs,
@@ -24,6 +23,7 @@ from megatron_fused_ce.testing.reference import (
 from tests.kernels.test_scaled_exp import DTYPE as EXP_DTYPE
 from tests.kernels.test_scaled_exp import HAS_EXP
 from tests.op.test_op import DTYPES, STRATEGIES, run
+from tests.support import pairs
 
 
 def problem(kind, dtype, device, options, **shape):
@@ -36,12 +36,9 @@ def problem(kind, dtype, device, options, **shape):
     return replace(made, config=FusedCEConfig(**options))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LOSS_OPTIONS)
-def test_against_fp64(name, kind, dtype, strategy, device):
-    inputs = problem(kind, dtype, device, LOSS_OPTIONS[name])
+@pairs.parametrize("options of the loss")
+def test_against_fp64(option, kind, dtype, strategy, device):
+    inputs = problem(kind, getattr(torch, dtype), device, LOSS_OPTIONS[option])
     config = replace(inputs.config, strategy=strategy, num_chunks=4)
     result = run(inputs, config)
     assert_close(result, inputs)
@@ -92,11 +89,11 @@ def test_in_a_graph(name, dtype, strategy):
     assert torch.equal(weight.grad, expected.grad_weight)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LOSS_OPTIONS)
-def test_triton_kernels_against_fp64(name, kind, device):
-    inputs = problem(kind, torch.float32, device, LOSS_OPTIONS[name], s=7, b=2)
-    assert_close(run(inputs, replace(inputs.config, num_chunks=3, row_backend="triton")), inputs)
+@pairs.parametrize("options by the row kernels")
+def test_triton_kernels_against_fp64(option, kind, strategy, device):
+    inputs = problem(kind, torch.float32, device, LOSS_OPTIONS[option], s=7, b=2)
+    config = replace(inputs.config, strategy=strategy, num_chunks=3, row_backend="triton")
+    assert_close(run(inputs, config), inputs)
 
 
 @pytest.mark.parametrize("name", LOSS_OPTIONS)

@@ -33,7 +33,7 @@ from megatron_fused_ce.testing.reference import (
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from tests.kernels.test_scaled_exp import DTYPE as EXP_DTYPE
 from tests.kernels.test_scaled_exp import HAS_EXP
-from tests.op.test_op import DTYPES
+from tests.support import pairs
 
 DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 #: Options that every output follows.
@@ -101,10 +101,9 @@ def assert_outputs(made, inputs, exact, eager):
         assert not (made.correct & ~alone & (ties.sum(-1) == 1)).any()
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "store", "auto"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "odd-labels"])
+@pairs.parametrize("outputs")
 def test_all_outputs_against_fp64(kind, dtype, strategy, device):
+    dtype = getattr(torch, dtype)
     inputs = problem(kind, dtype, device)
     upstreams = upstreams_of(inputs, DIFFERENTIABLE)
     config = replace(inputs.config, strategy=strategy, num_chunks=4)
@@ -286,13 +285,10 @@ def test_which_outputs_leave_the_exponentiating_product(device):
 # Distillation
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [1, 5])
-def test_distillation_against_fp64(k, kind, dtype, strategy, device):
-    inputs = problem(kind, dtype, device)
-    check_distillation(inputs, k, replace(inputs.config, strategy=strategy, num_chunks=4))
+@pairs.parametrize("distillation")
+def test_distillation_against_fp64(entries, kind, dtype, strategy, device):
+    inputs = problem(kind, getattr(torch, dtype), device)
+    check_distillation(inputs, entries, replace(inputs.config, strategy=strategy, num_chunks=4))
 
 
 @pytest.mark.parametrize("name", ["z-loss", "softcap", "masked padding"])

@@ -1,4 +1,4 @@
-"""All pairs: calls of the head in which every two values of two axes meet, in tests/parallel/pairs.json.
+"""All pairs: calls of the head in which every two values of two axes meet, in pairs.json beside this.
 
     python -m tests.support.pairs        write the file anew, after a change of the axes
 
@@ -14,10 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_fused_ce.testing.reference import KINDS, LOSS_OPTIONS
 
-FILE = Path(__file__).resolve().parents[1] / "parallel" / "pairs.json"
+FILE = Path(__file__).with_name("pairs.json")
 
+DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")
 #: Of :class:`.FusedCEConfig`, by name; sizes are those of the smaller vocabulary of tests/support/head.py.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -28,6 +31,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: What the scaled-exp GEMM's epilogue cannot make.
 BEYOND_SCALED_EXP = ("smoothing", "smoothing as PyTorch", "all", "logits rounded")
+
+#: What it makes, small enough for every size of tests/kernels/test_scaled_exp.py.
+SCALED_EXP_OPTIONS: dict[str, dict[str, Any]] = {
+    "z-loss": {"z_loss": 1e-2},
+    "softcap": {"logit_softcap": 5.0},
+    "masked": {"true_vocab_size": 53},
+    "all": {"z_loss": 1e-3, "logit_softcap": 30.0, "true_vocab_size": 45, "ignore_index": -100},
+}
 
 LAYOUT = {
     "strategy": STRATEGIES,
@@ -44,13 +55,41 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "option": tuple(OPTIONS),
         "kind": KINDS,
         **LAYOUT,
-        "dtype": ("float32", "bfloat16", "float16"),
+        "dtype": DTYPES,
         "grad_weight": ("returned", "main_grad", "low main_grad", "frozen"),
         "vocab_start": ("given", "found"),
         "tokens": ("[s, b, H]", "[T, H]"),
     },
     # What only four ranks can break: rings of buffers, shards, merges and skipped tokens.
     "4 ranks": LAYOUT,
+    # Of tests/op and tests/kernels, in one process.
+    "options of the loss": {
+        "option": tuple(LOSS_OPTIONS),
+        "kind": KINDS,
+        "dtype": DTYPES,
+        "strategy": STRATEGIES[:3],
+    },
+    "options by the row kernels": {
+        "option": tuple(LOSS_OPTIONS),
+        "kind": KINDS,
+        "strategy": STRATEGIES[:3],
+    },
+    "options by the scaled-exp GEMM": {
+        "option": ("plain", *SCALED_EXP_OPTIONS),
+        "kind": KINDS,
+        "strategy": STRATEGIES[:3],
+    },
+    "outputs": {
+        "kind": tuple(kind for kind in KINDS if kind != "odd-labels"),
+        "dtype": DTYPES,
+        "strategy": ("store", "recompute", "auto"),
+    },
+    "distillation": {
+        "entries": (1, 5),
+        "kind": KINDS,
+        "dtype": DTYPES,
+        "strategy": STRATEGIES[:3],
+    },
 }
 
 
@@ -126,6 +165,13 @@ def committed() -> dict[str, list[dict[str, Any]]]:
         name: [dict(zip(AXES[name], row, strict=True)) for row in rows]
         for name, rows in rows_of.items()
     }
+
+
+def parametrize(name: str) -> pytest.MarkDecorator:
+    """A test by the rows of ``name``: the axes are its parameters, and a row's values name the case."""
+    rows = [tuple(row.values()) for row in committed()[name]]
+    ids = ["-".join(map(str, row)) for row in rows]
+    return pytest.mark.parametrize(tuple(AXES[name]), rows, ids=ids)
 
 
 if __name__ == "__main__":
