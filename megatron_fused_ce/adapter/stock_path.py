@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from megatron_fused_ce.adapter import token_weights
 from megatron_fused_ce.config import FusedCEConfig
 
 #: Model classes whose head is understood, by name: they are found in different modules in different
@@ -114,8 +113,9 @@ def refuse_accuracy(reason: str) -> None:
 
 def reason_at_call(layer: Any, hidden: Any, gather_output: bool) -> str | None:
     """Why this call of a head that is otherwise fused takes the stock path, or None."""
-    if torch.is_inference_mode_enabled():
-        return "inference mode"
+    no_loss = token_weights.why_no_loss(layer)
+    if no_loss:
+        return no_loss
     if gather_output:
         return "the caller gathers the logits (runtime_gather_output)"
     if layer.sequence_parallel != layer.fused_ce_sequence_parallel:

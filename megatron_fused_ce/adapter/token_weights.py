@@ -14,6 +14,7 @@ What is found is a promise by whoever wrote the loss function, which ``upstream_
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
@@ -40,6 +41,7 @@ class _Call(NamedTuple):
     labels: Any
     loss_mask: Any
     unmasked: Count | None
+    generates: bool = False  # an inference context is given
 
 
 class _Calls(threading.local):
@@ -69,13 +71,12 @@ def remember_calls(model_class: type) -> bool:
     for cls in model_class.__mro__:
         for name in _ENTRIES:
             entry = vars(cls).get(name)
-            if hasattr(entry, "__fused_ce_entry__"):
-                takes_mask = True
-            elif callable(entry) and (
-                {"labels", "loss_mask"} <= inspect.signature(entry).parameters.keys()
-            ):
+            if not callable(entry):
+                continue
+            taken = inspect.signature(entry).parameters
+            takes_mask = takes_mask or {"labels", "loss_mask"} <= taken.keys()
+            if "labels" in taken and not hasattr(entry, "__fused_ce_entry__"):
                 setattr(cls, name, _remembering(entry))
-                takes_mask = True
     return takes_mask
 
 
@@ -89,7 +90,9 @@ def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError:
             return entry(self, *args, **kwargs)  # raises the same with its own words
         labels, mask = given.get("labels"), given.get("loss_mask")
-        _calls.stack.append(_Call(self, labels, mask, _count(self, labels, mask)))
+        contexts = (given.get(name) for name in ("inference_context", "inference_params"))
+        generates = any(context is not None for context in contexts)
+        _calls.stack.append(_Call(self, labels, mask, _count(self, labels, mask), generates))
         try:
             return entry(self, *args, **kwargs)
         finally:
@@ -124,6 +127,25 @@ def _fits(labels: Any, mask: Any) -> bool:
 def _call_of(model: Any) -> _Call | None:
     """The innermost call of ``model`` under way."""
     return next((call for call in reversed(_calls.stack) if call.model is model), None)
+
+
+def why_no_loss(layer: Any) -> str:
+    """Why the logits that ``layer``, a model's head, is asked for now are no loss's; empty where they may be.
+
+    Generation is recognised by Megatron's own signs of it. Under ``torch.inference_mode`` logits may leave
+    the model as a tensor, so there only a call with labels is known to end in a loss.
+    """
+    engine = sys.modules.get("megatron.core.inference.utils")
+    inference_mode = getattr(engine, "InferenceMode", None)  # since 0.19
+    if inference_mode is not None and inference_mode.is_active():
+        return "an inference engine uses the model"
+    calls = (c for c in reversed(_calls.stack) if getattr(c.model, "output_layer", None) is layer)
+    call = next(calls, None)
+    if call is not None and call.generates:
+        return "the model was called with an inference context"
+    if torch.is_inference_mode_enabled() and (call is None or call.labels is None):
+        return "inference mode, and no labels in the model's call"
+    return ""
 
 
 def of_loss(model: Any, labels: Tensor) -> TokenWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import types
 
 import pytest
@@ -127,7 +128,7 @@ def test_only_the_main_loss_gets_it():
     ("model", "mask", "reason"),
     [
         (GPT(), None, "GPT was called without a loss_mask"),
-        (OldMamba(), None, "OldMamba was called in a way that shows no loss_mask"),
+        (OldMamba(), None, "OldMamba was called without a loss_mask"),
         (GPT(), torch.ones(B * S), r"the loss_mask is (10,) on cpu, the labels are (2, 5)"),
         (GPT(), torch.ones(B, S, device="meta"), "on meta"),
         (GPT(), [[1.0] * S] * B, "without a loss_mask"),
@@ -232,7 +233,7 @@ def test_wrapped_once_and_still_itself():
     token_weights.remember_calls(GPT)
     assert GPT.forward is entry
     assert entry.__name__ == "forward"
-    assert "forward" in vars(MaskByItself) and not hasattr(OldMamba.forward, "__fused_ce_entry__")
+    assert not hasattr(PassesOn.forward, "__fused_ce_entry__")  # shows no labels
     model, mask = copy.deepcopy(GPT()), torch.rand(B, S)
     model(torch.ones(3), labels=labels(), loss_mask=mask)
     assert torch.equal(model.found[0].values, mask)
@@ -321,3 +322,33 @@ def test_an_optimizer_graph_laid_out_otherwise_is_left_alone(monkeypatch, capsys
     monkeypatch.setenv("RANK", "1")
     optimizer_guard.patch_cuda_graph(module)
     assert capsys.readouterr().out == ""
+
+
+def test_which_calls_end_in_a_loss(monkeypatch):
+    """Seen from the output layer: labels under inference mode, no sign of generation anywhere."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.output_layer = nn.Identity()
+
+        def forward(self, ids, labels=None, inference_context=None, inference_params=None):
+            return token_weights.why_no_loss(self.output_layer)
+
+    assert not token_weights.remember_calls(Model)
+    model, ids = Model(), torch.ones(3)
+    assert model(ids, labels()) == model(ids) == ""
+    for context in ("inference_context", "inference_params"):
+        assert "an inference context" in model(ids, labels(), **{context: object()})
+    with torch.inference_mode():
+        assert model(ids, labels()) == ""
+        assert "no labels" in model(ids)
+        # Another model's labels; a layer called outside of its model, as speculative decoding does.
+        other = Model()
+        model.register_forward_pre_hook(lambda *a: seen.append(other(ids)))
+        seen = []
+        assert model(ids, labels()) == "" and "no labels" in seen[0]
+        assert "no labels" in token_weights.why_no_loss(model.output_layer)
+    engine = types.SimpleNamespace(InferenceMode=types.SimpleNamespace(is_active=lambda: True))
+    monkeypatch.setitem(sys.modules, "megatron.core.inference.utils", engine)
+    assert "an inference engine" in model(ids, labels())

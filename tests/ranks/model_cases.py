@@ -288,7 +288,7 @@ def other_uses_get_real_logits(rank: Rank) -> None:
     gathered = forward(on, rank, False, runtime_gather_output=True)
     assert gathered.shape == (BATCH, SEQUENCE, VOCAB)
     with torch.inference_mode():
-        forward(on, rank, True)
+        forward(on, rank, False)
     assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 2)
 
     counters.reset()
@@ -612,6 +612,74 @@ def accuracy_that_cannot_be_had(rank: Rank) -> None:
         megatron_fused_ce.disable()
 
 
+def generation_and_evaluation(rank: Rank, mtp: int, strategy: str) -> None:
+    """A rollout step is Megatron's; a labelled evaluation under inference mode is fused, options and all."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    import megatron_fused_ce
+
+    megatron_groups.have(rank.size)
+    megatron_fused_ce.disable()
+    model = Model(mtp=mtp)
+    off = build(model, rank)
+    counters = megatron_fused_ce.counters()
+
+    def rollout(built: Any) -> Any:
+        gathers = {"runtime_gather_output": True}
+        context = functools.partial(StaticInferenceContext, BATCH, SEQUENCE)
+        engine: Any = contextlib.nullcontext
+        if core_version() >= (0, 19):
+            from megatron.core.inference.utils import InferenceMode
+
+            engine = InferenceMode.active
+        built.eval()
+        with torch.inference_mode(), engine():
+            logits = forward(built, rank, False, inference_context=context(), **gathers)
+        with torch.no_grad(), engine():
+            forward(built, rank, False, inference_context=context(), **gathers)
+        return logits
+
+    def evaluation(built: Any, mask: torch.Tensor) -> torch.Tensor:
+        built.eval()
+        with torch.inference_mode():
+            return forward(built, rank, True, loss_mask=mask)
+
+    mask = torch.ones(BATCH, SEQUENCE, device=rank.device)
+    mask[:, ::3] = 0.0
+    for options in ({}, {"skip_masked": True}, {"z_loss": 1e-3}):
+        megatron_fused_ce.enable(
+            megatron_fused_ce.FusedCEConfig(strategy, num_chunks=3, **options), log_accuracy=True
+        )
+        on = build(model, rank)
+        megatron_fused_ce.disable()
+        counters.reset()
+        can_roll_out = not mtp or core_version() >= (
+            0,
+            19,
+        )  # 0.16 clones the labels of its MTP heads
+        for _ in range(2):
+            if can_roll_out:
+                torch.testing.assert_close(rollout(on), rollout(off))
+            loss, expected = evaluation(on, mask), evaluation(off, mask)
+            if "z_loss" not in options:
+                torch.testing.assert_close(loss * mask, expected * mask)
+            else:
+                assert (loss > expected).all()
+        # Heads of multi-token prediction are evaluated with the main one, and make no logits in a rollout.
+        stock = 4 if can_roll_out else 0
+        counted = (counters.fused, counters.materialised, counters.stock)
+        assert counted == (2 * (1 + mtp), 0, stock), counted
+        on.train()
+        (forward(on, rank, True, loss_mask=mask) * mask).sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in on.parameters())
+        # A call without labels shows no loss: real logits, from Megatron's layer.
+        counters.reset()
+        with torch.inference_mode():
+            if can_roll_out and not mtp:
+                forward(on, rank, False)
+                assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 1)
+
+
 CASES = {
     "accuracy that cannot be had": accuracy_that_cannot_be_had,
     "options of the loss": loss_options,
@@ -666,6 +734,10 @@ CASES["accuracy: hybrid mtp 1"] = functools.partial(
 )
 for _name, _model in {**_MODELS, **_SINCE_0_17}.items():
     CASES[f"off against on: {_name}"] = functools.partial(off_against_on, model=_model)
+for _mtp, _strategy in (0, "recompute"), (1, "grad_in_forward"):
+    CASES[f"generation and evaluation: mtp {_mtp}"] = functools.partial(
+        generation_and_evaluation, mtp=_mtp, strategy=_strategy
+    )
 NEEDS_0_19 = {f"{kind}: {name}" for kind in ("off against on", "accuracy") for name in _SINCE_0_17}
 
 
