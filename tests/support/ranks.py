@@ -336,6 +336,8 @@ class Ranks:
 
     size: int
     environment: Environment = PLAIN
+    #: Where ranks live on, those of another name are others.
+    own: str = ""
 
     def __str__(self) -> str:
         kind = "" if self.environment == PLAIN else f"-{self.environment.name}"
@@ -343,7 +345,7 @@ class Ranks:
 
     @property
     def on_gpus(self) -> bool:
-        return torch.cuda.device_count() >= self.size
+        return torch.cuda.is_available()
 
 
 #: Worlds that live on: those on GPUs.
@@ -381,6 +383,8 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
         @functools.wraps(function)
         def test(ranks: Ranks, **options: Any) -> None:
             __tracebackhide__ = True
+            if ranks.on_gpus and torch.cuda.device_count() < ranks.size:
+                pytest.skip(f"{ranks.size} ranks: there are {torch.cuda.device_count()} GPUs")
             if not torchrun.IS_RANK:
                 run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
             elif ranks.size == torchrun.SIZE:

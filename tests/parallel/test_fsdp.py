@@ -1,0 +1,275 @@
+"""torch FSDP2 and Megatron-FSDP with the flag on against Megatron's DDP with it off: trained, equal.
+
+The ranks are data parallel and see tokens of their own. Each case trains the same model by Megatron's own
+wrappers and Adam, evaluates it between two steps, and compares losses, gradient norms and, at the end,
+every parameter, gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import megatron
+from tests.support.megatron import (
+    BATCH,
+    SEQUENCE,
+    VOCAB,
+    Model,
+    both_cores,
+    have_groups,
+    needs_core,
+)
+from tests.support.ranks import Rank, on_ranks
+
+pytest.importorskip("einops", reason="Megatron-FSDP imports it")
+
+
+#: Ranks of their own where ranks live on: DTensor remembers the mesh of an earlier one that is equal.
+BOTH = both_cores(2, own="fsdp")
+
+STEPS, MICRO_BATCHES = 3, 2
+
+#: Norm-relative, for losses and gradient norms of three steps in fp32.
+BOUND = 2e-6
+#: Absolute, of parameters that Adam moved by 3e-3: where a gradient is nearly 0, rounding decides how far.
+PARAMETER_BOUND = 1e-5
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are spread over the data-parallel ranks."""
+
+    kind: str = "ddp"  # or fsdp2, megatron
+    #: FSDP2: gather the output layer by itself, as Megatron does under Transformer Engine.
+    own_unit: bool = False
+    #: Megatron-FSDP's data_parallel_sharding_strategy
+    what: str = "optim_grads_params"
+
+    def __str__(self) -> str:
+        return f"{self.kind}{' own unit' if self.own_unit else ''}"
+
+
+def wrapped(sharding: Sharding, model: Any) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    if sharding.kind == "fsdp2":
+        return fsdp2(sharding, model)
+    if sharding.kind == "megatron":
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            use_megatron_fsdp=True,
+            data_parallel_sharding_strategy=sharding.what,
+            gradient_reduce_div_fusion=False,  # gloo cannot
+        )
+        return FullyShardedDataParallel(model.config, config, model)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(model.config, config, model)
+
+
+def fsdp2(sharding: Sharding, model: Any) -> Any:
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+        TorchFullyShardedDataParallel,
+    )
+    from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+        TorchFullyShardedDataParallelConfig,
+    )
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
+    )
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    # Megatron never names the stock class for local layers, which have more of them.
+    units = {TransformerLayer, LanguageModelEmbedding}
+    units |= {type(model.output_layer)} if sharding.own_unit else set()
+    config = TorchFullyShardedDataParallelConfig()
+    return TorchFullyShardedDataParallel(model.config, config, model, sub_modules_to_wrap=units)
+
+
+class Training:
+    """One model under training. ``seen``: what it can be compared by."""
+
+    def __init__(self, rank: Rank, model: Model, sharding: Sharding) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.rank, self.sharding = rank, sharding
+        self.built = megatron.build(model, replace(rank, size=1))
+        self.model = wrapped(sharding, self.built)
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-3,
+            clip_grad=1.0,
+            use_distributed_optimizer=sharding.kind == "megatron",
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.model])
+        self.generator = torch.Generator().manual_seed(11 + rank.rank)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per-token losses ``[b, s]`` of tokens of this rank's own, and the mask."""
+        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=self.generator)
+        mask = (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.8).float()
+        ids, mask = ids.to(self.rank.device), mask.to(self.rank.device)
+        positions = megatron.positions_and_mask(self.rank)
+        return self.model(ids[:, :-1], *positions, labels=ids[:, 1:], loss_mask=mask), mask
+
+    def step(self, number: int) -> None:
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        for micro_batch in range(MICRO_BATCHES):
+            losses, mask = self.losses()
+            (losses * mask).sum().div(mask.sum() * MICRO_BATCHES).backward()
+            self.seen[f"loss {number}.{micro_batch}"] = losses.detach().clone()
+        self.model.finish_grad_sync()
+        succeeded, norm, _ = self.optimizer.step()
+        assert succeeded
+        self.seen[f"gradient norm {number}"] = torch.as_tensor(norm)
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.seen["evaluation"] = self.losses()[0]
+        self.model.train()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every parameter, whole, as the next forward would see it."""
+        whole = functools.partial(gathered, self.sharding)
+        if self.sharding.kind == "megatron":
+            self.model.module._replace_param_with_distributed_if_needed()
+        return {name: whole(tensor).clone() for name, tensor in self.built.named_parameters()}
+
+
+def gathered(sharding: Sharding, parameter: torch.Tensor) -> torch.Tensor:
+    if not hasattr(parameter, "placements"):
+        return parameter.detach()
+    if sharding.what == "no_shard":
+        return parameter.detach().to_local()
+    if sharding.kind == "fsdp2":
+        return parameter.detach().full_tensor()
+    # Megatron-FSDP cuts buckets of parameters anywhere: gloo gathers parts of one size only.
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, parameter.detach().to_local().flatten().cpu())
+    return torch.cat(parts).view(parameter.shape).to(parameter.device)
+
+
+STRATEGIES = ("recompute", "store", "grad_in_forward")
+FSDP2, FSDP2_OWN_UNIT = Sharding("fsdp2"), Sharding("fsdp2", own_unit=True)
+MEGATRON = Sharding("megatron")
+CASES = {
+    **{f"FSDP2, {name}": (Model(strategy=name), FSDP2) for name in STRATEGIES},
+    **{f"FSDP2, {name}, own unit": (Model(strategy=name), FSDP2_OWN_UNIT) for name in STRATEGIES},
+    **{f"Megatron-FSDP, {name}": (Model(strategy=name), MEGATRON) for name in STRATEGIES},
+    **{
+        f"Megatron-FSDP, {name}, tied": (Model(strategy=name, tied=True), MEGATRON)
+        for name in STRATEGIES
+    },
+    **{
+        f"Megatron-FSDP, {what}": (Model(), Sharding("megatron", what=what))
+        for what in ("no_shard", "optim", "optim_grads")
+    },
+    "FSDP2, own unit, MTP 1": (Model(mtp=1), FSDP2_OWN_UNIT),
+    "Megatron-FSDP, tied, MTP 1": (Model(mtp=1, tied=True), MEGATRON),
+}
+
+
+def trained(rank: Rank, model: Model, sharding: Sharding) -> dict[str, torch.Tensor]:
+    training = Training(rank, model, sharding)
+    are_sharded = [hasattr(parameter, "placements") for parameter in training.built.parameters()]
+    assert all(are_sharded) if sharding.kind != "ddp" else not any(are_sharded)
+    for number in range(STEPS):
+        training.step(number)
+        if number == 0:
+            training.evaluate()
+    return training.seen | training.parameters()
+
+
+@on_ranks(*BOTH)
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_against_ddp(rank: Rank, case):
+    import megatron_fused_ce
+
+    if case == "Megatron-FSDP, no_shard":
+        needs_core(0, 19)  # 0.16.1's fails there without this package too
+    have_groups(1)
+    model, sharding = CASES[case]
+    megatron_fused_ce.disable()
+    expected = trained(rank, model, Sharding())
+    counters = megatron_fused_ce.counters()
+    counters.reset()
+    megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(strategy=model.strategy, num_chunks=3))
+    got = trained(rank, model, sharding)
+    megatron_fused_ce.disable()
+    forwards = STEPS * MICRO_BATCHES + 1  # one in evaluation
+    heads = (1 + model.mtp) * forwards
+    assert (counters.fused, counters.materialised, counters.stock) == (heads, 0, 0)
+    assert got.keys() == expected.keys()
+    for name, right in expected.items():
+        difference = (got[name].double() - right.double()).norm()
+        assert got[name].shape == right.shape, name
+        if "loss" in name or "norm" in name.split() or name == "evaluation":
+            difference, bound = difference / right.double().norm(), BOUND
+        else:
+            difference, bound = (got[name] - right).abs().max(), PARAMETER_BOUND
+        assert difference <= bound, f"{name}: differs by {difference:.2e}, more than {bound:.0e}"
+
+
+@on_ranks(*BOTH)
+def test_a_sharding_hooks_output_is_the_loss(rank: Rank):
+    """What a sharding hook puts in the place of the layer's output is what gets a gradient."""
+    import megatron_fused_ce
+
+    have_groups(1)
+    reached: list[bool] = []
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        replaced = output[0].view_as(output[0])
+        replaced.register_hook(lambda grad: reached.append(True))
+        return replaced, None
+
+    hook.__module__ = "megatron.core.distributed.fsdp.a_test"
+    megatron_fused_ce.enable()
+    built = megatron.build(Model(), replace(rank, size=1))
+    megatron_fused_ce.disable()
+    built.output_layer.register_forward_hook(hook)
+    megatron.forward(built, rank, labels=True).sum().backward()
+    assert reached == [True]
+
+
+@on_ranks(*BOTH)
+@pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
+def test_accuracy_beside_the_loss(rank: Rank, sharding):
+    """Counted beside the loss that hooks of the layer and of the model hand on."""
+    import megatron_fused_ce
+
+    have_groups(1)
+    alone = replace(rank, size=1)
+    megatron_fused_ce.disable()
+    batches, corrects = megatron.batches_half_right(megatron.build(Model(), alone), alone)
+    megatron_fused_ce.enable(log_accuracy=True)
+    training = Training(rank, Model(), sharding)
+    megatron_fused_ce.disable()
+    for forward_only in (False, True):
+        training.model.zero_grad_buffer()
+        reports = megatron.run_schedule(training.model, batches, alone, forward_only)
+        megatron.check_accuracy(reports, batches, corrects)
+
+
+@on_ranks(*BOTH)
+def test_tied_under_fsdp2_is_refused(rank: Rank):
+    """As Megatron's arguments do; the embedding's rows are elsewhere again by then."""
+    import megatron_fused_ce
+
+    have_groups(1)
+    megatron_fused_ce.enable()
+    training = Training(rank, Model(tied=True), Sharding("fsdp2"))
+    megatron_fused_ce.disable()
+    with pytest.raises(TypeError, match=r"weight is a DTensor, placed \(Shard\(dim=0\),\)"):
+        training.losses()

@@ -1,0 +1,458 @@
+"""``grad_in_forward`` under Megatron's own optimizers: a wrong loss never changes a parameter.
+
+Real GPT, Mamba and Hybrid models in Megatron's DDP, trained by Megatron's optimizers as its train_step
+does. A wrong loss weights one token otherwise than the ``loss_mask`` that the model was called with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron import (
+    BATCH,
+    INSTALLED,
+    NEWEST,
+    SEQUENCE,
+    VOCAB,
+    Model,
+    build,
+    have_groups,
+    needs_core,
+    of_core,
+    positions_and_mask,
+)
+from tests.support.ranks import Rank, on_ranks
+
+#: Both cores, one of them at TP 2.
+RANKS = [of_core(2, NEWEST), of_core(1, INSTALLED)]
+PLAIN = Model()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, its precision and its optimizer."""
+
+    model: Model = PLAIN
+    fp16: bool = False
+    distributed: bool = False
+    loss_scale: float = 2.0**4
+    chained: bool = False
+    strategy: str = "grad_in_forward"
+
+
+SETUP = Setup()
+FP16 = Model(dtype=torch.float16, extra={"fp16": True})
+BF16 = Model(dtype=torch.bfloat16)
+OPTIMIZERS = {
+    "fp32": Setup(),
+    "fp32, chained": Setup(chained=True),
+    "bf16": Setup(BF16),
+    "fp16": Setup(FP16, fp16=True),
+    "fp32, distributed": Setup(distributed=True),
+    "bf16, distributed": Setup(BF16, distributed=True),
+    "fp16, distributed": Setup(FP16, fp16=True, distributed=True),
+    "fused wgrad": Setup(Model(fused_wgrad=True)),
+    "tied": Setup(Model(tied=True)),
+    "hybrid": Setup(Model(family="hybrid")),
+}
+
+
+class Training:
+    """One model under training, step by step."""
+
+    def __init__(self, rank: Rank, setup: Setup) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+        import megatron_fused_ce
+
+        megatron_fused_ce.enable(
+            megatron_fused_ce.FusedCEConfig(strategy=setup.strategy, num_chunks=3)
+        )
+        self.rank = rank
+        self.model = build(setup.model, rank)
+        megatron_fused_ce.disable()
+        self.ddp = DistributedDataParallel(
+            self.model.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed
+            ),
+            self.model,
+        )
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            fp16=setup.fp16,
+            bf16=setup.model.dtype == torch.bfloat16,
+            params_dtype=setup.model.dtype,
+            use_distributed_optimizer=setup.distributed,
+            initial_loss_scale=setup.loss_scale,
+            min_loss_scale=1.0,
+            clip_grad=1.0,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+        if setup.chained and not isinstance(self.optimizer, ChainedOptimizer):
+            self.optimizer = ChainedOptimizer([self.optimizer])
+        self.generator = torch.Generator().manual_seed(5)
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def mask(self) -> torch.Tensor:
+        random = torch.rand(BATCH, SEQUENCE, generator=self.generator)
+        return (random < 0.7).float().to(self.rank.device)
+
+    def losses(self, **given: Any) -> torch.Tensor:
+        """Per-token losses ``[b, s]`` of a random micro-batch; ``given``: what the model is told."""
+        shape = (BATCH, SEQUENCE + 1)
+        ids = torch.randint(0, VOCAB, shape, generator=self.generator).to(self.rank.device)
+        positions, causal = positions_and_mask(self.rank)
+        losses: torch.Tensor = self.ddp(ids[:, :-1], positions, causal, labels=ids[:, 1:], **given)
+        return losses
+
+    def backward(self, right: bool = True, scale: float = 1.0) -> torch.Tensor:
+        """One micro-batch through Megatron's loss arithmetic; gives its loss."""
+        mask = self.mask()
+        losses = self.losses(loss_mask=mask)
+        used = mask if right else one_token_changed(mask)
+        return self.backward_of(losses, used, scale)
+
+    def backward_of(
+        self, losses: torch.Tensor, used: torch.Tensor, scale: float = 1.0
+    ) -> torch.Tensor:
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        loss_scale = self.optimizer.get_loss_scale()
+        MTPLossAutoScaler.set_loss_scale(torch.ones_like(loss_scale) * loss_scale)
+        loss = torch.sum(losses.view(-1).float() * used.view(-1).float())
+        loss = loss / torch.clamp(used.sum().int(), min=1) / 2
+        self.optimizer.scale_loss(loss * scale).backward()
+        return loss.detach()
+
+    def state(self) -> list[torch.Tensor]:
+        """Every parameter of the model and of the optimizer, copied."""
+        kept = [*self.model.parameters(), *self.optimizer.get_parameters()]
+        return [parameter.detach().clone() for parameter in kept]
+
+    def step(self) -> bool:
+        self.ddp.finish_grad_sync()
+        succeeded, _, _ = self.optimizer.step()
+        return bool(succeeded)
+
+    def assert_raises_and_changes_nothing(self) -> None:
+        from megatron_fused_ce.upstream_guard import UpstreamMismatch
+
+        before = self.state()
+        try:
+            self.step()
+        except UpstreamMismatch as error:
+            assert "--fused-ce-strategy store or recompute" in str(error)
+        else:
+            raise AssertionError("the step was taken")
+        assert all(map(torch.equal, before, self.state())), "a parameter changed before the error"
+
+    def assert_steps(self) -> None:
+        before = self.state()
+        assert self.step()
+        assert not all(map(torch.equal, before, self.state())), "no parameter changed"
+
+
+def one_token_changed(mask: torch.Tensor) -> torch.Tensor:
+    changed = mask.clone()
+    changed[1, 3] = 1.0 - changed[1, 3]
+    return changed
+
+
+@contextlib.contextmanager
+def what_was_said() -> Iterator[io.StringIO]:
+    from megatron_fused_ce.adapter import report
+
+    report._said.clear()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        yield said
+
+
+def notes(said: io.StringIO) -> list[str]:
+    return [line for line in said.getvalue().splitlines() if "instead of grad_in_forward" in line]
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_wrong_loss(rank: Rank, optimizer):
+    """In the first iteration, and again after right ones; right steps are taken before and after."""
+    if optimizer == "hybrid":
+        needs_core(
+            0, 17
+        )  # MambaModel took no loss_mask before: grad_in_forward is never used for it
+    have_groups(rank.size)
+    training = Training(rank, OPTIMIZERS[optimizer])
+    for _ in range(2):
+        training.zero_grad()
+        training.backward(right=False)
+        training.backward()
+        training.assert_raises_and_changes_nothing()
+        training.zero_grad()
+        training.backward()
+        training.backward()
+        training.assert_steps()
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("distributed", [False, True], ids=["", "distributed"])
+def test_a_wrong_loss_in_skipped_steps(rank: Rank, distributed):
+    """fp16's gradients overflow and Megatron skips the step: raised all the same, at once."""
+    from megatron_fused_ce.upstream_guard import check
+
+    setup = Setup(FP16, fp16=True, distributed=distributed, loss_scale=2.0**40)
+    have_groups(rank.size)
+    training = Training(rank, setup)
+    before = training.state()
+    for _ in range(2):
+        training.zero_grad()
+        training.backward()
+        assert not training.step(), "the step was not skipped: the case tests nothing"
+        check()
+    assert all(map(torch.equal, before, training.state()))
+    training.zero_grad()
+    training.backward(right=False)
+    training.assert_raises_and_changes_nothing()
+
+
+@on_ranks(*RANKS)
+def test_an_upstream_overflow(rank: Rank):
+    """An upstream gradient that is itself inf: no mismatch, and Megatron sees it and skips."""
+    have_groups(rank.size)
+    training = Training(rank, Setup(FP16, fp16=True))
+    before = training.state()
+    training.zero_grad()
+    training.backward(scale=float("inf"))
+    assert not training.step()
+    assert all(map(torch.equal, before, training.state()))
+    training.zero_grad()
+    training.backward()
+    training.assert_steps()
+
+
+def run_iteration(
+    training: Training, state_machine: Any, wrong_in: tuple[int, ...], reject_first: bool
+) -> list[list[torch.Tensor]]:
+    """One iteration of Megatron's train_step up to the optimizer: losses and gradients of each run."""
+    masks = [training.mask() for _ in range(2)]
+    start = training.generator.get_state()
+    runs: list[list[torch.Tensor]] = []
+    while state_machine.should_run_forward_backward(None):
+        training.zero_grad()
+        training.generator.set_state(start)
+        seen: list[torch.Tensor] = []
+        for mask in masks:
+            used = one_token_changed(mask) if len(runs) in wrong_in else mask
+            losses = training.losses(loss_mask=mask)
+            seen.append(losses.detach().clone())
+            loss = training.backward_of(losses, used)
+            state_machine.validate_result(
+                result=loss,
+                rejection_func=lambda value, rejected=reject_first and not runs: rejected,
+                message="rejected by the test",
+                fatal=False,
+            )
+        gradients = [parameter.main_grad.clone() for parameter in training.model.parameters()]
+        runs.append(seen + gradients)
+    state_machine.should_checkpoint_and_exit()
+    return runs
+
+
+def rerun(
+    rank: Rank,
+    mode: str,
+    wrong_in: tuple[int, ...] = (),
+    reject_first: bool = False,
+    setup: Setup = SETUP,
+) -> None:
+    """Megatron's re-run state machine: a second run of an iteration neither trips nor forgets.
+
+    It has the first one's bits: the machine would blame the hardware for others. No result is rejected in the
+    first iteration of all, where Megatron validates nothing.
+    """
+    from megatron.core import rerun_state_machine as machine
+
+    have_groups(rank.size)
+    if rank.size == 1:  # which has no sequence parallelism
+        setup = replace(setup, model=replace(setup.model, sequence_parallel=False))
+    training = Training(rank, setup)
+    state_machine: Any = machine.RerunStateMachine(mode=machine.RerunMode(mode))
+    state_machine._maybe_report_stats = lambda: None  # 0.16.1's raises an AttributeError
+    if reject_first:
+        assert len(run_iteration(training, state_machine, (), False)) == 1
+        training.assert_steps()
+    runs = run_iteration(training, state_machine, wrong_in, reject_first)
+    assert len(runs) == (2 if reject_first or mode == "report_determinism_stats" else 1)
+    if len(set(range(len(runs))) & set(wrong_in)) in (0, len(runs)):
+        for first, again in zip(runs[0], runs[-1], strict=True):
+            assert torch.equal(first, again) and first.isfinite().all() and first.any()
+    if wrong_in:
+        training.assert_raises_and_changes_nothing()
+    else:
+        training.assert_steps()
+    run_iteration(training, state_machine, (), False)
+    training.assert_steps()
+
+
+@on_ranks(*RANKS)
+def test_an_all_masked_micro_batch(rank: Rank):
+    """A micro-batch without any token that counts is legal, and adds nothing to the gradient."""
+    have_groups(rank.size)
+    gradients = []
+    for with_empty in (False, True):
+        training = Training(rank, Setup())
+        training.zero_grad()
+        training.backward()
+        if with_empty:
+            nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
+            training.backward_of(training.losses(loss_mask=nothing), nothing)
+        training.ddp.finish_grad_sync()
+        gradients.append([p.main_grad.clone() for p in training.model.parameters()])
+        training.assert_steps()
+    assert all(map(torch.equal, *gradients))
+
+    training.zero_grad()
+    nothing = torch.zeros(BATCH, SEQUENCE, device=rank.device)
+    training.backward_of(training.losses(loss_mask=nothing), one_token_changed(nothing))
+    training.assert_raises_and_changes_nothing()
+
+
+@on_ranks(*RANKS)
+def test_masks_of_other_dtypes(rank: Rank):
+    have_groups(rank.size)
+    training = Training(rank, Setup())
+    for dtype in (torch.bfloat16, torch.bool, torch.int64, torch.float64):
+        training.zero_grad()
+        mask = training.mask().to(dtype)
+        training.backward_of(training.losses(loss_mask=mask), mask)
+        training.assert_steps()
+
+
+@on_ranks(*RANKS)
+def test_weights_between_0_and_1(rank: Rank):
+    have_groups(rank.size)
+    training = Training(rank, Setup())
+    training.zero_grad()
+    weights = torch.rand(BATCH, SEQUENCE, generator=training.generator).to(rank.device)
+    training.backward_of(training.losses(loss_mask=weights), weights)
+    training.assert_steps()
+    training.zero_grad()
+    training.backward_of(training.losses(loss_mask=weights), (weights > 0).float())
+    training.assert_raises_and_changes_nothing()
+
+
+@on_ranks(*RANKS)
+def test_multi_token_prediction(rank: Rank):
+    """MTP's rolled masks are no mismatch; a wrong main loss still is; told once."""
+    have_groups(rank.size)
+    with what_was_said() as said:
+        training = Training(rank, Setup(Model(mtp=2)))
+        for _ in range(2):
+            training.zero_grad()
+            training.backward()
+            training.assert_steps()
+        training.zero_grad()
+        training.backward(right=False)
+        training.assert_raises_and_changes_nothing()
+    lines = notes(said)
+    assert len(lines) == (rank.rank == 0), lines
+    assert all("multi-token prediction" in line for line in lines)
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("family", ["gpt", "hybrid"])
+def test_without_a_mask(rank: Rank, family):
+    """No loss_mask (old MambaModel's signature has none): exact for any loss, said once."""
+    have_groups(rank.size)
+    with what_was_said() as said:
+        training = Training(rank, Setup(Model(family=family)))
+        for _ in range(2):
+            training.zero_grad()
+            anything = torch.randn(BATCH, SEQUENCE, generator=training.generator)
+            training.backward_of(training.losses(), anything.to(rank.device))
+            training.assert_steps()
+    lines = notes(said)
+    assert len(lines) == (rank.rank == 0), lines
+    assert all("loss_mask" in line for line in lines)
+
+
+@on_ranks(*RANKS)
+def test_evaluation_says_nothing(rank: Rank):
+    have_groups(rank.size)
+    with what_was_said() as said:
+        training = Training(rank, Setup())
+        training.model.eval()
+        with torch.no_grad():
+            training.losses()
+            training.losses(loss_mask=training.mask())
+    assert notes(said) == []
+
+
+@on_ranks(*RANKS)
+def test_two_models(rank: Rank):
+    """Two models with an optimizer each in one process: the wrong one's mismatch stops the next step."""
+    have_groups(rank.size)
+    wrong, right = Training(rank, Setup()), Training(rank, Setup())
+    for training in (wrong, right):
+        training.zero_grad()
+    wrong.backward(right=False)
+    right.backward()
+    right.assert_raises_and_changes_nothing()
+    right.assert_steps()
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("strategy", ["recompute", "store"])
+def test_other_strategies_take_any_loss(rank: Rank, strategy):
+    have_groups(rank.size)
+    training = Training(rank, Setup(strategy=strategy))
+    training.zero_grad()
+    training.backward(right=False)
+    training.assert_steps()
+
+
+MODES = ("disabled", "validate_results", "report_determinism_stats")
+TO_THE_BIT = {
+    "store": Setup(strategy="store"),
+    "recompute, sp": Setup(Model(sequence_parallel=True), strategy="recompute"),
+    "grad_in_forward, sp, fused wgrad": Setup(Model(sequence_parallel=True, fused_wgrad=True)),
+    "store, bf16, sp": Setup(
+        Model(dtype=torch.bfloat16, sequence_parallel=True), distributed=True, strategy="store"
+    ),
+    "grad_in_forward, tied, MTP 1, fused wgrad": Setup(Model(tied=True, mtp=1, fused_wgrad=True)),
+}
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("wrong_in", [(), (0, 1)], ids=["right", "wrong"])
+@pytest.mark.parametrize("mode", MODES)
+def test_rerun_machine(rank: Rank, mode, wrong_in):
+    rerun(rank, mode, wrong_in)
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("wrong_in", [(), (0,), (1,), (0, 1)], ids=lambda runs: f"wrong in {runs}")
+def test_rerun_after_a_rejected_result(rank: Rank, wrong_in):
+    rerun(rank, "validate_results", wrong_in, reject_first=True)
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("setup", TO_THE_BIT)
+def test_rerun_to_the_bit(rank: Rank, setup):
+    rerun(rank, "report_determinism_stats", setup=TO_THE_BIT[setup])

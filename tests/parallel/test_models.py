@@ -1,0 +1,495 @@
+"""Megatron's own models with the flag off and on: every parameter's gradient, losses, MTP metrics.
+
+Each test builds the same model twice from one seed and runs two micro-batches in Megatron's DDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron import (
+    BATCH,
+    GRADIENT_BOUND,
+    INSTALLED,
+    LOSS_BOUND,
+    NEWEST,
+    SEQUENCE,
+    VOCAB,
+    Model,
+    batches_half_right,
+    build,
+    check_accuracy,
+    forward,
+    have_groups,
+    needs_core,
+    of_core,
+    positions_and_mask,
+    run_schedule,
+    takes_mask,
+)
+from tests.support.ranks import Rank, on_ranks
+
+#: Both cores at TP 2; TP 1 and 4 with one of them.
+MODELS = [
+    of_core(2, NEWEST),
+    of_core(1, NEWEST, pytest.mark.rest),
+    of_core(2, INSTALLED),
+    of_core(4, INSTALLED),
+]
+BY_NAME = {
+    "gpt": Model(),
+    "gpt store": Model(strategy="store"),
+    "gpt tied": Model(tied=True),
+    "gpt sp": Model(sequence_parallel=True),
+    "gpt bf16 sp": Model(sequence_parallel=True, dtype=torch.bfloat16),
+    "gpt mtp 1": Model(mtp=1),
+    "gpt mtp 2 tied": Model(mtp=2, tied=True),
+    "gpt mtp 2 sp": Model(mtp=2, sequence_parallel=True),
+    "gpt fused wgrad": Model(fused_wgrad=True),
+    "gpt fused wgrad tied mtp 1 overlap": Model(fused_wgrad=True, tied=True, mtp=1, overlap=True),
+    "gpt fused wgrad sp overlap store": Model(
+        fused_wgrad=True, sequence_parallel=True, overlap=True, strategy="store"
+    ),
+    "gpt grad_in_forward": Model(strategy="grad_in_forward"),
+    "gpt grad_in_forward sp": Model(strategy="grad_in_forward", sequence_parallel=True),
+    "gpt grad_in_forward bf16": Model(strategy="grad_in_forward", dtype=torch.bfloat16),
+    "gpt grad_in_forward fused wgrad tied mtp 1 overlap": Model(
+        strategy="grad_in_forward", fused_wgrad=True, tied=True, mtp=1, overlap=True
+    ),
+    "gpt masked tokens skipped": Model(strategy="store", skip_masked=True),
+    "gpt masked tokens skipped grad_in_forward sp mtp 1": Model(
+        strategy="grad_in_forward", skip_masked=True, sequence_parallel=True, mtp=1
+    ),
+    "hybrid grad_in_forward": Model(strategy="grad_in_forward", family="hybrid"),
+    "hybrid": Model(family="hybrid"),
+    "hybrid tied sp": Model(family="hybrid", tied=True, sequence_parallel=True),
+}
+#: Not in megatron-core 0.16.
+SINCE_0_17 = {
+    "gpt mup": Model(mup=True),
+    "gpt mup mtp 1": Model(mup=True, mtp=1),
+    "hybrid mtp 1": Model(family="hybrid", mtp=1),
+    "gpt mtp 1 detached heads": Model(mtp=1, extra={"mtp_detach_heads": True}),
+}
+ACCURACY = (
+    *("gpt", "gpt sp", "gpt bf16 sp", "gpt mtp 2 tied", "gpt grad_in_forward", "gpt store"),
+    *("gpt masked tokens skipped grad_in_forward sp mtp 1", "hybrid mtp 1"),
+)
+
+
+def model_of(rank: Rank, name: str) -> Model:
+    """Skips what this rank's core, or a group of one, does not have."""
+    if name in SINCE_0_17:
+        needs_core(0, 19)
+    model = {**BY_NAME, **SINCE_0_17}[name]
+    if rank.size == 1 and model.sequence_parallel:
+        pytest.skip("one rank has no sequence parallelism")
+    return model
+
+
+def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]:
+    """Losses, every parameter's accumulated gradient, and the MTP metrics, by name."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.multi_token_prediction import (
+        MTPLossAutoScaler,
+        MTPLossLoggingHelper,
+    )
+
+    built = build(model, rank)
+    ddp = DistributedDataParallel(
+        built.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=model.overlap, bucket_size=1
+        ),
+        built,
+    )
+    ddp.zero_grad_buffer()
+    MTPLossLoggingHelper.tracker.clear()
+    generator = torch.Generator().manual_seed(3)
+    results = {}
+    for micro_batch in range(2):
+        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
+        mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
+        if model.skip_masked:
+            mask[mask < 0.7] = 0.0
+        last = micro_batch == 1
+        with contextlib.nullcontext() if last or not model.overlap else ddp.no_sync():
+            given = {"loss_mask": mask} if takes_mask(model) else {}
+            loss = ddp(ids[:, :-1], *positions_and_mask(rank), labels=ids[:, 1:], **given)
+            MTPLossAutoScaler.set_loss_scale(torch.tensor(0.5, device=rank.device))
+            assert isinstance(loss, torch.Tensor) and loss.shape == (BATCH, SEQUENCE)
+            (loss * mask).sum().backward()
+        told = loss * mask if model.skip_masked else loss
+        results[f"loss of micro-batch {micro_batch}"] = told.detach().clone()
+    ddp.finish_grad_sync()
+    for name, parameter in built.named_parameters():
+        assert parameter.main_grad is not None, name
+        results[f"gradient of {name}"] = parameter.main_grad.detach().clone()
+    for name, value in MTPLossLoggingHelper.tracker.items():
+        if isinstance(value, torch.Tensor):
+            results[f"MTP {name}"] = value.clone()
+    return results
+
+
+def _noting(seen: list[int], wait: Any) -> Any:
+    def noted(count: Any) -> int:
+        seen.append(wait(count))
+        return seen[-1]
+
+    return noted
+
+
+@on_ranks(*MODELS)
+@pytest.mark.parametrize("name", [*BY_NAME, *SINCE_0_17])
+def test_off_against_on(rank: Rank, name):
+    import megatron_fused_ce
+    from megatron_fused_ce import masked_tokens, upstream_guard
+
+    model = model_of(rank, name)
+    watched: list[bool] = []
+    kept: list[int] = []
+    have_groups(rank.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upstream_guard, "watch", lambda mismatch: watched.append(bool(mismatch)))
+        patch.setattr(masked_tokens, "ROUND_TO", 2)
+        patch.setattr(masked_tokens.Count, "wait", _noting(kept, masked_tokens.Count.wait))
+        megatron_fused_ce.disable()
+        off = train_two_micro_batches(model, rank)
+        counters = megatron_fused_ce.counters()
+        counters.reset()
+        megatron_fused_ce.enable(
+            megatron_fused_ce.FusedCEConfig(
+                strategy=model.strategy, num_chunks=3, skip_masked=model.skip_masked
+            )
+        )
+        on = train_two_micro_batches(model, rank)
+        megatron_fused_ce.disable()
+    assert (counters.fused, counters.materialised, counters.stock) == (2 * (1 + model.mtp), 0, 0)
+    # Of each micro-batch the main loss, and no other head, was grad_in_forward, and left its masked tokens
+    # out.
+    promises = int(model.strategy == "grad_in_forward" and takes_mask(model)) + int(
+        model.skip_masked
+    )
+    assert watched == [False] * (2 * promises)
+    assert len(kept) == (2 if model.skip_masked else 0)
+    assert all(0 < count < BATCH * SEQUENCE for count in kept)
+    assert off.keys() == on.keys()
+    assert any("gradient" in name for name in off)
+    if model.mtp:
+        assert any(name.startswith("MTP") for name in off)
+    half = model.dtype != torch.float32
+    for name, expected in off.items():
+        got = on[name].double()
+        expected = expected.double()
+        norm = float(expected.norm())
+        difference = float((got - expected).norm()) / (norm or 1.0)
+        if "correct" in name or "total" in name:
+            assert torch.equal(got, expected), f"{name}: {got} instead of {expected}"
+            continue
+        assert norm > 0 or "gradient" not in name, f"{name} is zero: the case tests nothing"
+        bound = LOSS_BOUND if "loss" in name else GRADIENT_BOUND
+        if half:
+            bound = 2e-3 if "loss" in name else 2e-2
+        assert difference <= bound, f"{name}: differs by {difference:.2e}, more than {bound:.0e}"
+
+
+def built_off_and_on(rank: Rank) -> tuple[Any, Any]:
+    """The plain model without and with the flag, from one seed; the flag is off afterwards."""
+    import megatron_fused_ce
+
+    megatron_fused_ce.disable()
+    off = build(Model(), rank)
+    megatron_fused_ce.enable()
+    on = build(Model(), rank)
+    megatron_fused_ce.disable()
+    return off, on
+
+
+@on_ranks(*MODELS)
+def test_checkpoint_moves_between_flag_off_and_on(rank: Rank):
+    """A state dict saved with the flag on loads strictly with it off, and the other way round."""
+    have_groups(rank.size)
+    off, on = built_off_and_on(rank)
+    assert type(on.output_layer) is not type(off.output_layer)
+    assert type(on.output_layer).__name__ == type(off.output_layer).__name__
+    assert list(on.state_dict()) == list(off.state_dict())
+    off.load_state_dict(on.state_dict())
+    on.load_state_dict(off.state_dict())
+    assert sorted(on.sharded_state_dict()) == sorted(off.sharded_state_dict())
+
+
+@on_ranks(*MODELS)
+def test_other_uses_get_real_logits(rank: Rank):
+    """No labels, gathered logits, inference mode, a hook that reads the output, evaluation."""
+    import megatron_fused_ce
+
+    counters = megatron_fused_ce.counters()
+    have_groups(rank.size)
+    off, on = built_off_and_on(rank)
+
+    counters.reset()
+    assert torch.equal(forward(on, rank, False), forward(off, rank, False))
+    assert (counters.fused, counters.materialised) == (0, 1)
+
+    counters.reset()
+    gathered = forward(on, rank, False, runtime_gather_output=True)
+    assert gathered.shape == (BATCH, SEQUENCE, VOCAB)
+    with torch.inference_mode():
+        forward(on, rank, True)
+    assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 2)
+
+    counters.reset()
+    seen = []
+    hook = on.output_layer.register_forward_hook(lambda *a: seen.append(a[2][0].shape))
+    loss = forward(on, rank, True)
+    hook.remove()
+    assert seen == [(SEQUENCE, BATCH, VOCAB // rank.size)]
+    assert (counters.fused, counters.stock) == (0, 1)
+
+    counters.reset()
+    on.eval(), off.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(forward(on, rank, True), forward(off, rank, True))
+        torch.testing.assert_close(forward(on, rank, True), loss.detach())
+    assert (counters.fused, counters.materialised, counters.stock) == (2, 0, 0)
+
+
+@on_ranks(*MODELS)
+def test_hooks_fire_around_the_loss(rank: Rank):
+    """Pre-hooks (DDP's wait for gathered parameters) run before the loss, inside the layer's call."""
+    import megatron_fused_ce
+
+    have_groups(rank.size)
+    megatron_fused_ce.enable()
+    on = build(Model(), rank)
+    megatron_fused_ce.disable()
+    fired = []
+    on.output_layer.register_forward_pre_hook(lambda *a: fired.append("before"))
+    forward(on, rank, True)
+    assert fired == ["before"]
+
+
+@on_ranks(*MODELS)
+def test_heads_left_to_megatron(rank: Rank):
+    """What the stock path keeps is not adopted."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    import megatron_fused_ce
+
+    have_groups(rank.size)
+    megatron_fused_ce.enable()
+    normal = build(Model(), rank)
+    megatron_fused_ce.disable()
+    from megatron_fused_ce.adapter import stock_path
+
+    assert type(normal.output_layer) is not ColumnParallelLinear
+    normal.output_layer.__class__ = ColumnParallelLinear
+    assert stock_path.reason_at_build(normal, None) is None
+    normal.output_layer.gather_output = True
+    assert "gathers" in stock_path.reason_at_build(normal, None)
+    normal.output_layer.gather_output = False
+    normal.config.defer_embedding_wgrad_compute = True
+    assert "defer" in stock_path.reason_at_build(normal, None)
+    normal.config.defer_embedding_wgrad_compute = False
+    normal.output_layer.disable_grad_reduce = True
+    assert "LoRA" in stock_path.reason_at_build(normal, None)
+
+
+class SumOfSquares(torch.autograd.Function):
+    """A loss ``[b, s]`` of given logits whose backward is written by hand, as Liger's is."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.square().sum(-1).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (logits,) = ctx.saved_tensors
+        return 2 * logits * grad.t().unsqueeze(-1)
+
+
+@on_ranks(*MODELS)
+def test_a_loss_of_the_models_own(rank: Rank):
+    """It gets real logits, whether its class has it or this model alone."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import report, stock_path
+
+    def own_loss(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return SumOfSquares.apply(logits)
+
+    gradients, said = [], io.StringIO()
+    have_groups(rank.size)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        megatron_fused_ce.enable()
+        fused = build(Model(), rank)
+        assert type(fused.output_layer) is not ColumnParallelLinear
+        fused.compute_language_model_loss = functools.partial(own_loss, fused)
+        assert "own_loss" in stock_path.reason_at_build(fused, None)
+        patch.setattr(GPTModel, "compute_language_model_loss", own_loss, raising=False)
+        report._said.clear()
+        for turn in (megatron_fused_ce.enable, megatron_fused_ce.disable):
+            turn()
+            built = build(Model(), rank)
+            assert type(built.output_layer) is ColumnParallelLinear
+            forward(built, rank, True).sum().backward()
+            gradients.append([parameter.grad for parameter in built.parameters()])
+    assert all(map(torch.equal, *gradients))
+    told = "the head of GPTModel stays on Megatron's own path: GPTModel has a loss of its own"
+    assert said.getvalue().count(told) == (rank.rank == 0)
+
+
+@on_ranks(*MODELS)
+def test_start_up_line(rank: Rank):
+    """One rank names strategy, chunks and bytes; a YAML launch leaves params_dtype unset."""
+    import argparse
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import arguments
+
+    sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH)
+    said = io.StringIO()
+    have_groups(rank.size)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(arguments, "megatron_args", lambda: sizes)
+        config = megatron_fused_ce.FusedCEConfig(
+            "recompute", num_chunks=3, logits_backend="gemm_rows"
+        )
+        megatron_fused_ce.enable(config)
+        for dtype in (torch.float32, None):
+            build(Model(dtype=dtype), rank)
+        build(Model(tied=True), rank)
+        megatron_fused_ce.disable()
+    lines = [
+        line for line in said.getvalue().splitlines() if line.startswith("[fused-ce] strategy")
+    ]
+    if rank.rank > 0:
+        assert lines == []
+        return
+    rows, tokens, chunk = VOCAB // rank.size, SEQUENCE * BATCH, SEQUENCE * BATCH // 3
+    peak_bytes = 4 * rows * chunk + 32 * tokens + 40 * chunk
+    if rank.size > 1:
+        peak_bytes += 2 * 16 * chunk * (1 + rank.size)  # two merges of the statistics under way
+    if torch.cuda.is_available():
+        peak_bytes += 64 * 2**20  # cuBLAS, forward and backward
+    expected = f"strategy recompute, 3 chunks of {tokens // 3} tokens"
+    assert len(lines) == 3
+    assert all(expected in line and f"peak {peak_bytes} bytes" in line for line in lines), lines
+
+
+@on_ranks(*MODELS)
+def test_options_of_the_loss(rank: Rank):
+    """The loss is the definition's on Megatron's own logits; Megatron's own loss is refused."""
+    import torch.distributed as dist
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import arguments
+    from megatron_fused_ce.testing.reference import LOSS_OPTIONS, HeadInputs, plain_head
+
+    labels = (torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB).roll(-1, 1)
+    have_groups(rank.size)
+    megatron_fused_ce.disable()
+    shard = forward(build(Model(), rank), rank, False).detach().contiguous()
+    shards = [torch.empty_like(shard) for _ in range(rank.size)]
+    dist.all_gather(shards, shard)
+    logits = torch.cat(shards, -1).transpose(0, 1)
+    for options in LOSS_OPTIONS.values():
+        # Hidden states that the identity makes these logits of.
+        config = megatron_fused_ce.FusedCEConfig(**{**options, "ignore_index": 7})
+        eye = torch.eye(VOCAB, device=rank.device)
+        inputs = HeadInputs(
+            logits,
+            eye,
+            labels.to(rank.device),
+            torch.ones(BATCH, SEQUENCE, device=rank.device),
+            config=config,
+        )
+        expected = plain_head(inputs, torch.float64).loss
+        megatron_fused_ce.enable(config)
+        on = build(Model(), rank)
+        loss = forward(on, rank, True)
+        difference = (loss - expected).abs().max()
+        assert difference < 2e-5 * expected.abs().max(), (options, difference)
+        assert (loss[labels.to(rank.device) == 7] == 0).all()
+        on.output_layer.register_forward_hook(lambda *a: None)
+        with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
+            forward(on, rank, True)
+        forward(on, rank, False)  # logits for inference are no loss
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test"
+            )
+            with pytest.raises(ValueError, match=r"ignore_index.*a test"):
+                build(Model(), rank)
+    megatron_fused_ce.disable()
+    with pytest.raises(ValueError, match="takes the vocabulary size from Megatron's tokenizer"):
+        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
+
+
+@on_ranks(*MODELS)
+@pytest.mark.parametrize("name", ACCURACY)
+def test_accuracy_beside_the_loss(rank: Rank, name):
+    """Against the argmax of the stock logits, in training and evaluation."""
+    import megatron_fused_ce
+
+    model = model_of(rank, name)
+    have_groups(rank.size)
+    megatron_fused_ce.disable()
+    off = build(model, rank)
+    batches, corrects = batches_half_right(off, rank)
+    ignored = int(batches[0].labels[0, 0])
+    for ignore_index in (None, ignored):
+        config = megatron_fused_ce.FusedCEConfig(
+            model.strategy,
+            num_chunks=3,
+            ignore_index=ignore_index,
+            skip_masked=model.skip_masked,
+            # What the stock logits are: in bf16 a label may tie there with what is larger in fp32.
+            logit_precision="activations",
+        )
+        megatron_fused_ce.enable(config, log_accuracy=True)
+        on = build(model, rank)
+        megatron_fused_ce.disable()
+        for forward_only in (False, True):
+            on.train(not forward_only)
+            reports = run_schedule(on, batches, rank, forward_only)
+            check_accuracy(reports, batches, corrects, ignore_index)
+    for reported in run_schedule(off, batches, rank, True):
+        assert list(reported) == ["lm loss"]
+
+
+@on_ranks(*MODELS)
+def test_accuracy_that_cannot_be_had(rank: Rank):
+    """At start-up it is refused; a call on the stock path leaves the key, and NaN in it."""
+    import megatron_fused_ce
+
+    have_groups(rank.size)
+    with pytest.MonkeyPatch.context() as patch:
+        megatron_fused_ce.disable()
+        batches, _ = batches_half_right(build(Model(), rank), rank)
+        megatron_fused_ce.enable(log_accuracy=True)
+        on = build(Model(), rank)
+        assert not run_schedule(on, batches, rank, True)[0]["lm accuracy"].isnan().any()
+        hook = on.output_layer.register_forward_hook(lambda *a: None)
+        for reported in run_schedule(on, batches, rank, False):
+            assert reported["lm accuracy"].isnan().all() and reported["lm loss"].isfinite().all()
+        hook.remove()
+        if not takes_mask(Model(family="hybrid")):
+            with pytest.raises(ValueError, match=r"log-accuracy.*without a loss_mask"):
+                build(Model(family="hybrid"), rank)
+        patch.setattr("megatron_fused_ce.adapter.accuracy.SEAM", "no_such_function")
+        with pytest.raises(ValueError, match="schedules have no no_such_function"):
+            build(Model(), rank)
+        patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")
+        with pytest.raises(ValueError, match=r"on Megatron's own path: a test\. Leave it out"):
+            build(Model(), rank)
+        megatron_fused_ce.disable()

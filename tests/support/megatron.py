@@ -1,0 +1,303 @@
+"""Megatron's models on a CPU or on GPUs: cores, process groups, small models, and what they are fed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.rank_process import Environment
+from tests.support.ranks import Rank, Ranks
+
+VOCAB, HIDDEN, SEQUENCE, BATCH = 160, 32, 24, 2
+
+#: Largest difference of a gradient between two right ways to compute it, norm-relative: fp32 rounding
+#: through two layers.
+GRADIENT_BOUND = 1e-5
+LOSS_BOUND = 1e-6
+
+#: Where scripts/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
+CORE_0_19 = Path(sys.prefix) / "mcore-0.19.2"
+#: The megatron-core in the environment: 0.16.1 in CI.
+INSTALLED = Environment(
+    "megatron",
+    prepare="tests.support.megatron:prepare",
+    preload=(
+        *Environment().preload,
+        "megatron.core.distributed",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.models.gpt.gpt_model",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel.schedules",
+        "megatron.core.transformer.multi_token_prediction",
+    ),
+)
+NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
+
+
+def of_core(size: int, environment: Environment, *marks: Any, own: str = "") -> Any:
+    """``size`` ranks with this megatron-core, for :func:`.on_ranks`.
+
+    Tests of the installed one are of `make test-rest`, but where 0.19.2 cannot be had.
+    """
+    if environment == NEWEST:
+        missing = f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh"
+        marks += (pytest.mark.skipif(not CORE_0_19.is_dir(), reason=missing),)
+    elif CORE_0_19.is_dir():
+        marks += (pytest.mark.rest,)
+    if importlib.util.find_spec("megatron") is None:
+        marks += (pytest.mark.skip(reason="megatron-core is not installed"),)
+    return pytest.param(Ranks(size, environment, own), marks=marks)
+
+
+def both_cores(size: int, own: str = "") -> list[Any]:
+    return [of_core(size, environment, own=own) for environment in (NEWEST, INSTALLED)]
+
+
+def needs_core(major: int, minor: int) -> None:
+    """Skips, on a rank, where its megatron-core is older."""
+    if core_version() < (major, minor):
+        pytest.skip(f"not in megatron-core before {major}.{minor}")
+
+
+def prepare(device: torch.device) -> None:
+    """Stand-ins for CUDA on a CPU (with apex's kernel in Python); only the norms on GPUs."""
+    from megatron_fused_ce.testing import megatron_cpu
+
+    if device.type == "cpu":
+        megatron_cpu.install(fused_wgrad=True)
+        # A backward called on a tensor runs outside the stand-ins' mode: name the CPU itself.
+        torch.cuda.current_device = lambda: device
+        torch.cuda.default_generators = {device: torch.default_generator}
+    else:
+        from megatron.core.transformer import torch_norm
+
+        megatron_cpu.stand_in_for_torch_norm(torch_norm)
+
+
+# --- process groups --------------------------------------------------------------------------
+
+_layout: tuple[int, int, int | None] | None = None
+_kept: set[Any] = set()
+
+
+def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> None:
+    """Megatron's parallel state is of this layout from now on. Made anew, by all ranks, where it differs.
+
+    Kept from test to test where ranks live on: every gloo group polls in threads of its own as long as it
+    lives, and ``destroy_model_parallel`` only forgets them.
+    """
+    from megatron.core import parallel_state
+
+    global _layout
+    wanted = (tensor, pipeline, virtual)
+    if wanted == _layout and parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    for group in _kept & set(dist.distributed_c10d._world.pg_map):
+        dist.destroy_process_group(group)
+    others = set(dist.distributed_c10d._world.pg_map)
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, virtual_pipeline_model_parallel_size=virtual
+    )
+    _kept.clear()
+    _kept.update(set(dist.distributed_c10d._world.pg_map) - others)
+    _layout = wanted
+
+
+def groups_kept() -> set[Any]:
+    """The groups of :func:`have_groups`."""
+    return _kept
+
+
+# --- models ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model and how its head is used."""
+
+    family: str = "gpt"  # gpt or hybrid (MambaModel before 0.18)
+    mtp: int = 0
+    tied: bool = False
+    sequence_parallel: bool = False
+    mup: bool = False
+    fused_wgrad: bool = False
+    overlap: bool = False
+    dtype: torch.dtype | None = torch.float32
+    strategy: str = "recompute"
+    skip_masked: bool = False
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+def core_version() -> tuple[int, int]:
+    import megatron.core
+
+    major, minor = megatron.core.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def build(model: Model, rank: Rank) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        use_cpu_initialization=True,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=model.fused_wgrad,
+        tensor_model_parallel_size=rank.size,
+        sequence_parallel=model.sequence_parallel,
+        mtp_num_layers=model.mtp or None,
+        mtp_loss_scaling_factor=0.1,  # 0.15 has no default
+        params_dtype=model.dtype,
+        bf16=model.dtype == torch.bfloat16,
+        **mup,
+        **model.extra,
+    )
+    if model.family == "gpt":
+        spec = gpt_layer_specs.get_gpt_layer_local_spec()
+        mtp_spec = None
+        if model.mtp:
+            mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+                config, spec, use_transformer_engine=False
+            )
+        built = GPTModel(
+            config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
+            share_embeddings_and_output_weights=model.tied, mtp_block_spec=mtp_spec,
+            position_embedding_type="rope",
+        )  # fmt: skip
+    else:
+        from megatron_fused_ce.testing.local_stack_spec import stack_spec
+
+        shared = dict(
+            vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",
+            share_embeddings_and_output_weights=model.tied,
+        )  # fmt: skip
+        if core_version() >= (0, 18):
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            pattern = "*-" + "/*-" * model.mtp
+            built = HybridModel(config, stack_spec, hybrid_layer_pattern=pattern, **shared)
+        else:
+            from megatron.core.models.mamba.mamba_model import MambaModel
+
+            built = MambaModel(config, stack_spec, hybrid_override_pattern="*-", **shared)
+    return built.to(rank.device, model.dtype or torch.float32)
+
+
+def takes_mask(model: Model) -> bool:
+    """MambaModel takes no loss_mask before 0.17."""
+    return model.family == "gpt" or core_version() >= (0, 17)
+
+
+def positions_and_mask(rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    """Position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]`` (True: not attended)."""
+    positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
+    causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=rank.device).triu(1)
+    return positions, causal[None, None]
+
+
+def forward(built: Any, rank: Rank, labels: bool, **kwargs: Any) -> Any:
+    ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) % VOCAB
+    targets = ids.roll(-1, 1) if labels else None
+    return built(ids, *positions_and_mask(rank), labels=targets, **kwargs)
+
+
+class Batch(NamedTuple):
+    """One micro-batch, each ``[b, s]``."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    mask: torch.Tensor
+
+
+def stock_logits(off: Any, ids: torch.Tensor, rank: Rank) -> torch.Tensor:
+    """``[b, s, VOCAB]`` that the main head's loss is computed of."""
+    seen = []
+    off.compute_language_model_loss = lambda labels, logits: seen.append(logits) or labels.float()
+    with torch.no_grad():
+        off(ids, *positions_and_mask(rank), labels=ids, loss_mask=torch.ones_like(ids).float())
+    del off.compute_language_model_loss
+    shards = [seen[-1]]
+    if rank.size > 1:
+        shards = [torch.empty_like(seen[-1]) for _ in range(rank.size)]
+        torch.distributed.all_gather(shards, seen[-1].contiguous())
+    return torch.cat(shards, -1).transpose(0, 1)
+
+
+def batches_half_right(off: Any, rank: Rank) -> tuple[list[Batch], list[torch.Tensor]]:
+    """Three micro-batches and which labels have the largest of the stock logits: about half of them."""
+    generator = torch.Generator().manual_seed(5)
+    found, corrects = [], []
+    for _ in range(3):
+        ids, other = torch.randint(0, VOCAB, (2, BATCH, SEQUENCE), generator=generator)
+        draw, mask = torch.rand(2, BATCH, SEQUENCE, generator=generator).to(rank.device)
+        ids, other = ids.to(rank.device), other.to(rank.device)
+        logits = stock_logits(off, ids, rank)
+        labels = torch.where(draw < 0.5, logits.argmax(-1), other)
+        found.append(Batch(ids, labels, (mask < 0.7).float()))
+        corrects.append(labels == logits.argmax(-1))
+    return found, corrects
+
+
+def pretrain_loss(mask: torch.Tensor, losses: torch.Tensor) -> Any:
+    """pretrain_gpt.py's loss function."""
+    loss = (losses.view(-1).float() * mask.view(-1)).sum()
+    num_tokens = mask.sum().to(torch.int)
+    pair = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": pair}
+
+
+def run_schedule(built: Any, batches: list[Batch], rank: Rank, forward_only: bool) -> list[Any]:
+    """What the loss function reports of each micro-batch, by Megatron's own schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data: Any, model: Any) -> Any:
+        batch = next(data)
+        losses = model(
+            batch.ids, *positions_and_mask(rank), labels=batch.labels, loss_mask=batch.mask
+        )
+        return losses, functools.partial(pretrain_loss, batch.mask)
+
+    return list(
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iter(batches), model=[built],
+            num_microbatches=len(batches), seq_length=SEQUENCE, micro_batch_size=BATCH,
+            forward_only=forward_only,
+        )
+    )  # fmt: skip
+
+
+def check_accuracy(
+    reports: list[Any],
+    batches: list[Batch],
+    corrects: list[torch.Tensor],
+    ignore_index: int | None = None,
+) -> None:
+    for (_, labels, mask), correct, reported in zip(batches, corrects, reports, strict=True):
+        if ignore_index is not None:
+            mask = mask * (labels != ignore_index)
+        expected = torch.stack([(mask * correct).sum(), mask.sum()])
+        assert 0 < expected[0] < expected[1] - 5
+        assert torch.equal(reported["lm accuracy"], expected), (reported, expected)
