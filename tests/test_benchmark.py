@@ -24,7 +24,6 @@ from benchmark_variants import Variant  # noqa: E402
 
 from megatron_fused_ce import FusedCEConfig  # noqa: E402
 from megatron_fused_ce.testing.reference import relative_error, truth  # noqa: E402
-from tests.ranks.runner import case_names, run_cases  # noqa: E402
 
 BRIEF = ["--shapes", "tiny", "--tokens", "96", "--check-tokens", "48", "--blocks", "2"]
 BRIEF += ["--sample-ms", "1", "--no-megatron", "--dtype", "float32"]
@@ -176,11 +175,6 @@ def test_two_ranks(tmp_path):
             assert row["error"] == "needs a CUDA device" and row["time_ms"] is None
     text = (tmp_path / "out.md").read_text()
     assert "TP 2 with sequence parallelism" in text and "float32, TP 2\n" in text
-
-
-@pytest.mark.parametrize("name", case_names("tests.ranks.bench_cases"))
-def test_over_ranks(name):
-    run_cases("tests.ranks.bench_cases", 2).check(name)
 
 
 def test_tp_is_torchruns_number_of_ranks(monkeypatch, capsys):

@@ -12,10 +12,9 @@ from megatron_fused_ce import op, upstream_guard
 from megatron_fused_ce.strategies import KeepOrRecompute
 from megatron_fused_ce.upstream_guard import AbandonedGradient
 from tests.op.test_op import STRATEGIES
-from tests.ranks import orders
-from tests.ranks.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
-from tests.ranks.orders import tensors_alive
-from tests.ranks.runner import case_names, run_cases
+from tests.support import orders
+from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
+from tests.support.orders import tensors_alive
 
 
 @pytest.fixture
@@ -131,8 +130,3 @@ def test_what_is_read_before_it_is_written_is_seen():
             seen.append((torch.empty(3) + torch.ones(3).new_empty(3) * 0, torch.empty(2).long()))
     assert seen[0][0].eq(0).all() and seen[1][0].isnan().all()
     assert not torch.equal(seen[0][1], seen[1][1])
-
-
-@pytest.mark.parametrize("name", case_names("tests.ranks.fault_cases"))
-def test_on_two_ranks(name):
-    run_cases("tests.ranks.fault_cases", 2).check(name)

@@ -47,7 +47,7 @@ def test_collectives_under_way_together():
     """Six seconds, in which two threads a group die one time in a few: scripts that make groups must not."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "tests.ranks.gloo_race", "--seconds", "6"),
+        *("-m", "tests.support.gloo_race", "--seconds", "6"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

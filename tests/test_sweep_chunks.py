@@ -43,7 +43,7 @@ from sweep_state import State  # noqa: E402
 
 from megatron_fused_ce import FusedCEConfig  # noqa: E402
 from megatron_fused_ce.adapter.arguments import config_from_argv  # noqa: E402
-from tests.ranks.runner import ENVIRONMENT, case_names, run_cases  # noqa: E402
+from tests.support.ranks import VARIABLES  # noqa: E402
 
 SCRIPT = ROOT / "scripts" / "sweep_chunks.py"
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
@@ -87,7 +87,7 @@ def start(*words: str, ranks: int = 1) -> subprocess.Popen:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
         [sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT), *words],
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -451,11 +451,6 @@ def test_under_torchrun_with_sequence_parallelism(tmp_path):
     assert all(r["status"] == "ok" for r in result["rows"])
     assert result["facts"]["tp"] == 2 and result["facts"]["sp"] and result["facts"]["V"] == 32
     assert out.count("Recommended:") == 1 and out.count("training auto: done") == 1
-
-
-@pytest.mark.parametrize("name", case_names("tests.ranks.sweep_cases"))
-def test_on_two_ranks(name):
-    run_cases("tests.ranks.sweep_cases", 2).check(name)
 
 
 def test_a_picture_without_peaks(tmp_path):

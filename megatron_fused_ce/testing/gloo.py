@@ -6,7 +6,7 @@ Both are about torch's ``ProcessGroupGloo``, seen with torch 2.13:
   operation's name into a string of the group's, and takes no lock for that
   (``ProcessGroupGloo::runLoop``). With names too long to be kept inside the string, two workers free
   one buffer: "malloc(): unaligned tcache chunk detected" or SIGSEGV, later, anywhere.
-  ``tests/ranks/gloo_race.py`` shows it with nothing but torch.
+  ``tests/support/gloo_race.py`` shows it with nothing but torch.
 - A worker gives back a finished collective's tensors after the collective is done. If Python has begun
   to end by then, taking the GIL ends the thread inside a destructor: SIGABRT after the last line.
 """

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -34,7 +33,6 @@ from megatron_fused_ce.testing.reference import (
     plain_head,
     plain_outputs,
 )
-from tests.ranks.pool import RankPool
 from tests.support.problems import (
     TRIED,
     check,
@@ -43,16 +41,10 @@ from tests.support.problems import (
     loss_of,
     problems,
     run,
-    run_on,
+    run_on_shards,
     same_bits,
     tried,
 )
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def share(part: float) -> settings:
@@ -222,10 +214,10 @@ def assert_same_losses(one, other, inputs):
 
 @share(0.14)
 @given(problems(max_shards=4))
-def test_shards_over_ranks(ranks, problem):
+def test_shards_over_ranks(problem):
     """TP 2 to 4, shards of any sizes, with sequence parallelism or not: fp64's results, TP 1's losses."""
     tried("shards over ranks", problem)
-    made = run_on(ranks, problem)
+    made = run_on_shards(problem)
     check(problem, made, definition(problem))
     inputs = problem.inputs()
     alone = replace(problem, shards=(problem.vocab,), sequence_parallel=False)

@@ -35,6 +35,7 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
+from tests.support import pairs
 from tests.support.head import (
     STRATEGIES,
     plain_inputs,
@@ -78,10 +79,11 @@ def whole(rank: Rank, loss, hidden, weight, sp) -> HeadResult:
 
 
 @on_ranks(2, 4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("backend", "gap"), [("gemm_rows", -600.0), ("scaled_exp", -600.0), ("scaled_exp", 600.0)]
 )
-def test_shards_600_nats_apart(rank: Rank, backend, gap):
+def test_shards_600_nats_apart(rank: Rank, backend, gap, strategy):
     """The far ones vanish without NaN."""
     dtype = scaled_exp_dtype(rank) if backend == "scaled_exp" else torch.float32
     # Tokens enough for an error in norm: all that is left of one is its label's entry, which two bf16
@@ -92,18 +94,17 @@ def test_shards_600_nats_apart(rank: Rank, backend, gap):
     inputs.hidden[..., 0] = 1.0
     for index, rows in enumerate(inputs.weight.chunk(rank.size)):
         rows[:, 0] = gap * index
-    for strategy in STRATEGIES:
-        config = FusedCEConfig(strategy=strategy, num_chunks=2, logits_backend=backend)
-        result = fused_result(rank, inputs, config)
-        if dtype == torch.float32 and backend == "scaled_exp":
-            # Exponents of up to 4 * 600 * log2(e) rounded to 24 bits, twice: fp32 is for tests only.
-            for part, true in zip(result, truth(inputs), strict=True):
-                assert relative_error(part, true) < 2 * 3463 * 2.0**-24 * math.log(2)
-        else:
-            assert_close(result, inputs)
+    config = FusedCEConfig(strategy=strategy, num_chunks=2, logits_backend=backend)
+    result = fused_result(rank, inputs, config)
+    if dtype == torch.float32 and backend == "scaled_exp":
+        # Exponents of up to 4 * 600 * log2(e) rounded to 24 bits, twice: fp32 is for tests only.
+        for part, true in zip(result, truth(inputs), strict=True):
+            assert relative_error(part, true) < 2 * 3463 * 2.0**-24 * math.log(2)
+    else:
+        assert_close(result, inputs)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 @SP
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
@@ -207,21 +208,19 @@ def test_empty_batch(rank: Rank):
     assert loss.shape == (2, 0) and weight.grad.abs().sum() == 0
 
 
-#: All pairs of strategy, sequence parallelism and merge.
-LAYOUTS = [
-    ("store", False, "packed"),
-    ("store", True, "all_reduce"),
-    ("recompute", False, "all_reduce"),
-    ("recompute", True, "packed"),
-    ("grad_in_forward", False, "packed"),
-    ("grad_in_forward", True, "all_reduce"),
-]
-LAYOUT = pytest.mark.parametrize(("strategy", "sp", "merge"), LAYOUTS)
-
-
 @on_ranks(2, 4)
-@pytest.mark.parametrize(("strategy", "sp", "merge"), LAYOUTS[:4])
-def test_outputs(rank: Rank, strategy, sp, merge):
+@pairs.parametrize("other results")
+def test_other_results(rank: Rank, asked, strategy, sequence_parallel, merge):
+    """Beside the loss, or of a teacher's targets; all pairs of strategy, sequence parallelism and merge."""
+    checks = {
+        "outputs": outputs,
+        "outputs without gradients": outputs_without_gradients,
+        "distillation": distillation,
+    }
+    checks[asked](rank, strategy, sequence_parallel, merge)
+
+
+def outputs(rank: Rank, strategy, sp, merge):
     """Every output and the gradients of all three, a gap of 30 between the shards' logits."""
     inputs = plain_inputs(rank)
     inputs.hidden[..., 0] = 1.0
@@ -248,9 +247,7 @@ def test_outputs(rank: Rank, strategy, sp, merge):
     assert relative_error(whole_rows(rank, weight.grad), true_grads[1]) < 4e-6
 
 
-@on_ranks(2, 4)
-@LAYOUT
-def test_outputs_without_gradients(rank: Rank, strategy, sp, merge):
+def outputs_without_gradients(rank: Rank, strategy, sp, merge):
     """Beside grad_in_forward's gradients too; equal logits: the lowest id of the first shard is predicted."""
     inputs = plain_inputs(rank)
     inputs.hidden.mul_(4).round_()  # whole numbers: equal whatever the order of a shard's sums
@@ -266,9 +263,7 @@ def test_outputs_without_gradients(rank: Rank, strategy, sp, merge):
     assert_close(whole(rank, made.loss, hidden, weight, sp), inputs)
 
 
-@on_ranks(2, 4)
-@LAYOUT
-def test_distillation(rank: Rank, strategy, sp, merge):
+def distillation(rank: Rank, strategy, sp, merge):
     """Entries of one id on both sides of a shard's edge, and outside of the vocabulary."""
     inputs = plain_inputs(rank)
     ids, log_probs = make_teacher(inputs, 6)

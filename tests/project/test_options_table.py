@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs
-from tests.ranks.runner import case_names
+from tests.support import pairs
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 STRATEGIES = ("store", "grad_in_forward", "recompute")
@@ -22,37 +21,41 @@ def table() -> dict[str, dict[str, str]]:
     return {row[1].strip("`"): dict(zip(STRATEGIES, row[2:], strict=True)) for row in rows[2:]}
 
 
-def cases() -> dict[str, set[tuple[str, str]]]:
-    """Of test_tensor_parallel, which runs each at TP 1, 2 and 4: strategies and sequence parallelism."""
-    found: dict[str, set[tuple[str, str]]] = {}
-    for name in case_names("tests.ranks.head_cases"):
-        match = re.fullmatch(
-            r"(.+), (store|grad_in_forward|recompute) sp=(True|False)( packed)?", name
-        )
-        if match:
-            found.setdefault(match[1], set()).add((match[2], match[3]))
-    return found
+#: What a row is called in the committed lists of calls.
+NAMES = {"masked tokens skipped": ("skip_masked", True)}
+IN_THE_PRODUCT = "scaled-exp GEMM with "
+
+
+def meet(*values: tuple[str, object]) -> bool:
+    """Whether a call over ranks has all of these."""
+    lists = pairs.committed()
+    rows = [*lists["2 ranks"], *lists["other results"]]
+    return any(set(values) <= set(row.items()) for row in rows)
+
+
+def value_of(case: str) -> tuple[str, object]:
+    name = case.removeprefix(IN_THE_PRODUCT)
+    asked = name in pairs.AXES["other results"]["asked"]
+    return NAMES.get(name, ("asked" if asked else "option", name))
 
 
 @pytest.mark.parametrize("case", table())
-def test_every_cell_has_its_cases(case):
-    expected = {
-        (strategy, sp)
-        for strategy, cell in table()[case].items()
-        if cell == "Y"
-        for sp in ("True", "False")
-    }
-    assert cases()[case] == expected
+def test_every_cell_has_its_calls(case):
+    """Against fp64, with and without sequence parallelism."""
+    value = value_of(case)
+    for strategy, cell in table()[case].items():
+        assert meet(value, ("strategy", strategy)) == (cell == "Y"), strategy
+        if case.startswith(IN_THE_PRODUCT):
+            assert meet(("backend", "scaled_exp"), ("strategy", strategy))
+    assert all(meet(value, ("sequence_parallel", sp)) for sp in (False, True))
+    if case.startswith(IN_THE_PRODUCT):
+        assert meet(value, ("backend", "scaled_exp"))
 
 
 def test_no_option_is_missing():
-    others = {"an outlier in one shard"}
-    options = {
-        name
-        for name in cases()
-        if name not in others and not re.fullmatch(r"scaled-exp GEMM, \S+", name)
-    }
-    assert options == set(table())
+    options = {("option", name) for name in pairs.OPTIONS if name != "plain"}
+    asked = {("asked", name) for name in pairs.AXES["other results"]["asked"]}
+    assert {value_of(case) for case in table()} == options | asked | set(NAMES.values())
 
 
 def test_the_cell_that_is_refused():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_megatron_models import CORE_0_19
+from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACKED = ("setup.py", "pyproject.toml", "README.md", "megatron_fused_ce", "kernels")

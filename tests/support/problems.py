@@ -23,7 +23,7 @@ from megatron_fused_ce.testing.reference import (
     Roundings,
     relative_error,
 )
-from tests.ranks.pool import RankPool
+from tests.support.ranks import Rank, World
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
@@ -235,16 +235,17 @@ def loss_of(*args: Any, **options: Any) -> Parts:
     return {"loss": linear_cross_entropy(*args, **options).loss}
 
 
-def run_part(rank: int, group: dist.ProcessGroup, problem: Problem) -> dict[str, Any]:
-    """What :class:`.RankPool` calls on each rank: its part of the loss and gradients, to be sent."""
-    made = run(problem, loss_of, rank=rank, group=group)
+def run_part(rank: Rank, problem: Problem) -> dict[str, Any]:
+    """This rank's part of the loss and gradients, to be sent."""
+    made = run(problem, loss_of, rank=rank.rank, group=rank.group)
     # As arrays: a tensor would travel as a file descriptor.
     return {name: (value.dtype, value.float().numpy()) for name, value in made.items()}
 
 
-def run_on(pool: RankPool, problem: Problem) -> Parts:
+def run_on_shards(problem: Problem) -> Parts:
     """The whole result of a problem, each shard on a rank of its own; what all ranks have is equal."""
-    sent = pool.run(run_part, problem, len(problem.shards))
+    with World(len(problem.shards)) as world:
+        sent = world.run(run_part, problem)
     received = [
         {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()}
         for part in sent

@@ -65,7 +65,7 @@ def test_a_short_soak(ranks, tmp_path):
 )
 def test_what_is_wrong_ends_it_with_status_1(fault, words):
     steps = ["--steps", "400", "--check-every", "4", "--pool", "3", "--hang-timeout", "8"]
-    done = run(2, "-m", "tests.ranks.broken_soak", fault, *steps, "--delay-share", "0")
+    done = run(2, "-m", "tests.tools.broken_soak", fault, *steps, "--delay-share", "0")
     said = done.stdout + done.stderr
     assert done.returncode == 1 and words in said, said[-3000:]
     assert "no drift, hang or leak" not in said

@@ -1,22 +1,27 @@
-"""What goes wrong on all ranks at once, and steps in other orders, over a tensor-parallel group."""
+"""Failures on all ranks at once, steps in other orders, and fresh memory, over a tensor-parallel group."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any
 
+import pytest
 import torch
 
-from tests.ranks import orders
-from tests.ranks.faulty import OutOfMemoryAt, Step, out_of_memory_at
-from tests.ranks.head_cases import STRATEGIES
-from tests.ranks.runner import Rank
+from tests.support import orders
+from tests.support.faulty import OutOfMemoryAt, Step, out_of_memory_at
+from tests.support.head import STRATEGIES
+from tests.support.ranks import Rank, on_ranks
+
+SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def out_of_memory(rank: Rank, *, strategy: str, sequence_parallel: bool) -> None:
+@on_ranks(2, timeout_s=300)
+@SP
+@STRATEGY
+def test_out_of_memory(rank: Rank, strategy, sp):
     """With collectives under way: what was started is not waited for, and nothing of it is left."""
-    step = Step(torch.float32, strategy, "fp32", rank=rank, sequence_parallel=sequence_parallel)
+    step = Step(torch.float32, strategy, "fp32", rank=rank, sequence_parallel=sp)
     step.run()
     earlier = step.gradients()
     with OutOfMemoryAt() as counted:
@@ -29,7 +34,10 @@ def out_of_memory(rank: Rank, *, strategy: str, sequence_parallel: bool) -> None
     assert {"untouched", "whole" if in_one_kernel else "refused"} <= outcomes, outcomes
 
 
-def in_other_orders(rank: Rank, *, strategy: str, sp: bool) -> None:
+@on_ranks(2)
+@SP
+@STRATEGY
+def test_steps_in_other_orders(rank: Rank, strategy, sp):
     for check in (
         orders.forwards_without_backward,
         orders.backwards_in_any_order,
@@ -41,9 +49,10 @@ def in_other_orders(rank: Rank, *, strategy: str, sp: bool) -> None:
         orders.nested_checkpoints(strategy, outer, inner, rank=rank, sp=sp)
 
 
-def two_models(rank: Rank) -> None:
-    for sp in (False, True):
-        orders.two_models(rank=rank, sp=sp)
+@on_ranks(2)
+@SP
+def test_two_models_in_one_process(rank: Rank, sp):
+    orders.two_models(rank=rank, sp=sp)
 
 
 def fresh_memory(rank: Rank, *, asked: str, strategy: str) -> None:
@@ -51,18 +60,3 @@ def fresh_memory(rank: Rank, *, asked: str, strategy: str) -> None:
         return  # it takes bf16 there: tests/kernels/test_scaled_exp.py
     for sp in (False, True):
         orders.nothing_is_read_before_it_is_written(asked, strategy, rank=rank, sp=sp)
-
-
-CASES: dict[str, Any] = {"two models in one process": two_models}
-for _strategy in STRATEGIES:
-    for _sp in (False, True):
-        CASES[f"out of memory, {_strategy} sp={_sp}"] = functools.partial(
-            out_of_memory, strategy=_strategy, sequence_parallel=_sp
-        )
-        CASES[f"steps in other orders, {_strategy} sp={_sp}"] = functools.partial(
-            in_other_orders, strategy=_strategy, sp=_sp
-        )
-    for _asked in orders.ASKED:
-        CASES[f"fresh memory, {_strategy}, {_asked}"] = functools.partial(
-            fresh_memory, asked=_asked, strategy=_strategy
-        )

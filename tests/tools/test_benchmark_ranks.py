@@ -1,30 +1,34 @@
-"""What scripts/benchmark.py says of several ranks: references, errors, times, and the peers there."""
+"""scripts/benchmark.py and sweep_chunks.py over two ranks: references, errors, times, peers, records."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from sweep_state import State
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import benchmark_measure as measure
 import peers
+import sweep_measure
 from benchmark_problem import Problem, World, full_reference
 from benchmark_roof import Roof
-from benchmark_variants import Variant, backward
+from benchmark_variants import Variant, backward, of_config
 from benchmark_variants import peers as peer_variants
 
 from megatron_fused_ce.testing.reference import relative_error, truth
-from tests.ranks.runner import Rank
+from tests.support.ranks import Rank, on_ranks
 
 TOKENS, HIDDEN, VOCAB = 48, 16, 64
 
@@ -128,7 +132,8 @@ def fake_libraries() -> Iterator[None]:
                 sys.modules[name] = before[name]
 
 
-def peers_compute_the_definition(rank: Rank) -> None:
+@on_ranks(2)
+def test_peers_compute_the_definition(rank: Rank):
     """With sequence parallelism and without: loss, this rank's grad_hidden and its rows' grad_weight."""
     names = ["liger-tp-loop", "verl-tp"]
     with fake_libraries():
@@ -162,7 +167,8 @@ def right_run(problem: Problem, mark: Any) -> Tensor:
     return loss
 
 
-def a_wrong_shard_is_seen_by_every_rank(rank: Rank) -> None:
+@on_ranks(2)
+def test_a_wrong_shard_is_seen_by_every_rank(rank: Rank):
     """One rank forgets the labels on its own shard: the error is every rank's, the right one's none's."""
 
     def forgetful(problem: Problem, mark: Any) -> Tensor:
@@ -200,7 +206,8 @@ def exact_of(problem: Problem) -> Any:
     return measure._part(problem, exact)
 
 
-def times_are_the_slowest_ranks(rank: Rank) -> None:
+@on_ranks(2)
+def test_times_are_the_slowest_ranks(rank: Rank):
     """One rank sleeps: every rank's row has its time, the roof's too."""
 
     def uneven(problem: Problem, mark: Any) -> Tensor:
@@ -225,8 +232,46 @@ def times_are_the_slowest_ranks(rank: Rank) -> None:
     assert all(other == said[0] for other in said)
 
 
-CASES = {
-    "peers compute the definition": peers_compute_the_definition,
-    "a wrong shard is seen by every rank": a_wrong_shard_is_seen_by_every_rank,
-    "times are the slowest rank's": times_are_the_slowest_ranks,
-}
+# --- the sweep -------------------------------------------------------------------------------
+
+SETTINGS = sweep_measure.HeadSettings(
+    num_tokens=32,
+    hidden_size=8,
+    vocab=64,
+    dtype=torch.float32,
+    wgrad_accumulator="main_grad",
+    blocks=1,
+    sample_ms=0.0,
+)
+
+
+@on_ranks(2)
+def test_out_of_memory_on_the_last_rank(rank: Rank):
+    """Behind a step's collectives: every rank's record says it, and all go on together."""
+
+    def broken(world, name, config):
+        variant = of_config(world, name, config)
+
+        def run(problem, mark):
+            loss = variant.run(problem, mark)
+            if name == "store x 2" and rank.rank == rank.size - 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return loss
+
+        return Variant(name, "ours", run=run, config=config)
+
+    world = world_of(rank, sequence_parallel=True)
+    cells = sweep_measure.cells_of(["store"], [1, 2])
+    with (
+        patch.object(sweep_measure, "of_config", broken),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        state = State(Path(folder), SETTINGS.facts(world), writes=rank.rank == 0)
+        sweep_measure.measure(SETTINGS, cells, world, state, lambda cell: None)
+        assert len(list(Path(folder).iterdir())) == (rank.rank == 0)
+    statuses = {key: record["status"] for key, record in state.cells.items()}
+    assert statuses.pop("training store x 2") == "out of memory"
+    assert len(statuses) == 5 and set(statuses.values()) == {"ok"}
+    everywhere: list[object] = [None] * rank.size
+    dist.all_gather_object(everywhere, state.cells)
+    assert everywhere[0] == everywhere[-1], "figures are the slowest rank's, the same on each"

@@ -7,7 +7,6 @@ hook in the backward launches its gradients' all-reduce, as Megatron's overlaps 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, upstream_guard
-from megatron_fused_ce.strategies import KeepOrRecompute
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, upstream_guard
 from megatron_fused_ce.testing.collectives import (
     Call,
     Collectives,
     RandomDelays,
     first_difference,
 )
-from tests.ranks.runner import Rank
+from tests.support.head import strategy_in_place
+from tests.support.ranks import Rank, on_ranks
 
 NUM_CHUNKS = 4
 SEQUENCE, BATCH, HIDDEN, VOCAB = 48, 2, 16, 512
@@ -47,6 +46,32 @@ class Setup:
     logits_backend: str = "gemm_rows"
     kind: str = "plain"
 
+    def __str__(self) -> str:
+        sp = "sp, " if self.sequence_parallel else ""
+        scaled_exp = ", scaled-exp GEMM" if self.logits_backend == "scaled_exp" else ""
+        return f"TP {self.tp}, {self.strategy}, {sp}{self.merge}{scaled_exp}"
+
+
+SETUPS = [
+    # Without sequence parallelism the statistics are all-reduced, with it they are packed; below the
+    # other way round.
+    *(
+        Setup(tp, strategy, sp, merge="packed" if sp else "all_reduce")
+        for tp in (2, 4)
+        for strategy in STRATEGIES
+        for sp in (False, True)
+    ),
+    Setup(4, "grad_in_forward", True, merge="all_reduce"),
+    Setup(4, "mixed", True, merge="all_reduce"),
+    Setup(4, "grad_in_forward", False),
+]
+SCALED_EXP = [
+    Setup(2, "grad_in_forward", True, logits_backend="scaled_exp"),
+    Setup(2, "recompute", False, logits_backend="scaled_exp"),
+    Setup(4, "mixed", True, logits_backend="scaled_exp"),
+    Setup(4, "grad_in_forward", True, merge="all_reduce", logits_backend="scaled_exp"),
+]
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -62,19 +87,20 @@ class Groups:
         return {self.tp: "tp", self.beside: "dp"}
 
 
-@functools.cache
-def groups_of(rank: Rank, tp: int) -> Groups:
-    """Made once for the whole run, in the same order on every rank."""
+@contextlib.contextmanager
+def groups_of(rank: Rank, tp: int) -> Iterator[Groups]:
+    """Made in the same order on every rank."""
     everyone = list(range(rank.size))
     tp_groups = [everyone[i : i + tp] for i in range(0, rank.size, tp)]
     dp_groups = [everyone] if tp == rank.size else [everyone[i::tp] for i in range(tp)]
-    mine = []
-    for members_of_each in (tp_groups, dp_groups):
-        for members in members_of_each:
-            group = dist.new_group(members)
-            if rank.rank in members:
-                mine += [group, members.index(rank.rank)]
-    return Groups(*mine)
+    mine: list[Any] = []
+    for members in [*tp_groups, *dp_groups]:
+        group = dist.new_group(members)
+        if rank.rank in members:
+            mine += [group, members.index(rank.rank)]
+    yield Groups(*mine)
+    for group in mine[::2]:
+        dist.destroy_process_group(group)
 
 
 @dataclass(frozen=True)
@@ -119,6 +145,13 @@ def make_data(rank: Rank, groups: Groups, setup: Setup, dtype: torch.dtype) -> D
 
 def train_step(rank: Rank, groups: Groups, setup: Setup, data: Data) -> list[torch.Tensor]:
     """Loss and both parameters' gradients, reduced over the second communicator."""
+    with strategy_in_place(setup.strategy, NUM_CHUNKS // 2) as strategy:
+        return _train_step(rank, groups, setup, data, strategy)
+
+
+def _train_step(
+    rank: Rank, groups: Groups, setup: Setup, data: Data, strategy: str
+) -> list[torch.Tensor]:
     torch.manual_seed(9)
     layer = (torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5).to(data.source).requires_grad_()
     weight = data.weight.clone().requires_grad_()
@@ -133,7 +166,7 @@ def train_step(rank: Rank, groups: Groups, setup: Setup, data: Data) -> list[tor
     gathered = torch.ones(HIDDEN, device=rank.device)
     under_way = dist.all_reduce(gathered, group=groups.beside, async_op=True)
     config = FusedCEConfig(
-        strategy="store" if setup.strategy == "mixed" else setup.strategy,
+        strategy=strategy,
         num_chunks=NUM_CHUNKS,
         logits_backend=setup.logits_backend,
         merge=setup.merge,
@@ -157,16 +190,6 @@ def train_step(rank: Rank, groups: Groups, setup: Setup, data: Data) -> list[tor
     return [loss.detach(), weight.grad, layer.grad, gathered]
 
 
-@contextlib.contextmanager
-def strategy_in_place(setup: Setup) -> Iterator[None]:
-    """``mixed`` is otherwise the planner's choice, for budgets of whole MiB."""
-    with pytest.MonkeyPatch.context() as patch:
-        if setup.strategy == "mixed":
-            mixed = KeepOrRecompute("mixed", NUM_CHUNKS // 2)
-            patch.setattr(op, "strategy_of", lambda *args: mixed)
-        yield
-
-
 def dtype_of(rank: Rank, setup: Setup) -> torch.dtype:
     """The scaled-exp GEMM runs in bf16 on GPUs and in fp32 by Triton's interpreter."""
     on_gpu = rank.device.type == "cuda"
@@ -177,11 +200,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def disturbed_timing(rank: Rank, setup: Setup) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("setup", SETUPS + SCALED_EXP, ids=str)
+def test_disturbed_timing(rank: Rank, setup):
     """Random sleeps before every collective, other ones on each rank: the same bits come out."""
-    groups = groups_of(rank, setup.tp)
-    data = make_data(rank, groups, setup, dtype_of(rank, setup))
-    with strategy_in_place(setup):
+    with groups_of(rank, setup.tp) as groups:
+        data = make_data(rank, groups, setup, dtype_of(rank, setup))
         train_step(rank, groups, setup, data)  # a group's first call compares shapes besides
         with Collectives(groups.names) as quiet:
             expected = train_step(rank, groups, setup, data)
@@ -192,12 +216,8 @@ def disturbed_timing(rank: Rank, setup: Setup) -> None:
             with Collectives(groups.names, before=delays) as disturbed:
                 got = train_step(rank, groups, setup, data)
             assert disturbed.calls == quiet.calls
-            for name, a, b in zip(
-                ("loss", "grad_weight", "the layer's gradient", "gathered"),
-                got,
-                expected,
-                strict=True,
-            ):
+            names = ("loss", "grad_weight", "the layer's gradient", "gathered")
+            for name, a, b in zip(names, got, expected, strict=True):
                 assert torch.equal(bits(a), bits(b)), f"{name} differs in repeat {repeat}"
     assert all(torch.isfinite(tensor).all() for tensor in expected)
     check_calls_of_a_step(setup, quiet.calls)
@@ -233,11 +253,12 @@ KINDS = (
 )
 
 
-def same_order_whatever_the_data(rank: Rank, setup: Setup) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_same_order_whatever_the_data(rank: Rank, setup):
     """One sequence of (group, collective, shapes, dtype, operation) for all ranks and all data."""
-    groups = groups_of(rank, setup.tp)
     sequences: dict[str, list[Call]] = {}
-    with strategy_in_place(setup):
+    with groups_of(rank, setup.tp) as groups:
         for kind in ("plain", *KINDS):
             of_kind = replace(setup, kind=kind)
             data = make_data(rank, groups, of_kind, dtype_of(rank, setup))
@@ -257,11 +278,11 @@ def same_order_whatever_the_data(rank: Rank, setup: Setup) -> None:
     check_calls_of_a_step(setup, sequences["plain"])
 
 
-def another_order_is_seen(rank: Rank) -> None:
+@on_ranks(4)
+def test_another_order_is_seen(rank: Rank):
     """The check itself: a rank that issues two collectives the other way round is named."""
-    groups = groups_of(rank, 2)
     a, b = (torch.ones(4, device=rank.device) for _ in range(2))
-    with Collectives(groups.names) as issued:
+    with groups_of(rank, 2) as groups, Collectives(groups.names) as issued:
         launches = [
             lambda: dist.all_reduce(a, group=groups.tp, async_op=True),
             lambda: dist.all_reduce(b, group=groups.beside, async_op=True),
@@ -277,33 +298,3 @@ def another_order_is_seen(rank: Rank) -> None:
     shorter = first_difference([by_rank[0], by_rank[0][:1]])
     assert "rank 1: nothing more" in shorter
     assert torch.equal(a, torch.full_like(a, 2.0))
-
-
-_SETUPS = [
-    # Without sequence parallelism the statistics are all-reduced, with it they are packed; below the
-    # other way round.
-    *(
-        Setup(tp, strategy, sp, merge="packed" if sp else "all_reduce")
-        for tp in (2, 4)
-        for strategy in STRATEGIES
-        for sp in (False, True)
-    ),
-    Setup(4, "grad_in_forward", True, merge="all_reduce"),
-    Setup(4, "mixed", True, merge="all_reduce"),
-    Setup(4, "grad_in_forward", False),
-]
-_EXPONENTIATING = [
-    Setup(2, "grad_in_forward", True, logits_backend="scaled_exp"),
-    Setup(2, "recompute", False, logits_backend="scaled_exp"),
-    Setup(4, "mixed", True, logits_backend="scaled_exp"),
-    Setup(4, "grad_in_forward", True, merge="all_reduce", logits_backend="scaled_exp"),
-]
-CASES: dict[str, Any] = {"another order is seen": another_order_is_seen}
-for _setup in _SETUPS + _EXPONENTIATING:
-    _name = f"TP {_setup.tp}, {_setup.strategy}, sp={_setup.sequence_parallel}, {_setup.merge}"
-    _name += ", scaled-exp GEMM" if _setup.logits_backend == "scaled_exp" else ""
-    CASES[f"disturbed timing: {_name}"] = functools.partial(disturbed_timing, setup=_setup)
-    if _setup in _SETUPS:
-        CASES[f"same order whatever the data: {_name}"] = functools.partial(
-            same_order_whatever_the_data, setup=_setup
-        )

@@ -1,9 +1,10 @@
 """A rank that is lost in the middle of a step, and what the others see: their own error, in time.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.ranks.lost HOW PHASE STRATEGY SP
+    torchrun --standalone --nproc-per-node 2 -m tests.support.lost HOW PHASE STRATEGY SP
 
 Two ranks over gloo. After a whole step the last one, before some operator of its next one, is killed, or
-raises and ends, or raises and stays without ever meeting the others again.
+raises and ends, or raises and stays without ever meeting the others again. tests/parallel/test_lost_ranks.py
+runs the same without torchrun.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_fused_ce.testing import gloo
-from tests.ranks.faulty import AtOperator, Step, what_is_left
-from tests.ranks.pool import join_gloo
-from tests.ranks.runner import Rank
+from tests.support.faulty import AtOperator, Step, what_is_left
+from tests.support.ranks import Rank
 
 #: Of the group, from the loss on. The others wait as long as this for a rank that stays, and not at all for
 #: one that is gone.
@@ -65,8 +66,22 @@ def _run(step: Step, forward: AtOperator, backward: AtOperator) -> None:
         loss.backward(step.grad_loss)
 
 
-def lose(case: Case, rank: Rank) -> dict[str, Any]:
-    """Both ranks: a whole step, then steps until an error. What the survivor has to tell."""
+def lose_and_stay(rank: Rank, case: Case, ended: str) -> dict[str, Any] | None:
+    """:func:`lose`; the last rank stays, without the group, until the survivor makes the file ``ended``."""
+    if rank.rank != SIZE - 1:
+        seen = lose(rank, case)
+        Path(ended).touch()
+        return seen
+    try:
+        lose(rank, case)
+    except Defect:
+        while not Path(ended).exists():
+            time.sleep(0.05)
+    return None
+
+
+def lose(rank: Rank, case: Case) -> dict[str, Any]:
+    """Both ranks: a whole step, then steps until an error. What the survivor has seen."""
     step = Step(
         torch.float32, case.strategy, "fp32", rank=rank, sequence_parallel=case.sequence_parallel
     )
@@ -102,24 +117,13 @@ def _survive(step: Step, first: Any, second: Any) -> dict[str, Any]:
     raise AssertionError("no error after three steps without the other rank")
 
 
-def child(case: Case, rank: int, store: str, answers: Any) -> None:
-    """One rank in a process of its own; the survivor puts what it saw into ``answers``."""
-    join_gloo(rank, SIZE, store, START_TIMEOUT_S)
-    try:
-        answers.put(lose(case, Rank(dist.group.WORLD, rank, SIZE, torch.device("cpu"))))
-    except Defect:
-        if case.how == "raised and stays":
-            time.sleep(600)  # the test ends it
-        sys.exit(1)
-
-
 def main() -> None:
     """As torchrun starts it: no rank is asked anything, all of them end."""
     how, phase, strategy, sequence_parallel = sys.argv[1:]
     gloo.use_one_thread()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=START_TIMEOUT_S))
     rank = Rank(dist.group.WORLD, dist.get_rank(), SIZE, torch.device("cpu"))
-    told = lose(Case(how, phase, strategy, sequence_parallel == "True"), rank)
+    told = lose(rank, Case(how, phase, strategy, sequence_parallel == "True"))
     print(f"SURVIVED {told}", flush=True)
     raise SystemExit(1)
 

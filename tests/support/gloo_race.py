@@ -1,6 +1,6 @@
 """torch alone: collectives under way together in one gloo group. See megatron_fused_ce/testing/gloo.py.
 
-    torchrun --standalone --nproc-per-node 2 -m tests.ranks.gloo_race [--worker-threads 1] [--seconds 40]
+    torchrun --standalone --nproc-per-node 2 -m tests.support.gloo_race [--worker-threads 1] [--seconds 40]
 
 With one worker thread it ends well. With two, as torch makes them, it sooner or later dies of a corrupted
 heap; eight get there faster.

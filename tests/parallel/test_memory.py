@@ -7,21 +7,53 @@ import gc
 import weakref
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, planner, row_ops_torch
-from tests.ranks.runner import Rank
+from tests.support.ranks import Rank, on_ranks
 
 #: A shard and a chunk whose buffers differ in shape.
 H, V, C = 16, 320, 24
 Shape = tuple[int, ...]
 
 
-def prepare(device: torch.device) -> None:
-    """Row kernels in plain PyTorch work in copies of fewer rows than a chunk has."""
-    row_ops_torch.BLOCK_ELEMENTS = 8 * V
+#: Keyword arguments of a case. Four chunks: more than any ring of buffers has room for.
+CASES: dict[str, dict[str, Any]] = {}
+for _strategy in ("recompute", "store", "grad_in_forward"):
+    for _backend in ("scaled_exp", "gemm_rows"):
+        _both = {"strategy": _strategy, "logits_backend": _backend}
+        for _sp in (False, True):
+            for _count in (1, 4):
+                CASES[f"{_strategy} {_backend}{' sp' * _sp} chunks={_count}"] = {
+                    **_both,
+                    "sequence_parallel": _sp,
+                    "num_chunks": _count,
+                }
+        CASES[f"{_strategy} {_backend} frozen weight"] = {
+            **_both,
+            "sequence_parallel": True,
+            "num_chunks": 4,
+            "trained": False,
+        }
+    CASES[f"{_strategy} two all-reduces"] = {
+        "strategy": _strategy,
+        "logits_backend": "scaled_exp",
+        "sequence_parallel": True,
+        "num_chunks": 4,
+        "merge": "all_reduce",
+    }
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("case", CASES)
+def test_buffers(rank: Rank, case):
+    # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.
+    with patch.object(row_ops_torch, "BLOCK_ELEMENTS", 8 * V):
+        peaks_are_as_predicted(rank, **CASES[case])
 
 
 class Storages(TorchDispatchMode):
@@ -172,23 +204,3 @@ def compare(
             counted["[R, 4, C] and [4, C]"] = (merges, predicted.merge_buffers + 16 * C)
     wrong = {name: pair for name, pair in counted.items() if pair[0] != pair[1]}
     assert not wrong, f"{when}, (there, predicted): {wrong}"
-
-
-CASES = {}
-for _strategy in ("recompute", "store", "grad_in_forward"):
-    for _pass in ("scaled_exp", "gemm_rows"):
-        for _sp in (False, True):
-            # Four: more than any ring of buffers has room for.
-            for _count in (1, 4):
-                CASES[f"{_strategy} {_pass} sp={_sp} chunks={_count}"] = functools.partial(
-                    peaks_are_as_predicted, strategy=_strategy, logits_backend=_pass,
-                    sequence_parallel=_sp, num_chunks=_count,
-                )  # fmt: skip
-        CASES[f"{_strategy} {_pass} frozen weight"] = functools.partial(
-            peaks_are_as_predicted, strategy=_strategy, logits_backend=_pass, sequence_parallel=True,
-            num_chunks=4, trained=False,
-        )  # fmt: skip
-    CASES[f"{_strategy} two all-reduces"] = functools.partial(
-        peaks_are_as_predicted, strategy=_strategy, logits_backend="scaled_exp", sequence_parallel=True,
-        num_chunks=4, merge="all_reduce",
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""scripts/soak.py with one thing broken, under torchrun: ``-m tests.ranks.broken_soak FAULT OPTIONS...``."""
+"""scripts/soak.py with one thing broken, under torchrun: ``-m tests.tools.broken_soak FAULT OPTIONS...``."""
 
 from __future__ import annotations
 

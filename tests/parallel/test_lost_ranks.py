@@ -1,0 +1,91 @@
+"""One rank is killed or raises in the middle of a chunk: the others end with an error in time, none hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import lost, torchrun
+from tests.support.head import STRATEGIES
+from tests.support.lost import PHASES, TIMEOUT_S, Case
+from tests.support.ranks import ROOT, VARIABLES, World
+
+#: What gloo says of a connection that the other end has closed, and of one that it has waited on.
+GONE = ("closed by peer", "reset by peer", "Broken pipe")
+LATE = ("Timed out", "timeout")
+#: For processes that share two cores with others.
+MARGIN_S = 20.0
+
+
+def survivors(case, function, *arguments):
+    """What the survivor saw, and what became of the other rank."""
+    with World(lost.SIZE) as world:
+        survivor, gone = world.outcomes(function, case, *arguments, grace_s=TIMEOUT_S + MARGIN_S)
+    assert survivor.kind == "returned", survivor.value
+    assert survivor.value["left"] in ("untouched", "refused")
+    return survivor.value, gone
+
+
+def is_gone(case):
+    """Its connections are closed: nobody waits for the time-out."""
+    seen, gone = survivors(case, lost.lose)
+    assert gone.kind == ("died" if case.how == "killed" else "raised")
+    assert ("SIGKILL" if case.how == "killed" else "Defect") in gone.value
+    assert seen["seconds"] < TIMEOUT_S + MARGIN_S
+    assert any(words in seen["error"] for words in GONE), seen["error"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_is_killed(strategy):
+    is_gone(Case("killed", "backward", strategy, True))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["killed", "raised and gone"])
+@pytest.mark.parametrize("part", [0.3, 0.7])
+def test_a_rank_that_is_gone(part, how, strategy, sp, phase):
+    is_gone(Case(how, phase, strategy, sp, part))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("phase", "sp"), zip(PHASES, (True, False), strict=True))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_stays(tmp_path, strategy, phase, sp):
+    """It has raised, and its process goes on without the group: the others end by the time-out."""
+    case = Case("raised and stays", phase, strategy, sp)
+    seen, stayed = survivors(case, lost.lose_and_stay, str(tmp_path / "ended"))
+    assert stayed.kind == "returned", stayed.value
+    assert TIMEOUT_S / 2 < seen["seconds"] < TIMEOUT_S + MARGIN_S
+    assert any(words in seen["error"] for words in LATE), seen["error"]
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(torchrun.IS_RANK, reason="starts torchrun itself")
+@pytest.mark.parametrize(
+    ("how", "words"), [("killed", "Signal 9 (SIGKILL)"), ("raised and gone", "Defect")]
+)
+def test_a_launch_ends(how, words):
+    """Under torchrun: status 1, and the rank that was lost is named."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(lost.SIZE), "-m", "tests.support.lost"),
+            *(how, "backward", "store", "True"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S + 6 * MARGIN_S,
+    )
+    assert done.returncode == 1 and words in done.stderr, done.stderr[-3000:]
+    assert "AssertionError" not in done.stderr
+    assert time.monotonic() - began < TIMEOUT_S + 5 * MARGIN_S
