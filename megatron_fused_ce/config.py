@@ -32,8 +32,8 @@ class FusedCEConfig:
     num_chunks: int | None = None
     #: Or cut them into chunks of this many tokens, counted over the tensor-parallel group.
     chunk_tokens: int | None = None
-    #: Budget in MiB of the head's own buffers, beside inputs, ``grad_hidden`` and the end point of
-    #: ``grad_weight``; None for what ``grad_in_forward`` needs.
+    #: Budget in MiB of the head's own buffers, beside inputs, ``grad_hidden`` and the wgrad
+    #: accumulator; None for what ``grad_in_forward`` needs.
     memory_mb: int | None = None
     #: The logits are ``logit_scale * hidden @ weight.T`` (MuP, temperature).
     logit_scale: float = 1.0

@@ -1,6 +1,6 @@
 """Where ``grad_weight`` ends: accumulated over the chunks in fp32, whatever the weight's dtype.
 
-An *end point* is opened per backward, takes one product per chunk and is closed once. Adding in bf16
+A *wgrad accumulator* is opened per backward, takes one product per chunk and is closed once. Adding in bf16
 instead loses precision with the number of chunks (1.7e-3 with 1, 9.4e-3 with 64; docs/math.md).
 """
 
@@ -17,7 +17,7 @@ from megatron_fused_ce import upstream_guard
 
 
 class GradWeight(Protocol):
-    """An end point of ``grad_weight``."""
+    """A wgrad accumulator."""
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
@@ -32,11 +32,11 @@ class GradWeight(Protocol):
         """The backward has failed and autograd gets nothing: no part of a sum may pass for the whole."""
 
 
-#: Opens an end point for a weight and a number of chunks, with or without a scale to undo.
+#: Opens a wgrad accumulator for a weight and a number of chunks, with or without a scale to undo.
 OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
 
 
-class OpenedEndPoints:
+class OpenedAccumulators:
     """An :data:`OpenGradWeight` that remembers what it opened, to abandon it all."""
 
     def __init__(self, open_grad_weight: OpenGradWeight) -> None:
@@ -48,20 +48,20 @@ class OpenedEndPoints:
         return self._opened[-1]
 
     def abandon(self) -> None:
-        for end_point in self._opened:
-            end_point.abandon()
+        for accumulator in self._opened:
+            accumulator.abandon()
 
 
 def kind_of(open_grad_weight: OpenGradWeight) -> str:
-    """Which of ``planner.END_POINTS`` this opens, said by its attribute ``kind``: for plans of memory."""
+    """Which of ``planner.WGRAD_ACCUMULATORS`` this opens, for plans of memory: its attribute ``kind``."""
     return str(getattr(open_grad_weight, "kind", "returned"))
 
 
 class HeldGradWeight:
     """Sums the chunks in an fp32 buffer ``[V, H]``, made by the first.
 
-    What ``grad_in_forward`` holds until an end point is opened, and what the end points below sum in where
-    they cannot take a chunk in place.
+    What ``grad_in_forward`` holds until a wgrad accumulator is opened, and what the wgrad accumulators
+    below sum in where they cannot take a chunk in place.
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -22,7 +22,7 @@ from megatron_fused_ce.config import (
     FusedCEConfig,
 )
 from megatron_fused_ce.grad_weight import (
-    OpenedEndPoints,
+    OpenedAccumulators,
     OpenGradWeight,
     ReturnedGradWeight,
     kind_of,
@@ -320,7 +320,7 @@ def linear_cross_entropy(
             dtype=str(hidden.dtype).removeprefix("torch."),
             num_parts=comm.num_parts,
             tp_size=comm.size,
-            end_point=kind_of(open_grad_weight) if weight.requires_grad else "none",
+            wgrad_accumulator=kind_of(open_grad_weight) if weight.requires_grad else "none",
             token_weights_known=token_weights is not None and not differentiable,
             logits_backend=logits.name,
             device=torch.cuda.get_device_name(hidden.device) if hidden.is_cuda else "cpu",
@@ -480,14 +480,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if loss is None:
             loss = terms.new_zeros(labels.shape)
         upstream = Upstream(loss, log_prob, lse, grad_entropy, entropy)
-        end_points = OpenedEndPoints(saved.head.open_grad_weight)
+        accumulators = OpenedAccumulators(saved.head.open_grad_weight)
         try:
             with (
                 torch.autocast(hidden.device.type, enabled=False),
                 saved.head.phases.of_pass("backward", hidden.device),
             ):
                 grad_hidden, grad_weight = saved.strategy.backward(
-                    replace(saved.head, open_grad_weight=end_points),
+                    replace(saved.head, open_grad_weight=accumulators),
                     hidden,
                     weight,
                     Targets(labels, None if ids is None else SoftTargets(ids, probs)),
@@ -496,7 +496,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                     Needs(*saved.needs_input_grad[:2]),
                 )
         except BaseException:
-            end_points.abandon()
+            accumulators.abandon()
             saved.head.comm.settle(hidden.device)
             raise
         return grad_hidden, grad_weight, None, None, None, None

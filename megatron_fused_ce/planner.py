@@ -6,9 +6,9 @@ vocabulary rows of this rank, ``C`` tokens of the largest chunk, ``e`` bytes of 
 
 ::
 
-    python -m megatron_fused_ce.planner --tokens 32768 --hidden 4096 --vocab 128256 --memory-mb 2048
+    python -m megatron_fused_ce plan-head --tokens 32768 --hidden 4096 --vocab 128256 --memory-mb 2048
 
-What a plan costs, beside inputs, ``grad_hidden`` and the end point of ``grad_weight``::
+What a plan costs, beside inputs, ``grad_hidden`` and the wgrad accumulator::
 
     store      e*T*V kept                  3 products
     grad_in_forward      e*C*V + 4*V*H kept          3 products and one pass over grad_weight (R > 1: 2*e*C*V)
@@ -37,7 +37,7 @@ MIB = 2**20
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Where ``grad_weight`` ends: in an fp32 buffer that takes every chunk in place, in a buffer of a
 #: lower precision, returned to autograd in the weight's dtype, or nowhere (a frozen weight).
-END_POINTS = ("main_grad", "low_main_grad", "returned", "none")
+WGRAD_ACCUMULATORS = ("main_grad", "low_main_grad", "returned", "none")
 LOGITS_BACKENDS = ("scaled_exp", "gemm_rows")
 
 
@@ -129,8 +129,8 @@ class PlanInputs:
     #: ranks whose parts make up one chunk: ``tp_size`` with sequence parallelism, else 1
     num_parts: int = 1
     tp_size: int = 1
-    #: one of :data:`END_POINTS`
-    end_point: str = "main_grad"
+    #: one of :data:`WGRAD_ACCUMULATORS`
+    wgrad_accumulator: str = "main_grad"
     #: whether the forward is given token weights, without which ``auto`` never takes ``grad_in_forward``
     token_weights_known: bool = False
     #: which pass over the logits serves, one of :data:`LOGITS_BACKENDS`
@@ -141,7 +141,7 @@ class PlanInputs:
     strategy: str = "auto"
     num_chunks: int | None = None
     chunk_tokens: int | None = None
-    #: MiB, beside inputs, ``grad_hidden`` and the end point of ``grad_weight``
+    #: MiB, beside inputs, ``grad_hidden`` and the wgrad accumulator
     memory_mb: int | None = None
     #: uses of the head that wait for their backward together: 1 and each depth of multi-token
     #: prediction
@@ -150,7 +150,7 @@ class PlanInputs:
     def __post_init__(self) -> None:
         allowed = {
             "dtype": tuple(ITEMSIZES),
-            "end_point": END_POINTS,
+            "wgrad_accumulator": WGRAD_ACCUMULATORS,
             "logits_backend": LOGITS_BACKENDS,
             "strategy": STRATEGY_CHOICES,
         }
@@ -200,6 +200,17 @@ class PlanInputs:
         return next((row for row in DEVICES if row.name in self.device.split()), UNKNOWN_DEVICE)
 
 
+class OverBudget(ValueError):
+    """A strategy asked for by name needs more than the budget, however short its chunks."""
+
+    #: the plan that needs the least
+    least: Plan
+
+    def __init__(self, message: str, least: Plan) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 class Memory(NamedTuple):
     """Bytes of the head's own buffers at one time, part by part."""
 
@@ -208,7 +219,7 @@ class Memory(NamedTuple):
     chunk_logits: int
     #: logits that wait for the backward
     kept_logits: int
-    #: fp32 sum of ``grad_weight`` that is not its end point
+    #: fp32 sum of ``grad_weight`` that is not its wgrad accumulator
     grad_weight_sum: int
     #: hidden states of one chunk times their row factor, for the product with exponentials; with
     #: sequence parallelism the gathered ones are multiplied in place
@@ -252,7 +263,7 @@ class Plan:
     count: int
     capacity: int
     memory: Memory
-    #: Predicted forward and backward over the three products into the same end point (two where the
+    #: Predicted forward and backward over the three products into the same wgrad accumulator (two where the
     #: weight is frozen). A ranking, good to a few percent on an H200 in bf16.
     relative_time: float
     #: One sentence for the log.
@@ -260,7 +271,7 @@ class Plan:
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Beside inputs, ``grad_hidden`` and the end point of ``grad_weight``."""
+        """Beside inputs, ``grad_hidden`` and the wgrad accumulator."""
         return self.memory.total
 
     @property
@@ -283,7 +294,7 @@ def plan(inputs: PlanInputs) -> Plan:
     Where nothing fits, the plan that needs the least, with its figure in ``why``.
 
     Raises:
-        ValueError: the strategy was asked for by name and fits the budget with no chunking.
+        OverBudget: the strategy was asked for by name and fits the budget with no chunking.
 
     Source: docs/design.md and the constants above.
     """
@@ -354,7 +365,7 @@ def forward_memory(
         strategy == "grad_in_forward",
         inputs.tp_size,
     )
-    trained = inputs.end_point != "none"
+    trained = inputs.wgrad_accumulator != "none"
     under_way = min(count, 2 if ranks > 1 else 1)
     sealed = grad_in_forward or stored_chunks > 0
     rooms = under_way if grad_in_forward else int(not exp and stored_chunks < count)
@@ -386,7 +397,7 @@ def backward_memory(
     """The same of the backward that ``store``, ``recompute`` and ``mixed`` have, the last chunk first."""
     chunk = _ChunkBytes.of(inputs, capacity)
     exp = inputs.logits_backend == "scaled_exp"
-    again, frozen = stored_chunks < count, inputs.end_point == "none"
+    again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
     rooms = int(not exp or again)
     # Beside the chunk that waited, which stays as it is: those that are gathered, and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks)
@@ -424,7 +435,7 @@ class _ChunkBytes(NamedTuple):
         return _ChunkBytes(
             logits=inputs.itemsize * capacity * inputs.num_rows,
             gathered=hidden if gathers else 0,
-            scaled=hidden if exp and inputs.end_point != "none" and not gathers else 0,
+            scaled=hidden if exp and inputs.wgrad_accumulator != "none" and not gathers else 0,
             tiles=TILE_BYTES * tiles,
             marks=math.ceil(tiles / TOKENS_PER_MARK_BYTE),
         )
@@ -432,7 +443,7 @@ class _ChunkBytes(NamedTuple):
 
 def _waiting(inputs: PlanInputs, count: int, stored_chunks: int) -> int:
     """Chunks of gathered hidden states that a forward leaves for its backward: the last one or none."""
-    return int(count > 0 and (inputs.end_point != "none" or stored_chunks < count))
+    return int(count > 0 and (inputs.wgrad_accumulator != "none" or stored_chunks < count))
 
 
 def _kept_bytes(inputs: PlanInputs, stored_tokens: int) -> int:
@@ -458,7 +469,7 @@ def _always(
 
 
 def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: int) -> float:
-    """Predicted time over the roof: the products of the step into the same end point.
+    """Predicted time over the roof: the products of the step into the same wgrad accumulator.
 
     Products, passes of the chunks over ``grad_weight`` beyond the roof's one, the last pass over an
     fp32 sum, the row kernels. What the matrix units hide of it is not modelled, nor are collectives.
@@ -466,7 +477,7 @@ def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: 
     tokens = inputs.num_tokens
     if tokens == 0:
         return 1.0
-    frozen = inputs.end_point == "none"
+    frozen = inputs.wgrad_accumulator == "none"
     time = 1.0
     if strategy in ("recompute", "mixed"):
         time += (tokens - stored_tokens) / tokens / 3
@@ -476,20 +487,22 @@ def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: 
         time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, count - 1) / tokens
         if strategy == "grad_in_forward" or _sums_grad_weight(inputs, count):
             # Reads the sum; reads and writes a buffer, or writes what autograd gets.
-            end_itemsize = 4 if inputs.end_point == "main_grad" else inputs.itemsize
-            moved = 4 + (1 if inputs.end_point == "returned" else 2) * end_itemsize
+            end_itemsize = 4 if inputs.wgrad_accumulator == "main_grad" else inputs.itemsize
+            moved = 4 + (1 if inputs.wgrad_accumulator == "returned" else 2) * end_itemsize
             time += SWEEP_TOKENS_PER_BYTE * moved / tokens
     # All above is over three products; the roof of a frozen weight has two.
     return 1 + (time - 1) * 3 / 2 if frozen else time
 
 
 def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
-    """Whether the backward sums in fp32 before the end point: see ``grad_weight.py``."""
+    """Whether the backward sums in fp32 before the wgrad accumulator: see ``grad_weight.py``."""
     scaled = inputs.dtype == "float16"
-    if inputs.end_point == "returned":
+    if inputs.wgrad_accumulator == "returned":
         # Without a chunk the sum is zeros.
         return inputs.dtype != "float32" and (count != 1 or scaled)
-    return inputs.end_point == "low_main_grad" or (inputs.end_point == "main_grad" and scaled)
+    return inputs.wgrad_accumulator == "low_main_grad" or (
+        inputs.wgrad_accumulator == "main_grad" and scaled
+    )
 
 
 class _Cut(NamedTuple):
@@ -603,60 +616,65 @@ def _by_name(inputs: PlanInputs) -> Plan:
     least = min(options, key=lambda option: option.predicted_peak_bytes)
     needed = -(-least.predicted_peak_bytes // MIB)
     shorter = ", ask for shorter chunks" if inputs.chunks_asked else ""
-    raise ValueError(
+    raise OverBudget(
         f"strategy {inputs.strategy!r} in {least.chunks_in_words} needs {needed} MiB beside its "
         f"inputs and gradients, and the budget is {inputs.memory_mb} MiB: give memory_mb "
-        f"(--fused-ce-memory-mb) {needed} or more{shorter}, or choose strategy 'auto'"
+        f"(--fused-ce-memory-mb) {needed} or more{shorter}, or choose strategy 'auto'",
+        least,
     )
 
 
 def _why_nothing_fits(inputs: PlanInputs, least: Plan) -> str:
     how = " with the chunks asked for" if inputs.chunks_asked else ""
-    budget = "what grad_in_forward would need"
+    budget = "the default budget (what grad_in_forward needs)"
     if inputs.memory_mb is not None:
         budget = f"the budget of {inputs.memory_mb} MiB"
-    return (
-        f"{budget} cannot be met{how}: {least.strategy} in "
-        f"{least.chunks_in_words} needs the least, {_mib(least.predicted_peak_bytes)}"
-    )
+    needed = _size(inputs, least.predicted_peak_bytes)
+    return f"{budget} cannot be met{how}; {least.strategy} needs the least, {needed}"
 
 
 def _why_best(inputs: PlanInputs, budget: int, options: list[Plan], best: Plan) -> str:
     if inputs.memory_mb is not None:
         within = f"the budget of {inputs.memory_mb} MiB"
     else:
-        within = f"the {_mib(budget)} that grad_in_forward would need (no budget was given)"
+        within = f"the default budget of {size_in_words(budget)} (what grad_in_forward needs)"
     others = []
     for strategy in ("store", "grad_in_forward"):
-        of_it = [option for option in options if option.strategy == strategy]
         if strategy == best.strategy:
             continue
-        if not of_it:
-            others.append("grad_in_forward needs token weights that the forward knows")
-            continue
-        least = min(option.predicted_peak_bytes for option in of_it)
-        if least > budget:
-            others.append(f"{strategy} needs {_mib(least)}")
+        needed = [option.predicted_peak_bytes for option in options if option.strategy == strategy]
+        if not needed:
+            others.append("grad_in_forward needs token weights")
+        elif min(needed) <= budget:
+            others.append(f"{strategy} is no faster")
+        elif _size(inputs, min(needed)) == _size(inputs, budget):
+            others.append(f"{strategy} needs slightly more")
         else:
-            others.append(f"{strategy} would be no faster")
+            others.append(f"{strategy} needs {_size(inputs, min(needed))}")
     return f"the fastest within {within}; {', '.join(others)}"
 
 
-def _mib(num_bytes: int) -> str:
-    """Rounded up, to tenths below 10 MiB."""
-    tenths = -(-10 * num_bytes // MIB)
-    return f"{tenths / 10:.1f} MiB" if tenths < 100 else f"{-(-num_bytes // MIB)} MiB"
+def size_in_words(num_bytes: int) -> str:
+    """For people: tenths of a GiB, whole MiB below one, tenths below 10 MiB."""
+    if num_bytes >= 1024 * MIB:
+        return f"{num_bytes / 1024 / MIB:.1f} GiB"
+    return f"{num_bytes / MIB:.{0 if num_bytes >= 10 * MIB else 1}f} MiB"
+
+
+def _size(inputs: PlanInputs, num_bytes: int) -> str:
+    """As a budget would have to name it, where one was given."""
+    return size_in_words(num_bytes) if inputs.memory_mb is None else f"{-(-num_bytes // MIB)} MiB"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"planner: {message}\n")
+        self.exit(2, f"plan-head: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the plan for the arguments, and what else there was to choose from."""
     parser = _Parser(
-        prog="python -m megatron_fused_ce.planner",
+        prog="python -m megatron_fused_ce plan-head",
         description="Choose strategy and chunks for a head, as a training run would.",
         allow_abbrev=False,
     )
@@ -671,7 +689,12 @@ def main(argv: list[str] | None = None) -> int:
     add("--strategy", choices=STRATEGY_CHOICES, default="auto")
     add("--num-chunks", type=int)
     add("--chunk-tokens", type=int)
-    add("--end-point", choices=END_POINTS, default="main_grad", help="where grad_weight ends")
+    add(
+        "--wgrad-accumulator",
+        choices=WGRAD_ACCUMULATORS,
+        default="main_grad",
+        help="where grad_weight ends",
+    )
     add(
         "--no-token-weights",
         action="store_true",
@@ -695,7 +718,7 @@ def main(argv: list[str] | None = None) -> int:
             dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[given.dtype],
             num_parts=given.tp if given.sequence_parallel else 1,
             tp_size=given.tp,
-            end_point=given.end_point,
+            wgrad_accumulator=given.wgrad_accumulator,
             token_weights_known=not given.no_token_weights,
             logits_backend=given.logits_backend
             or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows"),
@@ -710,7 +733,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}")
-    print("\npredicted peak beside inputs, grad_hidden and the end point of grad_weight:")
+    print("\npredicted peak beside inputs, grad_hidden and the wgrad accumulator:")
     for name, num_bytes in (*chosen.memory._asdict().items(), ("total", chosen.memory.total)):
         if num_bytes:
             print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")

@@ -268,15 +268,15 @@ class KeepOrRecompute:
         ``grad_weight``.
         """
         upstream, inv_scale = _scaled(upstream, head.logit_scale, weight)
-        end_point = None
+        accumulator = None
         if needs.grad_weight:
-            end_point = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
+            accumulator = head.open_grad_weight(weight, len(head.chunks), inv_scale is not None)
         chunks = head.chunks[::-1]
         read = [chunk for chunk in chunks if self._reads_tokens(chunk, needs)]
         tokens = Tokens(head, hidden, read, depth=2, first=waited.last_tokens)
         rooms = Rooms(head, hidden, weight.shape[0])
         products = Products(
-            head, hidden, weight, needs.grad_hidden, end_point, inv_scale, rooms, tokens
+            head, hidden, weight, needs.grad_hidden, accumulator, inv_scale, rooms, tokens
         )
         kept = list(waited.kept)
         for chunk in chunks:
@@ -305,10 +305,10 @@ class KeepOrRecompute:
         if grad_hidden is not None and row_factor is not None:
             with head.phases("grad-hidden"):
                 logits_backend.scale_rows(grad_hidden, row_factor, out=grad_hidden)
-        if end_point is None:
+        if accumulator is None:
             return grad_hidden, None
         with head.phases("grad-weight"):
-            return grad_hidden, end_point.close(inv_scale)
+            return grad_hidden, accumulator.close(inv_scale)
 
 
 class GradInForward:
@@ -419,9 +419,9 @@ class GradInForward:
         if not needs.grad_weight or gradients.grad_weight is None:
             return grad_hidden, None
         with head.phases("grad-weight"):
-            end_point = head.open_grad_weight(weight, 1, False)
-            end_point.add_total(gradients.grad_weight, scale)
-            return grad_hidden, end_point.close(None)
+            accumulator = head.open_grad_weight(weight, 1, False)
+            accumulator.add_total(gradients.grad_weight, scale)
+            return grad_hidden, accumulator.close(None)
 
 
 RECOMPUTE = KeepOrRecompute("recompute", 0)

@@ -26,8 +26,8 @@ roofs are the shard's, all ranks at once.
               Megatron's output layer with its cross entropies and Transformer Engine's
     the rest  scripts/peers.py, with --peers: over several ranks those that know vocabulary shards
 
-Every variant ends in the same place: an fp32 main_grad (--end-point grad: a gradient in the weight's
-dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
+Every variant ends in the same place: an fp32 main_grad (--wgrad-accumulator returned: a gradient in the
+weight's dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
 wrong, or failed a further check; 2: arguments; 3: a foreign kernel broke the device, rows so far are
 written.
 """
@@ -166,7 +166,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--memory-mb", type=int, help="budget of strategy auto")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--upstream", choices=("weights", "random"), default="weights")
-    add("--end-point", choices=("main_grad", "grad"), default="main_grad")
+    add("--wgrad-accumulator", choices=("main_grad", "returned"), default="main_grad")
     add("--no-megatron", dest="megatron", action="store_const", const=False)
     add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
     add("--skip", nargs="+", default=[], metavar="VARIANT", help="leave these variants out")
@@ -366,7 +366,7 @@ def run(given: argparse.Namespace, world: World, started: float) -> int:
     settings = Settings(
         dtype=DTYPES[given.dtype],
         upstream=given.upstream,
-        end_point=given.end_point,
+        wgrad_accumulator=given.wgrad_accumulator,
         check_tokens=given.check_tokens,
         blocks=given.blocks,
         sample_ms=given.sample_ms,

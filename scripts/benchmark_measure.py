@@ -91,7 +91,7 @@ class Settings:
 
     dtype: torch.dtype = torch.bfloat16
     upstream: str = "weights"
-    end_point: str = "main_grad"
+    wgrad_accumulator: str = "main_grad"
     check_tokens: int = 2048
     check_foreign: bool = True  # the others against fp64 too, not at the timed size alone
     blocks: int = 5
@@ -213,7 +213,7 @@ class SmallCheck:
             vocab=vocab,
             dtype=settings.dtype,
             upstream=settings.upstream,
-            end_point=settings.end_point,
+            wgrad_accumulator=settings.wgrad_accumulator,
             keep_whole=True,
             confident=confident,
         )
@@ -235,7 +235,7 @@ class SmallCheck:
     def errors(self, variant: Variant) -> tuple[float, float]:
         """Norm-relative errors of the loss and of the gradients (the larger), this rank's."""
         assert variant.run is not None
-        self.problem.zero_end_point()
+        self.problem.zero_wgrad_accumulator()
         loss = variant.run(self.problem, nothing)
         exact = self.exact[variant.one_upstream]
         exact_loss = exact.loss.sum() if variant.one_upstream else exact.loss
@@ -375,7 +375,7 @@ def full_errors(
 ) -> tuple[float, float, bool]:
     """Errors of loss and gradients at the timed size, and whether all of them is finite."""
     assert variant.run is not None
-    problem.zero_end_point()
+    problem.zero_wgrad_accumulator()
     loss = variant.run(problem, nothing)
     grad_hidden, grad_weight = problem.grad_hidden(), problem.grad_weight()
     finite = all(_finite(value) for value in (loss, grad_hidden, grad_weight))
@@ -441,7 +441,7 @@ def check_full(
 
 
 def measure_peak(outcome: Outcome, problem: Problem, world: World) -> float:
-    """Peak above inputs, grad_hidden and the end point; returns the allocator's peak as a whole."""
+    """Peak above inputs, grad_hidden and the wgrad accumulator; returns the allocator's peak as a whole."""
     variant = outcome.variant
     assert variant.run is not None
     clock = Clock(world.on_gpu)
@@ -622,7 +622,7 @@ def check_determinism(variant: Variant, problem: Problem) -> str:
     assert variant.run is not None
     found = []
     for _ in range(2):
-        problem.zero_end_point()
+        problem.zero_wgrad_accumulator()
         found.append(results_of(problem, variant.run(problem, nothing)))
         problem.reset()
     return same_bits(*found)
@@ -635,7 +635,7 @@ def check_graph(variant: Variant, problem: Problem) -> str:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            problem.zero_end_point()
+            problem.zero_wgrad_accumulator()
             loss = variant.run(problem, nothing)
         plain = results_of(problem, loss)
         problem.reset()
@@ -646,7 +646,7 @@ def check_graph(variant: Variant, problem: Problem) -> str:
         loss = variant.run(problem, nothing)
     answer = "ok"
     for _ in range(2):
-        problem.zero_end_point()
+        problem.zero_wgrad_accumulator()
         graph.replay()
         torch.cuda.synchronize()
         answer = same_bits(plain, results_of(problem, loss))
@@ -704,7 +704,7 @@ def measure_cell(
         vocab=cell.vocab,
         dtype=settings.dtype,
         upstream=settings.upstream,
-        end_point=settings.end_point,
+        wgrad_accumulator=settings.wgrad_accumulator,
     )
     for outcome in outcomes.values():
         if outcome.variant.config is not None:
@@ -794,7 +794,7 @@ def rows_of(
             "tflops": None,
             "steps": outcome.steps,
             "logits_backend": outcome.logits_backend,
-            "end_point": settings.end_point,
+            "wgrad_accumulator": settings.wgrad_accumulator,
             "upstream": "one scalar" if variant.one_upstream else settings.upstream,
             "loss_error": outcome.loss_error,
             **more,
@@ -830,10 +830,10 @@ HIDDEN_BUFFERS = {True: 4, False: 2}
 def peak_bound_mib(
     outcome: Outcome, num_rows: int, cell: Cell, settings: Settings, tp_size: int
 ) -> float | None:
-    """What the targets allow above inputs, `grad_hidden` and the end point, for one rank's rows.
+    """What the targets allow above inputs, `grad_hidden` and the wgrad accumulator, for one rank's rows.
 
     ``recompute`` 2·C·V + X, ``store`` 2·T·V + X, ``grad_in_forward`` 2·C·V + 4·V·H + X with
-    X = 2·C·H + 12·C·V/256 + 64 MiB, and 4·V·H where the end point is a ``.grad`` of 2 bytes an entry.
+    X = 2·C·H + 12·C·V/256 + 64 MiB, and 4·V·H where the wgrad accumulator is a ``.grad`` of 2 bytes an entry.
     Over R ranks ``recompute`` and ``grad_in_forward`` may hold two chunks of logits (2·(2·C·V + 12·C·V/256)),
     and all of them `HIDDEN_BUFFERS` of 2·C·H and the statistics of one merge, 16·C·(R + 1).
     """
@@ -855,7 +855,9 @@ def peak_bound_mib(
         "grad_in_forward": 2 * held * V + 4 * V * H,
     }
     bound = own[strategy] + 2 * buffers * C * H + merge + 12 * held * V / 256 + 64 * MIB
-    return rounded((bound + (4 * V * H if settings.end_point == "grad" else 0)) / MIB, 1)
+    return rounded(
+        (bound + (4 * V * H if settings.wgrad_accumulator == "returned" else 0)) / MIB, 1
+    )
 
 
 def rounded(value: float | None, digits: int) -> float | None:

@@ -209,8 +209,8 @@ class Problem:
 
     ``hidden`` ``[T / parts, H]`` and ``weight`` ``[V, H]`` are leaves, ``labels`` ``[T]`` global ids,
     ``grad_loss`` ``[T]`` fp32: ``scalar * token_weights``, or random per token (``upstream`` "random",
-    ``token_weights`` is then None). ``main_grad`` ``[V, H]`` fp32 is the end point of ``grad_weight``
-    unless ``end_point`` is "grad". ``whole`` keeps all ranks' operands for the fp64 truth.
+    ``token_weights`` is then None). ``main_grad`` ``[V, H]`` fp32 is the wgrad accumulator
+    unless ``wgrad_accumulator`` is "returned". ``whole`` keeps all ranks' operands for the fp64 truth.
     """
 
     def __init__(
@@ -222,11 +222,11 @@ class Problem:
         vocab: int,
         dtype: torch.dtype,
         upstream: str = "weights",
-        end_point: str = "main_grad",
+        wgrad_accumulator: str = "main_grad",
         keep_whole: bool = False,
         confident: bool = False,
     ) -> None:
-        self.world, self.dtype, self.end_point = world, dtype, end_point
+        self.world, self.dtype, self.wgrad_accumulator = world, dtype, wgrad_accumulator
         generator = torch.Generator(device=world.device).manual_seed(1)
 
         def normal(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -267,7 +267,7 @@ class Problem:
         self.hidden = part.detach().requires_grad_()
         self.weight = shard.detach().requires_grad_()
         self.main_grad: Tensor | None = None
-        if end_point == "main_grad":
+        if wgrad_accumulator == "main_grad":
             self.main_grad = torch.zeros(self.weight.shape, device=world.device)
 
     @property
@@ -279,7 +279,7 @@ class Problem:
         """Forget both gradients that autograd holds (no device work)."""
         self.hidden.grad = self.weight.grad = None
 
-    def zero_end_point(self) -> None:
+    def zero_wgrad_accumulator(self) -> None:
         if self.main_grad is not None:
             self.main_grad.zero_()
 
@@ -291,7 +291,7 @@ class Problem:
 
     @property
     def open_grad_weight(self) -> OpenGradWeight:
-        """Opens this problem's end point, for `linear_cross_entropy`."""
+        """Opens this problem's wgrad accumulator, for `linear_cross_entropy`."""
         main_grad = self.main_grad
         if main_grad is None:
             return ReturnedGradWeight
@@ -303,7 +303,7 @@ class Problem:
         return open_main_grad
 
     def grad_weight(self) -> Tensor:
-        """``[V, H]`` at the end point: fp32 in ``main_grad``, else the weight's dtype."""
+        """``[V, H]`` at the wgrad accumulator: fp32 in ``main_grad``, else the weight's dtype."""
         end = self.weight.grad if self.main_grad is None else self.main_grad
         assert end is not None, "no gradient of the weight arrived"
         return end
@@ -314,7 +314,7 @@ class Problem:
         return self.hidden.grad
 
     def output_bytes(self) -> int:
-        """Bytes of ``grad_hidden`` and, where the end point is ``.grad``, of ``grad_weight``."""
+        """Bytes of ``grad_hidden`` and, where the wgrad accumulator is ``.grad``, of ``grad_weight``."""
         grad_weight = self.weight.nbytes if self.main_grad is None else 0
         return self.hidden.nbytes + grad_weight
 

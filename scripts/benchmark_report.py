@@ -9,6 +9,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import committed_results
+
 #: What every row has, in this order; more keys may follow.
 KEYS = (
     *("commit", "device", "torch", "triton", "shape", "T", "H", "V", "dtype", "tp", "sp"),
@@ -23,7 +25,7 @@ EXPLANATION = (
     "(slowest - fastest block) / median. *roof*: the matrix products alone, by cuBLAS, on the true "
     "`grad_logits` of the same operands; *over* says which: 3 products, or 4 where the variant "
     "computes the logits twice. *raw*: the ratio to three products of which the last two read raw "
-    "logits. Peak: MiB above inputs, `grad_hidden` and the end point of `grad_weight`, cuBLAS's "
+    "logits. Peak: MiB above inputs, `grad_hidden` and the wgrad accumulator, cuBLAS's "
     "workspace counted; *bound* is what the targets allow. Error: the "
     "larger of both gradients', norm-relative to fp64."
 )
@@ -120,14 +122,14 @@ def markdown(rows: list[dict[str, Any]], skipped: Iterable[str] = ()) -> str:
     lines = [
         f"{first['device']}, torch {first['torch']}, triton {first['triton']}, commit {commits}.",
     ]
-    if "end_point" in first:
-        end = {"main_grad": "an fp32 `main_grad`", "grad": "a `.grad` in the weight's dtype"}
+    if "wgrad_accumulator" in first:
+        end = {"main_grad": "an fp32 `main_grad`", "returned": "a `.grad` in the weight's dtype"}
         upstream = {
             "weights": "a scalar times random token weights",
             "random": "random per token",
         }
         lines[0] += (
-            f" `grad_weight` ends in {end[first['end_point']]}; the upstream gradient is "
+            f" `grad_weight` ends in {end[first['wgrad_accumulator']]}; the upstream gradient is "
             f"{upstream[next(r['upstream'] for r in rows if r['upstream'] in upstream)]}"
         )
         lonely = [row["variant"] for row in rows if row["upstream"] not in upstream]
@@ -227,7 +229,7 @@ def read(path: Path, keys: Iterable[str] = KEYS) -> list[dict[str, Any]]:
         ValueError: naming the file, where it cannot be read or holds something else.
     """
     try:
-        rows = json.loads(path.read_text())
+        rows = committed_results.load(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a result: {error}") from None
     wanted = set(keys)

@@ -1,6 +1,6 @@
 """What the benchmark compares: this package's strategies, Megatron's own paths, the peers.
 
-Every variant runs one forward and one backward on a `Problem` and ends in the same end point: ours
+Every variant runs one forward and one backward on a `Problem` and ends in the same wgrad accumulator: ours
 add there themselves, Megatron's layer too where apex's kernel is installed (gradient accumulation
 fusion), the others return a gradient in the weight's dtype that is then added, as Megatron's DDP does.
 """
@@ -169,7 +169,7 @@ def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
             dtype=str(problem.dtype).removeprefix("torch."),
             num_parts=world.parts,
             tp_size=world.size,
-            end_point=kind_of(problem.open_grad_weight),
+            wgrad_accumulator=kind_of(problem.open_grad_weight),
             token_weights_known=problem.token_weights is not None,
             logits_backend=logits.name,
             device=torch.cuda.get_device_name() if world.on_gpu else "cpu",

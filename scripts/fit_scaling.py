@@ -210,7 +210,7 @@ def case_of(row: Row) -> Case | None:
     if any(row.get(name) is None for name in wanted) or row.get("logits_backend") != "scaled_exp":
         return None
     strategy, _, merge = str(row["variant"]).partition("/")
-    if strategy not in STRATEGIES or row.get("end_point", "main_grad") != "main_grad":
+    if strategy not in STRATEGIES or row.get("wgrad_accumulator", "main_grad") != "main_grad":
         return None
     return Case(
         num_tokens=int(row["T"]),

@@ -241,7 +241,7 @@ def in_order(
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _PACKAGES = re.compile(r".*/((?:megatron|megatron_fused_ce|transformer_engine|torch)/.*)")
-_PLAN = re.compile(r"\[fused-ce\] (?!heads evaluated)(.*)")
+_PLAN = re.compile(r"\[fused-ce\] on: (.*)")
 
 
 def raised_at(text: str) -> str:

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 scripts/soak.py --steps 5000 --time-limit 80
     torchrun --nproc-per-node 4 scripts/soak.py --device cpu --steps 200
 
-A pool of random problems (shapes, dtypes, strategies, chunks, merges, sequence parallelism, end points,
-labels, tensor-parallel sizes, calls in flight) is visited in random order. Each step runs as beside
-Megatron's data parallelism: an all-reduce on a second communicator is under way during the forward, and
+A pool of random problems (shapes, dtypes, strategies, chunks, merges, sequence parallelism, wgrad
+accumulators, labels, tensor-parallel sizes, calls in flight) is visited in random order. Each step runs as
+beside Megatron's data parallelism: an all-reduce on a second communicator is under way in the forward, and
 hooks in the backward launch the gradients' all-reduces on it. Before some collectives every rank sleeps,
 each another time; on GPUs their streams do too.
 

@@ -61,7 +61,7 @@ def _parser(text: str) -> OneLineParser:
     add("--dtype", choices=list(SHORT_DTYPES), help="[fp32, bf16]")
     add("--sequence-parallel", action="store_true", help="each rank holds its part of the tokens")
     add(
-        "--end-point",
+        "--wgrad-accumulator",
         choices=["main_grad", "returned"],
         default="main_grad",
         help="grad_weight is added into an fp32 main_grad, as under Megatron, or returned",

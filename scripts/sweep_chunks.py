@@ -19,7 +19,7 @@ the table are the ratio times the reference's in the last call. Where `auto` doe
 `recompute` with the most chunks. Settings, sources or a device that differ make another sweep.
 
 Times are the slowest rank's, peaks the largest of any rank: of the head above its inputs, grad_hidden and
-the end point of grad_weight, by the allocator on a GPU, by live storages on a CPU; of a launch the whole
+the wgrad accumulator, by the allocator on a GPU, by live storages on a CPU; of a launch the whole
 model's. Out of memory is a row. Recommended is the smallest peak among those within --tolerance of the
 fastest.
 
@@ -92,7 +92,7 @@ def sweep_head(given: argparse.Namespace, console: Console) -> sweep_report.Resu
             hidden_size=given.hidden,
             vocab=given.vocab,
             dtype=given.dtype,
-            end_point="grad" if given.end_point == "returned" else "main_grad",
+            wgrad_accumulator=given.wgrad_accumulator,
             blocks=given.blocks,
             sample_ms=given.sample_ms,
         )

@@ -34,7 +34,7 @@ class HeadSettings:
     hidden_size: int
     vocab: int  # over all ranks
     dtype: torch.dtype
-    end_point: str  # "main_grad" or "grad"
+    wgrad_accumulator: str  # "main_grad" or "returned"
     blocks: int
     sample_ms: float
 
@@ -48,7 +48,7 @@ class HeadSettings:
             "dtype": str(self.dtype).removeprefix("torch."),
             "tp": world.size,
             "sp": world.sequence_parallel,
-            "end_point": self.end_point,
+            "wgrad_accumulator": self.wgrad_accumulator,
             "blocks": self.blocks,
             "sample_ms": self.sample_ms,
             "device": torch.cuda.get_device_name() if world.on_gpu else device,
@@ -178,7 +178,7 @@ class _Head:
 
     def _check(self, cells: list[Cell]) -> None:
         s, world = self._settings, self._world
-        settings = Settings(dtype=s.dtype, end_point=s.end_point)
+        settings = Settings(dtype=s.dtype, wgrad_accumulator=s.wgrad_accumulator)
         shape = bench.Cell("head", s.num_tokens, s.hidden_size, s.vocab, world.sequence_parallel)
         training = {cell: Outcome(self._variants[cell]) for cell in cells if cell.kind == TRAINING}
         outcomes = list(training.values())
@@ -189,7 +189,7 @@ class _Head:
             hidden_size=s.hidden_size,
             vocab=s.vocab,
             dtype=s.dtype,
-            end_point=s.end_point,
+            wgrad_accumulator=s.wgrad_accumulator,
         )
         reference = bench.check_full(outcomes, self._problem, world, plain_loss, plain)
         for cell, outcome in training.items():
@@ -236,7 +236,7 @@ class _Head:
         return record | {"ratio": statistics.median(ratios), "spread": round(spread, 4)}
 
     def _peak_bytes(self, cell: Cell) -> float:
-        """Above inputs, ``grad_hidden`` and the end point."""
+        """Above inputs, ``grad_hidden`` and the wgrad accumulator."""
         run, problem = self._variants[cell].run, self._problem
         assert run is not None
         step = partial(run, problem, bench.nothing)

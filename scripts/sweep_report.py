@@ -124,7 +124,7 @@ def _legend(result: Result) -> str:
     if is_head:
         by = "live storages" if result.on_cpu else "the allocator"
         words += [
-            f"Peaks are above inputs, `grad_hidden` and the end point of `grad_weight`, by {by}.",
+            f"Peaks are above inputs, `grad_hidden` and the wgrad accumulator, by {by}.",
             "Errors: the larger gradient's, norm-relative to fp64; in evaluation the loss's to fp32.",
             "In evaluation all strategies run the same code.",
         ]

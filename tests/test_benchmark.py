@@ -140,13 +140,20 @@ def test_every_cell_has_its_table(tmp_path):
     assert len([line for line in lines if line.startswith("| recompute")]) == 4
 
 
-@pytest.mark.parametrize("end_point", ["main_grad", "grad"])
+@pytest.mark.parametrize("wgrad_accumulator", ["main_grad", "returned"])
 @pytest.mark.parametrize("upstream", ["weights", "random"])
-def test_end_points_and_upstream_gradients(tmp_path, end_point, upstream):
-    words = ["--strategies", "store:32", "--end-point", end_point, "--upstream", upstream]
+def test_wgrad_accumulators_and_upstream_gradients(tmp_path, wgrad_accumulator, upstream):
+    words = [
+        "--strategies",
+        "store:32",
+        "--wgrad-accumulator",
+        wgrad_accumulator,
+        "--upstream",
+        upstream,
+    ]
     code, rows = bench(tmp_path, *words)
     assert code == 0
-    assert rows[-1]["end_point"] == end_point and rows[-1]["upstream"] == upstream
+    assert rows[-1]["wgrad_accumulator"] == wgrad_accumulator and rows[-1]["upstream"] == upstream
 
 
 def test_two_ranks(tmp_path):
@@ -666,7 +673,7 @@ def test_the_roof_runs_on_the_true_gradients(world, slices):
     roof.num_slices = slices
     spans = roof.turn("roof", warm=1, steps=2)
     assert len(spans) == 2 and all(len(span) == 2 and min(span) > 0 for span in spans)
-    # warm + steps: three times into the same fp32 end point
+    # warm + steps: three times into the same fp32 wgrad accumulator
     assert relative_error(problem.grad_weight() / 3, exact.grad_weight) < 1e-6
     assert roof._grad_logits is None  # not resident: given back
 

@@ -22,7 +22,7 @@ from megatron_fused_ce.grad_weight import (
 
 
 def open_grad_weight_for(weight: Any, gradient_accumulation_fusion: bool) -> OpenGradWeight:
-    """The end point for ``weight``, decided in the forward as Megatron does.
+    """The wgrad accumulator for ``weight``, decided in the forward as Megatron does.
 
     Megatron-FSDP's parameters (``__fsdp_param__``) get a plain gradient: its own hook adds it to the
     sharded buffer.

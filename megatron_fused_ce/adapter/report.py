@@ -13,8 +13,9 @@ from megatron_fused_ce import logits_backend, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.grad_weight import kind_of
-from megatron_fused_ce.planner import Plan, PlanInputs, plan
+from megatron_fused_ce.planner import Plan, PlanInputs, plan, size_in_words
 
 PREFIX = "[fused-ce]"
 
@@ -95,13 +96,13 @@ def adopted(model: Any, megatron_args: Any) -> None:
                 tokens,
                 hidden.dtype,
                 score,
-                _end_point_to_be(layer, weight, megatron_args),
+                _wgrad_accumulator_to_be(layer, weight, megatron_args),
                 # As pretrain_gpt.py calls its model; the first evaluation knows.
                 token_weights_known=True,
                 uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
             )
         )
-        _say_plan(layer, layer._fused_ce_expected, tokens, hidden.dtype, score, why)
+        _say_plan(layer, layer._fused_ce_expected, _logits_bytes(layer, tokens, hidden.dtype), why)
 
 
 def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None = None) -> None:
@@ -122,17 +123,19 @@ def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
     score, why = _logits_backend(layer, hidden.flatten(0, 1), weight)
     if ran is None:
-        end_point = kind_of(open_grad_weight_for(weight, layer.gradient_accumulation_fusion))
+        wgrad_accumulator = kind_of(
+            open_grad_weight_for(weight, layer.gradient_accumulation_fusion)
+        )
         if not weight.requires_grad:
-            end_point = "none"
-        ran = plan(_plan_inputs(layer, tokens, hidden.dtype, score, end_point))
+            wgrad_accumulator = "none"
+        ran = plan(_plan_inputs(layer, tokens, hidden.dtype, score, wgrad_accumulator))
     told.add(ran.strategy)
     if expected is None or _what_runs(expected) != _what_runs(ran):
-        before = "" if expected is None else "as it runs: "
-        _say_plan(layer, ran, tokens, hidden.dtype, score, why, before)
+        before = "on" if expected is None else "as it runs"
+        _say_plan(layer, ran, _logits_bytes(layer, tokens, hidden.dtype), why, before)
 
 
-def _end_point_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
+def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
     """Where ``grad_weight`` will end, before Megatron's DDP has made ``main_grad``."""
     if not weight.requires_grad:
         return "none"
@@ -149,7 +152,7 @@ def _logits_backend(layer: Any, hidden: Tensor, weight: Tensor) -> tuple[str, st
 
 
 def _plan_inputs(
-    layer: Any, tokens: int, dtype: torch.dtype, score: str, end_point: str, **facts: Any
+    layer: Any, tokens: int, dtype: torch.dtype, score: str, wgrad_accumulator: str, **facts: Any
 ) -> PlanInputs:
     tp_size = layer.tp_group.size()
     return PlanInputs.of(
@@ -160,7 +163,7 @@ def _plan_inputs(
         dtype=str(dtype).removeprefix("torch."),
         num_parts=tp_size if layer.sequence_parallel else 1,
         tp_size=tp_size,
-        end_point=end_point,
+        wgrad_accumulator=wgrad_accumulator,
         logits_backend=score,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         **facts,
@@ -168,32 +171,34 @@ def _plan_inputs(
 
 
 def _say_plan(
-    layer: Any,
-    chosen: Plan,
-    tokens: int,
-    dtype: torch.dtype,
-    score: str,
-    why_not_exp: str,
-    before: str = "",
+    layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, before: str = "on"
 ) -> None:
+    """One line on what runs and what it holds; one on why, and on what else differs from a plain head."""
     if not _speaks(layer.tp_group.rank()):
         return
-    asked = layer.fused_ce_config.strategy
-    asked = "" if asked == chosen.strategy else f" ({asked})"
-    rows, peak_bytes = layer.output_size_per_partition, chosen.predicted_peak_bytes
-    full_bytes = tokens * rows * dtype.itemsize
-    score += f" ({why_not_exp})" if why_not_exp else ""
-    if layer.fused_ce_config.skip_masked:
-        score += ", masked tokens skipped (figures: if none is)"
-    if layer.fused_ce_config.loss_options:
-        score += f", loss with {layer.fused_ce_config.loss_options}"
+    config: FusedCEConfig = layer.fused_ce_config
+    by = "chosen by auto" if config.strategy == "auto" else "asked for"
     say(
-        f"{before}strategy {chosen.strategy}{asked}, "
-        f"{chosen.chunks_in_words} ({tokens} tokens, {rows} of {layer.output_size} vocabulary rows "
-        f"on this rank), logits backend {score}, predicted peak {peak_bytes} bytes "
-        f"({peak_bytes / 2**20:.0f} MiB); full logits would be {full_bytes / 2**20:.0f} MiB; "
-        f"why: {chosen.why}"
+        f"{before}: strategy {chosen.strategy} ({by}), {chosen.chunks_in_words}; "
+        f"about {size_in_words(chosen.predicted_peak_bytes)} for the head, "
+        f"where the logits alone would be {size_in_words(logits_bytes)}"
     )
+    notes = [chosen.why] if config.strategy == "auto" else []
+    if config.logits_backend == "gemm_rows":
+        notes.append("logits backend gemm_rows (asked for)")
+    elif why_not_exp:
+        notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not_exp}")
+    if config.skip_masked:
+        notes.append("masked tokens are skipped, the sizes are for none")
+    if config.loss_options:
+        notes.append(f"loss with {config.loss_options}")
+    if notes:
+        say(f"why: {'; '.join(notes)}" if config.strategy == "auto" else "; ".join(notes))
+
+
+def _logits_bytes(layer: Any, tokens: int, dtype: torch.dtype) -> int:
+    """Of this rank's logits as a whole."""
+    return int(tokens * layer.output_size_per_partition * dtype.itemsize)
 
 
 def _what_runs(chosen: Plan) -> tuple[Any, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import heads
@@ -49,10 +50,14 @@ class Way:
     """One way of computing the loss in a setting."""
 
     estimate: Estimate
-    #: "fits", "tight" or "does not fit"
+    #: "fits", "tight", "does not fit", "over budget" where the launch would refuse its budget
     verdict: str
-    #: tokens of the longest sequence that fits, all else equal; 0 where none does
-    longest: int
+    _find_longest: Callable[[], int] = field(repr=False, compare=False)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits, all else equal; 0 where none does."""
+        return self._find_longest()
 
     @property
     def head(self) -> Head:
@@ -92,31 +97,52 @@ def advise(
     Args:
         baseline: name of the path that the launch has without the flag.
         others: other programs' paths, by their bytes a logit.
+
+    Raises:
+        ValueError: the strategy that the launch asks for does not fit the launch's budget.
     """
+    stock = [
+        stock_way(setting, gpu, head.name, others) for head in heads.stock_heads(setting, others)
+    ]
+    ours = [_plugin_way(setting, gpu, strategy) for strategy in STRATEGY_CHOICES]
+    ways = (*stock, *ours)
+    recommended = recommended_way(setting, gpu)
+    return Advice(
+        gpu,
+        ways,
+        next(way for way in stock if way.head.name == baseline),
+        recommended,
+        _smaller(setting, gpu, recommended),
+    )
 
-    def stock(index: int) -> Callable[[Setting], Head]:
-        return lambda changed: heads.stock_heads(changed, others)[index]
 
-    def plugin(strategy: str) -> Callable[[Setting], Head]:
-        return lambda changed: heads.plugin_head(
-            changed, gpu.device, strategy, exp_serves=gpu.exp_serves
+def stock_way(setting: Setting, gpu: Gpu, name: str, others: tuple[StockPath, ...] = ()) -> Way:
+    """A path of Megatron's, or one of ``others``, by its name."""
+
+    def make(changed: Setting) -> Head:
+        return next(head for head in heads.stock_heads(changed, others) if head.name == name)
+
+    return _way(setting, gpu, make)
+
+
+def _plugin_way(setting: Setting, gpu: Gpu, strategy: str, memory_mb: int | None = None) -> Way:
+    def make(changed: Setting) -> Head:
+        return heads.plugin_head(
+            changed, gpu.device, strategy, exp_serves=gpu.exp_serves, memory_mb=memory_mb
         )
 
-    makers = [stock(index) for index in range(len(heads.STOCK_PATHS) + len(others))]
-    makers += [plugin(strategy) for strategy in STRATEGY_CHOICES]
-    ways = tuple(_way(setting, gpu, make) for make in makers)
-    named = {way.head.name: way for way in ways}
-    recommended = _recommended(setting, gpu, named[setting.training.fused_ce.strategy])
-    return Advice(gpu, ways, named[baseline], recommended, _smaller(setting, gpu, recommended))
+    return _way(setting, gpu, make)
 
 
 def _way(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> Way:
     found = estimate(setting, make(setting))
-    return Way(found, verdict(found, gpu), longest(setting, gpu, make))
+    return Way(found, verdict(found, gpu), lambda: longest(setting, gpu, make))
 
 
 def verdict(found: Estimate, gpu: Gpu) -> str:
     """Whether a step fits, by its sum and by :data:`TIGHT`."""
+    if found.head.over_budget:
+        return "over budget"
     free = gpu.usable - found.peak
     if free < 0:
         return "does not fit"
@@ -145,8 +171,15 @@ def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> int:
     return below * step
 
 
-def _recommended(setting: Setting, gpu: Gpu, asked: Way) -> Way:
-    """What the launch asks for; ``auto`` with a budget where only a smaller head fits."""
+def recommended_way(setting: Setting, gpu: Gpu) -> Way:
+    """What the launch asks for; ``auto`` with a budget where only a smaller head fits.
+
+    Raises:
+        ValueError: the strategy that the launch asks for does not fit the launch's budget.
+    """
+    asked = _plugin_way(setting, gpu, setting.training.fused_ce.strategy)
+    if asked.head.over_budget:
+        raise ValueError(asked.head.over_budget)
     if asked.verdict != "does not fit" or asked.estimate.bound.name != "head":
         return asked
     smaller = _within(setting, gpu, asked, gpu.usable)
@@ -166,11 +199,7 @@ def _within(setting: Setting, gpu: Gpu, way: Way, peak: int) -> Way | None:
     rest = way.estimate.moment("head").total - way.head.peak
     beside = way.head.peak - way.head.predicted
     budget = max(1, (peak - rest - beside) // MIB)
-
-    def make(changed: Setting) -> Head:
-        return heads.plugin_head(
-            changed, gpu.device, "auto", exp_serves=gpu.exp_serves, memory_mb=budget
-        )
-
-    found = _way(setting, gpu, make)
+    found = _plugin_way(setting, gpu, "auto", budget)
+    if found.head.predicted > budget * MIB:  # the least there is: name a budget that it meets
+        found = _plugin_way(setting, gpu, "auto", -(-found.head.predicted // MIB))
     return found if found.peak < (1 - WORTH) * way.peak else None

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import json
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from megatron_fused_ce.adapter.arguments import add_arguments
 from megatron_fused_ce.estimate import launch_script, megatron_arguments
-from megatron_fused_ce.estimate.advice import Advice, Gpu, advise
+from megatron_fused_ce.estimate.advice import Gpu, Way, advise, recommended_way, stock_way
 from megatron_fused_ce.estimate.heads import StockPath
 from megatron_fused_ce.estimate.launch_script import Launch
 from megatron_fused_ce.estimate.named_models import MODELS
+from megatron_fused_ce.estimate.report import Result
 from megatron_fused_ce.estimate.setting import SHARDINGS, Setting
-from megatron_fused_ce.estimate.static import stages, static
 
 GIB = 2**30
+#: The search for a number of GPUs that fits ends here, and tries these tensor-parallel sizes.
+MOST_GPUS = 4096
+TENSOR_SIZES = (2, 4, 8)
 #: Columns of the tables where they go to a file.
 WIDTH = 110
 #: GiB beside torch's allocator: four launches on H200s that ran out of memory had 1.6, 2.0, 2.0 and 2.8 (what
@@ -97,18 +103,6 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print bytes for programs instead of tables")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a plan was made of, and what it says."""
-
-    #: of the model, for a title
-    name: str
-    setting: Setting
-    advice: Advice
-    #: of arguments that are not counted
-    notes: list[str]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan what the arguments say. Exit status 2, with one line, where they cannot be used."""
     parser = _parser(own=True)
@@ -135,18 +129,61 @@ def plan_of(words: Sequence[str]) -> Result:
     """The plan for these words of a command line.
 
     Raises:
-        OSError, ValueError: as :func:`setting_of`; also where the GPU is too small for any step.
+        OSError, ValueError: as :func:`setting_of`.
     """
     given, setting, notes = _read(words)
     gpu = _gpu(given)
-    _check_that_it_holds(setting, gpu)
     baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
     others: tuple[StockPath, ...] = ()
     if given.logit_bytes is not None:
         others = (_other_path(given.logit_bytes),)
         baseline = others[0].name
     advice = advise(setting, gpu, baseline, others)
-    return Result(given.model or "the launch", setting, advice, notes)
+
+    def fits_from() -> dict[str, str]:
+        if advice.recommended.verdict != "does not fit":
+            return {}
+        return {
+            "flag": _fewest_gpus(given, setting, lambda one: recommended_way(one, gpu)),
+            "baseline": _fewest_gpus(
+                given, setting, lambda one: stock_way(one, gpu, baseline, others)
+            ),
+        }
+
+    return Result(given.model or "the launch", setting, advice, notes, fits_from)
+
+
+def _fewest_gpus(given: argparse.Namespace, setting: Setting, way: Callable[[Setting], Way]) -> str:
+    """Flags with the fewest GPUs on which a way fits: more data parallelism, else a larger TP size."""
+
+    def fits(gpus: int) -> bool:
+        return way(megatron_arguments.setting_of(given, gpus)).verdict == "fits"
+
+    given, asked = copy.copy(given), setting.parallel.tensor
+    for tensor in (asked, *(size for size in TENSOR_SIZES if size > asked)):
+        more = ""
+        if tensor > asked:
+            given.tensor_model_parallel_size, given.sequence_parallel = tensor, True
+            more = f" --tp {tensor} --sequence-parallel"
+        with contextlib.suppress(ValueError):  # heads or groups that this size does not divide
+            sizes = _more_gpus(given, setting.parallel.gpus)
+            if sizes and fits(sizes[-1]):
+                return f"--gpus {sizes[bisect_left(sizes, True, key=fits)]}{more}"
+    return ""
+
+
+def _more_gpus(given: argparse.Namespace, gpus: int) -> list[int]:
+    """Numbers of GPUs above ``gpus`` over which the parallel sizes and the global batch divide."""
+    parallel = megatron_arguments.setting_of(given).parallel
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    unit = math.lcm(replica, parallel.expert * parallel.expert_tensor * parallel.pipeline)
+    batch = given.global_batch_size
+    return [
+        size
+        for size in range(unit, MOST_GPUS + 1, unit)
+        if size > gpus
+        and (batch is None or batch % (given.micro_batch_size * size // replica) == 0)
+    ]
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, list[str]]:
@@ -175,6 +212,7 @@ def _launch(given: argparse.Namespace) -> Launch | None:
     if given.from_launch is None:
         return None
     text, path = given.from_launch, Path(given.from_launch)
+    count_gpus = given.gpus is None
     values = {}
     for assignment in given.set:
         name, equals, value = assignment.partition("=")
@@ -182,14 +220,14 @@ def _launch(given: argparse.Namespace) -> Launch | None:
             raise ValueError(f"--set takes NAME=VALUE, got {assignment!r}")
         values[name] = value
     if " " in text.strip() or text.startswith("--"):
-        return launch_script.of_string(text)
+        return launch_script.of_string(text, count_gpus)
     try:
         script = path.read_text()
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a shell script") from None
     read = {name for action in _parser(own=False)._actions for name in action.option_strings}
     try:
-        return launch_script.of_script(script, values, read, path.parent)
+        return launch_script.of_script(script, values, read, path.parent, count_gpus)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -215,15 +253,6 @@ def _other_path(bytes_per_logit: float) -> StockPath:
     return StockPath(name, "", bytes_per_logit, waiting=bytes_per_logit, largest=4)
 
 
-def _check_that_it_holds(setting: Setting, gpu: Gpu) -> None:
-    most = max(static(setting, stage).total for stage in stages(setting))
-    if most > gpu.usable:
-        raise ValueError(
-            f"{gpu.name} is too small: weights, gradients and optimizer alone take {most / GIB:.1f} GiB of "
-            f"{gpu.usable / GIB:.1f}; take more GPUs, or a larger --tp or --pp"
-        )
-
-
 def _output(result: Result, plot_path: Path | None, as_json: bool) -> None:
     from megatron_fused_ce.estimate import report
 
@@ -232,7 +261,7 @@ def _output(result: Result, plot_path: Path | None, as_json: bool) -> None:
 
         plot.draw(result.advice, _title(result), plot_path)
     if as_json:
-        found = report.as_dictionary(result.setting, result.advice, result.notes)
+        found = report.as_dictionary(result)
         print(json.dumps(found, indent=1))
         return
     from rich.console import Console
@@ -240,7 +269,7 @@ def _output(result: Result, plot_path: Path | None, as_json: bool) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    report.show(console, result.setting, result.advice, result.notes)
+    report.show(console, result)
 
 
 def _title(result: Result) -> str:

@@ -24,7 +24,7 @@ from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import Plan, PlanInputs, plan
+from megatron_fused_ce.planner import OverBudget, Plan, PlanInputs, plan
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Head:
     relative_time: float | None = None
     #: strategy and chunks of the plugin's
     words: str = ""
+    #: the launch's error, where the strategy needs more than its --fused-ce-memory-mb
+    over_budget: str = ""
 
 
 def stock_heads(setting: Setting, others: tuple[StockPath, ...] = ()) -> list[Head]:
@@ -108,10 +110,8 @@ def plugin_head(
     """One strategy, as a launch with these flags would plan it.
 
     Heads of multi-token prediction have no token weights, so they never run ``grad_in_forward``; the figure
-    is that of the start-up line, which counts the main head's plan for each use.
-
-    Raises:
-        ValueError: the strategy, asked for by name, does not fit ``memory_mb``.
+    is that of the start-up line, which counts the main head's plan for each use. A strategy that does
+    not fit the budget has the figures of its smallest plan, and the launch's error as ``over_budget``.
     """
     config = replace(setting.training.fused_ce, strategy=strategy)
     if memory_mb is not None:
@@ -124,26 +124,28 @@ def plugin_head(
         and not config.label_smoothing
         and config.logit_precision == "auto"
     )
-    chosen = plan(
-        PlanInputs.of(
-            config,
-            num_tokens=setting.num_tokens,
-            hidden_size=setting.model.hidden_size,
-            num_rows=setting.vocab_rows,
-            dtype=setting.training.dtype,
-            num_parts=setting.parallel.sequence_parts,
-            tp_size=setting.parallel.tensor,
-            end_point=_end_point(setting),
-            token_weights_known=True,
-            logits_backend="scaled_exp" if exp else "gemm_rows",
-            device=gpu,
-            uses_in_flight=1 + setting.model.mtp_num_layers,
-        )
+    inputs = PlanInputs.of(
+        config,
+        num_tokens=setting.num_tokens,
+        hidden_size=setting.model.hidden_size,
+        num_rows=setting.vocab_rows,
+        dtype=setting.training.dtype,
+        num_parts=setting.parallel.sequence_parts,
+        tp_size=setting.parallel.tensor,
+        wgrad_accumulator=_wgrad_accumulator(setting),
+        token_weights_known=True,
+        logits_backend="scaled_exp" if exp else "gemm_rows",
+        device=gpu,
+        uses_in_flight=1 + setting.model.mtp_num_layers,
     )
-    return _as_head(setting, chosen, _flags(config), strategy)
+    try:
+        return _as_head(setting, plan(inputs), _flags(config), strategy)
+    except OverBudget as error:
+        head = _as_head(setting, error.least, _flags(config), strategy)
+        return replace(head, over_budget=str(error))
 
 
-def _end_point(setting: Setting) -> str:
+def _wgrad_accumulator(setting: Setting) -> str:
     optimizer = setting.training.optimizer
     if not setting.training.gradient_fusion or optimizer.sharding == "full":
         return "returned"

@@ -26,21 +26,28 @@ class Launch:
     gpus: int | None
 
 
-def of_string(text: str) -> Launch:
+def of_string(text: str, count_gpus: bool = True) -> Launch:
     """Arguments in one string, with or without the command before them.
 
+    Args:
+        count_gpus: whether the launcher's number of ranks matters.
+
     Raises:
-        ValueError: a quotation has no end.
+        ValueError: a quotation has no end, or the number of ranks is no number.
     """
     words = shlex.split(text)
     place = _script(words)
     if place is None:
         return Launch("", tuple(words), None)
-    return _launch(words, place)
+    return _launch(words, place, count_gpus)
 
 
 def of_script(
-    text: str, given: Mapping[str, str], read: Collection[str], folder: Path | None = None
+    text: str,
+    given: Mapping[str, str],
+    read: Collection[str],
+    folder: Path | None = None,
+    count_gpus: bool = True,
 ) -> Launch:
     """The launch that a script makes.
 
@@ -48,6 +55,7 @@ def of_script(
         given: values of variables, which come before the script's own.
         read: names of the arguments that matter; only such a one's value must be known.
         folder: where the script is, for scripts that it sources.
+        count_gpus: whether the launcher's number of ranks matters.
 
     Raises:
         ValueError: no training is launched, or several, or with a variable that has no value.
@@ -56,16 +64,20 @@ def of_script(
     for words in commands(text, given, folder):
         place = _script(words)
         if place is not None and any(_may_be(word, read) for word in words[place + 1 :]):
-            found.append(_launch(words, place))
+            found.append((words, place))
     if not found:
         raise ValueError("no command launches a .py script with Megatron's arguments")
     if len(found) > 1:
-        scripts = ", ".join(launch.script for launch in found)
+        scripts = ", ".join(words[place] for words, place in found)
         raise ValueError(f"several commands launch a training ({scripts}): leave one")
-    if missing := _missing(found[0].arguments, read):
-        several = " --set ".join(f"{name.removesuffix('[@]')}=VALUE" for name in missing)
-        raise ValueError(f"no value is known for {', '.join(missing)}: give --set {several}")
-    return found[0]
+    words, place = found[0]
+    missing = _missing(words[place + 1 :], read)
+    ranks = _missing(words[:place], (*_PROCESSES, *_NODES)) if count_gpus else []
+    if unset := list(dict.fromkeys([*ranks, *missing])):
+        several = " --set ".join(f"{name.removesuffix('[@]')}=VALUE" for name in unset)
+        or_gpus = ", or --gpus" if ranks else ""
+        raise ValueError(f"no value is known for {', '.join(unset)}: give --set {several}{or_gpus}")
+    return _launch(words, place, count_gpus)
 
 
 def _script(words: Sequence[str]) -> int | None:
@@ -78,12 +90,22 @@ def _may_be(word: str, read: Collection[str]) -> bool:
     return isinstance(word, Unknown) or word.partition("=")[0] in read
 
 
-def _launch(words: Sequence[str], place: int) -> Launch:
-    processes = _value_of(_PROCESSES, words[:place])
-    nodes = _value_of(_NODES, words[:place]) or "1"
-    known = processes is not None and processes.isdigit() and nodes.isdigit()
-    gpus = int(processes) * int(nodes) if known and processes else None
+def _launch(words: Sequence[str], place: int, count_gpus: bool) -> Launch:
+    gpus = _gpus(words[:place]) if count_gpus else None
     return Launch(words[place], tuple(words[place + 1 :]), gpus)
+
+
+def _gpus(launcher: Sequence[str]) -> int | None:
+    """Processes times nodes, each 1 by default as in ``torchrun``; None where neither is given."""
+    gpus = None
+    for names in (_PROCESSES, _NODES):
+        value = _value_of(names, launcher)
+        if value is None:
+            continue
+        if not value.isdigit():
+            raise ValueError(f"{names[0]} {value} is no number of ranks: give --gpus")
+        gpus = (gpus or 1) * int(value)
+    return gpus
 
 
 def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
@@ -98,7 +120,15 @@ def _missing(words: Sequence[str], read: Collection[str]) -> list[str]:
     """Names without a value, but for the value of an argument that does not matter."""
     missing = []
     for before, word in zip(("", *words), words, strict=False):
-        unread = before.startswith("--") and before not in read and not _LIST.fullmatch(word)
-        if isinstance(word, Unknown) and not unread:
-            missing.append(str(word))
+        if not isinstance(word, Unknown):
+            continue
+        name, equals, _ = word.word.partition("=")
+        option = name if equals else before
+        if (
+            option.startswith("--")
+            and option not in read
+            and not (_LIST.fullmatch(word) and not equals)
+        ):
+            continue
+        missing.append(str(word))
     return list(dict.fromkeys(missing))

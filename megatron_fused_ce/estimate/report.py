@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +26,34 @@ BOUNDS = {
 }
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a plan was made of, and what it says."""
+
+    #: of the model, for a title
+    name: str
+    setting: Setting
+    advice: Advice
+    #: of arguments that are not counted
+    notes: list[str]
+    _find_fits_from: Callable[[], dict[str, str]] = field(repr=False, compare=False)
+
+    @cached_property
+    def fits_from(self) -> dict[str, str]:
+        """Where the run does not fit, the flags with the fewest GPUs that do, else empty.
+
+        For the "flag" and for the "baseline"; an empty string where none of those tried does.
+        """
+        return self._find_fits_from()
+
+
 def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f}"
 
 
-def as_dictionary(setting: Setting, advice: Advice, notes: list[str]) -> dict[str, Any]:
+def as_dictionary(result: Result) -> dict[str, Any]:
     """Everything that the tables show, in bytes and tokens."""
+    setting, advice = result.setting, result.advice
     return {
         "parameters": parameters(setting),
         "tokens_of_a_micro_batch": setting.num_tokens,
@@ -54,7 +79,8 @@ def as_dictionary(setting: Setting, advice: Advice, notes: list[str]) -> dict[st
         "smaller": _way(advice.smaller) if advice.smaller else None,
         "saved": advice.saved,
         "saved_of_peak": advice.saved / advice.baseline.peak,
-        "notes": notes,
+        "fits_from": result.fits_from,
+        "notes": result.notes,
     }
 
 
@@ -75,14 +101,16 @@ def _way(way: Way) -> dict[str, Any]:
     }
 
 
-def show(console: Console, setting: Setting, advice: Advice, notes: list[str]) -> None:
+def show(console: Console, result: Result) -> None:
     """Print the tables and what they mean."""
+    setting, advice = result.setting, result.advice
     for line in _heading(setting, advice):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_static_table(setting))
     console.print(_moments_table(advice))
     console.print(_ways_table(advice))
-    for line in [*conclusions(advice), *(f"not counted: {note}" for note in notes)]:
+    notes = (f"not counted: {note}" for note in result.notes)
+    for line in [*conclusions(advice), *_fits_from(result), *notes]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -167,7 +195,7 @@ def _cell(moment: Moment, part: str) -> str:
 
 
 def _ways_table(advice: Advice) -> Table:
-    columns = ("head", "peak", "at", "", "flag saves", "of the peak", "longest sequence")
+    columns = ("head", "peak", "at", "", "flag saves", "of the peak", "longest, tokens")
     table = _table("Each way of computing the loss, GiB", "", *columns)
     flag = advice.recommended.peak
     for way in advice.ways:
@@ -196,6 +224,24 @@ def _bound(way: Way) -> str:
     return f"{gib(way.peak)} GiB at {MOMENTS[name]}: {BOUNDS[name]}"
 
 
+def _fits_from(result: Result) -> list[str]:
+    """The smallest run of this training that fits, where this one does not."""
+    if not result.fits_from:
+        return []
+    gpus = result.setting.parallel.gpus
+    here = f"It does not fit on {gpus} GPU{'s' if gpus > 1 else ''}"
+    flag, baseline = result.fits_from["flag"], result.fits_from["baseline"]
+    if not flag:
+        return [
+            f"{here}, and it fits with no --gpus at --tp 8 or less: give --recompute-granularity full, "
+            "--pp, or --ep for experts."
+        ]
+    if flag == baseline:
+        return [f"{here}. With and without the flag it fits from {flag} on."]
+    without = f"from {baseline} on" if baseline else "with no --gpus at --tp 8 or less"
+    return [f"{here}. With the flag it fits from {flag} on, without it {without}."]
+
+
 def conclusions(advice: Advice) -> list[str]:
     """What bounds the run, what the flag saves, and the flags to use; one line each."""
     before, after = advice.baseline, advice.recommended
@@ -203,7 +249,7 @@ def conclusions(advice: Advice) -> list[str]:
         f"Without the flag ({before.head.name}): {_bound(before)}.",
         f"With it: {_bound(after)}.",
         f"The flag saves {gib(advice.saved)} GiB, {advice.saved / before.peak:.1%} of the peak; "
-        f"the longest sequence that fits: {_tokens(before.longest)} tokens without it, "
+        f"longest sequence that fits, in tokens: {_tokens(before.longest)} without it, "
         f"{_tokens(after.longest)} with it.",
         f"Flags: {after.head.flags} ({after.head.words}; {after.verdict}).",
     ]

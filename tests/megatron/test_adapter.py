@@ -1,4 +1,4 @@
-"""The adapter's parts that need no model: deferred logits, flags, import hook, end points, launchers."""
+"""The adapter's parts that need no model: deferred logits, flags, import hook, main_grad, launchers."""
 
 from __future__ import annotations
 
@@ -239,13 +239,13 @@ def weight_with(main_grad_dtype=torch.float32, **attributes):
     return weight
 
 
-def add_three_chunks(end_point):
+def add_three_chunks(accumulator):
     generator = torch.Generator().manual_seed(1)
     total = torch.zeros(7, 3, dtype=torch.float64)
     for _ in range(3):
         grad_logits = torch.randn(5, 7, generator=generator).bfloat16()
         hidden = torch.randn(5, 3, generator=generator).bfloat16()
-        end_point.add(grad_logits, hidden)
+        accumulator.add(grad_logits, hidden)
         total += grad_logits.double().t() @ hidden.double()
     return total
 
@@ -254,10 +254,10 @@ def add_three_chunks(end_point):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_main_grad_takes_the_gradient(main_grad_dtype, scaled):
     weight = weight_with(main_grad_dtype, grad_added_to_main_grad=False)
-    end_point = open_grad_weight_for(weight, True)(weight, 3, scaled)
-    assert isinstance(end_point, InPlaceGradWeight)
-    total = add_three_chunks(end_point)
-    dummy = end_point.close(torch.tensor(0.5) if scaled else None)
+    accumulator = open_grad_weight_for(weight, True)(weight, 3, scaled)
+    assert isinstance(accumulator, InPlaceGradWeight)
+    total = add_three_chunks(accumulator)
+    dummy = accumulator.close(torch.tensor(0.5) if scaled else None)
     expected = 1 + total * (0.5 if scaled else 1.0)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[main_grad_dtype]
     torch.testing.assert_close(weight.main_grad.double(), expected, rtol=tolerance, atol=tolerance)
@@ -267,10 +267,10 @@ def test_main_grad_takes_the_gradient(main_grad_dtype, scaled):
 
 def test_dummy_is_zero_where_a_tied_embedding_adds_to_it():
     weight = weight_with(grad_added_to_main_grad=False, zero_out_wgrad=True)
-    end_point = open_grad_weight_for(weight, True)(weight, 1, False)
-    add_three_chunks(end_point)
+    accumulator = open_grad_weight_for(weight, True)(weight, 1, False)
+    add_three_chunks(accumulator)
     # Where Transformer Engine is installed its shared dummy lies on the GPU.
-    assert torch.equal(end_point.close(None).to(weight), torch.zeros_like(weight))
+    assert torch.equal(accumulator.close(None).to(weight), torch.zeros_like(weight))
 
 
 def test_no_dummy_where_nobody_waits_for_one():

@@ -255,7 +255,7 @@ def test_auto_within_a_budget_mixes(device):
         hidden_size=16,
         num_rows=8192,
         logits_backend="gemm_rows",
-        end_point="returned",
+        wgrad_accumulator="returned",
     )
     config = FusedCEConfig(chunk_tokens=128, memory_mb=16, logits_backend="gemm_rows")
     plan = planner.plan(planner.PlanInputs.of(config, device="cpu", **facts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -51,10 +52,10 @@ SP4 = {"tp_size": 4, "num_parts": 4}
     ("inputs", "strategy", "count", "capacity", "stored", "words"),
     [
         # Without a budget: what grad_in_forward needs.
-        (llama(1024), "store", 1, 1024, 1, "no budget"),
-        (llama(8192), "store", 1, 8192, 1, "grad_in_forward would be no faster"),
+        (llama(1024), "store", 1, 1024, 1, "default budget"),
+        (llama(8192), "store", 1, 8192, 1, "grad_in_forward is no faster"),
         # 2*T*V is what grad_in_forward takes; shorter chunks have smaller buffers beside it.
-        (llama(16384), "store", 2, 8192, 2, "no budget"),
+        (llama(16384), "store", 2, 8192, 2, "default budget"),
         (llama(32768), "grad_in_forward", 4, 8192, 0, "store needs"),
         (llama(131072), "grad_in_forward", 16, 8192, 0, "store needs"),
         # Chunks of equal size: 8192 and a rest of 1808 would be two passes over grad_weight as well.
@@ -72,8 +73,8 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(17408), "grad_in_forward", 3, 5888, 0, "store needs"),
         # A budget.
         (llama(32768, 9000), "store", 1, 32768, 1, "budget of 9000 MiB"),
-        (llama(32768, 8200), "store", 3, 11008, 3, "grad_in_forward would be no faster"),
-        (llama(32768, 8130), "grad_in_forward", 4, 8192, 0, "store would be no faster"),
+        (llama(32768, 8200), "store", 3, 11008, 3, "grad_in_forward is no faster"),
+        (llama(32768, 8130), "grad_in_forward", 4, 8192, 0, "store is no faster"),
         (
             llama(32768, 8130, **UNWEIGHTED),
             "store",
@@ -93,7 +94,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(1024, 330), "store", 1, 1024, 1, "grad_in_forward needs"),
         # Over ranks two chunks of logits are under way: what grad_in_forward needs is more, and store fits.
         (llama(24000), "grad_in_forward", 3, 8064, 0, "store needs"),
-        (llama(24000, tp_size=4), "store", 1, 24000, 1, "grad_in_forward would be no faster"),
+        (llama(24000, tp_size=4), "store", 1, 24000, 1, "grad_in_forward is no faster"),
         (llama(32768, 4200), "grad_in_forward", 4, 8192, 0, "store needs"),
         (llama(32768, 4200, tp_size=4), "grad_in_forward", 8, 4096, 0, "store needs"),
         # And with sequence parallelism four of hidden states, 128 MiB of 4096 tokens.
@@ -102,12 +103,33 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 50), "recompute", 128, 256, 0, "cannot be met"),
         (llama(200, 50), "recompute", 1, 200, 0, "cannot be met"),
         # Where grad_weight is returned in bf16, one chunk needs no fp32 sum.
-        (llama(4096, end_point="returned"), "store", 1, 4096, 1, "no budget"),
-        (llama(12000, strategy="recompute", end_point="returned"), "recompute", 1, 12000, 0, ""),
-        (llama(17000, strategy="recompute", end_point="returned"), "recompute", 3, 5760, 0, ""),
+        (llama(4096, wgrad_accumulator="returned"), "store", 1, 4096, 1, "default budget"),
+        (
+            llama(12000, strategy="recompute", wgrad_accumulator="returned"),
+            "recompute",
+            1,
+            12000,
+            0,
+            "",
+        ),
+        (
+            llama(17000, strategy="recompute", wgrad_accumulator="returned"),
+            "recompute",
+            3,
+            5760,
+            0,
+            "",
+        ),
         # A frozen weight: grad_in_forward has no sum to keep.
-        (llama(32768, end_point="none"), "grad_in_forward", 4, 8192, 0, "store needs"),
-        (llama(32768, end_point="none", **UNWEIGHTED), "mixed", 32, 1024, 7, "no budget"),
+        (llama(32768, wgrad_accumulator="none"), "grad_in_forward", 4, 8192, 0, "store needs"),
+        (
+            llama(32768, wgrad_accumulator="none", **UNWEIGHTED),
+            "mixed",
+            32,
+            1024,
+            7,
+            "default budget",
+        ),
         # Row kernels: store needs a chunk more.
         (llama(16384, logits_backend="gemm_rows"), "grad_in_forward", 2, 8192, 0, "store needs"),
         (llama(8192, 3000, logits_backend="gemm_rows"), "store", 3, 2816, 3, "budget"),
@@ -122,7 +144,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         ),
         # Chunks that were asked for stay; auto chooses the strategy for them.
         (llama(32768, num_chunks=3), "grad_in_forward", 3, 10923, 0, "store needs"),
-        (llama(8192, chunk_tokens=1000), "store", 9, 1000, 9, "no budget"),
+        (llama(8192, chunk_tokens=1000), "store", 9, 1000, 9, "default budget"),
         (llama(32768, 5000, chunk_tokens=1000, **UNWEIGHTED), "mixed", 33, 1000, 19, "budget"),
         (llama(32768, 100, num_chunks=4), "recompute", 4, 8192, 0, "with the chunks asked for"),
         # By name.
@@ -137,7 +159,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
             "asked for by name",
         ),
         (llama(50, strategy="store", num_chunks=9), "store", 9, 6, 9, "asked for by name"),
-        (llama(0), "store", 0, 0, 0, "no budget"),
+        (llama(0), "store", 0, 0, 0, "default budget"),
         # A device that nobody measured.
         (llama(32768, device="Other"), "grad_in_forward", 8, 4096, 0, "store needs"),
     ],
@@ -178,12 +200,12 @@ def test_a_device_is_known_by_a_word_of_its_name():
             4000 * 1000 + 4000 * 64 + 8 * 2000 * 4 + 2000 * 4 // 16 + 4 * 1000 * 64,
         ),
         # Its forward, with what the product leaves of each tile.
-        ("store", {"end_point": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
+        ("store", {"wgrad_accumulator": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
         ("store", {"logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000),
         ("store", {"logits_backend": "gemm_rows", "dtype": "float32"}, 20000 * 1000 + 8000 * 1000),
         (
             "recompute",
-            {"logits_backend": "gemm_rows", "end_point": "returned"},
+            {"logits_backend": "gemm_rows", "wgrad_accumulator": "returned"},
             4000 * 1000 + 256000,
         ),
         ("recompute", {"logits_backend": "gemm_rows", "dtype": "float16"}, 4000 * 1000 + 256000),
@@ -215,7 +237,7 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
             {"num_parts": 2, "chunk_tokens": 5000},
             (LOGITS + 2 * HIDDEN + TILES + MARKS + 48 * 2000) * 5 // 2 + SUM + SAMPLE,
         ),
-        ("grad_in_forward", {"num_parts": 2, "end_point": "none", "logits_backend": "gemm_rows"},
+        ("grad_in_forward", {"num_parts": 2, "wgrad_accumulator": "none", "logits_backend": "gemm_rows"},
          2 * LOGITS + 4 * HIDDEN + 2 * 48 * 2000),
         # Backwards: one gathered chunk waited for it, two are under way, one is unreduced.
         ("recompute", {"num_parts": 2}, LOGITS + 4 * HIDDEN + MARKS),
@@ -232,7 +254,7 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
         ),
         ("store", {"logits_backend": "gemm_rows"}, 7 * LOGITS // 2),
         # A frozen weight needs no hidden states there.
-        ("store", {"num_parts": 2, "end_point": "none", "logits_backend": "gemm_rows"},
+        ("store", {"num_parts": 2, "wgrad_accumulator": "none", "logits_backend": "gemm_rows"},
          7 * LOGITS // 2 + HIDDEN),
         # store's forward where V is large beside H: a chunk waits for its seal beside the next.
         ("store", {"hidden_size": 1}, 5 * LOGITS // 2 + 2 * TILES + MARKS + 2 * 48 * 2000 + 128),
@@ -244,7 +266,7 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
         ),
         ("store", {"num_tokens": 0, "num_parts": 2}, -32 * 5000),
         ("grad_in_forward", {"num_tokens": 0, "num_parts": 2}, SUM - 32 * 5000),
-        ("recompute", {"num_tokens": 0, "end_point": "returned"}, SUM - 32 * 5000),
+        ("recompute", {"num_tokens": 0, "wgrad_accumulator": "returned"}, SUM - 32 * 5000),
     ],
 )  # fmt: skip
 def test_predicted_bytes_over_ranks(strategy, others, expected):
@@ -266,7 +288,7 @@ def heads(draw) -> PlanInputs:
         dtype=draw(st.sampled_from(["bfloat16", "bfloat16", "float16", "float32"])),
         num_parts=num_parts,
         tp_size=tp_size,
-        end_point=draw(st.sampled_from(planner.END_POINTS)),
+        wgrad_accumulator=draw(st.sampled_from(planner.WGRAD_ACCUMULATORS)),
         token_weights_known=draw(st.booleans()),
         logits_backend=draw(st.sampled_from(["scaled_exp", "gemm_rows"])),
         device=draw(st.sampled_from(["NVIDIA Pinned", "NVIDIA Pinned", "cpu", "Other"])),
@@ -308,7 +330,7 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
     assert ("cannot be met" in chosen.why) == (needed > memory_mb * MIB)
     if needed <= memory_mb * MIB:
         return
-    assert f"needs the least, {planner._mib(needed)}" in chosen.why
+    assert f"needs the least, {-(-needed // MIB)} MiB" in chosen.why
     sizes = {256, 700, 1024, 8192, max(256, inputs.num_tokens)}
     for strategy in (
         "store",
@@ -378,7 +400,7 @@ def test_chunks_no_longer_than_the_table(inputs, memory_mb):
     chosen = plan(replace(inputs, memory_mb=memory_mb))
     longest = inputs.table_row.chunk_tokens(chosen.strategy)
     if chosen.capacity > longest:
-        assert chosen.count == 1 and inputs.end_point == "returned"
+        assert chosen.count == 1 and inputs.wgrad_accumulator == "returned"
         assert chosen.memory.grad_weight_sum == 0
     if chosen.strategy != "recompute" and chosen.count > 1:
         assert chosen.capacity >= 512  # of equal size: half of 1024 at the least
@@ -446,13 +468,13 @@ def test_predicted_time_of_worked_examples():
     rows = 172 / 4096 + 3 * 205 / 32768
     assert time(strategy="store", logits_backend="gemm_rows", **four) == pytest.approx(1 + rows)
     # Half of the bytes: the sum is read and bf16 is written.
-    returned = time(strategy="grad_in_forward", end_point="returned", **one)
+    returned = time(strategy="grad_in_forward", wgrad_accumulator="returned", **one)
     assert returned == pytest.approx(1 + 355 / 2 / 32768)
     assert time(strategy="store", logits_backend="gemm_rows", **one) == pytest.approx(
         1 + 172 / 4096
     )
     # Two products are the roof of a frozen weight, three with the logits again.
-    assert time(strategy="recompute", end_point="none", **four) == pytest.approx(3 / 2)
+    assert time(strategy="recompute", wgrad_accumulator="none", **four) == pytest.approx(3 / 2)
     half = plan(llama(32768, 5150, num_chunks=8, **UNWEIGHTED))
     assert half.stored_chunks == 4
     assert plan(llama(0)).relative_time == 1
@@ -463,14 +485,8 @@ def test_a_head_of_one_row_needs_more_than_grad_in_forward():
     """Its last hidden states wait in three heads, and are more than three sums of one row."""
     few = PlanInputs(12, 64, 1, uses_in_flight=3, **SP4)
     assert plan(few).why.startswith(
-        "what grad_in_forward would need cannot be met: recompute in 1 chunk"
+        "the default budget (what grad_in_forward needs) cannot be met; recompute needs the least"
     )
-
-
-def test_sizes_in_words():
-    """Never less than it is: a budget of that many MiB is enough."""
-    texts = [planner._mib(size) for size in (1, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 10 * MIB + 1)]
-    assert texts == ["0.1 MiB", "1.0 MiB", "1.1 MiB", "10 MiB", "10 MiB", "11 MiB"]
 
 
 @pytest.mark.parametrize(
@@ -497,7 +513,7 @@ def test_a_named_strategy_that_cannot_fit(others, advice):
     ("field", "value", "words"),
     [
         ("dtype", "bf16", "dtype is 'bf16'; choose one of bfloat16"),
-        ("end_point", "x", "choose one of main_grad"),
+        ("wgrad_accumulator", "x", "choose one of main_grad"),
         ("logits_backend", "x", "choose one of scaled_exp, gemm_rows"),
         ("strategy", "fast", "choose one of auto"),
         ("num_tokens", -1, "num_tokens must be 0 or more, got -1"),
@@ -553,7 +569,7 @@ def test_documented_examples(monkeypatch, capsys):
 @pytest.mark.parametrize("flags", [[], ["--no-token-weights"]])
 def test_command_line_says_what_grad_in_forward_needs(flags, capsys):
     assert planner.main([*LINE.split(), *flags]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = capsys.readouterr().out.splitlines()[1:]
     needs = [row[2:].split()[0] for row in rows if row.endswith("needs token weights")]
     assert needs == (["grad_in_forward"] if flags else [])
 
@@ -585,7 +601,7 @@ def test_the_module_runs_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "predicted peak" in done.stdout, done.stderr
-    module = [sys.executable, "-m", "megatron_fused_ce.planner", *LINE.split()]
+    module = [sys.executable, "-m", "megatron_fused_ce", "plan-head", *LINE.split()]
     assert subprocess.run(module, cwd=ROOT, capture_output=True, text=True).stdout == done.stdout
 
 
@@ -667,6 +683,19 @@ LAUNCH = SimpleNamespace(seq_length=64, micro_batch_size=2, context_parallel_siz
 
 
 @pytest.fixture
+def planned(monkeypatch):
+    """Each plan that the report makes, with its inputs."""
+    made = []
+
+    def record(inputs):
+        made.append((inputs, plan(inputs)))
+        return made[-1][1]
+
+    monkeypatch.setattr(report, "plan", record)
+    return made
+
+
+@pytest.fixture
 def said(monkeypatch):
     """Lines of the report, by a process whose first rank speaks."""
     pytest.importorskip("megatron.core")
@@ -689,43 +718,82 @@ def rows_bytes(tokens: int, capacity: int, summed_bytes: int = 0) -> int:
     return both + max(merges, 2 * hidden + summed_bytes)
 
 
-def test_start_up_line(said):
+def test_start_up_line(said, planned):
     report.adopted(megatron_head(), LAUNCH)
-    (line,) = said
-    peak_bytes = rows_bytes(128, 32)
-    assert line.startswith(
-        "strategy recompute, 4 chunks of 32 tokens (128 tokens, 1000 of 2000 vocabulary rows on this "
-        "rank), logits backend gemm_rows (gemm_rows was asked for), "
-        f"predicted peak {peak_bytes} bytes ("
-    )
-    assert line.endswith("why: asked for by name")
+    ((_, chosen),) = planned
+    assert chosen.predicted_peak_bytes == rows_bytes(128, 32)
+    assert said == [
+        "on: strategy recompute (asked for), 4 chunks of 32 tokens; about 0.1 MiB for the head, "
+        "where the logits alone would be 0.2 MiB",
+        "logits backend gemm_rows (asked for)",
+    ]
 
 
 def test_start_up_line_of_auto_says_why(said):
-    report.adopted(megatron_head(FusedCEConfig(memory_mb=7)), LAUNCH)
-    assert said[0].startswith("strategy store (auto), 1 chunk of 128 tokens")
-    assert "why: the fastest within the budget of 7 MiB" in said[0]
+    head = megatron_head(FusedCEConfig(memory_mb=7, z_loss=1e-4, skip_masked=True))
+    head.output_layer.fused_ce_config = replace(
+        head.output_layer.fused_ce_config, logits_backend="auto"
+    )
+    report.adopted(head, LAUNCH)
+    assert said[0].startswith("on: strategy store (chosen by auto), 1 chunk of 128 tokens; about")
+    assert said[1] == (
+        "why: the fastest within the budget of 7 MiB; grad_in_forward is no faster; logits backend "
+        "gemm_rows, since scaled_exp cannot serve: it runs on CUDA devices, not on cpu; masked tokens are "
+        "skipped, the sizes are for none; loss with z_loss"
+    )
+    assert len(said) == 2
 
 
-def test_start_up_line_expects_the_loss_mask(said):
+def test_start_up_line_expects_the_loss_mask(said, planned):
     """pretrain_gpt.py's model is called with one: grad_in_forward is possible."""
     report.adopted(
         megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2)
     )
-    assert said[0].startswith(
-        "strategy grad_in_forward (auto), 8 chunks of 4096 tokens (32768 tokens"
+    assert said[0] == (
+        "on: strategy grad_in_forward (chosen by auto), 8 chunks of 4096 tokens; about 18 MiB for the head, "
+        "where the logits alone would be 62 MiB"
     )
     # Two chunks of logits, three gathered and one unreduced of hidden states.
     logits, hidden, merge = 2 * 4096 * 1000, 2 * 4096 * 16, 16 * 4096 * (1 + 2)
     peak_bytes = 2 * logits + 4 * 1000 * 16 + 4 * hidden + 2 * merge + 32 * 32768 + 40 * 4096
-    assert f"predicted peak {peak_bytes} bytes (18 MiB); full logits would be 62 MiB" in said[0]
+    assert planned[0][1].predicted_peak_bytes == peak_bytes
+
+
+def test_no_size_is_the_reason_against_its_equal():
+    """65 MiB were the reason against 65 MiB; whole MiB of a budget tell any two apart."""
+    close = PlanInputs(4288, 1024, 50304, token_weights_known=True, device="cpu")
+    assert plan(close).why == (
+        "the fastest within the default budget of 413 MiB (what grad_in_forward needs); "
+        "store needs slightly more"
+    )
+    whys = [plan(replace(close, num_tokens=n)).why for n in range(3000, 5000, 100)]
+    whys += [plan(replace(close, num_tokens=n, memory_mb=413)).why for n in range(3000, 5000, 100)]
+    for why in whys:
+        sizes = re.findall(r"[\d.]+ [MG]iB", why)
+        assert len(set(sizes)) == len(sizes), why
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (0, "0.0 MiB"),
+        (MIB, "1.0 MiB"),
+        (10 * MIB, "10 MiB"),
+        (416 * MIB + 9, "416 MiB"),
+        (1024 * MIB, "1.0 GiB"),
+        (1844 * MIB, "1.8 GiB"),
+    ],
+)
+def test_sizes_in_words(num_bytes, words):
+    assert planner.size_in_words(num_bytes) == words
 
 
 @pytest.mark.parametrize(("context_parallel", "tokens"), [(4, 32), (1, 128), (None, 128)])
-def test_start_up_line_counts_this_context_ranks_tokens(said, context_parallel, tokens):
+def test_start_up_line_counts_this_context_ranks_tokens(said, planned, context_parallel, tokens):
     launch = SimpleNamespace(**{**vars(LAUNCH), "context_parallel_size": context_parallel})
     report.adopted(megatron_head(), launch)
-    assert f"({tokens} tokens, " in said[0]
+    assert planned[0][0].num_tokens == tokens
+    assert f"4 chunks of {tokens // 4} tokens" in said[0]
 
 
 def test_only_the_first_rank_tells(said):
@@ -749,20 +817,22 @@ def test_a_budget_that_a_named_strategy_cannot_meet_ends_the_launch(said):
         (False, False, {}, 0),
     ],
 )
-def test_start_up_line_counts_the_sum_of_grad_weight(said, fusion, trained, launch, summed_bytes):
+def test_start_up_line_counts_the_sum_of_grad_weight(
+    said, planned, fusion, trained, launch, summed_bytes
+):
     model = megatron_head(trained=trained)
     model.output_layer.gradient_accumulation_fusion = fusion
     report.adopted(model, SimpleNamespace(**vars(LAUNCH), **launch))
-    assert f"predicted peak {rows_bytes(128, 32, summed_bytes)} bytes" in said[0]
+    assert planned[0][1].predicted_peak_bytes == rows_bytes(128, 32, summed_bytes)
 
 
-def test_start_up_line_counts_the_heads_of_multi_token_prediction(said):
+def test_start_up_line_counts_the_heads_of_multi_token_prediction(said, planned):
     store = FusedCEConfig(strategy="store", num_chunks=4)
     report.adopted(megatron_head(store, mtp_num_layers=2), LAUNCH)
     # A chunk of hidden states waits in each of the three.
     one_chunk = 2 * 32 * 1000 + (3 + 2 + 1) * (2 * 32 * 16)
     peak_bytes = one_chunk + 40 * 32 + 3 * 32 * 128 + 3 * 2 * 128 * 1000
-    assert f"predicted peak {peak_bytes} bytes" in said[0]
+    assert planned[0][1].predicted_peak_bytes == peak_bytes
 
 
 def test_first_evaluation_tells_what_differs(said):
@@ -774,13 +844,15 @@ def test_first_evaluation_tells_what_differs(said):
     expected = layer._fused_ce_expected
     other = replace(expected, strategy="recompute", stored_chunks=0, why="of this test")
     report.evaluation_once(layer, hidden, layer.weight, other)
-    assert len(said) == 2
-    assert said[1].startswith("as it runs: strategy recompute (auto), 1 chunk of 128 tokens")
-    assert "(128 tokens" in said[1] and said[1].endswith("of this test")
+    assert len(said) == 4
+    assert said[2].startswith(
+        "as it runs: strategy recompute (chosen by auto), 1 chunk of 128 tokens"
+    )
+    assert said[3].startswith("why: of this test")
     # The main head comes after those of multi-token prediction; batches may differ in length.
     report.evaluation_once(layer, hidden, layer.weight, expected)
     report.evaluation_once(layer, hidden, layer.weight, replace(other, count=2))
-    assert len(said) == 2
+    assert len(said) == 4
 
 
 @pytest.mark.parametrize("change", [{}, {"why": "other words"}])
@@ -791,7 +863,7 @@ def test_first_evaluation_repeats_nothing(said, change):
     hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)
     report.evaluation_once(layer, hidden, layer.weight)
     report.evaluation_once(layer, hidden, layer.weight, replace(layer._fused_ce_expected, **change))
-    assert len(said) == 1
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(
@@ -803,19 +875,18 @@ def test_first_evaluation_tells_of_other_chunks(said, change):
     report.adopted(model, LAUNCH)
     hidden = torch.zeros(32, 2, 16, dtype=torch.bfloat16)
     report.evaluation_once(layer, hidden, layer.weight, replace(layer._fused_ce_expected, **change))
-    assert len(said) == 2
+    assert len(said) == 4
 
 
-def test_first_evaluation_tells_where_the_launch_could_not(said):
+def test_first_evaluation_tells_where_the_launch_could_not(said, planned):
     """No Megatron arguments: Bridge, NeMo, own scripts."""
     layer = megatron_head().output_layer
     hidden = torch.zeros(50, 2, 16, dtype=torch.bfloat16)
     for _ in range(2):
         report.evaluation_once(layer, hidden, layer.weight)
-    (line,) = said
     # No main_grad: the chunks are summed in fp32.
-    peak_bytes = rows_bytes(200, 50, 4 * 1000 * 16)
-    assert "4 chunks of 50 tokens (200 tokens" in line and f"peak {peak_bytes} bytes" in line
+    assert planned[0][1].predicted_peak_bytes == rows_bytes(200, 50, 4 * 1000 * 16)
+    assert len(said) == 2 and "on: strategy recompute (asked for), 4 chunks of 50 tokens" in said[0]
 
 
 def test_first_evaluation_without_sequence_parallelism(said):
@@ -823,7 +894,7 @@ def test_first_evaluation_without_sequence_parallelism(said):
     layer.sequence_parallel = False
     hidden = torch.zeros(50, 2, 16, dtype=torch.bfloat16)
     report.evaluation_once(layer, hidden, layer.weight)
-    assert "4 chunks of 25 tokens (100 tokens" in said[0]
+    assert "4 chunks of 25 tokens" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -835,10 +906,10 @@ def test_first_evaluation_without_sequence_parallelism(said):
         ({"requires_grad": False}, 0),
     ],
 )
-def test_first_evaluation_sees_where_grad_weight_ends(said, attributes, summed_bytes):
+def test_first_evaluation_sees_where_grad_weight_ends(said, planned, attributes, summed_bytes):
     layer = megatron_head().output_layer
     for name, value in attributes.items():
         setattr(layer.weight, name, value)
     hidden = torch.zeros(50, 2, 16, dtype=torch.bfloat16)
     report.evaluation_once(layer, hidden, layer.weight)
-    assert f"predicted peak {rows_bytes(200, 50, summed_bytes)} bytes" in said[0]
+    assert planned[0][1].predicted_peak_bytes == rows_bytes(200, 50, summed_bytes)

@@ -140,7 +140,7 @@ def peers_compute_the_definition(rank: Rank) -> None:
             exact = truth(problem.whole)
             rows = slice(problem.vocab_start, problem.vocab_start + problem.num_rows)
             for name, variant in variants.items():
-                problem.zero_end_point()
+                problem.zero_wgrad_accumulator()
                 loss = variant.run(problem, measure.nothing)
                 where = f"{name}, {world.sequence_parallel}"
                 assert relative_error(loss, exact.loss[0]) < 1e-6, where

@@ -102,7 +102,7 @@ def peaks_are_as_predicted(
         dtype=str(dtype).removeprefix("torch."),
         num_parts=parts,
         tp_size=rank.size,
-        end_point="returned" if trained else "none",
+        wgrad_accumulator="returned" if trained else "none",
         token_weights_known=True,
         logits_backend=logits_backend,
         device="cpu",

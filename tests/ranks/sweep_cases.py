@@ -23,7 +23,7 @@ SETTINGS = sweep_measure.HeadSettings(
     hidden_size=8,
     vocab=64,
     dtype=torch.float32,
-    end_point="main_grad",
+    wgrad_accumulator="main_grad",
     blocks=1,
     sample_ms=0.0,
 )

@@ -132,7 +132,7 @@ def test_rows_of_one_rank_leave_the_others_constants_at_0():
         {"logits_backend": "gemm_rows"},
         {"variant": "auto"},
         {"variant": "megatron-te"},
-        {"end_point": "grad"},
+        {"wgrad_accumulator": "returned"},
         {"chunk_tokens": None},
     ],
 )

@@ -36,7 +36,7 @@ ITERATION = (
     "[Rank 0] (after {i} iterations) memory (MB) | allocated: 21000.00 | "
     "max allocated: {peak} | reserved: 41000.00 | max reserved: 42000.00\n"
 )
-PLAN = "[fused-ce] strategy grad_in_forward (auto), 4 chunks of 4096 tokens\n"
+PLAN = "[fused-ce] on: strategy grad_in_forward (chosen by auto), 4 chunks of 4096 tokens\n"
 COUNTS = (
     "[fused-ce] heads evaluated fused: 4, logits materialised: {n}, heads on the stock path: 0\n"
 )
@@ -273,7 +273,7 @@ def test_row_of_a_launch_that_trains(script, checkout):
     assert row["tokens_per_s"] == pytest.approx(16384 / 0.4)
     assert row["peak_mib"] == 39999.75  # the largest of the four lines
     assert row["loss"] == [9.0, 8.5, 8.0, 7.5]
-    assert row["plan"] == "strategy grad_in_forward (auto), 4 chunks of 4096 tokens"
+    assert row["plan"] == "strategy grad_in_forward (chosen by auto), 4 chunks of 4096 tokens"
     assert (row["heads_fused"], row["logits_materialised"]) == (4, 0)
     assert (row["T"], row["V"], row["dtype"], row["tp"]) == (16384, 128256, "bfloat16", 1)
 
@@ -542,7 +542,7 @@ def test_report_has_the_reasons_and_no_path_of_a_machine(script, table_rows):
     assert "Tried to allocate 62.62 GiB" in text
     assert "cross_entropy.py:35 forward" in text
     assert "/anywhere" not in text
-    assert "strategy grad_in_forward (auto), 4 chunks" in text
+    assert "strategy grad_in_forward (chosen by auto), 4 chunks" in text
 
 
 # --- processes -------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_no_problem_asks_for_a_plan_that_does_not_exist(device):
             dtype=str(problem.dtype).removeprefix("torch."),
             num_parts=problem.tp if problem.sequence_parallel else 1,
             tp_size=problem.tp,
-            end_point="main_grad" if problem.in_place else "returned",
+            wgrad_accumulator="main_grad" if problem.in_place else "returned",
             token_weights_known=problem.knows_weights,
             logits_backend="scaled_exp"
             if device == "cuda" and problem.logits_backend == "auto"
