@@ -2,7 +2,7 @@
 
 ::
 
-    python -m megatron_fused_ce.autoload install | status | remove
+    python -m megatron_fused_ce autoload install | status | remove
 
 ``install`` writes one line into this environment's ``site-packages``: Python then installs the import
 hook at start-up, and only in processes whose command line holds ``--fused-chunked-ce``.
@@ -17,11 +17,27 @@ from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import FLAG
 
-#: Run by ``site`` at every start of Python: short, and without effect unless the flag is there.
-LINE = (
-    f"import sys; {FLAG!r} in getattr(sys, 'argv', ()) and "
-    "__import__('megatron_fused_ce.adapter.import_hook', fromlist=['install']).install()\n"
-)
+#: What ``site`` runs where the flag is on the command line. The package may have been uninstalled since;
+#: under torchrun its launcher has said so already.
+_CODE = """
+import os, sys
+try:
+    from megatron_fused_ce.adapter.import_hook import install
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("megatron_fused_ce"):
+        raise
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        print("megatron_fused_ce is not installed any more, so {flag} is unknown: install it again, or "
+              "delete {file}", file=sys.stderr)
+else:
+    install()
+"""
+
+
+def line() -> str:
+    """Run by ``site`` at every start of Python: short, and without effect unless the flag is there."""
+    code = _CODE.format(flag=FLAG, file=path())
+    return f"import sys; {FLAG!r} in getattr(sys, 'argv', ()) and exec({code!r}, {{}})\n"
 
 
 def path() -> Path:
@@ -31,7 +47,7 @@ def path() -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_fused_ce.autoload",
+        prog="python -m megatron_fused_ce autoload",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     file = path()
     try:
         if action == "install":
-            file.write_text(LINE)
+            file.write_text(line())
         elif action == "remove":
             file.unlink(missing_ok=True)
     except OSError as error:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 STRATEGY_CHOICES = ("auto", "store", "grad_in_forward", "recompute")
 ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
@@ -126,3 +133,38 @@ class FusedCEConfig:
             "ignore_index": self.ignore_index is not None,
         }
         return ", ".join(name for name, given in names.items() if given)
+
+
+def check_config(config: object) -> None:
+    """Refuse anything but a config or None.
+
+    Raises:
+        TypeError: says what to give instead.
+    """
+    if config is not None and not isinstance(config, FusedCEConfig):
+        example = f"strategy={config!r}" if config in STRATEGY_CHOICES else "strategy='store'"
+        raise TypeError(
+            f"config must be a FusedCEConfig, got {config!r}: give FusedCEConfig({example}) or the like"
+        )
+
+
+def takes_config(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function with a ``config`` argument: an option given beside the config is told where it goes.
+
+    The wrapped function raises ``TypeError`` for a keyword that is a field of :class:`FusedCEConfig`.
+    """
+    options = {option.name for option in fields(FusedCEConfig)}
+    options -= inspect.signature(function).parameters.keys()
+
+    @functools.wraps(function)
+    def with_config(*args: P.args, **kwargs: P.kwargs) -> R:
+        misplaced = [name for name in kwargs if name in options]
+        if misplaced:
+            given = ", ".join(f"{name}={kwargs[name]!r}" for name in misplaced)
+            raise TypeError(
+                f"{', '.join(misplaced)} belongs to the config: give config=FusedCEConfig({given}) to "
+                f"{function.__name__}()"
+            )
+        return function(*args, **kwargs)
+
+    return with_config

@@ -20,6 +20,8 @@ from megatron_fused_ce.config import (
     SMOOTHING_FORM_CHOICES,
     STRATEGY_CHOICES,
     FusedCEConfig,
+    check_config,
+    takes_config,
 )
 from megatron_fused_ce.grad_weight import (
     OpenedAccumulators,
@@ -70,6 +72,7 @@ class HeadOutputs(NamedTuple):
         return self.outputs.loss
 
 
+@takes_config
 def fused_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -98,8 +101,9 @@ def fused_linear_cross_entropy(
             differ in size; they follow each other in rank order. Where a group's first call had equal
             shards and a later head has unequal ones, that one needs ``config.debug_checks``.
         labels: ``[b, s]`` (for ``hidden`` of three dimensions) or ``[T]``, global token ids, the same
-            on every rank. For ids outside the vocabulary (-100 too) the loss is ``lse - max``, what
-            Megatron's unfused loss gives for them.
+            on every rank. An id outside the vocabulary, -100 too, has the loss of Megatron's unfused path,
+            ``lse - max``. ``config=FusedCEConfig(ignore_index=-100)`` gives PyTorch's convention: loss 0 and
+            no gradient for tokens labelled -100.
         tp_group: the tensor-parallel group; None for a vocabulary held whole.
         sequence_parallel: each rank of the group holds its own part of the tokens.
         token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
@@ -143,6 +147,7 @@ def fused_linear_cross_entropy(
     return head.loss
 
 
+@takes_config
 def fused_linear_token_outputs(
     hidden: Tensor,
     weight: Tensor,
@@ -194,6 +199,7 @@ def fused_linear_token_outputs(
     return head.outputs
 
 
+@takes_config
 def fused_linear_distillation(
     hidden: Tensor,
     weight: Tensor,
@@ -274,6 +280,7 @@ def linear_cross_entropy(
         uses_in_flight: calls that wait for their backward together, for plans of memory.
         phases: a :class:`.PhaseTimes` to time the call's passes with.
     """
+    check_config(config)
     config = config or FusedCEConfig()
     comm = VocabParallel.of(tp_group, sequence_parallel, config.merge)
     if isinstance(hidden, Tensor) and isinstance(weight, Tensor):

@@ -69,18 +69,12 @@ def check_call(
             f"hidden has H = {hidden.shape[-1]} and weight H = {weight.shape[1]}; "
             "expected the same hidden size: hidden [s, b, H], weight [V, H]"
         )
-    expected: tuple[int, ...]
+    expected: tuple[int, ...] = (hidden.shape[0] * num_parts,)
     if hidden.dim() == 3:
-        expected = (hidden.shape[1], hidden.shape[0] * num_parts)
-        words = "[b, s]"
-    else:
-        expected = (hidden.shape[0] * num_parts,)
-        words = "[T]"
+        expected = (hidden.shape[1], *expected)
     if tuple(labels.shape) != expected:
         raise ValueError(
-            f"labels have shape {tuple(labels.shape)}; expected {words} = {expected} for hidden "
-            f"{tuple(hidden.shape)}"
-            + (f" on each of {num_parts} sequence-parallel ranks" if num_parts > 1 else "")
+            _wrong_shapes(tuple(hidden.shape), tuple(labels.shape), expected, num_parts)
         )
     if token_weights is not None and getattr(token_weights, "shape", None) != labels.shape:
         came = getattr(token_weights, "shape", token_weights)
@@ -95,6 +89,33 @@ def check_call(
             "(0 or more), or None to find it"
         )
     return hidden.shape[:-1].numel()
+
+
+def _wrong_shapes(
+    hidden: tuple[int, ...], labels: tuple[int, ...], expected: tuple[int, ...], num_parts: int
+) -> str:
+    """What to change where the labels are not of the shape that ``hidden`` asks for."""
+    if len(labels) != len(expected):
+        return (
+            f"hidden has shape {hidden} and labels {labels}; expected hidden [s, b, H] with labels [b, s], "
+            "or [T, H] with [T]"
+        )
+    tokens_first = (*reversed(labels),)  # [s, b] or [T]
+    whole = (hidden[0], *expected[:-1])
+    if len(hidden) == 3 and labels == (hidden[0], hidden[1] * num_parts):
+        return (
+            f"hidden has shape {hidden} and labels {labels}: one of them is transposed; expected hidden "
+            "[s, b, H] with labels [b, s]"
+        )
+    if num_parts > 1 and tokens_first == whole:
+        return (
+            f"hidden has shape {hidden}, all tokens of labels {labels}; expected this rank's part of them, "
+            f"one of {num_parts}, or sequence_parallel=False"
+        )
+    words = "[b, s]" if len(hidden) == 3 else "[T]"
+    return f"labels have shape {labels}; expected {words} = {expected} for hidden {hidden}" + (
+        f" on each of {num_parts} sequence-parallel ranks" if num_parts > 1 else ""
+    )
 
 
 #: Ids travel between the ranks as fp32.

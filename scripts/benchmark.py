@@ -1,9 +1,9 @@
 """Time and memory of the head against its matrix products, Megatron's paths and the peers, in one run.
 
-    python scripts/benchmark.py --shapes llama3-8b --tokens 8192 32768
+    python scripts/benchmark.py --shapes llama-3-8b --tokens 8192 32768
     python scripts/benchmark.py --preset reach --peers --name reach --results-dir docs/benchmarks/results
     python scripts/benchmark.py --shape 4096 128256 --strategies store grad_in_forward:8192
-    recompute/gemm_rows python scripts/benchmark.py --tp 4 --sequence-parallel --shapes llama3-8b --tokens
+    recompute/gemm_rows python scripts/benchmark.py --tp 4 --sequence-parallel --shapes llama-3-8b --tokens
     32768 --lean python scripts/benchmark.py --tp 4 --preset tp-reach --peers --name tp4 python
     scripts/benchmark.py --render RESULT.json
 
@@ -56,41 +56,41 @@ from benchmark_measure import (
     measure_cell,
     say,
 )
-from benchmark_problem import DTYPES, SHAPES, World, start_ranks, world_size
+from benchmark_problem import DTYPES, SHAPES, World, shape_name, start_ranks, world_size
 from benchmark_roof import ROOFS
 from benchmark_variants import MERGES, Strategy, Variant, megatron, ours, parse_strategy, peers
 
 from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.testing.provenance import commit
 
-TP_CELLS = [("llama3-8b", 8192), ("llama3-8b", 32768), ("llama3-70b", 32768)]
+TP_CELLS = [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3-70b", 32768)]
 #: name -> cells, and options where the command line names none.
 PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     # The cells that issue 3's targets name. Cheap ones first: a time limit cuts the end.
     "reach": (
         [
-            ("llama3-8b", 8192),
-            ("llama3-8b", 32768),
+            ("llama-3-8b", 8192),
+            ("llama-3-8b", 32768),
             ("qwen3-1.7b", 32768),
-            ("gemma2-2b", 32768),
-            ("llama3-70b", 8192),
-            ("llama3-70b", 32768),
-            ("llama3-8b", 131072),
+            ("gemma-2-2b", 32768),
+            ("llama-3-70b", 8192),
+            ("llama-3-70b", 32768),
+            ("llama-3-8b", 131072),
             ("qwen3-1.7b", 131072),
         ],
         {},
     ),
     "reach-small": (
-        [("qwen3-1.7b", 8192), ("gemma2-2b", 8192), ("llama3-8b", 8192), ("llama3-70b", 8192)],
+        [("qwen3-1.7b", 8192), ("gemma-2-2b", 8192), ("llama-3-8b", 8192), ("llama-3-70b", 8192)],
         {},
     ),
     "short": (
-        [(shape, T) for shape in ("llama3-8b", "qwen3-1.7b") for T in (1024, 2048)],
+        [(shape, T) for shape in ("llama-3-8b", "qwen3-1.7b") for T in (1024, 2048)],
         {"strategies": ["store", "auto"]},
     ),
     # What pins a device's tokens per chunk.
     "chunks": (
-        [("llama3-8b", 32768), ("qwen3-1.7b", 32768)],
+        [("llama-3-8b", 32768), ("qwen3-1.7b", 32768)],
         {
             "chunk_tokens": [2048, 4096, 8192, 16384, 32768],
             "megatron": False,
@@ -98,7 +98,7 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     ),
     # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
     "million": (
-        [("llama3-8b", 1048576)],
+        [("llama-3-8b", 1048576)],
         {
             "strategies": ["recompute:2048"],
             "blocks": 1,
@@ -139,7 +139,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="cells and options of one set of figures")
-    add("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=", ".join(SHAPES))
+    add("--shapes", nargs="+", type=shape_name, metavar="NAME", help=", ".join(SHAPES))
     add("--shape", nargs=2, type=int, action="append", metavar=("H", "V"), help="a shape by size")
     add("--tokens", nargs="+", type=int, help="T of each cell (default 8192)")
     add(
@@ -242,7 +242,7 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
         ]
     else:
         if not named and not given.shape:
-            named = ["llama3-8b"]
+            named = ["llama-3-8b"]
         tokens = given.tokens or [8192]
         cells = [Cell.of(shape, T) for shape in named for T in tokens]
         cells += [Cell(f"{H}x{V}", T, H, V) for H, V in given.shape or [] for T in tokens]

@@ -1,7 +1,7 @@
 """What an option of the loss costs: its time over the plain loss's, and the curve of masked tokens.
 
     python scripts/benchmark_options.py                    # one GPU, Llama-3-8B's head, 8192 tokens
-    python scripts/benchmark_options.py --shapes gemma2-2b --strategies store --tokens 8192 32768
+    python scripts/benchmark_options.py --shapes gemma-2-2b --strategies store --tokens 8192 32768
 
 A step is forward, backward and fp32 ``main_grad`` on random operands. Each turn of an option stands between
 two of the plain loss and is divided by their mean; a row is the median over blocks of shuffled order.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from benchmark_measure import block_order, turn
-from benchmark_problem import SHAPES, Problem, World
+from benchmark_problem import SHAPES, Problem, World, shape_name
 from benchmark_variants import Variant, backward
 from torch import Tensor
 
@@ -205,7 +205,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama3-8b"])
+    parser.add_argument("--shapes", nargs="+", type=shape_name, default=["llama-3-8b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192])
     parser.add_argument(
         "--strategies",

@@ -7,6 +7,7 @@ gradients at the timed size, block by block; the fp64 truth at a smaller size is
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import sys
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.grad_weight import (
     GradWeight,
     InPlaceGradWeight,
@@ -32,20 +34,22 @@ from megatron_fused_ce.testing.reference import HeadInputs
 
 MIB = 1024 * 1024
 
-#: name -> (H, vocabulary). "-like": only the head's two sizes are the model's.
-SHAPES = {
-    "llama3-8b": (4096, 128256),
-    "llama3-70b": (8192, 128256),
-    "llama3.2-1b": (2048, 128256),
-    "qwen2.5-7b": (3584, 152064),
-    "qwen3-1.7b": (2048, 151936),
-    "gemma2-2b": (2304, 256000),
-    "gemma2-9b-like": (3584, 256000),
-    "deepseek-v3-like": (7168, 129280),
+#: name -> (H, vocabulary) of a head: the named models, and some of which only these two sizes are known.
+SHAPES = {name: head_sizes(name) for name in MODELS} | {
+    "gemma-2-9b-like": (3584, 256000),
     "gpt-oss-like": (2880, 201088),
     "tiny": (64, 512),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def shape_name(text: str) -> str:
+    """A name of :data:`SHAPES` on a command line."""
+    try:
+        return known_name(text, SHAPES)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
 
 #: The upstream gradient is this times the token weights: no power of two, so that a strategy that
 #: forgets it, or rounds it away, shows.

@@ -64,6 +64,8 @@ import compare_pretrain as launches
 from compare_pretrain import PLUGIN_FLAG, REPOSITORY, Checkout
 from megatron_logs import Figures, UsageError, is_error, log_texts
 
+from megatron_fused_ce.estimate import command
+
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "results"
 DEFAULT_LENGTHS = (16384, 131072, 32768, 65536)  # speed and reach first: time may run out
 DEFAULT_VARIANTS = ("auto", "native", "unfused", "store", "grad_in_forward", "recompute", "te")
@@ -119,15 +121,32 @@ class Model:
         return linear + attention + 6 * num_tokens * H * self.vocab
 
 
+def _named(name: str, layers: int | None = None) -> Model:
+    """A model of the plan's own table, or the first ``layers`` of it."""
+    found = command.setting_of(["--model", name, "--seq-length", "1024"]).model
+    if layers:
+        name += f"-{layers}-layer{'s' if layers > 1 else ''}"
+    return Model(
+        name,
+        layers or found.num_layers,
+        found.hidden_size,
+        found.ffn_hidden_size,
+        found.num_attention_heads,
+        found.num_query_groups,
+        found.vocab_size,
+        untied=not found.tied,
+    )
+
+
 MODELS = {
-    # The real one's sizes; its embeddings are tied to its output layer, as Megatron's default is.
-    "llama-3.2-1b": Model("llama-3.2-1b", 16, 2048, 8192, 32, 8, 128256),
-    # One of its layers: the head is what limits the length.
-    "llama-3.2-1b-1-layer": Model("llama-3.2-1b-1-layer", 1, 2048, 8192, 32, 8, 128256),
-    "llama-3-8b": Model("llama-3-8b", 32, 4096, 14336, 32, 8, 128256, untied=True),
-    # Two of its layers: the head is a large part of the step.
-    "llama-3-8b-2-layers": Model("llama-3-8b-2-layers", 2, 4096, 14336, 32, 8, 128256, untied=True),
-    "tiny": Model("tiny", 2, 64, 128, 4, 2, 128),
+    model.name: model
+    for model in (
+        _named("llama-3.2-1b"),
+        _named("llama-3.2-1b", layers=1),  # the head is what limits the length
+        _named("llama-3-8b"),
+        _named("llama-3-8b", layers=2),  # the head is a large part of the step
+        Model("tiny", 2, 64, 128, 4, 2, 128),
+    )
 }
 
 COMMON_ARGS = """
@@ -560,7 +579,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s --megatron PATH [options] [--fused-ce-... VALUE] [-- MEGATRON FLAGS]",
     )
     parser.add_argument("--megatron", required=True, metavar="PATH", help="a Megatron-LM checkout")
-    parser.add_argument("--model", choices=MODELS, default="llama-3.2-1b")
+    parser.add_argument("--model", type=str.lower, choices=MODELS, default="llama-3.2-1b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", type=int, default=1, help="processes of a launch [1]")
     parser.add_argument("--tp", type=int, help="tensor-parallel size [--gpus]")

@@ -1,7 +1,7 @@
 """Where did the memory go? One training step's memory over time, flag off and on, the head coloured.
 
     python scripts/memory_profile.py -- torchrun --nproc-per-node 8 pretrain_gpt.py ... --train-iters 5
-    python scripts/memory_profile.py --shape llama3-8b --tokens 8192
+    python scripts/memory_profile.py --shape llama-3-8b --tokens 8192
     python scripts/memory_profile.py --draw build/memory_profile/memory_profile.json
 
 With a command after ``--`` it is launched twice, without the flag and with it; each launch ends after
@@ -221,8 +221,12 @@ def of_head(given: argparse.Namespace) -> list[Timeline]:
     from benchmark_problem import SHAPES, World
     from benchmark_variants import megatron, ours
 
-    if given.shape not in SHAPES:
-        raise UsageError(f"no shape {given.shape!r}; there are {', '.join(SHAPES)}")
+    from megatron_fused_ce.estimate.named_models import known_name
+
+    try:
+        given.shape = known_name(given.shape, SHAPES)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     world = World()
     timelines = []
     try:
@@ -315,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=math.inf, metavar="S", help="of one launch")
     head = parser.add_argument_group("the head alone")
     add = head.add_argument
-    add("--shape", metavar="NAME", help="as in scripts/benchmark.py, such as llama3-8b")
+    add("--shape", metavar="NAME", help="as in scripts/benchmark.py, such as llama-3-8b")
     add("--tokens", type=int, default=8192)
     add(
         "--variants",

@@ -1,9 +1,9 @@
 """Where the time of one step of the head goes, kernel by kernel, beside its matrix products alone.
 
-    python scripts/profile_head.py --shapes llama3-8b --tokens 8192
-    python scripts/profile_head.py --shapes llama3-70b --tokens 8192 --strategies store grad_in_forward --name
-    profile python scripts/profile_head.py --tp 4 --sequence-parallel --tokens 32768 --name overlap python
-    scripts/profile_head.py --render RESULT.json
+    python scripts/profile_head.py --shapes llama-3-8b --tokens 8192
+    python scripts/profile_head.py --shapes llama-3-70b --strategies store grad_in_forward --name profile
+    python scripts/profile_head.py --tp 4 --sequence-parallel --tokens 32768 --name overlap
+    python scripts/profile_head.py --render RESULT.json
 
 Per variant (those of scripts/benchmark.py: NAME[:C][/PASS][/MERGE], roof, megatron-te ...), milliseconds a
 step: every kernel, by kind; *compute*, the time in which some kernel that is no collective runs;
@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmark_problem import DTYPES, SHAPES, Problem, World, start_ranks, world_size
+from benchmark_problem import DTYPES, SHAPES, Problem, World, shape_name, start_ranks, world_size
 from benchmark_report import read, result_path
 from benchmark_roof import ROOFS, Roof
 from benchmark_variants import megatron, ours
@@ -530,7 +530,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, default=["llama3-8b"], metavar="NAME")
+    add("--shapes", nargs="+", type=shape_name, default=["llama-3-8b"], metavar="NAME")
     add("--tokens", nargs="+", type=int, default=[8192])
     add(
         "--strategies",

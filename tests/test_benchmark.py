@@ -363,7 +363,7 @@ def test_presets_over_ranks(monkeypatch):
         *((8192, 32768, True), (8192, 32768, False)),
     ]
     assert (given.blocks, given.check_tokens, given.roofs) == (3, 1024, ("roof", "roof-4"))
-    words = ["--preset", "tp", "--tp", "4", "--tokens", "32768", "--shapes", "llama3-8b"]
+    words = ["--preset", "tp", "--tp", "4", "--tokens", "32768", "--shapes", "llama-3-8b"]
     [cell] = benchmark.parse_arguments([*words, "--sequence-parallel"]).cells
     assert cell.sequence_parallel and str(cell).endswith(" SP")
     given = benchmark.parse_arguments(["--preset", "tp-reach", "--blocks", "2"])
@@ -372,7 +372,7 @@ def test_presets_over_ranks(monkeypatch):
 
 
 def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
-    given = benchmark.parse_arguments(["--shapes", "llama3-8b", "--tokens", "32768"])
+    given = benchmark.parse_arguments(["--shapes", "llama-3-8b", "--tokens", "32768"])
     variants = [Variant("store", "ours")]
     one, four = (
         benchmark.expected_seconds(given.cells[0], variants, given, ranks) for ranks in (1, 4)

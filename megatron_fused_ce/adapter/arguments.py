@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=None,
         metavar="C",
         help="or into chunks of C tokens, counted over the tensor-parallel group "
-        "(default: the planner's, see megatron_fused_ce.planner)",
+        "(default: the planner's, see python -m megatron_fused_ce plan-head)",
     )
     group.add_argument(
         "--fused-ce-strategy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import wraps
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
 from megatron_fused_ce.config import FusedCEConfig
 
+#: Models that the set-up below has seen: their heads are fused, or were left to Megatron with a reason.
+_seen: WeakSet[Any] = WeakSet()
 _TAKES_LOGITS = "the loss of this call takes real logits"
 
 
@@ -33,6 +36,7 @@ def patch(module: ModuleType) -> None:
     def setup_embeddings_and_output_layer(self: Any) -> None:
         stock_setup(self)
         config = active_config()
+        _seen.add(self)
         if config is not None and self.post_process and hasattr(self, "output_layer"):
             adopt_output_layer(self, config, logs_accuracy())
 
@@ -44,6 +48,8 @@ def patch(module: ModuleType) -> None:
         adopted: FusedCEConfig | None = getattr(layer, "fused_ce_config", None)
         if adopted is not None:
             stock_path.refuse_options(adopted, _TAKES_LOGITS)
+        elif layer is not None and self not in _seen and active_config() is not None:
+            report.built_too_early(self)
         loss: Tensor = stock_loss(self, labels, logits)
         if layer is not None and getattr(layer, "fused_ce_log_accuracy", False):
             accuracy.remember(loss, None, _TAKES_LOGITS, layer.tp_group.rank())

@@ -61,6 +61,13 @@ def left_to_megatron(model: Any, reason: str) -> None:
     )
 
 
+def built_too_early(model: Any) -> None:
+    """The fused head was turned on behind the model's construction."""
+    left_to_megatron(
+        model, "it was built before megatron_fused_ce.enable(): call that before the model is built"
+    )
+
+
 def stock_path_once(layer: Any, reason: str) -> None:
     """Some calls of a fused head take the stock path."""
     say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.config import FusedCEConfig, check_config
 
 
 @dataclass
@@ -48,11 +48,13 @@ def enable(
         report: the same as ``--fused-ce-report``, for programs that train with Megatron-LM's own loop.
 
     Raises:
+        TypeError: ``config`` is no :class:`FusedCEConfig`.
         ImportError: Megatron or torch is there and too old, or laid out as no version that is known.
     """
     global _enabled_config, _enabled_log_accuracy, _enabled_report
     from megatron_fused_ce.adapter import import_hook
 
+    check_config(config)
     _enabled_config = config or FusedCEConfig()
     _enabled_log_accuracy = log_accuracy
     _enabled_report = report

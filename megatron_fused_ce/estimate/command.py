@@ -18,7 +18,7 @@ from megatron_fused_ce.estimate import launch_script, megatron_arguments
 from megatron_fused_ce.estimate.advice import Gpu, Way, advise, recommended_way, stock_way
 from megatron_fused_ce.estimate.heads import StockPath
 from megatron_fused_ce.estimate.launch_script import Launch
-from megatron_fused_ce.estimate.named_models import MODELS
+from megatron_fused_ce.estimate.named_models import MODELS, known_name
 from megatron_fused_ce.estimate.report import Result
 from megatron_fused_ce.estimate.setting import SHARDINGS, Setting
 
@@ -192,10 +192,12 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, list[str]]
     launch = _launch(first)
     before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
     if first.model:
-        before += _named(first.model)
+        first.model = known_name(first.model)
+        before += MODELS[first.model].arguments.split()
     # The command line comes last, so that its numbers win.
     known, _ = _parser(own=False).parse_known_args(before)
     given = _parser(own=True).parse_args(words, namespace=known)
+    given.model = first.model
     setting = megatron_arguments.setting_of(given, given.gpus or (launch.gpus if launch else None))
     return given, setting, megatron_arguments.notes([*before, *words])
 
@@ -230,12 +232,6 @@ def _launch(given: argparse.Namespace) -> Launch | None:
         return launch_script.of_script(script, values, read, path.parent, count_gpus)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _named(name: str) -> list[str]:
-    if name not in MODELS:
-        raise ValueError(f"no model {name!r}; there are {', '.join(MODELS)}")
-    return MODELS[name].arguments.split()
 
 
 def _gpu(given: argparse.Namespace) -> Gpu:

@@ -7,6 +7,8 @@ Megatron settings: NeMo at 8cfedd7 (``nemo/collections/llm/gpt/model``) and Mega
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -111,3 +113,26 @@ MODELS = {
         "nvidia/Nemotron-H-8B-Base-8K",
     ),
 }
+
+
+def known_name(text: str, names: Collection[str] = tuple(MODELS)) -> str:
+    """The one of ``names`` that ``text`` is, in upper or lower case.
+
+    Raises:
+        ValueError: it is none of them; says which is close, else all of them.
+    """
+    lower = text.lower()
+    if lower in names:
+        return lower
+    close = difflib.get_close_matches(lower, names, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+    raise ValueError(f"no model {text!r}; {hint}")
+
+
+def head_sizes(name: str) -> tuple[int, int]:
+    """``H`` and the vocabulary of a named model's head."""
+    words = MODELS[name].arguments.split()
+    hidden_size, vocab = (
+        int(words[words.index(flag) + 1]) for flag in ("--hidden-size", "--vocab-size")
+    )
+    return hidden_size, vocab

@@ -369,8 +369,67 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     assert run(script, *FLAGS).stdout.splitlines()[0] == "0.5 True 6"
     loaded = "import sys; print('megatron_fused_ce' in sys.modules)"
     assert run("-c", loaded).stdout.strip() == "False"
+    # Uninstalled, and the line stays behind: one line where the flag is, and Megatron's parser ends the run.
+    env["PYTHONPATH"] = sysconfig.get_paths()["purelib"]
+    (file,) = env_dir.rglob("*.pth")
+    gone = run(script, *FLAGS)
+    assert gone.returncode == 2 and "unrecognized arguments" in gone.stderr
+    assert "Traceback" not in gone.stderr and "Error processing line" not in gone.stderr
+    said = f"megatron_fused_ce is not installed any more, so {FLAGS[0]} is unknown: "
+    said += f"install it again, or delete {file}"
+    assert [line for line in gone.stderr.splitlines() if "not installed" in line] == [said]
+    assert run("-c", "pass").stderr == ""
+    env["TORCHELASTIC_RUN_ID"] = "1"  # a worker: its launcher has said so
+    assert said not in run(script, *FLAGS).stderr
+    env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
     assert run("-m", "megatron_fused_ce.autoload", "remove").returncode == 0
     assert run(script, *FLAGS).returncode == 2
+
+
+@pytest.mark.parametrize("config", ["store", {"strategy": "store"}, 4, FusedCEConfig, True])
+def test_enable_takes_a_config_and_nothing_else(config):
+    with pytest.raises(TypeError, match="config must be a FusedCEConfig, got "):
+        megatron_fused_ce.enable(config)
+    assert switch.active_config() is None
+
+
+def test_a_model_that_was_built_before_enable_says_so(monkeypatch):
+    """Its loss comes with real logits, and would end in "heads evaluated fused: 0" without a word."""
+    pytest.importorskip("megatron.core")
+    from megatron_fused_ce.adapter import language_module, report
+
+    class LanguageModule(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.output_layer = torch.nn.Identity()
+            self.post_process = False
+            self.setup_embeddings_and_output_layer()
+
+        def setup_embeddings_and_output_layer(self):
+            pass
+
+        def compute_language_model_loss(self, labels, logits):
+            return logits.sum()
+
+    lines = []
+    monkeypatch.setattr(report, "say", lines.append)
+    monkeypatch.setattr(report, "_said", set())
+    early = LanguageModule()
+    language_module.patch(types.SimpleNamespace(LanguageModule=LanguageModule))
+    later, logits = LanguageModule(), torch.zeros(2)
+    for model in (early, later):
+        model.compute_language_model_loss(None, logits)
+    assert lines == []  # nobody has asked for the fused head
+    megatron_fused_ce.enable()
+    try:
+        for model in (early, early, later):
+            model.compute_language_model_loss(None, logits)
+    finally:
+        megatron_fused_ce.disable()
+    assert lines == [
+        "the head of LanguageModule stays on Megatron's own path: it was built before "
+        "megatron_fused_ce.enable(): call that before the model is built"
+    ]
 
 
 def test_hook_patches_what_is_imported_already(tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, planner, strategies
 from megatron_fused_ce.strategies import KeepOrRecompute
 from megatron_fused_ce.testing.reference import (
@@ -421,13 +424,23 @@ def test_deterministic(device):
     ("change", "words"),
     [
         ({"hidden": torch.zeros(4, 2, 9)}, "H = 9"),
-        ({"hidden": torch.zeros(4, 8)}, "labels have shape"),
+        ({"hidden": torch.zeros(4, 8)}, r"hidden has shape \(4, 8\) .*expected hidden \[s, b, H\]"),
+        ({"hidden": torch.zeros(8, 8)}, r"hidden has shape \(8, 8\) .*\[T, H\] with \[T\]"),
+        ({"hidden": torch.zeros(2, 4, 8)}, r"hidden has shape \(2, 4, 8\) .*is transposed"),
+        ({"hidden": torch.zeros(8)}, r"hidden has shape \(8,\); expected"),
+        ({"hidden": torch.zeros(1, 4, 2, 8)}, r"hidden has shape \(1, 4, 2, 8\); expected"),
         ({"hidden": torch.zeros(4, 2, 8, dtype=torch.float64)}, "float64"),
         ({"hidden": torch.zeros(4, 2, 8, dtype=torch.bfloat16)}, "one dtype"),
         ({"hidden": [1.0]}, "must be a torch.Tensor"),
         ({"weight": torch.zeros(0, 8)}, "at least one row"),
         ({"weight": torch.zeros(8)}, "expected \\[V, H\\]"),
-        ({"labels": torch.zeros(4, 2, dtype=torch.int64)}, "labels have shape"),
+        ({"labels": torch.zeros(4, 2, dtype=torch.int64)}, "one of them is transposed"),
+        ({"labels": torch.zeros(2, 5, dtype=torch.int64)}, "labels have shape"),
+        (
+            {"config": "store"},
+            r"FusedCEConfig, got 'store': give FusedCEConfig\(strategy='store'\)",
+        ),
+        ({"config": {"num_chunks": 4}}, "must be a FusedCEConfig, got {'num_chunks': 4}"),
         ({"labels": torch.zeros(2, 4)}, "expected int64"),
         ({"token_weights": torch.zeros(3)}, "token_weights"),
         ({"vocab_start": -1}, "vocab_start"),
@@ -443,6 +456,40 @@ def test_bad_arguments(change, words):
     }
     with pytest.raises((TypeError, ValueError), match=words):
         fused_linear_cross_entropy(**arguments)
+
+
+FUNCTIONS = (
+    fused_linear_cross_entropy,
+    megatron_fused_ce.fused_linear_token_outputs,
+    megatron_fused_ce.fused_linear_distillation,
+)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(FusedCEConfig)])
+def test_an_option_beside_the_config_is_told_where_it_goes(function, name):
+    said = rf"{name} belongs to the config: give config=FusedCEConfig\({name}=4\)"
+    with pytest.raises(TypeError, match=said):
+        function(torch.zeros(4, 2, 8), torch.zeros(11, 8), torch.zeros(2, 4), **{name: 4})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_signatures_name_every_argument(function):
+    """No catch-all: a misspelled keyword is Python's own error, and editors see the arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    assert {"hidden", "weight", "config"} <= {parameter.name for parameter in parameters}
+    assert all(p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'"):
+        function(torch.zeros(4, 2, 8), torch.zeros(11, 8), torch.zeros(2, 4), stratgy="store")
+
+
+def test_all_tokens_where_a_part_is_expected():
+    from megatron_fused_ce.validation import check_call
+
+    for hidden, labels in (((8, 2, 4), (2, 8)), ((8, 4), (8,))):
+        tokens, ids = torch.zeros(hidden), torch.zeros(labels, dtype=torch.int64)
+        with pytest.raises(ValueError, match=r"hidden has shape .* expected this rank's part"):
+            check_call(tokens, torch.zeros(11, 4), ids, None, None, num_parts=2)
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight", "labels"])

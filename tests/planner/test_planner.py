@@ -558,7 +558,7 @@ def test_documented_examples(monkeypatch, capsys):
     """docs/memory.md shows what the tool prints: refresh it when the table of devices changes."""
     monkeypatch.setattr(planner, "DEVICES", REAL_DEVICES)
     text = (ROOT / "docs" / "memory.md").read_text()
-    examples = text.split("```\n$ python -m megatron_fused_ce.planner ")[1:]
+    examples = text.split("```\n$ python -m megatron_fused_ce plan-head ")[1:]
     assert len(examples) == 2
     for example in examples:
         command, shown = example.split("```")[0].split("\n", 1)

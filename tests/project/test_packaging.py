@@ -179,7 +179,7 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     assert json.loads(command(f"{plan} --json").stdout)
     assert "Flags: --fused-chunked-ce" in command(plan).stdout
     assert (
-        "grad_in_forward" in command("planner --tokens 32768 --hidden 4096 --vocab 128256").stdout
+        "grad_in_forward" in command("plan-head --tokens 32768 --hidden 4096 --vocab 128256").stdout
     )
     bad = command("paln", ok=False)
     assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1

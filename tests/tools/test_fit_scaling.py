@@ -29,7 +29,7 @@ KNOWN = {
     "contention": 0.3,
 }
 MODEL = Model(RATE, (RATE, RATE), LINK, KNOWN, {})
-SHAPES = {"llama3-8b": (4096, 128256), "qwen3-1.7b": (2048, 151936)}
+SHAPES = {"llama-3-8b": (4096, 128256), "qwen3-1.7b": (2048, 151936)}
 
 
 def roof_row(shape: str, num_tokens: int, ranks: int) -> dict:
@@ -74,7 +74,7 @@ def profile_rows(link: Link, late: float = 1.0) -> list[dict]:
         whole = link.time_s(4, 2.0 * num_tokens * 4096) * 1e3
         chunk = link.time_s(4, 2.0 * 8192 * 4096) * 1e3
         count = num_tokens // 8192
-        head = {"tp": 4, "sp": True, "shape": "llama3-8b", "T": num_tokens}
+        head = {"tp": 4, "sp": True, "shape": "llama-3-8b", "T": num_tokens}
         te = [["all-gather", "x", 2.0, 2 * whole], ["reduce-scatter", "y", 1.0, whole]]
         # Our gathers bring statistics along and are left out; a rank that waits takes longer.
         ours = [["all-gather", "x", 9.0, 99.0], ["reduce-scatter", "y", count, count * chunk]]
@@ -237,7 +237,7 @@ def test_the_document_is_what_the_script_writes():
         ("{}", "no row named 'roof'"),
         ("[1]", "no row named 'roof'"),
         (
-            json.dumps([roof_row("llama3-8b", 8192, 1)]),
+            json.dumps([roof_row("llama-3-8b", 8192, 1)]),
             "no row of store, grad_in_forward or recompute",
         ),
     ],

@@ -582,7 +582,7 @@ def test_the_head_alone(tmp_path, monkeypatch, capsys):
     ("words", "message"),
     [
         ([], "give a launch after --"),
-        (["--shape", "llama3-8b", "--", "torchrun", "x.py"], "not both"),
+        (["--shape", "llama-3-8b", "--", "torchrun", "x.py"], "not both"),
         (["--draw", "nowhere.json"], "nowhere.json: No such file"),
         (["--step", "0", "--shape", "tiny"], "must be at least 1"),
         (["--", "bash", "train.sh"], "give the launch itself"),
@@ -611,7 +611,7 @@ def test_another_module_cannot_run_the_script(fake, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_one_line(tmp_path):
-    words = [sys.executable, str(ROOT / "scripts" / "memory_profile.py"), "--shape", "llama3-8b"]
+    words = [sys.executable, str(ROOT / "scripts" / "memory_profile.py"), "--shape", "llama-3-8b"]
     run = subprocess.run([*words, "--out", str(tmp_path / "out")], capture_output=True, text=True)
     assert run.returncode == 2 and "needs a GPU" in run.stderr
     assert len(run.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()

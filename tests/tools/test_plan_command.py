@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
 from megatron_fused_ce.estimate import command, launch_script, megatron_arguments
 from megatron_fused_ce.estimate.advice import recommended_way
@@ -628,7 +630,7 @@ def test_it_needs_neither_torch_nor_rich_for_json():
 
 def test_the_commands_of_the_package():
     words = ["--tokens", "1024", "--hidden", "64", "--vocab", "512"]
-    planned = run("planner", *words)
+    planned = run("plan-head", *words)
     module = subprocess.run(
         [sys.executable, "-m", "megatron_fused_ce.planner", *words],
         cwd=ROOT,
@@ -638,10 +640,48 @@ def test_the_commands_of_the_package():
     assert planned.returncode == module.returncode == 0
     assert planned.stdout == module.stdout != ""
     assert run("autoload", "status").returncode == 0
-    for wrong in ([], ["plans"]):
-        done = run(*wrong)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert all(name in done.stderr for name in package_command.COMMANDS)
+    done = run("plans")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert all(name in done.stderr for name in package_command.COMMANDS)
+
+
+def test_without_a_command_help_is_printed():
+    done = run()
+    assert done.returncode == 0 and not done.stderr
+    for name, (_, what) in package_command.COMMANDS.items():
+        assert re.search(rf"^ +{name}\s+{what}$", done.stdout, re.MULTILINE)
+
+
+def test_the_version():
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"megatron_fused_ce {megatron_fused_ce.__version__}\n",
+    )
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8B", "LLAMA-3-8b"])
+def test_names_of_models_in_any_case(name):
+    assert plan_of(["--model", name, "--seq-length", "4096"]).name == "llama-3-8b"
+
+
+@pytest.mark.parametrize("close", ["llama3-8b", "llama-3-8B-base", "Llama 3 8b"])
+def test_a_name_that_is_close_is_suggested(close):
+    with pytest.raises(ValueError, match=r"no model .*; did you mean llama-3-8b\?"):
+        plan_of(["--model", close, "--seq-length", "4096"])
+
+
+def test_the_scripts_know_the_same_models():
+    import benchmark_problem
+    import longest_sequence
+
+    assert set(MODELS) < set(benchmark_problem.SHAPES)
+    assert benchmark_problem.SHAPES["llama-3-8b"] == (4096, 128256)
+    assert benchmark_problem.shape_name("Qwen3-8B") == "qwen3-8b"
+    with pytest.raises(argparse.ArgumentTypeError, match="did you mean gemma-2-2b"):
+        benchmark_problem.shape_name("gemma2-2b")
+    two_layers = longest_sequence.MODELS["llama-3-8b-2-layers"]
+    assert (two_layers.num_layers, two_layers.hidden_size, two_layers.vocab) == (2, 4096, 128256)
 
 
 def test_notes_of_every_argument_that_is_not_counted():
