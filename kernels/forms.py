@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,9 +40,39 @@ def triton_lacks() -> str:
     return ""
 
 
+class Compiled(NamedTuple):
+    """What the trial of a device's forms came to."""
+
+    product: ModuleType | None  # the first form that compiles
+    failure: str  # why none does, in words; empty where one does
+
+
+def product_for(device: torch.device) -> ModuleType | None:
+    """The Hopper form where chip and triton fit it and it compiles, else the portable one, else None."""
+    return compiled(device).product
+
+
 @lru_cache(maxsize=8)
-def product_for(device: torch.device) -> ModuleType:
-    """The Hopper form where both chip and triton fit it, else the portable one."""
+def compiled(device: torch.device) -> Compiled:
+    """Try the forms of this device out, once a process: a compiler's error must not end the first step."""
+    failure = ""
+    for product in _candidates(device):
+        try:
+            _try_out(product, device)
+        except Exception as error:  # of the compiler, the assembler, or names that moved
+            name = product.__name__.rpartition(".")[2]
+            said = (str(error).strip() or "without a word").splitlines()[-1].strip()
+            failure = f"{name} does not compile here ({type(error).__name__}: {said})"
+        else:
+            if failure:
+                name = product.__name__.rpartition(".")[2]
+                warnings.warn(f"{failure}; {name} serves", RuntimeWarning, stacklevel=2)
+            return Compiled(product, "")
+    return Compiled(None, failure)
+
+
+def _candidates(device: torch.device) -> tuple[ModuleType, ...]:
+    """The forms for this chip and triton, the fastest first."""
     import triton
 
     from megatron_fused_ce.kernels import exp_product
@@ -51,6 +83,23 @@ def product_for(device: torch.device) -> ModuleType:
         try:
             from megatron_fused_ce.kernels import exp_product_hopper
         except (ImportError, AttributeError):  # Gluon is experimental: names move
-            return exp_product
-        return exp_product_hopper
-    return exp_product
+            return (exp_product,)
+        return exp_product_hopper, exp_product
+    return (exp_product,)
+
+
+def _try_out(product: Any, device: torch.device) -> None:
+    """Statistics and gradients of a small chunk, whose kernels most steps then find in the cache."""
+    from megatron_fused_ce.kernels import exp_rows
+
+    on_gpu = device.type == "cuda"
+    size = 128 if on_gpu else 16  # a multiple of 16, by which triton specialises
+    x = torch.zeros(size, size, dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
+    labels = torch.zeros(size, dtype=torch.int64, device=device)
+    out = torch.empty_like(x)
+    prologue = exp_rows.row_prologue(x, x, labels, size, 1.0)
+    per_row = prologue.reference2
+    tiles = product.exp_product(x, x, labels, per_row, *prologue.tiles, 1.0, out)
+    exp_rows.combine_tiles(prologue, tiles, labels, size)
+    table = exp_rows.tile_table(labels, size)
+    product.gradient_product(x, x, labels, *table, per_row, per_row, per_row, 1.0, out)

@@ -363,6 +363,8 @@ def why_not_exp(
             )
     if weight.shape[0] * weight.element_size() % 16:
         return f"TMA needs rows of logits of a multiple of 16 bytes, V is {weight.shape[0]}"
+    if _forms().product_for(tokens.device) is None:
+        return str(_forms().compiled(tokens.device).failure)
     return ""
 
 

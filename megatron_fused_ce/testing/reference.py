@@ -297,8 +297,14 @@ def plain_distillation(
     ids = ids.transpose(0, 1)
     inside = (ids >= 0) & (ids < z.shape[-1])
     shares = (log_probs.transpose(0, 1).to(z.dtype).exp() * inside).detach()
-    picked = term(z).gather(-1, ids.where(inside, 0))
-    loss = (shares * (term(z).logsumexp(-1, keepdim=True) - picked)).sum(-1)
+    at = ids.where(inside, 0)
+    if roundings is None:
+        # As eager PyTorch has it. logsumexp of logits of 300 has lost digits of the probabilities that
+        # log_softmax keeps: a yardstick of two to thirty times the error.
+        losses = -z.log_softmax(-1).gather(-1, at)
+    else:
+        losses = term(z).logsumexp(-1, keepdim=True) - term(z).gather(-1, at)
+    loss = (shares * losses).sum(-1)
     if inputs.config.z_loss:
         loss = loss + inputs.config.z_loss * term(z).logsumexp(-1) ** 2
     return _result(inputs, loss, hidden, weight, roundings, shares.sum(-1))

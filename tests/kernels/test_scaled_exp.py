@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -330,3 +331,57 @@ def test_hopper_form_compiles_without_a_gpu():
     done = without_interpreter("compile_hopper.py")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("bytes of shared memory") == 9
+
+
+class BrokenProduct:
+    """A form whose kernel the compiler refuses, in lines as triton's."""
+
+    __name__ = "megatron_fused_ce.kernels.exp_product_broken"
+
+    def __init__(self):
+        self.tried = 0
+
+    def exp_product(self, *args):
+        self.tried += 1
+        raise RuntimeError("at 3:7:\n  x = gl.load(p)\n      ^\nunexpected layout")
+
+
+@pytest.fixture
+def forms_to_try(monkeypatch):
+    def take(*modules):
+        monkeypatch.setattr(forms, "_candidates", lambda device: modules)
+        forms.compiled.cache_clear()
+
+    yield take
+    forms.compiled.cache_clear()
+
+
+def test_a_form_that_does_not_compile_leaves_the_next(forms_to_try, device):
+    """Once, at the first choice, with a line; the step is run by the form that compiles."""
+    broken = BrokenProduct()
+    forms_to_try(broken, exp_product)
+    inputs = make_inputs("plain", dtype=DTYPE, device=device, **SIZES)
+    with pytest.warns(RuntimeWarning, match=r"exp_product_broken does not compile.*unexpected lay"):
+        assert_close(run(inputs, exp_config("store")), inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(run(inputs, exp_config("store")), inputs)
+    assert broken.tried == 1
+
+
+def test_no_form_that_compiles_is_a_reason_for_the_rows(forms_to_try, device):
+    forms_to_try(BrokenProduct())
+    x = torch.zeros(8, 32, device=device, dtype=DTYPE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the reason is what is told
+        reason = logits_backend.why_not_exp(exp_config("store"), x, x)
+    assert "exp_product_broken does not compile here (RuntimeError: unexpected layout)" in reason
+    with pytest.raises(ValueError, match="exp_product_broken does not compile"):
+        logits_backend.choose(exp_config("store"), x, x)
+    chosen, why = logits_backend.choose(FusedCEConfig(), x, x)
+    assert chosen.name == "gemm_rows" and (why == reason or not ON_GPU)
+
+
+def test_every_form_is_tried_out(product, device):
+    """The kernels that the trial compiles are those of a step: it runs here."""
+    forms._try_out(product, torch.device(device))

@@ -404,3 +404,20 @@ def test_outputs_without_gradients_take_nothing_away(names, device, monkeypatch)
         )  # fmt: skip
     fused_linear_token_outputs(hidden, weight, inputs.labels, (*names, "lse"))
     assert [a.differentiable for a in asked] == [False, True]
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_the_yardstick_of_distillation_is_no_worse_than_its_logits(k, device):
+    """Logits of 300 in fp32: eager's error is that of rounding the logits, or the bound would allow more."""
+    inputs = problem("wide", torch.float32, device)
+    ids, log_probs = make_teacher(inputs, k)
+    exact = plain_distillation(inputs, ids, log_probs, torch.float64).grad_hidden
+    eager = plain_distillation(inputs, ids, log_probs, torch.float32).grad_hidden
+    z = (inputs.hidden @ inputs.weight.t()).double().requires_grad_()
+    targets = ids.transpose(0, 1)
+    inside = (targets >= 0) & (targets < z.shape[-1])
+    shares = log_probs.transpose(0, 1).double().exp() * inside
+    loss = -(shares * z.log_softmax(-1).gather(-1, targets.where(inside, 0))).sum(-1)
+    loss.backward(inputs.grad_loss.t().double())
+    of_rounding = relative_error(z.grad @ inputs.weight.double(), exact)
+    assert relative_error(eager, exact) < 1.5 * of_rounding
