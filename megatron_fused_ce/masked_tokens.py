@@ -33,7 +33,7 @@ class Count:
         if largest.is_cuda:
             self._value = torch.empty(1, dtype=torch.int64, pin_memory=True)
             self._value.copy_(largest, non_blocking=True)
-            self._event = torch.cuda.current_stream().record_event()
+            self._event = torch.cuda.current_stream(largest.device).record_event()
 
     def wait(self) -> int:
         """Wait for the device to have reached the place where it was counted."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -255,7 +255,27 @@ def fused_linear_distillation(
     return head.loss
 
 
+def _on_device_of_hidden(call: Callable[..., HeadOutputs]) -> Callable[..., HeadOutputs]:
+    """Triton's launches and the collectives' streams are the current device's: make it that of ``hidden``.
+
+    Autograd's thread for a backward does so by itself.
+    """
+
+    @wraps(call)
+    def on_device(hidden: Tensor, *args: Any, **kwargs: Any) -> HeadOutputs:
+        if (
+            not getattr(hidden, "is_cuda", False)
+            or hidden.get_device() == torch.cuda.current_device()
+        ):
+            return call(hidden, *args, **kwargs)
+        with torch.cuda.device(hidden.device):
+            return call(hidden, *args, **kwargs)
+
+    return on_device
+
+
 @torch.compiler.disable
+@_on_device_of_hidden
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

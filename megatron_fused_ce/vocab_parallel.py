@@ -64,13 +64,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class _OnSideStream:
     """Waited for by an event. Holds what the collective reads and writes until then."""
 
-    def __init__(self, held: tuple[Tensor, ...]) -> None:
+    def __init__(self, device: torch.device, held: tuple[Tensor, ...]) -> None:
         self.event: torch.cuda.Event | None = None
+        self._device = device
         self._held = held
 
     def wait(self) -> None:
         assert self.event is not None, "not sent yet: it was started inside together()"
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
         self._held = ()
 
 
@@ -85,7 +86,7 @@ class _SideStream:
     def start(
         self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any
     ) -> Pending:
-        pending = _OnSideStream(tensors)
+        pending = _OnSideStream(self.device, tensors)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             # Not async_op: torch would take it to the group's own stream, whose priority is Megatron's
