@@ -10,7 +10,8 @@ other users never meet it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -345,6 +346,17 @@ def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value
+
+
+def joining(axes: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+    """Groups over which one after another a value reaches all ranks of a grid with these axes.
+
+    One, the world, where the grid is all of it. The same on every rank of the grid. Collectives: none.
+    """
+    groups = [group for group in axes if group is not None and dist.get_world_size(group) > 1]
+    world = dist.group.WORLD
+    whole = math.prod(map(dist.get_world_size, groups)) == dist.get_world_size()
+    return [world] if len(groups) > 1 and whole and world is not None else groups
 
 
 class RankDisagreement(ValueError):

@@ -17,7 +17,6 @@ the rank with the head alone.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Sequence
 from functools import wraps
@@ -26,8 +25,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_fused_ce import vocab_parallel
 from megatron_fused_ce.adapter import switch
@@ -106,7 +104,7 @@ def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:
         model = _models[chunks[0]] = _Model(chunks)
     if model.used is False:
         return
-    over = _groups_of_model(groups)
+    over = vocab_parallel.joining(_axes(groups))
     if not over:
         return
     device = vocab_parallel.collective_device(over[0])
@@ -126,29 +124,23 @@ def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:
         guard.watch(found)
 
 
-def _largest(value: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+def _largest(value: Tensor, groups: Sequence[Any]) -> Tensor:
     for group in groups:
         value = vocab_parallel.largest_over_ranks(value, group)
     return value
 
 
-def _groups_of_model(given: Any) -> list[dist.ProcessGroup]:
-    """Groups of more than one rank that together join all ranks of a model, the same on each of them."""
+def _axes(given: Any) -> list[Any]:
+    """The groups of this rank along each axis of the grid of a model's ranks."""
     if given is None:
         from megatron.core import parallel_state
 
-        groups = [
+        return [
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
         ]
-    else:
-        # With GTP (0.19) the ranks that hold a weight's parts see other tokens too.
-        replicas = getattr(given, "dp_cp_gtp_remat", None) or given.dp_cp
-        pipeline = given.pp if isinstance(given.pp, list) else [given.pp]
-        groups = [given.tp, *pipeline, replicas]
-    groups = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
-    world = dist.group.WORLD
-    if len(groups) > 1 and math.prod(map(dist.get_world_size, groups)) == dist.get_world_size():
-        return [world] if world is not None else groups
-    return groups
+    # With GTP (0.19) the ranks that hold a weight's parts see other tokens too.
+    replicas = getattr(given, "dp_cp_gtp_remat", None) or given.dp_cp
+    pipelines = given.pp if isinstance(given.pp, list) else [given.pp]
+    return [given.tp, *pipelines, replicas]
