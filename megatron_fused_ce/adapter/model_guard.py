@@ -97,10 +97,10 @@ def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:
         chunks: what ``finalize_model_grads`` was given, this rank's part of the model.
         groups: the ``pg_collection`` it was given, or None for Megatron's parallel state.
     """
-    if not switch.ever_asked_for():
-        return
     model = _models.get(chunks[0])
     if model is None:
+        if not switch.ever_asked_for():
+            return
         model = _models[chunks[0]] = _Model(chunks)
     if model.used is False:
         return

@@ -367,3 +367,42 @@ def test_an_optimizer_without_finalize_model_grads(rank: Rank):
         raised = "the head of GPTModel" in str(error)
     assert raised == (rank.rank == 0)
     assert all(map(torch.equal, before, training.state())) == (rank.rank == 0)
+
+
+@on_ranks(FOUR)
+@pytest.mark.parametrize("one_axis", [False, True], ids=["two axes", "one axis"])
+def test_models_on_a_part_of_the_ranks(rank: Rank, one_axis):
+    """Two of them, on two ranks each: told over their own groups, whatever the other does."""
+    from types import SimpleNamespace
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import model_guard
+    from megatron_fused_ce.upstream_guard import Guard, UpstreamMismatch, check
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([number]) for number in range(4)][rank.rank]
+    mine = pairs[rank.rank // 2]
+    layer = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(layer)
+    guard = model_guard._of_layer[layer] = Guard("the head", [model])
+    guard.prepare(rank.device)
+    groups = SimpleNamespace(
+        tp=alone, pp=alone if one_axis else [mine, alone], dp_cp=mine if one_axis else alone
+    )
+    megatron_fused_ce.enable()
+    megatron_fused_ce.disable()
+    with Collectives({mine: "mine"}) as issued:
+        for wrong_on in (None, 1, 0, None):
+            if rank.rank == wrong_on:
+                guard.watch(torch.tensor(True, device=rank.device))
+            if rank.rank >= 2 and wrong_on == 1:
+                continue  # the other model is in another step
+            model_guard.tell_all_ranks([model], groups)
+            try:
+                check()
+            except UpstreamMismatch:
+                assert rank.rank < 2 and wrong_on is not None
+            else:
+                assert rank.rank >= 2 or wrong_on is None
+    assert {made.group for made in issued.calls} == {"mine"}
+    assert len(issued.calls) == 1 + (4 if rank.rank < 2 else 3)
