@@ -14,6 +14,7 @@ Both keep the same promise: ``grad_logits = factor[:, None] * operand`` (``facto
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -296,27 +297,31 @@ class Asked(NamedTuple):
 #: The loss alone.
 NOTHING_BESIDE = Asked()
 
+#: In place of :func:`why_not_here` where the ranks of a group have settled that it does not serve.
+NOT_ON_EVERY_RANK = "it cannot serve on every rank of the tensor-parallel group"
+
 
 def choose(
     config: FusedCEConfig,
     tokens: Tensor,  # [T, H]
     weight: Tensor,  # [V, H]
     asked: Asked = NOTHING_BESIDE,
+    why_not_here: str | None = None,
 ) -> tuple[LogitsBackend, str]:
-    """The pass for these tensors, and why not ``exp`` (empty where it is).
+    """The backend for these tensors, and why not ``scaled_exp`` (empty where it is).
 
-    The same on every rank of a group of equal GPUs and shards; plans depend on it, so the op compares it
-    over the group (both passes issue the same collectives for the same plan).
+    Args:
+        why_not_here: what the ranks of a group settled together (see :func:`why_not_here`, empty for
+            nothing), in place of what this rank finds by itself: gradients of the two backends cannot be
+            summed over ranks, and plans differ.
 
     Raises:
-        ValueError: ``exp`` was asked for by name and cannot serve.
+        ValueError: ``scaled_exp`` was asked for by name and cannot serve.
     """
-    requested, reason = config.logits_backend, "gemm_rows was asked for"
-    if requested != "gemm_rows":
-        reason = why_not_exp(config, tokens, weight, asked)
+    reason = why_not_exp(config, tokens, weight, asked, why_not_here)
     if not reason:
         return ScaledExp(_forms().product_for(tokens.device)), ""
-    if requested == "scaled_exp":
+    if config.logits_backend == "scaled_exp":
         raise ValueError(
             f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
         )
@@ -324,12 +329,42 @@ def choose(
 
 
 def why_not_exp(
-    config: FusedCEConfig, tokens: Tensor, weight: Tensor, asked: Asked = NOTHING_BESIDE
+    config: FusedCEConfig,
+    tokens: Tensor,
+    weight: Tensor,
+    asked: Asked = NOTHING_BESIDE,
+    here: str | None = None,
 ) -> str:
     """What keeps the scaled-exp GEMM from serving, or an empty string: the one list.
 
-    Asked for by name, Triton's interpreter may serve on a CPU, in any dtype but bf16.
+    ``here``: as :func:`choose` takes it. All else is the same on every rank of a group.
     """
+    here = why_not_here(config, tokens, weight) if here is None else here
+    if here:
+        return here
+    interpreted = tokens.device.type == "cpu"
+    if not interpreted and tokens.dtype != torch.bfloat16:
+        # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
+        return f"it takes bfloat16, not {tokens.dtype}"
+    beyond = _beyond_its_epilogue(config, asked)
+    if beyond:
+        return f"its epilogue cannot make {beyond}"
+    if config.logit_scale <= 0:
+        return f"its row maximum needs a logit_scale above 0, this is {config.logit_scale}"
+    if tokens.shape[0] == 0:
+        return "there are no tokens"
+    return ""
+
+
+def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
+    """What of the request, this rank's device and its shard keeps the scaled-exp GEMM from serving, or empty.
+
+    Other ranks of a group may find something else: :func:`.vocab_parallel.agree` settles it for all. The
+    memory of ``tokens`` is no reason: :func:`loadable` copies them. Asked for by name, Triton's interpreter
+    may serve on a CPU, in any dtype but bf16.
+    """
+    if config.logits_backend == "gemm_rows":
+        return "gemm_rows was asked for"
     interpreted = (
         config.logits_backend == "scaled_exp"
         and tokens.device.type == "cpu"
@@ -345,27 +380,45 @@ def why_not_exp(
         capability = torch.cuda.get_device_capability(tokens.device)
         if capability < (9, 0):
             return f"its TMA loads need Hopper or newer, this is sm_{capability[0]}{capability[1]}"
-        if tokens.dtype != torch.bfloat16:
-            # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
-            return f"it takes bfloat16, not {tokens.dtype}"
-    beyond = _beyond_its_epilogue(config, asked)
-    if beyond:
-        return f"its epilogue cannot make {beyond}"
-    if config.logit_scale <= 0:
-        return f"its row maximum needs a logit_scale above 0, this is {config.logit_scale}"
-    if tokens.shape[0] == 0:
-        return "there are no tokens"
-    for name, tensor in (("hidden", tokens), ("weight", weight)):
-        row_bytes = tensor.stride(0) * tensor.element_size()
-        if tensor.stride(1) != 1 or row_bytes % 16 or tensor.data_ptr() % 16:
-            return (
-                f"TMA needs rows of {name} that are contiguous and begin at multiples of 16 bytes"
-            )
-    if weight.shape[0] * weight.element_size() % 16:
-        return f"TMA needs rows of logits of a multiple of 16 bytes, V is {weight.shape[0]}"
-    if _forms().product_for(tokens.device) is None:
-        return str(_forms().compiled(tokens.device).failure)
+    rows, columns = weight.shape
+    for name, letter, length in (("hidden", "H", columns), ("logits", "V", rows)):
+        if length * weight.element_size() % 16:
+            return f"TMA needs rows of {name} of a multiple of 16 bytes, {letter} is {length}"
+    if not _loads(weight):
+        return "TMA needs rows of weight that are contiguous and begin at multiples of 16 bytes"
+    if (
+        tokens.dtype == torch.bfloat16 or interpreted
+    ):  # no other dtype is served: nothing to compile
+        if _forms().product_for(tokens.device) is None:
+            return str(_forms().compiled(tokens.device).failure)
     return ""
+
+
+def loadable(logits: LogitsBackend, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``tokens`` ``[T, H]`` and ``weight`` ``[V, H]``, copied where ``logits`` cannot load them as they lie.
+
+    Any activation may lie badly; a weight only where it has moved since its group settled on
+    ``scaled_exp``, or is another one of the same shape. Another backend on one rank alone would be wrong.
+    """
+    if not isinstance(logits, ScaledExp):
+        return tokens, weight
+    if not _loads(tokens):
+        tokens = tokens.clone(memory_format=torch.contiguous_format)
+    if not _loads(weight):
+        warnings.warn(
+            f"a weight {tuple(weight.shape)} is copied in every call: its rows are not contiguous or do not "
+            "begin at multiples of 16 bytes, as they did on all ranks when the tensor-parallel group first "
+            "called a head of this shape; align it, or name logits_backend='gemm_rows' on all ranks",
+            stacklevel=2,
+        )
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    return tokens, weight
+
+
+def _loads(matrix: Tensor) -> bool:
+    """Whether TMA can load it as it lies in memory."""
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def _beyond_its_epilogue(config: FusedCEConfig, asked: Asked) -> str:

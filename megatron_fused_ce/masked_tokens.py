@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-from megatron_fused_ce import upstream_guard
+from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.vocab_parallel import largest_over_ranks
 
 #: ``m`` is rounded up to whole tiles of the products: fewer sizes for the allocator, and no time lost.
@@ -33,7 +33,7 @@ class Count:
         if largest.is_cuda:
             self._value = torch.empty(1, dtype=torch.int64, pin_memory=True)
             self._value.copy_(largest, non_blocking=True)
-            self._event = torch.cuda.current_stream().record_event()
+            self._event = torch.cuda.current_stream(largest.device).record_event()
 
     def wait(self) -> int:
         """Wait for the device to have reached the place where it was counted."""
@@ -84,13 +84,13 @@ class Kept(NamedTuple):
         taken: Tensor = _Take.apply(hidden, self.tokens[part])
         return taken
 
-    def put_back(self, per_token: Tensor) -> Tensor:
+    def put_back(self, per_token: Tensor, guard: Guard = WITHOUT_MODEL) -> Tensor:
         """``[parts * n]`` of ``[parts * m]``; 0 for masked tokens (ids: -1, bool: False).
 
-        An upstream gradient for one of those is remembered by :mod:`.upstream_guard`.
+        An upstream gradient for one of those is remembered by ``guard``.
         """
         fill = -1.0 if per_token.dtype == torch.int64 else 0.0
-        whole: Tensor = _PutBack.apply(per_token, self, fill)
+        whole: Tensor = _PutBack.apply(per_token, self, fill, guard)
         return whole
 
 
@@ -116,20 +116,21 @@ class _Take(torch.autograd.Function):
 
 class _PutBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, per_token: Tensor, kept: Kept, fill: float) -> Tensor:
+    def forward(ctx: Any, per_token: Tensor, kept: Kept, fill: float, guard: Guard) -> Tensor:
         ctx.save_for_backward(*kept)
         whole = per_token.new_full(kept.skipped.shape, fill)
         made = per_token.view(kept.tokens.shape)
         whole.scatter_(1, kept.tokens, torch.where(kept.active, made, fill).to(made.dtype))
         if per_token.requires_grad:
-            upstream_guard.prepare(per_token.device)
+            guard.prepare(per_token.device)
+            ctx.guard = guard
         return whole.flatten()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        index, active, skipped = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        index, active, skipped = ctx.saved_tensors
         grad = grad.view(skipped.shape)
         # An inf or NaN is a loss scale that overflowed, for Megatron's own check to find.
-        upstream_guard.watch(torch.isfinite(grad).all() & (skipped & (grad != 0)).any())
-        return torch.where(active, grad.gather(1, index), 0.0).flatten(), None, None
+        ctx.guard.watch(torch.isfinite(grad).all() & (skipped & (grad != 0)).any())
+        return torch.where(active, grad.gather(1, index), 0.0).flatten(), None, None, None

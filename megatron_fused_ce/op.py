@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from megatron_fused_ce import autocast, logits_backend, masked_tokens, planner
 from megatron_fused_ce.chunking import first_tokens, plan_chunks
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
+    LOGITS_BACKEND_CHOICES,
     MERGE_CHOICES,
     SMOOTHING_FORM_CHOICES,
     STRATEGY_CHOICES,
@@ -48,8 +50,16 @@ from megatron_fused_ce.token_outputs import (
     TokenOutputs,
     Upstream,
 )
+from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.validation import check_asked, check_call
-from megatron_fused_ce.vocab_parallel import VocabParallel, agree, largest_shard
+from megatron_fused_ce.vocab_parallel import (
+    VocabParallel,
+    agree,
+    check_true_vocab_size,
+    compares,
+    largest_shard,
+    settled,
+)
 
 
 class TeacherTargets(NamedTuple):
@@ -66,6 +76,8 @@ class HeadOutputs(NamedTuple):
     local_max: Tensor | None  # fp32 [T] in token order (s-major): this shard's largest logit
     local_argmax: Tensor | None  # int64 [T]: its row in this shard
     plan: planner.Plan  # what was chosen for this call
+    logits_backend: str  # that served
+    why_not_scaled_exp: str  # empty where it served
 
     @property
     def loss(self) -> Tensor:
@@ -118,18 +130,19 @@ def fused_linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank when the call is compared: the
-            group's first, every one with ``config.debug_checks`` or after unequal shards.
+            first of each head over a group (a head: its model, shape, dtype and ``requires_grad`` of its
+            weight), every one with ``config.debug_checks`` or after unequal shards.
 
-    Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (first call only;
-    every call once shards of unequal sizes were seen), the MAX all-reduce of an int64 (``skip_masked``), the
-    all-gather of shard sizes (without ``vocab_start``), the all-reduce of one float (label smoothing without
-    ``true_vocab_size``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM
-    serves). Per chunk of the forward: all-gather of
-    hidden states (sequence parallelism); the merge of the statistics, one all-gather or a MAX and a SUM
-    all-reduce (``config.merge``). Per chunk of the backward: all-gather of hidden states (sequence
-    parallelism, but the first, unless neither product needs them), one reduce-scatter of ``grad_hidden``
-    (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this reduction is in the forward, and
-    the backward has none. Their order: :mod:`.strategies`; the same on every rank.
+    Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (a head's first call
+    only; every call once shards of unequal sizes were seen), the MAX all-reduce of an int64
+    (``skip_masked``), the all-gather of shard sizes (without ``vocab_start``), the all-reduce of one float
+    (label smoothing without ``true_vocab_size``), the all-gather of sampled rows of the weight (where the
+    scaled-exp GEMM serves). Per chunk of the forward: all-gather of hidden states (sequence parallelism);
+    the merge of the statistics, one all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of
+    the backward: all-gather of hidden states (sequence parallelism, but the first, unless neither product
+    needs them), one reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with
+    ``grad_in_forward`` this reduction is in the forward, and the backward has none. Their order:
+    :mod:`.strategies`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
@@ -248,7 +261,27 @@ def fused_linear_distillation(
     return head.loss
 
 
+def _on_device_of_hidden(call: Callable[..., HeadOutputs]) -> Callable[..., HeadOutputs]:
+    """Triton's launches and the collectives' streams are the current device's: make it that of ``hidden``.
+
+    Autograd's thread for a backward does so by itself.
+    """
+
+    @wraps(call)
+    def on_device(hidden: Tensor, *args: Any, **kwargs: Any) -> HeadOutputs:
+        if (
+            not getattr(hidden, "is_cuda", False)
+            or hidden.get_device() == torch.cuda.current_device()
+        ):
+            return call(hidden, *args, **kwargs)
+        with torch.cuda.device(hidden.device):
+            return call(hidden, *args, **kwargs)
+
+    return on_device
+
+
 @torch.compiler.disable
+@_on_device_of_hidden
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -267,6 +300,7 @@ def linear_cross_entropy(
     open_grad_weight: OpenGradWeight = ReturnedGradWeight,
     uses_in_flight: int = 1,
     phases: Phases = UNTIMED,
+    guard: Guard = WITHOUT_MODEL,
 ) -> HeadOutputs:
     """:func:`fused_linear_cross_entropy` with all that the other functions and the Megatron adapter need.
 
@@ -279,13 +313,16 @@ def linear_cross_entropy(
         open_grad_weight: where ``grad_weight`` ends (see :mod:`.grad_weight`).
         uses_in_flight: calls that wait for their backward together, for plans of memory.
         phases: a :class:`.PhaseTimes` to time the call's passes with.
+        guard: of the model that holds the head: told of a mismatch, and says whether ``auto`` may take
+            ``grad_in_forward``.
     """
     check_config(config)
     config = config or FusedCEConfig()
     comm = VocabParallel.of(tp_group, sequence_parallel, config.merge)
     if isinstance(hidden, Tensor) and isinstance(weight, Tensor):
         hidden, weight = autocast.cast(hidden, weight)
-    num_tokens, error = None, None
+    num_tokens: int | None = None
+    error: Exception | None = None
     differentiable = (
         differentiable
         and torch.is_grad_enabled()
@@ -294,30 +331,54 @@ def linear_cross_entropy(
     try:
         num_tokens = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
         check_asked(config, weight, comm.size, outputs, differentiable, labels, teacher)
+        _check_token_weights(config, token_weights, hidden, weight)
     except (TypeError, ValueError) as bad:
         num_tokens, error = None, bad
-    vocab_range = (
-        None if vocab_start is None or num_tokens is None else (vocab_start, weight.shape[0])
-    )
-    logits = None
+    same_head = None
     if num_tokens is not None:
+        same_head = (
+            *(guard.number, weight.shape, weight.dtype, weight.requires_grad),
+            config.logits_backend,
+        )
+    compared = compares(comm.group, same_head, config.debug_checks)
+    of_rank = None if compared else settled(comm.group, same_head)
+    logits: LogitsBackend | None = None
+    if num_tokens is not None:
+        flat = hidden.reshape(num_tokens, hidden.shape[-1])
+        asked = logits_backend.Asked(outputs, differentiable, teacher is not None)
         try:
-            flat = hidden.reshape(num_tokens, hidden.shape[-1])
-            asked = logits_backend.Asked(outputs, differentiable, teacher is not None)
-            logits, _ = logits_backend.choose(config, flat, weight, asked)
-            _check_token_weights(config, token_weights, hidden, weight)
-        except ValueError as bad:
+            if of_rank is None:
+                here = logits_backend.why_not_here(config, flat, weight)
+                of_rank = _facts_of_rank(here, flat, weight, open_grad_weight)
+            else:
+                here = logits_backend.NOT_ON_EVERY_RANK if of_rank["without_scaled_exp"] else ""
+            logits, why_not = logits_backend.choose(config, flat, weight, asked, here)
+        except (ValueError, ImportError) as bad:
             num_tokens, error = None, bad
-    facts = _facts(
-        num_tokens, hidden, weight, config, comm, vocab_start, logits, token_weights, uses_in_flight
-    )
-    if num_tokens is not None:
-        bits = sum(2**i for i, name in enumerate(OUTPUT_CHOICES) if name in outputs)
-        facts["outputs beside the loss"] = 2 * bits + differentiable
-        facts["teacher's classes"] = 0 if teacher is None else teacher.ids.shape[-1]
-    num_rows = 0 if num_tokens is None else weight.shape[0]
-    agree(comm.group, facts, vocab_range, num_rows, error, config.debug_checks)
-    assert num_tokens is not None and logits is not None
+    if compared and comm.group is not None:
+        facts = _facts(
+            num_tokens, hidden, weight, config, comm, vocab_start, token_weights, uses_in_flight
+        )
+        if num_tokens is not None:
+            bits = sum(2**i for i, name in enumerate(OUTPUT_CHOICES) if name in outputs)
+            facts["outputs beside the loss"] = 2 * bits + differentiable
+            facts["teacher's classes"] = 0 if teacher is None else teacher.ids.shape[-1]
+        vocab_range, num_rows = None, 0
+        if num_tokens is not None:
+            num_rows = weight.shape[0]
+            vocab_range = None if vocab_start is None else (vocab_start, num_rows)
+        of_rank = agree(
+            comm.group, same_head, facts, of_rank or _NO_FACTS, vocab_range, num_rows, error
+        )
+        if of_rank["without_scaled_exp"]:
+            here = here or logits_backend.NOT_ON_EVERY_RANK
+            logits, why_not = logits_backend.choose(config, flat, weight, asked, here)
+    elif error is not None:
+        raise error
+    elif comm.size == 1:
+        check_true_vocab_size(config.true_vocab_size, weight.shape[0])
+    assert num_tokens is not None and logits is not None and of_rank is not None
+    flat, weight = logits_backend.loadable(logits, flat, weight)
     plan = planner.plan(
         planner.PlanInputs.of(
             config,
@@ -327,10 +388,10 @@ def linear_cross_entropy(
             dtype=str(hidden.dtype).removeprefix("torch."),
             num_parts=comm.num_parts,
             tp_size=comm.size,
-            wgrad_accumulator=kind_of(open_grad_weight) if weight.requires_grad else "none",
-            token_weights_known=token_weights is not None and not differentiable,
+            wgrad_accumulator=planner.WGRAD_ACCUMULATORS[of_rank["wgrad_accumulator"]],
+            token_weights_known=guard.allowed and token_weights is not None and not differentiable,
             logits_backend=logits.name,
-            device=torch.cuda.get_device_name(hidden.device) if hidden.is_cuda else "cpu",
+            device=_DEVICES[of_rank["device"]],
             uses_in_flight=uses_in_flight,
         )
     )
@@ -402,6 +463,7 @@ def linear_cross_entropy(
         open_grad_weight=open_grad_weight,
         token_weights=weights if plan.strategy == "grad_in_forward" else None,
         phases=phases,
+        guard=guard,
     )
     needs_grad = torch.is_grad_enabled()
     needs = Needs(needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad)
@@ -418,13 +480,13 @@ def linear_cross_entropy(
         log_prob = None if log_prob is None else log_prob.masked_fill(at, 0.0)
         made = TokenOutputs(loss, log_prob, *others)
     if kept is not None:
-        made = made.map(kept.put_back)
+        made = made.map(partial(kept.put_back, guard=guard))
         if local_max is not None and local_argmax is not None:
             local_max, local_argmax = kept.put_back(local_max), kept.put_back(local_argmax)
     if labels.dim() == 2:
         b, s = labels.shape
         made = made.map(lambda given: given.view(s, b).t().contiguous())
-    return HeadOutputs(made, local_max, local_argmax, plan)
+    return HeadOutputs(made, local_max, local_argmax, plan, logits.name, why_not)
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -533,6 +595,36 @@ def _check_token_weights(
         )
 
 
+#: Devices that plans differ on; of ranks with several the last one counts, a GPU that is not in the table.
+_DEVICES = ("cpu", *(row.name for row in planner.DEVICES), "")
+
+#: What depends on this rank's machine and memory, and plans on it (see :func:`.vocab_parallel.agree`).
+_NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
+
+
+def _facts_of_rank(
+    why_not_here: str,
+    hidden: Tensor,
+    weight: Tensor,
+    open_grad_weight: OpenGradWeight,
+) -> dict[str, int]:
+    """This rank's, as numbers of which the largest is right for all: see :data:`_NO_FACTS`."""
+    accumulator = kind_of(open_grad_weight) if weight.requires_grad else "none"
+    return {
+        "device": _DEVICES.index(_device_in_plans(hidden)),
+        # In the order of what a plan sets aside for them; "none" is so on all ranks or on none.
+        "wgrad_accumulator": planner.WGRAD_ACCUMULATORS.index(accumulator),
+        "without_scaled_exp": int(bool(why_not_here)),
+    }
+
+
+def _device_in_plans(hidden: Tensor) -> str:
+    if not hidden.is_cuda:
+        return "cpu"
+    words = torch.cuda.get_device_name(hidden.device).split()
+    return next((name for name in _DEVICES[1:-1] if name in words), "")
+
+
 def _facts(
     num_tokens: int | None,
     hidden: Tensor,
@@ -540,7 +632,6 @@ def _facts(
     config: FusedCEConfig,
     comm: VocabParallel,
     vocab_start: int | None,
-    logits: LogitsBackend | None,
     token_weights: Tensor | None,
     uses_in_flight: int,
 ) -> dict[str, int]:
@@ -560,7 +651,7 @@ def _facts(
         "memory_mb",
         "token_weights given",
         "weight.requires_grad",
-        "the logits backend (shards of unequal alignment? then name logits_backend='gemm_rows')",
+        "logits_backend",
         "uses_in_flight",
         "merge",
         "logit_softcap (bits)",
@@ -574,7 +665,7 @@ def _facts(
         "outputs beside the loss",
         "teacher's classes",
     )
-    if num_tokens is None or logits is None:
+    if num_tokens is None:
         return dict.fromkeys(names, 0)
     values = (
         num_tokens,
@@ -591,7 +682,7 @@ def _facts(
         config.memory_mb or 0,
         int(token_weights is not None),
         int(weight.requires_grad),
-        int(logits.name == "scaled_exp"),
+        LOGITS_BACKEND_CHOICES.index(config.logits_backend),
         uses_in_flight,
         MERGE_CHOICES.index(config.merge),
         _bits(config.logit_softcap or 0.0),

@@ -44,6 +44,7 @@ from megatron_fused_ce.grad_weight import GradWeight, OpenGradWeight
 from megatron_fused_ce.logits_backend import LogitsBackend, Operand
 from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.phases import UNTIMED, Phases
+from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.vocab_parallel import DONE, Pending, VocabParallel
 
 
@@ -63,6 +64,7 @@ class Head:
     open_grad_weight: OpenGradWeight
     token_weights: Tensor | None = None  # [parts, n] fp32
     phases: Phases = UNTIMED
+    guard: Guard = WITHOUT_MODEL
 
     @property
     def needs_argmax(self) -> bool:

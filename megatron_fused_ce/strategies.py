@@ -330,7 +330,7 @@ class GradInForward:
         the merge of the chunk before and the reduction of that one's ``grad_hidden``.
         """
         assert head.token_weights is not None
-        upstream_guard.prepare(hidden.device)
+        head.guard.prepare(hidden.device)
         token_weights = normalised(head.token_weights, head.logit_scale, hidden.dtype)
         upstream = Upstream(token_weights)
         upstream, inv_scale = _scaled(upstream, head.logit_scale, weight)
@@ -402,7 +402,7 @@ class GradInForward:
                 "use strategy 'recompute' or 'store' with retain_graph=True"
             )
         scale, mismatch = upstream_guard.fit(upstream.loss, gradients.token_weights)
-        upstream_guard.watch(mismatch)
+        head.guard.watch(mismatch)
         grad_hidden = None
         if needs.grad_hidden and gradients.grad_hidden is not None:
             grad_hidden = gradients.grad_hidden

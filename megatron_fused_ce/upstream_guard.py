@@ -4,9 +4,12 @@ The never-silent rule of ``grad_in_forward``: a wrong upstream gradient never re
 
 ``grad_in_forward`` builds its gradients in the forward, for token weights ``w`` known there, and scales them
 in the backward by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
-token. :func:`fit` finds ``c`` and whether that holds, on the device; :func:`watch` remembers a mismatch
+token. :func:`fit` finds ``c`` and whether that holds, on the device; :meth:`Guard.watch` remembers a mismatch
 there, in a flag that outlives steps and CUDA graphs; :func:`check` reads the flag where the host waits
 anyway, before a parameter changes. Nobody waits in the forward or the backward.
+
+A :class:`Guard` belongs to the model that holds the head, and stops that model's optimizers alone; heads
+that are called without a model share :data:`WITHOUT_MODEL`, which stops every optimizer.
 
 NaN gradients instead of a flag would not do: Megatron's NaN check is off in the first iteration, under
 fp16's dynamic loss scale (which skips such steps in silence, for ever) and in full-iteration CUDA
@@ -15,7 +18,11 @@ graphs, and where it is on it asks for a checkpoint and blames the hardware.
 
 from __future__ import annotations
 
+import itertools
+import threading
 import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +66,146 @@ class _Flag:
     unread: bool = False
 
 
-_flags: dict[torch.device, _Flag] = {}
+class Guard:
+    """Remembers mismatches of one model's heads, for the optimizers of that model."""
+
+    def __init__(self, heads: str, modules: Iterable[torch.nn.Module] = ()) -> None:
+        """
+        Args:
+            heads: named so in the error.
+            modules: that hold the model's parameters (held weakly); none for all there are.
+        """
+        self.heads = heads
+        self.number = next(_numbers)  # never used again, unlike id()
+        self.belongs_to(modules)
+        #: Whether a head may use ``grad_in_forward``: False once all ranks know that none does.
+        self.allowed = True
+        #: Whether one is going to, whatever it has done so far.
+        self.expected = False
+        self._flags: dict[torch.device, _Flag] = {}
+        _guards.add(self)
+
+    def belongs_to(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def used(self) -> bool:
+        """Whether a head of this rank has prepared it."""
+        return bool(self._flags)
+
+    @torch.no_grad()
+    def prepare(self, device: torch.device) -> None:
+        """Make the flag of ``device`` and hook the optimizers, if that has not been done.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured and there is no flag yet. One made there would be
+                the graph's: each of its replays would forget what the ones before it found.
+        """
+        _hook_optimizers()
+        if device in self._flags:
+            return
+        if _captures(device):
+            raise RuntimeError(
+                "strategy grad_in_forward is used for the first time while a CUDA graph is captured; run one "
+                "step before the capture, as torch's and Megatron's warm-up do, or use strategy store or "
+                "recompute"
+            )
+        self._flags[device] = _Flag(torch.zeros(2, dtype=torch.bool, device=device))
+
+    @torch.no_grad()
+    def watch(self, mismatch: Tensor) -> None:
+        """Remember ``mismatch`` (bool, one element, on any device) until :func:`check` reads it.
+
+        The host does not wait, and the call may be captured in a CUDA graph, if not as the first of all
+        (:meth:`prepare`): each replay then remembers anew. The first call makes every ``torch.optim``
+        optimizer call :func:`check` before it steps (apex's and Transformer Engine's are such; whatever
+        else changes parameters must call it itself).
+
+        Call it in the backward, on its stream, before the gradients leave: what orders them before an
+        optimizer then orders the flag as well.
+        """
+        device = mismatch.device
+        self.prepare(device)
+        flag = self._flags[device]
+        flag.unread = True
+        flag.in_graph = flag.in_graph or _captures(device)
+        # Written without being read: two streams that do so at once cannot lose a True.
+        flag.seen.index_fill_(0, mismatch.reshape(1).long(), True)
+
+    @torch.no_grad()
+    def remembered(self, device: torch.device) -> Tensor:
+        """int32 [1] on ``device``: 1 after a mismatch. The host waits for none on the same device."""
+        seen = [flag.seen[1:].to(device, torch.int32) for flag in self._flags.values()]
+        return torch.cat(seen).amax(0, keepdim=True) if seen else _zero(device)
+
+    def read(self) -> bool:
+        """Whether a mismatch is remembered; the host waits where something was since the last call."""
+        mismatch = False
+        for flag in self._flags.values():
+            if flag.unread or flag.in_graph:
+                flag.unread = bool(flag.seen[1].item())
+                mismatch = mismatch or flag.unread
+        return mismatch
+
+    def forget(self) -> None:
+        for flag in self._flags.values():
+            flag.seen.zero_()
+            flag.unread = False
+
+    def flag_on(self, device: torch.device) -> Tensor | None:
+        """bool []: mismatch."""
+        flag = self._flags.get(device)
+        return None if flag is None else flag.seen[1]
+
+    def stops(self, stepped: list[Tensor] | None, complete: bool) -> bool:
+        """Whether an optimizer of these parameters has to do with this guard's model.
+
+        Args:
+            stepped: the parameters; None where that is not known. Without any (a frozen stage) it has.
+            complete: they are the models' own; else they may be copies that nothing leads back from.
+        """
+        if not self._modules or not stepped:
+            return True
+        if _any_in(stepped, self.modules()):
+            return True
+        if complete:
+            return False
+        others = [module for guard in _guards if guard is not self for module in guard.modules()]
+        return not _all_in(stepped, others)
+
+
+_numbers = itertools.count()
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+#: Of heads that are called without a model.
+WITHOUT_MODEL = Guard("a head without a model")
+
 _refused: list[weakref.ref[Tensor]] = []
 _hooked = False
+
+
+class _Stepping(threading.local):
+    """Of this thread: gives the parameters of the models that an optimizer around torch's is stepping."""
+
+    parameters: Callable[[], list[Tensor] | None] | None = None
+
+
+_stepping = _Stepping()
+
+
+@contextmanager
+def stepping(parameters: Callable[[], list[Tensor] | None]) -> Iterator[None]:
+    """Inside, :func:`check` asks ``parameters`` for the models' own parameters, where torch's optimizer has
+    copies; None where it cannot tell.
+    """
+    before, _stepping.parameters = _stepping.parameters, parameters
+    try:
+        yield
+    finally:
+        _stepping.parameters = before
 
 
 @torch.no_grad()
@@ -103,51 +247,10 @@ def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def prepare(device: torch.device) -> None:
-    """Make the flag of ``device`` and hook the optimizers, if that has not been done.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured and there is no flag yet. One made there would be
-            the graph's: each of its replays would forget what the ones before it found.
-    """
-    _hook_optimizers()
-    if device in _flags:
-        return
-    if _captures(device):
-        raise RuntimeError(
-            "strategy grad_in_forward is used for the first time while a CUDA graph is captured; run one "
-            "step before the capture, as torch's and Megatron's warm-up do, or use strategy store or "
-            "recompute"
-        )
-    _flags[device] = _Flag(torch.zeros(2, dtype=torch.bool, device=device))
-
-
-@torch.no_grad()
-def watch(mismatch: Tensor) -> None:
-    """Remember ``mismatch`` (bool [], on any device) until :func:`check` reads it.
-
-    The host does not wait, and the call may be captured in a CUDA graph, if not as the first of all
-    (:func:`prepare`): each replay then remembers anew. The first call makes every ``torch.optim``
-    optimizer call :func:`check` before it steps (apex's and Transformer Engine's are such; whatever else
-    changes parameters must call it itself).
-
-    Call it in the backward, on its stream, before the gradients leave: what orders them before an
-    optimizer then orders the flag as well.
-    """
-    device = mismatch.device
-    prepare(device)
-    flag = _flags[device]
-    flag.unread = True
-    flag.in_graph = flag.in_graph or _captures(device)
-    # Written without being read: two streams that do so at once cannot lose a True.
-    flag.seen.index_fill_(0, mismatch.reshape(1).long(), True)
-
-
-@torch.no_grad()
 def refuse(buffer: Tensor) -> None:
     """Fill a gradient buffer with NaN and let no optimizer step before it is zeroed.
 
-    Every ``torch.optim`` optimizer calls :func:`check` from then on, as with :func:`watch`.
+    Every ``torch.optim`` optimizer calls :func:`check` from then on, as with :meth:`Guard.watch`.
     """
     _hook_optimizers()
     _refused.append(weakref.ref(buffer))
@@ -155,7 +258,7 @@ def refuse(buffer: Tensor) -> None:
 
 
 @torch.compiler.disable
-def check() -> None:
+def check(stepped: list[Tensor] | None = None) -> None:
     """Raise if a mismatch was remembered since the last call. The host waits for the device.
 
     Raise too as long as a buffer that was refused has not been zeroed.
@@ -164,30 +267,37 @@ def check() -> None:
     say) it captures a device-side assertion instead, which ends the process in a replay that meets a
     mismatch.
 
+    Args:
+        stepped: what is about to change; None for all there is. Mismatches of models that have no part in
+            it are left for their own optimizers.
+
     Raises:
-        UpstreamMismatch: naming the fix. The mismatch is forgotten then, and the gradients are as wrong
-            as they were: a caller that goes on must zero them.
+        UpstreamMismatch: naming the head and the fix. The mismatch is forgotten then, and the gradients are
+            as wrong as they were: a caller that goes on must zero them.
         AbandonedGradient: saying to zero it; again on the next call, until that is done.
     """
-    if any(_captures(device) for device in _flags):
-        here = _flags.get(torch.device("cuda", torch.cuda.current_device()))
-        if here is not None:
-            torch._assert_async(~here.seen[1], _ASSERTION)  # type: ignore[call-overload]
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        here = torch.device("cuda", torch.cuda.current_device())
+        for seen in [guard.flag_on(here) for guard in _guards]:
+            if seen is not None:
+                torch._assert_async(~seen, _ASSERTION)  # type: ignore[call-overload]
         return  # flags of other devices wait for the next call outside of a capture
     if _refused:
         _check_refused()
-    mismatch = False
-    for flag in list(_flags.values()):
-        if flag.unread or flag.in_graph:
-            flag.unread = False
-            mismatch = bool(flag.seen[1].item()) or mismatch
-    if mismatch:
-        for flag in _flags.values():
-            flag.seen.zero_()
+    wrong = [guard for guard in list(_guards) if guard.read()]
+    if wrong:
+        complete = _stepping.parameters is not None
+        if _stepping.parameters is not None:
+            stepped = _stepping.parameters()
+        wrong = [guard for guard in wrong if guard.stops(stepped, complete)]
+    if wrong:
+        for guard in wrong:
+            guard.forget()
+        heads = ", ".join(sorted(guard.heads for guard in wrong))
         raise UpstreamMismatch(
-            "the upstream gradient of a per-token loss is not a scalar times the token weights that "
-            "strategy grad_in_forward was given in the forward (under Megatron: the loss_mask that the model "
-            f"was called with), so its gradients are wrong; they were not applied. To go on: {_FIX}"
+            f"the upstream gradient of the per-token loss of {heads} is not a scalar times the token weights "
+            "that strategy grad_in_forward was given in the forward (under Megatron: the loss_mask that the "
+            f"model was called with), so its gradients are wrong; they were not applied. To go on: {_FIX}"
         )
 
 
@@ -211,7 +321,22 @@ def _hook_optimizers() -> None:
 
 def _before_step(optimizer: object, args: object, kwargs: object) -> None:
     """torch's hook before every optimizer step."""
-    check()
+    groups = getattr(optimizer, "param_groups", None)
+    check(None if groups is None else [one for group in groups for one in group["params"]])
+
+
+def _any_in(tensors: list[Tensor], modules: list[torch.nn.Module]) -> bool:
+    ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    return any(id(tensor) in ids for tensor in tensors)
+
+
+def _all_in(tensors: list[Tensor], modules: list[torch.nn.Module]) -> bool:
+    ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    return all(id(tensor) in ids for tensor in tensors)
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _captures(device: torch.device) -> bool:

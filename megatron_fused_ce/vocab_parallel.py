@@ -10,9 +10,10 @@ other users never meet it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
@@ -64,13 +65,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class _OnSideStream:
     """Waited for by an event. Holds what the collective reads and writes until then."""
 
-    def __init__(self, held: tuple[Tensor, ...]) -> None:
+    def __init__(self, device: torch.device, held: tuple[Tensor, ...]) -> None:
         self.event: torch.cuda.Event | None = None
+        self._device = device
         self._held = held
 
     def wait(self) -> None:
         assert self.event is not None, "not sent yet: it was started inside together()"
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self._device).wait_event(self.event)
         self._held = ()
 
 
@@ -85,7 +87,7 @@ class _SideStream:
     def start(
         self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any
     ) -> Pending:
-        pending = _OnSideStream(tensors)
+        pending = _OnSideStream(self.device, tensors)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             # Not async_op: torch would take it to the group's own stream, whose priority is Megatron's
@@ -337,13 +339,24 @@ class _AllReduced:
 
 
 def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``value`` (any shape), in place the largest of any rank's.
+    """``value`` (any shape), in place the largest of any rank's. The host does not wait.
 
     Collectives: one MAX all-reduce (R > 1).
     """
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value
+
+
+def joining(axes: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+    """Groups over which one after another a value reaches all ranks of a grid with these axes.
+
+    One, the world, where the grid is all of it. The same on every rank of the grid. Collectives: none.
+    """
+    groups = [group for group in axes if group is not None and dist.get_world_size(group) > 1]
+    world = dist.group.WORLD
+    whole = math.prod(map(dist.get_world_size, groups)) == dist.get_world_size()
+    return [world] if len(groups) > 1 and whole and world is not None else groups
 
 
 class RankDisagreement(ValueError):
@@ -355,9 +368,11 @@ class _Compared:
     """What calls of :func:`agree` over one group have seen; on all its ranks but for the numbers of rows."""
 
     #: Whether the shards of any call were of unequal sizes.
-    unequal: bool
+    unequal: bool = False
     #: Rows of this rank's shard -> rows of the largest one beside it, at the last call that compared.
-    largest: dict[int, int]
+    largest: dict[int, int] = field(default_factory=dict)
+    #: Head -> the facts of its ranks, settled.
+    settled: dict[Hashable, dict[str, int]] = field(default_factory=dict)
 
 
 _compared: WeakKeyDictionary[dist.ProcessGroup, _Compared] = WeakKeyDictionary()
@@ -386,55 +401,78 @@ def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
         )
 
 
+def compares(group: dist.ProcessGroup | None, head: Hashable | None, every_call: bool) -> bool:
+    """Whether this call is to be compared (:func:`agree`); the same on every rank of ``group``.
+
+    A group's first call is, whatever a rank's shapes are, so that all take part and the check itself cannot
+    hang; then each head's first, and every call once shards were of unequal sizes, which all ranks have seen
+    then: the next head's may be others, and a rank with as many rows as before could not tell. None is while
+    a CUDA graph is captured (the next one outside is instead). With ``every_call`` every call is; give it on
+    all ranks.
+
+    Args:
+        group: of several ranks, or None.
+        head: what a head is, by values that are the same on every rank, whose shards of one head are of one
+            size; None where this rank's input is bad.
+    """
+    if group is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return False
+    seen = _compared.get(group)
+    if every_call or seen is None or seen.unequal or not seen.settled:
+        return True
+    return head is not None and head not in seen.settled
+
+
+def settled(group: dist.ProcessGroup | None, head: Hashable | None) -> dict[str, int] | None:
+    """What :func:`agree` has settled for ``head``; None where nothing has."""
+    seen = None if group is None else _compared.get(group)
+    return None if seen is None else seen.settled.get(head)
+
+
 def agree(
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
+    head: Hashable | None,
     facts: dict[str, int],
+    of_rank: dict[str, int],
     vocab_range: tuple[int, int] | None,
     num_rows: int,
     error: Exception | None,
-    every_call: bool,
-) -> None:
-    """Raise on every rank when one rank's input is bad or the ranks' ``facts`` differ.
+) -> dict[str, int]:
+    """Raise on every rank when one rank's input is bad or the ranks' ``facts`` differ; settle ``of_rank``.
 
-    Compared on the first call over ``group``, whatever a rank's shapes are, so that all take part and the
-    check itself cannot hang; and on every call once shards were of unequal sizes, which all ranks have seen
-    then: the next head's may be others, and a rank with as many rows as before could not tell. Skipped
-    while a CUDA graph is captured (the next call outside checks instead). With ``every_call`` every call
-    checks; give it on all ranks.
+    Called where :func:`compares` says so. What depends on a rank's machine and memory may differ from rank
+    to rank, and later from call to call on one of them, but plans and collectives depend on it: the largest
+    number of any rank is what all use from now on.
 
-    Collectives, on checked calls only: one all-gather of a few int64; if a rank reports an error, one
-    all-gather of its words. The host waits for both.
+    Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its words. The
+    host waits for both.
 
     Args:
-        group: the tensor-parallel group, or None.
+        head: as for :func:`compares`.
         facts: what must be equal on every rank, as whole numbers.
+        of_rank: what may differ, as whole numbers; the largest is right for all.
         vocab_range: ``(vocab_start, V)`` where the caller named it, else None: named ranges must not
             overlap.
         num_rows: of this rank's shard, remembered for :func:`largest_shard`.
-        error: what this rank's own checks found; raised here when nobody else waits for it.
-        every_call: compare on this call too.
+        error: what this rank's own checks found.
+
+    Returns:
+        ``of_rank`` as it was settled.
 
     Raises:
         RankDisagreement: naming the field and each rank's value, or the rank whose input is bad.
         ValueError: ``true_vocab_size`` is more than there is.
     """
-    size = 1 if group is None else dist.get_world_size(group)
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    seen_before = None if group is None else _compared.get(group)
-    every_call = every_call or seen_before is None or seen_before.unequal
-    if group is None or size == 1 or capturing or not every_call:
-        if error is not None:
-            raise error
-        if size == 1:
-            check_true_vocab_size(facts["true_vocab_size"], num_rows)
-        return
-    compared = _compared.setdefault(group, _Compared(False, {}))
+    size = dist.get_world_size(group)
+    compared = _compared.setdefault(group, _Compared())
 
     start, rows = vocab_range if vocab_range is not None else (-1, -1)
     # A rank with bad input has no facts to compare: it sends zeros and its error.
-    values = list(facts.values()) if error is None else [0] * len(facts)
+    values = [*of_rank.values(), *facts.values()]
+    if error is not None:
+        values = [0] * len(values)
     mine = [int(error is not None), start, rows, num_rows, *values]
-    device = _collective_device(group)
+    device = collective_device(group)
     sent = torch.tensor(mine, dtype=torch.int64, device=device)
     received = torch.empty(size * len(mine), dtype=torch.int64, device=device)
     _all_gather(received, sent, group=group)
@@ -447,11 +485,11 @@ def agree(
             raise error
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
         raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
-    for column, name in enumerate(facts, start=4):
-        seen = [row[column] for row in table]
+    columns = list(zip(*table, strict=True))[4:]
+    for name, seen in zip(facts, columns[len(of_rank) :], strict=True):
         if len(set(seen)) > 1:
             raise RankDisagreement(
-                f"the ranks of the tensor-parallel group disagree on {name}: {seen} (by rank); "
+                f"the ranks of the tensor-parallel group disagree on {name}: {list(seen)} (by rank); "
                 "call the head with the same shapes and options on every rank"
             )
     of_shards = [row[3] for row in table]
@@ -465,9 +503,12 @@ def agree(
                 f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
                 "vocab_start must be the first global id of this rank's rows"
             )
+    assert head is not None
+    compared.settled[head] = dict(zip(of_rank, map(max, columns), strict=False))
+    return compared.settled[head]
 
 
-def _collective_device(group: dist.ProcessGroup) -> torch.device:
+def collective_device(group: dist.ProcessGroup) -> torch.device:
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -3,8 +3,8 @@
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the
 flags), the language module (the seams in the model), the schedules (where the accuracy joins the loss), the
-trainer (it logs the head's phases) and the optimizers (they check what strategy ``grad_in_forward`` was
-promised).
+trainer (it logs the head's phases), ``finalize_model_grads`` and the optimizers (they tell all ranks, and
+check, what strategy ``grad_in_forward`` was promised).
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ TARGETS = {
     "megatron.training.arguments": ("megatron_fused_ce.adapter.training_arguments", "patch"),
     layout.LANGUAGE_MODULE: ("megatron_fused_ce.adapter.language_module", "patch"),
     "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
+    "megatron.core.distributed.finalize_model_grads": (
+        "megatron_fused_ce.adapter.model_guard",
+        "patch",
+    ),
     "megatron.training.training": ("megatron_fused_ce.adapter.phase_report", "patch"),
     "megatron.core.optimizer.optimizer": ("megatron_fused_ce.adapter.optimizer_guard", "patch"),
     "megatron.core.optimizer.optimizer_cuda_graph": (

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_fused_ce.adapter import (
     accuracy,
     arguments,
+    model_guard,
     phase_report,
     report,
     stock_path,
@@ -88,6 +89,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         log_accuracy=log_accuracy,
         timed=phase_report.times_heads(model.output_layer.tp_group.rank()),
     )
+    model_guard.adopt(model, model.output_layer, config)
     report.adopted(model, args)
 
 

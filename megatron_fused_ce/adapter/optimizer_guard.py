@@ -3,18 +3,22 @@
 torch's hook before each optimizer step guards every parameter. But under fp16 Megatron drops the
 gradients of an overflowing step: a loss that mismatches would go unseen for as long as that lasts. And
 a step that is replayed from a CUDA graph runs no hook: a Python error is better there than the
-assertion that was captured.
+assertion that was captured. And torch's optimizers mostly step copies: which models theirs are is known here.
 """
 
 from __future__ import annotations
 
 import os
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from megatron_fused_ce import upstream_guard
 from megatron_fused_ce.adapter import report, switch
+
+_GROUPS = ("float16", "fp32_from_fp32")
 
 
 def patch(module: ModuleType) -> None:
@@ -33,12 +37,30 @@ def patch(module: ModuleType) -> None:
 def _checking_what_was_skipped(stock: Any) -> Any:
     @wraps(stock)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        succeeded, *rest = stock(self, *args, **kwargs)
-        if not succeeded or _has_no_parameters(self):
-            upstream_guard.check()
+        with upstream_guard.stepping(partial(_model_parameters, self)):
+            succeeded, *rest = stock(self, *args, **kwargs)
+            if not succeeded or _has_no_parameters(self):
+                upstream_guard.check()
         return succeeded, *rest
 
     return step
+
+
+def _model_parameters(optimizer: Any) -> list[Tensor] | None:
+    """Those of the models that a Megatron optimizer steps, not its copies; None where it does not say."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained:
+        lists = [_model_parameters(one) for one in chained]
+        return None if None in lists else [one for known in lists for one in known or ()]
+    chunks = getattr(optimizer, "model_chunks", None)
+    if chunks:  # DistributedOptimizer
+        return [parameter for chunk in chunks for parameter in chunk.parameters()]
+    float16, fp32 = (getattr(optimizer, f"{name}_groups", None) for name in _GROUPS)
+    if float16 is not None and fp32 is not None:  # Float16OptimizerWithFloat16Params
+        return [parameter for group in [*float16, *fp32] for parameter in group]
+    if type(optimizer).__name__ == "FP32Optimizer" and optimizer.optimizer is not None:
+        return [one for group in optimizer.optimizer.param_groups for one in group["params"]]
+    return None
 
 
 def _has_no_parameters(optimizer: Any) -> bool:

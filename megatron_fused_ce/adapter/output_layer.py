@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import accuracy, phase_report, report, stock_path
+from megatron_fused_ce.adapter import accuracy, model_guard, phase_report, report, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -123,8 +123,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
             phases=phase_report.recorder() if self.fused_ce_timed else UNTIMED,
+            guard=model_guard.guard_of(self),
         )
-        report.evaluation_once(self, input_, weight, out.plan)
+        served = out.logits_backend, out.why_not_scaled_exp
+        report.evaluation_once(self, input_, weight, out.plan, served)
         fused_ce_request.correct = out.outputs.correct
         if out.local_max is not None and out.local_argmax is not None:
             in_sequence = labels.t().shape  # [s, b]

@@ -112,13 +112,20 @@ def adopted(model: Any, megatron_args: Any) -> None:
         _say_plan(layer, layer._fused_ce_expected, _logits_bytes(layer, tokens, hidden.dtype), why)
 
 
-def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None = None) -> None:
+def evaluation_once(
+    layer: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    ran: Plan | None = None,
+    served: tuple[str, str] | None = None,
+) -> None:
     """What runs, once for each strategy of a head, where it was not said when the model was built.
 
     Heads of multi-token prediction share a layer with the main one and may run another strategy.
 
     Args:
         ran: the plan that the op followed. None to predict it, and only where nothing was said yet.
+        served: the logits backend that the op took, and why not ``scaled_exp``. None to predict them.
     """
     told: set[str] = layer.__dict__.setdefault("_fused_ce_told", set())
     expected: Plan | None = layer.__dict__.get("_fused_ce_expected")
@@ -128,7 +135,7 @@ def evaluation_once(layer: Any, hidden: Tensor, weight: Tensor, ran: Plan | None
         return
     num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
-    score, why = _logits_backend(layer, hidden.flatten(0, 1), weight)
+    score, why = served or _logits_backend(layer, hidden.flatten(0, 1), weight)
     if ran is None:
         wgrad_accumulator = kind_of(
             open_grad_weight_for(weight, layer.gradient_accumulation_fusion)

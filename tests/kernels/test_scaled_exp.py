@@ -307,7 +307,7 @@ def test_backward_twice_is_bitwise_equal(strategy, product, device):
     ("change", "words"),
     [
         (dict(vocab=331), "multiple of 16 bytes, V is 331"),
-        (dict(hidden_size=47), "rows of hidden that are contiguous"),
+        (dict(hidden_size=47), "multiple of 16 bytes, H is 47"),
         (dict(logit_scale=-1.0), "logit_scale above 0"),
         (dict(dtype=torch.float64), "float64"),
     ],

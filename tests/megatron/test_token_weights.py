@@ -240,7 +240,7 @@ def test_wrapped_once_and_still_itself():
 
 
 def remember_a_mismatch():
-    upstream_guard.watch(torch.tensor(True))
+    upstream_guard.WITHOUT_MODEL.watch(torch.tensor(True))
 
 
 class Skips:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, upstream_guard
-from megatron_fused_ce.upstream_guard import UpstreamMismatch, check, fit, watch
+from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, UpstreamMismatch, check, fit
 
 ROOT = Path(__file__).resolve().parents[2]
 MILLION = 1_000_000
@@ -175,7 +175,7 @@ class Promised(torch.autograd.Function):
     def backward(ctx, grad_loss):
         (weights,) = ctx.saved_tensors
         c, mismatch = fit(grad_loss, weights)
-        watch(mismatch)
+        WITHOUT_MODEL.watch(mismatch)
         return (c * weights).sum(), None
 
 
@@ -454,7 +454,7 @@ def test_captured_backwards_remember_at_every_replay(monkeypatch, first_in_captu
     torch.cuda.current_stream().wait_stream(side)
     check()
     if first_in_capture:
-        monkeypatch.setattr(upstream_guard, "_flags", {})
+        monkeypatch.setattr(WITHOUT_MODEL, "_flags", {})
     graph = torch.cuda.CUDAGraph()
     if first_in_capture:
         with (
@@ -494,7 +494,7 @@ side = torch.cuda.Stream()
 side.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(side): iteration()
 torch.cuda.synchronize()
-if {first_in_capture}: upstream_guard._flags.clear()
+if {first_in_capture}: WITHOUT_MODEL._flags.clear()
 graph = torch.cuda.CUDAGraph()
 try:
     with torch.cuda.graph(graph, capture_error_mode={error_mode!r}): iteration()

@@ -1,0 +1,146 @@
+"""One guard per model, and its mismatches told to all ranks of the model before any of them steps.
+
+A mismatch is found by the rank that has the head. Stages of the pipeline without a head, and data-parallel
+replicas whose gradients were summed with the wrong ones, would step: so a patched ``finalize_model_grads``,
+which all ranks of a model run once a step, all-reduces one int. Every rank's optimizers then read the result
+and raise (:mod:`.upstream_guard`, :mod:`.optimizer_guard`). NaN or Megatron's found-inf would not do: the
+first needs gradient clipping to be seen, the second fp16, and neither reaches all ranks.
+
+The ranks agree once, at a model's first ``finalize_model_grads``, on whether any of them uses what can
+mismatch. Where none does there is no later all-reduce, and ``auto`` no longer takes ``grad_in_forward`` for
+this model.
+
+A launch with a function of its own in place of ``finalize_model_grads`` that does not call Megatron's stops
+the rank with the head alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from functools import wraps
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fused_ce import vocab_parallel
+from megatron_fused_ce.adapter import switch
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.upstream_guard import Guard
+
+SEAM = "finalize_model_grads"
+
+_of_layer: WeakKeyDictionary[nn.Module, Guard] = WeakKeyDictionary()
+
+
+class _Model:
+    """A model as ``finalize_model_grads`` gets it: the guards of its heads, one of its own without a head."""
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        parts = {id(module) for chunk in chunks for module in chunk.modules()}
+        self.guards = [guard for layer, guard in _of_layer.items() if id(layer) in parts]
+        for guard in self.guards:
+            guard.belongs_to(chunks)
+        if not self.guards:
+            self.guards = [Guard("a head on another rank (of another pipeline stage)", chunks)]
+        #: Whether any rank's head can mismatch; None until the ranks have compared.
+        self.used: bool | None = None
+
+
+_models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
+
+
+def guard_of(layer: nn.Module) -> Guard:
+    """Of the model that holds this output layer; of all models where that is not known (a copied layer)."""
+    if layer not in _of_layer:
+        _of_layer[layer] = Guard(f"a copy of {type(layer).__name__}")
+    return _of_layer[layer]
+
+
+def adopt(model: nn.Module, layer: nn.Module, config: FusedCEConfig) -> None:
+    """Give the model that holds ``layer`` a guard."""
+    guard = _of_layer[layer] = Guard(f"the head of {type(model).__name__}", [model])
+    guard.expected = config.strategy == "grad_in_forward" or config.skip_masked
+
+
+def patch(module: ModuleType) -> None:
+    """Wrap ``finalize_model_grads``, also where a module that was imported before has it by name."""
+    stock = getattr(module, SEAM, None)
+    if stock is None or "model" not in inspect.signature(stock).parameters:
+        return
+    signature = inspect.signature(stock)
+
+    @wraps(stock)
+    def finalize_model_grads(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        tell_all_ranks(given["model"], given.get("pg_collection"))
+        return result
+
+    for other in list(sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(SEAM) is stock:
+            setattr(other, SEAM, finalize_model_grads)
+
+
+def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:
+    """A mismatch on any rank of the model is one on all of them from now on. The host does not wait.
+
+    Collectives, in a launch with the fused head only: one MAX all-reduce of an int32 over all ranks, where
+    the model is on all of them, else one each over its tensor-, pipeline- and data-parallel groups; before
+    the first, the same once for whether it is needed, for which the host waits. Where it is not, none.
+
+    Args:
+        chunks: what ``finalize_model_grads`` was given, this rank's part of the model.
+        groups: the ``pg_collection`` it was given, or None for Megatron's parallel state.
+    """
+    model = _models.get(chunks[0])
+    if model is None:
+        if not switch.ever_asked_for():
+            return
+        model = _models[chunks[0]] = _Model(chunks)
+    if model.used is False:
+        return
+    over = vocab_parallel.joining(_axes(groups))
+    if not over:
+        return
+    device = vocab_parallel.collective_device(over[0])
+    if model.used is None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # the host cannot ask; `Guard.prepare` refuses a first use here
+        needed = any(guard.used or guard.expected for guard in model.guards)
+        asked = torch.full((1,), int(needed), dtype=torch.int32, device=device)
+        model.used = bool(_largest(asked, over))
+        for guard in model.guards:
+            guard.allowed = model.used
+    if not model.used:
+        return
+    found = torch.cat([guard.remembered(device) for guard in model.guards]).amax(0, keepdim=True)
+    found = _largest(found, over).bool()
+    for guard in model.guards:
+        guard.watch(found)
+
+
+def _largest(value: Tensor, groups: Sequence[Any]) -> Tensor:
+    for group in groups:
+        value = vocab_parallel.largest_over_ranks(value, group)
+    return value
+
+
+def _axes(given: Any) -> list[Any]:
+    """The groups of this rank along each axis of the grid of a model's ranks."""
+    if given is None:
+        from megatron.core import parallel_state
+
+        return [
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ]
+    # With GTP (0.19) the ranks that hold a weight's parts see other tokens too.
+    replicas = getattr(given, "dp_cp_gtp_remat", None) or given.dp_cp
+    pipelines = given.pp if isinstance(given.pp, list) else [given.pp]
+    return [given.tp, *pipelines, replicas]

@@ -1,0 +1,82 @@
+"""Tensors of another device than the current one: each stream that is waited on is the tensors' own."""
+
+from __future__ import annotations
+
+from unittest.mock import MagicMock, patch
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
+from megatron_fused_ce.testing.reference import make_inputs
+from tests.support.ranks import Rank, on_ranks
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+STRATEGIES = ("recompute", "store", "grad_in_forward")
+
+
+def test_the_side_stream_meets_streams_of_its_own_device():
+    """Before a collective, behind it, and after an error."""
+    device = torch.device("cuda", 1)
+    streams = {device: MagicMock(name="of the tensors"), None: MagicMock(name="of device 0")}
+    with (
+        patch("torch.cuda.Stream") as side,
+        patch("torch.cuda.stream"),
+        patch("torch.cuda.current_stream", lambda of=None: streams[of]),
+    ):
+        stream = vocab_parallel._SideStream(device)
+        side.assert_called_once_with(device, priority=-1)
+        stream.start(MagicMock(), (torch.ones(1),)).wait()
+        stream.settle()
+    side().wait_stream.assert_called_once_with(streams[device])
+    streams[device].wait_event.assert_called_once_with(side().record_event())
+    streams[device].wait_stream.assert_called_once_with(side())
+    assert not streams[None].mock_calls
+
+
+def run(device: torch.device, strategy: str, group=None, rank: int = 0, size: int = 1, **settings):
+    """Loss and both gradients of one rank's shard."""
+    sizes = {"s": 96, "b": 2, "hidden_size": 64, "vocab": 512}
+    inputs = make_inputs("plain", **sizes, dtype=torch.bfloat16, device=device)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.chunk(size)[rank].clone().requires_grad_()
+    loss = fused_linear_cross_entropy(
+        hidden,
+        weight,
+        inputs.labels,
+        tp_group=group,
+        token_weights=inputs.grad_loss,
+        config=FusedCEConfig(strategy=strategy, num_chunks=4, **settings),
+    )
+    loss.backward(inputs.grad_loss)
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def results_on_its_device_and_from_another(device: torch.device, *given, **settings):
+    there = []
+    for current in (device, torch.device("cuda", 0)):
+        with torch.cuda.device(current):
+            made = run(device, *given, **settings)
+            assert torch.cuda.current_device() == current.index
+            there.append([tensor.cpu() for tensor in made])
+    return there
+
+
+@two_gpus
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("logits_backend", ["auto", "gemm_rows"])
+def test_another_device_is_current(strategy, logits_backend):
+    device = torch.device("cuda", 1)
+    settings = {"logits_backend": logits_backend}
+    assert all(
+        map(torch.equal, *results_on_its_device_and_from_another(device, strategy, **settings))
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_device_is_current_on_rank_1(rank: Rank, strategy):
+    if rank.device.type != "cuda":
+        pytest.skip("needs two GPUs")
+    given = (strategy, rank.group, rank.rank, rank.size)
+    assert all(map(torch.equal, *results_on_its_device_and_from_another(rank.device, *given)))

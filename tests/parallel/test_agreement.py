@@ -1,0 +1,249 @@
+"""Facts of one rank alone, its memory and its machine, never change the collectives of its group."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend, op
+from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
+from megatron_fused_ce.testing.collectives import Collectives
+from tests.support.ranks import Rank, on_ranks
+
+SEQUENCE, HIDDEN, ROWS = 24, 32, 64
+
+
+class Call:
+    """One head of this rank, the same values in every call; where its tensors lie is the caller's choice."""
+
+    def __init__(self, rank: Rank, rows: int = ROWS) -> None:
+        self.rank = rank
+        # As a fresh launch has it: nothing was compared over it.
+        self.group = dist.new_group(list(range(rank.size)))
+        random = torch.Generator().manual_seed(rank.rank)
+        same = torch.Generator().manual_seed(77)
+        # By Triton's interpreter in fp32.
+        dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
+        hidden = torch.randn(SEQUENCE, HIDDEN, generator=same).to(rank.device, dtype)
+        self.hidden = hidden
+        self.weight = torch.randn(rows, HIDDEN, generator=random).to(rank.device, dtype)
+        labels = torch.randint(0, rows * rank.size, (SEQUENCE,), generator=same)
+        self.labels = labels.to(rank.device)
+        self.grad_loss = torch.randn(SEQUENCE, generator=same).to(rank.device)
+
+    def __call__(
+        self,
+        place_hidden: Any = torch.clone,
+        place_weight: Any = torch.clone,
+        **changes: Any,
+    ) -> tuple[HeadOutputs, list[torch.Tensor]]:
+        """What the op gives, then loss and both gradients."""
+        hidden = place_hidden(self.hidden).requires_grad_()
+        weight = place_weight(self.weight).requires_grad_()
+        arguments = {"config": FusedCEConfig(logits_backend="scaled_exp", num_chunks=2), **changes}
+        out = linear_cross_entropy(hidden, weight, self.labels, tp_group=self.group, **arguments)
+        out.loss.backward(self.grad_loss)
+        return out, [out.loss.detach(), hidden.grad, weight.grad]
+
+
+def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one element behind where an allocation begins."""
+    room = tensor.new_empty(tensor.numel() + 1)
+    placed = room[1:].view(tensor.shape)
+    assert placed.data_ptr() % 16
+    return placed.copy_(tensor)
+
+
+def with_odd_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, in rows that are an odd number of elements apart."""
+    room = tensor.new_empty(tensor.shape[0], tensor.shape[1] + 1)
+    return room[:, : tensor.shape[1]].copy_(tensor)
+
+
+PLACES = {"odd-offset": at_odd_offset, "odd-rows": with_odd_rows}
+
+everywhere = pytest.mark.parametrize("place", PLACES)
+
+
+def is_last(rank: Rank) -> bool:
+    return rank.rank == rank.size - 1
+
+
+def same_on_all(rank: Rank, value: Any) -> bool:
+    seen: list[Any] = [None] * rank.size
+    dist.all_gather_object(seen, value)
+    return len(set(map(str, seen))) == 1
+
+
+def serve_everywhere() -> Any:
+    """``auto`` may take the scaled-exp GEMM on a CPU too, by Triton's interpreter."""
+    stock = logits_backend.why_not_here
+
+    def why_not_here(config: FusedCEConfig, *tensors: torch.Tensor) -> str:
+        if config.logits_backend == "auto":
+            config = replace(config, logits_backend="scaled_exp")
+        return stock(config, *tensors)
+
+    return patch.object(logits_backend, "why_not_here", why_not_here)
+
+
+@on_ranks(2)
+@everywhere
+def test_hidden_states_move_on_call_2(rank: Rank, place) -> None:
+    """On call 2, on the last rank alone; the others' collectives are those of call 1."""
+    call = Call(rank)
+    _, first = call()
+    out, again = call(place_hidden=PLACES[place] if is_last(rank) else torch.clone)
+    assert out.logits_backend == "scaled_exp"
+    assert all(map(torch.equal, first, again))
+
+
+@on_ranks(2)
+@everywhere
+def test_hidden_states_lie_badly_from_the_start(rank: Rank, place) -> None:
+    expected = Call(rank)()[1]
+    out, made = Call(rank)(place_hidden=PLACES[place] if is_last(rank) else torch.clone)
+    assert out.logits_backend == "scaled_exp"
+    assert all(map(torch.equal, expected, made))
+
+
+@on_ranks(2)
+@everywhere
+def test_a_weight_lies_badly_from_the_start(rank: Rank, place) -> None:
+    """From the start: ``auto`` takes the row kernels on every rank, in later calls too."""
+    call = Call(rank)
+    config = FusedCEConfig(num_chunks=2)
+    with serve_everywhere():
+        assert Call(rank)(config=config)[0].logits_backend == "scaled_exp", "the case tests nothing"
+        for moved in (is_last(rank), False):
+            where = PLACES[place] if moved else torch.clone
+            out, made = call(place_weight=where, config=config)
+            assert out.logits_backend == "gemm_rows"
+            assert out.why_not_scaled_exp
+    exact = Call(rank)(config=FusedCEConfig(logits_backend="gemm_rows", num_chunks=2))[1]
+    assert all(map(torch.equal, exact, made))
+
+
+@on_ranks(2)
+def test_a_weight_lies_badly_and_the_backend_was_named(rank: Rank) -> None:
+    """From the start: an error on every rank, whose call goes on without that request."""
+    call = Call(rank)
+    for _ in range(2):
+        try:
+            call(place_weight=at_odd_offset if is_last(rank) else torch.clone)
+        except ValueError as error:
+            assert "rows of weight that are contiguous" in str(error), str(error)
+        else:
+            raise AssertionError("no error on this rank")
+    call(config=FusedCEConfig(num_chunks=2))
+
+
+@on_ranks(2)
+@everywhere
+def test_a_weight_moves_on_call_2(rank: Rank, place) -> None:
+    """On call 2, on the last rank alone: copied there, and said."""
+    call = Call(rank)
+    _, first = call()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        out, again = call(place_weight=PLACES[place] if is_last(rank) else torch.clone)
+    assert out.logits_backend == "scaled_exp"
+    assert all(map(torch.equal, first, again))
+    copies = [str(one.message) for one in told if "is copied in every call" in str(one.message)]
+    assert len(copies) == is_last(rank)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("early", [True, False], ids=["from-call-1", "from-call-2"])
+def test_main_grad_on_one_rank(rank: Rank, early) -> None:
+    """``main_grad`` on rank 0 alone, from the start or from call 2 on: one plan, the right gradients."""
+    from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
+
+    group = dist.new_group(list(range(rank.size)))
+    same = torch.Generator().manual_seed(7)
+    hidden = torch.randn(2048, 512, generator=same).to(rank.device, torch.bfloat16)
+    labels = torch.randint(0, 1024 * rank.size, (2048,), generator=same).to(rank.device)
+    # The scaled-exp GEMM needs less: this budget is for the row kernels.
+    config = FusedCEConfig(memory_mb=4, logits_backend="gemm_rows", row_backend="torch")
+    # Anything but 0, in bf16's range.
+    grad_loss = (torch.rand(2048, generator=same) + 0.5).to(rank.device)
+    plans, gradients = [], []
+    for call in range(2):
+        random = torch.Generator().manual_seed(rank.rank)
+        weight = torch.randn(1024, 512, generator=random).mul(0.02).to(rank.device, torch.bfloat16)
+        weight.requires_grad_()
+        if rank.rank == 0 and (early or call):
+            weight.main_grad = torch.zeros(1024, 512, device=rank.device)
+        opens = open_grad_weight_for(weight, gradient_accumulation_fusion=True)
+        assert (grad_weight.kind_of(opens) == "main_grad") == hasattr(weight, "main_grad")
+        out = linear_cross_entropy(
+            hidden, weight, labels, tp_group=group, config=config, open_grad_weight=opens
+        )
+        plans.append((out.plan.strategy, out.plan.count, out.plan.stored_chunks))
+        out.loss.backward(grad_loss)
+        gradients.append(getattr(weight, "main_grad", weight.grad).float())
+    assert plans[0] == plans[1] and same_on_all(rank, plans), plans
+    norm = gradients[0].norm()
+    assert norm > 0 and (gradients[0] - gradients[1]).norm() < 4e-3 * norm
+
+
+@on_ranks(2)
+def test_another_device_on_one_rank(rank: Rank) -> None:
+    """H200 beside another GPU: their rows of the planner's table say other chunks."""
+    group = dist.new_group(list(range(rank.size)))
+    hidden = torch.ones(16384, 16, device=rank.device)
+    labels = torch.zeros(16384, dtype=torch.int64, device=rank.device)
+    weight = torch.ones(32, 16, device=rank.device)
+    name = "H200" if is_last(rank) else ""
+    with patch.object(op, "_device_in_plans", lambda hidden: name):
+        alone = linear_cross_entropy(hidden, weight, labels, config=_RECOMPUTE).plan.count
+        assert not same_on_all(rank, alone), "the case tests nothing"
+        for _ in range(2):
+            out = linear_cross_entropy(hidden, weight, labels, tp_group=group, config=_RECOMPUTE)
+            assert same_on_all(rank, out.plan.count)
+            assert torch.allclose(out.loss, out.loss.new_tensor(32.0 * rank.size).log())
+
+
+_RECOMPUTE = FusedCEConfig(strategy="recompute")
+
+
+@on_ranks(2)
+def test_no_triton_on_one_rank(rank: Rank) -> None:
+    call = Call(rank)
+    missing = ImportError("there is no triton") if is_last(rank) else None
+    with patch.object(logits_backend, "choose", side_effect=missing, wraps=logits_backend.choose):
+        try:
+            call()
+        except (ImportError, ValueError) as error:
+            assert "there is no triton" in str(error), str(error)
+        else:
+            raise AssertionError("no error on this rank")
+
+
+@on_ranks(2)
+def test_later_calls_exchange_nothing(rank: Rank) -> None:
+    """One exchange per head and group; other lengths, options and places of the same head need none."""
+    call, other = Call(rank), Call(rank, rows=2 * ROWS)
+    other.group = call.group
+
+    def exchanges(head: Call, **given: Any) -> int:
+        with Collectives({call.group: "tp"}) as issued:
+            head(**given)
+        return sum(made.dtype == "int64" and made.name == "all_gather" for made in issued.calls)
+
+    given = {"vocab_start": rank.rank * ROWS}
+    assert exchanges(call, **given) == 1
+    assert exchanges(call, **given) == 0
+    scaled = FusedCEConfig(logits_backend="scaled_exp", num_chunks=3, logit_scale=0.5)
+    where = at_odd_offset if is_last(rank) else torch.clone
+    assert exchanges(call, **given, config=scaled, place_hidden=where) == 0
+    given = {"vocab_start": rank.rank * 2 * ROWS}
+    assert exchanges(other, **given) == 1
+    assert exchanges(other, **given) == 0
+    assert exchanges(call, vocab_start=rank.rank * ROWS) == 0
