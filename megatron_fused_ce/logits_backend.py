@@ -386,11 +386,10 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
             return f"TMA needs rows of {name} of a multiple of 16 bytes, {letter} is {length}"
     if not _loads(weight):
         return "TMA needs rows of weight that are contiguous and begin at multiples of 16 bytes"
-    if (
-        tokens.dtype == torch.bfloat16 or interpreted
-    ):  # no other dtype is served: nothing to compile
-        if _forms().product_for(tokens.device) is None:
-            return str(_forms().compiled(tokens.device).failure)
+    # Compiled here, and only for a dtype that it serves.
+    served = interpreted or tokens.dtype == torch.bfloat16
+    if served and _forms().product_for(tokens.device) is None:
+        return str(_forms().compiled(tokens.device).failure)
     return ""
 
 
