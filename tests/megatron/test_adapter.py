@@ -375,7 +375,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     gone = run(script, *FLAGS)
     assert gone.returncode == 2 and "unrecognized arguments" in gone.stderr
     assert "Traceback" not in gone.stderr and "Error processing line" not in gone.stderr
-    said = f"megatron_fused_ce is not installed any more, so {FLAGS[0]} is unknown: "
+    said = "megatron_fused_ce is not installed any more, so --fused-chunked-ce is unknown: "
     said += f"install it again, or delete {file}"
     assert [line for line in gone.stderr.splitlines() if "not installed" in line] == [said]
     assert run("-c", "pass").stderr == ""
