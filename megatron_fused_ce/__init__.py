@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron_fused_ce.token_outputs import TokenOutputs
     from megatron_fused_ce.upstream_guard import UpstreamMismatch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Counters",

@@ -26,7 +26,8 @@ try:
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("megatron_fused_ce"):
         raise
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not hasattr(sys, "megatron_fused_ce_is_missing"):
+        sys.megatron_fused_ce_is_missing = True  # site may run a .pth file of lib and of lib64
         print("megatron_fused_ce is not installed any more, so {flag} is unknown: install it again, or "
               "delete {file}", file=sys.stderr)
 else:

@@ -38,8 +38,6 @@ NAME = "scripts/check_plan.py"
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "results"
 DAY = "2026-11-21-h200-"
 PAGE = REPOSITORY / "docs" / "plan.md"
-README = REPOSITORY / "README.md"
-IN_SHORT = "scripts/check_plan.py, the example in short"
 PICTURE = REPOSITORY / "docs" / "images" / "plan-llama-3.2-1b.png"
 GIB = 2**30
 
@@ -317,13 +315,6 @@ def printed(words: str) -> str:
     return "\n".join(["```", f"$ python -m megatron_fused_ce plan {words}", *lines, "```"])
 
 
-def in_short() -> str:
-    """Of the example what it ends with, for README.md: every way, and the advice."""
-    first, command_line, *lines, last = printed(EXAMPLE).splitlines()
-    ways = next(i for i, line in enumerate(lines) if line.startswith("Each way of computing"))
-    return "\n".join([first, command_line, "...", *lines[ways:], last])
-
-
 def parts() -> dict[str, str]:
     """Everything in docs/plan.md that is made here, by the name of its markers."""
     made = {
@@ -347,12 +338,11 @@ def outside(found: Sequence[Compared], bound: float) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--write", action="store_true", help="into docs/plan.md and README.md")
+    parser.add_argument("--write", action="store_true", help="into docs/plan.md")
     options = parser.parse_args(argv)
     made = parts()
     if options.write:
         marked_document.rewrite(PAGE, made)
-        marked_document.rewrite(README, {IN_SHORT: in_short()})
         with contextlib.redirect_stdout(io.StringIO()):
             command.main([*shlex.split(EXAMPLE), "--plot", str(PICTURE)])
     else:

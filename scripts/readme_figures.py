@@ -1,4 +1,4 @@
-"""Writes the figures of README.md from committed results, each part between two comments.
+"""Writes the tables of README.md, each between two comments: committed results, and plans.
 
     python scripts/readme_figures.py            # make figures
     python scripts/readme_figures.py --check    # writes nothing; exit code 1 where README.md is out of date
@@ -9,12 +9,17 @@ Exit code 2: a result file, a row of it or a pair of comments that is missing. N
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import committed_results
 import marked_document
+
+from megatron_fused_ce.estimate.command import plan_of
+from megatron_fused_ce.estimate.report import GIB
+from megatron_fused_ce.planner import PlanInputs, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "benchmarks" / "results"
@@ -32,143 +37,101 @@ class Results:
         except (OSError, ValueError) as error:
             raise ValueError(f"{self.path.name} cannot be read: {error}") from None
 
+    def found(self, **wanted: Any) -> Row | None:
+        """The one row with these values, or None."""
+        rows = [row for row in self.rows if wanted.items() <= row.items()]
+        if len(rows) > 1:
+            raise ValueError(f"{self.path.name} has {len(rows)} rows with {wanted}, expected one")
+        return rows[0] if rows else None
+
     def row(self, **wanted: Any) -> Row:
         """The one row with these values."""
-        found = [row for row in self.rows if wanted.items() <= row.items()]
-        if len(found) != 1:
-            raise ValueError(f"{self.path.name} has {len(found)} rows with {wanted}, expected one")
-        return found[0]
-
-    def trains(self, **wanted: Any) -> Row:
-        row = self.row(**wanted)
-        if row["status"] != "ok":
-            raise ValueError(f"{self.path.name}: {wanted} ended with {row['status']}")
+        row = self.found(**wanted)
+        if row is None:
+            raise ValueError(f"{self.path.name} has 0 rows with {wanted}, expected one")
         return row
 
-    def runs_out(self, **wanted: Any) -> int:
-        """T of a launch that does not fit."""
-        row = self.row(**wanted)
-        if row["status"] != "out of memory":
-            raise ValueError(f"{self.path.name}: {wanted} ended with {row['status']}")
-        return int(row["T"])
+
+#: The head alone on one H200, and on four with sequence parallelism.
+HEADS = (
+    ("2026-11-21-h200-reach-llama3-8b", {"T": 32768, "tp": 1, "sp": False}),
+    ("2026-11-21-h200-tp4-reach", {"T": 32768, "tp": 4, "sp": True}),
+)
+#: Native fusion was not measured on four GPUs.
+NOT_MEASURED = {("2026-11-21-h200-tp4-reach", "megatron-native")}
 
 
-def speed(row: Row) -> str:
-    return f"{row['tokens_per_s']:.0f}"
-
-
-def peak(row: Row) -> str:
-    return f"{row['peak_mib']:.0f}"
-
-
-def head_table(results: Results, cell: Row, lines: Sequence[tuple[str, Sequence[Row]]]) -> str:
-    """Time over three products, and peak. A line of several variants has several figures.
-
-    ``{own}`` in a label is the ratio to the variant's own products.
-    """
-    products_ms = results.row(variant="roof", **cell)["time_ms"]
-    text = "| | time | peak MiB |\n|---|---:|---:|\n"
-    for label, wanted in lines:
-        rows = [results.row(**cell, **variant) for variant in wanted]
-        times = ", ".join(f"{row['time_ms'] / products_ms:.3f}" for row in rows)
-        peaks = ", ".join(map(peak, rows))
-        text += f"| {label.format(own=format(rows[0]['ratio'], '.3f'))} | {times} | {peaks} |\n"
+def speed_and_memory() -> str:
+    """Time to the millisecond and peak to a tenth of a GiB: the rows' spread is 2 to 7 %."""
+    measured = [(Results(name), cell) for name, cell in HEADS]
+    text = "| | one H200, ms | GiB | four H200s, ms | GiB |\n|---|---:|---:|---:|---:|\n"
+    for label, variant in (
+        ("Megatron unfused", "megatron-unfused"),
+        ("Megatron native fusion", "megatron-native"),
+        ("Megatron's layer + Transformer Engine's loss", "megatron-te"),
+        ("this, `--fused-chunked-ce`", "auto"),
+    ):
+        cells = [_time_and_peak(results, cell, variant) for results, cell in measured]
+        text += f"| {label} | {' | '.join(cells)} |\n"
     return text
 
 
-def variants(*names: str) -> list[Row]:
-    return [{"variant": name} for name in names]
+def _time_and_peak(results: Results, cell: Row, variant: str) -> str:
+    if (results.path.stem, variant) in NOT_MEASURED:
+        return "– | –"
+    wanted: Row = {"variant": variant}
+    if variant == "auto":
+        chosen = plan(_inputs(results.row(variant="megatron-unfused", **cell)))
+        wanted = {"variant": chosen.strategy, "chunk_tokens": chosen.capacity}
+    row = results.row(**cell, **wanted)
+    return f"{row['time_ms']:.0f} | {row['peak_mib'] / 1024:.1f}"
 
 
-def one_gpu() -> str:
-    return head_table(
-        Results("2026-11-21-h200-reach-llama3-8b"),
-        {"T": 32768},
-        [
-            ("`grad_in_forward`, what `auto` takes here", variants("grad_in_forward")),
-            ("`store`", variants("store")),
-            ("`recompute` ({own} of four products)", variants("recompute")),
-            ("Megatron unfused", variants("megatron-unfused")),
-            ("Megatron `--cross-entropy-fusion-impl native`", variants("megatron-native")),
-            (
-                "Megatron's layer + Transformer Engine's cross entropy, with `overwrite_input`",
-                variants("megatron-te", "megatron-te-overwrite"),
-            ),
-            ("`torch.compile` of linear + cross entropy", variants("torch-compile")),
-            ("Liger Triton, chunks of 4096 tokens or more", variants("liger-large-chunks")),
-            ("Liger, cuBLAS and CuTe rows", variants("liger-cutedsl-ce")),
-            ("QuACK, with scaled exponentials", variants("quack", "quack-scaled-exp")),
-            ("Cut Cross Entropy", variants("cce")),
-        ],
+def _inputs(row: Row) -> PlanInputs:
+    """What a launch with the flag alone asks the planner for."""
+    return PlanInputs(
+        num_tokens=row["T"],
+        hidden_size=row["H"],
+        num_rows=row["V"],
+        num_parts=row["tp"] if row["sp"] else 1,
+        tp_size=row["tp"],
+        token_weights_known=True,
+        device=row["device"],
     )
 
 
-def four_gpus() -> str:
-    chunks = {"chunk_tokens": 8192}
-    return head_table(
-        Results("2026-11-21-h200-tp4-reach"),
-        {"T": 32768, "sp": True},
-        [
-            ("`store`, chunks of 8192 tokens", [{"variant": "store", **chunks}]),
-            (
-                "`grad_in_forward`, chunks of 8192, with two all-reduces",
-                [
-                    {"variant": "grad_in_forward", **chunks},
-                    {"variant": "grad_in_forward/all_reduce", **chunks},
-                ],
-            ),
-            (
-                "`recompute`, chunks of 8192 ({own} of four products)",
-                [{"variant": "recompute", **chunks}],
-            ),
-            (
-                "Megatron's layer + Transformer Engine's cross entropy, with `overwrite_input`",
-                variants("megatron-te", "megatron-te-overwrite"),
-            ),
-            ("Megatron unfused", variants("megatron-unfused")),
-            ("verl's linear cross entropy", variants("verl-tp")),
-        ],
-    )
+EXAMPLES = "scripts/examples"
+PLANS = (
+    (
+        "Llama-3.2-1B, 131072 tokens, one H200, full recomputation",
+        "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full",
+    ),
+    (
+        "Llama-3-8B, 32768 tokens, 8 H100s, TP 4 with sequence parallelism",
+        "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768",
+    ),
+    (
+        f"[Llama-3-8B, 8192 tokens, 8 H100s]({EXAMPLES}/llama3_8b.sh)",
+        f"--from-launch {ROOT / EXAMPLES / 'llama3_8b.sh'}",
+    ),
+    (
+        f"[Llama-3-70B, 8192 tokens, 64 H100s]({EXAMPLES}/llama3_70b.sh)",
+        f"--from-launch {ROOT / EXAMPLES / 'llama3_70b.sh'}",
+    ),
+)
 
 
-def one_gpu_launches() -> str:
-    results = Results("2026-11-21-h200-longest-sequence")
-    flag, native = (results.trains(T=16384, variant=name) for name in ("auto", "native"))
-    longest = results.trains(T=131072, variant="auto")
-    for name in ("unfused", "native"):
-        results.runs_out(T=longest["T"], variant=name)
-    lines = (
-        "A whole run of `pretrain_gpt.py` on one H200 (a Llama-3.2-1B-like model, Transformer Engine's",
-        f"layers): at {flag['T']} tokens {speed(flag)} tokens/s in {peak(flag)} MiB, where",
-        f"native has {speed(native)} in {peak(native)}; at {longest['T']} tokens it trains in",
-        f"{peak(longest)} MiB, where unfused and native run out of memory.",
-    )
-    return "\n".join(lines) + "\n"
+def plans() -> str:
+    """Peak of a GPU by ``python -m megatron_fused_ce plan``."""
+    text = "| training | off, GiB | on, GiB | saved |\n|---|---:|---:|---:|\n"
+    for label, words in PLANS:
+        advice = plan_of(shlex.split(words)).advice
+        before, after = advice.baseline.peak / GIB, advice.recommended.peak / GIB
+        text += f"| {label} | {before:.1f} | {after:.1f} | {1 - after / before:.0%} |\n"
+    return text
 
 
-def four_gpus_launches() -> str:
-    steps = Results("2026-11-21-h200-tp4-pretrain-steps")
-    reach = Results("2026-11-21-h200-tp4-pretrain-reach")
-    flag, native, unfused = (
-        steps.trains(T=32768, variant=name) for name in ("auto", "native", "unfused")
-    )
-    longest = reach.trains(T=1572864, variant="auto")
-    too_long = reach.runs_out(T=786432, variant="unfused")
-    lines = (
-        f"`pretrain_gpt.py` on them (two layers of Llama-3-8B, {flag['T']} tokens): {flag['time_ms']} ms a",
-        f"step in {peak(flag)} MiB with the flag, native {native['time_ms']} in {peak(native)}, unfused",
-        f"{unfused['time_ms']} in {peak(unfused)}. One layer of Llama-3.2-1B trains on {longest['T']}",
-        f"tokens with the flag, where unfused runs out of memory at {too_long}.",
-    )
-    return "\n".join(lines) + "\n"
-
-
-PARTS: dict[str, Callable[[], str]] = {
-    "the head on one GPU": one_gpu,
-    "launches on one GPU": one_gpu_launches,
-    "the head on four GPUs": four_gpus,
-    "launches on four GPUs": four_gpus_launches,
-}
+PARTS: dict[str, Callable[[], str]] = {"speed and memory": speed_and_memory, "plans": plans}
 
 
 def parts() -> dict[str, str]:

@@ -52,15 +52,44 @@ def _share(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags to Megatron's parser (or any other), in a group of their own."""
-    group = parser.add_argument_group(
-        title="fused chunked cross-entropy",
-        description="megatron_fused_ce: the language-model head without its logits",
+    """Add the flags to Megatron's parser (or any other): a group for users, one for experts."""
+    _add_common(
+        parser.add_argument_group(
+            title="fused chunked cross-entropy",
+            description="megatron_fused_ce: the language-model loss without the whole logits",
+        )
     )
+    _add_advanced(
+        parser.add_argument_group(
+            title="fused chunked cross-entropy, advanced",
+            description="for comparisons and debugging; the defaults are right for training",
+        )
+    )
+    return parser
+
+
+def _add_common(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         FLAG,
         action="store_true",
-        help="compute the language-model loss one sequence chunk at a time, never holding the logits",
+        help="compute the language-model loss chunk by chunk, without holding the whole logits",
+    )
+    group.add_argument(
+        "--fused-ce-strategy",
+        choices=STRATEGY_CHOICES,
+        default="auto",
+        help="store: keep the logits in bf16 (or fp16, fp32) for the backward; grad_in_forward: compute the "
+        "gradients in the forward, exact for a loss that is a scalar times sum(losses * loss_mask); "
+        "recompute: compute the logits again in the backward, the least memory; auto (default): the "
+        "fastest that fits the memory budget",
+    )
+    group.add_argument(
+        "--fused-ce-memory-mb",
+        type=_at_least_one,
+        default=None,
+        metavar="M",
+        help="memory budget of the head in MiB, beside its inputs and gradients "
+        "(default: what grad_in_forward needs)",
     )
     chunking = group.add_mutually_exclusive_group()
     chunking.add_argument(
@@ -68,108 +97,93 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=_at_least_one,
         default=None,
         metavar="N",
-        help="cut the tokens of a micro-batch into N chunks of equal size",
+        help="split the tokens of a micro-batch into N equal chunks (default: chosen by a planner; "
+        "python -m megatron_fused_ce plan-head shows its choice)",
     )
     chunking.add_argument(
         "--fused-ce-chunk-tokens",
         type=_at_least_one,
         default=None,
         metavar="C",
-        help="or into chunks of C tokens, counted over the tensor-parallel group "
-        "(default: the planner's, see python -m megatron_fused_ce plan-head)",
-    )
-    group.add_argument(
-        "--fused-ce-strategy",
-        choices=STRATEGY_CHOICES,
-        default="auto",
-        help="recompute: least memory, computes the logits twice; store: keeps them in the dtype of "
-        "the hidden states until the backward; grad_in_forward: gradients in the forward, for the loss mask "
-        "known there; auto: the fastest that fits the budget, storing some chunks and recomputing "
-        "the rest where neither fits",
-    )
-    group.add_argument(
-        "--fused-ce-memory-mb",
-        type=_at_least_one,
-        default=None,
-        metavar="M",
-        help="budget in MiB of the head's own buffers, beside its inputs and gradients "
-        "(default: what grad_in_forward needs)",
-    )
-    group.add_argument(
-        "--fused-ce-merge",
-        choices=MERGE_CHOICES,
-        default="auto",
-        help="how the tokens' statistics meet over the tensor-parallel ranks: packed: one all-gather "
-        "of all of them; all_reduce: a MAX, then a SUM; auto: packed",
+        help="or into chunks of C tokens, counted over the tensor-parallel group",
     )
     group.add_argument(
         "--fused-ce-label-smoothing",
         type=_share,
         default=0.0,
         metavar="A",
-        help="smooth the labels over the whole vocabulary, on any number of tensor-parallel ranks",
-    )
-    group.add_argument(
-        "--fused-ce-label-smoothing-form",
-        choices=SMOOTHING_FORM_CHOICES,
-        default="megatron",
-        help="megatron: A * K / (K - 1) of K classes is spread over all of them; pytorch: A is",
+        help="label smoothing over the whole vocabulary, for any tensor-parallel size",
     )
     group.add_argument(
         "--fused-ce-z-loss",
         type=_zero_or_more,
         default=0.0,
         metavar="Z",
-        help="add Z * logsumexp(logits)**2 to each token's loss",
+        help="add Z * logsumexp(logits)**2 to the loss of each token",
     )
     group.add_argument(
         "--fused-ce-logit-softcap",
         type=_above_zero,
         default=None,
         metavar="CAP",
-        help="bend the logits to CAP * tanh(logits / CAP)",
+        help="replace the logits by CAP * tanh(logits / CAP), as in Gemma 2",
     )
     group.add_argument(
         "--fused-ce-ignore-index",
         type=int,
         default=None,
         metavar="ID",
-        help="tokens with this label have loss 0 and no gradient",
+        help="label of tokens with loss 0 and no gradient (PyTorch's default is -100; here: none)",
     )
     group.add_argument(
         "--fused-ce-mask-padded-vocab",
         action="store_true",
-        help="leave the columns that pad the vocabulary out of the softmax (stock Megatron has them in)",
+        help="leave the padding of the vocabulary out of the softmax (stock Megatron includes it)",
+    )
+    group.add_argument(
+        "--fused-ce-skip-masked",
+        action="store_true",
+        help="skip the GEMMs of tokens whose loss_mask is 0",
+    )
+    group.add_argument(
+        "--fused-ce-log-accuracy",
+        action="store_true",
+        help="log the token accuracy beside the lm loss, in training and evaluation",
+    )
+    group.add_argument(
+        "--fused-ce-report",
+        action="store_true",
+        help="log time and memory of the head's phases at each log interval",
+    )
+
+
+def _add_advanced(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--fused-ce-merge",
+        choices=MERGE_CHOICES,
+        default="auto",
+        help="collectives that combine the tokens' statistics over tensor-parallel ranks: packed: one "
+        "all-gather; all_reduce: a MAX and a SUM all-reduce; auto (default): packed",
+    )
+    group.add_argument(
+        "--fused-ce-label-smoothing-form",
+        choices=SMOOTHING_FORM_CHOICES,
+        default="megatron",
+        help="how much label smoothing A spreads over the K classes: megatron (default): A * K / (K - 1); "
+        "pytorch: A",
     )
     group.add_argument(
         "--fused-ce-logit-precision",
         choices=LOGIT_PRECISION_CHOICES,
         default="auto",
         help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
-        "auto: fp32 where the scaled-exp GEMM serves (bf16 on Hopper and newer)",
-    )
-    group.add_argument(
-        "--fused-ce-skip-masked",
-        action="store_true",
-        help="leave tokens that the loss_mask gives no weight out of every product",
-    )
-    group.add_argument(
-        "--fused-ce-log-accuracy",
-        action="store_true",
-        help="report the share of tokens whose label has the largest logit beside the lm loss, in training "
-        "and evaluation",
-    )
-    group.add_argument(
-        "--fused-ce-report",
-        action="store_true",
-        help="time and bytes of the head's phases, at each log interval: Megatron's timers, log, TensorBoard",
+        "auto (default): fp32 with the scaled-exp GEMM (bf16 on Hopper and newer), rounded elsewhere",
     )
     group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
-        help="compare shapes and options over the tensor-parallel ranks on every call",
+        help="compare shapes and options over the tensor-parallel ranks on every call, not only the first",
     )
-    return parser
 
 
 def config_from_args(args: Any) -> FusedCEConfig | None:

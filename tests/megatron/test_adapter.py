@@ -6,6 +6,7 @@ import argparse
 import copy
 import os
 import pickle
+import re
 import subprocess
 import sys
 import sysconfig
@@ -375,7 +376,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     gone = run(script, *FLAGS)
     assert gone.returncode == 2 and "unrecognized arguments" in gone.stderr
     assert "Traceback" not in gone.stderr and "Error processing line" not in gone.stderr
-    said = f"megatron_fused_ce is not installed any more, so {FLAGS[0]} is unknown: "
+    said = "megatron_fused_ce is not installed any more, so --fused-chunked-ce is unknown: "
     said += f"install it again, or delete {file}"
     assert [line for line in gone.stderr.splitlines() if "not installed" in line] == [said]
     assert run("-c", "pass").stderr == ""
@@ -384,6 +385,28 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
     assert run("-m", "megatron_fused_ce.autoload", "remove").returncode == 0
     assert run(script, *FLAGS).returncode == 2
+
+
+def test_flags_for_experts_stand_in_a_group_of_their_own():
+    groups = {
+        group.title: {action.option_strings[-1] for action in group._group_actions}
+        for group in arguments.add_arguments(argparse.ArgumentParser(add_help=False))._action_groups
+    }
+    common, advanced = (
+        groups["fused chunked cross-entropy"],
+        groups["fused chunked cross-entropy, advanced"],
+    )
+    assert advanced == {
+        "--fused-ce-merge",
+        "--fused-ce-label-smoothing-form",
+        "--fused-ce-logit-precision",
+        "--fused-ce-debug-checks",
+    }
+    assert len(common) == 13 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
+    page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
+    everyday, experts = page.split("### Advanced flags")
+    for names, text in ((common, everyday), (advanced, experts)):
+        assert names == set(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("config", ["store", {"strategy": "store"}, 4, FusedCEConfig, True])

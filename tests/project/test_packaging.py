@@ -22,7 +22,9 @@ import pytest
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACKED = ("setup.py", "pyproject.toml", "README.md", "megatron_fused_ce", "kernels")
+TRACKED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_fused_ce", "kernels")
+#: Tells type checkers that the package has types.
+MARKER = "megatron_fused_ce/py.typed"
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
@@ -115,14 +117,17 @@ def test_the_sdist_holds_plain_files(sdist):
         for name in names
         if not name.startswith(("megatron_fused_ce/", "megatron_fused_ce.egg"))
     }
-    assert others == {"setup.py", "pyproject.toml", "README.md", "setup.cfg", "PKG-INFO"}
+    assert MARKER in names
+    assert others == {"setup.py", "pyproject.toml", "README.md", "LICENSE", "setup.cfg", "PKG-INFO"}
 
 
 def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert inside == modules_of_the_tree()  # a top-level kernels/ would shadow PyPI's
+        assert inside == modules_of_the_tree() | {
+            MARKER
+        }  # a top-level kernels/ would shadow PyPI's
         for name in inside:
             assert archive.read(name) == (ROOT / name).read_bytes(), name
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -149,6 +154,11 @@ def test_the_metadata(wheel):
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
+    assert metadata["Author"] == "the megatron-fused-ce authors"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert not any("License ::" in words for words in metadata.get_all("Classifier"))
+    assert "Megatron-LM" in metadata["Keywords"].split(",")
     needed = [words for words in metadata.get_all("Requires-Dist") if "extra ==" not in words]
     assert {re.split(r"[^\w-]", words)[0] for words in needed} == {"torch", "triton"}
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from megatron_fused_ce.planner import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -24,14 +27,18 @@ def test_the_readme_is_up_to_date(capsys):
 
 def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys):
     path = tmp_path / "README.md"
-    path.write_text(README.replace("| 4137 |", "| 4138 |").replace("131.2 ms", "130.2 ms"))
+    path.write_text(
+        README.replace(
+            "this, `--fused-chunked-ce` | 157 |", "this, `--fused-chunked-ce` | 156 |"
+        ).replace("| 43.2 |", "| 42.2 |")
+    )
     assert readme_figures.main(["--check", "--readme", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [re.findall(r": (.*): out of date", line) for line in lines] == [
-        ["the head on one GPU"],
-        ["launches on four GPUs"],
+        ["speed and memory"],
+        ["plans"],
     ]
-    assert "4138" in path.read_text(), "--check writes nothing"
+    assert "`--fused-chunked-ce` | 156 |" in path.read_text(), "--check writes nothing"
     assert readme_figures.main(["--readme", str(path)]) == 0
     assert path.read_text() == README
 
@@ -48,33 +55,41 @@ def with_results(tmp_path, monkeypatch, name, change):
 
 
 def slower(rows):
-    """The roof's time doubled: every ratio is halved."""
-    return [
-        row | {"time_ms": 2 * row["time_ms"]} if row["variant"] == "roof" else row for row in rows
-    ]
+    return [row | {"time_ms": 2 * row["time_ms"]} for row in rows]
 
 
 def test_figures_come_from_the_results(tmp_path, monkeypatch):
+    table = readme_figures.speed_and_memory()
+    assert "| this, `--fused-chunked-ce` | 157 | 4.0 | 42 | 1.8 |" in table
     with_results(tmp_path, monkeypatch, "reach-llama3-8b", slower)
-    table = readme_figures.one_gpu()
-    assert "| `store` | 0.508 | 8337 |" in table and "| `store` | 1.016 | 8337 |" in README
+    assert (
+        "| this, `--fused-chunked-ce` | 313 | 4.0 | 42 | 1.8 |" in readme_figures.speed_and_memory()
+    )
+
+
+def test_what_the_flag_takes_is_the_planners_choice(monkeypatch):
+    """Not a strategy that is named in the script."""
+    monkeypatch.setattr(
+        readme_figures, "plan", lambda inputs: plan(replace(inputs, strategy="recompute"))
+    )
+    assert "| 204 | 2.0 | 54 | 0.8 |" in readme_figures.speed_and_memory()
+
+
+def test_the_plans_save_what_the_page_says():
+    """A lot, some, little and nothing: the honest filter."""
+    saved = [int(found) for found in re.findall(r"\| (\d+)% \|", readme_figures.plans())]
+    assert saved == [65, 8, 3, 0]
 
 
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("reach-llama3-8b", lambda rows: rows[:-1], "0 rows with {'T': 32768, 'variant': 'cce'}"),
+        (
+            "reach-llama3-8b",
+            lambda rows: [row for row in rows if row["variant"] != "megatron-te"],
+            "0 rows with",
+        ),
         ("tp4-reach", lambda rows: rows + rows, "2 rows with"),
-        (
-            "longest-sequence",
-            lambda rows: [row | {"status": "ok"} for row in rows],
-            "'variant': 'unfused'} ended with ok",
-        ),
-        (
-            "tp4-pretrain-steps",
-            lambda rows: [row | {"status": "out of memory"} for row in rows],
-            "ended with out of memory",
-        ),
     ],
 )
 def test_results_that_do_not_say_it_are_one_line_and_status_2(

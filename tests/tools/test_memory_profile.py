@@ -575,7 +575,7 @@ def test_the_head_alone(tmp_path, monkeypatch, capsys):
         assert memory_profile.main([*words, name]) == 2
         assert message in capsys.readouterr().err
     assert memory_profile.main(["--shape", "huge", "--out", str(tmp_path)]) == 2
-    assert "no shape 'huge'" in capsys.readouterr().err
+    assert "no model 'huge'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
