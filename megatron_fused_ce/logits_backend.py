@@ -386,11 +386,9 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
             return f"TMA needs rows of {name} of a multiple of 16 bytes, {letter} is {length}"
     if not _loads(weight):
         return "TMA needs rows of weight that are contiguous and begin at multiples of 16 bytes"
-    if (
-        tokens.dtype == torch.bfloat16 or interpreted
-    ):  # no other dtype is served: nothing to compile
-        if _forms().product_for(tokens.device) is None:
-            return str(_forms().compiled(tokens.device).failure)
+    compiles = tokens.dtype == torch.bfloat16 or interpreted  # else nothing is served
+    if compiles and _forms().product_for(tokens.device) is None:
+        return str(_forms().compiled(tokens.device).failure)
     return ""
 
 
