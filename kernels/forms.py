@@ -59,6 +59,8 @@ def compiled(device: torch.device) -> Compiled:
     for product in _candidates(device):
         try:
             _try_out(product, device)
+        except torch.OutOfMemoryError:
+            raise  # no word on the form
         except Exception as error:  # of the compiler, the assembler, or names that moved
             name = product.__name__.rpartition(".")[2]
             said = (str(error).strip() or "without a word").splitlines()[-1].strip()

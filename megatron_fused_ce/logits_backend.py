@@ -386,9 +386,8 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
             return f"TMA needs rows of {name} of a multiple of 16 bytes, {letter} is {length}"
     if not _loads(weight):
         return "TMA needs rows of weight that are contiguous and begin at multiples of 16 bytes"
-    # Compiled here, and only for a dtype that it serves.
-    served = interpreted or tokens.dtype == torch.bfloat16
-    if served and _forms().product_for(tokens.device) is None:
+    compiles = tokens.dtype == torch.bfloat16 or interpreted  # else nothing is served
+    if compiles and _forms().product_for(tokens.device) is None:
         return str(_forms().compiled(tokens.device).failure)
     return ""
 

@@ -385,3 +385,17 @@ def test_no_form_that_compiles_is_a_reason_for_the_rows(forms_to_try, device):
 def test_every_form_is_tried_out(product, device):
     """The kernels that the trial compiles are those of a step: it runs here."""
     forms._try_out(product, torch.device(device))
+
+
+def test_memory_that_is_full_decides_nothing(forms_to_try, device, monkeypatch):
+    """Out of memory in the trial is the caller's error, and the next call tries again."""
+    forms_to_try(exp_product)
+
+    def full(*args):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exp_product, "exp_product", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            forms.product_for(torch.device(device))
+    assert forms.product_for(torch.device(device)) is exp_product

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend, op
+from megatron_fused_ce.kernels import forms
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.testing.collectives import Collectives
 from tests.support.ranks import Rank, on_ranks
@@ -247,3 +249,20 @@ def test_later_calls_exchange_nothing(rank: Rank) -> None:
     assert exchanges(other, **given) == 1
     assert exchanges(other, **given) == 0
     assert exchanges(call, vocab_start=rank.rank * ROWS) == 0
+
+
+@on_ranks(2)
+def test_a_kernel_that_compiles_on_one_rank_alone(rank: Rank) -> None:
+    """The row kernels serve on every rank, from the first call on."""
+    call = Call(rank)
+    auto = FusedCEConfig(num_chunks=2)
+    fails = forms.Compiled(None, "exp_product does not compile here (a test)")
+    with serve_everywhere(), contextlib.ExitStack() as stack:
+        assert Call(rank)(config=auto)[0].logits_backend == "scaled_exp"
+        if is_last(rank):
+            stack.enter_context(patch.object(forms, "compiled", lambda device: fails))
+        for _ in range(2):
+            out, made = call(config=auto)
+            assert out.logits_backend == "gemm_rows"
+    by_name = call(config=replace(auto, logits_backend="gemm_rows"))[1]
+    assert all(map(torch.equal, made, by_name))
