@@ -27,6 +27,7 @@ def its_number(rank: Rank, added: int) -> int:
 
 
 def raises_on_the_last(rank: Rank):
+    print(f"output of rank {rank.rank}")
     if rank.rank == rank.size - 1:
         raise ValueError(f"words of rank {rank.rank}")
     dist.barrier()
@@ -58,7 +59,7 @@ def skips(rank: Rank):
     [
         (
             raises_on_the_last,
-            ["rank 1 raised", "ValueError: words of rank 1", "raises_on_the_last"],
+            ["rank 1 raised", "ValueError: words of rank 1", "in raises_on", "output of rank 1"],
         ),
         (dies_on_the_last, ["rank 1 died", "SIGKILL"]),
         (
@@ -135,4 +136,18 @@ def test_nothing_is_left_to_the_next_test(what, words):
         with pytest.raises(RankFailure, match="left behind") as raised:
             world.run(leaves_something, what)
         assert words in str(raised.value)
+        assert world.run(its_number, 1) == [1, 2]
+
+
+def kills_the_server(rank: Rank):
+    if rank.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_server_that_ends_is_started_again():
+    """Its ranks are killed, and the next test has a new one."""
+    with pytest.raises(RankFailure, match=r"died|hung|stopped"), World(2) as world:
+        world.run(kills_the_server, timeout_s=5.0)
+    with World(2) as world:
         assert world.run(its_number, 1) == [1, 2]

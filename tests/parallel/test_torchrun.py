@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -34,25 +35,52 @@ def test_of_four(rank):
 """
 
 
-@pytest.mark.skipif(torchrun.IS_RANK, reason="starts torchrun itself")
-def test_a_launch_with_a_failing_test(tmp_path):
-    """It fails with that rank's words and waits for no time-out; the next test has new groups."""
-    (tmp_path / "test_of_a_launch.py").write_text(TESTS)
+pytestmark = pytest.mark.skipif(torchrun.IS_RANK, reason="starts torchrun itself")
+
+
+def launch(size, *arguments, path=""):
+    """``torchrun -m pytest`` with these arguments; without pytest's cache, which is the tests' own."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("-p", "tests.parallel.conftest", "-rs", str(tmp_path)),
+            *("--nproc-per-node", str(size), "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *arguments,
         ],
         cwd=ROOT,
-        env={**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+        env={**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join([str(ROOT), path])},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
-    assert done.returncode == 1, done.stderr
-    assert "1 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.count("test session") <= 1 and done.stdout.count(" failed, ") == 1
-    assert "rank 1 raised" in done.stdout and "words of one rank" in done.stdout
-    assert "4 ranks: torchrun has started 2" in done.stdout
-    assert "Timed out" not in done.stdout
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "tests"),
+    [
+        pytest.param(1, "group_of_one", marks=pytest.mark.rest),
+        pytest.param(2, "pairs and store"),
+        pytest.param(2, "pairs and not store", marks=pytest.mark.rest),
+        pytest.param(4, "pairs_of_four", marks=pytest.mark.rest),
+    ],
+)
+def test_the_head_under_torchrun(size, tests):
+    """The calls of test_head.py with torchrun's ranks in the place of forked ones."""
+    status, out, err = launch(size, "tests/parallel/test_head.py", "-k", tests)
+    assert status == 0, out + err
+    passed = re.search(r"^(\d+) passed", out, re.MULTILINE)
+    assert passed and int(passed[1]) >= 6, out
+    assert out.count(" passed") == 1, "only rank 0 reports"
+
+
+def test_a_launch_with_a_failing_test(tmp_path):
+    """It fails with that rank's words and waits for no time-out; the next test has new groups."""
+    (tmp_path / "test_of_a_launch.py").write_text(TESTS)
+    plugin = ("-p", "tests.parallel.conftest")
+    status, out, err = launch(2, *plugin, "-rs", str(tmp_path), path=str(tmp_path))
+    assert status == 1, err
+    assert "1 failed, 2 passed, 1 skipped" in out, out + err
+    assert out.count(" failed, ") == 1
+    assert "rank 1 raised" in out and "words of one rank" in out
+    assert "4 ranks: torchrun has started 2" in out
+    assert "Timed out" not in out

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -21,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce.testing.collectives import Collectives
+from tests.support import megatron
+from tests.support.megatron import NEWEST, have_groups, of_core
 from tests.support.ranks import Environment, Rank, Ranks, on_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
-
-CORE_0_19 = Path(sys.prefix) / "mcore-0.19.2"
 
 
 def prepare(device: torch.device) -> None:
@@ -37,23 +35,17 @@ def prepare(device: torch.device) -> None:
     from megatron.core.pipeline_parallel import schedules  # noqa: F401
 
     import megatron_fused_ce
-    from tests.ranks import model_cases
 
-    model_cases.prepare(device)
+    megatron.prepare(device)
     megatron_fused_ce.enable()
     megatron_fused_ce.disable()
 
 
 PREPARE = "tests.parallel.test_upstream_mismatch:prepare"
-MEGATRON = Environment("megatron", prepare=PREPARE)
-MEGATRON_0_19 = Environment("megatron 0.19.2", (str(CORE_0_19),), PREPARE)
+MEGATRON = Environment("late", prepare=PREPARE)
+MEGATRON_0_19 = replace(NEWEST, name="late-0.19.2", prepare=PREPARE)
 TWO, FOUR = Ranks(2, MEGATRON), Ranks(4, MEGATRON)
-NEWER = pytest.param(
-    Ranks(2, MEGATRON_0_19),
-    marks=pytest.mark.skipif(
-        not CORE_0_19.is_dir(), reason=f"no {CORE_0_19.name} in the environment"
-    ),
-)
+NEWER = of_core(2, MEGATRON_0_19)
 
 VOCAB, HIDDEN, SEQUENCE, BATCH, NUM_MICRO_BATCHES = 64, 16, 8, 2, 2
 
@@ -77,10 +69,9 @@ class Training:
 
     def __init__(self, rank: Rank, launch: Launch, seed: int = 7) -> None:
         import megatron_fused_ce
-        from tests.ranks import megatron_groups
 
         self.rank = rank
-        megatron_groups.have(launch.tp, launch.pp)
+        have_groups(launch.tp, launch.pp)
         megatron_fused_ce.enable(
             megatron_fused_ce.FusedCEConfig(
                 strategy=launch.strategy, num_chunks=2, skip_masked=launch.skip_masked

@@ -54,8 +54,8 @@ class Environment:
         for module in self.preload:
             with contextlib.suppress(ImportError):  # the tests that need it say so
                 importlib.import_module(module)
-        # torch.empty gives NaN. Its first call imports torch._inductor, seconds long.
-        torch.use_deterministic_algorithms(True)
+        # torch.empty gives NaN. torch.use_deterministic_algorithms would import the compiler, for seconds.
+        torch.set_deterministic_debug_mode("error")
 
 
 PLAIN = Environment()

@@ -119,7 +119,10 @@ def _start(kind: str, descriptor: int, environment: Environment, *place: Place) 
 
 
 class Server:
-    """A process with ``environment`` loaded, which forks ranks on a CPU."""
+    """A process with ``environment`` loaded, which forks ranks on a CPU.
+
+    Raises ``RuntimeError`` where it has ended, or cannot fork because a test's module started a thread.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -132,13 +135,20 @@ class Server:
         socket.send_fds(self._requests, [request], [descriptor])
         reply = self._reply()
         if isinstance(reply, str):
+            self.close()
             raise RuntimeError(reply)
         return reply
 
     def status(self, process: int) -> int:
-        """How a rank ended, as ``os.waitpid`` says it. Waits for its end."""
+        """How a rank ended, as ``os.waitpid`` says it. Waits for its end; 0 where the server has ended."""
+        if not self.is_alive:
+            return 0
         self._requests.send(json.dumps(process).encode())
         return self._reply()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def _reply(self) -> Any:
         data = self._requests.recv(1 << 16)
@@ -151,11 +161,15 @@ class Server:
         self._process.wait()
 
 
-@functools.cache
+_servers: dict[Environment, Server] = {}
+
+
 def server_of(environment: Environment) -> Server:
-    made = Server(environment)
-    atexit.register(made.close)
-    return made
+    """The running one, or a new one."""
+    if environment not in _servers or not _servers[environment].is_alive:
+        _servers[environment] = Server(environment)
+        atexit.register(_servers[environment].close)
+    return _servers[environment]
 
 
 @contextlib.contextmanager
@@ -195,7 +209,8 @@ class World:
         self._started: list[subprocess.Popen] = []
 
     def _open(self, module: str) -> None:
-        self._resources.enter_context(_one_large_world_at_a_time(self.size))
+        if not self.on_gpus:
+            self._resources.enter_context(_one_large_world_at_a_time(self.size))
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         self._resources.callback(shutil.rmtree, self._folder, ignore_errors=True)
         self.is_open = True
@@ -209,8 +224,8 @@ class World:
                     self._started.append(started)
                     self._processes.append(started.pid)
                 else:
-                    server = server_of(self.environment)
-                    self._processes.append(server.fork(place, theirs.fileno(), module))
+                    self._server = server_of(self.environment)
+                    self._processes.append(self._server.fork(place, theirs.fileno(), module))
         results(self._collect(START_TIMEOUT_S, GRACE_S))
 
     def _place(self, rank: int) -> Place:
@@ -219,7 +234,7 @@ class World:
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
         """``function(rank, *arguments, **options)`` on every rank; their results in order.
 
-        Raises :class:`RankFailure`, or pytest's skip where every rank that ended skipped.
+        Raises :class:`RankFailure`, or pytest's skip where a rank skipped.
         """
         __tracebackhide__ = True
         return results(self.outcomes(function, *arguments, **options))
@@ -261,6 +276,9 @@ class World:
                 rank = waiting[connection]
                 try:
                     made[rank] = Outcome(*connection.recv())
+                    if made[rank].kind == "raised":
+                        words = f"{made[rank].value}\n{self._output(rank)}".rstrip()
+                        made[rank] = Outcome("raised", words)
                 except (EOFError, ConnectionResetError):
                     made[rank] = Outcome("died", self._end(rank))
                 if made[rank].failed and late == "hung":
@@ -285,7 +303,7 @@ class World:
         process, self._processes[rank] = self._processes[rank], 0
         if self.on_gpus:
             return self._started[rank].wait()
-        return os.waitstatus_to_exitcode(server_of(self.environment).status(process))
+        return os.waitstatus_to_exitcode(self._server.status(process))
 
     def _output(self, rank: int) -> str:
         output = self._place(rank).output
