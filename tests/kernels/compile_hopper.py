@@ -2,7 +2,8 @@
 
     python tests/kernels/compile_hopper.py [--some]
 
-``--some``: the plain form and one with every option of the loss, of nine. Prints one line a variant: shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
+``--some``: of the nine variants the plain one and the one with every option. Prints one line a variant:
+shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
