@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_megatron_models import CORE_0_19
+from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "pretrain.py"
