@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ SOURCES = sorted(
 )
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """Every module that ``file`` imports, at any depth of its code."""
     found = set()

@@ -162,13 +162,13 @@ def test_whole_op_on_the_triton_path(kind, strategy, device):
     assert_close(run(inputs, config), inputs)
 
 
-def without_interpreter(script):
+def without_interpreter(script, *words):
     """A script beside this file, run by a Python whose triton compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     folder = Path(__file__).parent
     return subprocess.run(
-        [sys.executable, str(folder / script)],
-        env=environment | {"PYTHONPATH": str(folder.parent)},
+        [sys.executable, str(folder / script), *words],
+        env=environment | {"PYTHONPATH": str(folder.parents[1])},
         capture_output=True,
         text=True,
         timeout=300,

@@ -23,6 +23,7 @@ from tests.support.megatron import (
     VOCAB,
     both_cores,
     have_groups,
+    needs_fused_wgrad,
     positions_and_mask,
 )
 from tests.support.ranks import Rank, on_ranks
@@ -58,6 +59,8 @@ def build(pipeline: Pipeline, rank: Rank) -> list[Any]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    if pipeline.fused_wgrad:
+        needs_fused_wgrad()
     model_parallel_cuda_manual_seed(7)
     config = TransformerConfig(
         num_layers=PP * pipeline.virtual,

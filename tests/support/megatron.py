@@ -67,6 +67,12 @@ def needs_core(major: int, minor: int) -> None:
         pytest.skip(f"not in megatron-core before {major}.{minor}")
 
 
+def needs_fused_wgrad() -> None:
+    """Skips, on a rank, where apex's extension is missing; a CPU's ranks have it in Python."""
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        pytest.skip("apex's fused_weight_gradient_mlp_cuda is not installed")
+
+
 def prepare(device: torch.device) -> None:
     """Stand-ins for CUDA on a CPU (with apex's kernel in Python); only the norms on GPUs."""
     from megatron_fused_ce.testing import megatron_cpu
@@ -150,6 +156,8 @@ def build(model: Model, rank: Rank) -> Any:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    if model.fused_wgrad:
+        needs_fused_wgrad()
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
     mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}

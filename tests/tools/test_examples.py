@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce import FusedCEConfig
-from tests.test_megatron_models import CORE_0_19
+from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Everything a group was asked for is kept, but for the number of threads; a collective works; and what is
 #: to happen at exit does, before the process ends without the interpreter's own end.
