@@ -53,3 +53,95 @@ def test_a_layer_laid_out_otherwise_stays(name):
     """Megatron moves an attribute: a reason in words, no AttributeError."""
     reason = stock_path.reason_at_build(GPTModel(without=name), None)
     assert reason is not None and name in reason
+
+
+def at_build(where, name, value):
+    """The reason of a head that has one attribute set otherwise."""
+    model, arguments = GPTModel(), types.SimpleNamespace()
+    owner = {"layer": model.output_layer, "config": model.config, "arguments": arguments}[where]
+    assert stock_path.reason_at_build(model, arguments) is None
+    setattr(owner, name, value)
+    return stock_path.reason_at_build(model, arguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "words"),
+    [
+        ("layer", "bias", torch.zeros(1), "has a bias"),
+        ("layer", "gather_output", True, "parallel_output=False"),
+        ("layer", "is_expert", True, "expert layer"),
+        ("layer", "disable_grad_reduce", True, "LoRA"),
+        ("layer", "gtp_remat_size", 2, "gtp_remat"),
+        ("layer", "output_dtype", torch.float32, "--output-logit-dtype"),
+        ("config", "defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
+        ("config", "batch_invariant_mode", True, "--batch-invariant-mode"),
+        ("config", "config_logger_dir", "folder", "config logger"),
+        ("arguments", "logits_save_dir", "folder", "--logits-save-dir"),
+        ("arguments", "logits_load_dir", "folder", "--logits-load-dir"),
+        ("arguments", "modelopt_enabled", True, "ModelOpt"),
+        ("arguments", "export_kd_teacher_load", "folder", "--export-kd-teacher-load"),
+    ],
+)
+def test_each_reason_at_build(where, name, value, words):
+    assert words in at_build(where, name, value)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("layer", "gtp_remat_size", 1),
+        ("layer", "output_dtype", torch.bfloat16),
+        ("layer", "output_dtype", None),
+        ("config", "config_logger_dir", ""),
+    ],
+)
+def test_what_is_set_as_by_default_is_no_reason(where, name, value):
+    assert at_build(where, name, value) is None
+
+
+def hook(*arguments):
+    """A forward hook of somebody's."""
+
+
+def sharding_hook(*arguments):
+    """One of Megatron-FSDP's."""
+
+
+sharding_hook.__module__ = "megatron.core.distributed.fsdp.src"
+
+
+def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, **layer):
+    layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
+    return stock_path.reason_at_call(
+        types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **layer),
+        torch.zeros(hidden),
+        gather_output,
+    )
+
+
+def test_each_reason_at_a_call():
+    assert at_call() is None
+    assert at_call(hooks=[sharding_hook]) is None
+    assert at_call(sequence_parallel=False, fused_ce_sequence_parallel=False) is None
+    assert "runtime_gather_output" in at_call(gather_output=True)
+    assert "sequence parallelism off" in at_call(sequence_parallel=False)
+    assert "2 dimensions" in at_call(hidden=(2, 4))
+    assert "test_stock_path.hook" in at_call(hooks=[sharding_hook, hook])
+    with torch.inference_mode():
+        assert at_call() == "inference mode"
+
+
+def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
+    from megatron_fused_ce.adapter import output_layer, report
+    from megatron_fused_ce.adapter.switch import counters
+
+    layer, told = GPTModel().output_layer, []
+    layer.__class__ = output_layer.ColumnParallelLinear
+    layer.sequence_parallel = layer.fused_ce_sequence_parallel = False
+    monkeypatch.setattr(ColumnParallelLinear, "forward", lambda self, input_, **others: others)
+    monkeypatch.setattr(report, "stock_path_once", lambda layer, reason: told.append(reason))
+    before = counters().stock
+    arguments = layer(torch.zeros(2, 1, 4), runtime_gather_output=True)
+    assert arguments == {"weight": None, "runtime_gather_output": True}
+    assert counters().stock == before + 1
+    assert told == ["the caller gathers the logits (runtime_gather_output)"]

@@ -348,12 +348,16 @@ def test_autocast(device):
     inputs = make_inputs(
         "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.bfloat16, device=device
     )
-    hidden = inputs.hidden.float().requires_grad_()
-    weight = inputs.weight.float().requires_grad_()
+    # What bf16 rounds to the inputs, and fp32 does not.
+    hidden = (inputs.hidden.float() * (1 + 2.0**-12)).requires_grad_()
+    weight = (inputs.weight.float() * (1 - 2.0**-12)).requires_grad_()
+    config = FusedCEConfig(num_chunks=3)
     with torch.autocast(device.type, torch.bfloat16):
-        loss = fused_linear_cross_entropy(
-            hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3)
-        )
+        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
+    of_rounded = fused_linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.labels, config=config
+    )
+    assert torch.equal(loss, of_rounded)
     loss.backward(inputs.grad_loss)
     assert weight.grad.dtype == torch.float32
     assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), inputs)

@@ -13,6 +13,7 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     fused_linear_token_outputs,
     logits_backend,
+    row_ops,
 )
 from megatron_fused_ce.logits_backend import Asked, choose
 from megatron_fused_ce.loss_form import merge_duplicates
@@ -213,6 +214,14 @@ def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):
     assert made.lse.item() == pytest.approx(z.logsumexp(0).item(), rel=1e-6)
     p = z.softmax(0)
     assert made.entropy.item() == pytest.approx(-(p * p.log()).sum().item(), rel=1e-6)
+
+
+def test_a_tie_over_shards_predicts_the_lowest_id():
+    """Three shards, two tokens: the largest logit is in the first two, then in the last two."""
+    shards = torch.zeros(3, row_ops.NUM_STATISTICS, 2)
+    shards[:, row_ops.ROW_MAX] = torch.tensor([[2.0, 1.0], [2.0, 5.0], [1.0, 5.0]])
+    best = torch.tensor([[7.0, 3.0], [11.0, 9.0], [13.0, 12.0]]).unsqueeze(1)
+    assert row_ops.merge_further(("best",), best, shards).best.tolist() == [7, 9]
 
 
 def test_nan_predicts_nothing(device):

@@ -1,0 +1,97 @@
+"""Which files the mechanical mutants are drawn from, how many, and the tests that each has to fail."""
+
+from __future__ import annotations
+
+from tests.mutation.faults import (
+    ADAPTER,
+    CALLS,
+    FAILURES,
+    GUARD,
+    HEAD,
+    MASKED,
+    MISMATCH,
+    MODELS,
+    OP,
+    OPTIONS,
+    OUTPUTS,
+    PACKAGE,
+    PROPERTIES,
+    ROWS,
+    SCALED_EXP,
+    STOCK,
+    WEIGHTS,
+)
+from tests.mutation.mutants import Area
+
+AGAINST_FP64 = (
+    f"{OP} {OPTIONS} {OUTPUTS} -k 'not triton and not in_a_graph'",
+    f"{PROPERTIES} -k statistics_of_shards_merge",
+)
+LOOPS = (
+    f"{OP} {MASKED} -k 'not sharded_operands'",
+    f"{SCALED_EXP} -k few_tokens",
+    HEAD,
+    f"{CALLS} -k '2ranks and (at_their or frozen)'",
+)
+
+AREAS = (
+    Area(
+        "maths",
+        45,
+        {
+            f"{PACKAGE}/row_ops.py": (*AGAINST_FP64, f"{ROWS} -k 'token_kernels or merged_shards'"),
+            f"{PACKAGE}/row_ops_torch.py": (*AGAINST_FP64, f"{ROWS} -k 'infinities or argmax'"),
+            f"{PACKAGE}/loss_form.py": AGAINST_FP64,
+            f"{PACKAGE}/logits_backend.py": (
+                f"{OP} {OUTPUTS} -k 'not triton'",
+                f"{SCALED_EXP} -k 'few_tokens or why_not'",
+            ),
+        },
+    ),
+    Area(
+        "merge",
+        20,
+        {
+            f"{PACKAGE}/vocab_parallel.py": (
+                f"{CALLS} -k '2ranks and not (nats or outlier or nan or at_their)'",
+                HEAD,
+            )
+        },
+    ),
+    Area(
+        "loops",
+        35,
+        {
+            f"{PACKAGE}/strategies.py": LOOPS,
+            f"{PACKAGE}/pipeline.py": LOOPS,
+            f"{PACKAGE}/chunking.py": LOOPS,
+        },
+    ),
+    Area(
+        "guard",
+        15,
+        {
+            f"{PACKAGE}/upstream_guard.py": (GUARD, f"{FAILURES} -k 'gone or failed'"),
+            f"{PACKAGE}/adapter/model_guard.py": (f"{MISMATCH} -k 2ranks",),
+        },
+    ),
+    Area(
+        "adapter",
+        35,
+        {
+            f"{PACKAGE}/adapter/{name}.py": (
+                f"{ADAPTER} {WEIGHTS} {STOCK}",
+                f"{MODELS} -k '2ranks and not hybrid'",
+            )
+            for name in (
+                "stock_path",
+                "token_weights",
+                "main_grad",
+                "deferred_logits",
+                "output_layer",
+                "language_module",
+                "optimizer_guard",
+            )
+        },
+    ),
+)

@@ -1,0 +1,543 @@
+"""Faults of the product, written by hand, and the tests of ``make test`` that must see each.
+
+Mistakes that somebody could make in this code and not notice: most leave the usual case right. ``old`` occurs
+once in its file (tests/mutation/test_mutation.py); where it no longer does, write the same fault for the new
+code, do not drop it. What only a GPU can show (streams, the Hopper kernels) is not here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+PACKAGE = "megatron_fused_ce"
+
+
+class Fault(NamedTuple):
+    """``old`` becomes ``new``."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    #: arguments of pytest, each string one run; see trial.Change
+    tests: tuple[str, ...]
+
+
+OP = "tests/op/test_op.py"
+OPTIONS = "tests/op/test_loss_options.py"
+OUTPUTS = "tests/op/test_token_outputs.py"
+MASKED = "tests/op/test_masked_tokens.py"
+GUARD = "tests/op/test_upstream_guard.py"
+PROPERTIES = "tests/op/test_properties.py"
+ROWS = "tests/kernels/test_row_kernels.py"
+SCALED_EXP = "tests/kernels/test_scaled_exp.py"
+PLANNER = "tests/planner/test_planner.py"
+ADAPTER = "tests/megatron/test_adapter.py"
+STOCK = "tests/megatron/test_stock_path.py"
+WEIGHTS = "tests/megatron/test_token_weights.py"
+FAILURES = "tests/test_faults.py"
+HEAD = "tests/parallel/test_head.py -k '2ranks and not scaled_exp'"
+CALLS = "tests/parallel/test_head_calls.py"
+MISMATCH = "tests/parallel/test_upstream_mismatch.py"
+MODELS = "tests/parallel/test_models.py"
+
+FAULTS = (
+    # One token's maths.
+    Fault(
+        "a shard's sum is not rescaled to the maximum over all shards",
+        f"{PACKAGE}/row_ops.py",
+        "others * torch.exp(reference - global_max)",
+        "others",
+        (f"{PROPERTIES} -k statistics_of_shards_merge",),
+    ),
+    Fault(
+        "the last rank is left out of the maximum",
+        f"{PACKAGE}/row_ops.py",
+        "global_max = shards[:, ROW_MAX].amax(0)",
+        "global_max = shards[: max(1, shards.shape[0] - 1), ROW_MAX].amax(0)",
+        (f"{ROWS} -k merged_shards_against_fp64", f"{PROPERTIES} -k statistics_of_shards_merge"),
+    ),
+    Fault(
+        "a confident token's loss is the difference of two logarithms",
+        f"{PACKAGE}/row_ops.py",
+        "label > others, torch.log1p(others / label), torch.log(total) - shifted_label",
+        "label > torch.inf, torch.log1p(others / label), torch.log(total) - shifted_label",
+        (f"{OP} -k confident_tokens",),
+    ),
+    Fault(
+        "a label whose probability underflows counts as none",
+        f"{PACKAGE}/row_ops.py",
+        "known = (label > 0) | (shifted_label != 0)",
+        "known = label > 0",
+        (f"{OPTIONS} -k 'against_fp64 and z-loss'",),
+    ),
+    Fault(
+        "the predicted id of a tie over shards is the highest",
+        f"{PACKAGE}/row_ops.py",
+        'row.amin(0) if name == "best"',
+        'row.amax(0) if name == "best"',
+        (f"{OUTPUTS} -k a_tie_over_shards",),
+    ),
+    Fault(
+        "the label's own column stays in the sum of the others",
+        f"{PACKAGE}/row_ops_torch.py",
+        ".masked_fill_(label.mask, 0.0)",
+        "",
+        (f"{OP} -k 'against_fp64 and plain'",),
+    ),
+    Fault(
+        "a label of another shard is counted here too, in column 0",
+        f"{PACKAGE}/row_ops_torch.py",
+        ".masked_fill_(~label.mask, NOT_HERE)",
+        "",
+        (f"{OP} -k 'against_fp64 and odd-labels'",),
+    ),
+    Fault(
+        "plain PyTorch rows forget the softcap's slope",
+        f"{PACKAGE}/row_ops_torch.py",
+        "e.mul_(slope)",
+        "pass",
+        (f"{OPTIONS} -k 'against_fp64 and softcap'",),
+    ),
+    Fault(
+        "masked padding gets a gradient",
+        f"{PACKAGE}/row_ops_torch.py",
+        "e.masked_fill_(masked, 0.0)",
+        "pass",
+        (f"{OPTIONS} -k padded_columns",),
+    ),
+    Fault(
+        "label smoothing counts one class too many",
+        f"{PACKAGE}/loss_form.py",
+        "num_classes = comm.vocab_size(num_rows, device)",
+        "num_classes = comm.vocab_size(num_rows, device) + 1",
+        (f"{OPTIONS} -k 'as_torch_defines_them or (against_fp64 and smoothing)'",),
+    ),
+    Fault(
+        "the label's gradient forgets its share of the smoothing",
+        f"{PACKAGE}/loss_form.py",
+        "deficit - (self.sigma - self.share)",
+        "deficit - self.sigma",
+        (f"{OPTIONS} -k 'against_fp64 and smoothing'",),
+    ),
+    Fault(
+        "z-loss's gradient misses the factor 2",
+        f"{PACKAGE}/loss_form.py",
+        "more = 2 * self.z_loss",
+        "more = self.z_loss",
+        (f"{OPTIONS} -k 'against_fp64 and z-loss'",),
+    ),
+    Fault(
+        "the entropy leaves out the label",
+        f"{PACKAGE}/loss_form.py",
+        "(further.weighted + own)",
+        "further.weighted",
+        (f"{OUTPUTS} -k 'all_outputs_against_fp64 and plain'",),
+    ),
+    Fault(
+        "a teacher's targets of less mass than 1 get the gradient of mass 1",
+        f"{PACKAGE}/loss_form.py",
+        "scale = scale * terms.mass",
+        "pass",
+        (f"{OUTPUTS} -k 'distillation_against_fp64 and plain'",),
+    ),
+    # Kernels, under Triton's interpreter.
+    Fault(
+        "row kernel: the mask of the last columns is off by one",
+        "kernels/row_kernels.py",
+        "if RAGGED:\n        inside = columns < num_columns",
+        "if RAGGED:\n        inside = columns <= num_columns",
+        (f"{ROWS} -k statistics_and_gradients",),
+    ),
+    Fault(
+        "row kernel: sums of earlier columns are not rescaled to a new maximum",
+        "kernels/row_kernels.py",
+        "sums = sums * moved + e",
+        "sums = sums + e",
+        (f"{ROWS} -k statistics_and_gradients",),
+    ),
+    Fault(
+        "row kernel: a last block of one column is left out",
+        "kernels/row_kernels.py",
+        "if whole < num_columns:",
+        "if whole < num_columns - 1:",
+        (f"{ROWS} -k statistics_and_gradients",),
+    ),
+    Fault(
+        "row kernel: a tie over blocks takes the last column",
+        "kernels/row_kernels.py",
+        "best = tl.where(block_max > running_max,",
+        "best = tl.where(block_max >= running_max,",
+        (f"{ROWS} -k argmax_takes_the_lowest",),
+    ),
+    Fault(
+        "row kernel: one masked column gets a gradient",
+        "kernels/row_kernels.py",
+        "tl.where(columns < taking_part, gradient, 0.0)",
+        "tl.where(columns <= taking_part, gradient, 0.0)",
+        (f"{OPTIONS} -k triton_kernels_against_fp64",),
+    ),
+    Fault(
+        "kernels: the softcap's slope as 1 - tanh**2",
+        "kernels/softcap.py",
+        "4.0 * e / ((1.0 + e) * (1.0 + e))",
+        "1.0 - t * t",
+        (f"{ROWS} -k bent_logits",),
+    ),
+    Fault(
+        "token kernel: the maximum over shards drops a NaN",
+        "kernels/token_kernels.py",
+        "tl.where((a > b) | (a != a), a, b)",
+        "tl.where(a > b, a, b)",
+        (f"{ROWS} -k token_kernels_match",),
+    ),
+    Fault(
+        "scaled-exp GEMM: the first column beside the vocabulary counts",
+        "kernels/exp_product.py",
+        "columns[None, :] >= taking_part",
+        "columns[None, :] > taking_part",
+        (f"{SCALED_EXP}::test_vocabularies_at_the_edges_of_tiles[exp_product-8]",),
+    ),
+    Fault(
+        "scaled-exp GEMM: a tile far above its reference is not shifted",
+        "kernels/exp_product.py",
+        "e = tl.exp2(z - excess[:, None])",
+        "e = tl.exp2(z)",
+        (f"{SCALED_EXP}::test_a_tile_far_above_the_reference[exp_product-300.0-store]",),
+    ),
+    Fault(
+        "scaled-exp GEMM: kept exponentials miss the softcap's slope",
+        "kernels/exp_product.py",
+        "e = e * slope",
+        "e = e * 1.0",
+        (f"{SCALED_EXP} -k 'against_fp64 and softcap and (plain or peaked)'",),
+    ),
+    Fault(
+        "scaled-exp GEMM: one masked column gets a gradient when it is made again",
+        "kernels/exp_product.py",
+        "tl.where(columns[None, :] < taking_part, gradient, 0.0)",
+        "tl.where(columns[None, :] <= taking_part, gradient, 0.0)",
+        (f"{SCALED_EXP} -k 'against_fp64 and masked and recompute'",),
+    ),
+    Fault(
+        "scaled-exp GEMM: tiles of one row that differ in their shift are summed as they are",
+        "kernels/exp_rows.py",
+        "slot_others * tl.exp2(slot_excess - row_excess[None, :])",
+        "slot_others",
+        (f"{SCALED_EXP} -k 'far_above_the_reference and 100.0'",),
+    ),
+    Fault(
+        "scaled-exp GEMM: only shards above the largest reference are brought to it",
+        "kernels/exp_rows.py",
+        "differs = own_reference != reference",
+        "differs = own_reference > reference",
+        (f"{CALLS} -k 'outlier_in_one_shard and store'",),
+    ),
+    Fault(
+        "scaled-exp GEMM: a gradient that z-loss turns around keeps its sign",
+        "kernels/exp_rows.py",
+        "sign = tl.where(scale < 0.0, -1.0, 1.0)",
+        "sign = tl.where(scale < 0.0, 1.0, 1.0)",
+        (f"{SCALED_EXP} -k 'turns_the_gradient_around and -3.0 and store'",),
+    ),
+    # Between ranks.
+    Fault(
+        "a shard's first id is off by one",
+        f"{PACKAGE}/vocab_parallel.py",
+        "sizes[: self.rank].sum()",
+        "sizes[: self.rank].sum() + min(self.rank, 1)",
+        (HEAD,),
+    ),
+    Fault(
+        "label smoothing counts the classes of one shard",
+        f"{PACKAGE}/vocab_parallel.py",
+        "dist.all_reduce(rows, group=self.group)",
+        "pass",
+        (HEAD,),
+    ),
+    Fault(
+        "the merge by all-reduces takes the smallest maximum",
+        f"{PACKAGE}/vocab_parallel.py",
+        "self._maxima, op=dist.ReduceOp.MAX",
+        "self._maxima, op=dist.ReduceOp.MIN",
+        (HEAD,),
+    ),
+    Fault(
+        "the packed merge does not wait for its all-gather",
+        f"{PACKAGE}/vocab_parallel.py",
+        "self._pending.wait()\n        if not self._names:",
+        "if not self._names:",
+        (f"{CALLS} -k collectives_at_their",),
+    ),
+    Fault(
+        "grad_hidden is not summed over the ranks without sequence parallelism",
+        f"{PACKAGE}/vocab_parallel.py",
+        "return _start(dist.all_reduce, partial, group=self.group)",
+        "return DONE",
+        (HEAD,),
+    ),
+    Fault(
+        "sequence parallelism all-reduces in place of the reduce-scatter, and keeps the first rank's part",
+        f"{PACKAGE}/vocab_parallel.py",
+        "return _start(_reduce_scatter, out, partial, group=self.group)",
+        "dist.all_reduce(partial, group=self.group)\n            out.copy_(partial[: out.shape[0]])\n"
+        "            return DONE",
+        (HEAD,),
+    ),
+    Fault(
+        "two ranks may disagree",
+        f"{PACKAGE}/vocab_parallel.py",
+        "if len(set(seen)) > 1:",
+        "if len(set(seen)) > 2:",
+        (f"{CALLS} -k one_rank_differs",),
+    ),
+    Fault(
+        "ranks with unequal shards plan for their own",
+        f"{PACKAGE}/vocab_parallel.py",
+        "compared.largest[num_rows] = max(of_shards)",
+        "compared.largest[num_rows] = num_rows",
+        (f"{CALLS} -k other_shards",),
+    ),
+    # Loops.
+    Fault(
+        "the last chunk loses its last token",
+        f"{PACKAGE}/chunking.py",
+        "bounds = [*range(0, num_tokens, step), num_tokens]",
+        "bounds = [*range(0, num_tokens, step), max(num_tokens - 1, 1)]",
+        (f"{OP} -k any_chunking",),
+    ),
+    Fault(
+        "a chunk's tokens are taken token by token, not rank after rank",
+        f"{PACKAGE}/pipeline.py",
+        "chunk.start : chunk.stop].flatten(-2)",
+        "chunk.start : chunk.stop].transpose(-1, -2).flatten(-2)",
+        (HEAD,),
+    ),
+    Fault(
+        "row factors are those of the first rank's tokens",
+        f"{PACKAGE}/pipeline.py",
+        "per_token.view(self.comm.num_parts, -1)[self.comm.part]",
+        "per_token.view(self.comm.num_parts, -1)[0]",
+        ("tests/parallel/test_head.py -k '2ranks and scaled_exp and sp'",),
+    ),
+    Fault(
+        "nobody waits for the reduction of grad_hidden",
+        f"{PACKAGE}/pipeline.py",
+        "for pending in self._pending:\n                pending.wait()",
+        "pass",
+        (f"{CALLS} -k collectives_at_their",),
+    ),
+    Fault(
+        "fp16's scale stays in grad_hidden",
+        f"{PACKAGE}/pipeline.py",
+        "partial.mul_(self._inv_scale)",
+        "pass",
+        (f"{OP} -k 'against_fp64 and float16 and plain'",),
+    ),
+    Fault(
+        "the backward takes the kept chunks from the wrong end",
+        f"{PACKAGE}/strategies.py",
+        "chunk_kept = kept.pop()",
+        "chunk_kept = kept.pop(0)",
+        (f"{OP} -k 'any_chunking and store'",),
+    ),
+    Fault(
+        "one chunk more is kept than was planned",
+        f"{PACKAGE}/strategies.py",
+        "chunk.index < self.stored_chunks",
+        "chunk.index <= self.stored_chunks",
+        (f"{OP} -k 'mixed or budget'",),
+    ),
+    Fault(
+        "grad_in_forward gathers hidden states into a slot that is still read",
+        f"{PACKAGE}/strategies.py",
+        "depth=lag + 2",
+        "depth=lag + 1",
+        (f"{CALLS} -k collectives_at_their",),
+    ),
+    Fault(
+        "grad_in_forward's grad_hidden does not get the loss's scale",
+        f"{PACKAGE}/strategies.py",
+        "grad_hidden.mul_(scale)",
+        "pass",
+        (f"{GUARD} -k 'scalar_keeps_its_digits'",),
+    ),
+    Fault(
+        "gradients miss the scale of the logits",
+        f"{PACKAGE}/strategies.py",
+        "upstream = upstream.scaled(logit_scale)",
+        "upstream = upstream.scaled(1.0)",
+        (f"{OP} -k logit_scale",),
+    ),
+    Fault(
+        "an evaluation under no_grad keeps what a backward would need",
+        f"{PACKAGE}/op.py",
+        "needs_grad = torch.is_grad_enabled()\n",
+        "needs_grad = True\n",
+        (f"{OP} -k evaluation_is_the_forward_alone",),
+    ),
+    Fault(
+        "autocast is ignored",
+        f"{PACKAGE}/op.py",
+        "hidden, weight = autocast.cast(hidden, weight)",
+        "pass",
+        (f"{OP} -k 'autocast and not copies'",),
+    ),
+    Fault(
+        "losses of a batch come back in the order of the sequence",
+        f"{PACKAGE}/op.py",
+        ".view(s, b).t().contiguous()",
+        ".view(b, s).contiguous()",
+        (f"{OP} -k 'against_fp64 and plain'",),
+    ),
+    Fault(
+        "a skipped token's gradient is what was in memory",
+        f"{PACKAGE}/masked_tokens.py",
+        "whole = grad.new_zeros(",
+        "whole = grad.new_empty(",
+        (f"{MASKED} -k the_others_are_as_before",),
+    ),
+    # The guard and the end of grad_weight.
+    Fault(
+        "the guard is not asked before an optimizer step",
+        f"{PACKAGE}/upstream_guard.py",
+        "register_optimizer_step_pre_hook(_before_step)",
+        "pass",
+        (f"{GUARD} -k mismatch_raises_before",),
+    ),
+    Fault(
+        "a rank does not hear of another rank's mismatch",
+        f"{PACKAGE}/adapter/model_guard.py",
+        "found = _largest(found, over).bool()",
+        "found = found.bool()",
+        (f"{MISMATCH} -k 'wrong_loss_stops_every_rank and 2ranks'",),
+    ),
+    Fault(
+        "the guard takes a fifth of a percent for rounding",
+        f"{PACKAGE}/upstream_guard.py",
+        "RTOL = 2.0**-20",
+        "RTOL = 2.0**-9",
+        (f"{GUARD} -k one_wrong_token",),
+    ),
+    Fault(
+        "an upstream gradient for a skipped token is not told to the guard",
+        f"{PACKAGE}/masked_tokens.py",
+        "(skipped & (grad != 0)).any()",
+        "(skipped & (grad != grad)).any()",
+        (f"{MASKED} -k upstream_gradient_for_a_masked_token",),
+    ),
+    Fault(
+        "a failed backward leaves half a sum in main_grad",
+        f"{PACKAGE}/grad_weight.py",
+        "upstream_guard.refuse(self._buffer)",
+        "pass",
+        (f"{FAILURES} -k 'optimizer_step_after_a_failed'",),
+    ),
+    Fault(
+        "main_grad of a low precision is added twice",
+        f"{PACKAGE}/grad_weight.py",
+        "self._buffer.add_(self._held.total(inv_scale))",
+        "self._buffer.add_(self._held.total(inv_scale), alpha=2)",
+        (f"{ADAPTER} -k main_grad_takes",),
+    ),
+    # The planner.
+    Fault(
+        "the planner allows a percent more than the budget",
+        f"{PACKAGE}/planner.py",
+        "[option for option in options if option.predicted_peak_bytes <= budget]",
+        "[option for option in options if option.predicted_peak_bytes <= 1.01 * budget]",
+        (f"{PLANNER} -k 'budget'",),
+    ),
+    Fault(
+        "the planner forgets the logits that other heads keep",
+        f"{PACKAGE}/planner.py",
+        "stored_tokens * inputs.num_rows * inputs.uses_in_flight",
+        "stored_tokens * inputs.num_rows",
+        (f"{PLANNER} -k 'predicted_bytes'",),
+    ),
+    # Megatron's adapter.
+    Fault(
+        "--fused-ce-z-loss is not handed on",
+        f"{PACKAGE}/adapter/arguments.py",
+        'z_loss=getattr(args, "fused_ce_z_loss", 0.0),',
+        "z_loss=0.0,",
+        (f"{ADAPTER} -k config_from_a_command_line",),
+    ),
+    Fault(
+        "an output layer with a bias is fused",
+        f"{PACKAGE}/adapter/stock_path.py",
+        '(layer.bias is not None, "its output layer has a bias"),',
+        "",
+        (f"{STOCK} -k reason_at_build",),
+    ),
+    Fault(
+        "a call that gathers its logits is fused",
+        f"{PACKAGE}/adapter/stock_path.py",
+        "if gather_output:",
+        "if False:",
+        (f"{STOCK} -k reason_at_a_call",),
+    ),
+    Fault(
+        "heads on the stock path are not counted",
+        f"{PACKAGE}/adapter/output_layer.py",
+        "counters().stock += 1",
+        "pass",
+        (f"{STOCK} -k stock_path_is_counted",),
+    ),
+    Fault(
+        "a fused layer adds a name to the checkpoint",
+        f"{PACKAGE}/adapter/output_layer.py",
+        "layer.fused_ce_config = config",
+        'layer.fused_ce_config = config\n        layer.register_buffer("fused_ce_scale", torch.ones(1))',
+        (f"{MODELS} -k checkpoint_moves",),
+    ),
+    Fault(
+        "every rank's labels begin at 0",
+        f"{PACKAGE}/adapter/output_layer.py",
+        "self.tp_group.rank() * self.output_size_per_partition",
+        "0 * self.output_size_per_partition",
+        (f"{MODELS} -k 'off_against_on and gpt-2ranks'",),
+    ),
+    Fault(
+        "the heads of multi-token prediction get the main head's mask",
+        f"{PACKAGE}/adapter/token_weights.py",
+        "if call.labels is not labels:",
+        "if call.labels is None:",
+        (f"{WEIGHTS} -k only_the_main_loss",),
+    ),
+    Fault(
+        "a second multiplier of the logits replaces the first",
+        f"{PACKAGE}/adapter/deferred_logits.py",
+        "(*self.scales, float(other))",
+        "(float(other),)",
+        (f"{ADAPTER} -k scales_are_remembered",),
+    ),
+    Fault(
+        "a tied embedding's gradient is summed with memory",
+        f"{PACKAGE}/adapter/main_grad.py",
+        'zero = bool(getattr(weight, "zero_out_wgrad", False))',
+        "zero = False",
+        (f"{ADAPTER} -k dummy_is_zero",),
+    ),
+    Fault(
+        "DDP adds the gradient that main_grad already has",
+        f"{PACKAGE}/adapter/main_grad.py",
+        "weight.grad_added_to_main_grad = True",
+        "weight.grad_added_to_main_grad = False",
+        (f"{ADAPTER} -k main_grad_takes",),
+    ),
+    Fault(
+        "the guard is not asked after an optimizer step that was skipped",
+        f"{PACKAGE}/adapter/optimizer_guard.py",
+        "if not succeeded or _has_no_parameters(self):",
+        "if _has_no_parameters(self):",
+        (f"{WEIGHTS} -k step_without_a_step",),
+    ),
+    Fault(
+        "every rank prints the start-up line",
+        f"{PACKAGE}/adapter/report.py",
+        "if tp_rank != 0:",
+        "if tp_rank < 0:",
+        (f"{PLANNER} -k only_the_first_rank",),
+    ),
+)

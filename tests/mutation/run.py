@@ -1,0 +1,187 @@
+"""Applies faults and mutants one by one and reports which of them the tests see.
+
+    python -m tests.mutation.run faults                    # tests/mutation/faults.py
+    python -m tests.mutation.run mutants --jobs 2          # tests/mutation/mutants.py, 150 with a fixed seed
+    python -m tests.mutation.run faults --only 'mask' --again
+
+Each is tried in a copy of the tree under the system's temporary folder, never in this one, and each run of
+pytest is a new process. Results go to build/mutation/<kind>.json after each trial; what has a result there is
+not tried again, so that an interrupted run goes on where it was. Before its first use a string of tests has
+to pass on an unchanged copy: a test that fails or does not exist kills nothing.
+
+killed    a mapped test failed
+survived  all mapped tests passed
+late      none failed and the time was up: either the change makes the code hang, or the machine is slow
+error     the mapped tests do not pass without the change
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.mutation import areas, faults, mutants
+from tests.mutation.trial import ROOT, Change, copy_tree, run_tests, write
+
+RESULTS = ROOT / "build" / "mutation"
+
+#: Time limits in seconds: for all mapped tests of one change, and of an unchanged tree.
+LIMITS_S = {"faults": 180.0, "mutants": 60.0}
+UNCHANGED_LIMIT_S = 600.0
+
+
+def changes_of(kind: str) -> list[Change]:
+    if kind == "mutants":
+        return mutants.draw(areas.AREAS)
+    return [
+        Change(
+            fault.name,
+            fault.name,
+            fault.file,
+            (ROOT / fault.file).read_text().replace(fault.old, fault.new),
+            fault.tests,
+        )
+        for fault in faults.FAULTS
+    ]
+
+
+class Trials:
+    """Runs changes in copies of the tree, one for each job, and keeps the results in a file."""
+
+    def __init__(self, kind: str, folder: Path, jobs: int, limit_s: float) -> None:
+        self._file = RESULTS / f"{kind}.json"
+        self._limit_s = limit_s
+        self._commit = _commit()
+        self._lock = threading.Lock()
+        self._trees: queue.Queue[Path] = queue.Queue()
+        for job in range(jobs):
+            copy_tree(folder / str(job))
+            self._trees.put(folder / str(job))
+        self.results: dict[str, dict[str, Any]] = {}
+        self._unchanged: dict[str, str] = {}
+        if self._file.exists():
+            self.results = json.loads(self._file.read_text())
+
+    def try_(self, change: Change) -> None:
+        """Run the mapped tests with ``change``, and write down what came of it."""
+        tree = self._trees.get()
+        try:
+            result = self._outcome(tree, change)
+        finally:
+            self._trees.put(tree)
+        with self._lock:
+            self.results[change.name] = {
+                "words": change.words,
+                "file": change.file,
+                "commit": self._commit,
+                **result,
+            }
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(self.results, indent=1, ensure_ascii=False) + "\n")
+            print(f"{result['outcome']:9} {result['seconds']:6.1f} s  {change.words}", flush=True)
+
+    def _outcome(self, tree: Path, change: Change) -> dict[str, Any]:
+        seconds = 0.0
+        for tests in change.tests:
+            words = self._fails_unchanged(tree, tests)
+            if words:
+                return {"outcome": "error", "seconds": seconds, "tests": tests, "said": words}
+        unchanged = (tree / change.file).read_text()
+        write(tree, change.file, change.text)
+        try:
+            for tests in change.tests:
+                run = run_tests(tree, tests, max(1.0, self._limit_s - seconds))
+                seconds += run.seconds
+                if run.outcome != "passed":
+                    outcome = {"failed": "killed", "late": "late"}.get(run.outcome, "error")
+                    return {
+                        "outcome": outcome,
+                        "seconds": round(seconds, 1),
+                        "tests": tests,
+                        "said": run.words,
+                    }
+        finally:
+            write(tree, change.file, unchanged)
+        return {
+            "outcome": "survived",
+            "seconds": round(seconds, 1),
+            "tests": " ; ".join(change.tests),
+        }
+
+    def _fails_unchanged(self, tree: Path, tests: str) -> str:
+        """Why these tests cannot kill anything; empty where they pass. Run once."""
+        with self._lock:
+            known = self._unchanged.get(tests)
+        if known is None:
+            run = run_tests(tree, tests, UNCHANGED_LIMIT_S)
+            known = (
+                "" if run.outcome == "passed" else f"without the change: {run.outcome}, {run.words}"
+            )
+            print(f"unchanged {run.seconds:6.1f} s  {tests}: {run.words}", flush=True)
+            with self._lock:
+                self._unchanged[tests] = known
+        return known
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """What survived or went wrong, then the number of each outcome."""
+    lines = []
+    for name, result in results.items():
+        if result["outcome"] != "killed":
+            lines.append(f"{result['outcome']:9} {name}: {result['words']}")
+            lines.append(f"          {result['tests']}: {result.get('said', 'passed')}")
+    outcomes = [result["outcome"] for result in results.values()]
+    counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
+    lines.append(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutation.run", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("kind", choices=tuple(LIMITS_S))
+    parser.add_argument(
+        "--only", action="append", default=[], help="part of a name or of its words"
+    )
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--again", action="store_true", help="try what has a result already")
+    parser.add_argument("--seconds", type=float, help="time limit of one change")
+    parser.add_argument("--list", action="store_true", help="print the changes and try none")
+    given = parser.parse_args(argv)
+    chosen = [
+        change
+        for change in changes_of(given.kind)
+        if not given.only or any(word in f"{change.name} {change.words}" for word in given.only)
+    ]
+    if given.list:
+        print("\n".join(f"{change.name:12} {change.words}" for change in chosen))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        trials = Trials(given.kind, Path(folder), given.jobs, given.seconds or LIMITS_S[given.kind])
+        pending = [change for change in chosen if given.again or change.name not in trials.results]
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for done in [pool.submit(trials.try_, change) for change in pending]:
+                done.result()
+    results = {change.name: trials.results[change.name] for change in chosen}
+    print(table(results))
+    return int(any(result["outcome"] != "killed" for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
