@@ -128,7 +128,7 @@ def test_each_reason_at_a_call():
     assert "2 dimensions" in at_call(hidden=(2, 4))
     assert "test_stock_path.hook" in at_call(hooks=[sharding_hook, hook])
     with torch.inference_mode():
-        assert at_call() == "inference mode"
+        assert at_call() == "inference mode, and no labels in the model's call"
 
 
 def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
