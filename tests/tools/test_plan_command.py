@@ -690,4 +690,4 @@ def test_notes_of_every_argument_that_is_not_counted():
 
 
 def test_the_readme_names_the_command():
-    assert "docs/plan.md" in (ROOT / "README.md").read_text()
+    assert "python -m megatron_fused_ce plan " in (ROOT / "README.md").read_text()
