@@ -1,5 +1,7 @@
 """What one test could leave to the next in a process that lives on: a canary over it.
 
+The plugin's own hooks in Megatron are installed once and stay, as in a training run.
+
 Caches may fill and modules may be imported. What was there before stays as it was.
 """
 
@@ -18,6 +20,8 @@ PATCHED = ("megatron_fused_ce", "kernels", "megatron.core", "torch.distributed",
 #: Where constants, in capitals, are compared too.
 OURS = ("megatron_fused_ce", "kernels")
 Constant = (bool, int, float, str, tuple, frozenset, type(None))
+#: Hooks that the plugin puts into Megatron and leaves there.
+PLUGINS = "the plugin's hook"
 Code = (types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)
 
 
@@ -33,7 +37,11 @@ def global_state() -> dict[str, Any]:
         "modes": torch.overrides._get_current_function_mode_stack()
         + torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
     }
-    state |= {f"environment {name}": value for name, value in os.environ.items()}
+    state |= {
+        f"environment {name}": value
+        for name, value in os.environ.items()
+        if not name.startswith("NVTE_")  # Megatron's models set Transformer Engine's
+    }
     if dist.is_initialized():
         state["groups"] = sorted(_groups_but_megatrons())
     for module_name, module in list(sys.modules.items()):
@@ -47,17 +55,23 @@ def _entries(name: str, value: Any, module: str) -> dict[str, Any]:
     kind = type(value)  # isinstance would ask the value, which may warn
     if issubclass(kind, type) and value.__module__ == module:
         members = {
-            f"{name}.{member}": id(function)
+            f"{name}.{member}": _identity(function, module)
             for member, function in list(vars(value).items())
             if issubclass(type(function), Code)
         }
         return {name: id(value), **members}
     if issubclass(kind, Code):
-        return {name: id(value)}
+        return {name: _identity(value, module)}
     is_ours = module.startswith(OURS) and name.rpartition(".")[2].isupper()
     if is_ours and issubclass(kind, Constant):
         return {name: value}
     return {}
+
+
+def _identity(code: Any, module: str) -> int | str:
+    made_in = getattr(code, "__globals__", {}).get("__name__", "")
+    is_hook = made_in.startswith("megatron_fused_ce") and not module.startswith(OURS)
+    return PLUGINS if is_hook else id(code)
 
 
 def _groups_but_megatrons() -> list[str]:
@@ -75,7 +89,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     lines = [
         f"{name}: {value!r} became {after.get(name, 'nothing')!r}"
         for name, value in before.items()
-        if after.get(name, gone) != value
+        if after.get(name, gone) not in (value, PLUGINS)
     ]
     new = [name for name in after if name.startswith("environment ") and name not in before]
     return lines + [f"{name} is new" for name in new]

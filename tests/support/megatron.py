@@ -104,7 +104,7 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
 
     global _layout
     wanted = (tensor, pipeline, virtual)
-    if wanted == _layout and parallel_state.model_parallel_is_initialized():
+    if wanted == _layout and _kept <= set(dist.distributed_c10d._world.pg_map):
         return
     parallel_state.destroy_model_parallel()
     for group in _kept & set(dist.distributed_c10d._world.pg_map):
