@@ -13,7 +13,6 @@ import types
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 #: Packages whose functions and classes tests patch, and nobody else changes.
 PATCHED = ("megatron_fused_ce", "kernels", "megatron.core", "torch.distributed", "torch.cuda")
@@ -42,8 +41,6 @@ def global_state() -> dict[str, Any]:
         for name, value in os.environ.items()
         if not name.startswith("NVTE_")  # Megatron's models set Transformer Engine's
     }
-    if dist.is_initialized():
-        state["groups"] = sorted(_groups_but_megatrons())
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(PATCHED) and isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):
@@ -72,15 +69,6 @@ def _identity(code: Any, module: str) -> int | str:
     made_in = getattr(code, "__globals__", {}).get("__name__", "")
     is_hook = made_in.startswith("megatron_fused_ce") and not module.startswith(OURS)
     return PLUGINS if is_hook else id(code)
-
-
-def _groups_but_megatrons() -> list[str]:
-    """Names of the process groups, without those that tests/support/megatron.py keeps."""
-    megatron = sys.modules.get("tests.support.megatron")
-    kept = megatron.groups_kept() if megatron else set()
-    return [
-        name for group, name in dist.distributed_c10d._world.pg_names.items() if group not in kept
-    ]
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
