@@ -157,7 +157,9 @@ def test_off_against_on(rank: Rank, name):
     kept: list[int] = []
     have_groups(rank.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(upstream_guard, "watch", lambda mismatch: watched.append(bool(mismatch)))
+        patch.setattr(
+            upstream_guard.Guard, "watch", lambda self, mismatch: watched.append(bool(mismatch))
+        )
         patch.setattr(masked_tokens, "ROUND_TO", 2)
         patch.setattr(masked_tokens.Count, "wait", _noting(kept, masked_tokens.Count.wait))
         megatron_fused_ce.disable()

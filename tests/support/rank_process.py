@@ -108,22 +108,28 @@ class Call:
 def answer(call: Call, rank: Rank, lives_on: bool) -> tuple[str, Any]:
     """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason.
 
-    In a process that ``lives_on``, a call that leaves global state changed has raised, too.
+    In a process that ``lives_on``, a call that leaves global state changed has raised, too; groups that it
+    made are destroyed.
     """
     if not lives_on:
         return _answer(call, rank)
     import torch
+    import torch.distributed as dist
 
     from tests.support.global_state import changes, global_state
 
     importlib.import_module(call.module)
     torch.manual_seed(0)  # as a new process has one
-    before = global_state()
+    before, groups = global_state(), set(dist.distributed_c10d._world.pg_map)
     kind, value = _answer(call, rank)
+    if kind == "raised":
+        return kind, value
+    megatron: Any = sys.modules.get("tests.support.megatron")
+    groups |= megatron.groups_kept() if megatron else set()
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in groups]:
+        dist.destroy_process_group(group)  # in one order on all ranks
     left = changes(before, global_state())
-    if left and kind != "raised":
-        return "raised", "left behind:\n" + "\n".join(left)
-    return kind, value
+    return ("raised", "left behind:\n" + "\n".join(left)) if left else (kind, value)
 
 
 def _answer(call: Call, rank: Rank) -> tuple[str, Any]:

@@ -54,6 +54,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Counted before stand-ins for CUDA can be in this process.
+NUM_GPUS = torch.cuda.device_count()
 #: Of one test, from the moment its ranks have been asked. A collective gives up before.
 TIMEOUT_S = 2.0 * rank_process.GROUP_TIMEOUT_S
 #: Until all ranks have joined: processes that start on GPUs import torch and Megatron first.
@@ -363,7 +365,7 @@ class Ranks:
 
     @property
     def on_gpus(self) -> bool:
-        return torch.cuda.is_available()
+        return NUM_GPUS > 0
 
 
 #: Worlds that live on: those on GPUs.
@@ -401,8 +403,8 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
         @functools.wraps(function)
         def test(ranks: Ranks, **options: Any) -> None:
             __tracebackhide__ = True
-            if ranks.on_gpus and torch.cuda.device_count() < ranks.size:
-                pytest.skip(f"{ranks.size} ranks: there are {torch.cuda.device_count()} GPUs")
+            if ranks.on_gpus and ranks.size > NUM_GPUS:
+                pytest.skip(f"{ranks.size} ranks: there are {NUM_GPUS} GPUs")
             if not torchrun.IS_RANK:
                 run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
             elif ranks.size == torchrun.SIZE:
