@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 
 import pytest
 import torch
@@ -36,7 +35,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Of `make test`: a strategy each.
+CORE = [f"{strategy}, fp32 main_grad" for strategy in STRATEGIES]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in CORE else pytest.mark.rest) for case in CASES],
+)
 def test_out_of_memory_anywhere(case, request):
     """In every operator of a step, one after the other, with an earlier micro-batch's gradients there."""
     dtype, strategy, *others = CASES[case]
@@ -50,13 +56,14 @@ def test_out_of_memory_anywhere(case, request):
     right = step.gradients()
     alive = tensors_alive()
 
-    outcomes = Counter(
-        out_of_memory_at(step, at, earlier, right) for at in range(1, counted.count + 1)
-    )
-    # Nothing is added in a forward.
-    assert outcomes["untouched"] > counted.count / 4
-    assert (outcomes["refused"] > 0) == (step.main_grad is not None), outcomes
-    assert outcomes["whole"] < 8
+    outcomes = [out_of_memory_at(step, at, earlier, right) for at in range(1, counted.count + 1)]
+    with OutOfMemoryAt() as of_forward:
+        step.forward()
+    assert set(outcomes[: of_forward.count]) == {"untouched"}, "a forward has added something"
+    assert ("refused" in outcomes) == (step.main_grad is not None), outcomes
+    # Where a sum is whole, only what follows the op's own backward is left to fail.
+    order = ["untouched", "refused", "whole"]
+    assert outcomes == sorted(outcomes, key=order.index)
     assert tensors_alive() <= alive + 4, "tensors of failed steps are still alive"
 
 

@@ -60,7 +60,8 @@ NAMES = {re.split(r"[=<>!~;\s\[]", line)[0].lower() for _, line, _ in REQUIREMEN
 def imported(folders: tuple[str, ...] = FOLDERS) -> dict[str, str]:
     """Third-party module -> a file that imports it."""
     files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-    local = {file.stem for file in files} | {"tests", "megatron_fused_ce"}
+    scripts = {file.stem for file in (ROOT / "scripts").rglob("*.py")}
+    local = scripts | {"tests", "megatron_fused_ce", "kernels"}
     found: dict[str, str] = {}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -133,11 +133,11 @@ def answer(call: Call, rank: Rank, lives_on: bool) -> tuple[str, Any]:
 
 
 def _answer(call: Call, rank: Rank) -> tuple[str, Any]:
-    from _pytest.outcomes import Skipped
+    from pytest import skip
 
     try:
         return "returned", call.run(rank)
-    except Skipped as skipped:
+    except skip.Exception as skipped:
         return "skipped", str(skipped)
     except BaseException as error:
         here = error.__traceback__
