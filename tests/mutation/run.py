@@ -5,9 +5,9 @@
     python -m tests.mutation.run faults --only 'mask' --again
 
 Each is tried in a copy of the tree under the system's temporary folder, never in this one, and each run of
-pytest is a new process. Results go to build/mutation/<kind>.json after each trial; what has a result there is
-not tried again, so that an interrupted run goes on where it was. Before its first use a string of tests has
-to pass on an unchanged copy: a test that fails or does not exist kills nothing.
+pytest is a new process. Results go to build/mutation/<kind>.json after each trial; what has a result there
+is not tried again, so that an interrupted run goes on where it was (an error is no result). Before its first
+use a string of tests has to pass on an unchanged copy: a test that fails or does not exist kills nothing.
 
 killed    a mapped test failed
 survived  all mapped tests passed
@@ -174,7 +174,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         trials = Trials(given.kind, Path(folder), given.jobs, given.seconds or LIMITS_S[given.kind])
-        pending = [change for change in chosen if given.again or change.name not in trials.results]
+        has_one = {n for n, result in trials.results.items() if result["outcome"] != "error"}
+        pending = [change for change in chosen if given.again or change.name not in has_one]
         with ThreadPoolExecutor(given.jobs) as pool:
             for done in [pool.submit(trials.try_, change) for change in pending]:
                 done.result()
