@@ -20,7 +20,7 @@ import torch
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, phase_report, switch
+from megatron_fused_ce.adapter import arguments, model_guard, phase_report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -534,3 +534,16 @@ def test_a_reloaded_module_is_patched_again(tmp_path):
     )
     done = run_python("-c", code)
     assert done.stdout.split() == ["6", "6"], done.stderr
+
+
+def test_a_megatron_without_the_seam_of_the_guard_is_left_alone():
+    """``finalize_model_grads`` is elsewhere, or does not say which model it is for."""
+    module = types.ModuleType("megatron.core.distributed.finalize_model_grads")
+    model_guard.patch(module)
+    assert not hasattr(module, model_guard.SEAM)
+
+    def finalize_model_grads(chunks): ...
+
+    module.finalize_model_grads = finalize_model_grads
+    model_guard.patch(module)
+    assert module.finalize_model_grads is finalize_model_grads

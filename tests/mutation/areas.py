@@ -7,6 +7,7 @@ from tests.mutation.faults import (
     CALLS,
     FAILURES,
     GUARD,
+    GUARDS,
     HEAD,
     MASKED,
     MISMATCH,
@@ -71,8 +72,11 @@ AREAS = (
         "guard",
         15,
         {
-            f"{PACKAGE}/upstream_guard.py": (GUARD, f"{FAILURES} -k 'gone or failed'"),
-            f"{PACKAGE}/adapter/model_guard.py": (f"{MISMATCH} -k 2ranks",),
+            f"{PACKAGE}/upstream_guard.py": (GUARD, GUARDS, f"{FAILURES} -k 'gone or failed'"),
+            f"{PACKAGE}/adapter/model_guard.py": (
+                f"{ADAPTER} -k seam_of_the_guard",
+                f"{MISMATCH} -k 2ranks",
+            ),
         },
     ),
     Area(

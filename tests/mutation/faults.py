@@ -28,6 +28,7 @@ OPTIONS = "tests/op/test_loss_options.py"
 OUTPUTS = "tests/op/test_token_outputs.py"
 MASKED = "tests/op/test_masked_tokens.py"
 GUARD = "tests/op/test_upstream_guard.py"
+GUARDS = "tests/op/test_guards.py"
 PROPERTIES = "tests/op/test_properties.py"
 ROWS = "tests/kernels/test_row_kernels.py"
 SCALED_EXP = "tests/kernels/test_scaled_exp.py"
@@ -35,7 +36,7 @@ PLANNER = "tests/planner/test_planner.py"
 ADAPTER = "tests/megatron/test_adapter.py"
 STOCK = "tests/megatron/test_stock_path.py"
 WEIGHTS = "tests/megatron/test_token_weights.py"
-FAILURES = "tests/test_faults.py"
+FAILURES = "tests/op/test_faults.py"
 HEAD = "tests/parallel/test_head.py -k '2ranks and not scaled_exp'"
 CALLS = "tests/parallel/test_head_calls.py"
 MISMATCH = "tests/parallel/test_upstream_mismatch.py"
@@ -318,7 +319,7 @@ FAULTS = (
         f"{PACKAGE}/pipeline.py",
         "per_token.view(self.comm.num_parts, -1)[self.comm.part]",
         "per_token.view(self.comm.num_parts, -1)[0]",
-        ("tests/parallel/test_head.py -k '2ranks and scaled_exp and sp'",),
+        (f"{CALLS} -k 'outlier_in_one_shard and store'",),
     ),
     Fault(
         "nobody waits for the reduction of grad_hidden",

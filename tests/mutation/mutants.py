@@ -182,7 +182,10 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        if type(node.op) in OPERATORS and not isinstance(node.left, (ast.List, ast.Tuple)):
+        numbers = not isinstance(node.left, (ast.List, ast.Tuple, ast.JoinedStr)) and not (
+            isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+        )
+        if type(node.op) in OPERATORS and numbers:
             self._between("operator", node.left, node.right, OPERATORS[type(node.op)])
         self.generic_visit(node)
 

@@ -5,9 +5,9 @@
     python -m tests.mutation.run faults --only 'mask' --again
 
 Each is tried in a copy of the tree under the system's temporary folder, never in this one, and each run of
-pytest is a new process. Results go to build/mutation/<kind>.json after each trial; what has a result there is
-not tried again, so that an interrupted run goes on where it was. Before its first use a string of tests has
-to pass on an unchanged copy: a test that fails or does not exist kills nothing.
+pytest is a new process. Results go to build/mutation/<kind>.json after each trial; what has a result there
+for the same file and tests is not tried again: an interrupted run goes on where it was. Before its first use
+a string of tests has to pass on an unchanged copy: a test that fails or does not exist kills nothing.
 
 killed    a mapped test failed
 survived  all mapped tests passed
@@ -18,6 +18,7 @@ error     the mapped tests do not pass without the change
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import queue
 import subprocess
@@ -82,11 +83,17 @@ class Trials:
                 "words": change.words,
                 "file": change.file,
                 "commit": self._commit,
+                "digest": _digest(change),
                 **result,
             }
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(json.dumps(self.results, indent=1, ensure_ascii=False) + "\n")
             print(f"{result['outcome']:9} {result['seconds']:6.1f} s  {change.words}", flush=True)
+
+    def has_result(self, change: Change) -> bool:
+        """Whether this change of this file has been tried with these tests; an error is no result."""
+        result = self.results.get(change.name, {"outcome": "error"})
+        return result["outcome"] != "error" and result["digest"] == _digest(change)
 
     def _outcome(self, tree: Path, change: Change) -> dict[str, Any]:
         seconds = 0.0
@@ -138,6 +145,10 @@ def _commit() -> str:
     ).stdout.strip()
 
 
+def _digest(change: Change) -> str:
+    return hashlib.sha256("\0".join((change.text, *change.tests)).encode()).hexdigest()[:16]
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
     """What survived or went wrong, then the number of each outcome."""
     lines = []
@@ -174,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         trials = Trials(given.kind, Path(folder), given.jobs, given.seconds or LIMITS_S[given.kind])
-        pending = [change for change in chosen if given.again or change.name not in trials.results]
+        pending = [change for change in chosen if given.again or not trials.has_result(change)]
         with ThreadPoolExecutor(given.jobs) as pool:
             for done in [pool.submit(trials.try_, change) for change in pending]:
                 done.result()

@@ -284,7 +284,7 @@ def distillation(rank: Rank, strategy, sp, merge):
     assert_within(whole(rank, loss, hidden, weight, sp), exact, eager, torch.float32)
 
 
-# --- collectives that end late ---------------------------------------------------------------
+# --- collectives that end early or late ------------------------------------------------------
 
 
 class AtItsWait:
@@ -299,18 +299,36 @@ class AtItsWait:
         self.run = None
 
 
+class AtItsStart:
+    """A collective that has written its output when its start returns."""
+
+    def __init__(self, collective, tensors, options):
+        collective(*tensors, **options)
+
+    def wait(self):
+        """It has ended."""
+
+
 @on_ranks(2, 4)
 @pytest.mark.parametrize(
-    ("sp", "merge"), [(False, "packed"), (True, "packed"), (True, "all_reduce")]
+    ("moment", "sp", "merge"),
+    [
+        (AtItsWait, False, "packed"),
+        (AtItsWait, True, "packed"),
+        (AtItsWait, True, "all_reduce"),
+        (AtItsStart, True, "packed"),
+    ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_collectives_at_their_wait(rank: Rank, strategy, sp, merge):
-    """Nothing that is under way is overwritten, and nothing is read that has not been waited for."""
+def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, merge):
+    """Nothing that is under way is overwritten, nothing is read that has not been waited for, and no gather
+    goes into a slot that is still read.
+    """
     inputs = plain_inputs(rank, b=2, vocab=512)
     config = FusedCEConfig(
         strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows"
     )
-    with patch.object(vocab_parallel, "_start", lambda c, *t, **o: AtItsWait(c, t, o)):
+    with patch.object(vocab_parallel, "_start", lambda c, *t, **o: moment(c, t, o)):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)
 
