@@ -340,7 +340,7 @@ def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc-per-node", "2", "-m", "megatron_fused_ce.testing.megatron_cpu"]
         words += [
-            str(ROOT / "tests" / "support" / "memory_on_cpu.py"),
+            str(ROOT / "tests" / "tools" / "memory_on_cpu.py"),
             str(tmp_path / name),
             "2",
             "-1",
