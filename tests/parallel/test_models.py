@@ -34,7 +34,7 @@ from tests.support.megatron import (
     run_schedule,
     takes_mask,
 )
-from tests.support.ranks import Rank, on_ranks
+from tests.support.ranks import Rank, Ranks, on_ranks
 
 #: Both cores at TP 2; TP 1 and 4 with one of them.
 MODELS = [
@@ -200,6 +200,12 @@ def test_off_against_on(rank: Rank, name):
         if half:
             bound = 2e-3 if "loss" in name else 2e-2
         assert difference <= bound, f"{name}: differs by {difference:.2e}, more than {bound:.0e}"
+
+
+@on_ranks(Ranks(2, INSTALLED))
+def test_the_installed_core(rank: Rank):
+    """One model of `make test` runs with the other megatron-core."""
+    test_off_against_on.on_a_rank(rank, "gpt grad_in_forward sp")
 
 
 def built_off_and_on(rank: Rank) -> tuple[Any, Any]:

@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from sweep_state import State
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -26,6 +25,7 @@ from benchmark_problem import Problem, World, full_reference
 from benchmark_roof import Roof
 from benchmark_variants import Variant, backward, of_config
 from benchmark_variants import peers as peer_variants
+from sweep_state import State
 
 from megatron_fused_ce.testing.reference import relative_error, truth
 from tests.support.ranks import Rank, on_ranks
@@ -34,7 +34,7 @@ TOKENS, HIDDEN, VOCAB = 48, 16, 64
 
 
 def world_of(rank: Rank, sequence_parallel: bool) -> World:
-    """A `World` in the group that the runner made."""
+    """A `World` in the group of the test's ranks."""
     world = World.__new__(World)
     world.rank, world.size, world.group = rank.rank, rank.size, rank.group
     world.device, world.on_gpu = rank.device, rank.device.type == "cuda"
