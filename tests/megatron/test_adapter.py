@@ -547,3 +547,16 @@ def test_a_megatron_without_the_seam_of_the_guard_is_left_alone():
     module.finalize_model_grads = finalize_model_grads
     model_guard.patch(module)
     assert module.finalize_model_grads is finalize_model_grads
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"strategy": "grad_in_forward"}, True), ({"skip_masked": True}, True), ({}, False)],
+    ids=str,
+)
+def test_what_can_mismatch_is_known_before_its_first_use(options, expected):
+    """All ranks agree on it at a model's first step, whose micro-batches may have come without a mask."""
+    model = torch.nn.Module()
+    model.output_layer = torch.nn.Linear(2, 2)
+    model_guard.adopt(model, model.output_layer, FusedCEConfig(**options))
+    assert model_guard.guard_of(model.output_layer).expected is expected

@@ -93,7 +93,7 @@ class Trials:
     def has_result(self, change: Change) -> bool:
         """Whether this change of this file has been tried with these tests; an error is no result."""
         result = self.results.get(change.name, {"outcome": "error"})
-        return result["outcome"] != "error" and result["digest"] == _digest(change)
+        return result["outcome"] != "error" and result.get("digest") == _digest(change)
 
     def _outcome(self, tree: Path, change: Change) -> dict[str, Any]:
         seconds = 0.0
