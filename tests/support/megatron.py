@@ -107,7 +107,8 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
     if wanted == _layout and _kept <= set(dist.distributed_c10d._world.pg_map):
         return
     parallel_state.destroy_model_parallel()
-    for group in _kept & set(dist.distributed_c10d._world.pg_map):
+    # In one order on all ranks, which a set has not: NCCL's end of a communicator waits for the others'.
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group in _kept]:
         dist.destroy_process_group(group)
     others = set(dist.distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(
