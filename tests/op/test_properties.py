@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
