@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, planner, row_ops_torch
 from tests.support.ranks import Rank, on_ranks
 
-#: A shard and a chunk whose buffers differ in shape.
-H, V, C = 16, 320, 24
+#: A shard and a chunk whose buffers differ in shape: five tiles of columns on a CPU and on a GPU.
+H, V, C = 16, 1088 if torch.cuda.is_available() else 320, 24
 Shape = tuple[int, ...]
 
 

@@ -73,6 +73,12 @@ def needs_fused_wgrad() -> None:
         pytest.skip("apex's fused_weight_gradient_mlp_cuda is not installed")
 
 
+def needs_transformer_engine(device: torch.device) -> None:
+    """Skips, on a GPU's rank, where it is missing: HybridModel's last norm is its, but on a CPU's ranks."""
+    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("Transformer Engine is not installed: HybridModel needs its norm")
+
+
 def prepare(device: torch.device) -> None:
     """Stand-ins for CUDA on a CPU (with apex's kernel in Python); only the norms on GPUs."""
     from megatron_fused_ce.testing import megatron_cpu
@@ -199,6 +205,7 @@ def build(model: Model, rank: Rank) -> Any:
             position_embedding_type="rope",
         )  # fmt: skip
     else:
+        needs_transformer_engine(rank.device)
         from megatron_fused_ce.testing.local_stack_spec import stack_spec
 
         shared = dict(
