@@ -57,22 +57,35 @@ HEADS = (
     ("2026-11-21-h200-reach-llama3-8b", {"T": 32768, "tp": 1, "sp": False}),
     ("2026-11-21-h200-tp4-reach", {"T": 32768, "tp": 4, "sp": True}),
 )
-#: Native fusion was not measured on four GPUs.
-NOT_MEASURED = {("2026-11-21-h200-tp4-reach", "megatron-native")}
+#: Not run on four GPUs: native fusion's logits, and what has no tensor parallelism. verl's was run there alone.
+ONE_GPU, FOUR_GPUS = (name for name, _ in HEADS)
+NOT_MEASURED = {(FOUR_GPUS, name) for name in ("megatron-native", "liger", "cce")} | {
+    (ONE_GPU, "verl-tp")
+}
+#: Label and variant of each row, and what it can: tensor parallel, sequence parallel, loss per token with any
+#: upstream gradient, adds into main_grad (docs/features.md has the sources).
+ROWS = (
+    ("Megatron unfused", "megatron-unfused", "yes | yes | yes | yes"),
+    ("Megatron native fusion", "megatron-native", "yes | yes | yes | yes"),
+    ("Megatron's layer + Transformer Engine's loss", "megatron-te", "yes | yes | yes | yes"),
+    ("Liger, its default", "liger", "no | no | recomputes | no"),
+    ("Cut Cross Entropy", "cce", "yes | no | yes | no"),
+    ("verl's linear cross entropy", "verl-tp", "yes | partly | yes | no"),
+    ("**this, `--fused-chunked-ce`**", "auto", "yes | yes | yes | yes"),
+)
 
 
 def speed_and_memory() -> str:
     """Time to the millisecond and peak to a tenth of a GiB: the rows' spread is 2 to 7 %."""
     measured = [(Results(name), cell) for name, cell in HEADS]
-    text = "| | one H200, ms | GiB | four H200s, ms | GiB |\n|---|---:|---:|---:|---:|\n"
-    for label, variant in (
-        ("Megatron unfused", "megatron-unfused"),
-        ("Megatron native fusion", "megatron-native"),
-        ("Megatron's layer + Transformer Engine's loss", "megatron-te"),
-        ("this, `--fused-chunked-ce`", "auto"),
-    ):
+    text = (
+        "| | one H200, ms | GiB | four H200s, ms | GiB "
+        "| TP | SP | loss per token, any gradient | into `main_grad` |\n"
+        "|---|---:|---:|---:|---:|---|---|---|---|\n"
+    )
+    for label, variant, can in ROWS:
         cells = [_time_and_peak(results, cell, variant) for results, cell in measured]
-        text += f"| {label} | {' | '.join(cells)} |\n"
+        text += f"| {label} | {' | '.join(cells)} | {can} |\n"
     return text
 
 

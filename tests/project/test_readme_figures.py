@@ -29,7 +29,7 @@ def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys
     path = tmp_path / "README.md"
     path.write_text(
         README.replace(
-            "this, `--fused-chunked-ce` | 157 |", "this, `--fused-chunked-ce` | 156 |"
+            "this, `--fused-chunked-ce`** | 157 |", "this, `--fused-chunked-ce`** | 156 |"
         ).replace("| 43.2 |", "| 42.2 |")
     )
     assert readme_figures.main(["--check", "--readme", str(path)]) == 1
@@ -38,7 +38,7 @@ def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys
         ["speed and memory"],
         ["plans"],
     ]
-    assert "`--fused-chunked-ce` | 156 |" in path.read_text(), "--check writes nothing"
+    assert "`--fused-chunked-ce`** | 156 |" in path.read_text(), "--check writes nothing"
     assert readme_figures.main(["--readme", str(path)]) == 0
     assert path.read_text() == README
 
@@ -60,10 +60,11 @@ def slower(rows):
 
 def test_figures_come_from_the_results(tmp_path, monkeypatch):
     table = readme_figures.speed_and_memory()
-    assert "| this, `--fused-chunked-ce` | 157 | 4.0 | 42 | 1.8 |" in table
+    assert "| **this, `--fused-chunked-ce`** | 157 | 4.0 | 42 | 1.8 |" in table
     with_results(tmp_path, monkeypatch, "reach-llama3-8b", slower)
     assert (
-        "| this, `--fused-chunked-ce` | 313 | 4.0 | 42 | 1.8 |" in readme_figures.speed_and_memory()
+        "| **this, `--fused-chunked-ce`** | 313 | 4.0 | 42 | 1.8 |"
+        in readme_figures.speed_and_memory()
     )
 
 
