@@ -57,18 +57,17 @@ HEADS = (
     ("2026-11-21-h200-reach-llama3-8b", {"T": 32768, "tp": 1, "sp": False}),
     ("2026-11-21-h200-tp4-reach", {"T": 32768, "tp": 4, "sp": True}),
 )
-#: Not run on four GPUs: native fusion's logits, and what has no tensor parallelism. verl's was run there alone.
+#: On four GPUs neither native fusion was run, nor what has no tensor parallelism; verl's was run there alone.
 ONE_GPU, FOUR_GPUS = (name for name, _ in HEADS)
 NOT_MEASURED = {(FOUR_GPUS, name) for name in ("megatron-native", "liger", "cce")} | {
     (ONE_GPU, "verl-tp")
 }
-#: Label and variant of each row, and what it can: tensor parallel, sequence parallel, loss per token with any
-#: upstream gradient, adds into main_grad (docs/features.md has the sources).
+#: Label and variant of each row, and what it can do, in the columns' order (docs/features.md has sources).
 ROWS = (
     ("Megatron unfused", "megatron-unfused", "yes | yes | yes | yes"),
     ("Megatron native fusion", "megatron-native", "yes | yes | yes | yes"),
     ("Megatron's layer + Transformer Engine's loss", "megatron-te", "yes | yes | yes | yes"),
-    ("Liger, its default", "liger", "no | no | recomputes | no"),
+    ("Liger, its default", "liger", "no | no | yes, a fourth GEMM | no"),
     ("Cut Cross Entropy", "cce", "yes | no | yes | no"),
     ("verl's linear cross entropy", "verl-tp", "yes | partly | yes | no"),
     ("**this, `--fused-chunked-ce`**", "auto", "yes | yes | yes | yes"),
@@ -79,8 +78,8 @@ def speed_and_memory() -> str:
     """Time to the millisecond and peak to a tenth of a GiB: the rows' spread is 2 to 7 %."""
     measured = [(Results(name), cell) for name, cell in HEADS]
     text = (
-        "| | one H200, ms | GiB | four H200s, ms | GiB "
-        "| TP | SP | loss per token, any gradient | into `main_grad` |\n"
+        "| | one H200, ms | GiB | four H200s, ms | GiB | tensor parallel | sequence parallel "
+        "| per-token loss, any upstream gradient | fused into `main_grad` |\n"
         "|---|---:|---:|---:|---:|---|---|---|---|\n"
     )
     for label, variant, can in ROWS:
@@ -136,7 +135,10 @@ PLANS = (
 
 def plans() -> str:
     """Peak of a GPU by ``python -m megatron_fused_ce plan``."""
-    text = "| training | off, GiB | on, GiB | saved |\n|---|---:|---:|---:|\n"
+    text = (
+        "| training | predicted peak without the flag, GiB per GPU | with it | saved |\n"
+        "|---|---:|---:|---:|\n"
+    )
     for label, words in PLANS:
         advice = plan_of(shlex.split(words)).advice
         before, after = advice.baseline.peak / GIB, advice.recommended.peak / GIB
