@@ -235,6 +235,7 @@ def test_the_truth_takes_nothing_from_its_subject():
     }
 
 
+@pytest.mark.rest
 def test_nothing_runs_what_a_file_says():
     """No pickle, eval or shell: of results, logs, snapshots and launch scripts that others wrote."""
     every_file = [

@@ -104,6 +104,7 @@ def tree(tmp_path):
     return tmp_path
 
 
+@pytest.mark.rest
 def test_passed_and_failed(tree):
     """Of the same size in the same second: Python tells an old .pyc by these two."""
     assert run_tests(tree, "test_it.py::test_it", limit_s=300).outcome == "passed"
@@ -118,5 +119,6 @@ def test_a_test_that_is_skipped_proves_nothing(tree):
     )
 
 
+@pytest.mark.rest
 def test_a_test_that_hangs_is_ended(tree):
     assert run_tests(tree, "test_it.py -k hangs", limit_s=3).outcome == "late"

@@ -213,6 +213,7 @@ def assert_same_losses(one, other, inputs):
     assert bool((apart <= 2 * loss_resolution(inputs))[held].all())
 
 
+@pytest.mark.rest
 @share(0.14)
 @given(problems(max_shards=4))
 def test_shards_over_ranks(problem):

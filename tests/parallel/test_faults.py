@@ -16,6 +16,7 @@ SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
+@pytest.mark.rest
 @on_ranks(2, timeout_s=300)
 @SP
 @STRATEGY
@@ -55,6 +56,7 @@ def test_two_models_in_one_process(rank: Rank, sp):
     orders.two_models(rank=rank, sp=sp)
 
 
+@pytest.mark.rest
 @on_ranks(2)
 @SP
 @STRATEGY

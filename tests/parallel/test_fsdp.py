@@ -191,8 +191,15 @@ def trained(rank: Rank, model: Model, sharding: Sharding) -> dict[str, torch.Ten
     return training.seen | training.parameters()
 
 
+#: One a way of sharding; the others are of `make test-rest`.
+CORE = ("FSDP2, store", "FSDP2, recompute, own unit", "Megatron-FSDP, grad_in_forward")
+
+
 @on_ranks(*BOTH)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in CORE else pytest.mark.rest) for case in CASES],
+)
 def test_sharded_against_ddp(rank: Rank, case):
     import megatron_fused_ce
 

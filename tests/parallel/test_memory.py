@@ -48,7 +48,7 @@ for _strategy in ("recompute", "store", "grad_in_forward"):
     }
 
 
-@on_ranks(1, 2)
+@on_ranks(pytest.param(1, marks=pytest.mark.rest), 2)
 @pytest.mark.parametrize("case", CASES)
 def test_buffers(rank: Rank, case):
     # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.

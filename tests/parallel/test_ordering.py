@@ -201,7 +201,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("setup", SETUPS + SCALED_EXP, ids=str)
+@pytest.mark.parametrize(
+    "setup",
+    [*SETUPS, *(pytest.param(setup, marks=pytest.mark.rest) for setup in SCALED_EXP)],
+    ids=str,
+)
 def test_disturbed_timing(rank: Rank, setup):
     """Random sleeps before every collective, other ones on each rank: the same bits come out."""
     with groups_of(rank, setup.tp) as groups:

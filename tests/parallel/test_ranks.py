@@ -152,6 +152,7 @@ def kills_the_server(rank: Rank):
     time.sleep(60)
 
 
+@pytest.mark.rest
 def test_a_server_that_ends_is_started_again():
     """Its ranks are killed, and the next test has a new one."""
     with pytest.raises(RankFailure, match=r"died|hung|stopped"), World(2) as world:

@@ -73,6 +73,7 @@ def test_the_head_under_torchrun(size, tests):
     assert out.count(" passed") == 1, "only rank 0 reports"
 
 
+@pytest.mark.rest
 def test_a_launch_with_a_failing_test(tmp_path):
     """It fails with that rank's words and waits for no time-out; the next test has new groups."""
     (tmp_path / "test_of_a_launch.py").write_text(TESTS)

@@ -249,6 +249,7 @@ def test_a_wrong_loss_stops_every_rank(rank: Rank, name):
     check_wrong_loss(rank, LAUNCHES[name])
 
 
+@pytest.mark.rest
 @on_ranks(FOUR)
 @pytest.mark.parametrize(
     "launch",
