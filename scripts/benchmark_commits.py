@@ -144,17 +144,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="of a block, after a warm-up")
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
-    new = Checkout(given.new)
+    this = Checkout(given.new)
     group, rank = None, int(os.environ.get("RANK", "0"))
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with new:
+        with this:
             gloo = import_module(f"{PACKAGE}.testing.gloo")
             gloo.use_one_thread()
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         group = dist.group.WORLD
-    checkouts = {"old": Checkout(given.old), "new": new}
+    checkouts = {"old": Checkout(given.old), "new": this}
     order = random.Random(1)  # the same on every rank
     rows = []
     for shape in given.shapes:
