@@ -25,9 +25,10 @@ from megatron_fused_ce.testing import gloo
 from tests.support.faulty import AtOperator, Step, what_is_left
 from tests.support.ranks import Rank
 
-#: Of the group, from the loss on. The others wait as long as this for a rank that stays, and not at all for
-#: one that is gone.
+#: Of the group, from the loss on: the others wait as long as this for a rank that stays.
 TIMEOUT_S = 4.0
+#: The same for a rank that goes: its closed connections end the others' waits, long before this.
+NEVER_S = 120.0
 #: Until then: ranks that share two cores with other tests start at different times.
 START_TIMEOUT_S = 120.0
 SIZE = 2
@@ -92,7 +93,8 @@ def lose(rank: Rank, case: Case) -> dict[str, Any]:
     second = step.gradients()
     step.restore(first)
     dist.barrier()
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_S), rank.group)
+    limit_s = TIMEOUT_S if case.how == "raised and stays" else NEVER_S
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=limit_s), rank.group)
     if rank.rank == SIZE - 1:
         act = _killed if case.how == "killed" else _raised
         at = max(1, round(case.part * counted[case.phase].count))
