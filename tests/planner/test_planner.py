@@ -194,6 +194,8 @@ def test_a_device_is_known_by_a_word_of_its_name():
         # T = 5000 in chunks of 2000, H = 64, V = 1000 (4 tiles of 256 columns), bf16.
         ("recompute", {}, 4000 * 1000 + 2000 * 4 // 16),
         ("store", {}, 10000 * 1000 + 4000 * 64),
+        # Three heads wait for their backward together.
+        ("store", {"uses_in_flight": 3}, 3 * 10000 * 1000 + 4000 * 64 + 2 * 32 * 5000),
         (
             "grad_in_forward",
             {},
