@@ -192,8 +192,7 @@ def fused_linear_token_outputs(
 
     Raises:
         ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more;
-        ``grad_in_forward`` by name
-            with differentiable outputs.
+            ``grad_in_forward`` by name with differentiable outputs.
 
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
     """

@@ -25,6 +25,7 @@ from tests.support.megatron import (
     have_groups,
     needs_fused_wgrad,
     positions_and_mask,
+    transformer_config,
 )
 from tests.support.ranks import Rank, on_ranks
 
@@ -57,23 +58,14 @@ def build(pipeline: Pipeline, rank: Rank) -> list[Any]:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     if pipeline.fused_wgrad:
         needs_fused_wgrad()
     model_parallel_cuda_manual_seed(7)
-    config = TransformerConfig(
+    config = transformer_config(
         num_layers=PP * pipeline.virtual,
         hidden_size=HIDDEN,
         num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        use_cpu_initialization=True,
-        apply_rope_fusion=False,
         gradient_accumulation_fusion=pipeline.fused_wgrad,
         tensor_model_parallel_size=TP,
         pipeline_model_parallel_size=PP,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_fused_ce.testing.collectives import Collectives
 from tests.support import megatron
-from tests.support.megatron import NEWEST, have_groups, of_core
+from tests.support.megatron import NEWEST, have_groups, of_core, transformer_config
 from tests.support.ranks import Environment, Rank, Ranks, on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -88,22 +88,13 @@ class Training:
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-        from megatron.core.transformer.transformer_config import TransformerConfig
 
         torch.manual_seed(seed)
         model_parallel_cuda_manual_seed(seed)
-        config = TransformerConfig(
+        config = transformer_config(
             num_layers=2,
             hidden_size=HIDDEN,
             num_attention_heads=2,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            add_bias_linear=False,
-            bias_dropout_fusion=False,
-            masked_softmax_fusion=False,
-            persist_layer_norm=False,
-            use_cpu_initialization=True,
-            apply_rope_fusion=False,
             gradient_accumulation_fusion=False,
             tensor_model_parallel_size=launch.tp,
             pipeline_model_parallel_size=launch.pp,

@@ -157,23 +157,11 @@ def core_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def build(model: Model, rank: Rank) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+def transformer_config(**fields: Any) -> Any:
+    """Megatron's, of a small model: nothing random, and no fused kernel that a CPU or a bare GPU lacks."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    if model.fused_wgrad:
-        needs_fused_wgrad()
-    MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's number of heads
-    torch.manual_seed(7)
-    model_parallel_cuda_manual_seed(7)
-    mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
+    return TransformerConfig(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         add_bias_linear=False,
@@ -182,6 +170,26 @@ def build(model: Model, rank: Rank) -> Any:
         persist_layer_norm=False,
         use_cpu_initialization=True,
         apply_rope_fusion=False,
+        **fields,
+    )
+
+
+def build(model: Model, rank: Rank) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    if model.fused_wgrad:
+        needs_fused_wgrad()
+    MTPLossLoggingHelper.tracker.clear()  # as large as an earlier model's number of heads
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
+    config = transformer_config(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
         gradient_accumulation_fusion=model.fused_wgrad,
         tensor_model_parallel_size=rank.size,
         sequence_parallel=model.sequence_parallel,
