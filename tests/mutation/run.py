@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="part of a name or of its words"
     )
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="try what has a result already")
     parser.add_argument("--seconds", type=float, help="time limit of one change")
     parser.add_argument("--list", action="store_true", help="print the changes and try none")
