@@ -21,36 +21,7 @@ from megatron_fused_ce.testing.reference import (
     relative_error,
     truth,
 )
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STRATEGIES = ("recompute", "store", "grad_in_forward")
-
-
-def weights_for(strategy, upstream):
-    """What ``grad_in_forward`` is told, None for the strategies that need not know."""
-    return {"token_weights": upstream / 1.5} if strategy == "grad_in_forward" else {}
-
-
-def run(inputs, config, *, flat=False, **kwargs):
-    """The op on whole inputs; returns its result in the inputs' shapes.
-
-    ``grad_in_forward`` gets token weights that the upstream gradient is 1.5 times of.
-    """
-    if config.strategy == "grad_in_forward":
-        weights = inputs.grad_loss / 1.5
-        kwargs.setdefault("token_weights", weights.t().reshape(-1) if flat else weights)
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
-    if flat:
-        loss = fused_linear_cross_entropy(
-            hidden.flatten(0, 1), weight, inputs.labels.t().reshape(-1), config=config, **kwargs
-        )
-        s, b = inputs.hidden.shape[:2]
-        loss = loss.view(s, b).t()
-    else:
-        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config, **kwargs)
-    loss.backward(inputs.grad_loss)
-    return HeadResult(loss.detach(), hidden.grad, weight.grad)
+from tests.support.op import DTYPES, STRATEGIES, run, weights_for
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

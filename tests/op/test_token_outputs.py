@@ -33,9 +33,8 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
-from tests.kernels.test_scaled_exp import DTYPE as EXP_DTYPE
-from tests.kernels.test_scaled_exp import HAS_EXP
 from tests.support import pairs
+from tests.support.op import EXP_DTYPE, HAS_EXP
 
 DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 #: Options that every output follows.

@@ -37,7 +37,6 @@ from megatron_fused_ce.testing.reference import (
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from tests.support import pairs
 from tests.support.head import (
-    STRATEGIES,
     plain_inputs,
     rows_of,
     same_on_all_ranks,
@@ -47,6 +46,7 @@ from tests.support.head import (
     whole_hidden,
     whole_rows,
 )
+from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
