@@ -327,6 +327,30 @@ def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
     assert chosen.name == "gemm_rows" and reason
 
 
+def test_a_weight_that_tma_cannot_load(device):
+    """Rows of every second column; rows that begin between multiples of 16 bytes."""
+    inputs = make_inputs(
+        "plain", s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE, device=device
+    )
+    spread = inputs.weight.repeat_interleave(2, dim=1)[:, ::2]
+    moved = torch.nn.functional.pad(inputs.weight, (1, 15))[:, 1:49]
+    for weight in (spread, moved):
+        reason = logits_backend.why_not_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
+        assert "begin at multiples of 16 bytes" in reason
+
+
+@pytest.mark.skipif(ON_GPU, reason="there it takes bf16, and auto takes it")
+@pytest.mark.parametrize(
+    "backend, dtype", [("auto", torch.float32), ("scaled_exp", torch.bfloat16)]
+)
+def test_on_a_cpu_it_serves_by_name_and_not_in_bf16(backend, dtype, device):
+    """Whose products Triton's interpreter gets wrong."""
+    inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=dtype, device=device)
+    config, hidden = FusedCEConfig(logits_backend=backend), inputs.hidden.flatten(0, 1)
+    reason = logits_backend.why_not_exp(config, hidden, inputs.weight)
+    assert reason == "it runs on CUDA devices, not on cpu"
+
+
 @pytest.mark.parametrize(
     ("words", "num_variants"), [(["--some"], 2), pytest.param([], 9, marks=pytest.mark.rest)]
 )

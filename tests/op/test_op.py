@@ -15,6 +15,7 @@ from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, pla
 from megatron_fused_ce.strategies import KeepOrRecompute
 from megatron_fused_ce.testing.reference import (
     KINDS,
+    HeadInputs,
     HeadResult,
     assert_close,
     make_inputs,
@@ -347,6 +348,19 @@ def test_fp16_small_upstream_does_not_vanish(device):
     # The outputs are fp16 and partly subnormal there: their own rounding is what is left.
     assert relative_error(result.grad_weight, exact.grad_weight.half()) < 2e-3
     assert relative_error(result.grad_hidden, exact.grad_hidden.half()) < 2e-2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp16_small_probabilities_do_not_vanish(strategy, device):
+    """2**-32 of an upstream just below a power of two: 2**-24, fp16's smallest number, once scaled."""
+    weight = torch.tensor([[22.1875 / 1024], [0.0]], dtype=torch.float16, device=device)
+    hidden = torch.full((1, 1, 1), 1024.0, dtype=torch.float16, device=device)
+    labels = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    upstream = torch.full((1, 1), 1.99, device=device)
+    inputs = HeadInputs(hidden, weight, labels, upstream)
+    config = FusedCEConfig(strategy=strategy)
+    grad_weight = run(inputs, config, token_weights=upstream).grad_weight
+    assert grad_weight[1].item() == pytest.approx(math.exp(-22.1875) * 1.99 * 1024, rel=0.1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
