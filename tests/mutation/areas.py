@@ -34,6 +34,7 @@ LOOPS = (
     f"{SCALED_EXP} -k few_tokens",
     HEAD,
     f"{CALLS} -k '2ranks and (at_their or frozen or ahead or argmax or other_results)'",
+    f"{OUTPUTS} -k fp16",
     f"{MOVED} -k 2ranks",
     "tests/parallel/test_memory.py -k '2ranks and recompute'",
 )
