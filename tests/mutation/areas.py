@@ -47,6 +47,7 @@ AREAS = (
             f"{PACKAGE}/row_ops.py": (*AGAINST_FP64, f"{ROWS} -k 'token_kernels or merged_shards'"),
             f"{PACKAGE}/row_ops_torch.py": (*AGAINST_FP64, f"{ROWS} -k 'infinities or argmax'"),
             f"{PACKAGE}/loss_form.py": AGAINST_FP64,
+            f"{PACKAGE}/scaling.py": AGAINST_FP64,
             f"{PACKAGE}/logits_backend.py": (
                 f"{OP} {OUTPUTS} -k 'not triton'",
                 f"{SCALED_EXP} -k 'few_tokens or why_not or by_name or cannot_load'",
@@ -70,7 +71,8 @@ AREAS = (
         "loops",
         35,
         {
-            f"{PACKAGE}/strategies.py": LOOPS,
+            f"{PACKAGE}/autograd.py": LOOPS,
+            f"{PACKAGE}/loop.py": LOOPS,
             f"{PACKAGE}/pipeline.py": LOOPS,
             f"{PACKAGE}/chunking.py": LOOPS,
         },
