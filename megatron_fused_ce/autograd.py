@@ -59,7 +59,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
             ctx.save_for_backward(*once, saved.last_hidden, *saved.tensors())
         outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
-        of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
+        of_shard = [
+            None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)
+        ]
         without_grad = [*of_shard, outputs.predicted, outputs.correct]
         if not spec.form.differentiable:
             without_grad += [outputs.log_prob, outputs.lse, outputs.entropy]
@@ -133,8 +135,7 @@ def _upstream(
             if ignored is not None and at < 2:  # of the label
                 grad = grad.masked_fill(ignored, 0.0)
         given.append(grad)
-    loss, *others = given
+    loss, log_prob, lse, grad_entropy = given
     if loss is None:
-        like = next(grad for grad in others if grad is not None)
-        loss = torch.zeros_like(like)
-    return Upstream(loss, *others, entropy)
+        loss = torch.zeros_like(next(grad for grad in given if grad is not None))
+    return Upstream(loss, log_prob, lse, grad_entropy, entropy)

@@ -260,7 +260,13 @@ class _LocalView(NamedTuple):
                 comm.num_parts,
             )
             check_requested(
-                config, weight, comm.size, args.outputs, args.differentiable, args.labels, args.teacher
+                config,
+                weight,
+                comm.size,
+                args.outputs,
+                args.differentiable,
+                args.labels,
+                args.teacher,
             )
             _check_token_weights(args)
             head = (
@@ -358,8 +364,8 @@ def _vocab_size(args: Arguments, comm: VocabParallel, settled: Settled) -> int |
 def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:
     if len(settled.shard_sizes) < comm.size:
         raise RuntimeError(
-            "a head is called for the first time while a CUDA graph is captured, when the ranks cannot compare "
-            f"their shards; run one step before the capture, as warm-up does, or give {instead}"
+            "a head is called for the first time while a CUDA graph is captured, when the ranks cannot "
+            f"compare their shards; run one step before the capture, as warm-up does, or give {instead}"
         )
     return settled.shard_sizes
 
@@ -409,9 +415,7 @@ _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
 }
 
 
-def _must_agree(
-    args: Arguments, comm: VocabParallel, error: Exception | None
-) -> dict[str, int]:
+def _must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
     """The names alone count where this rank's arguments are bad."""
     return {
         name: 0 if error is not None else int(number(args, comm))

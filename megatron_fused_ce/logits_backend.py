@@ -215,7 +215,9 @@ class ScaledExp:
 
         return statistics
 
-    def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
+    def finalize(
+        self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
+    ) -> Tensor:
         tiles, stats = scores.tiles, scores.stats
         unit: Tensor = _exp_rows().seal_rows(matrix, chunk.labels, tiles, stats, merged, chunk.form)
         return unit

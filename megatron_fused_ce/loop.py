@@ -39,8 +39,8 @@ from megatron_fused_ce.pipeline import (
     delay_next_gemm,
 )
 from megatron_fused_ce.row_ops import Merged, TokenTerms
-from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 from megatron_fused_ce.scaling import scale_for_fp16, scale_token_weights
+from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 from megatron_fused_ce.vocab_parallel import DONE, Merge
 
 
@@ -106,7 +106,12 @@ class _Scored:
     """A chunk between its GEMM and the end of its merge."""
 
     def __init__(
-        self, context: Context, chunk: Chunk, inputs: ChunkInputs, scores: Scores, matrix: Tensor | None
+        self,
+        context: Context,
+        chunk: Chunk,
+        inputs: ChunkInputs,
+        scores: Scores,
+        matrix: Tensor | None,
     ) -> None:
         spec, stats = context.spec, scores.stats
         self.chunk, self.inputs = chunk, inputs
@@ -255,7 +260,6 @@ class _Results:
         *outputs, row_max, argmax = self._whole
         return Forward(TokenOutputs(*outputs), row_max, argmax, saved)  # type: ignore[arg-type]
 
-
     def _put_nothing(self, labels: Tensor) -> None:
         """Of no tokens at all."""
         spec = self._context.spec
@@ -371,7 +375,7 @@ class _GradInForward:
             row_scale = logits.finalize(matrix, inputs, scored.scores, merged)
             terms = None
             if row_scale is None:
-                terms = TokenTerms(*merged.terms, merged.further.target_mass)
+                terms = TokenTerms.of(merged.terms, merged.further.target_mass)
             grad = logits.grad_from_saved(matrix, row_scale, inputs, terms, upstream, matrix)
         self._gemms.add(scored.chunk, grad, inputs.hidden)
 
@@ -443,7 +447,7 @@ def _grad_logits(
 ) -> LogitsGrad:
     """The chunk's, from what was saved of it."""
     logits = context.spec.logits
-    terms = None if saved.terms is None else TokenTerms(*saved.terms, saved.target_mass)
+    terms = None if saved.terms is None else TokenTerms.of(saved.terms, saved.target_mass)
     with context.phases("grad-logits"):
         if saved.matrix is None:
             assert terms is not None

@@ -99,7 +99,7 @@ def fused_linear_cross_entropy(
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
-    head = linear_cross_entropy(
+    head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
         labels,
@@ -148,7 +148,7 @@ def fused_linear_token_outputs(
 
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
     """
-    head = linear_cross_entropy(
+    head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
         labels,
@@ -197,7 +197,7 @@ def fused_linear_distillation(
 
     Source: d loss / d s_j = (sum q) p_j - q_j; docs/math.md.
     """
-    head = linear_cross_entropy(
+    head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
         # No label is anywhere.
@@ -308,7 +308,9 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
     weights = None
     if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = _in_token_order(args.token_weights.detach(), args, parts)
-        weights = (weights if kept is None else kept.of_tokens(weights)).to(torch.float32, copy=True)
+        weights = (weights if kept is None else kept.of_tokens(weights)).to(
+            torch.float32, copy=True
+        )
         if ignored is not None:
             weights.masked_fill_(ignored, 0.0)
     soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec, kept)

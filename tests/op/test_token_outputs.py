@@ -281,7 +281,10 @@ def test_ids_that_fp32_cannot_hold():
 def test_which_outputs_leave_the_exponentiating_product(device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     by_name = FusedCEConfig(logits_backend="scaled_exp")
-    assert choose(by_name, x, x, RequestedOutputs(("lse", "predicted", "correct")))[0].name == "scaled_exp"
+    assert (
+        choose(by_name, x, x, RequestedOutputs(("lse", "predicted", "correct")))[0].name
+        == "scaled_exp"
+    )
     for asked, words in (
         (RequestedOutputs(("entropy",)), "entropy"),
         (RequestedOutputs(("lse",), differentiable=True), "outputs with gradients"),
