@@ -135,8 +135,7 @@ def _upstream(
             if ignored is not None and at < 2:  # of the label
                 grad = grad.masked_fill(ignored, 0.0)
         given.append(grad)
-    loss, *others = given
+    loss, log_prob, lse, grad_entropy = given
     if loss is None:
-        like = next(grad for grad in others if grad is not None)
-        loss = torch.zeros_like(like)
-    return Upstream(loss, *others, entropy)
+        loss = torch.zeros_like(next(grad for grad in given if grad is not None))
+    return Upstream(loss, log_prob, lse, grad_entropy, entropy)

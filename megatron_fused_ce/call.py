@@ -364,8 +364,8 @@ def _vocab_size(args: Arguments, comm: VocabParallel, settled: Settled) -> int |
 def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:
     if len(settled.shard_sizes) < comm.size:
         raise RuntimeError(
-            "a head is called for the first time while a CUDA graph is captured, when the ranks cannot compare "
-            f"their shards; run one step before the capture, as warm-up does, or give {instead}"
+            "a head is called for the first time while a CUDA graph is captured, when the ranks cannot "
+            f"compare their shards; run one step before the capture, as warm-up does, or give {instead}"
         )
     return settled.shard_sizes
 

@@ -375,7 +375,7 @@ class _GradInForward:
             row_scale = logits.finalize(matrix, inputs, scored.scores, merged)
             terms = None
             if row_scale is None:
-                terms = TokenTerms(*merged.terms, merged.further.target_mass)
+                terms = TokenTerms.of(merged.terms, merged.further.target_mass)
             grad = logits.grad_from_saved(matrix, row_scale, inputs, terms, upstream, matrix)
         self._gemms.add(scored.chunk, grad, inputs.hidden)
 
@@ -447,7 +447,7 @@ def _grad_logits(
 ) -> LogitsGrad:
     """The chunk's, from what was saved of it."""
     logits = context.spec.logits
-    terms = None if saved.terms is None else TokenTerms(*saved.terms, saved.target_mass)
+    terms = None if saved.terms is None else TokenTerms.of(saved.terms, saved.target_mass)
     with context.phases("grad-logits"):
         if saved.matrix is None:
             assert terms is not None

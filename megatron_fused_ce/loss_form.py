@@ -150,7 +150,7 @@ class LossForm:
         """The loss in this form and what was asked for beside it, fp32 ``[C]``."""
         if self.sigma is None and not self.z_loss and not self.outputs and not self.soft:
             return TokenOutputs(merged.loss)
-        terms, further = TokenTerms(*merged.terms), merged.further
+        terms, further = TokenTerms.of(merged.terms), merged.further
         assert terms.label_shift is not None
         known = terms.label_shift != NOT_HERE
         # log of the sum relative to the maximum. Near it a confident token's loss has digits that the sum has
@@ -203,7 +203,7 @@ class LossForm:
         """``row_max, scale, deficit`` of the loss alone, fp32 ``[3, C]`` or more, of ``[4, C]`` terms."""
         if not self.z_loss and self.sigma is None:
             return merged_terms
-        terms = TokenTerms(*merged_terms)
+        terms = TokenTerms.of(merged_terms)
         return torch.stack((terms.row_max, *self._scale_and_deficit(terms)))
 
     def _scale_and_deficit(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def fused_linear_cross_entropy(
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
-    head = linear_cross_entropy(
+    head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
         labels,
@@ -148,7 +148,7 @@ def fused_linear_token_outputs(
 
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
     """
-    head = linear_cross_entropy(
+    head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
         labels,
@@ -197,7 +197,7 @@ def fused_linear_distillation(
 
     Source: d loss / d s_j = (sum q) p_j - q_j; docs/math.md.
     """
-    head = linear_cross_entropy(
+    head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
         # No label is anywhere.

@@ -26,7 +26,8 @@ from benchmark_variants import Variant, backward
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, masked_tokens
-from megatron_fused_ce.op import TeacherTargets, linear_cross_entropy
+from megatron_fused_ce.loss_form import TeacherTargets
+from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import UNTIMED, PhaseTimes
 from megatron_fused_ce.testing.provenance import commit
 
