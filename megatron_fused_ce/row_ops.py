@@ -227,6 +227,11 @@ def token_loss(
 
 def merge_shards(shards: Tensor) -> Merged:
     """From the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
+    if len(shards) == 1:
+        shard = shards[0]
+        return Merged(
+            *token_loss(shard_terms(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[REFERENCE]
+        )
     global_max = shards[:, ROW_MAX].amax(0)
     loss, terms = token_loss(shard_terms(shards, global_max).sum(0), global_max)
     return Merged(loss, terms, shards[:, REFERENCE].amax(0))
