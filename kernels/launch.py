@@ -73,6 +73,16 @@ def _specialised(number: int | float) -> int:
     return (16 if number % 16 == 0 else 0) + (32 if number >= 2**31 else 0)
 
 
+def ceil_div(a: int, b: int) -> int:
+    """As ``triton.cdiv``, which takes 5 us on the host: it serves kernels too."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """``n`` where it is one; as ``triton.next_power_of_2``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @lru_cache(maxsize=1)
 def _called_directly() -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -226,7 +226,8 @@ def _inputs(
     if soft is not None:
         soft = SoftTargets(*(context.split(part, chunk).contiguous() for part in soft))
     spec = context.spec
-    return ChunkInputs(hidden, weight, labels, spec.logit_scale, sample, spec.form, soft)
+    alone = spec.comm.size == 1
+    return ChunkInputs(hidden, weight, labels, spec.logit_scale, sample, spec.form, soft, alone)
 
 
 class _Results:

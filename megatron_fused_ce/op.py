@@ -308,11 +308,9 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
     weights = None
     if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = _in_token_order(args.token_weights.detach(), args, parts)
-        weights = (weights if kept is None else kept.of_tokens(weights)).to(
-            torch.float32, copy=True
-        )
+        weights = (weights if kept is None else kept.of_tokens(weights)).float()
         if ignored is not None:
-            weights.masked_fill_(ignored, 0.0)
+            weights = weights.masked_fill(ignored, 0.0)
     soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec, kept)
     return Targets(labels, soft, ignored, weights)
 
