@@ -236,6 +236,12 @@ def test_the_truth_takes_nothing_from_its_subject():
     }
 
 
+def test_no_test_file_imports_another():
+    """What two of them need is of tests/support."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        assert not [name for name in imports(file) if re.match(r"tests\.(\w+\.)*test_", name)], file
+
+
 @pytest.mark.rest
 def test_nothing_runs_what_a_file_says():
     """No pickle, eval or shell: of results, logs, snapshots and launch scripts that others wrote."""
