@@ -222,12 +222,15 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
     Errors and collectives: those of :func:`fused_linear_cross_entropy`.
     """
     call = _completed(Arguments(*args, **kwargs))
-    if not getattr(call.hidden, "is_cuda", False):
-        return _evaluate(call)
     # Triton's launches and the collectives' streams are the current device's. Autograd's thread for a
     # backward sees to it by itself.
-    with torch.cuda.device(call.hidden.device):
-        return _evaluate(call)
+    if (
+        getattr(call.hidden, "is_cuda", False)
+        and call.hidden.get_device() != torch.cuda.current_device()
+    ):
+        with torch.cuda.device(call.hidden.device):
+            return _evaluate(call)
+    return _evaluate(call)
 
 
 def _completed(args: Arguments) -> Arguments:
