@@ -1,8 +1,8 @@
-# `make` lists the targets. Each one sets up .venv first (scripts/setup_env.sh), unless PY names another
+# `make` lists the targets. Each one sets up .venv first (scripts/dev/setup_env.sh), unless PY names another
 # Python, which is used as it is: `PY=python3 make test-gpu`.
 PY ?= .venv/bin/python
 ifeq ($(PY),.venv/bin/python)
-SETUP := scripts/setup_env.sh
+SETUP := scripts/dev/setup_env.sh
 else
 SETUP := :
 endif
@@ -28,7 +28,7 @@ setup:
 	@$(SETUP)
 
 demo: setup
-	@$(PY) scripts/demo.py $(DEMO)
+	@$(PY) -m scripts.demo $(DEMO)
 
 sweep: setup
 	@$(PY) scripts/sweep_chunks.py $(SWEEP)
@@ -40,9 +40,9 @@ docs: setup
 	@echo "build/site/index.html"
 
 figures: setup
-	@$(PY) scripts/readme_figures.py
-	@$(PY) scripts/fit_scaling.py --write docs/scaling.md
-	@$(PY) scripts/check_plan.py --write
+	@$(PY) -m scripts.dev.figures_readme
+	@$(PY) -m scripts.dev.figures_scaling --write docs/scaling.md
+	@$(PY) -m scripts.dev.figures_plan --write
 
 # A tool that set-up could not install (no network) is skipped with a line that says so.
 lint: setup

@@ -17,7 +17,7 @@ SOURCES = sorted(
     file
     for folder in (PACKAGE, ROOT / "kernels")
     for file in folder.rglob("*.py")
-    if "kernels" not in file.relative_to(folder).parts
+    if not {"kernels", "scripts"} & set(file.relative_to(folder).parts)  # links to the top level
 )
 
 
@@ -82,11 +82,11 @@ ALLOWED = {
         "an error's words, from the ranks of one launch, where options are compared over them"
     ),
     (
-        "scripts/benchmark_problem.py",
+        "scripts/bench/problem.py",
         "torch.distributed.all_gather_object",
     ): "words of its own ranks",
-    ("scripts/profile_head.py", "torch.distributed.all_gather_object"): "times of its own ranks",
-    ("scripts/soak.py", "torch.distributed.all_gather_object"): "figures of its own ranks",
+    ("scripts/bench/profile.py", "torch.distributed.all_gather_object"): "times of its own ranks",
+    ("scripts/dev/soak.py", "torch.distributed.all_gather_object"): "figures of its own ranks",
 }
 
 
@@ -168,6 +168,7 @@ def test_only_the_front_doors_read_command_lines():
         "megatron_fused_ce/adapter/arguments.py",
         "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",
+        "megatron_fused_ce/command_line.py",
         "megatron_fused_ce/estimate/command.py",
         "megatron_fused_ce/estimate/megatron_arguments.py",
         "megatron_fused_ce/launch.py",
@@ -189,7 +190,13 @@ def test_the_estimate_knows_numbers_only():
     known = {name for file in room_of_it for name in imports(file)}
     ours = {name.split(".")[1] for name in known if name.startswith("megatron_fused_ce.")}
     assert len(room_of_it) > 5
-    assert ours == {"estimate", "config", "planner", "adapter"}  # of the last, its flags
+    assert ours == {
+        "estimate",
+        "command_line",
+        "config",
+        "planner",
+        "adapter",
+    }  # of the last, its flags
     assert {name for name in known if ".adapter." in name} <= {
         f"megatron_fused_ce.adapter.arguments.{name}"
         for name in ("FLAG", "add_arguments", "config_from_args")

@@ -18,11 +18,9 @@ from megatron_fused_ce import FusedCEConfig, planner
 from megatron_fused_ce.adapter import arguments, report
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.planner import PlanInputs, alternatives, plan
+from megatron_fused_ce.scripts.lib import results as committed_results
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import committed_results  # noqa: E402
 
 MIB = 2**20
 #: A row of the device table of the tests' own: the real rows follow measurements.

@@ -22,7 +22,17 @@ import pytest
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACKED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_fused_ce", "kernels")
+TRACKED = (
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "megatron_fused_ce",
+    "kernels",
+    "scripts",
+)
+#: Of scripts/ what a wheel has: the commands of users, and what they need.
+SHIPPED = ("bench", "lib", "runs")
 #: Tells type checkers that the package has types.
 MARKER = "megatron_fused_ce/py.typed"
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -41,11 +51,16 @@ def run(*words: object, env: dict[str, str] | None = None, cwd: Path | str = "/"
 
 def modules_of_the_tree() -> set[str]:
     package = {file.relative_to(ROOT) for file in (ROOT / "megatron_fused_ce").rglob("*.py")}
-    kernels = {
+    linked = {
         Path("megatron_fused_ce") / file.relative_to(ROOT)
-        for file in (ROOT / "kernels").glob("*.py")
+        for folder in ("kernels", *(f"scripts/{name}" for name in SHIPPED))
+        for file in (ROOT / folder).glob("*.py")
     }
-    return {file.as_posix() for file in package | kernels if "__pycache__" not in file.parts}
+    return {
+        file.as_posix()
+        for file in package | linked
+        if "__pycache__" not in file.parts and not {"demo", "dev"} & set(file.parts)
+    }
 
 
 def missing_tools() -> list[str]:
@@ -166,7 +181,8 @@ def test_the_metadata(wheel):
 def test_every_module_imports_from_elsewhere(python, tmp_path):
     names = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for name in modules_of_the_tree() - {"megatron_fused_ce/__main__.py"}
+        for name in modules_of_the_tree()
+        if not name.endswith(("/__main__.py", "/lib/runner.py"))
     }
     code = (
         "import importlib, sys\n"
@@ -241,7 +257,7 @@ print("RAN", args.fused_chunked_ce, args.fused_ce_num_chunks, patched)
 def test_an_unmodified_launch_knows_the_flag(python, tmp_path, way):
     """Of Megatron's own parser and model (0.19.2), as the installed package hooks into them."""
     if not CORE_0_19.is_dir():
-        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh")
+        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(SCRIPT)
     start = [] if way == "autoload" else ["-m", "megatron_fused_ce.launch"]

@@ -33,7 +33,6 @@ NOT_LISTED = {
     "transformer_engine": "looked up at run time",
     "typing_extensions": "torch's own",
     "packaging": "Megatron's and pytest's own",
-    "tqdm": "a bar in scripts/compare_pretrain.py where it happens to be",
 }
 
 
