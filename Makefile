@@ -20,9 +20,10 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make sweep   how many chunks: time against peak memory, the flags to use; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
-	@echo "make figures the figures of README.md, docs/scaling.md and docs/plan.md, from docs/benchmarks/results"
+	@echo "make figures tables and pictures of README.md and docs, from docs/benchmarks/results and the plan"
 	@echo "make properties  12,000 random calls of the head against fp64 (12 minutes; make test tries 300)"
 	@echo "make clean   remove .venv, build/ and caches"
+	@echo "Compare two runs, profile memory, benchmark, soak ...: scripts/README.md"
 
 setup:
 	@$(SETUP)
@@ -40,9 +41,7 @@ docs: setup
 	@echo "build/site/index.html"
 
 figures: setup
-	@$(PY) -m scripts.dev.figures_readme
-	@$(PY) -m scripts.dev.figures_scaling --write docs/scaling.md
-	@$(PY) -m scripts.dev.figures_plan --write
+	@$(PY) -m scripts.dev.figures
 
 # A tool that set-up could not install (no network) is skipped with a line that says so.
 lint: setup

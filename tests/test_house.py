@@ -164,7 +164,6 @@ def test_only_the_front_doors_read_command_lines():
         and ("argparse" in imports(file) or "sys.argv" in file.read_text())
     }
     assert readers == {
-        "megatron_fused_ce/__main__.py",
         "megatron_fused_ce/adapter/arguments.py",
         "megatron_fused_ce/adapter/training_arguments.py",
         "megatron_fused_ce/autoload.py",

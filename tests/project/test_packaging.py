@@ -182,7 +182,7 @@ def test_every_module_imports_from_elsewhere(python, tmp_path):
     names = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in modules_of_the_tree()
-        if not name.endswith(("/__main__.py", "/lib/runner.py"))
+        if not name.endswith("/__main__.py")
     }
     code = (
         "import importlib, sys\n"
@@ -207,6 +207,25 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     assert (
         "grad_in_forward" in command("plan-head --tokens 32768 --hidden 4096 --vocab 128256").stdout
     )
+    log = (
+        " [2026-01-01 00:00:00.0] iteration        1/       1 | lm loss: 5.537932E+00 | grad norm: 2.586 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+    )
+    for name in ("off.log", "on.log"):
+        (tmp_path / name).write_text(log)
+    assert command("compare off.log on.log --out compared").stdout.splitlines()[-1] == "SAME"
+    assert (tmp_path / "compared" / "compare_loss.json").is_file()
+    profile = (
+        '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 0], [9, -1, 0]]}]}'
+    )
+    (tmp_path / "profile.json").write_text(profile)
+    assert "peak, MiB" in command("memory --draw profile.json --out drawn").stdout
+    refused = command("memory --shape llama-3-8b", ok=False)
+    assert refused.returncode == 2 and "needs a GPU" in refused.stderr
+    sizes = "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"
+    assert "Recommended:" in command(f"sweep {sizes} --strategies store --out swept").stdout
+    made = {path.name for path in (tmp_path / "swept").iterdir()}
+    assert {"sweep.json", "sweep.csv", "sweep.md"} <= made
     bad = command("paln", ok=False)
     assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
 

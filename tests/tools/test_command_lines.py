@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce import command_line
+from megatron_fused_ce.__main__ import COMMANDS
 from megatron_fused_ce.command_line import Parser, UsageError, command, number, whole
 from megatron_fused_ce.estimate import command as plan
 from megatron_fused_ce.estimate import head_command
@@ -262,3 +264,63 @@ def test_only_regular_files_of_some_size_are_read(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="no text file"):
         command_line.read_text(tmp_path / "binary")
+
+
+# --- the documentation -----------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "README.md"]
+PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" not in path.parts)
+#: Module -> its name in READERS.
+MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
+MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "longest")}
+MODULES |= {
+    f"scripts.dev.{name}": name
+    for name in ("soak", "sanitize", "upstream_tests", "figures_scaling")
+}
+NOT_READ = {"scripts.dev.figures", "autoload"}
+
+
+def named_commands() -> list[tuple[str, str, str]]:
+    """(page, command, the rest of its line) of every command that a page names, in code."""
+    found = []
+    pattern = re.compile(r"-m (megatron_fused_ce(?: [a-z][a-z-]*)?|scripts\.[\w.]+)([^`#\n]*)")
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for module, rest in pattern.findall(text):
+            found.append((page.relative_to(ROOT).as_posix(), module, rest))
+    return found
+
+
+def test_every_command_of_the_documentation_exists():
+    """With each of its options, up to a `--` or the words of a launch behind it."""
+    commands = named_commands()
+    assert len({module for _, module, _ in commands}) > 12
+    known: dict[str, set[str]] = {}
+    for page, module, rest in commands:
+        where = f"{page}: -m {module}{rest}"
+        package, _, command_name = module.partition(" ")
+        if package == "megatron_fused_ce":
+            assert not command_name or command_name in COMMANDS, where
+            name = command_name
+        else:
+            path = ROOT / package.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), where
+            name = MODULES.get(package, package)
+        if name not in READERS:
+            assert name in {*NOT_READ, ""}, where
+            continue
+        if name not in known:
+            known[name] = {word for action in options_of(name) for word in action.option_strings}
+        own = re.split(r"\s--\s|\s--$|\"", rest)[0]
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]*", own):
+            assert option in known[name], where
+
+
+def test_make_help_is_one_screen():
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 120
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert targets - {"help", "setup"} <= set(
+        re.findall(r"^make ([a-z-]+)", done.stdout, re.MULTILINE)
+    )

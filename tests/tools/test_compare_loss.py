@@ -16,6 +16,7 @@ import pytest
 
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.lib import launches, results
+from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import (
     GRAD_NORM,
     Point,
@@ -744,3 +745,52 @@ def test_two_launches_of_pretrain_gpt(checkout, tmp_path, extra):
     names = {curve["name"] for curve in content["curves"]}
     assert names == {"lm loss", "mtp_1 loss", GRAD_NORM, "lm loss validation", "lm loss test"}
     assert content["other"]["heads_fused"] == 64 and content["reference"]["precision"] == "float32"
+
+
+# --- folders that are no run ------------------------------------------------------------------
+
+
+def test_logs_of_several_runs_are_not_merged(tmp_path):
+    """Two runs below one folder would read as a restart of each other: SAME, whatever they are."""
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "out.log").write_text(trained(3).log())
+    with pytest.raises(UsageError, match="holds logs of several runs"):
+        read_run(tmp_path / "runs", "x")
+    assert read_run(tmp_path / "runs" / "a", "x").curves
+
+
+def test_starts_and_ranks_of_one_launch_are_one_run(tmp_path):
+    for start in ("none_abc/attempt_0/0", "none_abc/attempt_1/1", "none_def/attempt_0/1"):
+        (tmp_path / "logs" / start).mkdir(parents=True)
+        (tmp_path / "logs" / start / "stdout.log").write_text(trained(3).log())
+    assert read_run(tmp_path, "x").iterations() == (1, 3)
+
+
+def test_a_folder_of_everything_is_not_walked(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron_logs, "MOST_ENTRIES", 20)
+    for number in range(30):
+        (tmp_path / f"{number}.txt").touch()
+    with pytest.raises(UsageError, match="more than 20 files and folders"):
+        read_run(tmp_path, "x")
+
+
+def test_one_run_given_twice_is_said(tmp_path):
+    (tmp_path / "a.log").write_text(trained(3).log())
+    done = run_script(tmp_path / "a.log", tmp_path / "." / "a.log", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 0 and "is given twice: a run is compared with itself" in done.stdout
+
+
+def test_the_picture_marks_what_is_not_finite(tmp_path, monkeypatch):
+    """A line has a gap there, which looks like a missing iteration."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(compare_loss.pictures, "save", lambda figure, path: figures.append(figure))
+    runs = [of_log(trained(6).log(), name=name) for name in "ab"]
+    curve = runs[1].curves["lm loss"]
+    curve[3] = dataclasses.replace(curve[3], value=math.nan)
+    assert compare_loss.draw(compare(*runs, None), tmp_path / "x.png")
+    marks = [line for line in figures[0].axes[0].lines if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in marks] == [[4]]
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert any("nan or inf" in label for label in labels)

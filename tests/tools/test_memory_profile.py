@@ -634,3 +634,19 @@ def test_recording_on_a_gpu():
     assert timeline.unaccounted_bytes == 0 and raw["device_traces"]
     assert [size for _, size, _ in timeline.events] == [MIB, -MIB]
     assert timeline.allocator_peak_bytes == peak and 0 <= timeline.events[0][0] < 60_000_000
+
+
+def test_draw_writes_to_out(tmp_path):
+    """It wrote beside the file, whatever --out said."""
+    pytest.importorskip("matplotlib")
+    source = ROOT / "docs" / "benchmarks" / "results" / "2026-11-21-h200-memory-head-llama3-8b.json"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.json").write_text(source.read_text())
+    assert (
+        memory_profile.main(
+            ["--draw", str(tmp_path / "in" / "x.json"), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
+    assert [file.name for file in (tmp_path / "in").iterdir()] == ["x.json"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["memory_profile.png"]
