@@ -156,7 +156,7 @@ class Batches:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._tokens = torch.from_numpy(np.load(job.tokens).astype(np.int64))
+        self._tokens = torch.from_numpy(np.load(job.tokens).astype(np.int64))  # noqa: TID251 (without pickles)
         self._generator = torch.Generator().manual_seed(job.seed)
         self.position_ids = torch.arange(job.seq_length).repeat(job.micro_batch, 1).to(job.device)
         above_diagonal = torch.ones(job.seq_length, job.seq_length, dtype=torch.bool).triu(1)

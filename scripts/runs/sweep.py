@@ -36,7 +36,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.scripts.bench.cases import world_size
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -50,6 +49,7 @@ from megatron_fused_ce.command_line import (
     writable_folder,
 )
 from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.scripts.bench.cases import world_size
 from megatron_fused_ce.scripts.runs import sweep_launches, sweep_report
 from megatron_fused_ce.scripts.runs.sweep_launches import Launches
 from megatron_fused_ce.scripts.runs.sweep_rows import OK, OUT_OF_MEMORY, Cell, State, row_of

@@ -340,6 +340,7 @@ def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
         words += ["--nproc-per-node", "2", "-m", "megatron_fused_ce.testing.megatron_cpu"]
         words += [
             str(ROOT / "tests" / "tools" / "memory_on_cpu.py"),
+            "--memory",
             str(tmp_path / name),
             "2",
             "-1",
