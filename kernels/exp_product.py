@@ -27,7 +27,7 @@ gradient_product      the same                       the same, without the ``8CV
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, num_sms
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
 from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
@@ -204,11 +205,23 @@ def _gradient_product_kernel(
         out_desc.store([m * BLOCK_M, n * BLOCK_N], gradient.to(out_desc.dtype))
 
 
+def _of_each_tiling(kernel: Any) -> dict[Tiling, Launch]:
+    return {
+        tiling: Launch(kernel, num_warps=tiling.num_warps, num_stages=tiling.num_stages)
+        for tiling in (TILING, INTERPRETER_TILING)
+    }
+
+
+_exp_product = _of_each_tiling(_exp_product_kernel)
+_gradient_product = _of_each_tiling(_gradient_product_kernel)
+_descriptor = DescriptorTemplates(TensorDescriptor.from_tensor)
+
+
 def _launch_shape(device: torch.device) -> tuple[Tiling, int]:
     """The tiling and the number of persistent programs."""
     if device.type != "cuda":
         return INTERPRETER_TILING, 2
-    return TILING, torch.cuda.get_device_properties(device).multi_processor_count
+    return TILING, num_sms(device)
 
 
 def exp_product(
@@ -236,27 +249,26 @@ def exp_product(
     tile_sum = torch.empty_like(tile_max)
     label_logit = torch.zeros_like(reference2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
-    tokens_desc = TensorDescriptor.from_tensor(tokens, [tiling.block_m, tiling.block_k])
+    tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc
     if out is not None:
-        out_desc = TensorDescriptor.from_tensor(out, [tiling.block_m, tiling.block_n])
-    _exp_product_kernel[(num_programs,)](
-        tokens_desc,
-        TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
-        out_desc,
-        labels,
-        reference2,
-        tile_max,
-        tile_sum,
-        tile_max if tile_argmax is None else tile_argmax,
-        label_logit,
-        labels if form.num_columns is None else form.num_columns,
-        num_rows,
-        num_columns,
-        hidden_size,
-        logit_scale,
-        logit_scale * LOG2_E,
-        form.softcap or 1.0,
+        out_desc = _descriptor(out, (tiling.block_m, tiling.block_n))
+    _exp_product[tiling](
+        (num_programs,),
+        (
+            *(labels, reference2, tile_max, tile_sum),
+            *(tile_max if tile_argmax is None else tile_argmax, label_logit),
+            labels if form.num_columns is None else form.num_columns,
+        ),
+        (
+            *(num_rows, num_columns, hidden_size),
+            *(logit_scale, logit_scale * LOG2_E, form.softcap or 1.0),
+        ),
+        descriptors=(
+            tokens_desc,
+            _descriptor(weight, (tiling.block_n, tiling.block_k)),
+            out_desc,
+        ),
         NUM_PROGRAMS=num_programs,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
@@ -266,8 +278,6 @@ def exp_product(
         WITH_ARGMAX=with_argmax,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
     )
     return TileStatistics(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax)
 
@@ -289,21 +299,21 @@ def gradient_product(
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
     tiling, num_programs = _launch_shape(tokens.device)
-    _gradient_product_kernel[(num_programs,)](
-        TensorDescriptor.from_tensor(tokens, [tiling.block_m, tiling.block_k]),
-        TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
-        TensorDescriptor.from_tensor(out, [tiling.block_m, tiling.block_n]),
-        labels,
-        max2,
-        factor,
-        at_label,
-        labels if form.num_columns is None else form.num_columns,
-        num_rows,
-        num_columns,
-        hidden_size,
-        logit_scale,
-        logit_scale * LOG2_E,
-        form.softcap or 1.0,
+    _gradient_product[tiling](
+        (num_programs,),
+        (
+            *(labels, max2, factor, at_label),
+            labels if form.num_columns is None else form.num_columns,
+        ),
+        (
+            *(num_rows, num_columns, hidden_size),
+            *(logit_scale, logit_scale * LOG2_E, form.softcap or 1.0),
+        ),
+        descriptors=(
+            _descriptor(tokens, (tiling.block_m, tiling.block_k)),
+            _descriptor(weight, (tiling.block_n, tiling.block_k)),
+            _descriptor(out, (tiling.block_m, tiling.block_n)),
+        ),
         NUM_PROGRAMS=num_programs,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
@@ -311,7 +321,5 @@ def gradient_product(
         GROUP_M=tiling.group_m,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
     )
     return out

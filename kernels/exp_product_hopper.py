@@ -22,6 +22,8 @@ written by one program: results do not depend on the order.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 from torch import Tensor
@@ -36,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, num_sms
 from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
 
@@ -534,11 +537,18 @@ def _product_kernel(
     # fmt: on
 
 
-def _descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+@lru_cache(maxsize=8)
+def _layout(block: tuple[int, int]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
 
 
+_descriptor = DescriptorTemplates(
+    lambda tensor, block: TensorDescriptor.from_tensor(tensor, block, _layout(tuple(block)))
+)
+_product = Launch(_product_kernel, num_warps=4, maxnreg=168)
+
+
+@lru_cache(maxsize=64)
 def group_m(hidden_size: int) -> int:
     """Row blocks of a group."""
     return max(1, min(LARGEST_GROUP, GROUP_BYTES // (int(BLOCK_M) * 2 * hidden_size)))
@@ -559,32 +569,28 @@ def _launch(
     form: LossForm,
 ) -> None:
     half, half_n = int(HALF_M), int(BLOCK_N) // 2
-    tokens_desc = _descriptor(tokens, [half, int(BLOCK_K)])
-    num_programs = torch.cuda.get_device_properties(tokens.device).multi_processor_count
-    _product_kernel[(num_programs,)](
-        tokens_desc,
-        _descriptor(weight, [int(BLOCK_N), int(BLOCK_K)]),
-        tokens_desc if out is None else _descriptor(out, [half, half_n]),
-        labels,
-        *rows,
-        label_tiles,
-        next_tile,
-        *tiles,
-        labels if form.num_columns is None else form.num_columns,
-        tokens.shape[0],
-        weight.shape[0],
-        tokens.shape[1],
-        logit_scale,
-        logit_scale * LOG2_E,
-        form.softcap or 1.0,
+    tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
+    _product(
+        (num_sms(tokens.device),),
+        (
+            *(labels, *rows, label_tiles, next_tile, *tiles),
+            labels if form.num_columns is None else form.num_columns,
+        ),
+        (
+            *(tokens.shape[0], weight.shape[0], tokens.shape[1]),
+            *(logit_scale, logit_scale * LOG2_E, form.softcap or 1.0),
+        ),
+        descriptors=(
+            tokens_desc,
+            _descriptor(weight, (int(BLOCK_N), int(BLOCK_K))),
+            tokens_desc if out is None else _descriptor(out, (half, half_n)),
+        ),
         GROUP_M=group_m(tokens.shape[1]),
         MODE=mode,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,
-        num_warps=4,
-        maxnreg=168,
     )
 
 

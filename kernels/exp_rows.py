@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.exp_product import HEADROOM
+from megatron_fused_ce.kernels.launch import Launch
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
 from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import NOT_HERE, Merged, RowStatistics, TileStatistics
@@ -293,13 +294,22 @@ def _add_scaled_kernel(total_ptr, addend_ptr, scale_ptr, numel, BLOCK: tl.conste
     tl.store(total_ptr + at, total + scale * tl.load(addend_ptr + at, mask=mask), mask=mask)
 
 
+_label_tiles = Launch(_label_tiles_kernel)
+_row_prologue = Launch(_row_prologue_kernel, num_warps=4)
+_combine_tiles = Launch(_combine_tiles_kernel, num_warps=8)
+_seal_rows = Launch(_seal_rows_kernel, num_warps=4)
+_scale_rows = Launch(_scale_rows_kernel, num_warps=4)
+_add_scaled = Launch(_add_scaled_kernel, num_warps=8)
+
+
 def _empty_table(num_rows: int, num_columns: int, device: torch.device) -> TileTable:
     """No labels, no tile handed out."""
     halves = 2 * triton.cdiv(num_rows, 2 * HALF_TILE_ROWS)
     num_tiles = triton.cdiv(num_columns, TILE_COLUMNS)
     # In one piece: the counter costs no launch of its own.
-    zeros = torch.zeros(num_tiles * halves + 1, dtype=torch.int32, device=device)
-    return TileTable(zeros[:-1].view(num_tiles, halves), zeros[-1:])
+    # Both at a multiple of 16 bytes, as the fast way to launch wants them.
+    zeros = torch.zeros(4 + num_tiles * halves, dtype=torch.int32, device=device)
+    return TileTable(zeros[4:].view(num_tiles, halves), zeros[:1])
 
 
 def tile_table(
@@ -310,12 +320,10 @@ def tile_table(
     num_rows = labels.shape[0]
     table = _empty_table(num_rows, num_columns, labels.device)
     block_rows = 256
-    _label_tiles_kernel[(triton.cdiv(num_rows, block_rows),)](
-        labels,
-        table.holds_label,
-        num_rows,
-        num_columns,
-        table.holds_label.shape[1],
+    _label_tiles(
+        (triton.cdiv(num_rows, block_rows),),
+        (labels, table.holds_label),
+        (num_rows, num_columns, table.holds_label.shape[1]),
         BLOCK_ROWS=block_rows,
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
@@ -353,23 +361,18 @@ def row_prologue(
     reference2 = torch.empty(num_rows, dtype=torch.float32, device=tokens.device)
     table = _empty_table(num_rows, num_columns, tokens.device)
     block_rows = 32
-    _row_prologue_kernel[(triton.cdiv(num_rows, block_rows),)](
-        sample_logits,
-        labels,
-        reference2,
-        table.holds_label,
-        num_rows,
-        num_columns,
-        num_sampled,
-        table.holds_label.shape[1],
-        logit_scale,
-        form.softcap or 1.0,
+    _row_prologue(
+        (triton.cdiv(num_rows, block_rows),),
+        (sample_logits, labels, reference2, table.holds_label),
+        (
+            *(num_rows, num_columns, num_sampled, table.holds_label.shape[1]),
+            *(logit_scale, form.softcap or 1.0),
+        ),
         BLOCK_ROWS=block_rows,
         SAMPLED=triton.next_power_of_2(num_sampled),
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
         SOFTCAP=form.softcap is not None,
-        num_warps=4,
     )
     return RowPrologue(reference2, table)
 
@@ -388,25 +391,18 @@ def combine_tiles(
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
     block_rows = 16 if num_rows > 4096 else 8
-    _combine_tiles_kernel[(triton.cdiv(num_rows, block_rows),)](
-        prologue.reference2,
-        tiles.tile_max,
-        tiles.tile_sum,
-        tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
-        labels,
-        tiles.label_logit,
-        shard,
-        excess,
-        labels if argmax is None else argmax,
-        num_rows,
-        num_columns,
-        num_tiles,
-        form.softcap or 1.0,
+    _combine_tiles(
+        (triton.cdiv(num_rows, block_rows),),
+        (
+            *(prologue.reference2, tiles.tile_max, tiles.tile_sum),
+            tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
+            *(labels, tiles.label_logit, shard, excess, labels if argmax is None else argmax),
+        ),
+        (num_rows, num_columns, num_tiles, form.softcap or 1.0),
         BLOCK_ROWS=block_rows,
         BLOCK_TILES=64,
         WITH_ARGMAX=argmax is not None,
         SOFTCAP=form.softcap is not None,
-        num_warps=8,
     )
     return RowStatistics(shard, argmax, excess=excess)
 
@@ -427,24 +423,15 @@ def seal_rows(
     assert stats.excess is not None
     num_rows, num_columns = e.shape
     unit = torch.empty_like(stats.excess)
-    _seal_rows_kernel[(num_rows,)](
-        e,
-        labels,
-        tiles.tile_max,
-        stats.reference,
-        stats.excess,
-        merged.reference,
-        form.own_gradient(merged.terms),
-        tiles.label_logit,
-        unit,
-        e.stride(0),
-        num_rows,
-        num_columns,
-        tiles.tile_max.shape[0],
-        form.softcap or 1.0,
+    _seal_rows(
+        (num_rows,),
+        (
+            *(e, labels, tiles.tile_max, stats.reference, stats.excess, merged.reference),
+            *(form.own_gradient(merged.terms), tiles.label_logit, unit),
+        ),
+        (e.stride(0), num_rows, num_columns, tiles.tile_max.shape[0], form.softcap or 1.0),
         TILE=tiles.tile_columns,
         SOFTCAP=form.softcap is not None,
-        num_warps=4,
     )
     return unit
 
@@ -456,15 +443,11 @@ def scale_rows(
 ) -> Tensor:
     """``out = factor[:, None] * x``."""
     num_rows, num_columns = x.shape
-    _scale_rows_kernel[(num_rows,)](
-        x,
-        factor,
-        out,
-        num_columns,
-        x.stride(0),
-        out.stride(0),
+    _scale_rows(
+        (num_rows,),
+        (x, factor, out),
+        (num_columns, x.stride(0), out.stride(0)),
         BLOCK=min(2048, triton.next_power_of_2(num_columns)),
-        num_warps=4,
     )
     return out
 
@@ -476,6 +459,6 @@ def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:
     ``add_`` 1.47 ms; this form should stand at the latter.
     """
     block = 4096
-    _add_scaled_kernel[(triton.cdiv(total.numel(), block),)](
-        total, addend, scale, total.numel(), BLOCK=block, num_warps=8
+    _add_scaled(
+        (triton.cdiv(total.numel(), block),), (total, addend, scale), (total.numel(),), BLOCK=block
     )

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fused_ce.kernels.launch import Launch
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
 from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTargets
 from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
@@ -308,6 +309,10 @@ def _num_targets(targets: SoftTargets | None) -> tuple[int, int]:
     return k, triton.next_power_of_2(k)
 
 
+_row_statistics = Launch(_row_statistics_kernel, num_warps=STATISTICS_WARPS)
+_row_gradients = Launch(_row_gradients_kernel, num_warps=GRADIENT_WARPS)
+
+
 def row_statistics(
     logits: Tensor,  # [C, V], unit column stride
     local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
@@ -323,24 +328,21 @@ def row_statistics(
     logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
     weighted = torch.empty_like(shard[0]) if form.weighs_logits else None
     num_targets, padded_targets = _num_targets(targets)
-    of_targets = (None, None) if targets is None else torch.empty_like(shard[:2])
-    _row_statistics_kernel[(num_rows,)](
-        logits_ptr=logits,
-        label_ptr=local_labels,
-        shard_ptr=shard,
-        argmax_ptr=local_labels if argmax is None else argmax,
-        sum_ptr=shard if logit_sum is None else logit_sum,
-        weighted_ptr=shard if weighted is None else weighted,
-        target_id_ptr=local_labels if targets is None else targets.ids,
-        target_prob_ptr=shard if targets is None else targets.probs,
-        target_out_ptr=shard if targets is None else of_targets,
-        inside_ptr=local_labels if form.num_columns is None else form.num_columns,
-        row_stride=logits.stride(0),
-        num_rows=num_rows,
-        num_columns=num_columns,
-        num_targets=num_targets,
-        logit_scale=logit_scale,
-        softcap=form.softcap or 1.0,
+    of_targets = shard if targets is None else torch.empty_like(shard[:2])
+    _row_statistics(
+        (num_rows,),
+        (
+            *(logits, local_labels, shard, local_labels if argmax is None else argmax),
+            shard if logit_sum is None else logit_sum,
+            shard if weighted is None else weighted,
+            *((local_labels, shard) if targets is None else targets),
+            of_targets,
+            local_labels if form.num_columns is None else form.num_columns,
+        ),
+        (
+            *(logits.stride(0), num_rows, num_columns, num_targets),
+            *(logit_scale, form.softcap or 1.0),
+        ),
         BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_columns)),
         WITH_ARGMAX=with_argmax,
         WITH_SUM=logit_sum is not None,
@@ -348,9 +350,9 @@ def row_statistics(
         TARGETS=padded_targets,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,
-        num_warps=STATISTICS_WARPS,
     )
-    return RowStatistics(shard, argmax, Further(logit_sum, weighted, *of_targets))
+    target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
+    return RowStatistics(shard, argmax, Further(logit_sum, weighted, target_sum, target_mass))
 
 
 def row_gradients(
@@ -367,33 +369,25 @@ def row_gradients(
     block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_columns))
     num_targets, padded_targets = _num_targets(targets)
     unused = terms.factor
-    _row_gradients_kernel[(num_rows, triton.cdiv(num_columns, block))](
-        logits_ptr=logits,
-        out_ptr=out,
-        label_ptr=local_labels,
-        max_ptr=terms.row_max,
-        scale_ptr=terms.scale,
-        deficit_ptr=terms.deficit,
-        factor_ptr=terms.factor,
-        slope_ptr=unused if terms.slope is None else terms.slope,
-        share_ptr=unused if terms.share is None else terms.share,
-        target_id_ptr=local_labels if targets is None else targets.ids,
-        target_prob_ptr=unused if targets is None else targets.probs,
-        inside_ptr=local_labels if form.num_columns is None else form.num_columns,
-        row_stride=logits.stride(0),
-        out_row_stride=out.stride(0),
-        share_stride=0 if terms.share is None else terms.share.dim(),
-        num_rows=num_rows,
-        num_columns=num_columns,
-        num_targets=num_targets,
-        logit_scale=logit_scale,
-        softcap=form.softcap or 1.0,
+    _row_gradients(
+        (num_rows, triton.cdiv(num_columns, block)),
+        (
+            *(logits, out, local_labels),
+            *(terms.row_max, terms.scale, terms.deficit, terms.factor),
+            unused if terms.slope is None else terms.slope,
+            unused if terms.share is None else terms.share,
+            *((local_labels, unused) if targets is None else targets),
+            local_labels if form.num_columns is None else form.num_columns,
+        ),
+        (
+            *(logits.stride(0), out.stride(0), 0 if terms.share is None else terms.share.dim()),
+            *(num_rows, num_columns, num_targets, logit_scale, form.softcap or 1.0),
+        ),
         BLOCK=block,
         WITH_SLOPE=terms.slope is not None,
         WITH_SHARE=terms.share is not None,
         TARGETS=padded_targets,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,
-        num_warps=GRADIENT_WARPS,
     )
     return out

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fused_ce.kernels.launch import Launch
 from megatron_fused_ce.row_ops import NOT_HERE, Merged
 
 BLOCK = 256
@@ -127,6 +128,11 @@ def _merge_shards_kernel(
     _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
+_shard_terms = Launch(_shard_terms_kernel)
+_token_loss = Launch(_token_loss_kernel)
+_merge_shards = Launch(_merge_shards_kernel)
+
+
 def shard_terms(
     shard: Tensor,  # [4, C] fp32: RowStatistics.shard, contiguous
     global_max: Tensor,  # [C] fp32
@@ -134,9 +140,8 @@ def shard_terms(
     """:func:`.row_ops.shard_terms`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
     terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
-    _shard_terms_kernel[(triton.cdiv(num_rows, BLOCK),)](
-        shard, global_max, terms, num_rows, BLOCK=BLOCK
-    )
+    grid = (triton.cdiv(num_rows, BLOCK),)
+    _shard_terms(grid, (shard, global_max, terms), (num_rows,), BLOCK=BLOCK)
     return terms
 
 
@@ -148,9 +153,8 @@ def token_loss(
     num_rows = global_max.shape[0]
     loss = torch.empty_like(global_max)
     saved = terms.new_empty((4, num_rows))
-    _token_loss_kernel[(triton.cdiv(num_rows, BLOCK),)](
-        global_max, terms, loss, saved, num_rows, BLOCK=BLOCK
-    )
+    grid = (triton.cdiv(num_rows, BLOCK),)
+    _token_loss(grid, (global_max, terms, loss, saved), (num_rows,), BLOCK=BLOCK)
     return loss, saved
 
 
@@ -160,9 +164,8 @@ def merge_shards(shards: Tensor) -> Merged:
     loss = torch.empty(num_rows, dtype=torch.float32, device=shards.device)
     saved = loss.new_empty((4, num_rows))
     reference = torch.empty_like(loss)
-    _merge_shards_kernel[(triton.cdiv(num_rows, BLOCK),)](
-        shards, loss, saved, reference, num_shards, num_rows, BLOCK=BLOCK
-    )
+    grid = (triton.cdiv(num_rows, BLOCK),)
+    _merge_shards(grid, (shards, loss, saved, reference), (num_shards, num_rows), BLOCK=BLOCK)
     return Merged(loss, saved, reference)
 
 

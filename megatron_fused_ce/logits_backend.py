@@ -1,14 +1,14 @@
 """How a chunk's logits are made and used: the two ways, and the one place that chooses.
 
 ``gemm_rows``
-    A cuBLAS product writes the logits; row kernels (Triton, or plain PyTorch) read them for their
+    A cuBLAS GEMM writes the logits; row kernels (Triton, or plain PyTorch) read them for their
     statistics and write their gradients. Any device, any dtype.
-``exp``
-    The product's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
+``scaled_exp``
+    The GEMM's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
     Hopper and newer.
 
-Both keep the same promise: ``grad_logits = factor[:, None] * operand`` (``factor`` None for 1), with
-``operand`` ``[C, V]`` in the hidden states' dtype, for an upstream gradient per token.
+Both give ``grad_logits = row_scale[:, None] * matrix`` (:class:`LogitsGrad`), with ``matrix`` ``[C, V]`` in
+the hidden states' dtype, for any upstream gradient per token.
 """
 
 from __future__ import annotations
@@ -31,106 +31,106 @@ from megatron_fused_ce.token_outputs import Upstream
 
 
 class ChunkInputs(NamedTuple):
-    """What one chunk's product takes."""
+    """What the GEMM of one chunk's logits takes, and the passes after it."""
 
-    tokens: Tensor | None  # [C, H]; None where kept logits serve and grad_weight is not wanted
+    hidden: Tensor | None  # [C, H]; None where saved logits serve and grad_weight is not wanted
     weight: Tensor  # [V, H]
     labels: Tensor  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float
-    sample: Tensor | None = (
-        None  # [S, H]: some rows of the whole weight, for LogitsBackend.multiply
-    )
+    #: [S, H]: some rows of the whole weight, for LogitsBackend.logits_gemm
+    sample: Tensor | None = None
     form: LossForm = PLAIN
     targets: SoftTargets | None = None  # in the labels' place
 
 
 class Scores(NamedTuple):
-    """A chunk after its product: row statistics, and what sealing it needs."""
+    """Statistics of a chunk's rows, and what finalizing it needs."""
 
     stats: RowStatistics
     tiles: TileStatistics | None = None
 
 
-class Operand(NamedTuple):
-    """``grad_logits = factor[:, None] * matrix``; ``factor`` fp32 ``[C]``, None for 1.
+class LogitsGrad(NamedTuple):
+    """``grad_logits = row_scale[:, None] * matrix``; ``row_scale`` fp32 ``[C]``, None for 1.
 
-    A factor is the same on every rank of the group, so that ``grad_hidden`` may be summed over the
-    ranks before it is multiplied by it.
+    It is the same on every rank of the group, so that ``grad_hidden`` may be summed over the ranks before it
+    is multiplied by it.
     """
 
     matrix: Tensor
-    factor: Tensor | None
+    row_scale: Tensor | None
 
 
 class LogitsBackend(Protocol):
-    """One way through a chunk's logits."""
+    """One way from hidden states to statistics of the logits, and to their gradients."""
 
     name: str
-    #: Whether :meth:`multiply` needs room ``[C, V]`` even where nothing is kept.
-    scores_in_memory: bool
-    #: Whether :meth:`operand_of_kept` leaves what was kept as it is and needs no room.
-    reads_kept: bool
+    #: Whether :meth:`logits_gemm` needs a buffer ``[C, V]`` even where nothing is saved.
+    needs_logits_buffer: bool
+    #: Whether :meth:`grad_from_saved` leaves the saved matrix as it is and needs no buffer.
+    reads_saved_in_place: bool
 
     @property
     def num_sampled(self) -> int:
-        """Rows of the whole weight that :meth:`multiply` wants as the chunk's ``sample``; 0 for none."""
+        """Rows of the whole weight that :meth:`logits_gemm` wants as the chunk's ``sample``; 0 for none."""
 
     @property
     def token_ops(self) -> ModuleType:
         """``merge_shards``, ``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
 
-    def multiply(
+    def logits_gemm(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
     ) -> Callable[[], Scores]:
-        """The product; what is kept goes to ``out`` ``[C, V]``. Called, the result makes the row
-        statistics: what is to run beside the next product is started in between.
+        """Launches the GEMM into ``out`` ``[C, V]`` and returns a closure that computes row statistics.
+
+        Start collectives that should overlap the next GEMM before calling it.
         """
 
     def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
-        """``[num_sampled, H]`` of the rows of ``weight`` that take part."""
+        """``[num_sampled, H]`` of the valid rows of ``weight``."""
 
-    def seal(
-        self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
+    def finalize(
+        self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
     ) -> Tensor | None:
-        """Make ``kept`` ready to wait for the backward; what to hand to :meth:`operand_of_kept`."""
+        """Make ``matrix`` ``[C, V]``, in place, what :meth:`grad_from_saved` reads; its row scale ``[C]``."""
 
-    def operand_of_kept(
+    def grad_from_saved(
         self,
-        kept: Tensor,
-        seal: Tensor | None,
+        matrix: Tensor,
+        row_scale: Tensor | None,
         chunk: ChunkInputs,
-        terms: TokenTerms,
+        terms: TokenTerms | None,  # None where there is a row scale
         upstream: Upstream,  # [C] fp32 each: upstream gradients times logit_scale
-        out: Tensor | None,  # [C, V]; may be ``kept``
-    ) -> Operand:
-        """Gradients of the logits from what was kept."""
+        out: Tensor | None,  # [C, V]; may be ``matrix``
+    ) -> LogitsGrad:
+        """Gradients of the logits from a matrix that was finalized."""
 
-    def operand_again(
+    def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
-    ) -> Operand:
-        """Gradients of the logits from the product again, into ``out`` ``[C, V]``."""
+    ) -> LogitsGrad:
+        """Gradients of the logits from the GEMM again, into ``out`` ``[C, V]``."""
 
 
 @dataclass(frozen=True)
 class GemmThenRows:
-    """A plain product, then passes over its logits."""
+    """A plain GEMM, then row kernels over its logits."""
 
     rows: ModuleType  # kernels.row_kernels or row_ops_torch
 
     name = "gemm_rows"
-    scores_in_memory = True
-    reads_kept = False
+    needs_logits_buffer = True
+    reads_saved_in_place = False
     num_sampled = 0
 
     @property
     def token_ops(self) -> ModuleType:
         return row_ops if self.rows is row_ops_torch else _token_kernels()
 
-    def multiply(
+    def logits_gemm(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
     ) -> Callable[[], Scores]:
-        assert chunk.tokens is not None and out is not None
-        torch.mm(chunk.tokens, chunk.weight.t(), out=out)
+        assert chunk.hidden is not None and out is not None
+        torch.mm(chunk.hidden, chunk.weight.t(), out=out)
 
         def statistics() -> Scores:
             args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form, chunk.targets)
@@ -141,41 +141,41 @@ class GemmThenRows:
     def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
         return weight[:0]
 
-    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> None:
+    def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> None:
         return None
 
-    def operand_of_kept(
+    def grad_from_saved(
         self,
-        kept: Tensor,
-        seal: Tensor | None,
+        matrix: Tensor,
+        row_scale: Tensor | None,
         chunk: ChunkInputs,
-        terms: TokenTerms,
+        terms: TokenTerms | None,
         upstream: Upstream,
         out: Tensor | None,
-    ) -> Operand:
-        assert out is not None
+    ) -> LogitsGrad:
+        assert out is not None and terms is not None
         gradient = chunk.form.gradient_terms(terms, upstream)
         scale, form, targets = chunk.logit_scale, chunk.form, chunk.targets
-        self.rows.row_gradients(kept, chunk.labels, gradient, scale, out, form, targets)
-        return Operand(out, None)
+        self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, targets)
+        return LogitsGrad(out, None)
 
-    def operand_again(
+    def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
-    ) -> Operand:
-        assert chunk.tokens is not None
-        torch.mm(chunk.tokens, chunk.weight.t(), out=out)
-        return self.operand_of_kept(out, None, chunk, terms, upstream, out)
+    ) -> LogitsGrad:
+        assert chunk.hidden is not None
+        torch.mm(chunk.hidden, chunk.weight.t(), out=out)
+        return self.grad_from_saved(out, None, chunk, terms, upstream, out)
 
 
 @dataclass(frozen=True)
 class ScaledExp:
-    """A product that exponentiates in its epilogue."""
+    """A GEMM that exponentiates in its epilogue."""
 
     product: ModuleType  # kernels.exp_product or kernels.exp_product_hopper
 
     name = "scaled_exp"
-    scores_in_memory = False
-    reads_kept = True
+    needs_logits_buffer = False
+    reads_saved_in_place = True
 
     @property
     def num_sampled(self) -> int:
@@ -189,7 +189,7 @@ class ScaledExp:
         rows: Tensor = _exp_rows().sample_rows(weight, num_sampled, form)
         return rows
 
-    def multiply(
+    def logits_gemm(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
     ) -> Callable[[], Scores]:
         tokens, weight, labels, logit_scale, sample, form, _ = chunk
@@ -215,26 +215,28 @@ class ScaledExp:
 
         return statistics
 
-    def seal(self, kept: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
+    def finalize(
+        self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
+    ) -> Tensor:
         tiles, stats = scores.tiles, scores.stats
-        unit: Tensor = _exp_rows().seal_rows(kept, chunk.labels, tiles, stats, merged, chunk.form)
+        unit: Tensor = _exp_rows().seal_rows(matrix, chunk.labels, tiles, stats, merged, chunk.form)
         return unit
 
-    def operand_of_kept(
+    def grad_from_saved(
         self,
-        kept: Tensor,
-        seal: Tensor | None,
+        matrix: Tensor,
+        row_scale: Tensor | None,
         chunk: ChunkInputs,
-        terms: TokenTerms,
+        terms: TokenTerms | None,
         upstream: Upstream,
         out: Tensor | None,
-    ) -> Operand:
-        assert seal is not None
-        return Operand(kept, seal * upstream.loss)
+    ) -> LogitsGrad:
+        assert row_scale is not None
+        return LogitsGrad(matrix, row_scale * upstream.loss)
 
-    def operand_again(
+    def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
-    ) -> Operand:
+    ) -> LogitsGrad:
         tokens, weight, labels, logit_scale, _, form, _ = chunk
         gradient = form.gradient_terms(terms, upstream)
         self.product.gradient_product(
@@ -249,7 +251,7 @@ class ScaledExp:
             out,
             form,
         )
-        return Operand(out, None)
+        return LogitsGrad(out, None)
 
 
 def _token_kernels() -> ModuleType:
@@ -286,16 +288,15 @@ def row_pass(device: torch.device, requested: str = "auto") -> GemmThenRows:
     return GemmThenRows(row_ops_torch)
 
 
-class Asked(NamedTuple):
-    """What of a call, beside its config, decides which pass can serve."""
+class RequestedOutputs(NamedTuple):
+    """What of a call, beside its config, decides which backend can serve."""
 
     outputs: tuple[str, ...] = ()
     differentiable: bool = False
     soft: bool = False
 
 
-#: The loss alone.
-NOTHING_BESIDE = Asked()
+LOSS_ONLY = RequestedOutputs()
 
 #: In place of :func:`why_not_here` where the ranks of a group have settled that it does not serve.
 NOT_ON_EVERY_RANK = "it cannot serve on every rank of the tensor-parallel group"
@@ -303,9 +304,9 @@ NOT_ON_EVERY_RANK = "it cannot serve on every rank of the tensor-parallel group"
 
 def choose(
     config: FusedCEConfig,
-    tokens: Tensor,  # [T, H]
+    tokens: Tensor,  # [..., H]
     weight: Tensor,  # [V, H]
-    asked: Asked = NOTHING_BESIDE,
+    requested: RequestedOutputs = LOSS_ONLY,
     why_not_here: str | None = None,
 ) -> tuple[LogitsBackend, str]:
     """The backend for these tensors, and why not ``scaled_exp`` (empty where it is).
@@ -318,7 +319,7 @@ def choose(
     Raises:
         ValueError: ``scaled_exp`` was asked for by name and cannot serve.
     """
-    reason = why_not_exp(config, tokens, weight, asked, why_not_here)
+    reason = why_not_exp(config, tokens, weight, requested, why_not_here)
     if not reason:
         return ScaledExp(_forms().product_for(tokens.device)), ""
     if config.logits_backend == "scaled_exp":
@@ -332,7 +333,7 @@ def why_not_exp(
     config: FusedCEConfig,
     tokens: Tensor,
     weight: Tensor,
-    asked: Asked = NOTHING_BESIDE,
+    requested: RequestedOutputs = LOSS_ONLY,
     here: str | None = None,
 ) -> str:
     """What keeps the scaled-exp GEMM from serving, or an empty string: the one list.
@@ -346,12 +347,12 @@ def why_not_exp(
     if not interpreted and tokens.dtype != torch.bfloat16:
         # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
         return f"it takes bfloat16, not {tokens.dtype}"
-    beyond = _beyond_its_epilogue(config, asked)
+    beyond = _beyond_its_epilogue(config, requested)
     if beyond:
         return f"its epilogue cannot make {beyond}"
     if config.logit_scale <= 0:
         return f"its row maximum needs a logit_scale above 0, this is {config.logit_scale}"
-    if tokens.shape[0] == 0:
+    if tokens.numel() == 0:
         return "there are no tokens"
     return ""
 
@@ -392,16 +393,14 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     return ""
 
 
-def loadable(logits: LogitsBackend, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``tokens`` ``[T, H]`` and ``weight`` ``[V, H]``, copied where ``logits`` cannot load them as they lie.
+def must_copy(logits: LogitsBackend, hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
+    """Whether ``hidden`` ``[..., H]`` and ``weight`` ``[V, H]`` lie where ``logits`` cannot load them.
 
-    Any activation may lie badly; a weight only where it has moved since its group settled on
-    ``scaled_exp``, or is another one of the same shape. Another backend on one rank alone would be wrong.
+    Any activation may; a weight only where it has moved since its group settled on ``scaled_exp``, or is
+    another one of the same shape. Another backend on one rank alone would be wrong.
     """
     if not isinstance(logits, ScaledExp):
-        return tokens, weight
-    if not _loads(tokens):
-        tokens = tokens.clone(memory_format=torch.contiguous_format)
+        return False, False
     if not _loads(weight):
         warnings.warn(
             f"a weight {tuple(weight.shape)} is copied in every call: its rows are not contiguous or do not "
@@ -409,8 +408,7 @@ def loadable(logits: LogitsBackend, tokens: Tensor, weight: Tensor) -> tuple[Ten
             "called a head of this shape; align it, or name logits_backend='gemm_rows' on all ranks",
             stacklevel=2,
         )
-        weight = weight.clone(memory_format=torch.contiguous_format)
-    return tokens, weight
+    return not _loads(hidden.detach().reshape(-1, hidden.shape[-1])), not _loads(weight)
 
 
 def _loads(matrix: Tensor) -> bool:
@@ -419,20 +417,20 @@ def _loads(matrix: Tensor) -> bool:
     return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
-def _beyond_its_epilogue(config: FusedCEConfig, asked: Asked) -> str:
+def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """For people; or empty."""
     # -share is no multiple of E, and further outputs' gradients are none when the loss's is 0.
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
         (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
-        (asked.differentiable, "outputs with gradients"),
-        ("entropy" in asked.outputs, "entropy"),
-        (asked.soft, "the loss of a teacher's targets"),
+        (requested.differentiable, "outputs with gradients"),
+        ("entropy" in requested.outputs, "entropy"),
+        (requested.soft, "the loss of a teacher's targets"),
     )
     return ", ".join(name for applies, name in names if applies)
 
 
 def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """``out = factor[:, None] * x``: ``[C, H]`` and fp32 ``[C]``, for an operand's factor."""
+    """``out = factor[:, None] * x``: ``[C, H]`` and fp32 ``[C]``, for a :class:`LogitsGrad`."""
     scaled: Tensor = _exp_rows().scale_rows(x, factor, out)
     return scaled

@@ -23,8 +23,9 @@ See docs/math.md.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +34,17 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.row_ops import NOT_HERE, Merged, TokenTerms
 from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 
-if TYPE_CHECKING:
-    from megatron_fused_ce.vocab_parallel import VocabParallel
+
+class TeacherTargets(NamedTuple):
+    """The ``k`` classes a teacher found likely, of each token: ``[b, s, k]`` or ``[T, k]``."""
+
+    ids: Tensor  # int64 or int32, global ids; those outside the vocabulary count for nothing
+    log_probs: Tensor  # float
+
+    @property
+    def kind(self) -> Hashable:
+        """All that checks of them depend on."""
+        return tuple((part.shape, part.dtype, part.device) for part in self)
 
 
 class SoftTargets(NamedTuple):
@@ -104,34 +114,31 @@ class LossForm:
     @staticmethod
     def of(
         config: FusedCEConfig,
-        comm: VocabParallel,
         num_rows: int,
-        first_id: int | Tensor,
+        vocab_size: int | None,
+        vocab_start: int,
         device: torch.device,
-        **asked: Any,
+        **requested: Any,
     ) -> LossForm:
-        """The form that ``config`` asks for, for this rank's ``num_rows`` columns from ``first_id``.
+        """The form that ``config`` asks for, for this rank's ``num_rows`` columns from ``vocab_start``.
 
-        ``asked`` are the fields that the config does not hold. Collectives: with label smoothing and no
-        ``true_vocab_size`` one all-reduce of a float (R > 1).
+        Args:
+            vocab_size: classes that take part, over all ranks; with label smoothing.
+            requested: the fields that the config does not hold.
         """
         sigma = num_classes = share = num_columns = None
         if config.true_vocab_size is not None:
-            inside = config.true_vocab_size - first_id
-            if not isinstance(inside, Tensor):
-                inside = torch.full((), inside, dtype=torch.int64, device=device)
-            num_columns = inside.clamp(0, num_rows).reshape(1)
+            inside = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
+            num_columns = torch.full((1,), inside, dtype=torch.int64, device=device)
         if config.label_smoothing:
-            if config.true_vocab_size is None:
-                num_classes = comm.vocab_size(num_rows, device)
-            else:
-                num_classes = torch.full((), float(config.true_vocab_size), device=device)
+            assert vocab_size is not None
+            num_classes = torch.full((), float(vocab_size), device=device)
             sigma = torch.full((), config.label_smoothing, device=device)
             if config.label_smoothing_form == "megatron":
                 sigma = sigma * num_classes / (num_classes - 1)
             share = sigma / num_classes
         return LossForm(
-            config.z_loss, config.logit_softcap, sigma, num_classes, share, num_columns, **asked
+            config.z_loss, config.logit_softcap, sigma, num_classes, share, num_columns, **requested
         )
 
     @property
@@ -139,21 +146,11 @@ class LossForm:
         """Whether an output needs the sum of the exponentials times their logits."""
         return "entropy" in self.outputs
 
-    @property
-    def kept_terms(self) -> tuple[str, ...]:
-        """Which of :class:`TokenTerms` wait for the backward."""
-        more = ("label_shift",) if self.differentiable else ()
-        return ("row_max", "inv_sum", "miss", *more, *(("mass",) if self.soft else ()))
-
-    def terms(self, merged: Merged) -> TokenTerms:
-        """What the backward needs of a merged chunk."""
-        return TokenTerms(*merged.terms)._replace(mass=merged.further.target_mass)
-
     def finish(self, merged: Merged) -> TokenOutputs:
         """The loss in this form and what was asked for beside it, fp32 ``[C]``."""
-        terms, further = self.terms(merged), merged.further
         if self.sigma is None and not self.z_loss and not self.outputs and not self.soft:
             return TokenOutputs(merged.loss)
+        terms, further = TokenTerms.of(merged.terms), merged.further
         assert terms.label_shift is not None
         known = terms.label_shift != NOT_HERE
         # log of the sum relative to the maximum. Near it a confident token's loss has digits that the sum has
@@ -206,7 +203,7 @@ class LossForm:
         """``row_max, scale, deficit`` of the loss alone, fp32 ``[3, C]`` or more, of ``[4, C]`` terms."""
         if not self.z_loss and self.sigma is None:
             return merged_terms
-        terms = TokenTerms(*merged_terms)
+        terms = TokenTerms.of(merged_terms)
         return torch.stack((terms.row_max, *self._scale_and_deficit(terms)))
 
     def _scale_and_deficit(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:

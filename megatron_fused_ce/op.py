@@ -2,71 +2,23 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial, wraps
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megatron_fused_ce import autocast, logits_backend, masked_tokens, planner
-from megatron_fused_ce.chunking import first_tokens, plan_chunks
-from megatron_fused_ce.config import (
-    LOGIT_PRECISION_CHOICES,
-    LOGITS_BACKEND_CHOICES,
-    MERGE_CHOICES,
-    SMOOTHING_FORM_CHOICES,
-    STRATEGY_CHOICES,
-    FusedCEConfig,
-    check_config,
-    takes_config,
-)
-from megatron_fused_ce.grad_weight import (
-    OpenedAccumulators,
-    OpenGradWeight,
-    ReturnedGradWeight,
-    kind_of,
-)
-from megatron_fused_ce.logits_backend import LogitsBackend
-from megatron_fused_ce.loss_form import LossForm, SoftTargets, merge_duplicates
-from megatron_fused_ce.phases import UNTIMED, Phases
-from megatron_fused_ce.pipeline import Head
-from megatron_fused_ce.strategies import (
-    RECOMPUTE,
-    KeptChunk,
-    Needs,
-    Strategy,
-    Targets,
-    Waiting,
-    strategy_of,
-)
-from megatron_fused_ce.token_outputs import (
-    DIFFERENTIABLE,
-    OUTPUT_CHOICES,
-    TokenOutputs,
-    Upstream,
-)
-from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
-from megatron_fused_ce.validation import check_asked, check_call
-from megatron_fused_ce.vocab_parallel import (
-    VocabParallel,
-    agree,
-    check_true_vocab_size,
-    compares,
-    largest_shard,
-    settled,
-)
-
-
-class TeacherTargets(NamedTuple):
-    """The ``k`` classes a teacher found likely, of each token: ``[b, s, k]`` or ``[T, k]``."""
-
-    ids: Tensor  # int64 or int32, global ids; those outside the vocabulary count for nothing
-    log_probs: Tensor  # float
+from megatron_fused_ce import autocast, masked_tokens, planner
+from megatron_fused_ce.autograd import FusedLinearCrossEntropy
+from megatron_fused_ce.call import DEFAULT_CONFIG, Arguments, CallSpec, spec_of
+from megatron_fused_ce.chunking import first_tokens
+from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.loop import Targets
+from megatron_fused_ce.loss_form import SoftTargets, TeacherTargets, merge_duplicates
+from megatron_fused_ce.masked_tokens import Kept
+from megatron_fused_ce.pipeline import Context
+from megatron_fused_ce.token_outputs import DIFFERENTIABLE, TokenOutputs
 
 
 class HeadOutputs(NamedTuple):
@@ -260,443 +212,137 @@ def fused_linear_distillation(
     return head.loss
 
 
-def _on_device_of_hidden(call: Callable[..., HeadOutputs]) -> Callable[..., HeadOutputs]:
-    """Triton's launches and the collectives' streams are the current device's: make it that of ``hidden``.
-
-    Autograd's thread for a backward does so by itself.
-    """
-
-    @wraps(call)
-    def on_device(hidden: Tensor, *args: Any, **kwargs: Any) -> HeadOutputs:
-        if (
-            not getattr(hidden, "is_cuda", False)
-            or hidden.get_device() == torch.cuda.current_device()
-        ):
-            return call(hidden, *args, **kwargs)
-        with torch.cuda.device(hidden.device):
-            return call(hidden, *args, **kwargs)
-
-    return on_device
-
-
 @torch.compiler.disable
-@_on_device_of_hidden
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    token_weights: Tensor | None = None,
-    vocab_start: int | None = None,
-    config: FusedCEConfig | None = None,
-    outputs: tuple[str, ...] = (),
-    differentiable: bool = False,
-    teacher: TeacherTargets | None = None,
-    with_argmax: bool = False,
-    unmasked: masked_tokens.Count | None = None,
-    open_grad_weight: OpenGradWeight = ReturnedGradWeight,
-    uses_in_flight: int = 1,
-    phases: Phases = UNTIMED,
-    guard: Guard = WITHOUT_MODEL,
-) -> HeadOutputs:
-    """:func:`fused_linear_cross_entropy` with all that the other functions and the Megatron adapter need.
+def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
+    """The call of the head behind all of the above, and the Megatron adapter's.
 
     Args:
-        outputs, differentiable: see :func:`fused_linear_token_outputs`.
-        teacher: see :func:`fused_linear_distillation`; the labels are then outside the vocabulary.
-        with_argmax: also give each token's largest logit in this shard and its row.
-        unmasked: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these
-            token weights; else it is counted here, and the host waits.
-        open_grad_weight: where ``grad_weight`` ends (see :mod:`.grad_weight`).
-        uses_in_flight: calls that wait for their backward together, for plans of memory.
-        phases: a :class:`.PhaseTimes` to time the call's passes with.
-        guard: of the model that holds the head: told of a mismatch, and says whether ``auto`` may take
-            ``grad_in_forward``.
-    """
-    check_config(config)
-    config = config or FusedCEConfig()
-    comm = VocabParallel.of(tp_group, sequence_parallel, config.merge)
-    if isinstance(hidden, Tensor) and isinstance(weight, Tensor):
-        hidden, weight = autocast.cast(hidden, weight)
-    num_tokens: int | None = None
-    error: Exception | None = None
-    differentiable = (
-        differentiable
-        and torch.is_grad_enabled()
-        and any(name in DIFFERENTIABLE for name in outputs)
-    )
-    try:
-        num_tokens = check_call(hidden, weight, labels, token_weights, vocab_start, comm.num_parts)
-        check_asked(config, weight, comm.size, outputs, differentiable, labels, teacher)
-        _check_token_weights(config, token_weights, hidden, weight)
-    except (TypeError, ValueError) as bad:
-        num_tokens, error = None, bad
-    same_head = None
-    if num_tokens is not None:
-        same_head = (
-            *(guard.number, weight.shape, weight.dtype, weight.requires_grad),
-            config.logits_backend,
-        )
-    compared = compares(comm.group, same_head, config.debug_checks)
-    of_rank = None if compared else settled(comm.group, same_head)
-    logits: LogitsBackend | None = None
-    if num_tokens is not None:
-        flat = hidden.reshape(num_tokens, hidden.shape[-1])
-        asked = logits_backend.Asked(outputs, differentiable, teacher is not None)
-        try:
-            if of_rank is None:
-                here = logits_backend.why_not_here(config, flat, weight)
-                of_rank = _facts_of_rank(here, flat, weight, open_grad_weight)
-            else:
-                here = logits_backend.NOT_ON_EVERY_RANK if of_rank["without_scaled_exp"] else ""
-            logits, why_not = logits_backend.choose(config, flat, weight, asked, here)
-        except (ValueError, ImportError) as bad:
-            num_tokens, error = None, bad
-    if compared and comm.group is not None:
-        facts = _facts(
-            num_tokens, hidden, weight, config, comm, vocab_start, token_weights, uses_in_flight
-        )
-        if num_tokens is not None:
-            bits = sum(2**i for i, name in enumerate(OUTPUT_CHOICES) if name in outputs)
-            facts["outputs beside the loss"] = 2 * bits + differentiable
-            facts["teacher's classes"] = 0 if teacher is None else teacher.ids.shape[-1]
-        vocab_range, num_rows = None, 0
-        if num_tokens is not None:
-            num_rows = weight.shape[0]
-            vocab_range = None if vocab_start is None else (vocab_start, num_rows)
-        of_rank = agree(
-            comm.group, same_head, facts, of_rank or _NO_FACTS, vocab_range, num_rows, error
-        )
-        if of_rank["without_scaled_exp"]:
-            here = here or logits_backend.NOT_ON_EVERY_RANK
-            logits, why_not = logits_backend.choose(config, flat, weight, asked, here)
-    elif error is not None:
-        raise error
-    elif comm.size == 1:
-        check_true_vocab_size(config.true_vocab_size, weight.shape[0])
-    assert num_tokens is not None and logits is not None and of_rank is not None
-    flat, weight = logits_backend.loadable(logits, flat, weight)
-    plan = planner.plan(
-        planner.PlanInputs.of(
-            config,
-            num_tokens=num_tokens * comm.num_parts,
-            hidden_size=hidden.shape[-1],
-            num_rows=largest_shard(comm.group, weight.shape[0]),
-            dtype=str(hidden.dtype).removeprefix("torch."),
-            num_parts=comm.num_parts,
-            tp_size=comm.size,
-            wgrad_accumulator=planner.WGRAD_ACCUMULATORS[of_rank["wgrad_accumulator"]],
-            token_weights_known=guard.allowed and token_weights is not None and not differentiable,
-            logits_backend=logits.name,
-            device=_DEVICES[of_rank["device"]],
-            uses_in_flight=uses_in_flight,
-        )
-    )
-    chunks = plan_chunks(
-        num_tokens,
-        comm.num_parts,
-        replace(config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens),
-    )
-    weights = None
-    if token_weights is not None:
-        in_order = _in_token_order(token_weights, labels.dim())
-        weights = in_order.detach().reshape(comm.num_parts, -1)
-    kept: masked_tokens.Kept | None = None
-    if config.skip_masked and weights is not None:
-        unmasked = unmasked or masked_tokens.count(weights, comm.group)
-        num_kept = num_tokens
-        if unmasked is not None:
-            num_kept = masked_tokens.num_kept(unmasked.wait(), num_tokens)
-        # The plan and the buffers are those of all tokens: the same in every step.
-        chunks = first_tokens(chunks, num_kept)
-        kept = masked_tokens.Kept.of(weights, num_kept)
-        flat, weights = kept.take(flat, comm.part), kept.of_tokens(weights)
+        args, kwargs: :class:`.call.Arguments`.
 
+    Errors and collectives: those of :func:`fused_linear_cross_entropy`.
+    """
+    call = _completed(Arguments(*args, **kwargs))
+    if not getattr(call.hidden, "is_cuda", False):
+        return _evaluate(call)
+    # Triton's launches and the collectives' streams are the current device's. Autograd's thread for a
+    # backward sees to it by itself.
+    with torch.cuda.device(call.hidden.device):
+        return _evaluate(call)
+
+
+def _completed(args: Arguments) -> Arguments:
+    """With a config, autocast's dtypes, and ``differentiable`` only where a gradient can come."""
+    if args.config is None:
+        args = args._replace(config=DEFAULT_CONFIG)
+    if args.differentiable and not (
+        torch.is_grad_enabled() and any(name in DIFFERENTIABLE for name in args.outputs)
+    ):
+        args = args._replace(differentiable=False)
+    hidden, weight = args.hidden, args.weight
+    if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
+        if isinstance(weight, Tensor):
+            hidden, weight = autocast.cast(hidden, weight)
+        return args._replace(hidden=hidden, weight=weight)
+    return args
+
+
+def _evaluate(args: Arguments) -> HeadOutputs:
+    spec = spec_of(args)
     # From here on every rank runs the same collectives.
-    if vocab_start is None:
-        first_id: int | Tensor = comm.vocab_start(weight.shape[0], hidden.device)
-    else:
-        first_id = vocab_start
-    ids = _in_token_order(labels, labels.dim()).reshape(comm.num_parts, -1).to(torch.int64)
+    skips = args.config.skip_masked and args.token_weights is not None
+    outputs = _skipping_masked(args, spec) if skips else _all_tokens(args, spec)
+    local_max, local_argmax, *per_token = outputs
+    return HeadOutputs(
+        *(TokenOutputs(*per_token), local_max, local_argmax, spec.plan, spec.logits.name),
+        spec.why_not_scaled_exp,
+    )
+
+
+def _all_tokens(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
+    b_s = tuple(args.labels.shape) if args.labels.dim() == 2 else None
+    context = Context(spec, spec.chunks, args.open_grad_weight, args.phases, args.guard)
+    outputs: tuple[Any, ...] = FusedLinearCrossEntropy.apply(
+        args.hidden, args.weight, _targets(args, spec, None), context, b_s
+    )
+    return outputs
+
+
+def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
+    """The same with the tokens of weight 0 left out. Collectives: :func:`.masked_tokens.count`'s, here or
+    where ``args.unmasked`` was started.
+    """
+    assert args.token_weights is not None
+    comm = spec.comm
+    weights = _in_token_order(args.token_weights.detach(), args, comm.num_parts)
+    unmasked = args.unmasked or masked_tokens.count(weights, comm.group)
+    num_kept = spec.num_tokens
+    if unmasked is not None:
+        num_kept = masked_tokens.num_kept(unmasked.wait(), spec.num_tokens)
+    kept = Kept.of(weights, num_kept)
+    flat = kept.take(args.hidden.reshape(-1, args.hidden.shape[-1]), comm.part)
+    # The plan and the buffers are those of all tokens: the same in every step.
+    chunks = first_tokens(spec.chunks, num_kept)
+    context = Context(spec, chunks, args.open_grad_weight, args.phases, args.guard)
+    outputs = FusedLinearCrossEntropy.apply(
+        flat, args.weight, _targets(args, spec, kept), context, None
+    )
+    whole = [None if each is None else kept.put_back(each, args.guard) for each in outputs]
+    if args.labels.dim() == 2:
+        b, s = args.labels.shape
+        whole[2:] = [None if t is None else t.view(s, b).t().contiguous() for t in whole[2:]]
+    return tuple(whole)
+
+
+def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
+    """Columns of this shard for the labels or the teacher's targets, in token order."""
+    config, parts = args.config, spec.comm.num_parts
+    ids = _in_token_order(args.labels, args, parts).to(torch.int64)
     ids = ids if kept is None else kept.of_tokens(ids)
-    local_labels = _local(ids, first_id, config)
-    ignored = soft = None
-    if teacher is not None:
-        k = teacher.ids.shape[-1]
-        once = merge_duplicates(
-            _in_token_order(teacher.ids, labels.dim()).reshape(-1, k).t().to(torch.int64),
-            _in_token_order(teacher.log_probs.detach(), labels.dim()).reshape(-1, k).t().float(),
-        )
-        shape = (k, comm.num_parts, -1)
-        teacher_ids, probs = _local(once.ids, first_id, config).view(shape), once.probs.view(shape)
-        if kept is not None:
-            teacher_ids, probs = kept.of_tokens(teacher_ids), kept.of_tokens(probs)
-        soft = SoftTargets(teacher_ids, probs)
+    labels = _local(ids, spec.vocab_start, config)
+    ignored = None
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
-        local_labels.masked_fill_(ignored, -1)
-    if weights is not None and plan.strategy == "grad_in_forward":
-        weights = weights.to(torch.float32, copy=True)
+        labels = labels.masked_fill(ignored, -1)
+    elif labels.is_inference():
+        labels = labels.clone()
+    weights = None
+    if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
+        weights = _in_token_order(args.token_weights.detach(), args, parts)
+        weights = (weights if kept is None else kept.of_tokens(weights)).to(
+            torch.float32, copy=True
+        )
         if ignored is not None:
             weights.masked_fill_(ignored, 0.0)
-    head = Head(
-        comm=comm,
-        chunks=chunks,
-        chunk_capacity=plan.capacity,
-        logit_scale=config.logit_scale,
-        form=LossForm.of(
-            config,
-            comm,
-            weight.shape[0],
-            first_id,
-            hidden.device,
-            outputs=outputs,
-            differentiable=differentiable,
-            soft=soft is not None,
-        ),
-        logits=logits,
-        with_argmax=with_argmax,
-        vocab_start=first_id,
-        open_grad_weight=open_grad_weight,
-        token_weights=weights if plan.strategy == "grad_in_forward" else None,
-        phases=phases,
-        guard=guard,
+    soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec, kept)
+    return Targets(labels, soft, ignored, weights)
+
+
+def _soft_targets(
+    args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept: Kept | None
+) -> SoftTargets:
+    k, parts = teacher.ids.shape[-1], spec.comm.num_parts
+    ids, log_probs = (
+        (part if part.dim() == 2 else part.transpose(0, 1)).reshape(-1, k).t()
+        for part in (teacher.ids.to(torch.int64), teacher.log_probs.detach().float())
     )
-    needs_grad = torch.is_grad_enabled()
-    needs = Needs(needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad)
-    strategy = strategy_of(plan.strategy, plan.stored_chunks) if any(needs) else RECOMPUTE
-    local_max, local_argmax, *per_token = _FusedLinearCrossEntropy.apply(
-        flat, weight, Targets(local_labels, soft), head, strategy, needs
-    )
-    made = TokenOutputs(*per_token)
-    if ignored is not None:
-        # Autograd then hands the head an upstream gradient of 0 for them, whatever the caller's is.
-        loss, log_prob, *others = made
-        at = ignored.flatten()
-        loss = loss.masked_fill(at, 0.0)
-        log_prob = None if log_prob is None else log_prob.masked_fill(at, 0.0)
-        made = TokenOutputs(loss, log_prob, *others)
+    once = merge_duplicates(ids, log_probs)
+    local = _local(once.ids, spec.vocab_start, args.config).view(k, parts, -1)
+    probs = once.probs.view(k, parts, -1)
     if kept is not None:
-        made = made.map(partial(kept.put_back, guard=guard))
-        if local_max is not None and local_argmax is not None:
-            local_max, local_argmax = kept.put_back(local_max), kept.put_back(local_argmax)
-    if labels.dim() == 2:
-        b, s = labels.shape
-        made = made.map(lambda given: given.view(s, b).t().contiguous())
-    return HeadOutputs(made, local_max, local_argmax, plan, logits.name, why_not)
+        local, probs = kept.of_tokens(local), kept.of_tokens(probs)
+    return SoftTargets(local, probs)
 
 
-class _FusedLinearCrossEntropy(torch.autograd.Function):
-    """Saves, calls the strategy, returns."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,  # [n, H]
-        weight: Tensor,  # [V, H]
-        targets: Targets,
-        head: Head,
-        strategy: Strategy,
-        needs: Needs,
-    ) -> tuple[Tensor | None, ...]:
-        """This shard's largest logits and their columns, then :class:`.TokenOutputs`; each ``[T]``."""
-        phases, device = head.phases, hidden.device
-        try:
-            with (
-                torch.autocast(device.type, enabled=False),
-                phases.of_pass("forward" if any(needs) else "evaluation", device),
-            ):
-                out = strategy.forward(head, hidden, weight, targets, needs)
-                phases.waits(out.terms, *out.kept_tensors(), *(out.gradients or ()))
-        except BaseException:
-            head.comm.settle(hidden.device)
-            raise
-        made = out.outputs.map(torch.flatten)
-        row_max = None if out.row_max is None else out.row_max.flatten()
-        argmax = None if out.argmax is None else out.argmax.flatten()
-        if any(needs):
-            # Tensors that wait go through autograd, which frees them with the graph; the gradients
-            # that grad_in_forward made are handed over by the first backward.
-            kept = out.kept_tensors()
-            ctx.head, ctx.strategy = head, strategy
-            ctx.gradients = out.gradients
-            soft = (None, None) if targets.soft is None else targets.soft
-            entropy = out.outputs.entropy if head.form.differentiable else None
-            ctx.save_for_backward(hidden, weight, targets.labels, *soft, out.terms, entropy, *kept)
-        ctx.set_materialize_grads(False)
-        apart = [row_max, argmax, made.predicted, made.correct]
-        if not head.form.differentiable:
-            apart += [made.log_prob, made.lse, made.entropy]
-        ctx.mark_non_differentiable(*(tensor for tensor in apart if tensor is not None))
-        return row_max, argmax, *made
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Any, ...]:
-        _, _, *upstreams = grads
-        upstreams = upstreams[:4]  # no gradient comes for predicted and correct
-        if all(given is None for given in upstreams):
-            return (None,) * 6
-        saved: Any = ctx
-        hidden, weight, labels, ids, probs, terms, entropy, last_tokens, *kept = saved.saved_tensors
-        chunks = [KeptChunk(*pair) for pair in zip(kept[::2], kept[1::2], strict=True)]
-        waited = Waiting(terms, chunks, last_tokens, saved.gradients)
-        saved.gradients = None
-        loss, log_prob, lse, grad_entropy = upstreams
-        if loss is None:
-            loss = terms.new_zeros(labels.shape)
-        upstream = Upstream(loss, log_prob, lse, grad_entropy, entropy)
-        accumulators = OpenedAccumulators(saved.head.open_grad_weight)
-        try:
-            with (
-                torch.autocast(hidden.device.type, enabled=False),
-                saved.head.phases.of_pass("backward", hidden.device),
-            ):
-                grad_hidden, grad_weight = saved.strategy.backward(
-                    replace(saved.head, open_grad_weight=accumulators),
-                    hidden,
-                    weight,
-                    Targets(labels, None if ids is None else SoftTargets(ids, probs)),
-                    waited,
-                    upstream.map(lambda given: given.float().reshape(labels.shape)),
-                    Needs(*saved.needs_input_grad[:2]),
-                )
-        except BaseException:
-            accumulators.abandon()
-            saved.head.comm.settle(hidden.device)
-            raise
-        return grad_hidden, grad_weight, None, None, None, None
+def _in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:
+    """``[parts, n]``, s-major, of a tensor in the labels' shape."""
+    if args.labels.dim() == 2:
+        per_token = per_token.t()
+    return per_token.reshape(num_parts, -1)
 
 
-def _in_token_order(per_token: Tensor, label_dims: int) -> Tensor:
-    """``[s, b, ...]`` or ``[T, ...]`` of a tensor in the labels' shape."""
-    return per_token if label_dims == 1 else per_token.transpose(0, 1)
-
-
-def _local(ids: Tensor, first_id: int | Tensor, config: FusedCEConfig) -> Tensor:
+def _local(ids: Tensor, vocab_start: int, config: FusedCEConfig) -> Tensor:
     """Columns of this shard for global ids. No shard has one in the padding that is masked."""
-    local = ids - first_id
+    local = ids - vocab_start if vocab_start else ids.contiguous()
     if config.true_vocab_size is not None:
-        local.masked_fill_(ids >= config.true_vocab_size, -1)
+        local = local.masked_fill(ids >= config.true_vocab_size, -1)
     return local
-
-
-def _check_token_weights(
-    config: FusedCEConfig, token_weights: Tensor | None, hidden: Tensor, weight: Tensor
-) -> None:
-    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    if config.strategy == "grad_in_forward" and token_weights is None and needs_grad:
-        raise ValueError(
-            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
-            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
-        )
-
-
-#: Devices that plans differ on; of ranks with several the last one counts, a GPU that is not in the table.
-_DEVICES = ("cpu", *(row.name for row in planner.DEVICES), "")
-
-#: What depends on this rank's machine and memory, and plans on it (see :func:`.vocab_parallel.agree`).
-_NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
-
-
-def _facts_of_rank(
-    why_not_here: str,
-    hidden: Tensor,
-    weight: Tensor,
-    open_grad_weight: OpenGradWeight,
-) -> dict[str, int]:
-    """This rank's, as numbers of which the largest is right for all: see :data:`_NO_FACTS`."""
-    accumulator = kind_of(open_grad_weight) if weight.requires_grad else "none"
-    return {
-        "device": _DEVICES.index(_device_in_plans(hidden)),
-        # In the order of what a plan sets aside for them; "none" is so on all ranks or on none.
-        "wgrad_accumulator": planner.WGRAD_ACCUMULATORS.index(accumulator),
-        "without_scaled_exp": int(bool(why_not_here)),
-    }
-
-
-def _device_in_plans(hidden: Tensor) -> str:
-    if not hidden.is_cuda:
-        return "cpu"
-    words = torch.cuda.get_device_name(hidden.device).split()
-    return next((name for name in _DEVICES[1:-1] if name in words), "")
-
-
-def _facts(
-    num_tokens: int | None,
-    hidden: Tensor,
-    weight: Tensor,
-    config: FusedCEConfig,
-    comm: VocabParallel,
-    vocab_start: int | None,
-    token_weights: Tensor | None,
-    uses_in_flight: int,
-) -> dict[str, int]:
-    """What must be equal on every rank of the group; zeros where this rank's input is bad."""
-    names = (
-        "tokens in hidden",
-        "hidden size",
-        "dtype of hidden",
-        "hidden.requires_grad",
-        "sequence_parallel",
-        "num_chunks",
-        "chunk_tokens",
-        "strategy",
-        "logit_scale (bits)",
-        "vocab_start given",
-        "debug_checks",
-        "memory_mb",
-        "token_weights given",
-        "weight.requires_grad",
-        "logits_backend",
-        "uses_in_flight",
-        "merge",
-        "logit_softcap (bits)",
-        "z_loss (bits)",
-        "label_smoothing (bits)",
-        "label_smoothing_form",
-        "ignore_index",
-        "true_vocab_size",
-        "logit_precision",
-        "skip_masked",
-        "outputs beside the loss",
-        "teacher's classes",
-    )
-    if num_tokens is None:
-        return dict.fromkeys(names, 0)
-    values = (
-        num_tokens,
-        hidden.shape[-1],
-        hidden.element_size() + 100 * (hidden.dtype == torch.bfloat16),
-        int(hidden.requires_grad),
-        int(comm.sequence_parallel),
-        config.num_chunks or 0,
-        config.chunk_tokens or 0,
-        STRATEGY_CHOICES.index(config.strategy),
-        _bits(config.logit_scale),
-        int(vocab_start is not None),
-        int(config.debug_checks),
-        config.memory_mb or 0,
-        int(token_weights is not None),
-        int(weight.requires_grad),
-        LOGITS_BACKEND_CHOICES.index(config.logits_backend),
-        uses_in_flight,
-        MERGE_CHOICES.index(config.merge),
-        _bits(config.logit_softcap or 0.0),
-        _bits(config.z_loss),
-        _bits(config.label_smoothing),
-        SMOOTHING_FORM_CHOICES.index(config.label_smoothing_form),
-        -(2**62) if config.ignore_index is None else config.ignore_index,
-        config.true_vocab_size or 0,
-        LOGIT_PRECISION_CHOICES.index(config.logit_precision),
-        int(config.skip_masked),
-        0,
-        0,
-    )
-    return dict(zip(names, values, strict=True))
-
-
-def _bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<f", value), "little")

@@ -24,11 +24,10 @@ import argparse
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_fused_ce.chunking import Chunk, plan_chunks
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 
 MIB = 2**20
@@ -266,8 +265,13 @@ class Plan:
     #: Predicted forward and backward over the three products into the same wgrad accumulator (two where the
     #: weight is frozen). A ranking, good to a few percent on an H200 in bf16.
     relative_time: float
-    #: One sentence for the log.
-    why: str = ""
+    #: What it was chosen for; None for an option that was only looked at.
+    chosen_for: PlanInputs | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def why(self) -> str:
+        """One sentence for the log, made when it is asked for; empty for an option."""
+        return "" if self.chosen_for is None else _why(self.chosen_for, self)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -291,7 +295,7 @@ def plan(inputs: PlanInputs) -> Plan:
     ``store``, longer ones ``grad_in_forward`` where the token weights are known, and else ``mixed``. Chunks
     are as long as the device's row of :data:`DEVICES` says and shorter only where the budget asks for it.
 
-    Where nothing fits, the plan that needs the least, with its figure in ``why``.
+    Where nothing fits, the plan that needs the least, with its figure in :attr:`Plan.why`.
 
     Raises:
         OverBudget: the strategy was asked for by name and fits the budget with no chunking.
@@ -301,13 +305,34 @@ def plan(inputs: PlanInputs) -> Plan:
     if inputs.strategy != "auto":
         return _by_name(inputs)
     budget = _budget_bytes(inputs)
-    options = _options(inputs, budget)
-    fitting = [option for option in options if option.predicted_peak_bytes <= budget]
-    if not fitting:
-        least = min(options, key=lambda option: (option.predicted_peak_bytes, option.relative_time))
-        return replace(least, why=_why_nothing_fits(inputs, least))
-    best = min(fitting, key=_rank)
-    return replace(best, why=_why_best(inputs, budget, options, best))
+    chosen = _fastest(inputs, budget) or min(
+        _options(inputs, budget),
+        key=lambda option: (option.predicted_peak_bytes, option.relative_time),
+    )
+    return replace(chosen, chosen_for=inputs)
+
+
+def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
+    """Of all that fit, looking at as few as it takes: a step of dynamic batches waits for it."""
+    best: Plan | None = None
+    for strategy in _pure_strategies(inputs):
+        if strategy == "store" and _kept_bytes(inputs, inputs.num_tokens) > budget:
+            continue
+        # Longest chunks first, and longer ones are no slower.
+        for option in _pure_options(inputs, strategy):
+            if option.predicted_peak_bytes <= budget:
+                best = option if best is None else min(best, option, key=_rank)
+                break
+    for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
+        if cut.num < 2:
+            continue
+        # At best all chunks but the last are stored.
+        bound = relative_time(inputs, "mixed", cut.num, _stored_tokens(inputs, cut, cut.num - 1))
+        if best is None or bound <= best.relative_time:
+            mixed = _mixed_option(inputs, cut, budget)
+            if mixed is not None:
+                best = mixed if best is None else min(best, mixed, key=_rank)
+    return best
 
 
 def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
@@ -506,17 +531,36 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
 
 
 class _Cut(NamedTuple):
+    """A way to cut the tokens of each part."""
+
     num_chunks: int | None
     chunk_tokens: int | None
-    chunks: tuple[Chunk, ...]
+    tokens: int  # of a part
+    num: int
+    longest: int  # tokens of a part in the longest chunk
+
+    def tokens_of(self, chunks: int) -> int:
+        """Tokens of a part in the first chunks; as :func:`.chunking.plan_chunks` cuts them."""
+        if self.num_chunks is not None:
+            return self.tokens * chunks // max(1, self.num)
+        return min(self.tokens, self.longest * chunks)
+
+
+def _cut_into(inputs: PlanInputs, num_chunks: int | None, chunk_tokens: int | None) -> _Cut:
+    tokens = -(-inputs.num_tokens // inputs.num_parts)
+    if num_chunks is not None:
+        count = min(num_chunks, tokens)
+        return _Cut(num_chunks, None, tokens, count, -(-tokens // count) if count else 0)
+    assert chunk_tokens is not None
+    step = max(1, chunk_tokens // inputs.num_parts)
+    return _Cut(None, chunk_tokens, tokens, -(-tokens // step), min(step, tokens))
 
 
 def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
     """Ways to cut the tokens, longest chunks first: what was asked, or from the table downwards."""
     tokens_per_rank = -(-inputs.num_tokens // inputs.num_parts)
     if inputs.chunks_asked:
-        chunks = plan_chunks(tokens_per_rank, inputs.num_parts, inputs.config())
-        yield _Cut(inputs.num_chunks, inputs.chunk_tokens, chunks)
+        yield _cut_into(inputs, inputs.num_chunks, inputs.chunk_tokens)
         return
     longest = inputs.table_row.chunk_tokens(strategy)
     if (
@@ -527,6 +571,7 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
     ):
         # One chunk needs no fp32 sum of grad_weight, which is more than the longer chunk takes.
         longest = max(longest, inputs.num_tokens)
+    tile = TILE_TOKENS // math.gcd(TILE_TOKENS, inputs.num_parts)
     last_count = None
     for size in _sizes(longest, shortest):
         # Of about equal size, so that the last one is not tiny.
@@ -534,12 +579,9 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
         if count == last_count:
             continue
         last_count = count
-        tile = TILE_TOKENS // math.gcd(TILE_TOKENS, inputs.num_parts)
         step = -(-tokens_per_rank // count)
         step = min(-(-step // tile) * tile, tokens_per_rank) or size
-        chunk_tokens = step * inputs.num_parts
-        config = FusedCEConfig(chunk_tokens=chunk_tokens)
-        yield _Cut(None, chunk_tokens, plan_chunks(tokens_per_rank, inputs.num_parts, config))
+        yield _cut_into(inputs, None, step * inputs.num_parts)
 
 
 def _sizes(longest: int, shortest: int) -> Iterator[int]:
@@ -553,45 +595,56 @@ def _sizes(longest: int, shortest: int) -> Iterator[int]:
         power //= 2
 
 
+def _stored_tokens(inputs: PlanInputs, cut: _Cut, stored_chunks: int) -> int:
+    return inputs.num_parts * cut.tokens_of(stored_chunks)
+
+
 def _option(inputs: PlanInputs, strategy: str, cut: _Cut, stored_chunks: int) -> Plan:
-    parts = inputs.num_parts
-    capacity = parts * max((chunk.num_tokens for chunk in cut.chunks), default=0)
-    count = len(cut.chunks)
-    stored_tokens = parts * cut.chunks[stored_chunks - 1].stop if stored_chunks else 0
+    capacity = inputs.num_parts * cut.longest
+    stored_tokens = _stored_tokens(inputs, cut, stored_chunks)
     return Plan(
         strategy=strategy,
         num_chunks=cut.num_chunks,
         chunk_tokens=cut.chunk_tokens,
         stored_chunks=stored_chunks,
-        count=count,
+        count=cut.num,
         capacity=capacity,
-        memory=peak_memory(inputs, strategy, count, capacity, stored_chunks, stored_tokens),
-        relative_time=relative_time(inputs, strategy, count, stored_tokens),
+        memory=peak_memory(inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens),
+        relative_time=relative_time(inputs, strategy, cut.num, stored_tokens),
     )
 
 
-def _pure_options(inputs: PlanInputs, strategy: str, shortest: int) -> list[Plan]:
-    return [
-        _option(inputs, strategy, cut, len(cut.chunks) if strategy == "store" else 0)
-        for cut in _cuts(inputs, strategy, shortest)
-    ]
+def _pure_strategies(inputs: PlanInputs) -> tuple[str, ...]:
+    """Those that ``auto`` may take, beside ``mixed``."""
+    if inputs.token_weights_known:
+        return "store", "grad_in_forward", "recompute"
+    return "store", "recompute"
+
+
+def _pure_options(inputs: PlanInputs, strategy: str, shortest: int | None = None) -> Iterator[Plan]:
+    """Longest chunks first."""
+    if shortest is None:
+        shortest = SHORTEST_CHUNK if strategy == "recompute" else SHORTEST_FAST_CHUNK
+    for cut in _cuts(inputs, strategy, shortest):
+        yield _option(inputs, strategy, cut, cut.num if strategy == "store" else 0)
+
+
+def _mixed_option(inputs: PlanInputs, cut: _Cut, budget: int) -> Plan | None:
+    """With all the chunks that fit; None where no first one does."""
+
+    def peak(stored_chunks: int) -> int:
+        return _option(inputs, "mixed", cut, stored_chunks).predicted_peak_bytes
+
+    fitting = bisect_right(range(cut.num), budget, key=peak)
+    return _option(inputs, "mixed", cut, fitting - 1) if fitting > 1 else None
 
 
 def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
-    """All that ``auto`` looks at; of the mixed ones those that fit, with all the chunks that fit."""
-    options = _pure_options(inputs, "store", SHORTEST_FAST_CHUNK)
-    if inputs.token_weights_known:
-        options += _pure_options(inputs, "grad_in_forward", SHORTEST_FAST_CHUNK)
-    options += _pure_options(inputs, "recompute", SHORTEST_CHUNK)
-    for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
-
-        def peak(stored_chunks: int, cut: _Cut = cut) -> int:
-            return _option(inputs, "mixed", cut, stored_chunks).predicted_peak_bytes
-
-        fitting = bisect_right(range(len(cut.chunks)), budget, key=peak)
-        if fitting > 1:
-            options.append(_option(inputs, "mixed", cut, fitting - 1))
-    return options
+    """All that ``auto`` may take; of the mixed ones those that fit, with all the chunks that fit."""
+    pure = [o for name in _pure_strategies(inputs) for o in _pure_options(inputs, name)]
+    cuts = _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK)
+    mixed = [_mixed_option(inputs, cut, budget) for cut in cuts]
+    return pure + [option for option in mixed if option is not None]
 
 
 def _rank(option: Plan) -> tuple[float, int, int]:
@@ -602,18 +655,18 @@ def _rank(option: Plan) -> tuple[float, int, int]:
 def _budget_bytes(inputs: PlanInputs) -> int:
     if inputs.memory_mb is not None:
         return inputs.memory_mb * MIB
-    return _pure_options(inputs, "grad_in_forward", SHORTEST_FAST_CHUNK)[0].predicted_peak_bytes
+    return next(_pure_options(inputs, "grad_in_forward")).predicted_peak_bytes
 
 
 def _by_name(inputs: PlanInputs) -> Plan:
     options = _pure_options(inputs, inputs.strategy, SHORTEST_CHUNK)
     if inputs.memory_mb is None:
-        return replace(options[0], why="asked for by name")
-    fitting = [o for o in options if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
+        return replace(next(options), chosen_for=inputs)
+    every = list(options)
+    fitting = [o for o in every if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
     if fitting:
-        why = f"asked for by name, within the budget of {inputs.memory_mb} MiB"
-        return replace(min(fitting, key=_rank), why=why)
-    least = min(options, key=lambda option: option.predicted_peak_bytes)
+        return replace(min(fitting, key=_rank), chosen_for=inputs)
+    least = min(every, key=lambda option: option.predicted_peak_bytes)
     needed = -(-least.predicted_peak_bytes // MIB)
     shorter = ", ask for shorter chunks" if inputs.chunks_asked else ""
     raise OverBudget(
@@ -622,6 +675,18 @@ def _by_name(inputs: PlanInputs) -> Plan:
         f"(--fused-ce-memory-mb) {needed} or more{shorter}, or choose strategy 'auto'",
         least,
     )
+
+
+def _why(inputs: PlanInputs, chosen: Plan) -> str:
+    if inputs.strategy != "auto":
+        within = (
+            "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
+        )
+        return f"asked for by name{within}"
+    budget = _budget_bytes(inputs)
+    if chosen.predicted_peak_bytes > budget:
+        return _why_nothing_fits(inputs, chosen)
+    return _why_best(inputs, budget, _options(inputs, budget), chosen)
 
 
 def _why_nothing_fits(inputs: PlanInputs, least: Plan) -> str:
@@ -739,7 +804,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
     print(f"\n  {'strategy':15} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
     for option in alternatives(inputs):
-        mark = "*" if replace(chosen, why="") == option else " "
+        mark = "*" if chosen == option else " "
         print(
             f"{mark} {option.strategy:15} {option.count:6} {option.capacity:7} "
             f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "

@@ -124,6 +124,12 @@ class TokenTerms(NamedTuple):
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
     mass: Tensor | None = None  # of soft targets
 
+    @staticmethod
+    def of(merged: Tensor, mass: Tensor | None = None) -> TokenTerms:
+        """From :attr:`Merged.terms`."""
+        row_max, inv_sum, miss, label_shift = merged.unbind(0)
+        return TokenTerms(row_max, inv_sum, miss, label_shift, mass)
+
 
 class Merged(NamedTuple):
     """A chunk after its statistics met those of the other shards; the same on every rank."""

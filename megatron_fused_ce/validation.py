@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE, OUTPUT_CHOICES
-
-if TYPE_CHECKING:
-    from megatron_fused_ce.op import TeacherTargets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,8 +19,8 @@ def check_call(
     token_weights: Tensor | None,
     vocab_start: int | None,
     num_parts: int,
-) -> int:
-    """Check shapes, dtypes and devices of one call; give the tokens of ``hidden`` on this rank.
+) -> None:
+    """Check shapes, dtypes and devices of one call.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype does not fit.
@@ -88,7 +84,6 @@ def check_call(
             f"vocab_start is {vocab_start!r}; expected the first global id of this rank's rows "
             "(0 or more), or None to find it"
         )
-    return hidden.shape[:-1].numel()
 
 
 def _wrong_shapes(
@@ -122,7 +117,7 @@ def _wrong_shapes(
 LARGEST_ID = 2**24
 
 
-def check_asked(
+def check_requested(
     config: FusedCEConfig,
     weight: Tensor,
     tp_size: int,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -168,29 +168,6 @@ class VocabParallel:
     def part(self) -> int:
         """Which of the ``num_parts`` parts of a chunk is this rank's."""
         return self.rank if self.sequence_parallel else 0
-
-    def vocab_start(self, num_rows: int, device: torch.device) -> int | Tensor:
-        """First global id of this rank's shard, for shards of any sizes.
-
-        Collectives: one all-gather of an int64 per rank. The sizes stay on the device, so the host
-        never waits; a head with equal shards can pass ``rank * V`` instead and skip it.
-        """
-        if self.size == 1:
-            return 0
-        mine = torch.full((1,), num_rows, dtype=torch.int64, device=device)
-        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
-        _all_gather(sizes, mine, group=self.group)
-        return sizes[: self.rank].sum()
-
-    def vocab_size(self, num_rows: int, device: torch.device) -> Tensor:
-        """Rows of all shards, fp32 ``[]`` on the device, for shards of any sizes.
-
-        Collectives: one all-reduce of a float (exact below 2**24 rows); none over one rank.
-        """
-        rows = torch.full((), float(num_rows), device=device)
-        if self.size > 1:
-            dist.all_reduce(rows, group=self.group)
-        return rows
 
     def together(self, device: torch.device) -> AbstractContextManager[None]:
         """What is started inside leaves in one launch at its end, and is waited for only after it.
@@ -363,29 +340,63 @@ class RankDisagreement(ValueError):
     """The ranks of the tensor-parallel group were called with inputs that do not fit each other."""
 
 
+class Settled(NamedTuple):
+    """What the ranks of a group agreed on for one head."""
+
+    #: Fact of a rank -> the largest of any rank's.
+    facts: dict[str, int]
+    shard_sizes: tuple[int, ...]  # vocabulary rows of each rank
+
+
 @dataclass
-class _Compared:
-    """What calls of :func:`agree` over one group have seen; on all its ranks but for the numbers of rows."""
+class GroupHistory:
+    """What calls of the head over one group have seen; the same on all its ranks, but for ``specs``."""
 
     #: Whether the shards of any call were of unequal sizes.
     unequal: bool = False
-    #: Rows of this rank's shard -> rows of the largest one beside it, at the last call that compared.
-    largest: dict[int, int] = field(default_factory=dict)
-    #: Head -> the facts of its ranks, settled.
-    settled: dict[Hashable, dict[str, int]] = field(default_factory=dict)
+    #: Head -> what its ranks settled, at the last call that compared.
+    heads: dict[Hashable, Settled] = field(default_factory=dict)
+    #: Kind of call -> its :class:`.call.CallSpec`.
+    specs: dict[Hashable, Any] = field(default_factory=dict)
+
+    def compares(self, head: Hashable | None, every_call: bool) -> bool:
+        """Whether a call over this group, of several ranks, is to be compared; the same on every rank.
+
+        A group's first call is, whatever a rank's shapes are, so that all take part and the check itself
+        cannot hang; then each head's first, and every call once shards were of unequal sizes, which all ranks
+        have seen then: the next head's may be others, and a rank with as many rows as before could not tell.
+        None is while a CUDA graph is captured (the next one outside is instead). With ``every_call`` every
+        call is; give it on all ranks.
+
+        Args:
+            head: what a head is, by values that are the same on every rank, whose shards of one head are of
+                one size; None where this rank's input is bad.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
+        if every_call or self.unequal or not self.heads:
+            return True
+        return head is not None and head not in self.heads
 
 
-_compared: WeakKeyDictionary[dist.ProcessGroup, _Compared] = WeakKeyDictionary()
+_histories: WeakKeyDictionary[dist.ProcessGroup, GroupHistory] = WeakKeyDictionary()
+_without_group = GroupHistory()
 
 
-def largest_shard(group: dist.ProcessGroup | None, num_rows: int) -> int:
-    """Rows of the group's largest shard, as far as :func:`agree` has compared them; else ``num_rows``.
+def history_of(group: dist.ProcessGroup | None) -> GroupHistory:
+    """Of calls over this group, by the object itself: names and ids of destroyed groups come back."""
+    if group is None:
+        return _without_group
+    history = _histories.get(group)
+    if history is None:
+        history = _histories[group] = GroupHistory()
+    return history
 
-    Plans are made from it, so that ranks with unequal shards cut their tokens alike.
-    """
-    if group is None or group not in _compared:
-        return num_rows
-    return _compared[group].largest.get(num_rows, num_rows)
+
+def forget() -> None:
+    """Forget every call there was. All ranks of a group have to."""
+    for history in (*_histories.values(), _without_group):
+        history.__init__()  # type: ignore[misc]
 
 
 def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
@@ -401,80 +412,43 @@ def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
         )
 
 
-def compares(group: dist.ProcessGroup | None, head: Hashable | None, every_call: bool) -> bool:
-    """Whether this call is to be compared (:func:`agree`); the same on every rank of ``group``.
-
-    A group's first call is, whatever a rank's shapes are, so that all take part and the check itself cannot
-    hang; then each head's first, and every call once shards were of unequal sizes, which all ranks have seen
-    then: the next head's may be others, and a rank with as many rows as before could not tell. None is while
-    a CUDA graph is captured (the next one outside is instead). With ``every_call`` every call is; give it on
-    all ranks.
-
-    Args:
-        group: of several ranks, or None.
-        head: what a head is, by values that are the same on every rank, whose shards of one head are of one
-            size; None where this rank's input is bad.
-    """
-    if group is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return False
-    seen = _compared.get(group)
-    if every_call or seen is None or seen.unequal or not seen.settled:
-        return True
-    return head is not None and head not in seen.settled
-
-
-def settled(group: dist.ProcessGroup | None, head: Hashable | None) -> dict[str, int] | None:
-    """What :func:`agree` has settled for ``head``; None where nothing has."""
-    seen = None if group is None else _compared.get(group)
-    return None if seen is None else seen.settled.get(head)
-
-
 def agree(
     group: dist.ProcessGroup,
     head: Hashable | None,
-    facts: dict[str, int],
+    same: dict[str, int],
     of_rank: dict[str, int],
-    vocab_range: tuple[int, int] | None,
+    vocab_start: int | None,
     num_rows: int,
     error: Exception | None,
-) -> dict[str, int]:
-    """Raise on every rank when one rank's input is bad or the ranks' ``facts`` differ; settle ``of_rank``.
+) -> Settled:
+    """Raise on every rank when one rank's input is bad or ``same`` differs; settle the rest for ``head``.
 
-    Called where :func:`compares` says so. What depends on a rank's machine and memory may differ from rank
-    to rank, and later from call to call on one of them, but plans and collectives depend on it: the largest
-    number of any rank is what all use from now on.
+    Called where :meth:`GroupHistory.compares` says so. What depends on a rank's machine and memory may differ
+    from rank to rank, and later from call to call on one of them, but plans and collectives depend on it: the
+    largest number of any rank is what all use from now on.
 
     Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its words. The
     host waits for both.
 
     Args:
-        head: as for :func:`compares`.
-        facts: what must be equal on every rank, as whole numbers.
+        head: as for :meth:`GroupHistory.compares`.
+        same: what must be equal on every rank, as whole numbers.
         of_rank: what may differ, as whole numbers; the largest is right for all.
-        vocab_range: ``(vocab_start, V)`` where the caller named it, else None: named ranges must not
-            overlap.
-        num_rows: of this rank's shard, remembered for :func:`largest_shard`.
-        error: what this rank's own checks found.
-
-    Returns:
-        ``of_rank`` as it was settled.
+        vocab_start: where the caller named it: named shards must not overlap.
+        num_rows: of this rank's shard.
+        error: what this rank's own checks found; the numbers are then ignored, their names are not.
 
     Raises:
         RankDisagreement: naming the field and each rank's value, or the rank whose input is bad.
         ValueError: ``true_vocab_size`` is more than there is.
     """
     size = dist.get_world_size(group)
-    compared = _compared.setdefault(group, _Compared())
-
-    start, rows = vocab_range if vocab_range is not None else (-1, -1)
-    # A rank with bad input has no facts to compare: it sends zeros and its error.
-    values = [*of_rank.values(), *facts.values()]
+    values = [*of_rank.values(), *same.values()]
     if error is not None:
         values = [0] * len(values)
-    mine = [int(error is not None), start, rows, num_rows, *values]
-    device = collective_device(group)
-    sent = torch.tensor(mine, dtype=torch.int64, device=device)
-    received = torch.empty(size * len(mine), dtype=torch.int64, device=device)
+    mine = [int(error is not None), -1 if vocab_start is None else vocab_start, num_rows, *values]
+    sent = torch.tensor(mine, dtype=torch.int64, device=collective_device(group))
+    received = sent.new_empty(size * len(mine))
     _all_gather(received, sent, group=group)
     table = received.view(size, len(mine)).tolist()
 
@@ -485,27 +459,28 @@ def agree(
             raise error
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
         raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
-    columns = list(zip(*table, strict=True))[4:]
-    for name, seen in zip(facts, columns[len(of_rank) :], strict=True):
+    columns = list(zip(*table, strict=True))
+    starts, sizes, numbers = columns[1], columns[2], columns[3:]
+    for name, seen in zip(same, numbers[len(of_rank) :], strict=True):
         if len(set(seen)) > 1:
             raise RankDisagreement(
                 f"the ranks of the tensor-parallel group disagree on {name}: {list(seen)} (by rank); "
                 "call the head with the same shapes and options on every rank"
             )
-    of_shards = [row[3] for row in table]
-    check_true_vocab_size(facts["true_vocab_size"], sum(of_shards))
-    compared.largest[num_rows] = max(of_shards)
-    compared.unequal = compared.unequal or len(set(of_shards)) > 1
-    ranges = [(row[1], row[1] + row[2]) for row in table]
-    for left, right in pairwise(sorted(ranges)):
-        if vocab_range is not None and left[1] > right[0]:
-            raise RankDisagreement(
-                f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
-                "vocab_start must be the first global id of this rank's rows"
-            )
-    assert head is not None
-    compared.settled[head] = dict(zip(of_rank, map(max, columns), strict=False))
-    return compared.settled[head]
+    check_true_vocab_size(same["true_vocab_size"], sum(sizes))
+    history = history_of(group)
+    history.unequal = history.unequal or len(set(sizes)) > 1
+    ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
+    if vocab_start is not None and any(
+        left[1] > right[0] for left, right in pairwise(sorted(ranges))
+    ):
+        raise RankDisagreement(
+            f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
+            "vocab_start must be the first global id of this rank's rows"
+        )
+    settled = Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
+    history.heads[head] = settled
+    return settled
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:

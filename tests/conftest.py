@@ -43,6 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("rest")
 
 
+@pytest.fixture(autouse=True)
+def no_call_before() -> None:
+    """No kind of call was seen: a test may change what a spec was made from."""
+    vocab_parallel = sys.modules.get("megatron_fused_ce.vocab_parallel")
+    if vocab_parallel is not None:
+        vocab_parallel.forget()
+
+
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
     """With -v: how long each test took, as it ends; a run that is cut short has told it, too."""
     if report.when == "call" and report.outcome == "passed" and not hasattr(report, "wasxfail"):

@@ -50,7 +50,7 @@ def rooms_that_import(prefix: str) -> set[str]:
 
 
 def test_the_sources_were_found():
-    assert {"op", "strategies", "kernels", "adapter", "testing"} <= {room(f) for f in SOURCES}
+    assert {"op", "loop", "kernels", "adapter", "testing"} <= {room(f) for f in SOURCES}
 
 
 def test_only_the_kernels_know_triton():
@@ -62,11 +62,12 @@ def test_only_the_adapter_knows_megatron():
 
 
 def test_only_the_vocab_parallel_module_knows_collectives():
-    """The op names a process group in its signature; the calls live in one module."""
-    assert rooms_that_import("torch.distributed") <= {"op", "vocab_parallel", "testing"}
+    """The op and its arguments name a process group; the calls live in one module."""
+    assert rooms_that_import("torch.distributed") <= {"op", "call", "vocab_parallel", "testing"}
     calls = (
         node.func.attr
-        for node in ast.walk(ast.parse((PACKAGE / "op.py").read_text()))
+        for name in ("op", "call")
+        for node in ast.walk(ast.parse((PACKAGE / f"{name}.py").read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
@@ -98,7 +99,7 @@ def test_the_planner_knows_numbers_only():
     """It answers for GPUs that are not there, on machines without torch."""
     planner = imports(PACKAGE / "planner.py")
     ours = {name.split(".")[1] for name in planner if name.startswith("megatron_fused_ce.")}
-    assert ours == {"chunking", "config"}
+    assert ours == {"config"}
     assert not {"planner", "chunking", "config"} & rooms_that_import("torch")
 
 

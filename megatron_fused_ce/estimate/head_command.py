@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_fused_ce.command_line import Parser, UsageError, command, whole
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.planner import (
@@ -88,7 +86,7 @@ def main(words: list[str]) -> int:
             print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
     print(f"\n  {'strategy':15} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
     for option in alternatives(inputs):
-        mark = "*" if replace(chosen, why="") == option else " "
+        mark = "*" if chosen == option else " "
         print(
             f"{mark} {option.strategy:15} {option.count:6} {option.capacity:7} "
             f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "

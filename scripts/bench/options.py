@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.op import TeacherTargets, linear_cross_entropy
+from megatron_fused_ce.loss_form import TeacherTargets
+from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import UNTIMED, PhaseTimes
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.measure import ratios_beside, turn

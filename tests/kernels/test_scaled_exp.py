@@ -141,14 +141,14 @@ def test_a_factor_of_exactly_zero(product, device):
     stats = logits_backend.ChunkInputs(hidden[0], weight, labels[0], 1.0, weight)
     passes = logits_backend.ScaledExp(product)
     room = hidden.new_empty(1, 8)
-    scores = passes.multiply(stats, room, False)()
+    scores = passes.logits_gemm(stats, room, False)()
     merged = merge_shards(scores.stats.shard[None])
     terms = merged.terms.clone()
     terms[1] = 0.0  # inv_sum, and so the scale
-    seal = passes.seal(room, stats, scores, merged._replace(terms=terms))
+    row_scale = passes.finalize(room, stats, scores, merged._replace(terms=terms))
     expected = torch.zeros(1, 8, device=device, dtype=DTYPE)
     expected[0, 3] = -terms[2, 0]
-    torch.testing.assert_close(room * seal[:, None].to(DTYPE), expected)
+    torch.testing.assert_close(room * row_scale[:, None].to(DTYPE), expected)
 
 
 def head_of_outliers(device, outlier, *, at_label):
@@ -217,7 +217,7 @@ def test_shards_far_apart(gap, product, device):
         local.append(labels - index * (vocab // 2))
         kept.append(hidden.new_empty(tokens, vocab // 2))
         chunks.append(logits_backend.ChunkInputs(hidden, shard, local[-1], 1.0, sample))
-        scores.append(passes.multiply(chunks[-1], kept[-1], False)())
+        scores.append(passes.logits_gemm(chunks[-1], kept[-1], False)())
     merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
     loss, terms = merged.loss, TokenTerms(*merged.terms)
     z = hidden.double() @ weight.double().t()
@@ -229,16 +229,16 @@ def test_shards_far_apart(gap, product, device):
     grad_hidden = torch.zeros(tokens, 32, dtype=torch.float64, device=device)
     units = []
     for index, shard in enumerate(shards):
-        seal = passes.seal(kept[index], chunks[index], scores[index], merged)
-        units.append(seal)
-        operand = passes.operand_of_kept(
-            kept[index], seal, chunks[index], terms, Upstream(factor), None
+        row_scale = passes.finalize(kept[index], chunks[index], scores[index], merged)
+        units.append(row_scale)
+        grad = passes.grad_from_saved(
+            kept[index], row_scale, chunks[index], terms, Upstream(factor), None
         )
-        part = operand.matrix.double() * operand.factor.double()[:, None]
-        assert torch.isfinite(operand.matrix.float()).all()
+        part = grad.matrix.double() * grad.row_scale.double()[:, None]
+        assert torch.isfinite(grad.matrix.float()).all()
         columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
         room = torch.empty_like(kept[index])
-        again = passes.operand_again(chunks[index], terms, Upstream(factor), room)
+        again = passes.grad_recomputed(chunks[index], terms, Upstream(factor), room)
         for got in (part, again.matrix.double()):
             difference = (got - expected[:, columns]).norm()
             assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)

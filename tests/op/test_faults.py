@@ -7,19 +7,20 @@ import gc
 import pytest
 import torch
 
-from megatron_fused_ce import op, upstream_guard
-from megatron_fused_ce.strategies import KeepOrRecompute
+from megatron_fused_ce import upstream_guard
 from megatron_fused_ce.upstream_guard import AbandonedGradient
 from tests.op.test_op import STRATEGIES
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
+from tests.support.head import mixed_plans
 from tests.support.orders import tensors_alive
 
 
 @pytest.fixture
-def mixed(monkeypatch):
+def mixed():
     """``auto`` stores the first of two chunks."""
-    monkeypatch.setattr(op, "strategy_of", lambda *plan: KeepOrRecompute("mixed", 1))
+    with mixed_plans(1):
+        yield
 
 
 CASES = {

@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, op, planner, strategies
-from megatron_fused_ce.strategies import KeepOrRecompute
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, loop, planner
 from megatron_fused_ce.testing.reference import (
     KINDS,
     HeadResult,
@@ -21,6 +20,7 @@ from megatron_fused_ce.testing.reference import (
     relative_error,
     truth,
 )
+from tests.support.head import mixed_plans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STRATEGIES = ("recompute", "store", "grad_in_forward")
@@ -160,8 +160,8 @@ def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
         "plain", s=32, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
     )
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    for made_for_gradients in ("HeldGradWeight", "Products"):
-        monkeypatch.delattr(strategies, made_for_gradients)
+    for made_for_gradients in ("HeldGradWeight", "GradientGemms"):
+        monkeypatch.delattr(loop, made_for_gradients)
     config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
     with (
         torch.no_grad(),
@@ -225,25 +225,21 @@ def test_grad_in_forward_without_token_weights_names_the_fix(device):
 
 @pytest.mark.parametrize("stored", [0, 1, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mixed_keeps_the_first_chunks(stored, dtype, device, monkeypatch):
+def test_mixed_saves_the_first_chunks(stored, dtype, device):
     """``mixed`` between ``recompute`` (0 of 4 chunks) and ``store`` (all): bitwise the same."""
     inputs = make_inputs("plain", s=9, b=4, hidden_size=16, vocab=50, dtype=dtype, device=device)
-    mixed = KeepOrRecompute("mixed", stored)
-    kept = []
-    monkeypatch.setattr(op, "strategy_of", lambda name, stored_chunks: mixed)
-    forward = KeepOrRecompute.forward
+    saved = []
 
-    def spied(self, *args):
-        out = forward(self, *args)
-        kept.append(len(out.kept))
-        return out
+    def remember(tensor):
+        saved.append(tensor)
+        return tensor
 
-    monkeypatch.setattr(KeepOrRecompute, "forward", spied)
     config = FusedCEConfig(strategy="recompute", num_chunks=4, logits_backend="gemm_rows")
-    result = run(inputs, config)
-    assert kept == [stored]
+    with mixed_plans(stored), torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
+        result = run(inputs, config)
+    chunk_logits = (inputs.hidden.shape[0] * inputs.hidden.shape[1] // 4, inputs.weight.shape[0])
+    assert sum(tensor.shape == chunk_logits for tensor in saved) == stored
     assert_close(result, inputs)
-    monkeypatch.undo()
     for part, plain in zip(result, run(inputs, config), strict=True):
         assert torch.equal(part, plain)
 

@@ -74,17 +74,17 @@ def test_timed_is_the_same(strategy):
 
 
 def test_what_waits_for_the_backward():
-    """Three floats a token, and with ``store`` the logits; gradients with ``grad_in_forward``."""
+    """A label and four floats a token, and with ``store`` the logits; gradients with ``grad_in_forward``."""
     waiting = {}
     for strategy in STRATEGIES:
         times = PhaseTimes()
         step(strategy, times)
         waiting[strategy] = times.read()["forward"].waiting_bytes
     tokens, fp32 = S * B, 4
-    assert waiting["recompute"] == 3 * tokens * fp32
+    assert waiting["recompute"] == tokens * (8 + 4 * fp32)
     assert waiting["store"] == waiting["recompute"] + tokens * V * fp32
     gradients = tokens * H * fp32 + V * H * fp32 + tokens * fp32
-    assert waiting["grad_in_forward"] == waiting["recompute"] + gradients
+    assert waiting["grad_in_forward"] == gradients
 
 
 def test_evaluations_keep_apart():
@@ -264,7 +264,7 @@ def test_joins_the_training_log(trainer):
     )
     assert float(found[1]) == pytest.approx(logged["fused-ce-forward"] * 1e3 / 2, abs=0.01)
     tokens = S * B
-    waiting = {("fused-ce-forward-waiting-bytes", 2): 4 * tokens * (3 + V)}
+    waiting = {("fused-ce-forward-waiting-bytes", 2): tokens * (8 + 4 * (4 + V))}
     assert trainer.writer.scalars == waiting
     # Two iterations later the times are of those two.
     step("store", phase_report.recorder())

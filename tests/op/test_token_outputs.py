@@ -16,7 +16,7 @@ from megatron_fused_ce import (
     row_ops,
 )
 from megatron_fused_ce.chunking import plan_chunks
-from megatron_fused_ce.logits_backend import Asked, choose
+from megatron_fused_ce.logits_backend import RequestedOutputs, choose
 from megatron_fused_ce.loss_form import merge_duplicates
 from megatron_fused_ce.testing.reference import (
     FLOOR,
@@ -281,11 +281,14 @@ def test_ids_that_fp32_cannot_hold():
 def test_which_outputs_leave_the_exponentiating_product(device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     by_name = FusedCEConfig(logits_backend="scaled_exp")
-    assert choose(by_name, x, x, Asked(("lse", "predicted", "correct")))[0].name == "scaled_exp"
+    assert (
+        choose(by_name, x, x, RequestedOutputs(("lse", "predicted", "correct")))[0].name
+        == "scaled_exp"
+    )
     for asked, words in (
-        (Asked(("entropy",)), "entropy"),
-        (Asked(("lse",), differentiable=True), "outputs with gradients"),
-        (Asked(soft=True), "teacher"),
+        (RequestedOutputs(("entropy",)), "entropy"),
+        (RequestedOutputs(("lse",), differentiable=True), "outputs with gradients"),
+        (RequestedOutputs(soft=True), "teacher"),
     ):
         with pytest.raises(ValueError, match=words):
             choose(by_name, x, x, asked)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend, op
+from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend
 from megatron_fused_ce.kernels import forms
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.testing.collectives import Collectives
@@ -203,7 +203,7 @@ def test_another_device_on_one_rank(rank: Rank) -> None:
     labels = torch.zeros(16384, dtype=torch.int64, device=rank.device)
     weight = torch.ones(32, 16, device=rank.device)
     name = "H200" if is_last(rank) else ""
-    with patch.object(op, "_device_in_plans", lambda hidden: name):
+    with patch("megatron_fused_ce.call._device_in_plans", lambda device: name):
         alone = linear_cross_entropy(hidden, weight, labels, config=_RECOMPUTE).plan.count
         assert not same_on_all(rank, alone), "the case tests nothing"
         for _ in range(2):

@@ -842,20 +842,21 @@ def test_first_evaluation_tells_what_differs(said):
     layer = model.output_layer
     report.adopted(model, LAUNCH)
     expected = layer._fused_ce_expected
-    other = replace(expected, strategy="recompute", stored_chunks=0, why="of this test")
+    by_name = replace(expected.chosen_for, strategy="recompute")
+    other = replace(expected, strategy="recompute", stored_chunks=0, chosen_for=by_name)
     report.evaluation_once(layer, hidden, layer.weight, other)
     assert len(said) == 4
     assert said[2].startswith(
         "as it runs: strategy recompute (chosen by auto), 1 chunk of 128 tokens"
     )
-    assert said[3].startswith("why: of this test")
+    assert said[3].startswith("why: asked for by name")
     # The main head comes after those of multi-token prediction; batches may differ in length.
     report.evaluation_once(layer, hidden, layer.weight, expected)
     report.evaluation_once(layer, hidden, layer.weight, replace(other, count=2))
     assert len(said) == 4
 
 
-@pytest.mark.parametrize("change", [{}, {"why": "other words"}])
+@pytest.mark.parametrize("change", [{}, {"chosen_for": None}])
 def test_first_evaluation_repeats_nothing(said, change):
     model = megatron_head(FusedCEConfig())
     layer = model.output_layer

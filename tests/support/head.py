@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import op
-from megatron_fused_ce.strategies import KeepOrRecompute
+from megatron_fused_ce import planner, vocab_parallel
 from megatron_fused_ce.testing.reference import HeadInputs, make_inputs
 from tests.support.ranks import Rank
 
@@ -95,5 +95,21 @@ def strategy_in_place(strategy: str, stored_chunks: int = 1) -> Iterator[str]:
     if strategy != "mixed":
         yield strategy
         return
-    with patch.object(op, "strategy_of", lambda *plan: KeepOrRecompute("mixed", stored_chunks)):
+    with mixed_plans(stored_chunks):
         yield "store"
+
+
+@contextlib.contextmanager
+def mixed_plans(stored_chunks: int) -> Iterator[None]:
+    """Every plan stores the first chunks and recomputes the others."""
+    plan = planner.plan
+    vocab_parallel.forget()
+    try:
+        with patch.object(
+            planner,
+            "plan",
+            lambda inputs: replace(plan(inputs), strategy="mixed", stored_chunks=stored_chunks),
+        ):
+            yield
+    finally:
+        vocab_parallel.forget()

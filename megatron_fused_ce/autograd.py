@@ -1,0 +1,141 @@
+"""The head as one node of autograd's graph: saves, runs the loops, returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fused_ce import loop
+from megatron_fused_ce.grad_weight import OpenedAccumulators
+from megatron_fused_ce.loop import Saved, SavedChunk, Targets
+from megatron_fused_ce.loss_form import SoftTargets
+from megatron_fused_ce.pipeline import Context
+from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
+
+
+class FusedLinearCrossEntropy(torch.autograd.Function):
+    """Takes hidden states and weight, gives losses and what was requested beside them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [s, b, H] or [n, H]
+        weight: Tensor,  # [V, H]
+        targets: Targets,
+        context: Context,
+        in_batch: tuple[int, int] | None,  # (b, s) where outputs are to be [b, s]; None for [T]
+    ) -> tuple[Tensor | None, ...]:
+        """This shard's largest logits and their columns, each ``[T]``; then :class:`.TokenOutputs`."""
+        spec, phases, device = context.spec, context.phases, hidden.device
+        ctx.hidden_shape = hidden.shape
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        copies_hidden, copies_weight = spec.copies
+        if copies_hidden:
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        if copies_weight:
+            weight = weight.clone(memory_format=torch.contiguous_format)
+        kind = "forward" if any(spec.needs_grad) else "evaluation"
+        try:
+            with _no_autocast(device), phases.of_pass(kind, device):
+                out = loop.forward(context, flat, weight, targets)
+                saved = out.saved
+                phases.waits(saved.last_hidden, *saved.tensors(), *(saved.gradients or ()))
+        except BaseException:
+            spec.comm.settle(device)
+            raise
+        outputs = _fill_ignored(out.outputs, targets.ignored)
+        ctx.set_materialize_grads(False)
+        if any(spec.needs_grad):
+            # What waits goes through autograd, which frees it with the graph; the gradients that
+            # grad_in_forward made are handed over by the first backward.
+            ctx.context, ctx.gradients = context, saved.gradients
+            ctx.token_shape = targets.labels.shape
+            entropy = outputs.entropy if spec.form.differentiable else None
+            once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
+            ctx.save_for_backward(*once, saved.last_hidden, *saved.tensors())
+        outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
+        of_shard = [
+            None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)
+        ]
+        without_grad = [*of_shard, outputs.predicted, outputs.correct]
+        if not spec.form.differentiable:
+            without_grad += [outputs.log_prob, outputs.lse, outputs.entropy]
+        ctx.mark_non_differentiable(*(tensor for tensor in without_grad if tensor is not None))
+        return *of_shard, *outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad_outputs = grads[2:6]  # no gradient comes for predicted and correct
+        if all(grad is None for grad in grad_outputs):
+            return (None,) * 5
+        hidden, weight, ignored, ids, probs, entropy, last_hidden, *chunks = ctx.saved_tensors
+        saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients)
+        ctx.gradients = None
+        soft = None if ids is None else SoftTargets(ids, probs)
+        upstream = _upstream(grad_outputs, ctx.token_shape, ignored, entropy)
+        accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
+        context: Context = ctx.context._replace(open_grad_weight=accumulators)
+        try:
+            with _no_autocast(hidden.device), context.phases.of_pass("backward", hidden.device):
+                grad_hidden, grad_weight = loop.backward(
+                    *(context, hidden, weight, soft, saved, upstream),
+                    needs_grad=ctx.needs_input_grad[:2],
+                )
+        except BaseException:
+            accumulators.abandon()
+            context.spec.comm.settle(hidden.device)
+            raise
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.view(ctx.hidden_shape)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The call's tensors were cast before; the sums of its loops are fp32."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs:
+    """Loss 0 of ignored tokens."""
+    if ignored is not None:
+        for of_label in (outputs.loss, outputs.log_prob):
+            if of_label is not None:
+                of_label.masked_fill_(ignored, 0.0)
+    return outputs
+
+
+def _in_labels_layout(per_token: Tensor, in_batch: tuple[int, int] | None) -> Tensor:
+    """``[parts, n]`` as ``[T]``, or ``[b, s]`` of tokens in s-major order."""
+    if in_batch is None:
+        return per_token.flatten()
+    b, s = in_batch
+    return per_token.reshape(s, b).t().contiguous()
+
+
+def _upstream(
+    grads: Sequence[Tensor | None],  # of loss, log_prob, lse, entropy; [b, s] or [T]
+    token_shape: torch.Size,
+    ignored: Tensor | None,
+    entropy: Tensor | None,
+) -> Upstream:
+    """Upstream gradients in token order, ``[parts, n]`` fp32."""
+    given = []
+    for at, grad in enumerate(grads):
+        if grad is not None:
+            # Contiguous: that of a sum() is one number, seen as many.
+            grad = (grad.t() if grad.dim() == 2 else grad).float().reshape(token_shape).contiguous()
+            if ignored is not None and at < 2:  # of the label
+                grad = grad.masked_fill(ignored, 0.0)
+        given.append(grad)
+    loss, log_prob, lse, grad_entropy = given
+    if loss is None:
+        loss = torch.zeros_like(next(grad for grad in given if grad is not None))
+    return Upstream(loss, log_prob, lse, grad_entropy, entropy)

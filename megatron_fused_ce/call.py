@@ -1,0 +1,427 @@
+"""A call of the head: its arguments, and what follows from their kind alone, made once and then looked up.
+
+In a training run shapes, dtypes and options never change, so that all of :class:`CallSpec` is a dictionary's
+entry from the second call on: validation, the agreement of the ranks, the logits backend, the plan with its
+chunks and the form of the loss. Tensors are in no spec but the loss form's constants: weights and activations
+move from call to call.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fused_ce import logits_backend, planner
+from megatron_fused_ce.chunking import Chunk, plan_chunks
+from megatron_fused_ce.config import (
+    LOGIT_PRECISION_CHOICES,
+    LOGITS_BACKEND_CHOICES,
+    MERGE_CHOICES,
+    SMOOTHING_FORM_CHOICES,
+    STRATEGY_CHOICES,
+    FusedCEConfig,
+    check_config,
+)
+from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.logits_backend import LogitsBackend, RequestedOutputs
+from megatron_fused_ce.loss_form import LossForm, TeacherTargets
+from megatron_fused_ce.masked_tokens import Count
+from megatron_fused_ce.phases import UNTIMED, Phases
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
+from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
+from megatron_fused_ce.validation import check_call, check_requested
+from megatron_fused_ce.vocab_parallel import (
+    GroupHistory,
+    Settled,
+    VocabParallel,
+    agree,
+    check_true_vocab_size,
+    history_of,
+)
+
+DEFAULT_CONFIG = FusedCEConfig()
+
+#: Specs that a group remembers: the kinds of call of a training run, or as many lengths of dynamic batches.
+MAX_SPECS = 512
+
+
+class Arguments(NamedTuple):
+    """Arguments of one call: those of :func:`.op.fused_linear_cross_entropy`, and what the rest needs."""
+
+    hidden: Tensor  # [s, b, H] or [T, H]; this rank's part with sequence parallelism
+    weight: Tensor  # [V, H]
+    labels: Tensor  # [b, s] or [T]
+    tp_group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    token_weights: Tensor | None = None  # the labels' shape
+    vocab_start: int | None = None
+    config: FusedCEConfig = DEFAULT_CONFIG
+    #: see :func:`.op.fused_linear_token_outputs`
+    outputs: tuple[str, ...] = ()
+    differentiable: bool = False
+    #: see :func:`.op.fused_linear_distillation`; the labels are then outside the vocabulary
+    teacher: TeacherTargets | None = None
+    #: also give each token's largest logit in this shard and its row
+    with_argmax: bool = False
+    #: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these token weights;
+    #: else it is counted here, and the host waits
+    unmasked: Count | None = None
+    #: makes the wgrad accumulator (:mod:`.grad_weight`)
+    open_grad_weight: OpenGradWeight = ReturnedGradWeight
+    #: calls that wait for their backward together, for plans of memory
+    uses_in_flight: int = 1
+    #: a :class:`.PhaseTimes` to time the call's phases with
+    phases: Phases = UNTIMED
+    #: of the model that holds the head: records mismatches, and says whether ``auto`` may take
+    #: ``grad_in_forward``
+    guard: Guard = WITHOUT_MODEL
+
+
+class CallSpec(NamedTuple):
+    """All that depends on the kind of a call, not on its values."""
+
+    comm: VocabParallel
+    num_tokens: int  # of this rank's part
+    plan: planner.Plan
+    chunks: tuple[Chunk, ...]
+    logits: LogitsBackend
+    why_not_scaled_exp: str
+    #: whether the logits backend cannot load hidden states or weight as they lie, and copies them
+    copies: tuple[bool, bool]
+    form: LossForm
+    logit_scale: float
+    with_argmax: bool
+    vocab_start: int
+    needs_grad: tuple[bool, bool]  # of hidden, of weight
+
+    @property
+    def needs_argmax(self) -> bool:
+        return self.with_argmax or "predicted" in self.form.outputs
+
+
+def spec_of(args: Arguments) -> CallSpec:
+    """The spec of this kind of call, looked up or made.
+
+    Whether the ranks compare a call depends on what its group has seen, never on whether a spec was there:
+    one rank may have dropped it, or have a tensor at another alignment.
+
+    Collectives: those of :func:`.vocab_parallel.agree`, where :meth:`.GroupHistory.compares` says so.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
+    """
+    check_config(args.config)
+    history = history_of(args.tp_group)
+    key = _key(args)
+    if key is None or history.unequal or args.config.debug_checks:
+        return _make(args, history)
+    spec: CallSpec | None = history.specs.get(key)
+    if spec is None:
+        spec = _make(args, history)
+        if len(history.specs) >= MAX_SPECS:
+            del history.specs[next(iter(history.specs))]
+        history.specs[key] = spec
+    return spec
+
+
+def _key(args: Arguments) -> Hashable | None:
+    """All that a spec depends on; None for arguments that no spec can be kept for.
+
+    Under a CUDA graph's capture none is: the loss form's constants would be the graph's.
+    """
+    hidden, weight, labels, weights = args.hidden, args.weight, args.labels, args.token_weights
+    try:
+        key = (
+            hidden.shape,
+            weight.shape,
+            labels.shape,
+            args.config,
+            (hidden.data_ptr() | weight.data_ptr()) % 16,
+            hidden.requires_grad,
+            weight.requires_grad,
+            torch.is_grad_enabled(),
+            hidden.dtype,
+            weight.dtype,
+            labels.dtype,
+            hidden.stride(),
+            weight.stride(),
+            hidden.device,
+            weight.device,
+            labels.device,
+            type(hidden),
+            type(weight),
+            type(labels),
+            None if weights is None else weights.shape,
+            args.vocab_start,
+            type(args.vocab_start),
+            args.sequence_parallel,
+            args.outputs,
+            args.differentiable,
+            args.teacher and args.teacher.kind,
+            args.with_argmax,
+            args.uses_in_flight,
+            args.guard.number,
+            args.guard.allowed,
+            kind_of(args.open_grad_weight),
+        )
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return None  # what is wrong, the checks will say
+    if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return key
+
+
+def _make(args: Arguments, history: GroupHistory) -> CallSpec:
+    comm = VocabParallel.of(args.tp_group, args.sequence_parallel, args.config.merge)
+    local = _LocalView.of(args, comm, history)
+    if comm.group is not None and history.compares(local.head, args.config.debug_checks):
+        settled = agree(
+            comm.group,
+            local.head,
+            _must_agree(args, comm, local.error),
+            local.facts,
+            args.vocab_start if local.error is None else None,
+            args.weight.shape[0] if local.error is None else 0,
+            local.error,
+        )
+    elif local.error is not None:
+        raise local.error
+    else:
+        settled = local.settled or Settled(local.facts, (args.weight.shape[0],))
+        if comm.size == 1:
+            check_true_vocab_size(args.config.true_vocab_size, args.weight.shape[0])
+    assert local.choice is not None
+    logits, why_not = local.choice
+    if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
+        logits, why_not = _choose(args, logits_backend.NOT_ON_EVERY_RANK)
+    plan = _plan(args, comm, settled, logits)
+    num_tokens = args.hidden.shape[:-1].numel()
+    cut = replace(args.config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens)
+    needs_grad = torch.is_grad_enabled()
+    vocab_start = _vocab_start(args, comm, settled)
+    return CallSpec(
+        comm=comm,
+        num_tokens=num_tokens,
+        plan=plan,
+        chunks=plan_chunks(num_tokens, comm.num_parts, cut),
+        logits=logits,
+        why_not_scaled_exp=why_not,
+        copies=logits_backend.must_copy(logits, args.hidden, args.weight),
+        form=LossForm.of(
+            args.config,
+            num_rows=args.weight.shape[0],
+            vocab_size=_vocab_size(args, comm, settled),
+            vocab_start=vocab_start,
+            device=args.hidden.device,
+            outputs=args.outputs,
+            differentiable=args.differentiable,
+            soft=args.teacher is not None,
+        ),
+        logit_scale=args.config.logit_scale,
+        with_argmax=args.with_argmax,
+        vocab_start=vocab_start,
+        needs_grad=(
+            needs_grad and args.hidden.requires_grad,
+            needs_grad and args.weight.requires_grad,
+        ),
+    )
+
+
+class _LocalView(NamedTuple):
+    """What this rank finds by itself."""
+
+    error: Exception | None = None
+    head: Hashable | None = None
+    #: what the ranks settled before, where this call is not compared
+    settled: Settled | None = None
+    #: the logits backend, and why not ``scaled_exp``
+    choice: tuple[LogitsBackend, str] | None = None
+    #: this rank's, as numbers of which the largest is right for all: see :data:`_NO_FACTS`
+    facts: dict[str, int] = {}  # noqa: RUF012 (never written to)
+
+    @staticmethod
+    def of(args: Arguments, comm: VocabParallel, history: GroupHistory) -> _LocalView:
+        config, weight = args.config, args.weight
+        try:
+            check_call(
+                args.hidden,
+                weight,
+                args.labels,
+                args.token_weights,
+                args.vocab_start,
+                comm.num_parts,
+            )
+            check_requested(
+                config,
+                weight,
+                comm.size,
+                args.outputs,
+                args.differentiable,
+                args.labels,
+                args.teacher,
+            )
+            _check_token_weights(args)
+            head = (
+                *(args.guard.number, weight.shape, weight.dtype, weight.requires_grad),
+                config.logits_backend,
+            )
+            settled = None
+            if comm.group is not None and not history.compares(head, config.debug_checks):
+                settled = history.heads.get(head)
+            if settled is not None:
+                without = settled.facts["without_scaled_exp"]
+                choice = _choose(args, logits_backend.NOT_ON_EVERY_RANK if without else "")
+                return _LocalView(None, head, settled, choice, settled.facts)
+            here = logits_backend.why_not_here(config, args.hidden, weight)
+            choice = _choose(args, here)
+        except (TypeError, ValueError, ImportError) as error:
+            return _LocalView(error=error, facts=_NO_FACTS)
+        accumulator = kind_of(args.open_grad_weight) if weight.requires_grad else "none"
+        facts = {
+            "device": _DEVICES.index(_device_in_plans(args.hidden.device)),
+            # In the order of what a plan sets aside for them; "none" is so on all ranks or on none.
+            "wgrad_accumulator": planner.WGRAD_ACCUMULATORS.index(accumulator),
+            "without_scaled_exp": int(bool(here)),
+        }
+        return _LocalView(None, head, None, choice, facts)
+
+
+def _choose(args: Arguments, why_not_here: str) -> tuple[LogitsBackend, str]:
+    requested = RequestedOutputs(args.outputs, args.differentiable, args.teacher is not None)
+    return logits_backend.choose(args.config, args.hidden, args.weight, requested, why_not_here)
+
+
+def _check_token_weights(args: Arguments) -> None:
+    needs_grad = torch.is_grad_enabled() and (
+        args.hidden.requires_grad or args.weight.requires_grad
+    )
+    if args.config.strategy == "grad_in_forward" and args.token_weights is None and needs_grad:
+        raise ValueError(
+            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
+            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
+        )
+
+
+#: Devices that plans differ on; of ranks with several the last one counts, a GPU that is not in the table.
+_DEVICES = ("cpu", *(row.name for row in planner.DEVICES), "")
+
+#: What depends on this rank's machine and memory, and plans on it (see :func:`.vocab_parallel.agree`).
+_NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
+
+
+@lru_cache(maxsize=16)
+def _device_in_plans(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "cpu"
+    words = torch.cuda.get_device_name(device).split()
+    return next((name for name in _DEVICES[1:-1] if name in words), "")
+
+
+def _plan(
+    args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend
+) -> planner.Plan:
+    inputs = planner.PlanInputs.of(
+        args.config,
+        num_tokens=args.hidden.shape[:-1].numel() * comm.num_parts,
+        hidden_size=args.hidden.shape[-1],
+        # Of the largest shard: ranks with unequal ones cut their tokens alike.
+        num_rows=max(settled.shard_sizes),
+        dtype=str(args.hidden.dtype).removeprefix("torch."),
+        num_parts=comm.num_parts,
+        tp_size=comm.size,
+        wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
+        token_weights_known=args.guard.allowed
+        and args.token_weights is not None
+        and not args.differentiable,
+        logits_backend=logits.name,
+        device=_DEVICES[settled.facts["device"]],
+        uses_in_flight=args.uses_in_flight,
+    )
+    return planner.plan(inputs)
+
+
+def _vocab_start(args: Arguments, comm: VocabParallel, settled: Settled) -> int:
+    if args.vocab_start is not None or comm.size == 1:
+        return args.vocab_start or 0
+    return sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
+
+
+def _vocab_size(args: Arguments, comm: VocabParallel, settled: Settled) -> int | None:
+    """Rows of all shards; None where nothing asks for them."""
+    if not args.config.label_smoothing or args.config.true_vocab_size is not None:
+        return args.config.true_vocab_size
+    return sum(_all_sizes(comm, settled, "config.true_vocab_size"))
+
+
+def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:
+    if len(settled.shard_sizes) < comm.size:
+        raise RuntimeError(
+            "a head is called for the first time while a CUDA graph is captured, when the ranks cannot "
+            f"compare their shards; run one step before the capture, as warm-up does, or give {instead}"
+        )
+    return settled.shard_sizes
+
+
+#: What must be equal on every rank of a group, as whole numbers, by the name that an error gives it.
+_SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
+    "tokens in hidden": lambda args, comm: args.hidden.shape[:-1].numel(),
+    "hidden size": lambda args, comm: args.hidden.shape[-1],
+    "dtype of hidden": lambda args, comm: (
+        args.hidden.element_size() + 100 * (args.hidden.dtype == torch.bfloat16)
+    ),
+    "hidden.requires_grad": lambda args, comm: args.hidden.requires_grad,
+    "sequence_parallel": lambda args, comm: comm.sequence_parallel,
+    "num_chunks": lambda args, comm: args.config.num_chunks or 0,
+    "chunk_tokens": lambda args, comm: args.config.chunk_tokens or 0,
+    "strategy": lambda args, comm: STRATEGY_CHOICES.index(args.config.strategy),
+    "logit_scale (bits)": lambda args, comm: _bits(args.config.logit_scale),
+    "vocab_start given": lambda args, comm: args.vocab_start is not None,
+    "debug_checks": lambda args, comm: args.config.debug_checks,
+    "memory_mb": lambda args, comm: args.config.memory_mb or 0,
+    "token_weights given": lambda args, comm: args.token_weights is not None,
+    "weight.requires_grad": lambda args, comm: args.weight.requires_grad,
+    "logits_backend": lambda args, comm: LOGITS_BACKEND_CHOICES.index(args.config.logits_backend),
+    "uses_in_flight": lambda args, comm: args.uses_in_flight,
+    "merge": lambda args, comm: MERGE_CHOICES.index(args.config.merge),
+    "logit_softcap (bits)": lambda args, comm: _bits(args.config.logit_softcap or 0.0),
+    "z_loss (bits)": lambda args, comm: _bits(args.config.z_loss),
+    "label_smoothing (bits)": lambda args, comm: _bits(args.config.label_smoothing),
+    "label_smoothing_form": lambda args, comm: SMOOTHING_FORM_CHOICES.index(
+        args.config.label_smoothing_form
+    ),
+    "ignore_index": lambda args, comm: (
+        -(2**62) if args.config.ignore_index is None else args.config.ignore_index
+    ),
+    "true_vocab_size": lambda args, comm: args.config.true_vocab_size or 0,
+    "logit_precision": lambda args, comm: LOGIT_PRECISION_CHOICES.index(
+        args.config.logit_precision
+    ),
+    "skip_masked": lambda args, comm: args.config.skip_masked,
+    "outputs beside the loss": lambda args, comm: (
+        sum(2**i for i, name in enumerate(OUTPUT_CHOICES, start=1) if name in args.outputs)
+        + args.differentiable
+    ),
+    "teacher's classes": lambda args, comm: (
+        0 if args.teacher is None else args.teacher.ids.shape[-1]
+    ),
+}
+
+
+def _must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
+    """The names alone count where this rank's arguments are bad."""
+    return {
+        name: 0 if error is not None else int(number(args, comm))
+        for name, number in _SAME_ON_ALL_RANKS.items()
+    }
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<f", value), "little")

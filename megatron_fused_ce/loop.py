@@ -1,0 +1,503 @@
+"""The loops over chunks, forward and backward: hidden -> loss -> gradients.
+
+The forward is one loop for all strategies. They differ in what follows a chunk's merge:
+
+===================  =====================================  =====  ======================================
+strategy             between forward and backward           GEMMs  upstream gradient it is exact for
+===================  =====================================  =====  ======================================
+``store``            every chunk's logits                   3      any
+``recompute``        three floats a token                   4      any
+``mixed``            the logits of the first chunks         3 to 4 any
+``grad_in_forward``  ``grad_hidden``, fp32 ``grad_weight``  3      a scalar times the token weights
+===================  =====================================  =====  ======================================
+
+How logits become statistics and gradients is :mod:`.logits_backend`'s matter, what runs beside what
+:mod:`.pipeline`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce import logits_backend, upstream_guard
+from megatron_fused_ce.call import CallSpec
+from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.grad_weight import HeldGradWeight
+from megatron_fused_ce.logits_backend import ChunkInputs, LogitsGrad, Scores
+from megatron_fused_ce.loss_form import SoftTargets
+from megatron_fused_ce.pipeline import (
+    Context,
+    GradientGemms,
+    HiddenStates,
+    Workspace,
+    delay_next_gemm,
+)
+from megatron_fused_ce.row_ops import Merged, TokenTerms
+from megatron_fused_ce.scaling import scale_for_fp16, scale_token_weights
+from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
+from megatron_fused_ce.vocab_parallel import DONE, Merge
+
+
+class Targets(NamedTuple):
+    """What the tokens are to become, and what weighs them."""
+
+    labels: Tensor  # [parts, n] int64, columns of this shard
+    soft: SoftTargets | None = None  # [k, parts, n] each; in the labels' place
+    ignored: Tensor | None = None  # [parts, n] bool
+    token_weights: Tensor | None = None  # [parts, n] fp32, for grad_in_forward
+
+
+class SavedChunk(NamedTuple):
+    """What of a chunk waits for the backward."""
+
+    labels: Tensor  # [C] int64
+    matrix: Tensor | None  # [C, V]: its logits, or E; None where they are computed again
+    #: [C] fp32: see LogitsBackend.finalize. Where it is there, the terms are not needed.
+    row_scale: Tensor | None
+    terms: Tensor | None  # [4, C] fp32: Merged.terms
+    target_mass: Tensor | None  # [C] fp32, of soft targets
+
+    @staticmethod
+    def of(tensors: Sequence[Any]) -> list[SavedChunk]:
+        """From :meth:`Saved.tensors`."""
+        size = len(SavedChunk._fields)
+        return [SavedChunk(*tensors[at : at + size]) for at in range(0, len(tensors), size)]
+
+
+class PrecomputedGrads(NamedTuple):
+    """Gradients made in the forward, for an upstream gradient equal to the token weights."""
+
+    token_weights: Tensor  # [parts, n] fp32
+    grad_hidden: Tensor | None  # [n, H]
+    #: [n] fp32 that ``grad_hidden`` still has to be multiplied by, None for 1
+    row_scale: Tensor | None
+    grad_weight: Tensor | None  # [V, H] fp32
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward."""
+
+    chunks: Sequence[SavedChunk] = ()
+    #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
+    last_hidden: Tensor | None = None
+    gradients: PrecomputedGrads | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Of all chunks, one after the other."""
+        return [tensor for chunk in self.chunks for tensor in chunk]
+
+
+class Forward(NamedTuple):
+    """Results of a forward; ``parts`` is ``R`` with sequence parallelism, else 1."""
+
+    outputs: TokenOutputs  # [parts, n] each
+    row_max: Tensor | None  # [parts, n] fp32, this shard's largest logit, with argmax only
+    argmax: Tensor | None  # [parts, n] int64, its column in this shard
+    saved: Saved
+
+
+class _Scored:
+    """A chunk between its GEMM and the end of its merge."""
+
+    def __init__(
+        self,
+        context: Context,
+        chunk: Chunk,
+        inputs: ChunkInputs,
+        scores: Scores,
+        matrix: Tensor | None,
+    ) -> None:
+        spec, stats = context.spec, scores.stats
+        self.chunk, self.inputs = chunk, inputs
+        self.matrix = matrix  # [C, V]: its logits, or E, where they outlive the GEMM
+        # Only `finalize` reads the tiles' statistics; they would wait for the next chunk's GEMM.
+        self.scores = scores if matrix is not None else scores._replace(tiles=None)
+        if "predicted" in spec.form.outputs:
+            assert stats.argmax is not None
+            best = (stats.argmax + spec.vocab_start).float()
+            stats = stats._replace(further=stats.further._replace(best=best))
+        self.merge: Merge = spec.comm.start_merge(stats, spec.logits.token_ops)
+        context.phases.moved("merge", spec.comm.merge_bytes(stats))
+
+
+class _AfterMerge(Protocol):
+    """What a strategy does with a chunk."""
+
+    #: whether the next gather starts before a chunk's GEMM, since a later gap is another collective's
+    gathers_early: bool
+
+    def matrix(self, chunk: Chunk) -> Tensor | None:
+        """``[C, V]`` for its logits; None where the GEMM leaves statistics alone."""
+
+    def after_merge(self, scored: _Scored, merged: Merged) -> None: ...
+
+    def finish(self) -> Saved: ...
+
+
+def forward(
+    context: Context,
+    hidden: Tensor,  # [n, H], this rank's tokens
+    weight: Tensor,  # [V, H]
+    targets: Targets,
+) -> Forward:
+    """Loss of every token, chunk by chunk. Over several ranks a merge ends after the next chunk's GEMM.
+
+    Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
+    logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
+    parallelism); the gather of the second's. Then per chunk its merge, in one launch with the gather of the
+    next chunk but one. With ``grad_in_forward`` that gather comes before the chunk's GEMM (the third chunk's
+    in one launch with the first merge), and after the merge has started what is left of the merge of the
+    chunk before, then the reduction of that one's ``grad_hidden``.
+    """
+    spec, phases = context.spec, context.phases
+    lag = 1 if spec.comm.size > 1 else 0
+    now = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
+    hidden_states = HiddenStates(context, hidden, context.chunks, depth=lag + 2 if now else 2)
+    kind = _GradInForward if now else _Save
+    strategy: _AfterMerge = kind(context, hidden, weight, targets, hidden_states)
+    sample = _begin(context, weight, hidden_states)
+    results = _Results(context)
+    waiting: deque[_Scored] = deque()
+
+    def finish_oldest() -> None:
+        scored = waiting.popleft()
+        with phases("merge"):
+            merged = scored.merge.finish()
+            results.put(scored, merged)
+        strategy.after_merge(scored, merged)
+
+    for chunk in context.chunks:
+        labels = context.split(targets.labels, chunk)
+        taken = hidden_states.take(chunk)
+        inputs = _inputs(context, chunk, taken, weight, labels, targets.soft, sample)
+        if strategy.gathers_early and chunk.index > 1:
+            hidden_states.start()
+        matrix = strategy.matrix(chunk)
+        with phases("logits"):
+            statistics = spec.logits.logits_gemm(inputs, matrix, spec.needs_argmax)
+        with phases("statistics"):
+            scores = statistics()
+        with spec.comm.together(hidden.device):
+            waiting.append(_Scored(context, chunk, inputs, scores, matrix))
+            if not strategy.gathers_early or chunk.index == 0:
+                hidden_states.start()
+        del statistics, scores  # tile statistics must not outlive their chunk
+        if len(waiting) > lag:
+            finish_oldest()
+    while waiting:
+        finish_oldest()
+    return results.whole(strategy.finish(), targets.labels)
+
+
+def _begin(context: Context, weight: Tensor, hidden_states: HiddenStates) -> Tensor | None:
+    """Start the first two gathers of hidden states; some rows ``[S, H]`` of the whole weight, the same on
+    every rank, where the logits backend wants them.
+    """
+    spec = context.spec
+    wanted, size = spec.logits.num_sampled, spec.comm.size
+    sample, pending = None, DONE
+    with spec.comm.together(weight.device):
+        if wanted and context.chunks:
+            sample = rows = spec.logits.sample_rows(weight, -(-wanted // size), spec.form)
+            if size > 1:
+                sample = rows.new_empty(size * rows.shape[0], rows.shape[1])
+                pending = spec.comm.gather(rows, sample)
+        hidden_states.start()
+    hidden_states.start()
+    pending.wait()
+    return sample
+
+
+def _inputs(
+    context: Context,
+    chunk: Chunk,
+    hidden: Tensor | None,  # [C, H]
+    weight: Tensor,
+    labels: Tensor,  # [C]
+    soft: SoftTargets | None,  # [k, parts, n] each
+    sample: Tensor | None = None,
+) -> ChunkInputs:
+    if soft is not None:
+        soft = SoftTargets(*(context.split(part, chunk).contiguous() for part in soft))
+    spec = context.spec
+    return ChunkInputs(hidden, weight, labels, spec.logit_scale, sample, spec.form, soft)
+
+
+class _Results:
+    """Results of all tokens ``[parts, n]``, put together from those of the chunks."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._whole: list[Tensor | None] = [None] * (len(TokenOutputs._fields) + 2)
+
+    def put(self, scored: _Scored, merged: Merged) -> None:
+        """A chunk's."""
+        context, chunk, stats = self._context, scored.chunk, scored.scores.stats
+        row_max = argmax = None
+        if context.spec.with_argmax:
+            row_max, argmax = stats.row_max, stats.argmax
+        parts = context.spec.comm.num_parts
+        for at, made in enumerate((*context.spec.form.finish(merged), row_max, argmax)):
+            if made is None:
+                continue
+            if len(context.chunks) == 1:
+                self._whole[at] = made.view(parts, -1)
+                continue
+            whole = self._whole[at]
+            if whole is None:
+                whole = self._whole[at] = made.new_empty(parts, context.chunks[-1].stop)
+            whole[:, chunk.start : chunk.stop] = made.view(parts, -1)
+
+    def whole(self, saved: Saved, labels: Tensor) -> Forward:
+        if not self._context.chunks:
+            self._put_nothing(labels)
+        *outputs, row_max, argmax = self._whole
+        return Forward(TokenOutputs(*outputs), row_max, argmax, saved)  # type: ignore[arg-type]
+
+    def _put_nothing(self, labels: Tensor) -> None:
+        """Of no tokens at all."""
+        spec = self._context.spec
+        empty = labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
+        dtypes = {"predicted": torch.int64, "correct": torch.bool}
+        for at, name in enumerate(TokenOutputs._fields):
+            if name == "loss" or name in spec.form.outputs:
+                self._whole[at] = empty.to(dtypes.get(name))
+        if spec.with_argmax:
+            self._whole[-2:] = empty, empty.to(torch.int64)
+
+
+class _Save:
+    """``store``, ``recompute`` and ``mixed``: saves the logits of the first chunks, maybe of none or all."""
+
+    gathers_early = False
+
+    def __init__(
+        self,
+        context: Context,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Targets,
+        hidden_states: HiddenStates,
+    ) -> None:
+        self._context, self._hidden_states = context, hidden_states
+        self._hidden, self._num_rows = hidden, weight.shape[0]
+        self._workspace = Workspace(context.spec, hidden, self._num_rows)
+        self._saved: list[SavedChunk] = []
+
+    def matrix(self, chunk: Chunk) -> Tensor | None:
+        spec = self._context.spec
+        if _stored(spec, chunk):
+            return self._hidden.new_empty(spec.comm.num_parts * chunk.num_tokens, self._num_rows)
+        return self._workspace.logits(chunk) if spec.logits.needs_logits_buffer else None
+
+    def after_merge(self, scored: _Scored, merged: Merged) -> None:
+        spec = self._context.spec
+        if not any(spec.needs_grad):
+            return
+        row_scale = matrix = None
+        if _stored(spec, scored.chunk):
+            matrix = scored.matrix
+            assert matrix is not None
+            with self._context.phases("statistics"):
+                row_scale = spec.logits.finalize(matrix, scored.inputs, scored.scores, merged)
+        terms = None if row_scale is not None else merged.terms
+        mass = merged.further.target_mass
+        self._saved.append(SavedChunk(scored.inputs.labels, matrix, row_scale, terms, mass))
+
+    def finish(self) -> Saved:
+        chunks, last = self._context.chunks, None
+        spec = self._context.spec
+        if chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
+            last = self._hidden_states.last()
+        return Saved(self._saved, last)
+
+
+def _stored(spec: CallSpec, chunk: Chunk) -> bool:
+    """Whether the chunk's logits are saved."""
+    return chunk.index < spec.plan.stored_chunks and any(spec.needs_grad)
+
+
+def _reads_hidden(spec: CallSpec, chunk: Chunk, needs_grad: tuple[bool, bool]) -> bool:
+    """Whether the backward needs the chunk's hidden states."""
+    grad_hidden, grad_weight = needs_grad
+    return grad_weight or (grad_hidden and not _stored(spec, chunk))
+
+
+class _GradInForward:
+    """Makes the gradients in the forward, for the token weights that are known there.
+
+    The backward multiplies them by the one scalar that the upstream gradient then is; whether it is one
+    is checked on the device (:mod:`.upstream_guard`). Gradients are used up by the first backward.
+    """
+
+    gathers_early = True
+
+    def __init__(
+        self,
+        context: Context,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Targets,
+        hidden_states: HiddenStates,
+    ) -> None:
+        assert targets.token_weights is not None
+        spec = context.spec
+        context.guard.prepare(hidden.device)
+        weights = scale_token_weights(targets.token_weights, spec.logit_scale, hidden.dtype)
+        self._token_weights = weights
+        self._upstream, self._inv_scale = _scaled(Upstream(weights), spec.logit_scale, weight)
+        wants_grad_hidden, wants_grad_weight = spec.needs_grad
+        self._held = HeldGradWeight(weight) if wants_grad_weight else None
+        depth = 2 if spec.comm.size > 1 else 1
+        self._workspace = Workspace(spec, hidden, weight.shape[0], depth)
+        self._gemms = GradientGemms(
+            *(context, hidden, weight, wants_grad_hidden, self._held, self._inv_scale),
+            *(self._workspace, hidden_states),
+        )
+        self._context = context
+
+    def matrix(self, chunk: Chunk) -> Tensor:
+        return self._workspace.logits(chunk)
+
+    def after_merge(self, scored: _Scored, merged: Merged) -> None:
+        """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
+        context, matrix = self._context, scored.matrix
+        assert matrix is not None
+        logits, inputs = context.spec.logits, scored.inputs
+        upstream = self._upstream.map(partial(context.split, chunk=scored.chunk))
+        with context.phases("grad-logits"):
+            row_scale = logits.finalize(matrix, inputs, scored.scores, merged)
+            terms = None
+            if row_scale is None:
+                terms = TokenTerms.of(merged.terms, merged.further.target_mass)
+            grad = logits.grad_from_saved(matrix, row_scale, inputs, terms, upstream, matrix)
+        self._gemms.add(scored.chunk, grad, inputs.hidden)
+
+    def finish(self) -> Saved:
+        grad_hidden, row_scale = self._gemms.finish()
+        with self._context.phases("grad-weight"):
+            total = None if self._held is None else self._held.total(self._inv_scale)
+        made = PrecomputedGrads(self._token_weights, grad_hidden, row_scale, total)
+        return Saved(gradients=made)
+
+
+def backward(
+    context: Context,
+    hidden: Tensor,  # [n, H]
+    weight: Tensor,  # [V, H]
+    soft: SoftTargets | None,  # [k, parts, n] each
+    saved: Saved,
+    upstream: Upstream,  # [parts, n] fp32
+    needs_grad: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """``grad_hidden`` of this rank's tokens and what autograd gets for the weight; the last chunk first,
+    whose hidden states are there.
+
+    Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed (sequence
+    parallelism), under its first GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
+    None with ``grad_in_forward``.
+    """
+    spec = context.spec
+    if spec.plan.strategy == "grad_in_forward":
+        return _scale_precomputed(context, weight, saved.gradients, upstream, needs_grad)
+    wants_grad_hidden, wants_grad_weight = needs_grad
+    upstream, inv_scale = _scaled(upstream, spec.logit_scale, weight)
+    accumulator = None
+    if wants_grad_weight:
+        accumulator = context.open_grad_weight(weight, len(context.chunks), inv_scale is not None)
+    chunks = context.chunks[::-1]
+    read = [chunk for chunk in chunks if _reads_hidden(spec, chunk, needs_grad)]
+    hidden_states = HiddenStates(context, hidden, read, depth=2, first=saved.last_hidden)
+    workspace = Workspace(spec, hidden, weight.shape[0])
+    gemms = GradientGemms(
+        *(context, hidden, weight, wants_grad_hidden, accumulator, inv_scale),
+        *(workspace, hidden_states),
+    )
+    for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
+        taken = hidden_states.take(chunk) if chunk in read else None
+        if hidden_states.start():
+            delay_next_gemm(context, hidden.device)
+        inputs = _inputs(context, chunk, taken, weight, of_chunk.labels, soft)
+        of_chunk_upstream = upstream.map(partial(context.split, chunk=chunk))
+        grad = _grad_logits(context, chunk, of_chunk, inputs, of_chunk_upstream, workspace)
+        gemms.add(chunk, grad, taken)
+    grad_hidden, row_scale = gemms.finish()
+    if grad_hidden is not None and row_scale is not None:
+        with context.phases("grad-hidden"):
+            logits_backend.scale_rows(grad_hidden, row_scale, out=grad_hidden)
+    if accumulator is None:
+        return grad_hidden, None
+    with context.phases("grad-weight"):
+        return grad_hidden, accumulator.close(inv_scale)
+
+
+def _grad_logits(
+    context: Context,
+    chunk: Chunk,
+    saved: SavedChunk,
+    inputs: ChunkInputs,
+    upstream: Upstream,  # [C] fp32
+    workspace: Workspace,
+) -> LogitsGrad:
+    """The chunk's, from what was saved of it."""
+    logits = context.spec.logits
+    terms = None if saved.terms is None else TokenTerms.of(saved.terms, saved.target_mass)
+    with context.phases("grad-logits"):
+        if saved.matrix is None:
+            assert terms is not None
+            return logits.grad_recomputed(inputs, terms, upstream, workspace.logits(chunk))
+        out = None if logits.reads_saved_in_place else workspace.logits(chunk)
+        return logits.grad_from_saved(saved.matrix, saved.row_scale, inputs, terms, upstream, out)
+
+
+def _scale_precomputed(
+    context: Context,
+    weight: Tensor,
+    made: PrecomputedGrads | None,
+    upstream: Upstream,
+    needs_grad: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Scales what the forward of ``grad_in_forward`` made."""
+    if made is None:
+        raise RuntimeError(
+            "backward ran twice through a grad_in_forward head, whose gradients the first one used up; "
+            "use strategy 'recompute' or 'store' with retain_graph=True"
+        )
+    scale, mismatch = upstream_guard.fit(upstream.loss, made.token_weights)
+    context.guard.watch(mismatch)
+    grad_hidden = made.grad_hidden if needs_grad[0] else None
+    row_scale = made.row_scale
+    if grad_hidden is not None:
+        with context.phases("grad-hidden"):
+            if row_scale is not None:
+                logits_backend.scale_rows(grad_hidden, row_scale * scale, out=grad_hidden)
+            elif grad_hidden.is_cuda:
+                # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
+                rows = scale.expand(grad_hidden.shape[0]).contiguous()
+                logits_backend.scale_rows(grad_hidden, rows, out=grad_hidden)
+            else:
+                grad_hidden.mul_(scale)
+    if made.grad_weight is None or not needs_grad[1]:
+        return grad_hidden, None
+    with context.phases("grad-weight"):
+        accumulator = context.open_grad_weight(weight, 1, False)
+        accumulator.add_total(made.grad_weight, scale)
+        return grad_hidden, accumulator.close(None)
+
+
+def _scaled(
+    upstream: Upstream, logit_scale: float, weight: Tensor
+) -> tuple[Upstream, Tensor | None]:
+    """``upstream * logit_scale``, for fp16 times a power of two whose inverse comes second."""
+    if logit_scale != 1.0:
+        upstream = upstream.scaled(logit_scale)
+    if weight.dtype != torch.float16:
+        return upstream, None
+    scale, inv_scale = scale_for_fp16(upstream.gradients, weight)
+    return upstream.scaled(scale), inv_scale

@@ -1,0 +1,57 @@
+"""Powers of two that keep gradients between the largest and the smallest number of their dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+#: fp16 gradients of logits are written as ``2**FP16_HEADROOM_BITS`` times their share of the largest
+#: upstream gradient: 2.3e-10 is then the smallest probability that does not vanish.
+FP16_HEADROOM_BITS = 8
+#: And less where entries of the weight reach ``2**FP16_WEIGHT_BITS`` or more: a row of gradients sums up to
+#: twice its upstream in absolute value (four times that with the outputs beside the loss and their like), and
+#: ``2 * 4 * 2**(8 + 4)`` is half of what fp16 holds.
+FP16_WEIGHT_BITS = 4
+#: ``grad_in_forward`` keeps fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``:
+#: as far from what vanishes (2**-24, before the loss scale comes) as weights of up to 2**8 allow.
+FP16_WAITING_BITS = 4
+
+
+def scale_for_fp16(gradients: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A power of two that brings the largest entry of any near ``2**8``, and its inverse (fp32 []).
+
+    Less near for a large ``weight`` ``[V, H]``, so that the product with it stays finite. Computed on the
+    device, so the host never waits. 1 where there is nothing finite to scale by.
+    """
+    largest = gradients[0].new_zeros(())
+    for factor in gradients:
+        if factor.numel():
+            largest = torch.maximum(largest, factor.abs().amax())
+    _, of_weight = torch.frexp(torch.stack(weight.detach().aminmax()).float().abs().amax())
+    headroom = FP16_HEADROOM_BITS - (of_weight - FP16_WEIGHT_BITS).clamp(0, 16)
+    shift = _shift_to(headroom, largest)
+    one = torch.ones_like(largest)
+    return torch.ldexp(one, shift), torch.ldexp(one, -shift)
+
+
+def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.dtype) -> Tensor:
+    """Times a power of two that brings the largest, times ``logit_scale``, near a common size.
+
+    ``grad_in_forward`` makes gradients for them in the forward and multiplies by a scalar in the backward:
+    what ``dtype`` cannot hold in between would be lost. The same on every rank.
+    """
+    if not token_weights.numel():
+        return token_weights
+    bits = FP16_WAITING_BITS if dtype == torch.float16 else 0
+    return torch.ldexp(
+        token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale))
+    )
+
+
+def _shift_to(bits: int | Tensor, largest: Tensor) -> Tensor:
+    """The ``n`` with ``2**(bits - 1) <= largest * 2**n < 2**bits``, 0 for none."""
+    _, exponent = torch.frexp(largest)
+    shift = (bits - exponent).clamp(-100, 100)
+    return torch.where(torch.isfinite(largest) & (largest > 0), shift, 0)
