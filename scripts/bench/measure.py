@@ -790,7 +790,6 @@ def rows_of(
             "roof_ms": rounded(below, 3),
             "ratio": None,
             "peak_mib": rounded(outcome.peak_mib, 1),
-            "peak_bound_mib": peak_bound_mib(outcome, facts["V"], cell, settings, facts["tp"]),
             "error": outcome.reason if outcome.reason is not None else outcome.error,
             "family": variant.family,
             "roof_products": variant.products,
@@ -824,45 +823,6 @@ def rows_of(
             }
         rows.append({key: row[key] for key in KEYS} | row)
     return rows
-
-
-#: Chunks of hidden states, or of their gradient, that may be held over several ranks, by sequence
-#: parallelism: three gathered ones (the next, this, the previous, scaled in place) and one share of
-#: grad_hidden; without it one scaled copy and one share.
-HIDDEN_BUFFERS = {True: 4, False: 2}
-
-
-def peak_bound_mib(
-    outcome: Outcome, num_rows: int, cell: Cell, settings: Settings, tp_size: int
-) -> float | None:
-    """What the targets allow above inputs, `grad_hidden` and the wgrad accumulator, for one rank's rows.
-
-    ``recompute`` 2·C·V + X, ``store`` 2·T·V + X, ``grad_in_forward`` 2·C·V + 4·V·H + X with
-    X = 2·C·H + 12·C·V/256 + 64 MiB, and 4·V·H where the wgrad accumulator is a ``.grad`` of 2 bytes an entry.
-    Over R ranks ``recompute`` and ``grad_in_forward`` may hold two chunks of logits (2·(2·C·V + 12·C·V/256)),
-    and all of them `HIDDEN_BUFFERS` of 2·C·H and the statistics of one merge, 16·C·(R + 1).
-    """
-    variant, T, H, V = outcome.variant, cell.num_tokens, cell.hidden_size, num_rows
-    if variant.family != "ours" or settings.dtype.itemsize != 2:
-        return None
-    C = outcome.chunk_tokens
-    strategy = outcome.extra.get("plan", "")
-    if C is None or strategy not in ("recompute", "store", "grad_in_forward"):
-        return None
-    chunks, buffers, merge = 1, 1, 0
-    if tp_size > 1:
-        chunks, merge = 2, 16 * C * (tp_size + 1)
-        buffers = HIDDEN_BUFFERS[cell.sequence_parallel]
-    held = min(chunks * C, T)  # tokens whose logits, and tiles' statistics, are there at once
-    own = {
-        "recompute": 2 * held * V,
-        "store": 2 * T * V,
-        "grad_in_forward": 2 * held * V + 4 * V * H,
-    }
-    bound = own[strategy] + 2 * buffers * C * H + merge + 12 * held * V / 256 + 64 * MIB
-    return rounded(
-        (bound + (4 * V * H if settings.wgrad_accumulator == "returned" else 0)) / MIB, 1
-    )
 
 
 def rounded(value: float | None, digits: int) -> float | None:

@@ -25,7 +25,7 @@ EXPLANATION = (
     "`grad_logits` of the same operands; *over* says which: 3 products, or 4 where the variant "
     "computes the logits twice. *raw*: the ratio to three products of which the last two read raw "
     "logits. Peak: MiB above inputs, `grad_hidden` and the wgrad accumulator, cuBLAS's "
-    "workspace counted; *bound* is what the targets allow. Error: the "
+    "workspace counted. Error: the "
     "larger of both gradients', norm-relative to fp64."
 )
 PARALLEL_EXPLANATION = (
@@ -81,11 +81,9 @@ def table(rows: list[Row]) -> str:
     """One cell's rows as a Markdown table."""
     checks = [key for key in CHECKS if any(key in row for row in rows)]
     head = ["variant", "C", "forward", "backward", "both, ms", "spread", "over", "ratio", "raw"]
-    bounds = any(row.get("peak_bound_mib") for row in rows)
     head += [
         "TFLOP/s",
         "peak, MiB",
-        *(["bound"] if bounds else []),
         "error",
         *(key.replace("_", " ") for key in checks),
     ]
@@ -104,7 +102,6 @@ def table(rows: list[Row]) -> str:
             ratio_text(row.get("ratio_raw")),
             number(row.get("tflops"), 0),
             number(row["peak_mib"], 1),
-            *([number(row.get("peak_bound_mib"), 1)] if bounds else []),
             small(row["error"]),
             *(small(row.get(key)) for key in checks),
         ]

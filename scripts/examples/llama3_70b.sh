@@ -20,7 +20,7 @@ LR=1.5e-4
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${DECODER[@]}"
+    "${COMMON[@]}"
     --num-layers 80
     --hidden-size 8192
     --ffn-hidden-size 28672
@@ -32,11 +32,8 @@ MODEL=(
 )
 
 PARALLEL=(
-    --tensor-model-parallel-size "$TP"
     --pipeline-model-parallel-size "$PP"
     --num-layers-per-virtual-pipeline-stage "$LAYERS_PER_VIRTUAL_STAGE"
-    --context-parallel-size "$CP"
-    --sequence-parallel
 )
 
 LOSS=(

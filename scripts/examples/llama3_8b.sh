@@ -15,7 +15,7 @@ VOCAB=128256
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${DECODER[@]}"
+    "${COMMON[@]}"
     --num-layers 32
     --hidden-size 4096
     --ffn-hidden-size 14336
@@ -25,16 +25,10 @@ MODEL=(
     --norm-epsilon 1e-5
 )
 
-PARALLEL=(
-    --tensor-model-parallel-size "$TP"
-    --context-parallel-size "$CP"
-    --sequence-parallel
-)
-
 LOSS=(
     # The one added line. Beside it these have no effect and can go: --cross-entropy-loss-fusion,
     # --cross-entropy-fusion-impl native. Megatron refuses --cross-entropy-fusion-impl te with or without it.
     --fused-chunked-ce
 )
 
-launch pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"
+launch pretrain_gpt.py "${MODEL[@]}" "${LOSS[@]}" "$@"

@@ -15,7 +15,7 @@ VOCAB=152064
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${DECODER[@]}"
+    "${COMMON[@]}"
     --num-layers 28
     --hidden-size 3584
     --ffn-hidden-size 18944
@@ -26,12 +26,6 @@ MODEL=(
     --norm-epsilon 1e-6
 )
 
-PARALLEL=(
-    --tensor-model-parallel-size "$TP"
-    --context-parallel-size "$CP"
-    --sequence-parallel
-)
-
 LOSS=(
     # The one added line, in place of --cross-entropy-loss-fusion and --cross-entropy-fusion-impl.
     --fused-chunked-ce
@@ -40,4 +34,4 @@ LOSS=(
     # --fused-ce-mask-padded-vocab
 )
 
-launch pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"
+launch pretrain_gpt.py "${MODEL[@]}" "${LOSS[@]}" "$@"

@@ -15,7 +15,7 @@ VOCAB=151936 # 128 * 1187
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 MODEL=(
-    "${DECODER[@]}"
+    "${COMMON[@]}"
     --num-layers 36
     --hidden-size 4096
     --ffn-hidden-size 12288
@@ -30,9 +30,6 @@ MODEL=(
 )
 
 PARALLEL=(
-    --tensor-model-parallel-size "$TP"
-    --context-parallel-size "$CP"
-    --sequence-parallel
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1

@@ -248,6 +248,17 @@ def refuse_shared_folders(words: Sequence[str]) -> None:
             raise UsageError(f"leave out {name}: all launches would write to the same place")
 
 
+def named_flags(definitions: Sequence[str]) -> dict[str, str]:
+    """Variants of ``--variant NAME=FLAGS``. Raises UsageError."""
+    found = {}
+    for definition in definitions:
+        name, equals, flags = definition.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--variant takes NAME=FLAGS, got {definition!r}")
+        found[name] = flags
+    return found
+
+
 def split_plugin_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """A launch's arguments without the plugin's flags, and those flags."""
     rest: list[str] = []

@@ -656,14 +656,8 @@ def plan(options: argparse.Namespace, checkout: Checkout) -> list[LongRun]:
         raise UsageError(
             "Megatron-LM 0.15 has no --log-memory-interval: give a checkout of 0.16 or newer"
         )
-    known = dict(VARIANTS)
-    chosen = list(options.variants)
-    for definition in options.variant:
-        name, equals, flags = definition.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--variant takes NAME=FLAGS, got {definition!r}")
-        known[name] = flags
-        chosen.append(name)
+    own = launches.named_flags(options.variant)
+    known, chosen = VARIANTS | own, [*options.variants, *own]
     wanted = in_order(chosen, options.lengths, options.repeat)
     if options.only:
         wanted = []

@@ -63,6 +63,7 @@ from megatron_fused_ce.scripts.lib.launches import (
     Checkout,
     Launcher,
     Run,
+    named_flags,
 )
 from megatron_fused_ce.scripts.lib.logs import Figures
 from megatron_fused_ce.scripts.lib.losses import (
@@ -571,11 +572,7 @@ def _chosen(text: str, known: Iterable[str], option: str) -> list[str]:
 
 def _variants(options: argparse.Namespace) -> dict[str, str]:
     chosen = {name: VARIANTS[name] for name in _chosen(options.variants, VARIANTS, "--variants")}
-    for definition in options.variant:
-        name, equals, flags = definition.partition("=")
-        if not equals or not name:
-            raise UsageError(f"--variant takes NAME=FLAGS, got {definition!r}")
-        chosen[name] = flags
+    chosen |= named_flags(options.variant)
     if not chosen:
         raise UsageError("no variant to run")
     return chosen

@@ -493,35 +493,6 @@ def test_lean_checks_the_others_at_the_timed_size_alone(tmp_path, monkeypatch):
     assert "to fp32 at the timed size" in path.with_suffix(".md").read_text()
 
 
-def test_the_peak_that_is_allowed():
-    """Over ranks two chunks of logits, and each chunk buffer of hidden states."""
-    cell = measure.Cell("x", 32768, 4096, 128256)
-    settings = measure.Settings()
-
-    def bound(strategy, tp_size, sequence_parallel=False, num_tokens=32768):
-        outcome = measure.Outcome(Variant(strategy, "ours"), chunk_tokens=8192)
-        outcome.extra["plan"] = strategy
-        own = replace(cell, sequence_parallel=sequence_parallel, num_tokens=num_tokens)
-        rows = 128256 // tp_size
-        mib = measure.peak_bound_mib(outcome, rows, own, settings, tp_size)
-        return mib * 2**20
-
-    logits, tiles, hidden = 2 * 8192 * 128256, 12 * 8192 * 128256 / 256, 2 * 8192 * 4096
-    rest = 64 * 2**20
-    assert bound("recompute", 1) == pytest.approx(logits + tiles + hidden + rest, rel=1e-3)
-    merge = 16 * 8192 * 5
-    two = 2 * (logits + tiles) / 4 + merge + rest
-    assert bound("recompute", 4) == pytest.approx(two + 2 * hidden, rel=1e-3)
-    assert bound("recompute", 4, True) == pytest.approx(two + 4 * hidden, rel=1e-3)
-    grad_in_forward = 4 * 128256 / 4 * 4096
-    assert bound("grad_in_forward", 4, True) == pytest.approx(
-        two + grad_in_forward + 4 * hidden, rel=1e-3
-    )
-    # One chunk of all tokens is all that there is.
-    one = bound("recompute", 4, num_tokens=8192)
-    assert one == pytest.approx(two - (logits + tiles) / 4 + 2 * hidden, rel=1e-3)
-
-
 def test_a_peer_of_one_upstream_is_checked_against_its_own_truth(tmp_path, monkeypatch):
     def summed(problem, mark):
         problem.reset()
