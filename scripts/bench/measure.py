@@ -763,7 +763,7 @@ def rows_of(
     facts: dict[str, Any],
     more: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row for each roof and variant: the keys of `benchmark_report.KEYS`, then the others."""
+    """One row for each roof and variant: the keys of `report.KEYS`, then the others."""
 
     def median_ms(outcome: Outcome | None) -> float | None:
         if outcome is None or not outcome.samples:

@@ -28,6 +28,7 @@ from megatron_fused_ce.command_line import Parser, UsageError, command, number, 
 from megatron_fused_ce.planner import PlanInputs, plan
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
+from megatron_fused_ce.scripts.lib.tables import markdown
 
 RESULTS = REPOSITORY / results.RESULTS
 PAGE = REPOSITORY / "docs" / "scaling.md"
@@ -204,7 +205,7 @@ class Model:
 
 
 def case_of(row: Row) -> Case | None:
-    """The case of one row of scripts/bench/benchmark.py, None where the model is not of it."""
+    """The case of one row of the benchmark, None where the model is not of it."""
     wanted = ("T", "H", "V", "tp", "variant", "chunk_tokens", "time_ms", "roof_ms")
     if any(row.get(name) is None for name in wanted) or row.get("logits_backend") != "scaled_exp":
         return None
@@ -314,7 +315,7 @@ def fit(rows: Sequence[Row], link: Link | None = None) -> Model:
     if not table:
         raise ValueError(
             "no row of store, grad_in_forward or recompute with the scaled-exp GEMM; give results of "
-            "scripts/bench/benchmark.py"
+            "`python -m scripts.bench`"
         )
     x, errors = least_squares(np.array(table), np.array(values))
     names = [name for name, *_ in CONSTANTS]
@@ -323,8 +324,7 @@ def fit(rows: Sequence[Row], link: Link | None = None) -> Model:
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [list(head), ["---"] + ["---:"] * (len(head) - 1), *map(list, lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return markdown(head, lines) + "\n"
 
 
 def constants_table(model: Model) -> str:

@@ -6,7 +6,7 @@
 
 With a command after ``--`` it is launched twice, without the flag and with it; each launch ends after
 step --step, whose allocations one rank records by torch's memory snapshots. With --shape the head alone
-runs, in this process. Allocations are told apart by their Python stacks (memory_snapshots.py). Bytes
+runs, in this process. Allocations are told apart by their Python stacks (snapshots.py). Bytes
 are those that were asked for; the allocator's own peak, which rounds them up, stands beside.
 
 Kernels are waited for one by one (CUDA_LAUNCH_BLOCKING=1), so that the picture's time is the device's;

@@ -555,9 +555,9 @@ def _parser() -> Parser:
         metavar="N",
         help="let the next N runs load their modules while one trains [0]",
     )
-    add("--output", type=Path, default=Path("build/compare_pretrain"), help="folder of the logs")
-    add("--json", type=Path, help="[OUTPUT/results.json]")
-    add("--markdown", type=Path, help="[OUTPUT/results.md]")
+    add("--out", type=Path, default=Path("build/pretrain"), help="folder of the logs")
+    add("--json", type=Path, help="[OUT/results.json]")
+    add("--markdown", type=Path, help="[OUT/results.md]")
     add("script_args", nargs="*", metavar="-- ARGS", help="arguments of your own for the script")
     return parser
 
@@ -634,7 +634,7 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     groups = plan(options)
-    output = writable_folder(options.output.resolve())
+    output = writable_folder(options.out.resolve())
     json_file = writable_file(options.json or output / "results.json")
     page = writable_file(options.markdown or output / "results.md")
     output.mkdir(parents=True, exist_ok=True)
@@ -686,7 +686,7 @@ def main(words: list[str]) -> int:
     for row in broken:
         where = f"{row.version} {row.model} {row.case} {row.variant}"
         print(f"pretrain: {where}: {'; '.join(row.problems)}", file=sys.stderr)
-    print(f"{len(runs)} runs, {len(broken)} broken; logs in {options.output}")
+    print(f"{len(runs)} runs, {len(broken)} broken; logs in {options.out}")
     return 1 if broken else 0
 
 

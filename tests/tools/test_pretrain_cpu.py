@@ -55,7 +55,7 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         f"--cases={','.join(NUM_HEADS)}",
         "--variants=unfused,native,fused-ce,fused-ce-store",
         f"--variant=fused-ce-grad-in-forward={GRAD_IN_FORWARD}",
-        f"--output={tmp_path}",
+        f"--out={tmp_path}",
         f"--json={results}",
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -74,7 +74,7 @@ def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
     """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
     run = run_harness(
         f"--megatron={checkout}",
-        *("--models=gpt", "--cases=fsdp", f"--output={tmp_path}"),
+        *("--models=gpt", "--cases=fsdp", f"--out={tmp_path}"),
         "--variants=unfused,fsdp2-fused-ce,megatron-fsdp-fused-ce",
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -541,7 +541,7 @@ def test_unknown_cases_and_variants(tmp_path):
         (["--device=cuda", "--cases=plain"], "no 'plain'; there are losses"),
         (["--args-file=nowhere.args"], "nowhere.args: No such file"),
     ):
-        run = run_harness(f"--megatron={tmp_path}", f"--output={tmp_path / 'out'}", *options)
+        run = run_harness(f"--megatron={tmp_path}", f"--out={tmp_path / 'out'}", *options)
         assert run.returncode == 2, run.stderr
         assert message in run.stderr
         assert len(run.stderr.splitlines()) == 1
@@ -581,7 +581,7 @@ def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
         f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
-        f"--output={tmp_path / 'out'}",
+        f"--out={tmp_path / 'out'}",
         "--variants=unfused,native",
         "--variant=too-large=--full",
         "--may-run-out-of-memory=too-large",
@@ -607,7 +607,7 @@ def test_preloaded_runs_wait_for_their_turn(fake_checkout, tmp_path, monkeypatch
     monkeypatch.setenv("ORDER", str(tmp_path / "order"))
     run = run_harness(
         f"--megatron={fake_checkout}",
-        *("--device=cuda", "--nproc=1", "--preload=2", f"--output={tmp_path / 'out'}"),
+        *("--device=cuda", "--nproc=1", "--preload=2", f"--out={tmp_path / 'out'}"),
         *("--variants=unfused,native", "--variant=a=--a", "--variant=b=--b", "--", "--bf16"),
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -650,7 +650,7 @@ def test_preloaded_runs_that_are_not_wanted_are_ended(fake_checkout, tmp_path):
 def test_the_time_limit_leaves_runs_out(fake_checkout, tmp_path):
     run = run_harness(
         f"--megatron={fake_checkout}",
-        *("--device=cuda", "--nproc=1", "--time-limit=0.1", f"--output={tmp_path / 'out'}"),
+        *("--device=cuda", "--nproc=1", "--time-limit=0.1", f"--out={tmp_path / 'out'}"),
         *("--variants=unfused,native", "--", "--bf16"),
     )
     assert run.returncode == 1
@@ -684,7 +684,7 @@ def test_cases_on_two_gpus(fake_checkout, tmp_path):
     """Launched so that every digit is known; with the connections that either FSDP insists on."""
     run = run_harness(
         f"--megatron={fake_checkout}",
-        *("--device=cuda", "--cases=fsdp", f"--output={tmp_path / 'out'}"),
+        *("--device=cuda", "--cases=fsdp", f"--out={tmp_path / 'out'}"),
         "--variants=unfused,native,fsdp2,megatron-fsdp-fused-ce",
     )
     assert run.returncode == 1 and "printed no count of fused heads" in run.stderr
@@ -720,7 +720,7 @@ def test_broken_bound_is_status_1(fake_checkout, tmp_path):
         f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
-        f"--output={tmp_path / 'out'}",
+        f"--out={tmp_path / 'out'}",
         "--variants=unfused",
         "--variant=flag=--fused-chunked-ce --wrong",
         "--",
