@@ -58,24 +58,24 @@ def main(words: list[str]) -> int:
     """Print the plan for the arguments, and what else there was to choose from."""
     given = _parser().parse_args(words)
     backend = given.logits_backend or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows")
-    inputs = PlanInputs(
-        num_tokens=given.tokens,
-        hidden_size=given.hidden,
-        num_rows=-(-given.vocab // given.tp),
-        dtype=DTYPES[given.dtype],
-        num_parts=given.tp if given.sequence_parallel else 1,
-        tp_size=given.tp,
-        wgrad_accumulator=given.wgrad_accumulator,
-        token_weights_known=not given.no_token_weights,
-        logits_backend=backend,
-        device=given.device,
-        strategy=given.strategy,
-        num_chunks=given.num_chunks,
-        chunk_tokens=given.chunk_tokens,
-        memory_mb=given.memory_mb,
-        uses_in_flight=1 + given.mtp_num_layers,
-    )
     try:
+        inputs = PlanInputs(
+            num_tokens=given.tokens,
+            hidden_size=given.hidden,
+            num_rows=-(-given.vocab // given.tp),
+            dtype=DTYPES[given.dtype],
+            num_parts=given.tp if given.sequence_parallel else 1,
+            tp_size=given.tp,
+            wgrad_accumulator=given.wgrad_accumulator,
+            token_weights_known=not given.no_token_weights,
+            logits_backend=backend,
+            device=given.device,
+            strategy=given.strategy,
+            num_chunks=given.num_chunks,
+            chunk_tokens=given.chunk_tokens,
+            memory_mb=given.memory_mb,
+            uses_in_flight=1 + given.mtp_num_layers,
+        )
         chosen = plan(inputs)
     except ValueError as error:
         raise UsageError(str(error)) from None

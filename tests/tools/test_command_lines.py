@@ -180,6 +180,7 @@ HEAD = "megatron_fused_ce plan-head --hidden 4096 --vocab 128256"
         f"{PLAN} --moe-layer-freq {'(' * 5000}",
         f"{HEAD} --tokens 99999999999999999999",
         f"{HEAD} --tokens 0",
+        f"{HEAD} --tokens 64 --num-chunks 2 --chunk-tokens 3",
         f"{HEAD} --tokens 64 --tp 99999999999",
         "megatron_fused_ce plan --from-launch /dev/zero",
         "megatron_fused_ce memory --draw /dev/zero",
