@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.row_ops import (
+    NOTHING_FURTHER,
     NUM_STATISTICS,
     REFERENCE,
     ROW_MAX,
@@ -250,8 +251,10 @@ class _Local:
 
     def finish(self) -> Merged:
         shards, further = self._stats.shard.unsqueeze(0), self._stats.further
-        merged: Merged = self._token_ops.merge_shards(shards)
-        if not further.names:
+        merged = self._stats.merged
+        if merged is None:
+            merged = cast(Merged, self._token_ops.merge_shards(shards))
+        if further is NOTHING_FURTHER or not further.names:
             return merged
         rows = torch.stack(further.rows()).unsqueeze(0)
         return merged._replace(further=merge_further(further.names, rows, shards))

@@ -161,6 +161,12 @@ def test_the_truth_takes_nothing_from_its_subject():
     }
 
 
+def test_no_test_file_imports_another():
+    """What two of them need is of tests/support."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        assert not [name for name in imports(file) if re.match(r"tests\.(\w+\.)*test_", name)], file
+
+
 def test_no_shell_script_runs_what_it_reads():
     for script in [*(ROOT / "scripts").rglob("*.sh"), ROOT / "Makefile", ROOT / ".ci" / "run"]:
         found = re.search(r"^\s*eval\b|\b(curl|wget)\b", script.read_text(), re.MULTILINE)

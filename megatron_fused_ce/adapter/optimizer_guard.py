@@ -38,10 +38,12 @@ def _checking_what_was_skipped(stock: Any) -> Any:
     @wraps(stock)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         with upstream_guard.stepping(partial(_model_parameters, self)):
-            succeeded, *rest = stock(self, *args, **kwargs)
+            result = stock(self, *args, **kwargs)
+            # Megatron's own return (succeeded, gradient norm, number of zeros); others may say a bool alone.
+            succeeded = result[0] if isinstance(result, tuple) else result
             if not succeeded or _has_no_parameters(self):
                 upstream_guard.check()
-        return succeeded, *rest
+        return result
 
     return step
 

@@ -25,8 +25,7 @@ from megatron_fused_ce.testing.reference import (
     plain_head,
 )
 from megatron_fused_ce.token_outputs import Upstream
-from tests.kernels.test_scaled_exp import products
-from tests.op.test_op import run
+from tests.support.op import products, run
 
 FAR = 2**31
 GIB = 2**30

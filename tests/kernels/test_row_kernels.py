@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,11 +17,10 @@ from megatron_fused_ce.row_ops import (
 )
 from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
 from megatron_fused_ce.token_outputs import Upstream
-from tests.op.test_op import run
+from tests.support.op import DTYPES, run, without_interpreter
 
 #: Below it fp32 has fewer digits, and a GPU's exp flushes to 0.
 SUBNORMAL = torch.finfo(torch.float32).tiny
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def chunk(num_columns, dtype, device, spread=3.0):
@@ -160,19 +154,6 @@ def test_whole_op_on_the_triton_path(kind, strategy, device):
     )
     config = FusedCEConfig(strategy=strategy, num_chunks=2, row_backend="triton")
     assert_close(run(inputs, config), inputs)
-
-
-def without_interpreter(script, *words):
-    """A script beside this file, run by a Python whose triton compiles."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    folder = Path(__file__).parent
-    return subprocess.run(
-        [sys.executable, str(folder / script), *words],
-        env=environment | {"PYTHONPATH": str(folder.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 def test_every_option_compiles_without_a_gpu():

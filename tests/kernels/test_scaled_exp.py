@@ -22,14 +22,19 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from megatron_fused_ce.token_outputs import Upstream
-from tests.kernels.test_row_kernels import without_interpreter
-from tests.op.test_op import STRATEGIES, run, weights_for
 from tests.support import pairs
+from tests.support.op import (
+    EXP_DTYPE,
+    HAS_EXP,
+    ON_GPU,
+    STRATEGIES,
+    products,
+    run,
+    weights_for,
+    without_interpreter,
+)
 from tests.support.pairs import SCALED_EXP_OPTIONS as OPTIONS
 
-ON_GPU = torch.cuda.is_available()
-DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-HAS_EXP = not ON_GPU or torch.cuda.get_device_capability() >= (9, 0)
 pytestmark = pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 
 # Several tiles with ragged ends: of 128 x 256 on a GPU, of 32 x 64 under the interpreter, which takes a
@@ -42,16 +47,6 @@ if not ON_GPU:
     SIZES = dict(s=23, b=3, hidden_size=48, vocab=140)
     TOKENS, VOCABS = (1, 31, 32, 33, 65), (8, 64, 72, 128)
     OUTLIERS = (200, 35, 77)
-
-
-def products():
-    """Every form of the kernel that this device can run."""
-    forms = [exp_product]
-    if ON_GPU and torch.cuda.get_device_capability()[0] == 9:
-        from megatron_fused_ce.kernels import exp_product_hopper
-
-        forms.append(exp_product_hopper)
-    return forms
 
 
 @pytest.fixture(params=products(), ids=lambda module: module.__name__.rsplit(".", 1)[-1])
@@ -78,7 +73,7 @@ def assert_right(result, inputs, largest):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_tokens(num_tokens, strategy, product, device):
     inputs = make_inputs(
-        "plain", s=num_tokens, b=1, hidden_size=40, vocab=72, dtype=DTYPE, device=device
+        "plain", s=num_tokens, b=1, hidden_size=40, vocab=72, dtype=EXP_DTYPE, device=device
     )
     assert_close(run(inputs, exp_config(strategy)), inputs)
 
@@ -87,7 +82,7 @@ def test_few_tokens(num_tokens, strategy, product, device):
 def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
     """Labels in every column, the last ones too; a vocabulary of fewer rows than are sampled."""
     inputs = make_inputs(
-        "plain", s=vocab, b=1, hidden_size=64, vocab=vocab, dtype=DTYPE, device=device
+        "plain", s=vocab, b=1, hidden_size=64, vocab=vocab, dtype=EXP_DTYPE, device=device
     )
     labels = torch.arange(vocab, device=device).view(1, -1)
     inputs = dataclasses.replace(inputs, labels=labels)
@@ -97,13 +92,13 @@ def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_logit_scale(strategy, product, device):
-    inputs = make_inputs("plain", dtype=DTYPE, device=device, logit_scale=0.25, **SIZES)
+    inputs = make_inputs("plain", dtype=EXP_DTYPE, device=device, logit_scale=0.25, **SIZES)
     assert_close(run(inputs, exp_config(strategy, num_chunks=3, logit_scale=0.25)), inputs)
 
 
 @pairs.parametrize("options by the scaled-exp GEMM")
 def test_against_fp64(option, kind, strategy, product, device):
-    inputs = make_inputs(kind, dtype=DTYPE, device=device, **SIZES)
+    inputs = make_inputs(kind, dtype=EXP_DTYPE, device=device, **SIZES)
     options = OPTIONS.get(option, {})
     config = exp_config(strategy, num_chunks=2, **options)
     inputs = dataclasses.replace(inputs, config=config)
@@ -124,8 +119,8 @@ def test_where_a_z_loss_turns_the_gradient_around(distance, strategy, product, d
     config = exp_config(strategy, num_chunks=2, z_loss=0.125)
     inputs = dataclasses.replace(
         inputs,
-        hidden=hidden.to(device, DTYPE),
-        weight=weight.to(device, DTYPE),
+        hidden=hidden.to(device, EXP_DTYPE),
+        weight=weight.to(device, EXP_DTYPE),
         labels=inputs.labels.to(device),
         grad_loss=inputs.grad_loss.to(device),
         config=config,
@@ -135,8 +130,8 @@ def test_where_a_z_loss_turns_the_gradient_around(distance, strategy, product, d
 
 def test_a_factor_of_exactly_zero(product, device):
     """The row's unit is folded into E, which is then 0 but at the label."""
-    hidden = torch.ones(1, 1, 8, device=device, dtype=DTYPE)
-    weight = torch.zeros(8, 8, device=device, dtype=DTYPE)
+    hidden = torch.ones(1, 1, 8, device=device, dtype=EXP_DTYPE)
+    weight = torch.zeros(8, 8, device=device, dtype=EXP_DTYPE)
     labels = torch.tensor([[3]], device=device)
     stats = logits_backend.ChunkInputs(hidden[0], weight, labels[0], 1.0, weight)
     passes = logits_backend.ScaledExp(product)
@@ -146,9 +141,9 @@ def test_a_factor_of_exactly_zero(product, device):
     terms = merged.terms.clone()
     terms[1] = 0.0  # inv_sum, and so the scale
     row_scale = passes.finalize(room, stats, scores, merged._replace(terms=terms))
-    expected = torch.zeros(1, 8, device=device, dtype=DTYPE)
+    expected = torch.zeros(1, 8, device=device, dtype=EXP_DTYPE)
     expected[0, 3] = -terms[2, 0]
-    torch.testing.assert_close(room * row_scale[:, None].to(DTYPE), expected)
+    torch.testing.assert_close(room * row_scale[:, None].to(EXP_DTYPE), expected)
 
 
 def head_of_outliers(device, outlier, *, at_label):
@@ -158,7 +153,7 @@ def head_of_outliers(device, outlier, *, at_label):
     hidden[..., 0] = 1.0
     weight[column, 0] = outlier
     labels = torch.full((1, tokens), column if at_label else 5)
-    return hidden.to(device, DTYPE), weight.to(device, DTYPE), labels.to(device)
+    return hidden.to(device, EXP_DTYPE), weight.to(device, EXP_DTYPE), labels.to(device)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -188,11 +183,11 @@ def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
     hidden, weight, labels = head_of_outliers(device, outlier, at_label=False)
     vocab, tokens, column = OUTLIERS
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
-    weight = weight + 0.25 * noise.to(device, DTYPE)
+    weight = weight + 0.25 * noise.to(device, EXP_DTYPE)
     weight[column] = 0
     weight[column, 0] = outlier
     inputs = make_inputs(
-        "plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=DTYPE, device=device
+        "plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=EXP_DTYPE, device=device
     )
     inputs = dataclasses.replace(inputs, hidden=hidden, weight=weight, labels=labels)
     assert_right(run(inputs, exp_config(strategy)), inputs, largest=outlier)
@@ -203,7 +198,7 @@ def test_shards_far_apart(gap, product, device):
     """A vocabulary in two halves ``gap`` nats apart, labels on either: by hand, without ranks."""
     vocab, tokens = (512, 70) if ON_GPU else (144, 35)
     inputs = make_inputs(
-        "plain", s=tokens, b=1, hidden_size=32, vocab=vocab, dtype=DTYPE, device=device
+        "plain", s=tokens, b=1, hidden_size=32, vocab=vocab, dtype=EXP_DTYPE, device=device
     )
     hidden, weight = inputs.hidden.flatten(0, 1), inputs.weight
     hidden[:, 0] = 1.0
@@ -287,7 +282,7 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
 @pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_hidden_states_give_nan(bad, options, strategy, product, device):
-    inputs = make_inputs("plain", s=4, b=1, hidden_size=8, vocab=64, dtype=DTYPE, device=device)
+    inputs = make_inputs("plain", s=4, b=1, hidden_size=8, vocab=64, dtype=EXP_DTYPE, device=device)
     inputs.hidden[2, 0, 3] = bad
     loss = run(inputs, exp_config(strategy, num_chunks=2, **options)).loss
     # A bent infinity is finite.
@@ -297,7 +292,7 @@ def test_bad_hidden_states_give_nan(bad, options, strategy, product, device):
 
 @pytest.mark.parametrize("strategy", ["recompute", "store"])
 def test_backward_twice_is_bitwise_equal(strategy, product, device):
-    inputs = make_inputs("wide", dtype=DTYPE, device=device, **SIZES)
+    inputs = make_inputs("wide", dtype=EXP_DTYPE, device=device, **SIZES)
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=exp_config(strategy))
@@ -319,7 +314,7 @@ def test_backward_twice_is_bitwise_equal(strategy, product, device):
     ],
 )
 def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
-    facts = dict(s=4, b=1, hidden_size=48, vocab=336, dtype=DTYPE)
+    facts = dict(s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE)
     scale = change.get("logit_scale", 1.0)
     if change.get("dtype") == torch.float64 and not ON_GPU:
         pytest.skip("the interpreter takes any dtype")
@@ -330,6 +325,30 @@ def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
         logits_backend.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
     chosen, reason = logits_backend.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
     assert chosen.name == "gemm_rows" and reason
+
+
+def test_a_weight_that_tma_cannot_load(device):
+    """Rows of every second column; rows that begin between multiples of 16 bytes."""
+    inputs = make_inputs(
+        "plain", s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE, device=device
+    )
+    spread = inputs.weight.repeat_interleave(2, dim=1)[:, ::2]
+    moved = torch.nn.functional.pad(inputs.weight, (1, 15))[:, 1:49]
+    for weight in (spread, moved):
+        reason = logits_backend.why_not_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
+        assert "begin at multiples of 16 bytes" in reason
+
+
+@pytest.mark.skipif(ON_GPU, reason="there it takes bf16, and auto takes it")
+@pytest.mark.parametrize(
+    "backend, dtype", [("auto", torch.float32), ("scaled_exp", torch.bfloat16)]
+)
+def test_on_a_cpu_it_serves_by_name_and_not_in_bf16(backend, dtype, device):
+    """Whose products Triton's interpreter gets wrong."""
+    inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=dtype, device=device)
+    config, hidden = FusedCEConfig(logits_backend=backend), inputs.hidden.flatten(0, 1)
+    reason = logits_backend.why_not_exp(config, hidden, inputs.weight)
+    assert reason == "it runs on CUDA devices, not on cpu"
 
 
 @pytest.mark.parametrize(
@@ -369,7 +388,7 @@ def test_a_form_that_does_not_compile_leaves_the_next(forms_to_try, device):
     """Once, at the first choice, with a line; the step is run by the form that compiles."""
     broken = BrokenProduct()
     forms_to_try(broken, exp_product)
-    inputs = make_inputs("plain", dtype=DTYPE, device=device, **SIZES)
+    inputs = make_inputs("plain", dtype=EXP_DTYPE, device=device, **SIZES)
     with pytest.warns(RuntimeWarning, match=r"exp_product_broken does not compile.*unexpected lay"):
         assert_close(run(inputs, exp_config("store")), inputs)
     with warnings.catch_warnings():
@@ -380,7 +399,7 @@ def test_a_form_that_does_not_compile_leaves_the_next(forms_to_try, device):
 
 def test_no_form_that_compiles_is_a_reason_for_the_rows(forms_to_try, device):
     forms_to_try(BrokenProduct())
-    x = torch.zeros(8, 32, device=device, dtype=DTYPE)
+    x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reason is what is told
         reason = logits_backend.why_not_exp(exp_config("store"), x, x)

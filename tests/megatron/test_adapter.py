@@ -61,6 +61,7 @@ def test_looking_costs_nothing(deferred):
     assert deferred.shape == deferred.size() == (4, 2, 6)
     assert (deferred.size(-1), deferred.dim(), deferred.ndim, len(deferred)) == (6, 3, 3, 4)
     assert (deferred.dtype, deferred.device.type) == (torch.float32, "cpu")
+    assert not hasattr(deferred, "__cuda_array_interface__")
     assert materialised() == 0
 
 
@@ -124,7 +125,9 @@ def test_acceptance_counts_are_served_from_the_fused_pass(deferred):
     expected = deferred.head.logits.max(dim=-1)
     values, indices = deferred.max(dim=-1)
     assert torch.equal(values, expected.values) and torch.equal(indices, expected.indices)
-    assert torch.equal(torch.argmax(deferred, dim=-1), expected.indices)
+    for dim in (-1, 2):
+        assert torch.equal(torch.argmax(deferred, dim), expected.indices)
+        assert torch.equal(torch.max(deferred, dim).values, expected.values)
     assert (materialised(), megatron_fused_ce.counters().fused) == (0, 1)
     assert torch.equal(deferred.max(dim=0).values, deferred.head.logits.max(dim=0).values)
     assert materialised() == 1

@@ -259,11 +259,21 @@ class Elsewhere(Skips):
         return self.result
 
 
+class SaysABool(Skips):
+    """Not Megatron's own: whether it succeeded, and nothing beside it."""
+
+    def __init__(self, succeeded):
+        self.result = succeeded
+
+    def step(self):
+        return self.result
+
+
 @pytest.fixture(scope="module", autouse=True)
 def patched():
     module = types.ModuleType("fake.optimizer")
-    Skips.__module__ = module.__name__
-    module.Skips, module.Elsewhere = Skips, Elsewhere
+    Skips.__module__ = SaysABool.__module__ = module.__name__
+    module.Skips, module.SaysABool, module.Elsewhere = Skips, SaysABool, Elsewhere
     optimizer_guard.patch(module)
 
 
@@ -276,6 +286,8 @@ def patched():
         (Skips(True, chained_optimizers=[Skips(True, is_stub_optimizer=True)]), True),
         (Skips(True, chained_optimizers=[Skips(True, is_stub_optimizer=True), Skips(True)]), False),
         (Skips(False, chained_optimizers=[Skips(True)]), True),
+        (SaysABool(False), True),
+        (SaysABool(True), False),
         (Elsewhere(False), False),  # of another module
     ],
 )

@@ -28,11 +28,15 @@ AGAINST_FP64 = (
     f"{OP} {OPTIONS} {OUTPUTS} -k 'not triton and not in_a_graph'",
     f"{PROPERTIES} -k statistics_of_shards_merge",
 )
+MOVED = "tests/parallel/test_moved_bytes.py"
 LOOPS = (
     f"{OP} {MASKED} -k 'not sharded_operands'",
     f"{SCALED_EXP} -k few_tokens",
     HEAD,
-    f"{CALLS} -k '2ranks and (at_their or frozen)'",
+    f"{CALLS} -k '2ranks and (at_their or frozen or ahead or argmax or other_results)'",
+    f"{OUTPUTS} -k fp16",
+    f"{MOVED} -k 2ranks",
+    "tests/parallel/test_memory.py -k '2ranks and recompute'",
 )
 
 AREAS = (
@@ -43,9 +47,10 @@ AREAS = (
             f"{PACKAGE}/row_ops.py": (*AGAINST_FP64, f"{ROWS} -k 'token_kernels or merged_shards'"),
             f"{PACKAGE}/row_ops_torch.py": (*AGAINST_FP64, f"{ROWS} -k 'infinities or argmax'"),
             f"{PACKAGE}/loss_form.py": AGAINST_FP64,
+            f"{PACKAGE}/scaling.py": AGAINST_FP64,
             f"{PACKAGE}/logits_backend.py": (
                 f"{OP} {OUTPUTS} -k 'not triton'",
-                f"{SCALED_EXP} -k 'few_tokens or why_not'",
+                f"{SCALED_EXP} -k 'few_tokens or why_not or by_name or cannot_load'",
             ),
         },
     ),
@@ -56,6 +61,9 @@ AREAS = (
             f"{PACKAGE}/vocab_parallel.py": (
                 f"{CALLS} -k '2ranks and not (nats or outlier or nan or at_their)'",
                 HEAD,
+                f"{OUTPUTS} -k 'all_outputs_against_fp64 and plain and not triton'",
+                "tests/op/test_second_device.py -k side_stream",
+                MOVED,
             )
         },
     ),
@@ -63,7 +71,8 @@ AREAS = (
         "loops",
         35,
         {
-            f"{PACKAGE}/strategies.py": LOOPS,
+            f"{PACKAGE}/autograd.py": LOOPS,
+            f"{PACKAGE}/loop.py": LOOPS,
             f"{PACKAGE}/pipeline.py": LOOPS,
             f"{PACKAGE}/chunking.py": LOOPS,
         },
@@ -75,7 +84,7 @@ AREAS = (
             f"{PACKAGE}/upstream_guard.py": (GUARD, GUARDS, f"{FAILURES} -k 'gone or failed'"),
             f"{PACKAGE}/adapter/model_guard.py": (
                 f"{ADAPTER} -k 'seam_of_the_guard or can_mismatch'",
-                f"{MISMATCH} -k 2ranks",
+                f"{MISMATCH} -k '2ranks or models_on'",
             ),
         },
     ),
@@ -86,6 +95,7 @@ AREAS = (
             f"{PACKAGE}/adapter/{name}.py": (
                 f"{ADAPTER} {WEIGHTS} {STOCK}",
                 f"{MODELS} -k '2ranks and not hybrid'",
+                f"{MISMATCH} -k 'dp-2ranks or auto_keeps'",
             )
             for name in (
                 "stock_path",

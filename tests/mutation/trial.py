@@ -77,7 +77,9 @@ def write(tree: Path, file: str, text: str) -> None:
 def run_tests(tree: Path, tests: str, limit_s: float) -> Run:
     """Run pytest in ``tree`` until its first failure, and end it after ``limit_s`` seconds."""
     command = [*PYTEST, *shlex.split(tests)]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    # Behind the tree: where torch's image has no megatron-core, it is on the path.
+    path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     begin = time.monotonic()
     process = subprocess.Popen(
         command,

@@ -9,10 +9,10 @@ import torch
 
 from megatron_fused_ce import upstream_guard
 from megatron_fused_ce.upstream_guard import AbandonedGradient
-from tests.op.test_op import STRATEGIES
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
 from tests.support.head import mixed_plans
+from tests.support.op import STRATEGIES
 from tests.support.orders import tensors_alive
 
 

@@ -20,10 +20,8 @@ from megatron_fused_ce.testing.reference import (
     plain_head,
     relative_error,
 )
-from tests.kernels.test_scaled_exp import DTYPE as EXP_DTYPE
-from tests.kernels.test_scaled_exp import HAS_EXP
-from tests.op.test_op import DTYPES, STRATEGIES, run
 from tests.support import pairs
+from tests.support.op import DTYPES, EXP_DTYPE, HAS_EXP, STRATEGIES, run
 
 
 def problem(kind, dtype, device, options, **shape):

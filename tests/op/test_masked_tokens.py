@@ -28,7 +28,7 @@ from megatron_fused_ce.testing.reference import (
     plain_distillation,
     relative_error,
 )
-from tests.op.test_op import STRATEGIES
+from tests.support.op import STRATEGIES
 
 SHARES = (0.0, 0.3, 0.8, 1.0)
 

@@ -14,6 +14,7 @@ import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, loop, planner
 from megatron_fused_ce.testing.reference import (
     KINDS,
+    HeadInputs,
     HeadResult,
     assert_close,
     make_inputs,
@@ -21,36 +22,7 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from tests.support.head import mixed_plans
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STRATEGIES = ("recompute", "store", "grad_in_forward")
-
-
-def weights_for(strategy, upstream):
-    """What ``grad_in_forward`` is told, None for the strategies that need not know."""
-    return {"token_weights": upstream / 1.5} if strategy == "grad_in_forward" else {}
-
-
-def run(inputs, config, *, flat=False, **kwargs):
-    """The op on whole inputs; returns its result in the inputs' shapes.
-
-    ``grad_in_forward`` gets token weights that the upstream gradient is 1.5 times of.
-    """
-    if config.strategy == "grad_in_forward":
-        weights = inputs.grad_loss / 1.5
-        kwargs.setdefault("token_weights", weights.t().reshape(-1) if flat else weights)
-    hidden = inputs.hidden.clone().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
-    if flat:
-        loss = fused_linear_cross_entropy(
-            hidden.flatten(0, 1), weight, inputs.labels.t().reshape(-1), config=config, **kwargs
-        )
-        s, b = inputs.hidden.shape[:2]
-        loss = loss.view(s, b).t()
-    else:
-        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config, **kwargs)
-    loss.backward(inputs.grad_loss)
-    return HeadResult(loss.detach(), hidden.grad, weight.grad)
+from tests.support.op import DTYPES, STRATEGIES, run, weights_for
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -372,6 +344,19 @@ def test_fp16_small_upstream_does_not_vanish(device):
     # The outputs are fp16 and partly subnormal there: their own rounding is what is left.
     assert relative_error(result.grad_weight, exact.grad_weight.half()) < 2e-3
     assert relative_error(result.grad_hidden, exact.grad_hidden.half()) < 2e-2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp16_small_probabilities_do_not_vanish(strategy, device):
+    """2**-32 of an upstream just below a power of two: 2**-24, fp16's smallest number, once scaled."""
+    weight = torch.tensor([[22.1875 / 1024], [0.0]], dtype=torch.float16, device=device)
+    hidden = torch.full((1, 1, 1), 1024.0, dtype=torch.float16, device=device)
+    labels = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    upstream = torch.full((1, 1), 1.99, device=device)
+    inputs = HeadInputs(hidden, weight, labels, upstream)
+    config = FusedCEConfig(strategy=strategy)
+    grad_weight = run(inputs, config, token_weights=upstream).grad_weight
+    assert grad_weight[1].item() == pytest.approx(math.exp(-22.1875) * 1.99 * 1024, rel=0.1)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -9,10 +9,10 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
 from megatron_fused_ce.testing.reference import make_inputs
+from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-STRATEGIES = ("recompute", "store", "grad_in_forward")
 
 
 def test_the_side_stream_meets_streams_of_its_own_device():

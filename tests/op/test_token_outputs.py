@@ -22,6 +22,7 @@ from megatron_fused_ce.testing.reference import (
     FLOOR,
     KINDS,
     LOSS_OPTIONS,
+    HeadInputs,
     HeadResult,
     assert_within,
     make_inputs,
@@ -33,9 +34,8 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
-from tests.kernels.test_scaled_exp import DTYPE as EXP_DTYPE
-from tests.kernels.test_scaled_exp import HAS_EXP
 from tests.support import pairs
+from tests.support.op import EXP_DTYPE, HAS_EXP
 
 DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 #: Options that every output follows.
@@ -155,6 +155,24 @@ def test_gradients_of_loss_and_outputs_add_up(backend, device):
     of_loss = truth(inputs)[1:]
     for value, one, other in zip(grads, of_outputs, of_loss, strict=True):
         assert relative_error(value, one + other) <= FLOOR[torch.float32]
+
+
+def test_fp16_large_weights_do_not_overflow(device):
+    """A row of all outputs' gradients sums up to 8.5 times its upstream, times weights of 31."""
+    weight = torch.tensor([-31.0, 0.0]).repeat(131072, 1)
+    weight[0], weight[1] = torch.tensor([31.0, 12.5]), torch.tensor([-31.0, -20.0])
+    inputs = HeadInputs(
+        torch.tensor([[[0.0, 1.0]]], dtype=torch.float16, device=device),
+        weight.to(device, torch.float16),
+        torch.ones(1, 1, dtype=torch.int64, device=device),
+        torch.full((1, 1), 1.99, device=device),
+    )
+    up = inputs.grad_loss
+    upstreams = {"loss": up, "log_prob": -up, "lse": up, "entropy": -up}
+    _, grad_hidden, _ = run(inputs, FusedCEConfig(strategy="store"), DIFFERENTIABLE, upstreams)
+    upstreams = {"log_prob": -2 * up, "lse": up, "entropy": -up}  # the loss is a log_prob negated
+    _, exact, _ = plain_outputs(inputs, upstreams, torch.float64)
+    assert relative_error(grad_hidden, exact) < 4e-3
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "store", "grad_in_forward"])

@@ -9,7 +9,7 @@ import torch
 
 from tests.support import orders
 from tests.support.faulty import OutOfMemoryAt, Step, out_of_memory_at
-from tests.support.head import STRATEGIES
+from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])

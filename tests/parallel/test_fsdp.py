@@ -25,6 +25,7 @@ from tests.support.megatron import (
     have_groups,
     needs_core,
 )
+from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
 pytest.importorskip("einops", reason="Megatron-FSDP imports it")
@@ -160,7 +161,6 @@ def gathered(sharding: Sharding, parameter: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts).view(parameter.shape).to(parameter.device)
 
 
-STRATEGIES = ("recompute", "store", "grad_in_forward")
 FSDP2, FSDP2_OWN_UNIT = Sharding("fsdp2"), Sharding("fsdp2", own_unit=True)
 MEGATRON = Sharding("megatron")
 CASES = {

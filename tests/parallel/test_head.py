@@ -23,7 +23,6 @@ from megatron_fused_ce.testing.reference import (
 from tests.support import pairs
 from tests.support.head import (
     SIZES,
-    STRATEGIES,
     rows_of,
     same_on_all_ranks,
     scaled_exp_dtype,
@@ -32,6 +31,7 @@ from tests.support.head import (
     whole_hidden,
     whole_rows,
 )
+from tests.support.op import STRATEGIES
 from tests.support.problems import open_main_grad
 from tests.support.ranks import Rank, on_ranks
 

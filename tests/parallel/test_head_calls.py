@@ -37,7 +37,6 @@ from megatron_fused_ce.testing.reference import (
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from tests.support import pairs
 from tests.support.head import (
-    STRATEGIES,
     plain_inputs,
     rows_of,
     same_on_all_ranks,
@@ -47,6 +46,7 @@ from tests.support.head import (
     whole_hidden,
     whole_rows,
 )
+from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
 SP = pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
@@ -331,6 +331,20 @@ def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, me
     with patch.object(vocab_parallel, "_start", lambda c, *t, **o: moment(c, t, o)):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_gathers_are_ahead(rank: Rank, strategy):
+    """Hidden states of the first two chunks are under way before the first chunk's statistics are merged."""
+    inputs = plain_inputs(rank, b=2, vocab=512)
+    config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
+    fused_result(rank, inputs, config, sp=True)  # a group's first call compares shapes besides
+    with Collectives({rank.group: "tp"}) as issued:
+        fused_result(rank, inputs, config, sp=True)
+    size = inputs.hidden.shape[-1]
+    of_hidden = [call.shapes[0][-1] == size for call in issued.calls if call.group == "tp"]
+    assert of_hidden[:3] == [True, True, False]
 
 
 # --- ranks that disagree ---------------------------------------------------------------------

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from tests.support import lost, torchrun
-from tests.support.head import STRATEGIES
 from tests.support.lost import PHASES, TIMEOUT_S, Case
+from tests.support.op import STRATEGIES
 from tests.support.ranks import ROOT, VARIABLES, World
 
 #: What gloo says of a connection that the other end has closed, and of one that it has waited on.

@@ -11,9 +11,9 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import PhaseTimes
 from megatron_fused_ce.testing.reference import make_inputs
+from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
-STRATEGIES = ("recompute", "store", "grad_in_forward")
 S, B, H, V, CHUNKS, FP32 = 16, 1, 8, 32, 2, 4
 
 

@@ -281,6 +281,7 @@ def test_auto_keeps_to_what_the_ranks_agreed_on(rank: Rank):
     stock = planner.plan
 
     def plan(inputs: Any) -> Any:
+        assert inputs.uses_in_flight == 1  # without multi-token prediction
         told.append(inputs.token_weights_known)
         return stock(inputs)
 

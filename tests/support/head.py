@@ -16,7 +16,6 @@ from megatron_fused_ce import planner, vocab_parallel
 from megatron_fused_ce.testing.reference import HeadInputs, make_inputs
 from tests.support.ranks import Rank
 
-STRATEGIES = ("recompute", "store", "grad_in_forward")
 SIZES = {"s": 24, "b": 3, "hidden_size": 32, "vocab": 97}
 
 #: Rows of the ranks' shards. Those of the scaled-exp GEMM take memory in multiples of 16 bytes.

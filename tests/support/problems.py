@@ -23,9 +23,9 @@ from megatron_fused_ce.testing.reference import (
     Roundings,
     relative_error,
 )
+from tests.support.op import DTYPES
 from tests.support.ranks import Rank, World
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
 LABELS = ("any", "one", "edges", "outside", "some outside")
 UPSTREAMS = ("normal", "mask", "one token", "zeros", "equal", "uneven")

@@ -380,6 +380,8 @@ def run_on_ranks(
     if not ranks.on_gpus:
         with World(ranks.size, ranks.environment) as world:
             return world.run(function, *arguments, **options)
+    if ranks.size > NUM_GPUS:
+        pytest.skip(f"{ranks.size} ranks: there are {NUM_GPUS} GPUs")
     if ranks not in _worlds:
         _worlds[ranks] = World(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
         atexit.register(_worlds[ranks].close)
@@ -403,8 +405,6 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
         @functools.wraps(function)
         def test(ranks: Ranks, **options: Any) -> None:
             __tracebackhide__ = True
-            if ranks.on_gpus and ranks.size > NUM_GPUS:
-                pytest.skip(f"{ranks.size} ranks: there are {NUM_GPUS} GPUs")
             if not torchrun.IS_RANK:
                 run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
             elif ranks.size == torchrun.SIZE:

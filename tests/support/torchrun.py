@@ -4,7 +4,8 @@
 
 A test for another number of ranks is skipped. After each test the ranks exchange how it went, through
 torchrun's store and over no group, so that a test which fails on one rank fails on all of them. After a
-failure the groups are made anew.
+failure the groups are made anew. On GPUs the others may first wait for the failed rank in NCCL's
+collective until its time-out.
 """
 
 from __future__ import annotations

@@ -17,23 +17,12 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce import FusedCEConfig
+from tests.support.launches import LAUNCHES
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
 GIB = 2**30
-
-#: What each launch comes to: GPUs, data-parallel size, and the model's size by the papers, in 1e9 parameters
-#: (Megatron's own count; it has none for hybrids).
-LAUNCHES = {
-    "llama3_8b": {"gpus": 8, "data_parallel": 4, "billions": 8.03},
-    "llama3_70b": {"gpus": 64, "data_parallel": 2, "billions": 70.55},
-    "qwen2.5_7b": {"gpus": 8, "data_parallel": 4, "billions": 7.62},
-    "qwen3_8b": {"gpus": 8, "data_parallel": 1, "billions": 8.19},
-    # 15.7 of DeepSeek-V2-Lite; V3's vocabulary and one layer of multi-token prediction more.
-    "deepseek_moe_mtp": {"gpus": 8, "data_parallel": 8, "billions": 16.40},
-    "mamba_hybrid_8b": {"gpus": 8, "data_parallel": 2, "billions": None},
-}
 
 #: What torchrun's own parser makes of the command, then rank 0 alone.
 TORCHRUN = f"""#!{sys.executable}

@@ -225,7 +225,7 @@ EXAMPLES = sorted(
 def test_the_examples_can_be_planned_and_have_the_models_size(example):
     """GPUs and parameters are those that tests/tools/test_examples.py finds through Megatron's own parser."""
     from megatron_fused_ce.estimate.static import parameters
-    from tests.tools.test_examples import LAUNCHES
+    from tests.support.launches import LAUNCHES
 
     found = plan_of(["--from-launch", str(example)])
     known = LAUNCHES[example.stem]

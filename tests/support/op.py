@@ -1,0 +1,77 @@
+"""The op on whole inputs, in one process, and what of the scaled-exp GEMM this device can run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.kernels import exp_product
+from megatron_fused_ce.testing.reference import HeadInputs, HeadResult
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STRATEGIES = ("recompute", "store", "grad_in_forward")
+
+ON_GPU = torch.cuda.is_available()
+HAS_EXP = not ON_GPU or torch.cuda.get_device_capability() >= (9, 0)
+#: What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
+EXP_DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+
+
+def products() -> list[ModuleType]:
+    """Every form of the scaled-exp GEMM that this device can run."""
+    forms = [exp_product]
+    if ON_GPU and torch.cuda.get_device_capability()[0] == 9:
+        from megatron_fused_ce.kernels import exp_product_hopper
+
+        forms.append(exp_product_hopper)
+    return forms
+
+
+def weights_for(strategy: str, upstream: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What ``grad_in_forward`` is told, nothing for the strategies that need not know."""
+    return {"token_weights": upstream / 1.5} if strategy == "grad_in_forward" else {}
+
+
+def run(
+    inputs: HeadInputs, config: FusedCEConfig, *, flat: bool = False, **kwargs: Any
+) -> HeadResult:
+    """The op on whole inputs; returns its result in the inputs' shapes.
+
+    ``grad_in_forward`` gets token weights that the upstream gradient is 1.5 times of.
+    """
+    if config.strategy == "grad_in_forward":
+        weights = inputs.grad_loss / 1.5
+        kwargs.setdefault("token_weights", weights.t().reshape(-1) if flat else weights)
+    hidden = inputs.hidden.clone().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    if flat:
+        loss = fused_linear_cross_entropy(
+            hidden.flatten(0, 1), weight, inputs.labels.t().reshape(-1), config=config, **kwargs
+        )
+        s, b = inputs.hidden.shape[:2]
+        loss = loss.view(s, b).t()
+    else:
+        loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config, **kwargs)
+    loss.backward(inputs.grad_loss)
+    assert hidden.grad is not None and weight.grad is not None
+    return HeadResult(loss.detach(), hidden.grad, weight.grad)
+
+
+def without_interpreter(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A script of tests/kernels, run by a Python whose triton compiles."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, str(root / "tests" / "kernels" / script), *words],
+        env=environment | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
