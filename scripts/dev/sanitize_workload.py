@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, row_ops
-from megatron_fused_ce.kernels import exp_rows, forms, row_kernels, token_kernels
+from megatron_fused_ce.kernels import exp_rows, forms, row_kernels, token_kernels, upstream_kernels
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.results import PACKAGE
 from megatron_fused_ce.testing.reference import (
@@ -53,7 +53,7 @@ KERNELS = PACKAGE / "kernels"
 GROUPS = ("rows", "portable", "hopper")
 #: Modules whose kernels a group must launch, all of them.
 MODULES = {
-    "rows": ("row_kernels", "token_kernels"),
+    "rows": ("row_kernels", "token_kernels", "upstream_kernels"),
     "portable": ("exp_product", "exp_rows"),
     "hopper": ("exp_product_hopper",),
 }
@@ -262,6 +262,20 @@ def rescaling(device: torch.device) -> None:
     total = x.clone()
     exp_rows.add_scaled_(total, out, factor[3])
     torch.testing.assert_close(total, x + factor[3] * out)
+    copy = exp_rows.scaled_copy(x, factor[3], torch.bfloat16)
+    torch.testing.assert_close(copy, (factor[3] * x).bfloat16())
+
+
+def upstream(device: torch.device) -> None:
+    """The two kernels of ``upstream_kernels`` at an odd number of tokens."""
+    generator = torch.Generator().manual_seed(6)
+    weights = torch.rand(4099, generator=generator).to(device)
+    scaled = upstream_kernels.scaled_weights(weights, 8, 1.0)
+    ratio = scaled.double() / weights.double()
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-6, atol=0.0)
+    scale, mismatch = upstream_kernels.fit(0.3 * weights, weights, 1e-3, 1e-6)
+    assert abs(scale.item() - 0.3) < 1e-6 and not mismatch.item()
+    assert upstream_kernels.fit(weights.square(), weights, 1e-3, 1e-6)[1].item()
 
 
 def outlier(device: torch.device) -> None:
@@ -291,7 +305,7 @@ def exp_sizes(device: torch.device) -> dict[str, Any]:
 
 def checks_of_rows() -> dict[str, Check]:
     rows: dict[str, Any] = {"logits_backend": "gemm_rows", "row_backend": "triton"}
-    made: dict[str, Check] = {"shards": shards, "pause": pause}
+    made: dict[str, Check] = {"shards": shards, "pause": pause, "upstream": upstream}
     for dtype in (torch.bfloat16, torch.float32):
         for strategy in STRATEGIES:
             sizes = row_sizes(dtype)

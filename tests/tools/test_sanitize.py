@@ -37,6 +37,7 @@ def test_the_workload_is_right_and_launches_every_kernel(group, device, monkeypa
             "outputs",
             "distillation",
             "rescaling",
+            "upstream",
             "outlier",
             "recompute, all options",
         )
