@@ -91,7 +91,6 @@ def test_only_the_front_doors_read_command_lines():
         "megatron_fused_ce/estimate/command.py",
         "megatron_fused_ce/estimate/megatron_arguments.py",
         "megatron_fused_ce/launch.py",
-        "megatron_fused_ce/planner.py",
     }
 
 

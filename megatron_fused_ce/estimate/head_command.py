@@ -10,8 +10,8 @@ from megatron_fused_ce.planner import (
     WGRAD_ACCUMULATORS,
     Plan,
     PlanInputs,
-    _budget_bytes,
     alternatives,
+    budget_bytes,
     plan,
 )
 
@@ -97,7 +97,7 @@ def main(words: list[str]) -> int:
 
 
 def _remark(inputs: PlanInputs, option: Plan) -> str:
-    if option.predicted_peak_bytes > _budget_bytes(inputs):
+    if option.predicted_peak_bytes > budget_bytes(inputs):
         return "  does not fit"
     if option.strategy == "grad_in_forward" and not inputs.token_weights_known:
         return "  needs token weights"

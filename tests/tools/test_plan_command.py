@@ -624,14 +624,7 @@ def test_it_needs_neither_torch_nor_rich_for_json():
 def test_the_commands_of_the_package():
     words = ["--tokens", "1024", "--hidden", "64", "--vocab", "512"]
     planned = run("plan-head", *words)
-    module = subprocess.run(
-        [sys.executable, "-m", "megatron_fused_ce.planner", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert planned.returncode == module.returncode == 0
-    assert planned.stdout == module.stdout != ""
+    assert planned.returncode == 0 and planned.stdout.startswith("store, 1 chunk")
     assert run("autoload", "status").returncode == 0
     done = run("plans")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
