@@ -1,8 +1,8 @@
-# `make` lists the targets. Each one sets up .venv first (scripts/setup_env.sh), unless PY names another
+# `make` lists the targets. Each one sets up .venv first (scripts/dev/setup_env.sh), unless PY names another
 # Python, which is used as it is: `PY=python3 make test-gpu`.
 PY ?= .venv/bin/python
 ifeq ($(PY),.venv/bin/python)
-SETUP := scripts/setup_env.sh
+SETUP := scripts/dev/setup_env.sh
 else
 SETUP := :
 endif
@@ -20,15 +20,16 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make sweep   how many chunks: time against peak memory, the flags to use; SWEEP='--tokens 4096 ...'"
 	@echo "make docs    the documentation as a site, in build/site"
-	@echo "make figures the figures of README.md, docs/scaling.md and docs/plan.md, from docs/benchmarks/results"
+	@echo "make figures tables and pictures of README.md and docs, from docs/benchmarks/results and the plan"
 	@echo "make properties  12,000 random calls of the head against fp64 (12 minutes; make test tries 300)"
 	@echo "make clean   remove .venv, build/ and caches"
+	@echo "Compare two runs, profile memory, benchmark, soak ...: scripts/README.md"
 
 setup:
 	@$(SETUP)
 
 demo: setup
-	@$(PY) scripts/demo.py $(DEMO)
+	@$(PY) -m scripts.demo $(DEMO)
 
 sweep: setup
 	@$(PY) scripts/sweep_chunks.py $(SWEEP)
@@ -40,9 +41,7 @@ docs: setup
 	@echo "build/site/index.html"
 
 figures: setup
-	@$(PY) scripts/readme_figures.py
-	@$(PY) scripts/fit_scaling.py --write docs/scaling.md
-	@$(PY) scripts/check_plan.py --write
+	@$(PY) -m scripts.dev.figures
 
 # A tool that set-up could not install (no network) is skipped with a line that says so.
 lint: setup

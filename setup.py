@@ -1,5 +1,5 @@
-"""Packaging. ``kernels/`` lives at the top level and is importable as ``megatron_fused_ce.kernels``
-through the committed link of that name inside the package."""
+"""Packaging. ``kernels/`` and ``scripts/`` live at the top level and are importable as
+``megatron_fused_ce.kernels`` and ``megatron_fused_ce.scripts`` through committed links inside the package."""
 
 import re
 from pathlib import Path
@@ -49,6 +49,10 @@ setup(
         "megatron_fused_ce.adapter",
         "megatron_fused_ce.estimate",
         "megatron_fused_ce.kernels",
+        # What `compare`, `memory` and `sweep` need; the rest of scripts/ is for a clone.
+        "megatron_fused_ce.scripts.bench",
+        "megatron_fused_ce.scripts.lib",
+        "megatron_fused_ce.scripts.runs",
         "megatron_fused_ce.testing",
     ],
     package_data={"megatron_fused_ce": ["py.typed"]},
@@ -62,6 +66,8 @@ setup(
     extras_require={
         # Tables and the picture of `python -m megatron_fused_ce plan`; --json needs neither.
         "plan": ["rich>=13", "matplotlib>=3.8"],
+        # `compare`, `memory` and `sweep`; tensorboard reads its folders for `compare`.
+        "tools": ["rich>=13", "matplotlib>=3.8", "tensorboard>=2.12"],
     },
     # megatron-core, apex and transformer-engine are found at run time where they are installed; the
     # op works without them.

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, num_sms
+from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
 from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
@@ -244,10 +244,10 @@ def exp_product(
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
     tiling, num_programs = _launch_shape(tokens.device)
-    num_tiles = triton.cdiv(num_columns, tiling.block_n)
+    num_tiles = ceil_div(num_columns, tiling.block_n)
     tile_max = torch.empty((num_tiles, num_rows), dtype=torch.float32, device=tokens.device)
     tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.zeros_like(reference2)
+    label_logit = torch.empty_like(reference2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, num_sms
+from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
 from megatron_fused_ce.loss_form import PLAIN, LossForm
 from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
 
@@ -607,10 +607,10 @@ def exp_product(
     form: LossForm = PLAIN,
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both."""
-    num_tiles = triton.cdiv(weight.shape[0], int(BLOCK_N))
+    num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
     tile_max = torch.empty((num_tiles, tokens.shape[0]), dtype=torch.float32, device=tokens.device)
     tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.zeros_like(reference2)
+    label_logit = torch.empty_like(reference2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     _launch(
         tokens,

@@ -27,10 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.exp_product import HEADROOM
-from megatron_fused_ce.kernels.launch import Launch
+from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
+from megatron_fused_ce.kernels.token_kernels import addends, store_loss
 from megatron_fused_ce.loss_form import PLAIN, LossForm
-from megatron_fused_ce.row_ops import NOT_HERE, Merged, RowStatistics, TileStatistics
+from megatron_fused_ce.row_ops import NOT_HERE, REFERENCE, Merged, RowStatistics, TileStatistics
 
 #: Rows of the whole weight whose logits give a token's reference, spread over it: any real rows do.
 SAMPLED_ROWS = 64
@@ -139,6 +140,8 @@ def _combine_tiles_kernel(
     shard_ptr,  # [4, C] fp32, out, natural units: row_ops.RowStatistics.shard
     excess_ptr,  # out: the row's excess where its tiles differ in theirs, else -1
     argmax_ptr,  # out, int64
+    loss_ptr,  # [C] fp32, out
+    saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
     num_rows,
     num_columns,
     num_tiles,
@@ -147,8 +150,12 @@ def _combine_tiles_kernel(
     BLOCK_TILES: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ALONE: tl.constexpr,
 ):
-    """One sweep over the tiles of a block of rows; slots of tiles are reduced once, at its end."""
+    """One sweep over the tiles of a block of rows; slots of tiles are reduced once, at its end.
+
+    ``ALONE``: the shard is the whole vocabulary, and the tokens' losses follow at once.
+    """
     LN2: tl.constexpr = 0.6931471805599453
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
@@ -198,6 +205,10 @@ def _combine_tiles_kernel(
         first = tl.where(slot_max == largest[None, :], slot_best, num_columns)
         best = tl.min(first, axis=0)
         tl.store(argmax_ptr + rows, tl.where(own_wins, label, best.to(tl.int64)), mask=inside)
+    if ALONE:
+        row_shift = (reference + row_excess) * LN2
+        others, of_label, shifted = addends(row_shift, others, label_logit, row_max)
+        store_loss(others, of_label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
 @triton.jit
@@ -294,18 +305,27 @@ def _add_scaled_kernel(total_ptr, addend_ptr, scale_ptr, numel, BLOCK: tl.conste
     tl.store(total_ptr + at, total + scale * tl.load(addend_ptr + at, mask=mask), mask=mask)
 
 
+@triton.jit
+def _scaled_copy_kernel(x_ptr, scale_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numel
+    x = tl.load(x_ptr + at, mask=mask) * tl.load(scale_ptr)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 _label_tiles = Launch(_label_tiles_kernel)
 _row_prologue = Launch(_row_prologue_kernel, num_warps=4)
 _combine_tiles = Launch(_combine_tiles_kernel, num_warps=8)
 _seal_rows = Launch(_seal_rows_kernel, num_warps=4)
 _scale_rows = Launch(_scale_rows_kernel, num_warps=4)
 _add_scaled = Launch(_add_scaled_kernel, num_warps=8)
+_scaled_copy = Launch(_scaled_copy_kernel, num_warps=8)
 
 
 def _empty_table(num_rows: int, num_columns: int, device: torch.device) -> TileTable:
     """No labels, no tile handed out."""
-    halves = 2 * triton.cdiv(num_rows, 2 * HALF_TILE_ROWS)
-    num_tiles = triton.cdiv(num_columns, TILE_COLUMNS)
+    halves = 2 * ceil_div(num_rows, 2 * HALF_TILE_ROWS)
+    num_tiles = ceil_div(num_columns, TILE_COLUMNS)
     # In one piece: the counter costs no launch of its own.
     # Both at a multiple of 16 bytes, as the fast way to launch wants them.
     zeros = torch.zeros(4 + num_tiles * halves, dtype=torch.int32, device=device)
@@ -321,7 +341,7 @@ def tile_table(
     table = _empty_table(num_rows, num_columns, labels.device)
     block_rows = 256
     _label_tiles(
-        (triton.cdiv(num_rows, block_rows),),
+        (ceil_div(num_rows, block_rows),),
         (labels, table.holds_label),
         (num_rows, num_columns, table.holds_label.shape[1]),
         BLOCK_ROWS=block_rows,
@@ -362,14 +382,14 @@ def row_prologue(
     table = _empty_table(num_rows, num_columns, tokens.device)
     block_rows = 32
     _row_prologue(
-        (triton.cdiv(num_rows, block_rows),),
+        (ceil_div(num_rows, block_rows),),
         (sample_logits, labels, reference2, table.holds_label),
         (
             *(num_rows, num_columns, num_sampled, table.holds_label.shape[1]),
             *(logit_scale, form.softcap or 1.0),
         ),
         BLOCK_ROWS=block_rows,
-        SAMPLED=triton.next_power_of_2(num_sampled),
+        SAMPLED=next_power_of_2(num_sampled),
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
         SOFTCAP=form.softcap is not None,
@@ -383,28 +403,35 @@ def combine_tiles(
     labels: Tensor,  # [C] int64
     num_columns: int,
     form: LossForm = PLAIN,
+    alone: bool = False,
 ) -> RowStatistics:
-    """Statistics of every row from those of its tiles."""
+    """Statistics of every row from those of its tiles; merged already where the shard is ``alone``."""
     num_tiles, num_rows = tiles.tile_max.shape
-    shard = torch.empty((4, num_rows), dtype=torch.float32, device=labels.device)
-    excess = torch.empty_like(prologue.reference2)
+    statistics = torch.empty((5, num_rows), dtype=torch.float32, device=labels.device)
+    shard, excess = statistics[:4], statistics[4]
+    merged = None
+    if alone:
+        loss, saved = torch.empty_like(excess), statistics.new_empty((4, num_rows))
+        merged = Merged(loss, saved, shard[REFERENCE])
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
     block_rows = 16 if num_rows > 4096 else 8
     _combine_tiles(
-        (triton.cdiv(num_rows, block_rows),),
+        (ceil_div(num_rows, block_rows),),
         (
             *(prologue.reference2, tiles.tile_max, tiles.tile_sum),
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
             *(labels, tiles.label_logit, shard, excess, labels if argmax is None else argmax),
+            *((shard, shard) if merged is None else (merged.loss, merged.terms)),
         ),
         (num_rows, num_columns, num_tiles, form.softcap or 1.0),
         BLOCK_ROWS=block_rows,
         BLOCK_TILES=64,
         WITH_ARGMAX=argmax is not None,
         SOFTCAP=form.softcap is not None,
+        ALONE=alone,
     )
-    return RowStatistics(shard, argmax, excess=excess)
+    return RowStatistics(shard, argmax, excess=excess, merged=merged)
 
 
 def seal_rows(
@@ -447,7 +474,7 @@ def scale_rows(
         (num_rows,),
         (x, factor, out),
         (num_columns, x.stride(0), out.stride(0)),
-        BLOCK=min(2048, triton.next_power_of_2(num_columns)),
+        BLOCK=min(2048, next_power_of_2(num_columns)),
     )
     return out
 
@@ -460,5 +487,12 @@ def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:
     """
     block = 4096
     _add_scaled(
-        (triton.cdiv(total.numel(), block),), (total, addend, scale), (total.numel(),), BLOCK=block
+        (ceil_div(total.numel(), block),), (total, addend, scale), (total.numel(),), BLOCK=block
     )
+
+
+def scaled_copy(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(scale * x).to(dtype)`` in one pass (6 bytes an element from fp32 to bf16); contiguous."""
+    block, out = 4096, torch.empty(x.shape, dtype=dtype, device=x.device)
+    _scaled_copy((ceil_div(x.numel(), block),), (x, scale, out), (x.numel(),), BLOCK=block)
+    return out

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce.kernels.launch import Launch
+from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
 from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTargets
 from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
@@ -306,7 +306,7 @@ def _num_targets(targets: SoftTargets | None) -> tuple[int, int]:
     if targets is None:
         return 0, 0
     k = targets.ids.shape[0]
-    return k, triton.next_power_of_2(k)
+    return k, next_power_of_2(k)
 
 
 _row_statistics = Launch(_row_statistics_kernel, num_warps=STATISTICS_WARPS)
@@ -343,7 +343,7 @@ def row_statistics(
             *(logits.stride(0), num_rows, num_columns, num_targets),
             *(logit_scale, form.softcap or 1.0),
         ),
-        BLOCK=min(STATISTICS_BLOCK, triton.next_power_of_2(num_columns)),
+        BLOCK=min(STATISTICS_BLOCK, next_power_of_2(num_columns)),
         WITH_ARGMAX=with_argmax,
         WITH_SUM=logit_sum is not None,
         WEIGHTED=weighted is not None,
@@ -366,11 +366,11 @@ def row_gradients(
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
-    block = min(GRADIENT_BLOCK, triton.next_power_of_2(num_columns))
+    block = min(GRADIENT_BLOCK, next_power_of_2(num_columns))
     num_targets, padded_targets = _num_targets(targets)
     unused = terms.factor
     _row_gradients(
-        (num_rows, triton.cdiv(num_columns, block)),
+        (num_rows, ceil_div(num_columns, block)),
         (
             *(logits, out, local_labels),
             *(terms.row_max, terms.scale, terms.deficit, terms.factor),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce.kernels.launch import Launch
+from megatron_fused_ce.kernels.launch import Launch, ceil_div
 from megatron_fused_ce.row_ops import NOT_HERE, Merged
 
 BLOCK = 256
@@ -21,10 +21,16 @@ _NOT_HERE = tl.constexpr(NOT_HERE)
 
 @triton.jit
 def _addends(shard_ptr, rows, inside, num_rows, row_max):
-    """One shard's addends to (others, label, z_y - m): row_ops.shard_terms."""
+    """One shard's addends, loaded from row_ops.RowStatistics.shard."""
     reference = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
     others = tl.load(shard_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
     label_logit = tl.load(shard_ptr + 3 * num_rows + rows, mask=inside, other=0.0)
+    return addends(reference, others, label_logit, row_max)
+
+
+@triton.jit
+def addends(reference, others, label_logit, row_max):
+    """One shard's addends to (others, label, z_y - m): row_ops.shard_terms."""
     shifted = label_logit - row_max
     here = label_logit != _NOT_HERE
     rescaled = tl.where(others == 0.0, 0.0, others * tl.exp(reference - row_max))
@@ -58,7 +64,8 @@ def _log1p(x):
 
 
 @triton.jit
-def _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
+def store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
+    """Loss and terms of tokens whose addends were summed over the shards: row_ops.token_loss."""
     total = others + label
     confident = label > others
     ratio = others / tl.where(confident, label, 1.0)
@@ -86,7 +93,7 @@ def _token_loss_kernel(
     others = tl.load(terms_ptr + rows, mask=inside, other=0.0)
     label = tl.load(terms_ptr + num_rows + rows, mask=inside, other=1.0)
     shifted = tl.load(terms_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
-    _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
+    store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
 @triton.jit
@@ -125,7 +132,7 @@ def _merge_shards_kernel(
         label += b
         shifted += c
     tl.store(reference_ptr + rows, largest_reference, mask=inside)
-    _store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
+    store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
 _shard_terms = Launch(_shard_terms_kernel)
@@ -140,7 +147,7 @@ def shard_terms(
     """:func:`.row_ops.shard_terms`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
     terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
-    grid = (triton.cdiv(num_rows, BLOCK),)
+    grid = (ceil_div(num_rows, BLOCK),)
     _shard_terms(grid, (shard, global_max, terms), (num_rows,), BLOCK=BLOCK)
     return terms
 
@@ -153,7 +160,7 @@ def token_loss(
     num_rows = global_max.shape[0]
     loss = torch.empty_like(global_max)
     saved = terms.new_empty((4, num_rows))
-    grid = (triton.cdiv(num_rows, BLOCK),)
+    grid = (ceil_div(num_rows, BLOCK),)
     _token_loss(grid, (global_max, terms, loss, saved), (num_rows,), BLOCK=BLOCK)
     return loss, saved
 
@@ -164,7 +171,7 @@ def merge_shards(shards: Tensor) -> Merged:
     loss = torch.empty(num_rows, dtype=torch.float32, device=shards.device)
     saved = loss.new_empty((4, num_rows))
     reference = torch.empty_like(loss)
-    grid = (triton.cdiv(num_rows, BLOCK),)
+    grid = (ceil_div(num_rows, BLOCK),)
     _merge_shards(grid, (shards, loss, saved, reference), (num_shards, num_rows), BLOCK=BLOCK)
     return Merged(loss, saved, reference)
 

@@ -1,54 +1,70 @@
-"""``python -m megatron_fused_ce``: the commands that need no GPU.
+"""``python -m megatron_fused_ce``: every command that a user runs.
 
 ::
 
     python -m megatron_fused_ce plan        # memory of a whole training, with and without the flag
     python -m megatron_fused_ce plan-head   # strategy and chunks of one head
+    python -m megatron_fused_ce compare     # is it the same training?
+    python -m megatron_fused_ce memory      # where did the memory go?
+    python -m megatron_fused_ce sweep       # how many chunks?
     python -m megatron_fused_ce autoload    # lets every launch of this environment know the flag
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from importlib import import_module
-from typing import NoReturn
 
 from megatron_fused_ce import __version__
+from megatron_fused_ce.command_line import UsageError, command
 
 #: Name, module with a ``main``, and what it is for.
 COMMANDS = {
-    "plan": ("estimate.command", "memory of a whole training, with and without the flag"),
-    "plan-head": ("planner", "strategy and chunks of one head"),
+    "plan": (
+        "estimate.command",
+        "memory of a whole training, with and without the flag; needs no GPU",
+    ),
+    "plan-head": ("estimate.head_command", "strategy and chunks of one head; needs no GPU"),
+    "compare": (
+        "scripts.runs.compare",
+        "is it the same training? two runs' logs, or one launch twice",
+    ),
+    "memory": (
+        "scripts.runs.memory",
+        "where did the memory go? one step of a launch, flag off and on",
+    ),
+    "sweep": ("scripts.runs.sweep", "how many chunks? time against memory, and the flags to use"),
     "autoload": ("autoload", "let every launch of this environment know the flag"),
 }
+HELP = """\
+usage: python -m megatron_fused_ce COMMAND ...
+
+Fused chunked cross-entropy for Megatron-LM. To train, add --fused-chunked-ce to a launch.
+
+{commands}
+
+python -m megatron_fused_ce COMMAND --help describes one command; --version prints the version.
+"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"megatron_fused_ce: {message}; there are {', '.join(COMMANDS)}\n")
-
-
-def main(argv: list[str] | None = None) -> int:
+@command("megatron_fused_ce")
+def main(words: list[str]) -> int:
     """Run one command with the rest of the command line; without one, print help."""
-    parser = _Parser(
-        prog="python -m megatron_fused_ce",
-        description="Fused chunked cross-entropy for Megatron-LM: commands that need no GPU. "
-        "To train, add --fused-chunked-ce to a launch.",
-        epilog="python -m megatron_fused_ce COMMAND --help describes one command.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"megatron_fused_ce {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (_, what) in COMMANDS.items():
-        commands.add_parser(name, help=what, add_help=False)
-    # The command reads the words behind its name itself.
-    words = list(sys.argv[1:] if argv is None else argv)
-    command = parser.parse_args(words[:1]).command
-    if command is None:
-        parser.print_help()
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        lines = (f"  {command:10} {what}" for command, (_, what) in COMMANDS.items())
+        print(HELP.format(commands="\n".join(lines)), end="")
         return 0
-    module = import_module(f"megatron_fused_ce.{COMMANDS[command][0]}")
+    if name == "--version":
+        print(f"megatron_fused_ce {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise UsageError(f"no command {name!r}; there are {', '.join(COMMANDS)}")
+    try:
+        module = import_module(f"megatron_fused_ce.{COMMANDS[name][0]}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("megatron_fused_ce"):
+            raise
+        raise UsageError(f"{name} needs {error.name}: pip install {error.name}") from None
     status: int = module.main(words[1:])
     return status
 

@@ -14,6 +14,7 @@ from megatron_fused_ce import loop
 from megatron_fused_ce.grad_weight import OpenedAccumulators
 from megatron_fused_ce.loop import Saved, SavedChunk, Targets
 from megatron_fused_ce.loss_form import SoftTargets
+from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 
@@ -43,8 +44,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         try:
             with _no_autocast(device), phases.of_pass(kind, device):
                 out = loop.forward(context, flat, weight, targets)
-                saved = out.saved
-                phases.waits(saved.last_hidden, *saved.tensors(), *(saved.gradients or ()))
+                saved, tensors = out.saved, out.saved.tensors()
+                if phases is not UNTIMED:
+                    phases.waits(saved.last_hidden, *tensors, *(saved.gradients or ()))
         except BaseException:
             spec.comm.settle(device)
             raise
@@ -57,7 +59,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             ctx.token_shape = targets.labels.shape
             entropy = outputs.entropy if spec.form.differentiable else None
             once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
-            ctx.save_for_backward(*once, saved.last_hidden, *saved.tensors())
+            ctx.save_for_backward(*once, saved.last_hidden, *tensors)
         outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
         of_shard = [
             None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)

@@ -103,7 +103,12 @@ class ReturnedGradWeight:
             self._held.add(grad_logits, hidden)
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
-        self._product = total.mul_(scale)
+        if total.is_cuda and self._dtype != torch.float32:
+            from megatron_fused_ce.kernels import exp_rows
+
+            self._product = exp_rows.scaled_copy(total, scale, self._dtype)
+        else:
+            self._product = total.mul_(scale)
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         product = self._product

@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -41,6 +42,8 @@ class ChunkInputs(NamedTuple):
     sample: Tensor | None = None
     form: LossForm = PLAIN
     targets: SoftTargets | None = None  # in the labels' place
+    #: whether this shard is the whole vocabulary
+    alone: bool = False
 
 
 class Scores(NamedTuple):
@@ -192,7 +195,7 @@ class ScaledExp:
     def logits_gemm(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
     ) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample, form, _ = chunk
+        tokens, weight, labels, logit_scale, sample, form, _, alone = chunk
         assert sample is not None
         exp_rows = _exp_rows()
         num_columns = weight.shape[0]
@@ -210,7 +213,7 @@ class ScaledExp:
         )
 
         def statistics() -> Scores:
-            stats = exp_rows.combine_tiles(prologue, tiles, labels, num_columns, form)
+            stats = exp_rows.combine_tiles(prologue, tiles, labels, num_columns, form, alone)
             return Scores(stats, tiles)
 
         return statistics
@@ -237,7 +240,7 @@ class ScaledExp:
     def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
     ) -> LogitsGrad:
-        tokens, weight, labels, logit_scale, _, form, _ = chunk
+        tokens, weight, labels, logit_scale, _, form, _, _ = chunk
         gradient = form.gradient_terms(terms, upstream)
         self.product.gradient_product(
             tokens,
@@ -254,18 +257,21 @@ class ScaledExp:
         return LogitsGrad(out, None)
 
 
+@cache
 def _token_kernels() -> ModuleType:
     from megatron_fused_ce.kernels import token_kernels
 
     return token_kernels
 
 
+@cache
 def _forms() -> Any:
     from megatron_fused_ce.kernels import forms
 
     return forms
 
 
+@cache
 def _exp_rows() -> Any:
     from megatron_fused_ce.kernels import exp_rows
 

@@ -31,6 +31,7 @@ from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight
 from megatron_fused_ce.logits_backend import ChunkInputs, LogitsGrad, Scores
 from megatron_fused_ce.loss_form import SoftTargets
+from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.pipeline import (
     Context,
     GradientGemms,
@@ -123,7 +124,8 @@ class _Scored:
             best = (stats.argmax + spec.vocab_start).float()
             stats = stats._replace(further=stats.further._replace(best=best))
         self.merge: Merge = spec.comm.start_merge(stats, spec.logits.token_ops)
-        context.phases.moved("merge", spec.comm.merge_bytes(stats))
+        if context.phases is not UNTIMED:
+            context.phases.moved("merge", spec.comm.merge_bytes(stats))
 
 
 class _AfterMerge(Protocol):
@@ -226,7 +228,8 @@ def _inputs(
     if soft is not None:
         soft = SoftTargets(*(context.split(part, chunk).contiguous() for part in soft))
     spec = context.spec
-    return ChunkInputs(hidden, weight, labels, spec.logit_scale, sample, spec.form, soft)
+    alone = spec.comm.size == 1
+    return ChunkInputs(hidden, weight, labels, spec.logit_scale, sample, spec.form, soft, alone)
 
 
 class _Results:

@@ -222,12 +222,15 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
     Errors and collectives: those of :func:`fused_linear_cross_entropy`.
     """
     call = _completed(Arguments(*args, **kwargs))
-    if not getattr(call.hidden, "is_cuda", False):
-        return _evaluate(call)
     # Triton's launches and the collectives' streams are the current device's. Autograd's thread for a
     # backward sees to it by itself.
-    with torch.cuda.device(call.hidden.device):
-        return _evaluate(call)
+    if (
+        getattr(call.hidden, "is_cuda", False)
+        and call.hidden.get_device() != torch.cuda.current_device()
+    ):
+        with torch.cuda.device(call.hidden.device):
+            return _evaluate(call)
+    return _evaluate(call)
 
 
 def _completed(args: Arguments) -> Arguments:
@@ -298,7 +301,7 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
     config, parts = args.config, spec.comm.num_parts
     ids = _in_token_order(args.labels, args, parts).to(torch.int64)
     ids = ids if kept is None else kept.of_tokens(ids)
-    labels = _local(ids, spec.vocab_start, config)
+    labels = _local(ids, spec, config)
     ignored = None
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
@@ -308,11 +311,9 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
     weights = None
     if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = _in_token_order(args.token_weights.detach(), args, parts)
-        weights = (weights if kept is None else kept.of_tokens(weights)).to(
-            torch.float32, copy=True
-        )
+        weights = (weights if kept is None else kept.of_tokens(weights)).float()
         if ignored is not None:
-            weights.masked_fill_(ignored, 0.0)
+            weights = weights.masked_fill(ignored, 0.0)
     soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec, kept)
     return Targets(labels, soft, ignored, weights)
 
@@ -326,7 +327,7 @@ def _soft_targets(
         for part in (teacher.ids.to(torch.int64), teacher.log_probs.detach().float())
     )
     once = merge_duplicates(ids, log_probs)
-    local = _local(once.ids, spec.vocab_start, args.config).view(k, parts, -1)
+    local = _local(once.ids, spec, args.config).view(k, parts, -1)
     probs = once.probs.view(k, parts, -1)
     if kept is not None:
         local, probs = kept.of_tokens(local), kept.of_tokens(probs)
@@ -340,9 +341,11 @@ def _in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tenso
     return per_token.reshape(num_parts, -1)
 
 
-def _local(ids: Tensor, vocab_start: int, config: FusedCEConfig) -> Tensor:
+def _local(ids: Tensor, spec: CallSpec, config: FusedCEConfig) -> Tensor:
     """Columns of this shard for global ids. No shard has one in the padding that is masked."""
-    local = ids - vocab_start if vocab_start else ids.contiguous()
+    # Of several ranks the first subtracts too: all run the same operators.
+    whole = spec.comm.size == 1 and spec.vocab_start == 0
+    local = ids.contiguous() if whole else ids - spec.vocab_start
     if config.true_vocab_size is not None:
         local = local.masked_fill(ids >= config.true_vocab_size, -1)
     return local

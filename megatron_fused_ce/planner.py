@@ -20,13 +20,12 @@ and to each what :class:`Memory` names. Every chunk also reads and writes the fp
 
 from __future__ import annotations
 
-import argparse
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 
@@ -304,7 +303,7 @@ def plan(inputs: PlanInputs) -> Plan:
     """
     if inputs.strategy != "auto":
         return _by_name(inputs)
-    budget = _budget_bytes(inputs)
+    budget = budget_bytes(inputs)
     chosen = _fastest(inputs, budget) or min(
         _options(inputs, budget),
         key=lambda option: (option.predicted_peak_bytes, option.relative_time),
@@ -338,7 +337,7 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
 def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
     """The best plan of each strategy, whatever was asked: within the budget, else its smallest."""
     inputs = replace(inputs, strategy="auto", token_weights_known=True)
-    budget = _budget_bytes(inputs)
+    budget = budget_bytes(inputs)
     options = _options(inputs, budget)
     best = []
     for strategy in ("store", "grad_in_forward", "mixed", "recompute"):
@@ -652,7 +651,7 @@ def _rank(option: Plan) -> tuple[float, int, int]:
     return option.relative_time, option.count, option.predicted_peak_bytes
 
 
-def _budget_bytes(inputs: PlanInputs) -> int:
+def budget_bytes(inputs: PlanInputs) -> int:
     if inputs.memory_mb is not None:
         return inputs.memory_mb * MIB
     return next(_pure_options(inputs, "grad_in_forward")).predicted_peak_bytes
@@ -683,7 +682,7 @@ def _why(inputs: PlanInputs, chosen: Plan) -> str:
             "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
         )
         return f"asked for by name{within}"
-    budget = _budget_bytes(inputs)
+    budget = budget_bytes(inputs)
     if chosen.predicted_peak_bytes > budget:
         return _why_nothing_fits(inputs, chosen)
     return _why_best(inputs, budget, _options(inputs, budget), chosen)
@@ -729,98 +728,3 @@ def size_in_words(num_bytes: int) -> str:
 def _size(inputs: PlanInputs, num_bytes: int) -> str:
     """As a budget would have to name it, where one was given."""
     return size_in_words(num_bytes) if inputs.memory_mb is None else f"{-(-num_bytes // MIB)} MiB"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"plan-head: {message}\n")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the plan for the arguments, and what else there was to choose from."""
-    parser = _Parser(
-        prog="python -m megatron_fused_ce plan-head",
-        description="Choose strategy and chunks for a head, as a training run would.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--tokens", type=int, required=True, help="T: tokens of a micro-batch over the TP group")
-    add("--hidden", type=int, required=True, help="H: hidden size")
-    add("--vocab", type=int, required=True, help="vocabulary of the model, padded as it is trained")
-    add("--tp", type=int, default=1, help="ranks of the tensor-parallel group")
-    add("--sequence-parallel", action="store_true")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
-    add("--memory-mb", type=int, help="budget in MiB (--fused-ce-memory-mb)")
-    add("--strategy", choices=STRATEGY_CHOICES, default="auto")
-    add("--num-chunks", type=int)
-    add("--chunk-tokens", type=int)
-    add(
-        "--wgrad-accumulator",
-        choices=WGRAD_ACCUMULATORS,
-        default="main_grad",
-        help="where grad_weight ends",
-    )
-    add(
-        "--no-token-weights",
-        action="store_true",
-        help="the forward gets no token weights (in Megatron: no loss_mask), so no grad_in_forward",
-    )
-    add(
-        "--logits-backend",
-        choices=LOGITS_BACKENDS,
-        help="default: scaled_exp in bf16, gemm_rows otherwise",
-    )
-    add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
-    add("--mtp-num-layers", type=int, default=0, help="depths of multi-token prediction")
-    given = parser.parse_args(argv)
-    try:
-        if given.tp < 1:
-            raise ValueError(f"--tp must be 1 or more, got {given.tp}")
-        inputs = PlanInputs(
-            num_tokens=given.tokens,
-            hidden_size=given.hidden,
-            num_rows=-(-given.vocab // given.tp),
-            dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[given.dtype],
-            num_parts=given.tp if given.sequence_parallel else 1,
-            tp_size=given.tp,
-            wgrad_accumulator=given.wgrad_accumulator,
-            token_weights_known=not given.no_token_weights,
-            logits_backend=given.logits_backend
-            or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows"),
-            device=given.device,
-            strategy=given.strategy,
-            num_chunks=given.num_chunks,
-            chunk_tokens=given.chunk_tokens,
-            memory_mb=given.memory_mb,
-            uses_in_flight=1 + given.mtp_num_layers,
-        )
-        chosen = plan(inputs)
-    except ValueError as error:
-        parser.error(str(error))
-    print(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}")
-    print("\npredicted peak beside inputs, grad_hidden and the wgrad accumulator:")
-    for name, num_bytes in (*chosen.memory._asdict().items(), ("total", chosen.memory.total)):
-        if num_bytes:
-            print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
-    print(f"\n  {'strategy':15} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
-    for option in alternatives(inputs):
-        mark = "*" if chosen == option else " "
-        print(
-            f"{mark} {option.strategy:15} {option.count:6} {option.capacity:7} "
-            f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
-            f"{option.relative_time:6.3f}{_remark(inputs, option)}"
-        )
-    print("\ntime: over the matrix products alone; * the one that was chosen")
-    return 0
-
-
-def _remark(inputs: PlanInputs, option: Plan) -> str:
-    if option.predicted_peak_bytes > _budget_bytes(inputs):
-        return "  does not fit"
-    if option.strategy == "grad_in_forward" and not inputs.token_weights_known:
-        return "  needs token weights"
-    return ""
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -80,6 +80,8 @@ class RowStatistics(NamedTuple):
     further: Further = NOTHING_FURTHER
     #: scaled-exp GEMM only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
     excess: Tensor | None = None
+    #: where the shard is the whole vocabulary and the merge cost nothing
+    merged: Merged | None = None
 
     @property
     def row_max(self) -> Tensor:
@@ -108,9 +110,8 @@ class TileStatistics(NamedTuple):
     tile_columns: int
     tile_max: Tensor  # fp32: largest z2 - reference2 of the tile, label left out
     tile_sum: Tensor  # fp32: sum of E over the tile, label left out
-    label_logit: (
-        Tensor  # fp32 [C]: logit_scale * z_y, before a softcap; 0 where the label is not here
-    )
+    #: fp32 [C]: logit_scale * z_y, before a softcap; undefined where the label is not here
+    label_logit: Tensor
     tile_argmax: Tensor | None  # int32: column of tile_max
 
 
@@ -226,6 +227,11 @@ def token_loss(
 
 def merge_shards(shards: Tensor) -> Merged:
     """From the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
+    if len(shards) == 1:
+        shard = shards[0]
+        return Merged(
+            *token_loss(shard_terms(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[REFERENCE]
+        )
     global_max = shards[:, ROW_MAX].amax(0)
     loss, terms = token_loss(shard_terms(shards, global_max).sum(0), global_max)
     return Merged(loss, terms, shards[:, REFERENCE].amax(0))

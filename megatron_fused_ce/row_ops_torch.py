@@ -24,7 +24,9 @@ def _row_blocks(num_rows: int, num_columns: int) -> list[slice]:
 
 def _scaled(logits: Tensor, logit_scale: float, form: LossForm) -> Tensor:
     """A new fp32 tensor: the logits that the loss is made of."""
-    z = logits.to(torch.float32, copy=True).mul_(logit_scale)
+    z = logits.to(torch.float32, copy=True)
+    if logit_scale != 1.0:
+        z.mul_(logit_scale)
     if form.softcap is not None:
         z.div_(form.softcap).tanh_().mul_(form.softcap)
     return z
@@ -75,8 +77,11 @@ def row_statistics(
             z.masked_fill_(masked, -torch.inf)
         block_max, block_argmax = z.max(dim=-1)
         label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
-        label_logit = z.gather(-1, label.columns).masked_fill_(~label.mask, NOT_HERE).squeeze(-1)
-        reference = torch.where(block_max == -torch.inf, 0.0, block_max)
+        at_label = z.gather(-1, label.columns)
+        label_logit = torch.where(label.mask, at_label, NOT_HERE).squeeze(-1)
+        reference = block_max.masked_fill(block_max == -torch.inf, 0.0)
+        # -inf leaves the label's own column out of the sum.
+        z.scatter_(-1, label.columns, at_label.masked_fill_(label.mask, -torch.inf))
         shifted = z.sub_(reference.unsqueeze(-1))
         if targets is not None and target_sum is not None and target_mass is not None:
             here = _Here.of(targets.ids[:, rows].t(), num_columns)
@@ -85,7 +90,6 @@ def row_statistics(
             target_sum[rows] = torch.where(probs == 0, 0.0, addends).sum(dim=-1)
             target_mass[rows] = probs.sum(dim=-1)
         e = shifted.exp() if weighted is not None else shifted.exp_()
-        e.scatter_(-1, label.columns, e.gather(-1, label.columns).masked_fill_(label.mask, 0.0))
         if weighted is not None:
             weighted[rows] = shifted.mul_(e).masked_fill_(e == 0, 0.0).sum(dim=-1)
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))

@@ -45,6 +45,10 @@ def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.
     if not token_weights.numel():
         return token_weights
     bits = FP16_WAITING_BITS if dtype == torch.float16 else 0
+    if token_weights.is_cuda:
+        from megatron_fused_ce.kernels import upstream_kernels
+
+        return upstream_kernels.scaled_weights(token_weights.contiguous(), bits, logit_scale)
     return torch.ldexp(
         token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale))
     )

@@ -226,7 +226,7 @@ def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
         token_weights: the same shape, any float dtype, any values (not only 0 and 1).
 
     Returns:
-        ``c``: fp32 []. ``mismatch``: bool [].
+        ``c``: fp32 []. ``mismatch``: [], bool or 0 and 1.
 
     Raises:
         ValueError: the shapes differ.
@@ -236,6 +236,10 @@ def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
             f"grad_loss has shape {tuple(grad_loss.shape)} and token_weights "
             f"{tuple(token_weights.shape)}; expected one weight for each token's gradient"
         )
+    if grad_loss.is_cuda and grad_loss.dtype == token_weights.dtype == torch.float32:
+        from megatron_fused_ce.kernels import upstream_kernels
+
+        return upstream_kernels.fit(grad_loss.contiguous(), token_weights.contiguous(), RTOL, ATOL)
     g, w = grad_loss.double(), token_weights.double()
     norm = (w * w).sum()
     c = torch.where(norm > 0, (g * w).sum() / norm, 0.0)

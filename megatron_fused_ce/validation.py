@@ -35,21 +35,7 @@ def check_call(
                 "plain tensor: call inside the forward of the module that FSDP2 gathers it for, or pass "
                 "full_tensor(), or to_local() of tensor-parallel rows"
             )
-    if hidden.dtype not in DTYPES:
-        raise TypeError(
-            f"hidden has dtype {hidden.dtype}; expected float32, bfloat16 or float16: cast it first"
-        )
-    if weight.dtype != hidden.dtype:
-        raise TypeError(
-            f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; expected one dtype: "
-            "cast one of them, or run under torch.autocast"
-        )
-    if labels.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"labels have dtype {labels.dtype}; expected int64 (or int32) token ids")
-    devices = {"hidden": hidden.device, "weight": weight.device, "labels": labels.device}
-    if len(set(devices.values())) > 1:
-        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"{listed}; expected all on one device")
+    _check_types(hidden, weight, labels)
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; expected [V, H], this rank's vocabulary rows, "
@@ -84,6 +70,25 @@ def check_call(
             f"vocab_start is {vocab_start!r}; expected the first global id of this rank's rows "
             "(0 or more), or None to find it"
         )
+
+
+def _check_types(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Dtypes and devices."""
+    if hidden.dtype not in DTYPES:
+        raise TypeError(
+            f"hidden has dtype {hidden.dtype}; expected float32, bfloat16 or float16: cast it first"
+        )
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"weight has dtype {weight.dtype} and hidden {hidden.dtype}; expected one dtype: "
+            "cast one of them, or run under torch.autocast"
+        )
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels have dtype {labels.dtype}; expected int64 (or int32) token ids")
+    devices = {"hidden": hidden.device, "weight": weight.device, "labels": labels.device}
+    if len(set(devices.values())) > 1:
+        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{listed}; expected all on one device")
 
 
 def _wrong_shapes(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.row_ops import (
+    NOTHING_FURTHER,
     NUM_STATISTICS,
     REFERENCE,
     ROW_MAX,
@@ -250,8 +251,10 @@ class _Local:
 
     def finish(self) -> Merged:
         shards, further = self._stats.shard.unsqueeze(0), self._stats.further
-        merged: Merged = self._token_ops.merge_shards(shards)
-        if not further.names:
+        merged = self._stats.merged
+        if merged is None:
+            merged = cast(Merged, self._token_ops.merge_shards(shards))
+        if further is NOTHING_FURTHER or not further.names:
             return merged
         rows = torch.stack(further.rows()).unsqueeze(0)
         return merged._replace(further=merge_further(further.names, rows, shards))
@@ -453,12 +456,7 @@ def agree(
     table = received.view(size, len(mine)).tolist()
 
     if any(row[0] for row in table):
-        words: list[str | None] = [None] * size
-        dist.all_gather_object(words, str(error) if error is not None else None, group=group)
-        if error is not None:
-            raise error
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
-        raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
+        _raise_everywhere(group, error)
     columns = list(zip(*table, strict=True))
     starts, sizes, numbers = columns[1], columns[2], columns[3:]
     for name, seen in zip(same, numbers[len(of_rank) :], strict=True):
@@ -481,6 +479,16 @@ def agree(
     settled = Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
     history.heads[head] = settled
     return settled
+
+
+def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:
+    """This rank's error, or the other ranks' words. Collectives: one all-gather of them."""
+    words: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(words, str(error) if error is not None else None, group=group)
+    if error is not None:
+        raise error
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text)
+    raise RankDisagreement(f"bad input on another rank of the tensor-parallel group: {told}")
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:

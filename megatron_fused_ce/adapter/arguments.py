@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from megatron_fused_ce.command_line import BILLION, number, whole
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
     MERGE_CHOICES,
@@ -19,36 +19,18 @@ from megatron_fused_ce.config import (
 FLAG = "--fused-chunked-ce"
 
 
-def _at_least_one(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
-    return value
-
-
-def _number(text: str, fits: Callable[[float], bool], words: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and fits(value)):
-        raise argparse.ArgumentTypeError(f"expected a number {words}, got {text!r}")
-    return value
-
-
-def _zero_or_more(text: str) -> float:
-    return _number(text, lambda value: value >= 0, "of 0 or more")
-
-
-def _above_zero(text: str) -> float:
-    return _number(text, lambda value: value > 0, "above 0")
+_at_least_one = whole()
+_zero_or_more = number()
+_above_zero = number(above=True)
 
 
 def _share(text: str) -> float:
-    return _number(text, lambda value: 0 <= value < 1, "of 0 or more and below 1")
+    value = _zero_or_more(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of 0 or more and below 1, got {text!r}"
+        )
+    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -130,7 +112,7 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--fused-ce-ignore-index",
-        type=int,
+        type=whole(-BILLION),
         default=None,
         metavar="ID",
         help="label of tokens with loss 0 and no gradient (PyTorch's default is -100; here: none)",

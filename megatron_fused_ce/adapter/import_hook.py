@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from megatron_fused_ce.adapter import layout, switch
+from megatron_fused_ce.adapter import layout
 
 #: Megatron's module -> (module of this package, function in it) that patches it.
 TARGETS = {
@@ -38,19 +38,34 @@ TARGETS = {
 _MARK = "__fused_ce_patched__"
 
 
-def install() -> None:
-    """Patch what is imported, watch for the rest. Calling it again changes nothing.
+def install(asked_for: Callable[[], bool] | None = None) -> None:
+    """Patch what is imported, watch for the rest. Calling it again changes no more than ``asked_for``.
+
+    Args:
+        asked_for: whether the fused head was asked for; None leaves it to the command line.
 
     Raises:
         ImportError: the fused head was asked for, and Megatron or torch is too old or laid out otherwise
             (SystemExit with status 2 where the command line asked); so does the import of such a module.
     """
+    global _asked_for
+    if asked_for is not None:
+        _asked_for = asked_for
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name in TARGETS:
         module = sys.modules.get(name)
         if module is not None and not _is_initializing(module):
             _patch(module)
+
+
+def _on_command_line() -> bool:
+    from megatron_fused_ce.adapter import arguments
+
+    return arguments.flag_given()
+
+
+_asked_for: Callable[[], bool] = _on_command_line
 
 
 def _is_initializing(module: ModuleType) -> bool:
@@ -62,7 +77,7 @@ def _patch(module: ModuleType) -> None:
         return
     reason = layout.why_unknown(module)
     if reason is not None:
-        if switch.asked_for():
+        if _asked_for():
             layout.refuse(reason)
         return
     setattr(module, _MARK, True)

@@ -61,7 +61,7 @@ def enable(
     _ever_enabled = True
     _enabled_log_accuracy = log_accuracy
     _enabled_report = report
-    import_hook.install()
+    import_hook.install(asked_for)
 
 
 def disable() -> None:

@@ -7,13 +7,20 @@ import contextlib
 import copy
 import json
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_fused_ce.adapter.arguments import add_arguments
+from megatron_fused_ce.command_line import (
+    Parser,
+    UsageError,
+    command,
+    number,
+    read_text,
+    whole,
+    writable_file,
+)
 from megatron_fused_ce.estimate import launch_script, megatron_arguments
 from megatron_fused_ce.estimate.advice import Gpu, Way, advise, recommended_way, stock_way
 from megatron_fused_ce.estimate.heads import StockPath
@@ -26,6 +33,9 @@ GIB = 2**30
 #: The search for a number of GPUs that fits ends here, and tries these tensor-parallel sizes.
 MOST_GPUS = 4096
 TENSOR_SIZES = (2, 4, 8)
+#: No machine of today has as much.
+MOST_RANKS, MOST_GIB = 10**6, 10**6
+MOST_SCRIPT_BYTES = 2**20
 #: Columns of the tables where they go to a file.
 WIDTH = 110
 #: GiB beside torch's allocator: four launches on H200s that ran out of memory had 1.6, 2.0, 2.0 and 2.8 (what
@@ -39,28 +49,17 @@ GPUS = {
     "h200-141gb": ("NVIDIA H200", 139.80, True),
     "a100-80gb": ("NVIDIA A100-SXM4-80GB", 79.14, False),
 }
-HELP = """\
+HELP = """Predict what a training holds on a GPU with each way of computing the loss.
+
 python -m megatron_fused_ce plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768
 python -m megatron_fused_ce plan --from-launch scripts/examples/llama3_8b.sh --plot plan.png
 python -m megatron_fused_ce plan --from-launch "pretrain_gpt.py --num-layers 32 ..." --gpus 8
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"plan: {message}\n")
-
-
-def _parser(own: bool) -> argparse.ArgumentParser:
+def _parser(own: bool) -> Parser:
     """Of the command line, or only of what a launch says."""
-    parser = _Parser(
-        prog="python -m megatron_fused_ce plan",
-        description="Predict what a training holds on a GPU with each way of computing the loss.",
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=own,
-    )
+    parser = Parser("python -m megatron_fused_ce plan", HELP, add_help=own)
     if own:
         _add_own(parser)
     megatron_arguments.add_model_arguments(parser)
@@ -85,33 +84,47 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a variable that the script does not set itself; repeatable",
     )
-    add("--gpus", type=int, metavar="N", help="of the whole run [the launch's, or the fewest]")
+    add(
+        "--gpus",
+        type=whole(most=MOST_RANKS),
+        metavar="N",
+        help="of the whole run [the launch's, or the fewest]",
+    )
     add("--gpu", choices=tuple(GPUS), default="h100-80gb", help="[%(default)s]")
-    add("--gpu-memory", type=float, metavar="GIB", help="of one GPU, where it has another size")
-    add("--overhead", type=float, default=OVERHEAD_GIB, metavar="GIB",
+    add(
+        "--gpu-memory",
+        type=number(above=True, most=MOST_GIB),
+        metavar="GIB",
+        help="of one GPU, where it has another size",
+    )
+    add("--overhead", type=number(most=MOST_GIB), default=OVERHEAD_GIB, metavar="GIB",
         help="driver, NCCL and kernels beside torch's allocator [%(default)s]")  # fmt: skip
     add("--sharding", choices=SHARDINGS,
         help="what is divided over data-parallel ranks: nothing, the optimizer, or all (FSDP, ZeRO-3)"
         " [as --use-distributed-optimizer says]")  # fmt: skip
-    add("--bytes-per-parameter", type=float, metavar="B",
+    add("--bytes-per-parameter", type=number(above=True, most=1024), metavar="B",
         help="weight, gradient and optimizer together, before sharding")  # fmt: skip
     add("--adam", choices=("fused", "foreach"), default="fused",
         help="foreach: torch's, which copies 4 bytes a parameter in its step [%(default)s]")  # fmt: skip
-    add("--logit-bytes", type=float, metavar="B",
+    add("--logit-bytes", type=number(above=True, most=1024), metavar="B",
         help="one more way: another program's loss that holds B bytes a logit")  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw the ways as bars")
     add("--json", action="store_true", help="print bytes for programs instead of tables")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command("plan")
+def main(words: list[str]) -> int:
     """Plan what the arguments say. Exit status 2, with one line, where they cannot be used."""
-    parser = _parser(own=True)
-    words = list(sys.argv[1:] if argv is None else argv)
-    given = parser.parse_args(words)
+    given = _parser(own=True).parse_args(words)
+    if given.plot:
+        writable_file(given.plot)
     try:
-        _output(plan_of(words), given.plot, given.json)
+        result = plan_of(words)
+        _output(result, given.plot, given.json)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, ImportError) as error:
-        parser.error(_one_line(error))
+        raise UsageError(_one_line(error)) from None
     return 0
 
 
@@ -223,10 +236,7 @@ def _launch(given: argparse.Namespace) -> Launch | None:
         values[name] = value
     if " " in text.strip() or text.startswith("--"):
         return launch_script.of_string(text, count_gpus)
-    try:
-        script = path.read_text()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a shell script") from None
+    script = read_text(path, MOST_SCRIPT_BYTES)
     read = {name for action in _parser(own=False)._actions for name in action.option_strings}
     try:
         return launch_script.of_script(script, values, read, path.parent, count_gpus)
@@ -243,8 +253,6 @@ def _gpu(given: argparse.Namespace) -> Gpu:
 
 
 def _other_path(bytes_per_logit: float) -> StockPath:
-    if not bytes_per_logit > 0:
-        raise ValueError("--logit-bytes must be above 0")
     name = f"{bytes_per_logit:g} bytes a logit"
     return StockPath(name, "", bytes_per_logit, waiting=bytes_per_logit, largest=4)
 

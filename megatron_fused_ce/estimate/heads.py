@@ -2,7 +2,7 @@
 
 Megatron's own paths are given in bytes for each of the ``T*V`` logits, with bf16 or fp16 hidden states.
 Source, for the largest of both passes: docs/benchmarks/results/2026-11-21-h200-reach-llama3-8b.json (one
-rank) and 2026-11-21-h200-tp4-reach.json (four, with sequence parallelism); ``scripts/check_plan.py`` derives
+rank) and 2026-11-21-h200-tp4-reach.json (four, with sequence parallelism); `make figures` derives
 the figures from their peaks anew and docs/plan.md shows both. What they are made of, from the code:
 
 =========  =====  =====================================================================================

@@ -13,6 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_fused_ce.adapter.arguments import config_from_args
+from megatron_fused_ce.command_line import BILLION, whole
+from megatron_fused_ce.command_line import number as share
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate.setting import (
     RECOMPUTE_MODULES,
@@ -49,7 +51,24 @@ NOT_COUNTED = {
     "--use-megatron-fsdp": "give --sharding full as well",
     "--use-torch-fsdp2": "give --sharding full as well",
 }
+#: Layers and experts are counted one by one, and a size of a parallelism is one of ranks.
+_MOST = dict.fromkeys(
+    ("num-layers", "num-experts", "mtp-num-layers", "make-vocab-size-divisible-by"), 10**5
+)
+_MOST |= {f"{name}-model-parallel-size": 10**5 for name in ("tensor", "pipeline", "expert")} | {
+    "context-parallel-size": 10**5,
+    "expert-tensor-parallel-size": 10**5,
+    "micro-batch-size": 10**6,
+}
+_MAY_BE_ZERO = (
+    "mtp-num-layers",
+    "moe-shared-expert-intermediate-size",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "num-experts",
+)
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+MOST_LAYERS = 10**5
 _LOCAL_ATTENTION = ("unfused", "local")
 
 
@@ -125,8 +144,8 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--transformer-impl", default="transformer_engine")
     group.add_argument("--attention-backend", default="auto")
     flag("use-flash-attn")
-    group.add_argument("--attention-dropout", type=float, default=0.1)
-    group.add_argument("--hidden-dropout", type=float, default=0.1)
+    group.add_argument("--attention-dropout", type=share(most=1), default=0.1)
+    group.add_argument("--hidden-dropout", type=share(most=1), default=0.1)
     flag("no-create-attention-mask-in-dataloader")
     flag("no-gradient-accumulation-fusion")
     flag("cross-entropy-loss-fusion")
@@ -135,7 +154,9 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _adders(group: argparse._ArgumentGroup) -> tuple[Any, Any]:
     def number(*names: str, default: int | None = None) -> None:
-        group.add_argument(*(f"--{name}" for name in names), type=int, metavar="N", default=default)
+        bounds = whole(0 if names[0] in _MAY_BE_ZERO else 1, _MOST.get(names[0], BILLION))
+        flags = (f"--{name}" for name in names)
+        group.add_argument(*flags, type=bounds, metavar="N", default=default)
 
     def flag(name: str) -> None:
         group.add_argument(f"--{name}", action="store_true")
@@ -150,17 +171,36 @@ def _layer_frequency(text: str) -> int | list[int]:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.List):
-            return [value(item) for item in node.elts]
+            items = [value(item) for item in node.elts]
+            if not all(isinstance(item, int) for item in items):
+                raise ValueError
+            return items
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
             left, right = value(node.left), value(node.right)
-            return left + right if isinstance(node.op, ast.Add) else left * right
+            if isinstance(node.op, ast.Add):
+                return _short_enough(left + right)
+            # Before it is made: [1] * 10**9 would take all memory.
+            sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
+            if max(sizes) > MOST_LAYERS or sizes[0] * sizes[1] > MOST_LAYERS:
+                raise ValueError
+            return left * right
         raise ValueError
 
     try:
-        found: int | list[int] = value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number and no list of 0 and 1") from None
+        if len(text) > MOST_LAYERS:
+            raise ValueError
+        found: int | list[int] = _short_enough(value(ast.parse(text, mode="eval").body))
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is no number and no list of 0 and 1, of at most {MOST_LAYERS}"
+        ) from None
     return found
+
+
+def _short_enough(value: Any) -> Any:
+    if (len(value) if isinstance(value, list) else value) > MOST_LAYERS:
+        raise ValueError
+    return value
 
 
 def notes(words: Sequence[str]) -> list[str]:

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the examples beside this file share: the training loop, mock data, torchrun. Sourced, not run.
+# What the examples beside this file share: the training loop, what models share, mock data, torchrun. Sourced, not run.
 # Argument names are those of Megatron-LM core_v0.19.0.
 
 GPUS=${GPUS:-8} # of a host
@@ -35,6 +35,21 @@ TRAINING=(
     --log-throughput
     --eval-interval 1000
     --eval-iters 0
+)
+
+# What launches of Llama and Qwen have in common; each script adds its sizes.
+COMMON=(
+    --group-query-attention
+    --seq-length "$SEQUENCE"
+    --max-position-embeddings "$SEQUENCE"
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --tensor-model-parallel-size "${TP:-1}"
+    --context-parallel-size "${CP:-1}"
+    --sequence-parallel
 )
 
 # Your own: --data-path PREFIX --split 99,1,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model NAME

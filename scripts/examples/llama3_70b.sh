@@ -16,31 +16,24 @@ SEQUENCE=${SEQUENCE:-8192}
 VOCAB=128256
 LR=1.5e-4
 
+# shellcheck source=scripts/examples/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
 MODEL=(
+    "${COMMON[@]}"
     --num-layers 80
     --hidden-size 8192
     --ffn-hidden-size 28672
     --num-attention-heads 64
-    --group-query-attention
     --num-query-groups 8
-    --seq-length "$SEQUENCE"
-    --max-position-embeddings "$SEQUENCE"
-    --position-embedding-type rope
     --rotary-base 500000
-    --normalization RMSNorm
     --norm-epsilon 1e-5
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
     --make-vocab-size-divisible-by 32 # no padding at TP 8
 )
 
 PARALLEL=(
-    --tensor-model-parallel-size "$TP"
     --pipeline-model-parallel-size "$PP"
     --num-layers-per-virtual-pipeline-stage "$LAYERS_PER_VIRTUAL_STAGE"
-    --context-parallel-size "$CP"
-    --sequence-parallel
 )
 
 LOSS=(
@@ -49,6 +42,4 @@ LOSS=(
     --fused-chunked-ce
 )
 
-# shellcheck source=scripts/examples/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 launch pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"

@@ -11,28 +11,18 @@ GLOBAL_BATCH=${GLOBAL_BATCH:-128}
 SEQUENCE=${SEQUENCE:-8192}
 VOCAB=128256
 
+# shellcheck source=scripts/examples/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
 MODEL=(
+    "${COMMON[@]}"
     --num-layers 32
     --hidden-size 4096
     --ffn-hidden-size 14336
     --num-attention-heads 32
-    --group-query-attention
     --num-query-groups 8
-    --seq-length "$SEQUENCE"
-    --max-position-embeddings "$SEQUENCE"
-    --position-embedding-type rope
     --rotary-base 500000
-    --normalization RMSNorm
     --norm-epsilon 1e-5
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-)
-
-PARALLEL=(
-    --tensor-model-parallel-size "$TP"
-    --context-parallel-size "$CP"
-    --sequence-parallel
 )
 
 LOSS=(
@@ -41,6 +31,4 @@ LOSS=(
     --fused-chunked-ce
 )
 
-# shellcheck source=scripts/examples/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-launch pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"
+launch pretrain_gpt.py "${MODEL[@]}" "${LOSS[@]}" "$@"

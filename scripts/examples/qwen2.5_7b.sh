@@ -11,29 +11,19 @@ GLOBAL_BATCH=${GLOBAL_BATCH:-128}
 SEQUENCE=${SEQUENCE:-8192}
 VOCAB=152064
 
+# shellcheck source=scripts/examples/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
 MODEL=(
+    "${COMMON[@]}"
     --num-layers 28
     --hidden-size 3584
     --ffn-hidden-size 18944
     --num-attention-heads 28
-    --group-query-attention
     --num-query-groups 4
     --add-qkv-bias
-    --seq-length "$SEQUENCE"
-    --max-position-embeddings "$SEQUENCE"
-    --position-embedding-type rope
     --rotary-base 1000000
-    --normalization RMSNorm
     --norm-epsilon 1e-6
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
-)
-
-PARALLEL=(
-    --tensor-model-parallel-size "$TP"
-    --context-parallel-size "$CP"
-    --sequence-parallel
 )
 
 LOSS=(
@@ -44,6 +34,4 @@ LOSS=(
     # --fused-ce-mask-padded-vocab
 )
 
-# shellcheck source=scripts/examples/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-launch pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"
+launch pretrain_gpt.py "${MODEL[@]}" "${LOSS[@]}" "$@"

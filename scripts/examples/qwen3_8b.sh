@@ -11,32 +11,25 @@ GLOBAL_BATCH=${GLOBAL_BATCH:-32}
 SEQUENCE=${SEQUENCE:-32768}
 VOCAB=151936 # 128 * 1187
 
+# shellcheck source=scripts/examples/launch.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+
 MODEL=(
+    "${COMMON[@]}"
     --num-layers 36
     --hidden-size 4096
     --ffn-hidden-size 12288
     --num-attention-heads 32
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
     --qk-layernorm
-    --seq-length "$SEQUENCE"
-    --max-position-embeddings "$SEQUENCE"
-    --position-embedding-type rope
     --rotary-base 1000000
-    --normalization RMSNorm
     --norm-epsilon 1e-6
-    --swiglu
-    --disable-bias-linear
-    --untie-embeddings-and-output-weights
     # No padding at any TP that is a power of two: the checkpoint's rows are the model's.
     --make-vocab-size-divisible-by 1187
 )
 
 PARALLEL=(
-    --tensor-model-parallel-size "$TP"
-    --context-parallel-size "$CP"
-    --sequence-parallel
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1
@@ -47,6 +40,4 @@ LOSS=(
     --fused-chunked-ce
 )
 
-# shellcheck source=scripts/examples/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 launch pretrain_gpt.py "${MODEL[@]}" "${PARALLEL[@]}" "${LOSS[@]}" "$@"

@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).with_name("pretrain.py")
 EXACT = "[megatron_cpu] exact "
 
 pytestmark = pytest.mark.skipif(
-    not CORE_0_19.is_dir(), reason=f"no {CORE_0_19.name} in the environment: scripts/setup_env.sh"
+    not CORE_0_19.is_dir(),
+    reason=f"no {CORE_0_19.name} in the environment: scripts/dev/setup_env.sh",
 )
 
 ARGUMENTS = """

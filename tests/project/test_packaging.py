@@ -22,7 +22,17 @@ import pytest
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
-TRACKED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "megatron_fused_ce", "kernels")
+TRACKED = (
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "megatron_fused_ce",
+    "kernels",
+    "scripts",
+)
+#: Of scripts/ what a wheel has: the commands of users, and what they need.
+SHIPPED = ("bench", "lib", "runs")
 #: Tells type checkers that the package has types.
 MARKER = "megatron_fused_ce/py.typed"
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -41,11 +51,16 @@ def run(*words: object, env: dict[str, str] | None = None, cwd: Path | str = "/"
 
 def modules_of_the_tree() -> set[str]:
     package = {file.relative_to(ROOT) for file in (ROOT / "megatron_fused_ce").rglob("*.py")}
-    kernels = {
+    linked = {
         Path("megatron_fused_ce") / file.relative_to(ROOT)
-        for file in (ROOT / "kernels").glob("*.py")
+        for folder in ("kernels", *(f"scripts/{name}" for name in SHIPPED))
+        for file in (ROOT / folder).glob("*.py")
     }
-    return {file.as_posix() for file in package | kernels if "__pycache__" not in file.parts}
+    return {
+        file.as_posix()
+        for file in package | linked
+        if "__pycache__" not in file.parts and not {"demo", "dev"} & set(file.parts)
+    }
 
 
 def missing_tools() -> list[str]:
@@ -166,7 +181,8 @@ def test_the_metadata(wheel):
 def test_every_module_imports_from_elsewhere(python, tmp_path):
     names = {
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for name in modules_of_the_tree() - {"megatron_fused_ce/__main__.py"}
+        for name in modules_of_the_tree()
+        if not name.endswith("/__main__.py")
     }
     code = (
         "import importlib, sys\n"
@@ -191,6 +207,25 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     assert (
         "grad_in_forward" in command("plan-head --tokens 32768 --hidden 4096 --vocab 128256").stdout
     )
+    log = (
+        " [2026-01-01 00:00:00.0] iteration        1/       1 | lm loss: 5.537932E+00 | grad norm: 2.586 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+    )
+    for name in ("off.log", "on.log"):
+        (tmp_path / name).write_text(log)
+    assert command("compare off.log on.log --out compared").stdout.splitlines()[-1] == "SAME"
+    assert (tmp_path / "compared" / "compare_loss.json").is_file()
+    profile = (
+        '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 0], [9, -1, 0]]}]}'
+    )
+    (tmp_path / "profile.json").write_text(profile)
+    assert "peak, MiB" in command("memory --draw profile.json --out drawn").stdout
+    refused = command("memory --shape llama-3-8b", ok=False)
+    assert refused.returncode == 2 and "needs a GPU" in refused.stderr
+    sizes = "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"
+    assert "Recommended:" in command(f"sweep {sizes} --strategies store --out swept").stdout
+    made = {path.name for path in (tmp_path / "swept").iterdir()}
+    assert {"sweep.json", "sweep.csv", "sweep.md"} <= made
     bad = command("paln", ok=False)
     assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
 
@@ -241,7 +276,7 @@ print("RAN", args.fused_chunked_ce, args.fused_ce_num_chunks, patched)
 def test_an_unmodified_launch_knows_the_flag(python, tmp_path, way):
     """Of Megatron's own parser and model (0.19.2), as the installed package hooks into them."""
     if not CORE_0_19.is_dir():
-        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh")
+        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(SCRIPT)
     start = [] if way == "autoload" else ["-m", "megatron_fused_ce.launch"]

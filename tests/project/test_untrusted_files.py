@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from megatron_fused_ce.scripts.bench import __main__ as bench
+from megatron_fused_ce.scripts.bench import report as benchmark_report
+from megatron_fused_ce.scripts.lib import results
 
-import benchmark_report  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class MakesAFolder:
@@ -48,13 +49,13 @@ def snapshot(tmp_path, trap) -> Path:
 
 
 READERS = {
-    "memory_profile": "scripts/memory_profile.py --draw {0}",
-    "compare_loss": "scripts/compare_loss.py {0} {0} --out {1}",
-    "compare_loss of TensorBoard folders": "scripts/compare_loss.py {2} {2} --out {1}",
+    "memory": "-m megatron_fused_ce memory --draw {0}",
+    "compare": "-m megatron_fused_ce compare {0} {0} --out {1}",
+    "compare, TensorBoard folders": "-m megatron_fused_ce compare {2} {2} --out {1}",
     "plan of a launch script": "-m megatron_fused_ce plan --from-launch {0}",
-    "profile_head": "scripts/profile_head.py --render {0}",
-    "benchmark": "scripts/benchmark.py --render {0}",
-    "fit_scaling": "scripts/fit_scaling.py {0}",
+    "benchmark": "-m scripts.bench --render {0}",
+    "figures": "-m scripts.dev.figures_scaling {0}",
+    "upstream's tests": "-m scripts.dev.upstream_tests --render {0}",
 }
 
 
@@ -77,6 +78,7 @@ def test_a_pickle_is_refused_and_never_run(snapshot, trap, tmp_path, reader):
 def test_json_of_something_else_is_refused(tmp_path, content):
     file = tmp_path / "other.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=f"{file} (cannot be read as a result|holds no rows)"):
-        benchmark_report.render(file)
+    with pytest.raises(ValueError, match=f"{file} cannot be read as a result"):
+        results.rows(file, benchmark_report.KEYS)
+    assert bench.main(["--render", str(file)]) == 2
     assert not file.with_suffix(".md").exists()

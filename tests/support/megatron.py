@@ -23,7 +23,7 @@ VOCAB, HIDDEN, SEQUENCE, BATCH = 160, 32, 24, 2
 GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-6
 
-#: Where scripts/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
+#: Where scripts/dev/setup_env.sh puts megatron-core 0.19.2, whose metadata asks for Python 3.12.
 CORE_0_19 = Path(sys.prefix) / "mcore-0.19.2"
 #: The megatron-core in the environment: 0.16.1 in CI.
 INSTALLED = Environment(
@@ -48,7 +48,7 @@ def of_core(size: int, environment: Environment, *marks: Any, own: str = "") -> 
     Tests of the installed one are of `make test-rest`, but where 0.19.2 cannot be had.
     """
     if str(CORE_0_19) in environment.path:
-        missing = f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh"
+        missing = f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh"
         marks += (pytest.mark.skipif(not CORE_0_19.is_dir(), reason=missing),)
     elif CORE_0_19.is_dir():
         marks += (pytest.mark.rest,)

@@ -12,12 +12,13 @@ import weakref
 from functools import partial
 from typing import Any
 
-import memory_snapshots
 import torch
-from memory_snapshots import now_us
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from megatron_fused_ce.scripts.runs import snapshots as memory_snapshots
+from megatron_fused_ce.scripts.runs.snapshots import now_us
 
 
 class StorageRecording(TorchDispatchMode):

@@ -1,17 +1,15 @@
-"""scripts/soak.py with one thing broken, under torchrun: ``-m tests.tools.broken_soak FAULT OPTIONS...``."""
+"""The soak with one thing broken, under torchrun: ``-m tests.tools.broken_soak FAULT OPTIONS...``."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import soak
 import torch
 import torch.distributed as dist
+
+from megatron_fused_ce.scripts.dev import soak
 
 RIGHT = soak.train_step
 FAULTY_STEP = 7

@@ -1,15 +1,14 @@
-"""scripts/launch_memory_profile.py with a CPU's storages for the GPU's allocator, under megatron_cpu."""
+"""scripts/lib/runner.py with a CPU's storages for the GPU's allocator, under megatron_cpu."""
 
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-import launch_memory_profile  # noqa: E402
-
+from megatron_fused_ce.scripts.lib import runner  # noqa: E402
+from megatron_fused_ce.scripts.runs import snapshots  # noqa: E402
 from tests.support.storage_trace import StorageRecording  # noqa: E402
 
 if __name__ == "__main__":
-    launch_memory_profile.Recording = StorageRecording
-    launch_memory_profile.main()
+    snapshots.Recording = StorageRecording
+    runner.main()

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py on a CPU: what it writes, what it refuses, what is a row and not a crash."""
+"""`python -m scripts.bench` on a CPU: what it writes, what it refuses, what is a row and not a crash."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fused_ce import FusedCEConfig, command_line
+from megatron_fused_ce.scripts.bench import __main__ as benchmark
+from megatron_fused_ce.scripts.bench import cases, measure, report
+from megatron_fused_ce.scripts.bench import variants as benchmark_variants
+from megatron_fused_ce.scripts.bench.problem import Problem, World, full_reference
+from megatron_fused_ce.scripts.bench.roof import Roof
+from megatron_fused_ce.scripts.bench.variants import Variant
+from megatron_fused_ce.scripts.lib import results
+from megatron_fused_ce.testing.reference import relative_error, truth
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-import benchmark  # noqa: E402
-import benchmark_measure as measure  # noqa: E402
-import benchmark_report as report  # noqa: E402
-import benchmark_variants  # noqa: E402
-from benchmark_problem import Problem, World, full_reference  # noqa: E402
-from benchmark_roof import Roof  # noqa: E402
-from benchmark_variants import Variant  # noqa: E402
-
-from megatron_fused_ce import FusedCEConfig  # noqa: E402
-from megatron_fused_ce.testing.reference import relative_error, truth  # noqa: E402
-
-BRIEF = ["--shapes", "tiny", "--tokens", "96", "--check-tokens", "48", "--blocks", "2"]
+BRIEF = [
+    "--device",
+    "cpu",
+    "--shapes",
+    "tiny",
+    "--tokens",
+    "96",
+    "--check-tokens",
+    "48",
+    "--blocks",
+    "2",
+]
 BRIEF += ["--sample-ms", "1", "--no-megatron", "--dtype", "float32"]
 BRIEF += ["--logits-backend", "gemm_rows"]  # Triton's interpreter could serve the other, slowly
 
@@ -34,7 +43,7 @@ def bench(tmp_path, *words: str) -> tuple[int, list[dict]]:
     """Exit code and rows of one run; no rows where no file was written."""
     path = tmp_path / "out.json"
     code = benchmark.main([*BRIEF, *words, "--out", str(path)])
-    return code, json.loads(path.read_text()) if path.exists() else []
+    return code, results.rows(path) if path.exists() else []
 
 
 @pytest.fixture
@@ -59,8 +68,8 @@ def plain_run(problem, mark):
 
 def with_foreign(monkeypatch, *variants: Variant) -> None:
     """Have the run compare with these, in place of Megatron's paths."""
-    monkeypatch.setattr(benchmark, "megatron", lambda world: list(variants))
-    monkeypatch.setitem(benchmark.PRESETS, "foreign", ([("tiny", 96)], {"megatron": True}))
+    monkeypatch.setattr(benchmark_variants, "megatron", lambda world: list(variants))
+    monkeypatch.setitem(cases.PRESETS, "foreign", ([("tiny", 96)], {"megatron": True}))
 
 
 def bench_foreign(tmp_path, monkeypatch, *variants: Variant) -> tuple[int, dict[str, dict]]:
@@ -68,7 +77,7 @@ def bench_foreign(tmp_path, monkeypatch, *variants: Variant) -> tuple[int, dict[
     path = tmp_path / "out.json"
     words = [word for word in BRIEF if word != "--no-megatron"]
     code = benchmark.main([*words, "--strategies", "recompute", "--out", str(path)])
-    rows = json.loads(path.read_text()) if path.exists() else []
+    rows = results.rows(path) if path.exists() else []
     return code, {row["variant"].removesuffix("/gemm_rows"): row for row in rows}
 
 
@@ -78,7 +87,8 @@ def bench_foreign(tmp_path, monkeypatch, *variants: Variant) -> tuple[int, dict[
 def test_rows_begin_with_the_keys_and_the_roofs(tmp_path):
     code, rows = bench(tmp_path, "--strategies", "store", "recompute:32", "recompute:40")
     assert code == 0
-    assert all(tuple(row)[: len(report.KEYS)] == report.KEYS for row in rows)
+    assert all(set(report.KEYS) | set(results.ROW) <= row.keys() for row in rows)
+    assert all(row["host_ms"] > 0 for row in rows if row["family"] == "ours")
     names = [row["variant"] for row in rows]
     assert names[:3] == ["roof", "roof-4", "roof-raw"]
     assert names[3:] == ["store/gemm_rows", "recompute/gemm_rows", "recompute/gemm_rows"]
@@ -116,7 +126,7 @@ def test_render_reads_the_file_again(tmp_path, capsys):
 def test_render_takes_a_file_of_before(tmp_path):
     old = ROOT / "docs" / "benchmarks" / "results" / "2026-11-21-h200-op-tp1.json"
     (tmp_path / "old.json").write_text(old.read_text())
-    report.render(tmp_path / "old.json")
+    assert benchmark.main(["--render", str(tmp_path / "old.json")]) == 0
     text = (tmp_path / "old.md").read_text()
     assert "| store | 4096 | 57.03 |" in text and "| 1.067 |" in text
 
@@ -126,7 +136,7 @@ def test_a_named_result_has_date_and_device(tmp_path):
     assert benchmark.main([*BRIEF, *words]) == 0
     names = sorted(path.name[10:] for path in tmp_path.iterdir())
     assert names == ["-cpu-quick.json", "-cpu-quick.md"]
-    assert report.device_word("NVIDIA H200") == "h200"
+    assert results.default_path(tmp_path, "NVIDIA H200", "x").name.endswith("-h200-x.json")
 
 
 def test_every_cell_has_its_table(tmp_path):
@@ -159,10 +169,10 @@ def test_two_ranks(tmp_path):
     """It starts them itself; each cell with sequence parallelism and without; peers are rows."""
     words = [*BRIEF, "--strategies", "store:32", "recompute", "--out", str(tmp_path / "out.json")]
     words += ["--tp", "2", "--sequence-parallel", "both", "--peers"]
-    script = str(ROOT / "scripts" / "benchmark.py")
-    done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.bench", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "out.json").read_text())
+    rows = results.rows(tmp_path / "out.json")
     assert all((row["tp"], row["V"]) == (2, 256) for row in rows)
     names = ["roof", "roof-4", "roof-raw", "store/gemm_rows", "recompute/gemm_rows"]
     names += ["liger-tp", "liger-tp-loop", "verl-tp"]
@@ -179,11 +189,11 @@ def test_two_ranks(tmp_path):
 
 def test_tp_is_torchruns_number_of_ranks(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert benchmark.main(["--tp", "4", "--shapes", "tiny"]) == 2
+    assert benchmark.main(["--tp", "4", "--device", "cpu", "--shapes", "tiny"]) == 2
     assert "--tp 4 asks for 4 ranks, torchrun started 2" in capsys.readouterr().err
 
 
-def test_tp_without_torchrun_becomes_one(monkeypatch):
+def test_tp_without_torchrun_becomes_one(monkeypatch, capsys):
     class Replaced(Exception):
         pass
 
@@ -192,17 +202,16 @@ def test_tp_without_torchrun_becomes_one(monkeypatch):
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr("os.execv", execv)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Replaced) as replaced:
-        benchmark.main(["--tp", "4", "--shapes", "tiny", "--lean"])
+        benchmark.main(["--tp", "4", "--device", "cpu", "--shapes", "tiny", "--lean"])
     program, words = replaced.value.args
     assert program == words[0] == sys.executable
     assert words[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    assert words[5] == "4" and Path(words[6]) == ROOT / "scripts" / "benchmark.py"
-    assert words[7:] == ["--tp", "4", "--shapes", "tiny", "--lean"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert words[5:8] == ["4", "-m", "megatron_fused_ce.scripts.bench"]
+    assert words[8:] == ["--tp", "4", "--device", "cpu", "--shapes", "tiny", "--lean"]
+    monkeypatch.setattr(command_line, "num_gpus", lambda: 2)
     assert benchmark.main(["--tp", "4", "--shapes", "tiny"]) == 2
+    assert "needs 4 GPUs, here are 2" in capsys.readouterr().err
 
 
 def test_a_time_limit_leaves_the_rest_out(tmp_path, capsys):
@@ -244,7 +253,7 @@ def test_a_broken_promise_of_grad_in_forward_prints_nothing(tmp_path, monkeypatc
         return plain_run(problem, mark)
 
     variant = Variant("store", "ours", run=flag)
-    monkeypatch.setattr(benchmark, "ours", lambda *args: variant)
+    monkeypatch.setattr(benchmark_variants, "ours", lambda *args: variant)
     code, rows = bench(tmp_path, "--strategies", "store")
     assert code == 1 and rows == []
     assert "token weights" in capsys.readouterr().err
@@ -284,14 +293,14 @@ def test_same_bits_sees_one_bit():
 )
 def test_arguments_that_do_not_fit(words):
     with pytest.raises(SystemExit) as stop:
-        benchmark.parse_arguments(words)
+        cases.parse_arguments("", words)
     assert stop.value.code == 2
 
 
 def test_each_strategy_with_each_chunk_and_pass():
     words = ["--strategies", "store", "recompute:64", "auto", "store:32/gemm_rows", "store"]
     words += ["--chunk-tokens", "16", "32", "--logits-backend", "scaled_exp", "gemm_rows"]
-    assert benchmark.parse_arguments(words).strategies == [
+    assert cases.parse_arguments("", words).strategies == [
         *("store:16/scaled_exp", "store:32/scaled_exp", "store:16/gemm_rows", "store:32/gemm_rows"),
         *("recompute:64/scaled_exp", "recompute:64/gemm_rows", "auto/scaled_exp", "auto/gemm_rows"),
     ]
@@ -299,7 +308,7 @@ def test_each_strategy_with_each_chunk_and_pass():
 
 def test_chunks_of_the_plan_beside_others():
     words = ["--strategies", "grad_in_forward", "store:8", "--chunk-tokens", "plan", "16"]
-    assert benchmark.parse_arguments(words).strategies == [
+    assert cases.parse_arguments("", words).strategies == [
         "grad_in_forward",
         "grad_in_forward:16",
         "store:8",
@@ -308,7 +317,7 @@ def test_chunks_of_the_plan_beside_others():
 
 def test_merges(monkeypatch):
     """Where the package knows several; a config is asked for one only where the strategy names it."""
-    monkeypatch.setattr(benchmark_variants, "MERGES", ("auto", "packed", "all_reduce"))
+    monkeypatch.setattr(cases, "MERGES", ("auto", "packed", "all_reduce"))
     words = [
         "--strategies",
         "grad_in_forward:32/scaled_exp",
@@ -317,12 +326,12 @@ def test_merges(monkeypatch):
         "packed",
         "all_reduce",
     ]
-    given = benchmark.parse_arguments(words)
+    given = cases.parse_arguments("", words)
     assert given.strategies == [
         *("grad_in_forward:32/scaled_exp/packed", "grad_in_forward:32/scaled_exp/all_reduce"),
         "store/all_reduce",
     ]
-    assert benchmark_variants.parse_strategy("grad_in_forward:32/scaled_exp/packed") == (
+    assert cases.parse_strategy("grad_in_forward:32/scaled_exp/packed") == (
         "grad_in_forward",
         32,
         "scaled_exp",
@@ -330,7 +339,7 @@ def test_merges(monkeypatch):
     )
     for wrong in ("store/packed/scaled_exp", "store/packed/packed", "store/scaled_exp/max"):
         with pytest.raises(ValueError, match="merges auto, packed, all_reduce"):
-            benchmark_variants.parse_strategy(wrong)
+            cases.parse_strategy(wrong)
     made = []
 
     def config(**words):
@@ -347,14 +356,14 @@ def test_merges(monkeypatch):
 
 
 def test_a_package_without_merges_says_so(monkeypatch):
-    monkeypatch.setattr(benchmark_variants, "MERGES", ())
+    monkeypatch.setattr(cases, "MERGES", ())
     with pytest.raises(ValueError, match="merges none: FusedCEConfig has no merge"):
-        benchmark_variants.parse_strategy("grad_in_forward/packed")
+        cases.parse_strategy("grad_in_forward/packed")
 
 
 def test_presets_over_ranks(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    given = benchmark.parse_arguments(["--preset", "tp", "--tp", "4"])
+    given = cases.parse_arguments("", ["--preset", "tp", "--tp", "4"])
     assert [
         (cell.hidden_size, cell.num_tokens, cell.sequence_parallel) for cell in given.cells
     ] == [
@@ -364,15 +373,15 @@ def test_presets_over_ranks(monkeypatch):
     ]
     assert (given.blocks, given.check_tokens, given.roofs) == (3, 1024, ("roof", "roof-4"))
     words = ["--preset", "tp", "--tp", "4", "--tokens", "32768", "--shapes", "llama-3-8b"]
-    [cell] = benchmark.parse_arguments([*words, "--sequence-parallel"]).cells
+    [cell] = cases.parse_arguments("", [*words, "--sequence-parallel"]).cells
     assert cell.sequence_parallel and str(cell).endswith(" SP")
-    given = benchmark.parse_arguments(["--preset", "tp-reach", "--blocks", "2"])
+    given = cases.parse_arguments("", ["--preset", "tp-reach", "--blocks", "2"])
     assert len(given.cells) == 3 and not given.lean and given.blocks == 2
     assert given.strategies[:3] == ["store", "store:4096", "store:16384"]
 
 
 def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
-    given = benchmark.parse_arguments(["--shapes", "llama-3-8b", "--tokens", "32768"])
+    given = cases.parse_arguments("", ["--shapes", "llama-3-8b", "--tokens", "32768"])
     variants = [Variant("store", "ours")]
     one, four = (
         benchmark.expected_seconds(given.cells[0], variants, given, ranks) for ranks in (1, 4)
@@ -381,12 +390,12 @@ def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
 
 
 def test_presets_name_shapes_that_exist():
-    for name in benchmark.PRESETS:
-        assert benchmark.parse_arguments(["--preset", name]).cells
-    million = benchmark.parse_arguments(["--preset", "million"])
+    for name in cases.PRESETS:
+        assert cases.parse_arguments("", ["--preset", name]).cells
+    million = cases.parse_arguments("", ["--preset", "million"])
     assert million.blocks == 1 and million.strategies == ["recompute:2048"]
     assert not million.megatron and million.cells[0].num_tokens == 2**20
-    assert benchmark.parse_arguments(["--preset", "million", "--blocks", "3"]).blocks == 3
+    assert cases.parse_arguments("", ["--preset", "million", "--blocks", "3"]).blocks == 3
 
 
 # --- what is a row ---------------------------------------------------------------------------------
@@ -476,41 +485,12 @@ def test_lean_checks_the_others_at_the_timed_size_alone(tmp_path, monkeypatch):
     words = [word for word in BRIEF if word != "--no-megatron"]
     path = tmp_path / "out.json"
     code = benchmark.main([*words, "--lean", "--strategies", "store", "--out", str(path)])
-    rows = {row["variant"]: row for row in json.loads(path.read_text())}
+    rows = {row["variant"]: row for row in results.rows(path)}
     assert code == 0 and set(seen) == {96}
     assert 0 < rows["right"]["error"] == rows["right"]["full_error"] < 2e-6
     assert 0 < rows["store/gemm_rows"]["error"] != rows["store/gemm_rows"]["full_error"]
     assert "roof-raw" not in rows and rows["right"]["ratio_raw"] is None
     assert "to fp32 at the timed size" in path.with_suffix(".md").read_text()
-
-
-def test_the_peak_that_is_allowed():
-    """Over ranks two chunks of logits, and each chunk buffer of hidden states."""
-    cell = measure.Cell("x", 32768, 4096, 128256)
-    settings = measure.Settings()
-
-    def bound(strategy, tp_size, sequence_parallel=False, num_tokens=32768):
-        outcome = measure.Outcome(Variant(strategy, "ours"), chunk_tokens=8192)
-        outcome.extra["plan"] = strategy
-        own = replace(cell, sequence_parallel=sequence_parallel, num_tokens=num_tokens)
-        rows = 128256 // tp_size
-        mib = measure.peak_bound_mib(outcome, rows, own, settings, tp_size)
-        return mib * 2**20
-
-    logits, tiles, hidden = 2 * 8192 * 128256, 12 * 8192 * 128256 / 256, 2 * 8192 * 4096
-    rest = 64 * 2**20
-    assert bound("recompute", 1) == pytest.approx(logits + tiles + hidden + rest, rel=1e-3)
-    merge = 16 * 8192 * 5
-    two = 2 * (logits + tiles) / 4 + merge + rest
-    assert bound("recompute", 4) == pytest.approx(two + 2 * hidden, rel=1e-3)
-    assert bound("recompute", 4, True) == pytest.approx(two + 4 * hidden, rel=1e-3)
-    grad_in_forward = 4 * 128256 / 4 * 4096
-    assert bound("grad_in_forward", 4, True) == pytest.approx(
-        two + grad_in_forward + 4 * hidden, rel=1e-3
-    )
-    # One chunk of all tokens is all that there is.
-    one = bound("recompute", 4, num_tokens=8192)
-    assert one == pytest.approx(two - (logits + tiles) / 4 + 2 * hidden, rel=1e-3)
 
 
 def test_a_peer_of_one_upstream_is_checked_against_its_own_truth(tmp_path, monkeypatch):
@@ -530,14 +510,14 @@ def test_a_peer_of_one_upstream_is_checked_against_its_own_truth(tmp_path, monke
 
 
 def test_a_lost_device_keeps_the_cells_before(tmp_path, monkeypatch, capsys):
-    real = benchmark.measure_cell
+    real = measure.measure_cell
 
     def lose(cell, *args):
         if cell.num_tokens == 96:
             raise measure.DeviceLost("an illegal memory access was encountered")
         return real(cell, *args)
 
-    monkeypatch.setattr(benchmark, "measure_cell", lose)
+    monkeypatch.setattr(measure, "measure_cell", lose)
     code, rows = bench(tmp_path, "--strategies", "store", "--tokens", "64", "96", "128")
     assert code == 3 and {row["T"] for row in rows} == {64}
     assert "--skip" in capsys.readouterr().err

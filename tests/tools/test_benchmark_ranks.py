@@ -1,4 +1,4 @@
-"""scripts/benchmark.py and sweep_chunks.py over two ranks: references, errors, times, peers, records."""
+"""The benchmark and the sweep over two ranks: references, errors, times, peers, records."""
 
 from __future__ import annotations
 
@@ -16,17 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import benchmark_measure as measure
-import peers
-import sweep_measure
-from benchmark_problem import Problem, World, full_reference
-from benchmark_roof import Roof
-from benchmark_variants import Variant, backward, of_config
-from benchmark_variants import peers as peer_variants
-from sweep_state import State
-
+from megatron_fused_ce.scripts.bench import measure, peers
+from megatron_fused_ce.scripts.bench.problem import Problem, World, full_reference
+from megatron_fused_ce.scripts.bench.roof import Roof
+from megatron_fused_ce.scripts.bench.variants import Variant, backward, of_config
+from megatron_fused_ce.scripts.bench.variants import peers as peer_variants
+from megatron_fused_ce.scripts.runs import sweep_head as sweep_measure
+from megatron_fused_ce.scripts.runs.sweep_rows import State
 from megatron_fused_ce.testing.reference import relative_error, truth
 from tests.support.ranks import Rank, on_ranks
 

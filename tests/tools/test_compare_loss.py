@@ -1,4 +1,4 @@
-"""scripts/compare_loss.py and what it reads: lines of Megatron's versions, averages, restarts, bounds."""
+"""scripts/runs/compare.py and what it reads: lines of Megatron's versions, averages, restarts, bounds."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import compare_loss  # noqa: E402
-import flag_off_on  # noqa: E402
-from compare_loss import Judge, compare, paired  # noqa: E402
-from megatron_logs import (  # noqa: E402
+from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.scripts.lib import launches, results
+from megatron_fused_ce.scripts.lib import logs as megatron_logs
+from megatron_fused_ce.scripts.lib.logs import (
     GRAD_NORM,
     Point,
-    UsageError,
     read_logs,
     read_run,
     unit_of,
 )
+from megatron_fused_ce.scripts.runs import compare as compare_loss
+from megatron_fused_ce.scripts.runs.compare import Judge, compare, paired
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RESULTS = ROOT / "docs" / "benchmarks" / "results"
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
@@ -266,7 +266,7 @@ def test_nan_that_is_not_printed():
     both = verdict(log, log)
     assert both.verdict == "SAME"
     assert both.notes == ["lm loss is nan in both runs on 2 lines, from 12 on"]
-    json.dumps(compare_loss.finite(compare_loss.to_json(found, Judge())), allow_nan=False)
+    json.dumps(results.finite(compare_loss.to_json(found, Judge())), allow_nan=False)
     for curve in log.curves.values():
         curve[:] = [dataclasses.replace(point, value=math.nan) for point in curve]
     with pytest.raises(UsageError, match="no loss is finite in both"):
@@ -523,7 +523,7 @@ def test_a_loss_that_one_alone_logs():
 
 
 def run_script(*words, env=None):
-    command = [sys.executable, str(ROOT / "scripts" / "compare_loss.py"), *map(str, words)]
+    command = [sys.executable, "-m", "megatron_fused_ce", "compare", *map(str, words)]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **(env or {})}
     )
@@ -570,9 +570,9 @@ def test_same_and_different(logs):
         (["off.log", "folder"], "neither TensorBoard event files nor *.log files"),
         (["off.log", "above"], "event files are in"),
         (["off.log", "late.log"], "no loss over the same iterations (off.log 1 to 40, late.log 90"),
-        (["off.log", "on.log", "--first=0"], "--first must be at least 1"),
-        (["off.log", "on.log", "--bound=-1"], "bounds at least 0"),
-        (["off.log", "on.log", "--atol=nan"], "bounds at least 0"),
+        (["off.log", "on.log", "--first=0"], "argument --first: expected a whole number from 1"),
+        (["off.log", "on.log", "--bound=-1"], "expected a number of 0 or more"),
+        (["off.log", "on.log", "--atol=nan"], "expected a number of 0 or more"),
         (["--launch", "off.log", "--", "torchrun", "x.py"], "--launch makes the runs itself"),
         (["--launch"], "give the launch itself"),
         (["--launch", "--", "bash", "train.sh"], "give the launch itself"),
@@ -643,11 +643,12 @@ def launched(fake, tmp_path, *flags, options=()):
 def test_two_launches_of_its_own(fake, tmp_path):
     run = launched(fake, tmp_path, "--lr", "1e-3", options=["--noise"])
     assert run.returncode == 0, run.stdout + run.stderr
-    commands = [(tmp_path / "out" / name / "command.txt").read_text() for name in ("off", "on")]
+    records = [(tmp_path / "out" / name / launches.RECORD).read_text() for name in ("off", "on")]
+    commands = [json.loads(record)["command"] for record in records]
     start, flags = f"{sys.executable} ", "--lr 1e-3 --bf16"
     assert commands == [
-        f"{start}{fake} {flags}\n",
-        f"{start}-m megatron_fused_ce.launch {fake} {flags} --fused-ce-num-chunks 3 --fused-chunked-ce\n",
+        f"{start}{fake} {flags}",
+        f"{start}-m megatron_fused_ce.launch {fake} {flags} --fused-ce-num-chunks 3 --fused-chunked-ce",
     ]
     content = json.loads((tmp_path / "out" / "compare_loss.json").read_text())
     assert content["other"]["heads_fused"] == 12 and content["noise"]["last_iteration"] == 12
@@ -678,11 +679,11 @@ def test_a_folder_of_something_else_is_left_alone(fake, tmp_path):
 
 
 def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(flag_off_on, "POLL_S", 0.1)
+    monkeypatch.setattr(launches, "POLL_S", 0.1)
     told = []
     slow = "print(' iteration 3/ 9 | lm loss: 1.0 |', flush=True); import time; time.sleep(60)"
-    with pytest.raises(UsageError, match="was still running after 2 s"):
-        flag_off_on.launch([sys.executable, "-c", slow], tmp_path / "run", 2.0, told.append)
+    with pytest.raises(UsageError, match="timed out after 2 s"):
+        launches.launch([sys.executable, "-c", slow], tmp_path / "run", 2.0, told.append)
     assert told == ["iteration 3/9"]
 
 
@@ -705,27 +706,28 @@ def test_the_flag_and_nothing_else_differs(fake, before, on_before):
     given = (
         f"{before} {fake} --bf16 --fused-ce-strategy grad_in_forward --fused-chunked-ce --lr 1e-3"
     )
-    command = flag_off_on.Command.of(given.split())
+    command = launches.Command.of(given.split())
     assert command.off() == f"{before} {fake} --bf16 --lr 1e-3".split()
     plugin = "--fused-ce-strategy grad_in_forward --fused-chunked-ce"
     assert command.on() == f"{on_before} {fake} --bf16 --lr 1e-3 {plugin}".split()
     native = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
     assert command.other_stock() == [*command.off(), *native.split()]
-    fused = flag_off_on.Command.of(f"{given} {native}".split())
+    fused = launches.Command.of(f"{given} {native}".split())
     assert "--cross-entropy-loss-fusion" not in fused.other_stock()
 
 
 @pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir=x"])
 def test_launches_that_would_write_to_one_place(fake, flag):
     with pytest.raises(UsageError, match=f"leave out {flag.split('=')[0]}"):
-        flag_off_on.Command.of(["torchrun", str(fake), flag, "there"])
+        launches.Command.of(["torchrun", str(fake), flag, "there"])
 
 
 @pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH")
 @pytest.mark.parametrize("checkout", CHECKOUTS)
 @pytest.mark.parametrize("extra", ["", "--fused-ce-z-loss 1e-5"], ids=["same", "another loss"])
 def test_two_launches_of_pretrain_gpt(checkout, tmp_path, extra):
-    from compare_pretrain import Checkout, cpu_case
+    from megatron_fused_ce.scripts.lib.launches import Checkout
+    from megatron_fused_ce.scripts.runs.pretrain import cpu_case
 
     case = cpu_case(Checkout.at(checkout), "gpt", "mtp")
     words = ["--launch", f"--out={tmp_path}", "--", sys.executable, "-m", "torch.distributed.run"]
@@ -743,3 +745,52 @@ def test_two_launches_of_pretrain_gpt(checkout, tmp_path, extra):
     names = {curve["name"] for curve in content["curves"]}
     assert names == {"lm loss", "mtp_1 loss", GRAD_NORM, "lm loss validation", "lm loss test"}
     assert content["other"]["heads_fused"] == 64 and content["reference"]["precision"] == "float32"
+
+
+# --- folders that are no run ------------------------------------------------------------------
+
+
+def test_logs_of_several_runs_are_not_merged(tmp_path):
+    """Two runs below one folder would read as a restart of each other: SAME, whatever they are."""
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "out.log").write_text(trained(3).log())
+    with pytest.raises(UsageError, match="holds logs of several runs"):
+        read_run(tmp_path / "runs", "x")
+    assert read_run(tmp_path / "runs" / "a", "x").curves
+
+
+def test_starts_and_ranks_of_one_launch_are_one_run(tmp_path):
+    for start in ("none_abc/attempt_0/0", "none_abc/attempt_1/1", "none_def/attempt_0/1"):
+        (tmp_path / "logs" / start).mkdir(parents=True)
+        (tmp_path / "logs" / start / "stdout.log").write_text(trained(3).log())
+    assert read_run(tmp_path, "x").iterations() == (1, 3)
+
+
+def test_a_folder_of_everything_is_not_walked(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron_logs, "MOST_ENTRIES", 20)
+    for number in range(30):
+        (tmp_path / f"{number}.txt").touch()
+    with pytest.raises(UsageError, match="more than 20 files and folders"):
+        read_run(tmp_path, "x")
+
+
+def test_one_run_given_twice_is_said(tmp_path):
+    (tmp_path / "a.log").write_text(trained(3).log())
+    done = run_script(tmp_path / "a.log", tmp_path / "." / "a.log", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 0 and "is given twice: a run is compared with itself" in done.stdout
+
+
+def test_the_picture_marks_what_is_not_finite(tmp_path, monkeypatch):
+    """A line has a gap there, which looks like a missing iteration."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(compare_loss.pictures, "save", lambda figure, path: figures.append(figure))
+    runs = [of_log(trained(6).log(), name=name) for name in "ab"]
+    curve = runs[1].curves["lm loss"]
+    curve[3] = dataclasses.replace(curve[3], value=math.nan)
+    assert compare_loss.draw(compare(*runs, None), tmp_path / "x.png")
+    marks = [line for line in figures[0].axes[0].lines if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in marks] == [[4]]
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert any("nan or inf" in label for label in labels)

@@ -30,9 +30,7 @@ from megatron_fused_ce.estimate.setting import (
     Training,
 )
 from megatron_fused_ce.planner import MIB, PlanInputs, plan
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import check_plan
+from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

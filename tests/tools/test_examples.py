@@ -50,7 +50,7 @@ CORES = [str(CORE_0_19), *filter(is_new_enough, CHECKOUTS)]
 def run(request, tmp_path):
     """Runs an example with one rank's probe in the place of Megatron's scripts and of torchrun."""
     if not Path(request.param).is_dir():
-        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/setup_env.sh")
+        pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
     checkout, programs = tmp_path / "Megatron-LM", tmp_path / "bin"
     checkout.mkdir()
     programs.mkdir()

@@ -1,4 +1,4 @@
-"""scripts/longest_sequence.py: its command lines, what it reads from logs, its order, its tables.
+"""scripts/runs/longest.py: its command lines, what it reads from logs, its order, its tables.
 
     MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_longest_sequence.py
 
@@ -8,7 +8,6 @@ also launches pretrain_gpt.py of that checkout on a CPU. The others need none.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -21,8 +20,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fused_ce.scripts.lib import results, runner
+from megatron_fused_ce.scripts.runs import longest as script
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = REPOSITORY / "scripts" / "longest_sequence.py"
+SCRIPT = ("-m", "scripts.runs.longest")
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 needs_a_checkout = pytest.mark.skipif(
     not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
@@ -63,15 +65,6 @@ def training_log(times, losses=None, peak=40000.0, plan=PLAN, materialised=0):
     return plan + "".join(lines) + COUNTS.format(n=materialised)
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("longest_sequence", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def checkout(tmp_path):
     """A folder that passes for a checkout."""
@@ -90,17 +83,17 @@ FACTS = {
 }
 
 
-def planned(script, checkout, *words):
+def planned(checkout, *words):
     options = script.parse([f"--megatron={checkout}", *words])
     return script.plan(options, script.Checkout.at(str(checkout)))
 
 
-def one_run(script, checkout, variant="native", length=16384, *words):
-    (run,) = planned(script, checkout, "--only", f"{variant}:{length}", "--iterations=4", *words)
+def one_run(checkout, variant="native", length=16384, *words):
+    (run,) = planned(checkout, "--only", f"{variant}:{length}", "--iterations=4", *words)
     return run
 
 
-def row_of(script, run, log, status="ok"):
+def row_of(run, log, status="ok"):
     figures = script.launches.parse_logs([log])
     if figures.status == "ok":
         figures.status = status
@@ -115,8 +108,8 @@ def after(words, flag):
 # --- command lines ---------------------------------------------------------------------------
 
 
-def test_default_launches_are_the_most_telling_first(script, checkout):
-    runs = planned(script, checkout, "--variants", "auto", "native")
+def test_default_launches_are_the_most_telling_first(checkout):
+    runs = planned(checkout, "--variants", "auto", "native")
     assert [(run.num_tokens, run.variant) for run in runs] == [
         (length, variant)
         for length in (16384, 131072, 32768, 65536)
@@ -124,14 +117,14 @@ def test_default_launches_are_the_most_telling_first(script, checkout):
     ]
 
 
-def test_package_accepts_every_variant(script, checkout):
-    flagged = [run for run in planned(script, checkout) if run.uses_plugin]
+def test_package_accepts_every_variant(checkout):
+    flagged = [run for run in planned(checkout) if run.uses_plugin]
     assert {run.variant for run in flagged} == {"auto", "grad_in_forward", "store", "recompute"}
 
 
 @pytest.mark.parametrize("length", [16384, 131072])
-def test_length_in_the_command(script, checkout, length):
-    words = one_run(script, checkout, length=length).words("M", ["torchrun"])
+def test_length_in_the_command(checkout, length):
+    words = one_run(checkout, length=length).words("M", ["torchrun"])
     assert words[:4] == ["torchrun", "--nproc-per-node", "1", "M/pretrain_gpt.py"]
     for flag in ("--seq-length", "--max-position-embeddings"):
         assert after(words, flag) == str(length)
@@ -141,13 +134,13 @@ def test_length_in_the_command(script, checkout, length):
     assert words[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"]
 
 
-def test_no_recompute(script, checkout):
-    run = one_run(script, checkout, "native", 16384, "--recompute", "none")
+def test_no_recompute(checkout):
+    run = one_run(checkout, "native", 16384, "--recompute", "none")
     assert "--recompute-granularity" not in run.words("M", [])
 
 
-def test_parallel_sizes(script, checkout):
-    run = one_run(script, checkout, "unfused", 16384, "--gpus=8", "--tp=4")
+def test_parallel_sizes(checkout):
+    run = one_run(checkout, "unfused", 16384, "--gpus=8", "--tp=4")
     words = run.words("M", ["torchrun"])
     assert after(words, "--nproc-per-node") == "8"
     assert after(words, "--tensor-model-parallel-size") == "4"
@@ -155,14 +148,14 @@ def test_parallel_sizes(script, checkout):
     # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
     assert after(words, "--make-vocab-size-divisible-by") == "32"
     assert "--sequence-parallel" in words
-    without = one_run(script, checkout, "unfused", 16384, "--gpus=2", "--no-sequence-parallel")
+    without = one_run(checkout, "unfused", 16384, "--gpus=2", "--no-sequence-parallel")
     assert "--sequence-parallel" not in without.words("M", [])
 
 
-def test_flags_of_the_package_go_to_its_variants_and_megatrons_to_all(script, checkout):
+def test_flags_of_the_package_go_to_its_variants_and_megatrons_to_all(checkout):
     words = ("--fused-ce-chunk-tokens", "8192", "--", "--no-gradient-accumulation-fusion")
-    flagged = one_run(script, checkout, "recompute", 16384, *words).words("M", ["torchrun"])
-    stock = one_run(script, checkout, "unfused", 16384, *words).words("M", ["torchrun"])
+    flagged = one_run(checkout, "recompute", 16384, *words).words("M", ["torchrun"])
+    stock = one_run(checkout, "unfused", 16384, *words).words("M", ["torchrun"])
     assert flagged[3:6] == ["-m", "megatron_fused_ce.launch", "M/pretrain_gpt.py"]
     assert "--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-chunk-tokens 8192" in (
         " ".join(flagged)
@@ -172,32 +165,32 @@ def test_flags_of_the_package_go_to_its_variants_and_megatrons_to_all(script, ch
     assert not any("fused-ce" in word or "fused_ce" in word for word in stock)
 
 
-def test_lifted_refusal_runs_the_script_through_its_launcher(script, checkout):
-    run = one_run(script, checkout, "te-lifted")
-    assert "1 scripts/launch_te_loss.py MEGATRON_LM/pretrain_gpt.py " in run.command
+def test_lifted_refusal_runs_the_script_through_its_launcher(checkout):
+    run = one_run(checkout, "te-lifted")
+    assert "1 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in run.command
     assert str(REPOSITORY) not in run.command
-    assert "launch_te_loss" not in one_run(script, checkout, "te").command
+    assert "launch_te_loss" not in one_run(checkout, "te").command
 
 
-def test_repeats_alternate(script, checkout):
+def test_repeats_alternate(checkout):
     words = ("--variants", "auto", "native", "--lengths", "16384", "--repeat=3")
-    assert [run.variant for run in planned(script, checkout, *words)] == [
+    assert [run.variant for run in planned(checkout, *words)] == [
         *("auto", "native"), *("native", "auto"), *("auto", "native")
     ]  # fmt: skip
     words = ("--only", "auto:16384", "native:16384", "--repeat=2")
-    assert [(run.variant, run.repeat) for run in planned(script, checkout, *words)] == [
+    assert [(run.variant, run.repeat) for run in planned(checkout, *words)] == [
         *(("auto", 0), ("native", 0)), *(("auto", 1), ("native", 1))
     ]  # fmt: skip
 
 
-def test_real_sizes(script):
+def test_real_sizes():
     """1.24 billion parameters; the FLOP of one forward and backward are about 6 for each of them."""
     model = script.MODELS["llama-3.2-1b"]
     few = 128  # attention is next to nothing there
     assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(1.236e9, rel=0.01)
 
 
-def test_llama_3_8b_and_its_first_layers(script, checkout):
+def test_llama_3_8b_and_its_first_layers(checkout):
     """8.03 billion parameters, untied; the models of fewer layers have the same head."""
     model = script.MODELS["llama-3-8b"]
     assert model.untied and "--untie-embeddings-and-output-weights" in model.args()
@@ -205,24 +198,24 @@ def test_llama_3_8b_and_its_first_layers(script, checkout):
     assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(8.03e9 - 0.525e9, rel=0.01)
     two = script.MODELS["llama-3-8b-2-layers"]
     assert dataclasses.replace(two, name=model.name, num_layers=32) == model
-    run = one_run(script, checkout, "auto", 32768, "--gpus=4", "--model=llama-3-8b-2-layers")
+    run = one_run(checkout, "auto", 32768, "--gpus=4", "--model=llama-3-8b-2-layers")
     words = run.words("M", ["torchrun"])
     assert after(words, "--num-layers") == "2" and "--sequence-parallel" in words
     assert "--untie-embeddings-and-output-weights" not in script.MODELS["llama-3.2-1b"].args()
 
 
-def test_many_connections_go_through_their_launcher(script, checkout):
-    run = one_run(script, checkout, "many-connections", 16384, "--gpus=4")
-    assert "4 scripts/launch_many_connections.py MEGATRON_LM/pretrain_gpt.py " in run.command
+def test_many_connections_go_through_their_launcher(checkout):
+    run = one_run(checkout, "many-connections", 16384, "--gpus=4")
+    assert "4 scripts/lib/runner.py --many-connections MEGATRON_LM/pretrain_gpt.py " in run.command
     assert run.uses_plugin and run.command.endswith("--fused-ce-strategy auto")
 
 
-def test_a_launch_that_waits_has_the_same_command(script, checkout, tmp_path):
-    run = one_run(script, checkout, "auto")
+def test_a_launch_that_waits_has_the_same_command(checkout, tmp_path):
+    run = one_run(checkout, "auto")
     waiting = run.words("M", ["torchrun"], tmp_path / "turn")
     at = waiting.index(str(tmp_path / "turn"))
-    assert Path(waiting[at - 1]).name == "launch_preloaded.py"
-    assert waiting[: at - 1] + waiting[at + 1 :] == run.words("M", ["torchrun"])
+    assert Path(waiting[at - 2]).name == "runner.py" and waiting[at - 1] == "--wait"
+    assert waiting[: at - 2] + waiting[at + 1 :] == run.words("M", ["torchrun"])
 
 
 @pytest.mark.parametrize(
@@ -234,26 +227,26 @@ def test_a_launch_that_waits_has_the_same_command(script, checkout, tmp_path):
         (["--variant=mine"], "NAME=FLAGS"),
         (["--fused-ce-nonsense", "1"], "unknown arguments: --fused-ce-nonsense 1"),
         (["--fused-ce-strategy", "store"], "chosen by --variants"),
-        (["--fused-ce-chunk-tokens", "0"], "1 or more"),
+        (["--fused-ce-chunk-tokens", "0"], "number from 1 to"),
         (["--gpus=2", "--tp=4"], "does not divide"),
         (["--only", "native:64", "--iterations=2", "--warmup=2"], "leaves none"),
-        (["--lengths", "many"], "invalid int value"),
+        (["--lengths", "many"], "expected a whole number"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(script, checkout, capsys, words, message):
+def test_mistakes_are_one_line_and_status_2(checkout, capsys, words, message):
     assert script.main([f"--megatron={checkout}", "--dry-run", *words]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert len(said.splitlines()) == 1
 
 
-def test_old_megatron_is_refused(script, checkout, capsys):
+def test_old_megatron_is_refused(checkout, capsys):
     (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\n")
     assert script.main([f"--megatron={checkout}", "--dry-run", "--only", "native:64"]) == 2
     assert "give a checkout of 0.16 or newer" in capsys.readouterr().err
 
 
-def test_dry_run_prints_launches(script, checkout, capsys):
+def test_dry_run_prints_launches(checkout, capsys):
     assert script.main([f"--megatron={checkout}", "--dry-run", "--only", "native:16384"]) == 0
     first, command, total = capsys.readouterr().out.splitlines()
     assert first.startswith("# native, 16384 tokens")
@@ -264,9 +257,9 @@ def test_dry_run_prints_launches(script, checkout, capsys):
 # --- logs ------------------------------------------------------------------------------------
 
 
-def test_row_of_a_launch_that_trains(script, checkout):
-    run = one_run(script, checkout, "auto")
-    row = row_of(script, run, training_log([5000.0, 410.0, 400.0, 390.0]))
+def test_row_of_a_launch_that_trains(checkout):
+    run = one_run(checkout, "auto")
+    row = row_of(run, training_log([5000.0, 410.0, 400.0, 390.0]))
     assert tuple(row) == script.KEYS
     assert row["status"] == "ok"
     assert row["time_ms"] == 400.0  # the first of the four warms up
@@ -278,15 +271,15 @@ def test_row_of_a_launch_that_trains(script, checkout):
     assert (row["T"], row["V"], row["dtype"], row["tp"]) == (16384, 128256, "bfloat16", 1)
 
 
-def test_tokens_of_every_data_parallel_rank_count(script, checkout):
-    run = one_run(script, checkout, "unfused", 16384, "--gpus=4", "--tp=2")
-    row = row_of(script, run, training_log([400.0] * 4))
+def test_tokens_of_every_data_parallel_rank_count(checkout):
+    run = one_run(checkout, "unfused", 16384, "--gpus=4", "--tp=2")
+    row = row_of(run, training_log([400.0] * 4))
     assert row["tokens_per_s"] == pytest.approx(2 * 16384 / 0.4)
 
 
-def test_out_of_memory_is_a_result(script, checkout):
-    run = one_run(script, checkout, "unfused")
-    row = row_of(script, run, OUT_OF_MEMORY_LOG, status="failed")
+def test_out_of_memory_is_a_result(checkout):
+    run = one_run(checkout, "unfused")
+    row = row_of(run, OUT_OF_MEMORY_LOG, status="failed")
     assert row["status"] == "out of memory"
     assert "Tried to allocate 62.62 GiB" in row["error"]
     assert row["where"] == "megatron/core/tensor_parallel/cross_entropy.py:35 forward"
@@ -303,11 +296,11 @@ def test_out_of_memory_is_a_result(script, checkout):
         "RuntimeError: Triton Error [CUDA]: out of memory",
     ],
 )
-def test_ways_of_running_out_of_memory(script, line):
+def test_ways_of_running_out_of_memory(line):
     assert script.launches.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
 
 
-def test_other_words_are_not_out_of_memory(script):
+def test_other_words_are_not_out_of_memory():
     for line in (
         "> theoretical memory footprints: weight and optimizer=20000 MB",
         "AssertionError",
@@ -315,13 +308,13 @@ def test_other_words_are_not_out_of_memory(script):
         assert script.launches.parse_logs([line]).status == "ok"
 
 
-def test_refusal_is_told_from_failure(script, checkout):
-    run = one_run(script, checkout, "te")
-    assert row_of(script, run, REFUSED_LOG, status="failed")["status"] == "refused"
+def test_refusal_is_told_from_failure(checkout):
+    run = one_run(checkout, "te")
+    assert row_of(run, REFUSED_LOG, status="failed")["status"] == "refused"
     later = training_log([1.0] * 4) + REFUSED_LOG
-    assert row_of(script, run, later, status="failed")["status"] == "failed"
+    assert row_of(run, later, status="failed")["status"] == "failed"
     elsewhere = REFUSED_LOG.replace("validate_args", "train_step")
-    assert row_of(script, run, elsewhere, status="failed")["status"] == "failed"
+    assert row_of(run, elsewhere, status="failed")["status"] == "failed"
 
 
 @pytest.mark.parametrize(
@@ -333,8 +326,8 @@ def test_refusal_is_told_from_failure(script, checkout):
         (training_log([400.0] * 4).replace("fused: 4", "fused: 0"), "the head was not fused"),
     ],
 )
-def test_what_does_not_count_as_training(script, checkout, log, status):
-    assert row_of(script, one_run(script, checkout, "auto"), log)["status"] == status
+def test_what_does_not_count_as_training(checkout, log, status):
+    assert row_of(one_run(checkout, "auto"), log)["status"] == status
 
 
 # --- order, skipping, resuming ---------------------------------------------------------------
@@ -343,7 +336,7 @@ def test_what_does_not_count_as_training(script, checkout, log, status):
 class World:
     """Stands in for the GPU: a longest length per variant, seconds per launch, a clock."""
 
-    def __init__(self, script, longest, seconds=40.0):
+    def __init__(self, longest, seconds=40.0):
         self.script, self.longest, self.seconds = script, longest, seconds
         self.launched, self.clock, self.rows = [], 0.0, []
 
@@ -380,70 +373,68 @@ class World:
         return self.launched
 
 
-def test_no_longer_length_after_a_failure(script, checkout):
+def test_no_longer_length_after_a_failure(checkout):
     words = ("--variants", "auto", "unfused", "--lengths", "16384", "131072", "32768", "65536")
-    world = World(script, {"unfused": 20000})
-    assert world.run(planned(script, checkout, *words)) == [
+    world = World({"unfused": 20000})
+    assert world.run(planned(checkout, *words)) == [
         *("auto:16384", "unfused:16384", "auto:131072", "unfused:131072"),
         *("auto:32768", "unfused:32768", "auto:65536"),  # 65536 is more than 32768, which failed
     ]
 
 
-def test_refused_is_asked_once_and_a_failure_has_no_repeat(script, checkout):
+def test_refused_is_asked_once_and_a_failure_has_no_repeat(checkout):
     words = ("--variants", "te", "unfused", "--lengths", "131072", "16384", "--repeat=2")
-    world = World(script, {"te": "refused", "unfused": 20000})
-    assert world.run(planned(script, checkout, *words)) == [
+    world = World({"te": "refused", "unfused": 20000})
+    assert world.run(planned(checkout, *words)) == [
         *("te:131072", "unfused:131072"), *("unfused:16384", "unfused:16384")
     ]  # fmt: skip
 
 
-def test_resume_launches_only_what_is_missing(script, checkout):
-    runs = planned(script, checkout, "--variants", "auto", "native", "te", "--lengths", "16384")
-    world = World(script, {"native": 1000, "te": "refused"})
+def test_resume_launches_only_what_is_missing(checkout):
+    runs = planned(checkout, "--variants", "auto", "native", "te", "--lengths", "16384")
+    world = World({"native": 1000, "te": "refused"})
     assert len(world.run(runs)) == 3
     assert world.run(runs) == []
     world.rows[0]["status"] = "failed"
     assert world.run(runs) == ["auto:16384"]
     assert len(world.rows) == 3
-    assert world.run(planned(script, checkout, "--only", "native:32768")) == []
+    assert world.run(planned(checkout, "--only", "native:32768")) == []
 
 
-def test_earlier_failure_is_tried_again_and_hides_nothing(script, checkout):
-    world = World(script, {"auto": "broken"})
-    world.run(planned(script, checkout, "--only", "auto:16384"))
+def test_earlier_failure_is_tried_again_and_hides_nothing(checkout):
+    world = World({"auto": "broken"})
+    world.run(planned(checkout, "--only", "auto:16384"))
     world.longest = {}
-    assert world.run(planned(script, checkout, "--only", "auto:65536")) == ["auto:65536"]
+    assert world.run(planned(checkout, "--only", "auto:65536")) == ["auto:65536"]
 
 
-def test_new_commit_repeats_only_the_flags_variants(script, checkout):
-    runs = planned(script, checkout, "--variants", "auto", "native", "--lengths", "16384")
-    world = World(script, {"auto": 1000, "native": 1000})
+def test_new_commit_repeats_only_the_flags_variants(checkout):
+    runs = planned(checkout, "--variants", "auto", "native", "--lengths", "16384")
+    world = World({"auto": 1000, "native": 1000})
     world.run(runs)
     assert world.run(runs, facts=FACTS | {"commit": "def"}) == ["auto:16384"]
     assert world.run(runs, facts=FACTS | {"torch": "2.13.0"}) == ["auto:16384", "native:16384"]
 
 
-def test_other_flags_are_another_launch(script, checkout):
-    world = World(script, {"auto": 1000})
+def test_other_flags_are_another_launch(checkout):
+    world = World({"auto": 1000})
     words = ("--only", "auto:16384")
-    world.run(planned(script, checkout, *words))
+    world.run(planned(checkout, *words))
     words += ("--fused-ce-chunk-tokens", "2048")
-    assert world.run(planned(script, checkout, *words)) == ["auto:16384"]
+    assert world.run(planned(checkout, *words)) == ["auto:16384"]
 
 
-def test_time_limit_starts_nothing_that_would_not_end(script, checkout):
-    runs = planned(
-        script, checkout, "--variants", "auto", "native", "unfused", "--lengths", "16384"
-    )
-    world = World(script, {}, seconds=60.0)
+def test_time_limit_starts_nothing_that_would_not_end(checkout):
+    runs = planned(checkout, "--variants", "auto", "native", "unfused", "--lengths", "16384")
+    world = World({}, seconds=60.0)
     assert len(world.run(runs, time_limit_s=130.0)) == 2  # a third would end at 180 s
     assert world.left_out == 1
     assert len(world.run(runs, time_limit_s=130.0)) == 1
 
 
-def test_launch_cut_by_the_time_limit_says_nothing_about_its_length(script, checkout):
-    runs = planned(script, checkout, "--only", "auto:16384", "auto:32768")
-    world = World(script, {}, seconds=1000.0)
+def test_launch_cut_by_the_time_limit_says_nothing_about_its_length(checkout):
+    runs = planned(checkout, "--only", "auto:16384", "auto:32768")
+    world = World({}, seconds=1000.0)
     first = dataclasses.replace(runs[0], timeout_s=2000.0)
     world.run([first], time_limit_s=500.0)
     assert [row["status"] for row in world.rows] == ["cut by the time limit"]
@@ -453,26 +444,28 @@ def test_launch_cut_by_the_time_limit_says_nothing_about_its_length(script, chec
     assert [row["status"] for row in world.rows] == ["ok", "ok"]
 
 
-def test_hung_launch_is_a_failure_at_its_length(script, checkout):
-    runs = planned(script, checkout, "--only", "auto:16384", "auto:32768", "--launch-timeout=200")
-    world = World(script, {}, seconds=1000.0)
+def test_hung_launch_is_a_failure_at_its_length(checkout):
+    runs = planned(checkout, "--only", "auto:16384", "auto:32768", "--launch-timeout=200")
+    world = World({}, seconds=1000.0)
     assert world.run(runs) == ["auto:16384"]
     assert world.rows[0]["status"] == "timed out after 200 s"
 
 
-def test_results_survive_the_disk(script, checkout, tmp_path):
-    run = one_run(script, checkout, "native")
+def test_results_survive_the_disk(checkout, tmp_path):
+    run = one_run(checkout, "native")
     log = training_log([400.0] * 4, losses=[9.0, math.nan, math.inf, 7.0])
-    rows = [row_of(script, run, log), row_of(script, one_run(script, checkout), REFUSED_LOG)]
+    rows = [row_of(run, log), row_of(one_run(checkout), REFUSED_LOG)]
     out = tmp_path / "folder" / "rows.json"
-    script.write_results(rows, out)
+    source = dict.fromkeys(results.MADE_BY, "") | FACTS
+    script.write_results(rows, out, source)
     json.loads(out.read_text(), parse_constant=pytest.fail)  # no nan: it is no JSON
     read = script.read_rows(out, script.setting_of(run, FACTS))
-    assert str(read) == str(rows)  # as text: nan is not nan
+    seen = [{key: row[key] for key in script.KEYS} for row in read]
+    assert str(seen) == str(rows)  # as text: nan is not nan
     assert script.report(rows) == out.with_suffix(".md").read_text()
     assert [file.name for file in out.parent.iterdir() if "partial" in file.name] == []
 
-    other = script.setting_of(one_run(script, checkout, "native", 64, "--gpus=2"), FACTS)
+    other = script.setting_of(one_run(checkout, "native", 64, "--gpus=2"), FACTS)
     with pytest.raises(script.UsageError, match="rows of gpus 1, this call is 2"):
         script.read_rows(out, other)
     out.write_text("{")
@@ -484,11 +477,11 @@ def test_results_survive_the_disk(script, checkout, tmp_path):
 
 
 @pytest.fixture
-def table_rows(script, checkout):
+def table_rows(checkout):
     def row(variant, length, ms=None, repeat=0, log=None, losses=None):
-        run = dataclasses.replace(one_run(script, checkout, variant, length), repeat=repeat)
+        run = dataclasses.replace(one_run(checkout, variant, length), repeat=repeat)
         log = log or training_log([9000.0, ms, ms, ms], losses=losses)
-        return row_of(script, run, log, status="ok" if ms else "failed")
+        return row_of(run, log, status="ok" if ms else "failed")
 
     return [
         row("unfused", 16384, 500.0, losses=[9.0, 8.0, 7.0, 6.0]),
@@ -504,7 +497,7 @@ def table_rows(script, checkout):
     ]
 
 
-def test_verdict_is_one_line(script, table_rows):
+def test_verdict_is_one_line(table_rows):
     said = script.verdict(table_rows)
     assert len(said.splitlines()) == 1
     assert "unfused 16384 (out of memory at 131072)" in said
@@ -517,7 +510,7 @@ def test_verdict_is_one_line(script, table_rows):
     assert "131072 no stock variant trained, auto did" in said
 
 
-def test_table(script, table_rows):
+def test_table(table_rows):
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in script.markdown(table_rows).splitlines()
@@ -536,7 +529,7 @@ def test_table(script, table_rows):
     assert by_name["131072", "auto"]["over the best stock"] == "–"
 
 
-def test_report_has_the_reasons_and_no_path_of_a_machine(script, table_rows):
+def test_report_has_the_reasons_and_no_path_of_a_machine(table_rows):
     text = script.report(table_rows)
     assert script.verdict(table_rows) in text
     assert "Tried to allocate 62.62 GiB" in text
@@ -558,7 +551,7 @@ time.sleep(600)
 """
 
 
-def test_hung_ranks_are_ended_with_their_launcher(script):
+def test_hung_ranks_are_ended_with_their_launcher():
     """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", RANK_AND_LAUNCHER], stdout=subprocess.PIPE, start_new_session=True
@@ -588,13 +581,13 @@ def test_from_command_line_to_files(checkout, tmp_path):
     (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
     out = tmp_path / "rows.json"
     command = [
-        *(sys.executable, str(SCRIPT), f"--megatron={checkout}", f"--logs={tmp_path / 'logs'}"),
+        *(sys.executable, *SCRIPT, f"--megatron={checkout}", f"--logs={tmp_path / 'logs'}"),
         *(f"--out={out}", "--iterations=2", "--lengths", "128", "64", "256"),
         *("--variants", "unfused", "--"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.read_text())["rows"]
     assert [(row["T"], row["status"]) for row in rows] == [(128, "out of memory"), (64, "ok")]
     assert rows[1]["time_ms"] == 2.5
     assert "unfused 64 (out of memory at 128)" in done.stdout
@@ -609,25 +602,18 @@ def test_from_command_line_to_files(checkout, tmp_path):
 def test_real_pretrain_on_a_cpu(path, tmp_path):
     out = tmp_path / "rows.json"
     command = [
-        *(sys.executable, str(SCRIPT), f"--megatron={path}", "--device=cpu", "--model=tiny"),
+        *(sys.executable, *SCRIPT, f"--megatron={path}", "--device=cpu", "--model=tiny"),
         *(f"--out={out}", f"--logs={tmp_path / 'logs'}", "--iterations=3", "--lengths", "64"),
         *("--variants", "unfused", "recompute", "--fused-ce-chunk-tokens", "16"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if " 0.16 or newer" in done.stderr:
         pytest.skip("the script needs Megatron-LM 0.16 or newer")
     assert done.returncode == 0, done.stdout + done.stderr
-    unfused, recompute = json.loads(out.read_text())
+    unfused, recompute = json.loads(out.read_text())["rows"]
     assert (unfused["status"], recompute["status"]) == ("ok", "ok")
     assert recompute["loss"] == pytest.approx(unfused["loss"], rel=1e-6)
     assert recompute["heads_fused"] == 3
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_lifted_refusal_leaves_the_rest_of_the_check():
@@ -640,7 +626,7 @@ def test_lifted_refusal_leaves_the_rest_of_the_check():
         return args
 
     arguments = types.SimpleNamespace(validate_args=validate_args)
-    load("launch_te_loss").lift_refusal(arguments)
+    runner.lift_te_refusal(arguments)
     args = types.SimpleNamespace(cross_entropy_fusion_impl="te")
     assert arguments.validate_args(args, {"a": 1}) is args
     assert seen == [("native", {"a": 1})]

@@ -1,4 +1,4 @@
-"""scripts/memory_profile.py: who asked for memory, bytes over time, pictures, launches; no GPU needed."""
+"""scripts/runs/memory.py: who asked for memory, bytes over time, pictures, launches; no GPU needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import launch_memory_profile  # noqa: E402
-import memory_profile  # noqa: E402
-import memory_snapshots  # noqa: E402
-from launch_memory_profile import StepWatch  # noqa: E402
-from memory_snapshots import (  # noqa: E402
+from megatron_fused_ce.scripts.lib import launches, runner
+from megatron_fused_ce.scripts.lib.runner import StepWatch
+from megatron_fused_ce.scripts.runs import memory as memory_profile
+from megatron_fused_ce.scripts.runs import snapshots as memory_snapshots
+from megatron_fused_ce.scripts.runs.snapshots import (
     BUFFERS,
     CATEGORIES,
     EMBEDDING,
@@ -38,8 +35,9 @@ from memory_snapshots import (  # noqa: E402
     timeline_of,
     to_json,
 )
+from tests.support.storage_trace import StorageRecording, snapshot
 
-from tests.support.storage_trace import StorageRecording, snapshot  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 TRAIN = ("megatron/training/training.py:train_step", "pretrain_gpt.py:<module>")
@@ -113,7 +111,7 @@ LINEAR = f"{CORE}/tensor_parallel/layers.py"
         # A layer that is built is a weight, whatever file it is in.
         ([f"{CORE}/transformer/mlp.py:__init__", "megatron/training/training.py:get_model"], WEIGHTS),
         ([f"{LINEAR}:__init__", "pretrain_gpt.py:model_provider"], WEIGHTS),
-        (["scripts/benchmark_problem.py:__init__", "scripts/memory_profile.py:of_head"], INPUTS),
+        (["scripts/bench/problem.py:__init__", "scripts/runs/memory.py:of_head"], INPUTS),
         # Recomputed and native.
         ([f"{LINEAR}:backward", f"{CORE}/tensor_parallel/random.py:backward"], LAYERS),
         ([], NATIVE),
@@ -329,7 +327,8 @@ def test_the_op_on_a_cpu(strategy):
 @pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
     """The launch ends after the step; the head is told from layers that use the same linear layer."""
-    from compare_pretrain import Checkout, cpu_case
+    from megatron_fused_ce.scripts.lib.launches import Checkout
+    from megatron_fused_ce.scripts.runs.pretrain import cpu_case
 
     T, V = 512, 2048
     case = cpu_case(Checkout.at(checkout), "gpt", "plain")
@@ -341,6 +340,7 @@ def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
         words += ["--nproc-per-node", "2", "-m", "megatron_fused_ce.testing.megatron_cpu"]
         words += [
             str(ROOT / "tests" / "tools" / "memory_on_cpu.py"),
+            "--memory",
             str(tmp_path / name),
             "2",
             "-1",
@@ -397,7 +397,7 @@ def test_another_file(tmp_path, capsys, text):
     path.write_text(text)
     assert memory_profile.main(["--draw", str(path)]) == 2
     error = capsys.readouterr().err
-    assert "is no result of this script" in error and len(error.splitlines()) == 1
+    assert "is no result of this command" in error and len(error.splitlines()) == 1
 
 
 def two_timelines():
@@ -511,7 +511,7 @@ from pathlib import Path
 flag = "--fused-chunked-ce" in sys.argv
 if flag:
     print("[fused-ce] heads evaluated fused: 3, logits materialised: 0, heads on the stock path: 0")
-runner, folder, step, rank = sys.argv[1:5]
+runner, option, folder, step, rank = sys.argv[1:6]
 if "--short" not in sys.argv:
     size = 10 if flag else 1000
     timeline = {"name": "", "events": [[5, size, 8], [9, -size, 8]]}
@@ -529,7 +529,7 @@ def fake(tmp_path, monkeypatch):
     launcher.write_text(f"#!{sys.executable}\n{text}")
     launcher.chmod(0o755)
     (tmp_path / "pretrain.py").touch()
-    monkeypatch.setattr(memory_profile, "_require_gpu", lambda: None)
+    monkeypatch.setattr(memory_profile, "require_gpus", lambda **otherwise: None)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     return [str(launcher), str(tmp_path / "pretrain.py"), "--bf16"]
 
@@ -538,13 +538,13 @@ def test_a_launch_is_made_off_and_on(fake, tmp_path, capsys):
     out = tmp_path / "out"
     words = ["--out", str(out), "--step", "4", "--", *fake, "--fused-ce-num-chunks", "3"]
     assert memory_profile.main(words) == 0
-    runner = [str(memory_profile.RUNNER)]
+    through = [str(launches.RUNNER), "--memory"]
     for name, flags in (
         ("flag-off", []),
         ("flag-on", ["--fused-ce-num-chunks", "3", "--fused-chunked-ce"]),
     ):
         said, blocking = json.loads((out / name / "said").read_text())
-        assert said == [*runner, str(out / name), "4", "-1", *fake[1:], *flags]
+        assert said == [*through, str(out / name), "4", "-1", *fake[1:], *flags]
         assert blocking == "1"
     off, on = from_json((out / "memory_profile.json").read_text())
     assert (off.name, on.name) == ("flag off", "flag on")
@@ -555,7 +555,7 @@ def test_a_launch_is_made_off_and_on(fake, tmp_path, capsys):
 
 def test_the_head_alone(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(memory_profile, "_require_gpu", lambda: None)
+    monkeypatch.setattr(memory_profile, "require_gpus", lambda **otherwise: None)
     monkeypatch.setattr(memory_profile, "Recording", StorageRecording)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     words = ["--shape", "tiny", "--tokens", "64", "--out", str(tmp_path), "--variants"]
@@ -584,12 +584,12 @@ def test_the_head_alone(tmp_path, monkeypatch, capsys):
         ([], "give a launch after --"),
         (["--shape", "llama-3-8b", "--", "torchrun", "x.py"], "not both"),
         (["--draw", "nowhere.json"], "nowhere.json: No such file"),
-        (["--step", "0", "--shape", "tiny"], "must be at least 1"),
+        (["--step", "0", "--shape", "tiny"], "expected a whole number from 1"),
         (["--", "bash", "train.sh"], "give the launch itself"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words, message, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(memory_profile, "_require_gpu", lambda: None)
+    monkeypatch.setattr(memory_profile, "require_gpus", lambda **otherwise: None)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     assert memory_profile.main(["--out", str(tmp_path), *words]) == 2
     error = capsys.readouterr().err
@@ -611,17 +611,15 @@ def test_another_module_cannot_run_the_script(fake, tmp_path, capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_one_line(tmp_path):
-    words = [sys.executable, str(ROOT / "scripts" / "memory_profile.py"), "--shape", "llama-3-8b"]
+    words = [sys.executable, "-m", "megatron_fused_ce", "memory", "--shape", "llama-3-8b"]
     run = subprocess.run([*words, "--out", str(tmp_path / "out")], capture_output=True, text=True)
     assert run.returncode == 2 and "needs a GPU" in run.stderr
     assert len(run.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def test_the_runner_says_how_it_is_used():
-    run = subprocess.run(
-        [sys.executable, launch_memory_profile.__file__, "x"], capture_output=True, text=True
-    )
-    assert run.returncode == 1 and run.stderr.startswith("usage: launch_memory_profile.py FOLDER")
+    run = subprocess.run([sys.executable, runner.__file__, "x"], capture_output=True, text=True)
+    assert run.returncode == 1 and run.stderr.startswith("usage: runner.py OPTION")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -637,3 +635,19 @@ def test_recording_on_a_gpu():
     assert timeline.unaccounted_bytes == 0 and raw["device_traces"]
     assert [size for _, size, _ in timeline.events] == [MIB, -MIB]
     assert timeline.allocator_peak_bytes == peak and 0 <= timeline.events[0][0] < 60_000_000
+
+
+def test_draw_writes_to_out(tmp_path):
+    """It wrote beside the file, whatever --out said."""
+    pytest.importorskip("matplotlib")
+    source = ROOT / "docs" / "benchmarks" / "results" / "2026-11-21-h200-memory-head-llama3-8b.json"
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.json").write_text(source.read_text())
+    assert (
+        memory_profile.main(
+            ["--draw", str(tmp_path / "in" / "x.json"), "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
+    assert [file.name for file in (tmp_path / "in").iterdir()] == ["x.json"]
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["memory_profile.png"]

@@ -8,7 +8,6 @@ tested without one.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import math
@@ -22,29 +21,19 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron_fused_ce.scripts.lib import launches, losses, runner
+from megatron_fused_ce.scripts.lib import logs as megatron_logs
+from megatron_fused_ce.scripts.runs import pretrain as harness
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-HARNESS = REPOSITORY / "scripts" / "compare_pretrain.py"
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 
 
-def load(file):
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def harness():
-    return load(HARNESS)
-
-
 def run_harness(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(HARNESS), *options]
-    return subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "scripts.runs.pretrain", *options]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
 GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy grad_in_forward"
@@ -66,7 +55,7 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         f"--cases={','.join(NUM_HEADS)}",
         "--variants=unfused,native,fused-ce,fused-ce-store",
         f"--variant=fused-ce-grad-in-forward={GRAD_IN_FORWARD}",
-        f"--output={tmp_path}",
+        f"--out={tmp_path}",
         f"--json={results}",
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -85,7 +74,7 @@ def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
     """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
     run = run_harness(
         f"--megatron={checkout}",
-        *("--models=gpt", "--cases=fsdp", f"--output={tmp_path}"),
+        *("--models=gpt", "--cases=fsdp", f"--out={tmp_path}"),
         "--variants=unfused,fsdp2-fused-ce,megatron-fsdp-fused-ce",
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -107,9 +96,9 @@ UNDER = {
 }
 
 
-def launch(harness, checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
+def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
     """Two iterations of a case (plain: TP 2) by ``script``, unless ``flags`` say otherwise."""
-    case = harness.cpu_case(harness.Checkout.at(checkout), "gpt", case)
+    case = harness.cpu_case(launches.Checkout.at(checkout), "gpt", case)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks or case.num_processes)),
@@ -162,9 +151,9 @@ def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(
         assert "UpstreamMismatch" not in output
 
 
-def exact_losses(harness, checkout, tmp_path, *flags, **options):
+def exact_losses(checkout, tmp_path, *flags, **options):
     """Losses of two iterations of the plain case, and what the launch printed."""
-    run = launch(harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags, **options)
+    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *flags, **options)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-3000:]
     found = [line for line in output.splitlines() if line.startswith("[megatron_cpu] exact")]
@@ -173,13 +162,13 @@ def exact_losses(harness, checkout, tmp_path, *flags, **options):
 
 @needs_checkout
 @pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_with_options_of_the_loss(harness, tmp_path, checkout):
+def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
     """127 words padded to 256 at TP 2: the second rank has no column of them."""
-    stock, _ = exact_losses(harness, checkout, tmp_path)
-    flag, _ = exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce")
+    stock, _ = exact_losses(checkout, tmp_path)
+    flag, _ = exact_losses(checkout, tmp_path, "--fused-chunked-ce")
     assert flag == pytest.approx(stock, rel=1e-6) and len(stock) == 2
     mode = "--deterministic-mode"
-    assert exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce", mode)[0] == flag
+    assert exact_losses(checkout, tmp_path, "--fused-chunked-ce", mode)[0] == flag
     for strategy in ("store", "grad_in_forward", "recompute"):
         masked, output = exact_losses(
             harness, checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
@@ -212,7 +201,7 @@ LEGS = (("--fused-chunked-ce", 1), ("--fused-chunked-ce", 2), ("", 2))
 
 @needs_checkout
 @pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_goes_on_from_a_checkpoint(harness, tmp_path, checkout):
+def test_pretrain_gpt_goes_on_from_a_checkpoint(tmp_path, checkout):
     """Flag turned on, kept on at another TP degree, turned off: losses as those of one run without it."""
     whole, _ = exact_losses(
         harness, checkout, tmp_path, *RESUMED.split(), "--save", str(tmp_path / "after 2")
@@ -222,7 +211,7 @@ def test_pretrain_gpt_goes_on_from_a_checkpoint(harness, tmp_path, checkout):
     for number, (flag, tp) in enumerate(LEGS, start=1):
         start, end = 2 * number, 2 * number + 2
         losses, output = exact_losses(
-            *(harness, checkout, tmp_path, *RESUMED.split(), *flag.split()),
+            *(checkout, tmp_path, *RESUMED.split(), *flag.split()),
             *("--tensor-model-parallel-size", str(tp), "--exit-interval", str(end)),
             *("--load", str(tmp_path / f"after {start}")),
             *("--save", str(tmp_path / f"after {end}")),
@@ -238,11 +227,11 @@ def test_pretrain_gpt_goes_on_from_a_checkpoint(harness, tmp_path, checkout):
 
 @needs_checkout
 @pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_in_fp16_skips_the_same_steps(harness, tmp_path, checkout):
+def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
     """From a loss scale that overflows, until it does not."""
     fp16 = ["--fp16", "--initial-loss-scale", "8388608", "--hysteresis", "1", "--train-iters", "10"]
     off, *on = (
-        harness.parse_logs(
+        megatron_logs.parse_logs(
             [
                 launch(
                     harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags
@@ -317,7 +306,7 @@ def curves(output, events, key):
     ids=["distopt", "pp2-mtp", "vpp", "combined 1F1B", "vpp, combined 1F1B"],
 )
 @pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_logs_the_accuracy(harness, tmp_path, checkout, case, more):
+def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     """Over tensor, data and pipeline ranks, micro-batches and evaluations, against the stock logits."""
     source = (Path(checkout) / "pretrain_gpt.py").read_text()
     main = 'if __name__ == "__main__":'
@@ -340,13 +329,13 @@ def test_pretrain_gpt_logs_the_accuracy(harness, tmp_path, checkout, case, more)
     assert list(found["evaluations"]) == list(found["its evaluations"]) == [3, 6]
     assert found == curves(output, events, "by logits")
     # The mock data of 0.15 counts beyond the vocabulary; of the others it has learnt something.
-    assert found["exact"][6] > 0.05 or harness.Checkout.at(checkout).version < (0, 16)
+    assert found["exact"][6] > 0.05 or launches.Checkout.at(checkout).version < (0, 16)
 
 
 @needs_checkout
 @pytest.mark.parametrize("timers", ["", "--log-timers-to-tensorboard --timing-log-level 1"])
 @pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_reports_the_phases(harness, tmp_path, checkout, timers):
+def test_pretrain_gpt_reports_the_phases(tmp_path, checkout, timers):
     """Over tensor and pipeline ranks: the first stage has no head, and its ranks wait for no other names."""
     run = launch(
         harness, checkout, tmp_path, Path(checkout) / "pretrain_gpt.py",
@@ -385,8 +374,8 @@ def test_pretrain_gpt_reports_the_phases(harness, tmp_path, checkout, timers):
         ((0, 16), "stack", "vpp", None),
     ],
 )
-def test_pipelines_as_each_version_spells_them(harness, tmp_path, version, model, case, words):
-    checkout = harness.Checkout(tmp_path, "a-version", version)
+def test_pipelines_as_each_version_spells_them(tmp_path, version, model, case, words):
+    checkout = launches.Checkout(tmp_path, "a-version", version)
     found = harness.cpu_case(checkout, model, case)
     assert found.num_processes == 4
     if words is None:
@@ -407,8 +396,8 @@ reserved: 11000.00 | max reserved: 12000.00
 """
 
 
-def test_log_as_megatron_writes_it(harness):
-    figures = harness.parse_logs([LOG])
+def test_log_as_megatron_writes_it():
+    figures = megatron_logs.parse_logs([LOG])
     assert figures.losses == {
         "lm loss": [5.537932],
         "mtp_1 loss": [5.123535],
@@ -420,24 +409,24 @@ def test_log_as_megatron_writes_it(harness):
     assert counts == (12, 0, 3)
 
 
-def test_skipped_iterations_are_told(harness):
+def test_skipped_iterations_are_told():
     line = " iteration {} | loss scale: 2.0 |{} number of skipped iterations: {} |"
     seen = [line.format("1/ 3", "", "  1"), line.format("2/ 3", "", "  2")]
     seen.append(line.format("3/ 3", " lm loss: 5.0E+00 |", "  0"))
-    figures = harness.parse_logs(["\n".join(seen)])
+    figures = megatron_logs.parse_logs(["\n".join(seen)])
     assert (figures.skipped, figures.losses) == ([1, 2], {"lm loss": [5.0]})
 
 
-def test_exact_figures_replace_rounded_ones(harness):
+def test_exact_figures_replace_rounded_ones():
     exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}'
-    figures = harness.parse_logs([f"{exact}\n{LOG}"])
+    figures = megatron_logs.parse_logs([f"{exact}\n{LOG}"])
     assert figures.grad_norms == [2.58612345]
     assert figures.losses["lm loss"] == [5.53793219]
 
 
-def test_out_of_memory_is_told_from_other_failures(harness):
+def test_out_of_memory_is_told_from_other_failures():
     line = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 31.31 GiB."
-    assert harness.parse_logs([LOG, line]).status == "out of memory"
+    assert megatron_logs.parse_logs([LOG, line]).status == "out of memory"
 
 
 @pytest.mark.parametrize(
@@ -451,8 +440,8 @@ def test_out_of_memory_is_told_from_other_failures(harness):
         ([], [], math.inf),  # nothing was compared
     ],
 )
-def test_largest_relative_difference(harness, ours, reference, difference):
-    assert harness.largest_relative_difference(ours, reference) == pytest.approx(difference)
+def test_largest_relative_difference(ours, reference, difference):
+    assert losses.largest_relative_difference(ours, reference) == pytest.approx(difference)
 
 
 @pytest.mark.parametrize(
@@ -481,18 +470,18 @@ def test_largest_relative_difference(harness, ours, reference, difference):
     ],
     ids=str,
 )
-def test_what_a_variant_is_compared_with(harness, tmp_path, variant, figures, problem):
+def test_what_a_variant_is_compared_with(tmp_path, variant, figures, problem):
     """A repeat to the last digit, a graph within the yardstick's bound, both to their own kind."""
     stock = {"losses": {"lm loss": [4.0]}, "grad_norms": [3.0]}
     all_figures = {
-        "unfused": harness.Figures(**stock),
-        "native": harness.Figures(losses={"lm loss": [4.00001]}, grad_norms=[3.0]),
-        "options-store": harness.Figures(losses={"lm loss": [5.0]}, grad_norms=[1.0]),
-        variant: harness.Figures(**figures, heads_fused=1, logits_materialised=0),
+        "unfused": megatron_logs.Figures(**stock),
+        "native": megatron_logs.Figures(losses={"lm loss": [4.00001]}, grad_norms=[3.0]),
+        "options-store": megatron_logs.Figures(losses={"lm loss": [5.0]}, grad_norms=[1.0]),
+        variant: megatron_logs.Figures(**figures, heads_fused=1, logits_materialised=0),
     }
-    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
+    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
     case = harness.gpu_case("options")
-    run = harness.Run(checkout, "gpt", case, variant, ("--fused-chunked-ce",), "cuda", 60.0)
+    run = launches.Run(checkout, "gpt", case, variant, ("--fused-chunked-ce",), "cuda", 60.0)
     row = harness.compare(run, all_figures, warmup=0, may_run_out=[])
     assert row.against == ("options-store" if "options" in variant else "unfused")
     assert (problem in " ".join(row.problems)) if problem else row.problems == []
@@ -509,14 +498,14 @@ def test_what_a_variant_is_compared_with(harness, tmp_path, variant, figures, pr
         (5.0, None, None, "printed no count"),
     ],
 )
-def test_bounds(harness, tmp_path, our_loss, heads_fused, logits_materialised, problem):
+def test_bounds(tmp_path, our_loss, heads_fused, logits_materialised, problem):
     def figures(loss, **counts):
         losses = {"lm loss": [loss]}
-        return harness.Figures(losses=losses, grad_norms=[1.0], **counts)
+        return megatron_logs.Figures(losses=losses, grad_norms=[1.0], **counts)
 
-    case = harness.Case("plain", "pretrain_gpt.py", 2, [])
-    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
-    run = harness.Run(checkout, "gpt", case, "fused-ce", ("--fused-chunked-ce",), "cpu", 60.0)
+    case = launches.Case("plain", "pretrain_gpt.py", 2, [])
+    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
+    run = launches.Run(checkout, "gpt", case, "fused-ce", ("--fused-chunked-ce",), "cpu", 60.0)
     counts = {"heads_fused": heads_fused, "logits_materialised": logits_materialised}
     all_figures = {
         "unfused": figures(5.0),
@@ -550,9 +539,9 @@ def test_unknown_cases_and_variants(tmp_path):
         (["--cases=plain,tp9"], "no 'tp9'; there are plain"),
         (["--variants=other"], "no 'other'"),
         (["--device=cuda", "--cases=plain"], "no 'plain'; there are losses"),
-        (["--args-file=nowhere.args"], "no file nowhere.args"),
+        (["--args-file=nowhere.args"], "nowhere.args: No such file"),
     ):
-        run = run_harness(f"--megatron={tmp_path}", f"--output={tmp_path / 'out'}", *options)
+        run = run_harness(f"--megatron={tmp_path}", f"--out={tmp_path / 'out'}", *options)
         assert run.returncode == 2, run.stderr
         assert message in run.stderr
         assert len(run.stderr.splitlines()) == 1
@@ -592,7 +581,7 @@ def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
         f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
-        f"--output={tmp_path / 'out'}",
+        f"--out={tmp_path / 'out'}",
         "--variants=unfused,native",
         "--variant=too-large=--full",
         "--may-run-out-of-memory=too-large",
@@ -603,7 +592,7 @@ def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["ok", "ok", "out of memory"]
-    assert [row["iteration_time_ms"] for row in rows] == [2.5, 2.5, None]
+    assert [row["time_ms"] for row in rows] == [2.5, 2.5, None]
     assert rows[1]["loss_difference"] == pytest.approx(8e-6)
     assert rows[1]["command"].endswith("--cross-entropy-fusion-impl native")
     assert str(tmp_path) not in rows[1]["command"]
@@ -618,7 +607,7 @@ def test_preloaded_runs_wait_for_their_turn(fake_checkout, tmp_path, monkeypatch
     monkeypatch.setenv("ORDER", str(tmp_path / "order"))
     run = run_harness(
         f"--megatron={fake_checkout}",
-        *("--device=cuda", "--nproc=1", "--preload=2", f"--output={tmp_path / 'out'}"),
+        *("--device=cuda", "--nproc=1", "--preload=2", f"--out={tmp_path / 'out'}"),
         *("--variants=unfused,native", "--variant=a=--a", "--variant=b=--b", "--", "--bf16"),
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -632,19 +621,19 @@ def test_preloaded_runs_wait_for_their_turn(fake_checkout, tmp_path, monkeypatch
     for (_, end, *_), (began, *_) in itertools.pairwise(lines):
         assert float(began) >= float(end)
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert [row["iteration_time_ms"] for row in rows] == [2.5] * 4
-    assert not any("preloaded" in row["command"] for row in rows)
+    assert [row["time_ms"] for row in rows] == [2.5] * 4
+    assert not any("--wait" in row["command"] for row in rows)
     folder = tmp_path / "out" / "fake-megatron-gpt-own_arguments-b"
     assert (folder / "turn").exists()
 
 
-def test_preloaded_runs_that_are_not_wanted_are_ended(harness, fake_checkout, tmp_path):
-    case = harness.Case("own", "pretrain_gpt.py", 1, ["--bf16"])
-    checkout = harness.Checkout(fake_checkout, "a-version", (0, 19))
+def test_preloaded_runs_that_are_not_wanted_are_ended(fake_checkout, tmp_path):
+    case = launches.Case("own", "pretrain_gpt.py", 1, ["--bf16"])
+    checkout = launches.Checkout(fake_checkout, "a-version", (0, 19))
     first, passed, last, never = (
-        harness.Run(checkout, "gpt", case, name, (f"--{name}",), "cuda", 60.0) for name in "abcd"
+        launches.Run(checkout, "gpt", case, name, (f"--{name}",), "cuda", 60.0) for name in "abcd"
     )
-    launcher = harness.Launcher([first, passed, last, never], tmp_path / "out", 2)
+    launcher = launches.Launcher([first, passed, last, never], tmp_path / "out", 2)
     assert launcher.execute(first)[0].status == "ok"
     waiting = dict(launcher._waiting)
     assert list(waiting) == [passed.folder_name, last.folder_name]
@@ -661,14 +650,14 @@ def test_preloaded_runs_that_are_not_wanted_are_ended(harness, fake_checkout, tm
 def test_the_time_limit_leaves_runs_out(fake_checkout, tmp_path):
     run = run_harness(
         f"--megatron={fake_checkout}",
-        *("--device=cuda", "--nproc=1", "--time-limit=0.1", f"--output={tmp_path / 'out'}"),
+        *("--device=cuda", "--nproc=1", "--time-limit=0.1", f"--out={tmp_path / 'out'}"),
         *("--variants=unfused,native", "--", "--bf16"),
     )
     assert run.returncode == 1
     assert "native: not run" in run.stdout
 
 
-def test_gpu_cases_name_their_cut(harness, tmp_path):
+def test_gpu_cases_name_their_cut(tmp_path):
     assert set(harness.DEFAULT_GPU_CASES) <= harness.GPU_CASES.keys()
     for name in harness.GPU_CASES:
         case = harness.gpu_case(name)
@@ -676,24 +665,26 @@ def test_gpu_cases_name_their_cut(harness, tmp_path):
         assert ("--sequence-parallel" in case.args) == (name != "no-sp")
     for name in harness.PAIR_CASES:
         assert harness.gpu_case(name).num_processes == 2
-    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
+    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
     vpp, lifted = (
-        harness.Run(
+        launches.Run(
             checkout, "gpt", harness.gpu_case("vpp"), name, tuple(flags.split()), "cuda", 9.0
         )
         for name, flags in harness.VARIANTS.items()
         if name in ("auto", "many-connections")
     )
     assert "-m megatron_fused_ce.launch MEGATRON_LM/pretrain_gpt.py" in vpp.command
-    assert "4 scripts/launch_many_connections.py MEGATRON_LM/pretrain_gpt.py" in lifted.command
+    assert (
+        "4 scripts/lib/runner.py --many-connections MEGATRON_LM/pretrain_gpt.py" in lifted.command
+    )
     assert lifted.command.endswith("--fused-chunked-ce")
 
 
-def test_cases_on_two_gpus(harness, fake_checkout, tmp_path):
+def test_cases_on_two_gpus(fake_checkout, tmp_path):
     """Launched so that every digit is known; with the connections that either FSDP insists on."""
     run = run_harness(
         f"--megatron={fake_checkout}",
-        *("--device=cuda", "--cases=fsdp", f"--output={tmp_path / 'out'}"),
+        *("--device=cuda", "--cases=fsdp", f"--out={tmp_path / 'out'}"),
         "--variants=unfused,native,fsdp2,megatron-fsdp-fused-ce",
     )
     assert run.returncode == 1 and "printed no count of fused heads" in run.stderr
@@ -702,7 +693,7 @@ def test_cases_on_two_gpus(harness, fake_checkout, tmp_path):
     for row in rows:
         start = "CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun" if "fsdp" in row["variant"] else "torchrun"
         assert row["command"].startswith(
-            f"{start} --nproc-per-node 2 scripts/launch_every_digit.py MEGATRON_LM/pretrain_gpt.py"
+            f"{start} --nproc-per-node 2 scripts/lib/runner.py --every-digit MEGATRON_LM/pretrain_gpt.py"
         )
         assert (
             row["figures"]["losses"]["lm loss"][:2]
@@ -714,15 +705,14 @@ def test_cases_on_two_gpus(harness, fake_checkout, tmp_path):
 
 def test_many_connections_are_refused_only_where_megatron_asks(monkeypatch):
     """Its check of the arguments sees the variable, nothing else does."""
-    launcher = load(REPOSITORY / "scripts" / "launch_many_connections.py")
     seen = []
     arguments = types.SimpleNamespace(
-        validate_args=lambda args: seen.append(os.environ.get(launcher.VARIABLE)) or args
+        validate_args=lambda args: seen.append(os.environ.get(runner.CONNECTIONS)) or args
     )
-    monkeypatch.delenv(launcher.VARIABLE, raising=False)
-    launcher.lift_refusal(arguments)
+    monkeypatch.delenv(runner.CONNECTIONS, raising=False)
+    runner.lift_connections_refusal(arguments)
     assert arguments.validate_args("parsed") == "parsed"
-    assert seen == ["1"] and launcher.VARIABLE not in os.environ
+    assert seen == ["1"] and runner.CONNECTIONS not in os.environ
 
 
 def test_broken_bound_is_status_1(fake_checkout, tmp_path):
@@ -730,7 +720,7 @@ def test_broken_bound_is_status_1(fake_checkout, tmp_path):
         f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
-        f"--output={tmp_path / 'out'}",
+        f"--out={tmp_path / 'out'}",
         "--variants=unfused",
         "--variant=flag=--fused-chunked-ce --wrong",
         "--",
@@ -741,10 +731,10 @@ def test_broken_bound_is_status_1(fake_checkout, tmp_path):
     assert "printed no count of fused heads" in run.stderr
 
 
-def test_half_precision_needs_the_yardstick(harness, tmp_path):
-    case = harness.Case("own", "pretrain_gpt.py", 2, ["--bf16"])
-    checkout = harness.Checkout(tmp_path, "a-version", (0, 19))
-    run = harness.Run(checkout, "gpt", case, "flag", ("--fused-chunked-ce",), "cuda", 60.0)
-    figures = harness.Figures(losses={"lm loss": [5.0]}, heads_fused=1, logits_materialised=0)
+def test_half_precision_needs_the_yardstick(tmp_path):
+    case = launches.Case("own", "pretrain_gpt.py", 2, ["--bf16"])
+    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
+    run = launches.Run(checkout, "gpt", case, "flag", ("--fused-chunked-ce",), "cuda", 60.0)
+    figures = megatron_logs.Figures(losses={"lm loss": [5.0]}, heads_fused=1, logits_materialised=0)
     row = harness.compare(run, {"unfused": figures, "flag": figures}, warmup=0, may_run_out=[])
     assert row.problems == ["no native run to hold the loss against"]

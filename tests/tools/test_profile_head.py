@@ -1,4 +1,4 @@
-"""The sums of scripts/profile_head.py, the traces it reads, and runs of it on a CPU."""
+"""The sums of scripts/bench/profile.py, the traces it reads, and runs of it on a CPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from megatron_fused_ce.scripts.bench import __main__ as bench
+from megatron_fused_ce.scripts.bench import profile as profile_head
+from megatron_fused_ce.scripts.bench.profile import (
+    Span,
+    contention,
+    covered,
+    kind_of,
+    summarise,
+    union,
+)
+from megatron_fused_ce.scripts.lib import results
 
-import profile_head  # noqa: E402
-from profile_head import Span, contention, covered, kind_of, summarise, union  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -186,9 +194,9 @@ def row_of(variant: str, rank: int = 0, num_spans: int = 3, tp: int = 2) -> dict
 def test_a_long_file_loses_timelines_from_the_end():
     rows = [row_of("roof", num_spans=100), row_of("grad_in_forward", num_spans=1000)]
     rows += [row_of("grad_in_forward", rank=1), row_of("store", num_spans=9000)]
-    text = profile_head.dumped(rows)
-    assert len(text) < profile_head.MOST_CHARS
-    kept = {(row["variant"], row["rank"]): bool(row["timeline"]) for row in json.loads(text)}
+    written = profile_head.without_long_timelines(rows)
+    assert len(json.dumps([row["timeline"] for row in written])) < profile_head.MOST_CHARS
+    kept = {(row["variant"], row["rank"]): bool(row["timeline"]) for row in written}
     assert kept == {
         ("roof", 0): False,
         ("grad_in_forward", 0): True,
@@ -213,11 +221,9 @@ def test_the_page_says_what_of_which_collective_is_exposed():
 def test_render_draws_the_page_and_the_picture_again(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "result.json"
-    path.write_text(
-        profile_head.dumped([row_of("grad_in_forward"), row_of("grad_in_forward", rank=1)])
-    )
+    path.write_text(json.dumps([row_of("grad_in_forward"), row_of("grad_in_forward", rank=1)]))
     before = path.read_text()
-    assert profile_head.main(["--render", str(path)]) == 0
+    assert bench.main(["--render", str(path)]) == 0
     assert path.read_text() == before
     page = (tmp_path / "result.md").read_text()
     assert (
@@ -244,14 +250,25 @@ def test_the_picture_has_the_spans_in_two_lanes(tmp_path, monkeypatch):
 # --- runs ------------------------------------------------------------------------------------------
 
 
-TINY = ["--shapes", "tiny", "--dtype", "float32", "--tokens", "64"]
+TINY = [
+    "--preset",
+    "profile",
+    "--device",
+    "cpu",
+    "--shapes",
+    "tiny",
+    "--dtype",
+    "float32",
+    "--tokens",
+    "64",
+]
 
 
 def test_a_run_on_a_cpu(tmp_path, capsys):
     words = [*TINY, "--steps", "2", "--name", "profile", "--results-dir", str(tmp_path)]
-    assert profile_head.main(words) == 0
+    assert bench.main(words) == 0
     [written] = tmp_path.glob("*.json")
-    rows = {row["variant"]: row for row in json.loads(written.read_text())}
+    rows = {row["variant"]: row for row in json.loads(written.read_text())["rows"]}
     assert list(rows) == ["roof", "store", "grad_in_forward", "recompute"]
     assert "megatron-te: needs a GPU" in capsys.readouterr().err
     products = {name: row["by_kind"]["product"] for name, row in rows.items()}
@@ -262,13 +279,13 @@ def test_a_run_on_a_cpu(tmp_path, capsys):
 
 
 def test_two_ranks(tmp_path):
-    words = [sys.executable, str(ROOT / "scripts" / "profile_head.py"), *TINY, "--brief"]
+    words = [sys.executable, "-m", "scripts.bench", *TINY]
     words += ["--tp", "2", "--sequence-parallel", "--strategies", "roof", "recompute"]
     words += ["--name", "overlap", "--results-dir", str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     [written] = tmp_path.glob("*.json")
-    rows = json.loads(written.read_text())
+    rows = results.rows(written)
     assert {(row["variant"], row["rank"]) for row in rows} >= {("roof", 0), ("recompute", 0)}
     assert all(row["tp"] == 2 and row["sp"] for row in rows)
     for row in rows:
@@ -286,14 +303,25 @@ def test_two_ranks(tmp_path):
 
 
 def test_an_unknown_strategy_is_one_line(capsys):
-    assert profile_head.main([*TINY, "--strategies", "fastest"]) == 2
-    assert capsys.readouterr().err.startswith("profile_head: no strategy 'fastest'")
+    assert bench.main([*TINY, "--strategies", "fastest"]) == 2
+    assert capsys.readouterr().err.startswith("bench: no strategy 'fastest'")
 
 
 @pytest.mark.parametrize(
     "words", [["--tokens", "63", "--tp", "2"], ["--steps", "0"], ["--tp", "0"]]
 )
 def test_arguments_that_do_not_fit(words):
-    with pytest.raises(SystemExit) as stop:
-        profile_head.parse_arguments(["--shapes", "tiny", *words])
-    assert stop.value.code == 2
+    assert bench.main(["--preset", "profile", "--shapes", "tiny", *words]) == 2
+
+
+def test_the_axis_reaches_the_end_of_the_longest_step(tmp_path, monkeypatch):
+    """The panels share it: what is drawn after the first must not be cut off."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(
+        profile_head.pictures, "save", lambda figure, *more, **how: figures.append(figure)
+    )
+    rows = [row_of("store", num_spans=3), row_of("recompute", num_spans=9)]
+    assert profile_head.draw("x", rows, tmp_path / "x.png")
+    ends = [axes.get_xlim() for axes in figures[0].axes]
+    assert ends == [(0, pytest.approx(1.01 * 0.089))] * 2

@@ -1,4 +1,4 @@
-"""scripts/soak.py: a few steps over ranks, and each kind of failure that it must see."""
+"""scripts/dev/soak.py: a few steps over ranks, and each kind of failure that it must see."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fused_ce import planner
+from megatron_fused_ce.scripts.dev import soak
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import soak  # noqa: E402
-
-from megatron_fused_ce import planner  # noqa: E402
 
 
 def run(ranks, *words, timeout_s=240):
@@ -39,7 +37,7 @@ def test_a_short_soak(ranks, tmp_path):
     results = tmp_path / "soak.json"
     done = run(
         ranks,
-        *("scripts/soak.py", "--steps", "48", "--check-every", "8", "--pool", "8"),
+        *("-m", "scripts.dev.soak", "--steps", "48", "--check-every", "8", "--pool", "8"),
         *("--delay-share", "0.1", "--delay-ms", "2", "--json", str(results)),
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -77,13 +75,16 @@ def test_what_is_wrong_ends_it_with_status_1(fault, words):
 
 
 def test_the_time_limit_ends_it_well():
-    done = run(2, "scripts/soak.py", "--steps", "100000", "--time-limit", "2", "--pool", "2")
+    done = run(2, "-m", "scripts.dev.soak", "--steps", "100000", "--time-limit", "2", "--pool", "2")
     assert done.returncode == 0 and "no drift, hang or leak" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["--tp", "3"], "--tp 3 does not divide 2 ranks"), (["--steps", "0"], "--steps must be 1")],
+    [
+        (["--tp", "3"], "--tp 3 does not divide 2 ranks"),
+        (["--steps", "0"], "argument --steps: expected a whole number from 1"),
+    ],
 )
 def test_bad_arguments(monkeypatch, capsys, words, told):
     monkeypatch.setattr(soak, "WORLD", 2)

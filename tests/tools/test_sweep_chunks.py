@@ -1,4 +1,4 @@
-"""scripts/sweep_chunks.py on a CPU: what it measures, keeps, chooses and refuses; launches of Megatron-LM."""
+"""scripts/runs/sweep.py on a CPU: what it measures, keeps, chooses and refuses; launches of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import sweep_chunks  # noqa: E402
-import sweep_measure  # noqa: E402
-import sweep_megatron  # noqa: E402
-import sweep_report  # noqa: E402
-from benchmark_problem import Problem, World  # noqa: E402
-from benchmark_variants import loss_of, of_config  # noqa: E402
-from compare_pretrain import Checkout, cpu_case  # noqa: E402
-from megatron_logs import UsageError  # noqa: E402
-from sweep_rows import (  # noqa: E402
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.adapter.arguments import config_from_argv
+from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.scripts.bench import variants as benchmark_variants
+from megatron_fused_ce.scripts.bench.problem import Problem, World
+from megatron_fused_ce.scripts.bench.variants import loss_of, of_config
+from megatron_fused_ce.scripts.lib.launches import Checkout
+from megatron_fused_ce.scripts.runs import sweep as sweep_chunks
+from megatron_fused_ce.scripts.runs import sweep_head as sweep_measure
+from megatron_fused_ce.scripts.runs import sweep_launches as sweep_megatron
+from megatron_fused_ce.scripts.runs import sweep_report
+from megatron_fused_ce.scripts.runs.pretrain import cpu_case
+from megatron_fused_ce.scripts.runs.sweep_rows import (
     ANY,
     EVALUATION,
     OUT_OF_MEMORY,
@@ -35,15 +36,14 @@ from sweep_rows import (  # noqa: E402
     TRAINING,
     Cell,
     Row,
+    State,
     cells_on_front,
     pareto_front,
     recommend,
 )
-from sweep_state import State  # noqa: E402
+from tests.support.ranks import VARIABLES
 
-from megatron_fused_ce import FusedCEConfig  # noqa: E402
-from megatron_fused_ce.adapter.arguments import config_from_argv  # noqa: E402
-from tests.support.ranks import VARIABLES  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = ROOT / "scripts" / "sweep_chunks.py"
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
@@ -225,7 +225,7 @@ def test_what_a_sweep_writes(tmp_path, capsys):
         own = [(r["ratio"], r["peak_mib"]) for r in front if r["kind"] == kind]
         assert sorted(own) == sorted(points[i] for i in pareto_front(points))
     (best,) = [r for r in rows.values() if r["recommended"]]
-    assert result["recommended"]["flags"] == best["flags"] and best["kind"] == TRAINING
+    assert result["made_by"]["recommended"]["flags"] == best["flags"] and best["kind"] == TRAINING
     assert rows["training auto"]["ratio"] == 1.0
     assert all(rows[key]["time_ms"] == result_ms(rows, key) for key in KEYS)
 
@@ -307,7 +307,7 @@ def test_another_setting_is_not_mixed_in(tmp_path, capsys):
     sweep(tmp_path)
     capsys.readouterr()
     code, result = sweep(tmp_path, "--tokens", "48")
-    assert code == 0 and result["facts"]["T"] == 48
+    assert code == 0 and result["made_by"]["T"] == 48
     assert "is of other settings (T) and is not used" in said(capsys)
     assert len(list(tmp_path.glob("state-*.json"))) == 2
     sweep(tmp_path)
@@ -335,7 +335,7 @@ def test_the_state_knows_sources(tmp_path, monkeypatch):
     changed = tmp_path / "package"
     changed.mkdir()
     (changed / "op.py").write_text("pass\n")
-    monkeypatch.setattr("sweep_state.PACKAGE", changed)
+    monkeypatch.setattr("megatron_fused_ce.scripts.lib.launches.PACKAGE", changed)
     assert sweep_measure.source_digest() != digest
 
 
@@ -373,11 +373,16 @@ def test_without_room_for_auto_another_is_the_reference(tmp_path, monkeypatch):
     out_of_memory_for(monkeypatch, "auto", "store x 1")
     _, result = sweep(tmp_path)
     rows = rows_by_key(result)
-    assert result["reference"] == "recompute x 4" and rows["training recompute x 4"]["ratio"] == 1.0
+    assert (
+        result["made_by"]["reference"] == "recompute x 4"
+        and rows["training recompute x 4"]["ratio"] == 1.0
+    )
     assert rows["training auto"]["status"] == OUT_OF_MEMORY
     monkeypatch.undo()
     _, result = sweep(tmp_path, "--chunks", "1", "4", "8")
-    assert result["reference"] == "recompute x 4" and len(result["rows"]) == len(KEYS) + 3
+    assert (
+        result["made_by"]["reference"] == "recompute x 4" and len(result["rows"]) == len(KEYS) + 3
+    )
 
 
 def test_a_device_that_is_too_small_is_one_line(tmp_path, monkeypatch, capsys):
@@ -386,7 +391,7 @@ def test_a_device_that_is_too_small_is_one_line(tmp_path, monkeypatch, capsys):
     assert "not even recompute x 4 runs" in said(capsys)
 
     class NoRoom:
-        def __init__(self, *args, **options):
+        def of(*args, **options):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(sweep_measure, "Problem", NoRoom)
@@ -400,7 +405,8 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
     def wrong(problem, world, config):
         return 1.01 * loss_of(problem, world, config)
 
-    monkeypatch.setattr("benchmark_variants.loss_of", wrong)
+    monkeypatch.setattr(sweep_measure, "loss_of", wrong)
+    monkeypatch.setattr(benchmark_variants, "loss_of", wrong)
     assert sweep(tmp_path) == (1, {})
     assert "auto is wrong" in capsys.readouterr().err
     monkeypatch.undo()
@@ -414,12 +420,12 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
     ("words", "message"),
     [
         (["--device", "cuda"], "expected 1 GPUs, found 0: use --device cpu"),
-        (["--chunks", "0"], "expected --chunks of at least 1, got 0"),
+        (["--chunks", "0"], "argument --chunks: expected a whole number from 1"),
         (["--chunks", "4", "33"], "expected --chunks from 1 to 32, got 33"),
-        (["--tokens", "0"], "expected --tokens of at least 1, got 0"),
-        (["--blocks", "0"], "expected --blocks of at least 1"),
-        (["--tolerance", "-1"], "expected --tolerance of at least 0"),
-        (["--tolerance", "nan"], "expected --tolerance of at least 0"),
+        (["--tokens", "0"], "argument --tokens: expected a whole number from 1"),
+        (["--blocks", "0"], "argument --blocks: expected a whole number from 1"),
+        (["--tolerance", "-1"], "argument --tolerance: expected a number of 0 or more"),
+        (["--tolerance", "nan"], "argument --tolerance: expected a number of 0 or more"),
         (["--strategies", "fast"], "invalid choice: 'fast'"),
         (["--", "--num-layers", "2"], "arguments after -- are those of --through-megatron"),
         (["--through-megatron", "nowhere", "--", "--bf16"], "no Megatron-LM checkout at nowhere"),
@@ -449,8 +455,65 @@ def test_under_torchrun_with_sequence_parallelism(tmp_path):
     result = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert list(rows_by_key(result)) == KEYS
     assert all(r["status"] == "ok" for r in result["rows"])
-    assert result["facts"]["tp"] == 2 and result["facts"]["sp"] and result["facts"]["V"] == 32
+    assert result["made_by"]["tp"] == 2 and result["made_by"]["sp"] and result["made_by"]["V"] == 32
     assert out.count("Recommended:") == 1 and out.count("training auto: done") == 1
+
+
+def drawn(rows, tmp_path, monkeypatch):
+    """The figure of a head's rows."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(sweep_report.pictures, "save", lambda figure, path: figures.append(figure))
+    facts = {"what": "head", "T": 8, "H": 8, "V": 8, "dtype": "float32", "tp": 1, "sp": False}
+    result = sweep_report.Result.of(rows, facts | {"device": "x86_64 CPU"}, "auto", 0.01)
+    assert sweep_report.draw(result, tmp_path / "sweep.png")
+    return figures[0]
+
+
+def point(kind, strategy, num_chunks, ms, peak):
+    return Row(kind, strategy, num_chunks, "", "ok", ms, ms / 70, 0.0, peak, None, "")
+
+
+def test_every_panel_has_ticks_that_can_be_read(tmp_path, monkeypatch):
+    """Peaks of 34 to 64 MiB had one power of two between them."""
+    rows = [point(EVALUATION, ANY, n, 23 + n / 5, 32 + 32 / n) for n in (1, 2, 4, 8, 16)]
+    rows += [point(TRAINING, "recompute", n, 90 + n, 4096 / n) for n in (1, 2, 4, 8, 16)]
+    for axes in drawn(rows, tmp_path, monkeypatch).axes:
+        low, high = axes.get_ylim()
+        labels = [tick.get_text() for tick in axes.get_yticklabels()]
+        inside = [
+            text for text, at in zip(labels, axes.get_yticks(), strict=True) if low <= at <= high
+        ]
+        assert len([text for text in inside if text]) >= 3, inside
+
+
+def test_labels_cover_neither_each_other_nor_points(tmp_path, monkeypatch):
+    """`store` in 8 chunks stood under a point of grad_in_forward, 1 and 2 over each other."""
+    rows = [point(TRAINING, "store", n, ms, 2100.0) for n, ms in ((1, 72.5), (2, 72.6), (8, 84.1))]
+    rows += [
+        point(TRAINING, "grad_in_forward", n, ms, 2200.0) for n, ms in ((8, 86.4), (16, 110.0))
+    ]
+    rows += [point(TRAINING, "recompute", n, 95 + n, 2000 / n) for n in (1, 16)]
+    figure = drawn(rows, tmp_path, monkeypatch)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent().shrunk(0.8, 0.8) for text in figure.axes[0].texts]
+    assert len(boxes) == len(rows)
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    at = figure.axes[0].transData.transform([(row.time_ms, row.peak_mib) for row in rows])
+    assert not any(box.contains(x, y) for box in boxes for x, y in at)
+
+
+def test_lines_of_equal_times_do_not_hide_each_other(tmp_path, monkeypatch):
+    rows = [point(PRETRAIN, name, None, 50.0, None) for name in ("auto", "unfused", "native")]
+    rows += [point(PRETRAIN, "store", n, 50.0 + n / 100, None) for n in (1, 4)]
+    axes = drawn(rows, tmp_path, monkeypatch).axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    counted = lines["store"]
+    patterns = [lines[name]._dash_pattern for name in ("auto", "unfused", "native")]
+    assert len({offset for offset, _ in patterns}) == 3
+    assert all(
+        lines[name].get_zorder() > counted.get_zorder() for name in ("auto", "unfused", "native")
+    )
 
 
 def test_a_picture_without_peaks(tmp_path):
@@ -539,7 +602,7 @@ def test_launches(fake):
     assert [r["peak_mib"] for r in rows.values()] == [500.0, 900.0, 900.0, 500.0, 500.0]
     # Without the first two iterations, which take longer.
     assert [r["time_ms"] for r in rows.values()] == pytest.approx([10, 10, 10, 12, 12])
-    assert result["recommended"]["flags"] == "--fused-chunked-ce"
+    assert result["made_by"]["recommended"]["flags"] == "--fused-chunked-ce"
     auto, unfused, native, one, four = launches_so_far(fake)
     ends = "--bf16 --log-interval 1 --eval-iters 0 --exit-interval 5"
     assert (unfused, auto) == (ends, f"{ends} --fused-chunked-ce")
@@ -662,6 +725,6 @@ def test_through_a_real_megatron(checkout, tmp_path):
         "store x 3",
     ]
     assert all(r["time_ms"] > 0 and r["peak_mib"] is None for r in rows.values())
-    assert rows["pretrain store x 3"]["error"] <= result["facts"]["loss_bound"]
+    assert rows["pretrain store x 3"]["error"] <= result["made_by"]["loss_bound"]
     assert "unknown" in (tmp_path / "sweep.md").read_text()
     assert (tmp_path / "sweep.png").stat().st_size > 10_000

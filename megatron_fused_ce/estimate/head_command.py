@@ -1,0 +1,108 @@
+"""``python -m megatron_fused_ce plan-head``: strategy and chunks of one head."""
+
+from __future__ import annotations
+
+from megatron_fused_ce.command_line import Parser, UsageError, command, whole
+from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.planner import (
+    LOGITS_BACKENDS,
+    MIB,
+    WGRAD_ACCUMULATORS,
+    Plan,
+    PlanInputs,
+    alternatives,
+    budget_bytes,
+    plan,
+)
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _parser() -> Parser:
+    text = "Choose strategy and chunks for a head, as a training run would."
+    parser = Parser("python -m megatron_fused_ce plan-head", text)
+    add = parser.add_argument
+    size = whole()
+    add("--tokens", type=size, required=True, help="T: tokens of a micro-batch over the TP group")
+    add("--hidden", type=size, required=True, help="H: hidden size")
+    add(
+        "--vocab", type=size, required=True, help="vocabulary of the model, padded as it is trained"
+    )
+    add("--tp", type=whole(most=10**5), default=1, help="ranks of the tensor-parallel group")
+    add("--sequence-parallel", action="store_true")
+    add("--dtype", choices=tuple(DTYPES), default="bf16")
+    add("--memory-mb", type=size, help="budget in MiB (--fused-ce-memory-mb)")
+    add("--strategy", choices=STRATEGY_CHOICES, default="auto")
+    add("--num-chunks", type=size)
+    add("--chunk-tokens", type=size)
+    add(
+        "--wgrad-accumulator",
+        choices=WGRAD_ACCUMULATORS,
+        default="main_grad",
+        help="where grad_weight ends",
+    )
+    add("--no-token-weights", action="store_true",
+        help="the forward gets none (in Megatron: no loss_mask), so no grad_in_forward")  # fmt: skip
+    add(
+        "--logits-backend",
+        choices=LOGITS_BACKENDS,
+        help="[scaled_exp in bf16, gemm_rows otherwise]",
+    )
+    add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
+    add("--mtp-num-layers", type=whole(0, 1000), default=0, help="depths of multi-token prediction")
+    return parser
+
+
+@command("plan-head")
+def main(words: list[str]) -> int:
+    """Print the plan for the arguments, and what else there was to choose from."""
+    given = _parser().parse_args(words)
+    backend = given.logits_backend or ("scaled_exp" if given.dtype == "bf16" else "gemm_rows")
+    try:
+        inputs = PlanInputs(
+            num_tokens=given.tokens,
+            hidden_size=given.hidden,
+            num_rows=-(-given.vocab // given.tp),
+            dtype=DTYPES[given.dtype],
+            num_parts=given.tp if given.sequence_parallel else 1,
+            tp_size=given.tp,
+            wgrad_accumulator=given.wgrad_accumulator,
+            token_weights_known=not given.no_token_weights,
+            logits_backend=backend,
+            device=given.device,
+            strategy=given.strategy,
+            num_chunks=given.num_chunks,
+            chunk_tokens=given.chunk_tokens,
+            memory_mb=given.memory_mb,
+            uses_in_flight=1 + given.mtp_num_layers,
+        )
+        chosen = plan(inputs)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}")
+    print("\npredicted peak beside inputs, grad_hidden and the wgrad accumulator:")
+    for name, num_bytes in (*chosen.memory._asdict().items(), ("total", chosen.memory.total)):
+        if num_bytes:
+            print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
+    print(f"\n  {'strategy':15} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
+    for option in alternatives(inputs):
+        mark = "*" if chosen == option else " "
+        print(
+            f"{mark} {option.strategy:15} {option.count:6} {option.capacity:7} "
+            f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
+            f"{option.relative_time:6.3f}{_remark(inputs, option)}"
+        )
+    print("\ntime: over the matrix products alone; * the one that was chosen")
+    return 0
+
+
+def _remark(inputs: PlanInputs, option: Plan) -> str:
+    if option.predicted_peak_bytes > budget_bytes(inputs):
+        return "  does not fit"
+    if option.strategy == "grad_in_forward" and not inputs.token_weights_known:
+        return "  needs token weights"
+    return ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,380 @@
+"""What the benchmark is asked for: shapes, strategies, presets, the command line. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_fused_ce import config as options
+from megatron_fused_ce.command_line import (
+    NO_LIMIT,
+    Parser,
+    UsageError,
+    number,
+    require_gpus,
+    seconds,
+    whole,
+)
+from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, STRATEGY_CHOICES
+from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
+from megatron_fused_ce.scripts.lib.results import RESULTS
+
+#: name -> (H, vocabulary) of a head: the named models, and some of which only these two sizes are known.
+SHAPES = {name: head_sizes(name) for name in MODELS} | {
+    "gemma-2-9b-like": (3584, 256000),
+    "gpt-oss-like": (2880, 201088),
+    "tiny": (64, 512),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+#: How a chunk's statistics are merged over the ranks; empty in a package that knows one way only.
+MERGES: tuple[str, ...] = getattr(options, "MERGE_CHOICES", ())
+#: name -> matrix products of a step
+ROOFS = {"roof": 3, "roof-4": 4, "roof-raw": 3}
+
+#: Longest step that is run once untimed at the beginning of each of its turns. Longer ones are only
+#: run again where the allocator had to call the driver: another step costs as much as the figure.
+LONGEST_WARM_STEP_MS = 300.0
+
+
+# --- shapes and ranks ------------------------------------------------------------------------
+
+
+def shape_name(text: str) -> str:
+    """A name of :data:`SHAPES` on a command line."""
+    try:
+        return known_name(text, SHAPES)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def world_size() -> int:
+    """Ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start_ranks(tp: int | None, device: str, words: Sequence[str]) -> None:
+    """Have ``tp`` ranks (None: as many as there are).
+
+    Returns at once where there are so many; without torchrun this process becomes
+    ``torchrun --standalone --nproc-per-node tp -m megatron_fused_ce.scripts.bench words`` and never
+    returns. Raises UsageError where torchrun started another number.
+    """
+    if tp is None or tp == 1 == world_size():
+        return
+    if "WORLD_SIZE" in os.environ:
+        if world_size() != tp:
+            raise UsageError(f"--tp {tp} asks for {tp} ranks, torchrun started {world_size()}")
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, with a warning
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
+    sys.stdout.flush()
+    module = ["-m", "megatron_fused_ce.scripts.bench"]
+    os.execv(sys.executable, [sys.executable, *launch, *module, *words])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem of the run."""
+
+    shape: str  # name in SHAPES, or "H x V"
+    num_tokens: int
+    hidden_size: int
+    vocab: int  # over all ranks
+    sequence_parallel: bool = False
+
+    @staticmethod
+    def of(shape: str, num_tokens: int) -> Cell:
+        hidden_size, vocab = SHAPES[shape]
+        return Cell(shape, num_tokens, hidden_size, vocab)
+
+    def __str__(self) -> str:
+        sizes = f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
+        return sizes + (" SP" if self.sequence_parallel else "")
+
+
+# --- strategies ------------------------------------------------------------------------------
+
+
+class Strategy(NamedTuple):
+    """What ``NAME[:C][/PASS][/MERGE]`` asks for; None: the package chooses."""
+
+    name: str
+    chunk_tokens: int | None = None
+    logits_backend: str | None = None
+    merge: str | None = None
+
+    def __str__(self) -> str:
+        chunk = f":{self.chunk_tokens}" if self.chunk_tokens else ""
+        return self.name + chunk + self.ways
+
+    @property
+    def ways(self) -> str:
+        return "".join(f"/{way}" for way in (self.logits_backend, self.merge) if way)
+
+
+def parse_strategy(text: str) -> Strategy:
+    """``NAME[:C][/PASS][/MERGE]``. Raises UsageError where it does not fit, saying what there is."""
+    rest, *ways = text.split("/")
+    name, colon, tokens = rest.partition(":")
+    if name not in STRATEGY_CHOICES:
+        raise UsageError(f"no strategy {name!r}; there are {', '.join(STRATEGY_CHOICES)}")
+    if colon and (not tokens.isdigit() or int(tokens) < 1):
+        raise UsageError(f"chunk tokens of {text!r} must be a whole number of 1 or more")
+    asked: dict[str, str] = {}
+    for way in ways:
+        if way in LOGITS_BACKEND_CHOICES and not asked:
+            asked["logits_backend"] = way
+        elif way in MERGES and "merge" not in asked:
+            asked["merge"] = way
+        else:
+            known = f"logits backends are {', '.join(LOGITS_BACKEND_CHOICES)}, merges "
+            known += ", ".join(MERGES) or "none: FusedCEConfig has no merge"
+            raise UsageError(f"{text!r} does not fit NAME[:C][/PASS][/MERGE]: {known}")
+    return Strategy(name, int(tokens) if tokens else None, **asked)
+
+
+# --- presets ---------------------------------------------------------------------------------
+
+TP_CELLS = [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3-70b", 32768)]
+#: name -> cells, and options where the command line names none.
+PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
+    # The cells that issue 3's targets name. Cheap ones first: a time limit cuts the end.
+    "reach": (
+        [
+            ("llama-3-8b", 8192),
+            ("llama-3-8b", 32768),
+            ("qwen3-1.7b", 32768),
+            ("gemma-2-2b", 32768),
+            ("llama-3-70b", 8192),
+            ("llama-3-70b", 32768),
+            ("llama-3-8b", 131072),
+            ("qwen3-1.7b", 131072),
+        ],
+        {},
+    ),
+    "reach-small": (
+        [("qwen3-1.7b", 8192), ("gemma-2-2b", 8192), ("llama-3-8b", 8192), ("llama-3-70b", 8192)],
+        {},
+    ),
+    "short": (
+        [(shape, T) for shape in ("llama-3-8b", "qwen3-1.7b") for T in (1024, 2048)],
+        {"strategies": ["store", "auto"]},
+    ),
+    # What pins a device's tokens per chunk.
+    "chunks": (
+        [("llama-3-8b", 32768), ("qwen3-1.7b", 32768)],
+        {
+            "chunk_tokens": [2048, 4096, 8192, 16384, 32768],
+            "megatron": False,
+        },
+    ),
+    # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
+    "million": (
+        [("llama-3-8b", 1048576)],
+        {
+            "strategies": ["recompute:2048"],
+            "blocks": 1,
+            "roofs": ("roof", "roof-4"),
+            "megatron": False,
+        },
+    ),
+    # What an option of the loss costs, and where a step's time goes.
+    "options": ([], {"strategies": ["store"]}),
+    "profile": (
+        [],
+        {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]},
+    ),
+    # The cells that issue 4's targets name, in little time (about a minute a cell on four H200s) ...
+    "tp": (TP_CELLS, {"sequence_parallel": "both", "lean": True}),
+    # ... and with the other chunks, and blocks enough to publish.
+    "tp-reach": (
+        TP_CELLS,
+        {"sequence_parallel": "both", "chunk_tokens": [None, 4096, 16384]},
+    ),
+}
+#: Options of --lean. The roof on raw logits has no target over ranks; Megatron's jitted cross entropies
+#: compile for seconds at every new T, so they see one T only.
+LEAN: dict[str, Any] = {
+    "blocks": 3,
+    "sample_ms": 80.0,
+    "check_tokens": 1024,
+    "roofs": ("roof", "roof-4"),
+}
+#: --sequence-parallel's word -> whether each cell runs with it.
+SEQUENCE_PARALLEL = {"on": (True,), "off": (False,), "both": (True, False)}
+FURTHER_CHECKS = ("check_confident", "check_sync", "check_graph", "check_determinism")
+
+
+def chunk_size(word: str) -> int | None:
+    return None if word == "plan" else whole()(word)
+
+
+def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
+    parser = Parser("python -m scripts.bench", text)
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, help="cells and options of one set of figures")
+    add("--shapes", nargs="+", type=shape_name, metavar="NAME", help=", ".join(SHAPES))
+    size = whole()
+    add("--shape", nargs=2, type=size, action="append", metavar=("H", "V"), help="a shape by size")
+    add("--tokens", nargs="+", type=size, help="T of each cell (default 8192)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, not to measure")
+    add(
+        "--strategies",
+        nargs="+",
+        metavar="NAME[:C][/PASS][/MERGE]",
+        help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logits backend scaled_exp or gemm_rows, "
+        f"merge of statistics {' or '.join(MERGES) or '(none here)'} (default: all but auto)",
+    )
+    add(
+        "--logits-backend",
+        nargs="+",
+        choices=LOGITS_BACKEND_CHOICES,
+        help="each strategy that names no pass, with each of these",
+    )
+    add("--merge", nargs="+", metavar="MERGE", help="each strategy that names none, with each")
+    add(
+        "--chunk-tokens",
+        nargs="+",
+        type=chunk_size,
+        metavar="C",
+        help="each strategy that names no C, with each; 'plan': the planner's",
+    )
+    add("--memory-mb", type=size, help="budget of strategy auto")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--upstream", choices=("weights", "random"), default="weights")
+    add("--wgrad-accumulator", choices=("main_grad", "returned"), default="main_grad")
+    add("--no-megatron", dest="megatron", action="store_const", const=False)
+    add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
+    add("--skip", nargs="+", default=[], metavar="VARIANT", help="leave these variants out")
+    add("--blocks", type=whole(most=10**6), help="interleaved blocks (default 5)")
+    add("--sample-ms", type=number(), help="a variant's turn runs at least so long (default 100)")
+    add("--roofs", nargs="*", choices=tuple(ROOFS), help="(default: those that a variant needs)")
+    add("--seed", type=whole(0), default=0, help="of the order within blocks")
+    add("--check-tokens", type=size, help="T of the check against fp64 (default 2048)")
+    add(
+        "--lean",
+        action="store_const",
+        const=True,
+        help="quicker: 3 blocks of 80 ms, no roof-raw, 1024 tokens against fp64, and the others checked "
+        "at the timed size alone",
+    )
+    add("--check-confident", action="store_true", help="also tokens of 1 - p = 3e-7")
+    add("--check-sync", action="store_true", help="a host synchronisation is an error")
+    add("--check-graph", action="store_true", help="a CUDA graph's replays, bit for bit")
+    add("--check-determinism", action="store_true", help="two runs, bit for bit")
+    add("--check-all", action="store_true", help="all four")
+    add(
+        "--time-limit",
+        type=seconds,
+        default=NO_LIMIT,
+        metavar="SECONDS",
+        help="start no cell after this",
+    )
+    add("--tp", type=whole(most=4096), metavar="R", help="ranks: torchrun's, or started here")
+    add(
+        "--sequence-parallel",
+        nargs="?",
+        const="on",
+        choices=SEQUENCE_PARALLEL,
+        help="the hidden states in R parts; 'both': each cell with and without",
+    )
+    add("--options", nargs="+", metavar="NAME", help="of --preset options: these alone")
+    add(
+        "--steps",
+        type=whole(most=10**6),
+        default=3,
+        help="of a profile, or of an option's turn (3)",
+    )
+    add(
+        "--most", type=whole(0), default=12, help="kernels listed of each variant of a profile (12)"
+    )
+    add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
+    add("--results-dir", type=Path, default=RESULTS, help="[%(default)s]")
+    add("--out", type=Path, help="or write this JSON file and the .md beside it")
+    add("--render", type=Path, metavar="FILE.json", help="render the page of a result again")
+    given = parser.parse_args(words)
+    preset, own = PRESETS.get(given.preset, ([], {}))
+    for name, value in own.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    given.megatron = given.megatron is not False
+    standard = {"blocks": 5, "sample_ms": 100.0, "check_tokens": 2048}
+    for name, value in (LEAN if given.lean else standard).items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    for name in FURTHER_CHECKS:
+        setattr(given, name, getattr(given, name) or given.check_all)
+    try:
+        given.cells = cells_of(given, preset)
+        if given.preset != "profile":  # which has roofs and Megatron's paths among them
+            given.strategies = strategies_of(given)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
+
+
+def require_device(given: argparse.Namespace) -> None:
+    """Raises UsageError where --device cuda finds too few GPUs; before torch is imported."""
+    if given.device == "cuda":
+        require_gpus(max(given.tp or 1, world_size()), "--device cpu tries it without, slowly")
+
+
+def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[Cell]:
+    """``--preset``'s cells (those of ``--shapes`` and ``--tokens`` alone), or their product.
+
+    Over several ranks each with sequence parallelism, without, or both.
+    """
+    size = given.tp or world_size()
+    named = given.shapes or []
+    if preset:
+        if given.shape:
+            raise ValueError("--shape and --preset exclude each other; use --shapes to narrow it")
+        cells = [
+            Cell.of(shape, T)
+            for shape, T in preset
+            if (not named or shape in named) and (not given.tokens or T in given.tokens)
+        ]
+    else:
+        if not named and not given.shape:
+            named = ["llama-3-8b"]
+        tokens = given.tokens or [8192]
+        cells = [Cell.of(shape, T) for shape in named for T in tokens]
+        cells += [Cell(f"{H}x{V}", T, H, V) for H, V in given.shape or [] for T in tokens]
+    if not cells:
+        raise ValueError("the preset has no cell of these shapes and tokens")
+    for cell in cells:
+        if cell.num_tokens % size or cell.vocab % size:
+            raise ValueError(f"{cell} does not divide over {size} ranks")
+    modes = SEQUENCE_PARALLEL[given.sequence_parallel or "off"] if size > 1 else (False,)
+    return [replace(cell, sequence_parallel=mode) for cell in cells for mode in modes]
+
+
+def strategies_of(given: argparse.Namespace) -> list[str]:
+    """Each strategy with each number of chunk tokens, logits backend and merge.
+
+    ``grad_in_forward`` only where the upstream gradient lets it; ``auto`` chooses its chunks itself.
+    """
+    names = given.strategies
+    if names is None:
+        names = ["store", "grad_in_forward", "recompute"]
+        if given.upstream == "random":
+            names.remove("grad_in_forward")
+    chosen: list[str] = []
+    for name in names:
+        own = parse_strategy(name)
+        if own.name == "grad_in_forward" and given.upstream == "random":
+            raise ValueError("grad_in_forward needs --upstream weights")
+        fixed = own.chunk_tokens or own.name == "auto"
+        sizes = [own.chunk_tokens] if fixed else given.chunk_tokens or [None]
+        passes = [own.logits_backend] if own.logits_backend else given.logits_backend or [None]
+        merges = [own.merge] if own.merge else given.merge or [None]
+        for logits_backend, merge, size in product(passes, merges, sizes):
+            chosen.append(str(Strategy(own.name, size, logits_backend, merge)))
+            parse_strategy(chosen[-1])
+    return list(dict.fromkeys(chosen))

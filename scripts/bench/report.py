@@ -1,0 +1,202 @@
+"""The benchmark's rows on disk: JSON, and Markdown rendered from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_fused_ce.scripts.lib import results, tables
+from megatron_fused_ce.scripts.lib.results import Row
+
+#: What every row has, in this order; more keys may follow.
+KEYS = (
+    *("commit", "device", "torch", "triton", "shape", "T", "H", "V", "dtype", "tp", "sp"),
+    *("variant", "chunk_tokens", "forward_ms", "backward_ms", "time_ms", "roof_ms", "ratio"),
+    *("peak_mib", "error"),
+)
+#: What tables of one result file may differ in; each gets its own heading.
+CELL_KEYS = ("shape", "T", "H", "V", "dtype", "tp", "sp")
+CHECKS = ("confident_error", "determinism", "sync", "graph")
+EXPLANATION = (
+    "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is "
+    "(slowest - fastest block) / median. *roof*: the matrix products alone, by cuBLAS, on the true "
+    "`grad_logits` of the same operands; *over* says which: 3 products, or 4 where the variant "
+    "computes the logits twice. *raw*: the ratio to three products of which the last two read raw "
+    "logits. Peak: MiB above inputs, `grad_hidden` and the wgrad accumulator, cuBLAS's "
+    "workspace counted. Error: the "
+    "larger of both gradients', norm-relative to fp64."
+)
+PARALLEL_EXPLANATION = (
+    "Times are the slowest rank's, peaks and errors the largest of any rank. The roof is the shard's, "
+    "on all ranks at once, on hidden states that are there as a whole: no collective is in it."
+)
+
+
+def ratio_text(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def small(value: Any) -> str:
+    """A relative error, or the words in its place."""
+    if value is None:
+        return ""
+    return f"{value:.1e}" if isinstance(value, float | int) else str(value)
+
+
+def number(value: Any, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def cell_of(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in CELL_KEYS)
+
+
+def cells(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each cell, in the order of their first row."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(cell_of(row), []).append(row)
+    return list(groups.values())
+
+
+def title(row: Row) -> str:
+    parallel = f", TP {row['tp']}{' with sequence parallelism' if row['sp'] else ''}"
+    return (
+        f"{row['shape']}: T = {row['T']}, H = {row['H']}, V = {row['V']}, {row['dtype']}"
+        f"{parallel if row['tp'] > 1 else ''}"
+    )
+
+
+def name_of(row: Row) -> str:
+    """The variant, with the logits backend that served and what ``auto`` chose."""
+    name, plan, served = row["variant"], row.get("plan"), row.get("logits_backend")
+    if served and not name.endswith(f"/{served}"):
+        name += f" {served}"
+    return f"{name} ({plan})" if name.startswith("auto") and plan else name
+
+
+def table(rows: list[Row]) -> str:
+    """One cell's rows as a Markdown table."""
+    checks = [key for key in CHECKS if any(key in row for row in rows)]
+    head = ["variant", "C", "forward", "backward", "both, ms", "spread", "over", "ratio", "raw"]
+    head += [
+        "TFLOP/s",
+        "peak, MiB",
+        "error",
+        *(key.replace("_", " ") for key in checks),
+    ]
+    lines = []
+    for row in rows:
+        spread = row.get("spread")
+        words = [
+            name_of(row),
+            row["chunk_tokens"],
+            number(row["forward_ms"], 2),
+            number(row["backward_ms"], 2),
+            number(row["time_ms"], 2),
+            "" if spread is None else f"{100 * spread:.1f} %",
+            str(row.get("roof_products", 3)) if row["ratio"] is not None else "",
+            ratio_text(row["ratio"]),
+            ratio_text(row.get("ratio_raw")),
+            number(row.get("tflops"), 0),
+            number(row["peak_mib"], 1),
+            small(row["error"]),
+            *(small(row.get(key)) for key in checks),
+        ]
+        lines.append(words)
+    return tables.markdown(head, lines) + "\n"
+
+
+def markdown(rows: list[Row], skipped: Iterable[str] = ()) -> str:
+    """Everything, one table a cell."""
+    if not rows:
+        return "No rows.\n"
+    first = rows[0]
+    commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
+    lines = [
+        f"{first['device']}, torch {first['torch']}, triton {first['triton']}, commit {commits}.",
+    ]
+    if "wgrad_accumulator" in first:
+        end = {"main_grad": "an fp32 `main_grad`", "returned": "a `.grad` in the weight's dtype"}
+        upstream = {
+            "weights": "a scalar times random token weights",
+            "random": "random per token",
+        }
+        lines[0] += (
+            f" `grad_weight` ends in {end[first['wgrad_accumulator']]}; the upstream gradient is "
+            f"{upstream[next(r['upstream'] for r in rows if r['upstream'] in upstream)]}"
+        )
+        lonely = [row["variant"] for row in rows if row["upstream"] not in upstream]
+        if lonely:
+            names = ", ".join(dict.fromkeys(lonely))
+            lines[0] += f" (one scalar for all tokens: {names})"
+        lines[0] += "."
+    lines += ["", EXPLANATION, ""]
+    if any(row["tp"] > 1 for row in rows):
+        lines += [PARALLEL_EXPLANATION, ""]
+    if any(row.get("family") == "ours" and row["time_ms"] is not None for row in rows):
+        lines += [summary(rows), ""]
+    for group in cells(rows):
+        slices = group[0].get("roof_slices")
+        note = f" The roof ran in {slices} slices of the tokens." if slices else ""
+        vocab = group[0].get("check_vocab")
+        if vocab and vocab < group[0]["V"] * group[0]["tp"]:
+            note += f" Checked against fp64 on {vocab} vocabulary rows."
+        blocks = f"{group[0]['blocks']} blocks." if "blocks" in group[0] else ""
+        if group[0].get("plain_error") is not None:
+            note += (
+                f" Plain PyTorch's errors: gradients {small(group[0]['plain_error'])}, loss "
+                f"{small(group[0]['plain_loss_error'])}"
+            )
+            if "plain_confident_error" in group[0]:
+                note += f", confident tokens {small(group[0]['plain_confident_error'])}"
+            note += "."
+        if group[0].get("check_foreign") is False:
+            note += " The others' errors are to fp32 at the timed size."
+        lines += [f"## {title(group[0])}", "", (blocks + note).strip(), "", table(group)]
+    lines += [f"Not run (time limit): {name}." for name in skipped]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def summary(rows: list[Row]) -> str:
+    """One line a cell: the best of ours and of the others, and the figures that have a target."""
+    head = ["cell", "best of ours", "ms", "over 3", "raw", "best of the others", "ms", "ours / it"]
+    head += ["recompute over 4", "C"]
+
+    def fastest(candidates: Iterable[Row]) -> Row | None:
+        timed = [row for row in candidates if row["time_ms"] is not None]
+        return min(timed, key=lambda row: row["time_ms"]) if timed else None
+
+    lines = []
+    for group in cells(rows):
+        mine = [row for row in group if row.get("family") == "ours"]
+        best = fastest(row for row in mine if row["roof_products"] == 3)
+        other = fastest(row for row in group if row.get("family") in ("megatron", "peer"))
+        lean = fastest(row for row in mine if row["roof_products"] == 4)
+        words = [f"{group[0]['shape']} T={group[0]['T']}", *["–"] * 9]
+        if group[0]["tp"] > 1:
+            words[0] += f" TP {group[0]['tp']}{' SP' if group[0]['sp'] else ''}"
+        if best is not None:
+            ratios = (ratio_text(best["ratio"]), ratio_text(best["ratio_raw"]))
+            words[1:5] = [name_of(best), number(best["time_ms"], 2), *ratios]
+        if other is not None:
+            words[5:7] = [other["variant"], number(other["time_ms"], 2)]
+            if best is not None:
+                words[7] = ratio_text(best["time_ms"] / other["time_ms"])
+        if lean is not None:
+            words[8:] = [ratio_text(lean["ratio"]), str(lean["chunk_tokens"] or "")]
+        lines.append(words)
+    return tables.markdown(head, lines) + "\n"
+
+
+def write(path: Path, rows: list[Row], source: Row, skipped: Iterable[str] = ()) -> None:
+    """The result file, and the page beside it."""
+    own = [{k: v for k, v in row.items() if k not in source or source[k] != v} for row in rows]
+    results.write(path, own, source)
+    write_page(path, rows, skipped)
+
+
+def write_page(path: Path, rows: list[Row], skipped: Iterable[str] = ()) -> None:
+    results.write_whole(path.with_suffix(".md"), markdown(rows, skipped))

@@ -1,0 +1,75 @@
+"""`make figures`: every table and picture in README.md and docs that is made from results or the plan.
+
+    python -m scripts.dev.figures            # writes them
+    python -m scripts.dev.figures --check    # writes nothing; exit status 1 where a page is out of date
+
+It also holds the plan against what was measured: exit status 1 where a peak is outside its bound. 2: a result
+file, a row of it or a pair of comments that is missing. Needs no device.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_fused_ce.command_line import Parser, command, read_text
+from megatron_fused_ce.scripts.dev import figures_plan, figures_readme, figures_scaling
+from megatron_fused_ce.scripts.lib import pages, results
+from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
+
+#: Page -> what makes its parts.
+PAGES = {maker.PAGE: maker for maker in (figures_readme, figures_scaling, figures_plan)}
+
+
+def draw_results() -> None:
+    """The pictures of docs/images and docs/benchmarks that committed results hold the figures of."""
+    from megatron_fused_ce.scripts.bench import profile
+    from megatron_fused_ce.scripts.runs import memory, snapshots, sweep_report
+
+    folder, images = REPOSITORY / RESULTS, REPOSITORY / "docs" / "images"
+    sweep = sweep_report.read(folder / "2026-11-21-h200-sweep-front-tp1.json")
+    sweep_report.draw(sweep, images / "sweep-front-h200-tp1.png")
+    head = read_text(folder / "2026-11-21-h200-memory-head-llama3-8b.json")
+    memory.draw(snapshots.from_json(head), images / "memory-profile-head.png")
+    of_profile = folder / "2026-11-21-h200-tp4-profile.json"
+    for cell, rows in profile.cells(results.rows(of_profile)).items():
+        # The page names them by the shape of the day.
+        name = f"{of_profile.stem}-llama3-8b-{rows[0]['T']}.png"
+        profile.draw(cell, rows, folder / name)
+
+
+@command("figures")
+def main(words: list[str]) -> int:
+    parser = Parser("python -m scripts.dev.figures", __doc__ or "")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, say what is out of date"
+    )
+    parser.add_argument("--readme", type=Path, help="of these figures alone, into another file")
+    given = parser.parse_args(words)
+    chosen = {given.readme: figures_readme} if given.readme else PAGES
+    status = 0
+    for page, maker in chosen.items():
+        parts = maker.parts()
+        if given.check:
+            for name in pages.stale(page, parts):
+                print(f"{page}: {name}: out of date; run make figures")
+                status = 1
+        else:
+            pages.rewrite(page, parts)
+    if given.readme:
+        return status
+    if not given.check:
+        figures_plan.draw()
+        draw_results()
+    for found, bound in (
+        (figures_plan.steps(), figures_plan.STEP_BOUND),
+        (figures_plan.alone(), figures_plan.HEAD_BOUND),
+    ):
+        for line in figures_plan.outside(found, bound):
+            print(f"figures: out of its bound: {line}", file=sys.stderr)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

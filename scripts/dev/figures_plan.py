@@ -1,0 +1,326 @@
+"""The plan held against what was measured: the tables of docs/plan.md, and its picture.
+
+Measured are the launches and heads of docs/benchmarks/results, on H200s: each launch's own command line is
+read and planned, and the peaks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.estimate import command, heads
+from megatron_fused_ce.estimate.advice import Gpu
+from megatron_fused_ce.estimate.heads import Head, plugin_head, stock_heads
+from megatron_fused_ce.estimate.peaks import estimate
+from megatron_fused_ce.estimate.setting import Model, Parallel, Setting, Training
+from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
+from megatron_fused_ce.planner import MIB
+from megatron_fused_ce.scripts.lib import results
+from megatron_fused_ce.scripts.lib.results import REPOSITORY
+from megatron_fused_ce.scripts.lib.tables import markdown as table
+
+RESULTS = REPOSITORY / results.RESULTS
+DAY = "2026-11-21-h200-"
+PAGE = REPOSITORY / "docs" / "plan.md"
+PICTURE = REPOSITORY / "docs" / "images" / "plan-llama-3.2-1b.png"
+GIB = 2**30
+
+#: Of the peak of a whole step and of a head alone.
+STEP_BOUND, HEAD_BOUND = 0.10, 0.05
+#: Files of launches, in the order of the table.
+LAUNCHES = (
+    *("longest-sequence", "tp4-pretrain-steps", "tp4-pretrain-long", "tp4-pretrain-reach"),
+    *("tp4-pretrain-losses", "tp4-pretrain-modes-1", "tp4-pretrain-modes-2"),
+    *("pretrain-te-tp4-sp", "pretrain-te-tp2-dp2-sp", "pretrain-te-tp2-sp-no-wgrad-fusion"),
+    *("pretrain-local-tp2", "tp4-pretrain-graph"),
+)
+#: Commits whose plugin chose and held otherwise than the planner of today: their launches with the flag
+#: say nothing of it.
+BEFORE_THE_PLANNER = ("a263d4d", "fd49028", "896fa5c")
+#: Files of heads alone.
+HEADS = ("reach-llama3-8b", "reach-others", "tp4-reach", "tp4-reach-llama3-70b", "tp2-32768")
+#: What the plan calls a variant of the results.
+STOCK = {
+    "unfused": "unfused",
+    "native": "native",
+    "te-lifted": "te",
+    "megatron-unfused": "unfused",
+    "megatron-native": "native",
+    "megatron-te": "te",
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure beside the plan's."""
+
+    what: str
+    variant: str
+    #: MiB; None where the launch ran out of memory
+    measured: float | None
+    planned: float
+    bound: str = ""
+
+    @property
+    def off(self) -> float:
+        return self.planned / self.measured - 1 if self.measured else 0.0
+
+
+def h200() -> Gpu:
+    """The GPU that all of it was measured on."""
+    device, capacity, hopper = command.GPUS["h200-141gb"]
+    overhead = round(command.OVERHEAD_GIB * GIB)
+    return Gpu("h200-141gb", device, round(capacity * GIB), hopper, overhead)
+
+
+# --- whole steps -----------------------------------------------------------------------------
+
+
+def launches() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, row) of every launch that trained or ran out of memory."""
+    for name in LAUNCHES:
+        content = results.load(RESULTS / f"{DAY}{name}.json")
+        rows = content["rows"] if isinstance(content, dict) else content
+        commit = content["environment"]["commit"] if isinstance(content, dict) else ""
+        for row in rows:
+            if row["variant"] in STOCK or not commit.startswith(BEFORE_THE_PLANNER):
+                yield name, row
+
+
+def head_of(setting: Setting, variant: str) -> Head:
+    """The way of computing the loss that a variant of the results had."""
+    if variant in STOCK:
+        return next(one for one in stock_heads(setting) if one.name == STOCK[variant])
+    return plugin_head(setting, h200().device, variant, exp_serves=True)
+
+
+def setting_of_launch(row: dict[str, Any]) -> Setting:
+    return command.setting_of(["--from-launch", row["command"]])
+
+
+def compare_launch(name: str, row: dict[str, Any]) -> Compared:
+    """A launch's command line, planned."""
+    setting = setting_of_launch(row)
+    found = estimate(setting, head_of(setting, row["variant"]))
+    trained = row["status"] == "ok"
+    measured = row.get("max_allocated_mb", row.get("peak_mib")) if trained else None
+    shape = row.get("case") or row["shape"]
+    what = f"[{_plain(shape)}](benchmarks/results/{DAY}{name}.json), {setting.num_tokens}"
+    return Compared(what, row["variant"], measured, found.peak / MIB, found.bound.name)
+
+
+def _plain(shape: str) -> str:
+    """The results' word for a launch, where it is one of many words."""
+    names = {"losses": "TP 4", "vpp": "TP 2 x PP 2, virtual stages", "cp2": "TP 2 x CP 2"}
+    names |= {"mtp": "TP 2, MTP 1", "packed": "TP 2, packed", "graph": "TP 4, CUDA graph"}
+    names |= {"te-tp4-sp": "TP 4, dropout", "te-tp2-dp2-sp": "TP 2, dropout"}
+    names |= {
+        "te-tp2-sp-nofusion": "TP 2, no fused wgrad",
+        "local-tp2": "TP 2, Megatron's own layers",
+    }
+    return names.get(shape, shape)
+
+
+def steps() -> list[Compared]:
+    return [compare_launch(name, row) for name, row in launches()]
+
+
+# --- heads alone -----------------------------------------------------------------------------
+
+
+def head_rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, row) of Megatron's own paths and of the strategies, in an fp32 ``main_grad``."""
+    for name in HEADS:
+        for row in results.load(RESULTS / f"{DAY}{name}.json"):
+            ours = row["variant"] in STRATEGY_CHOICES and row["chunk_tokens"]
+            if row["peak_mib"] and (row["variant"] in STOCK or ours):
+                yield name, row
+
+
+def compare_head(name: str, row: dict[str, Any]) -> Compared:
+    """A head's predicted peak, less what the benchmark does not count.
+
+    That is ``grad_hidden``, and of Megatron's paths the workspace of autograd's thread, which has run no
+    product yet when the loss is at its peak.
+    """
+    setting = _head_alone(row)
+    found = head_of(setting, row["variant"])
+    if row["variant"] in STOCK:
+        grad_hidden = setting.itemsize * row["T"] * row["H"] // setting.parallel.sequence_parts
+        planned = found.peak - grad_hidden - CUBLAS_WORKSPACE
+    else:
+        planned = found.predicted
+    sp = ", SP" if row["sp"] else ""
+    what = f"{name}: {row['shape']}, {row['T']}, TP {row['tp']}{sp}"
+    return Compared(what, row["variant"], row["peak_mib"], planned / MIB)
+
+
+def _head_alone(row: dict[str, Any]) -> Setting:
+    model = Model(
+        num_layers=1,
+        hidden_size=row["H"],
+        num_attention_heads=row["tp"],
+        vocab_size=row["V"] * row["tp"],
+        ffn_hidden_size=row["tp"],
+        num_query_groups=row["tp"],
+        head_dim=1,
+    )
+    parallel = Parallel(gpus=row["tp"], tensor=row["tp"], sequence=row["sp"])
+    setting = Setting(model, parallel, Training(sequence=row["T"]), vocab_divisor=1)
+    chunks = replace(setting.training.fused_ce, chunk_tokens=row["chunk_tokens"])
+    return replace(setting, training=replace(setting.training, fused_ce=chunks))
+
+
+def alone() -> list[Compared]:
+    return [compare_head(name, row) for name, row in head_rows()]
+
+
+def bytes_per_logit(row: dict[str, Any]) -> float:
+    """What a measured head of Megatron's held of each logit, the rest taken off."""
+    grad_hidden = 2 * row["T"] * row["H"] // (row["tp"] if row["sp"] else 1)
+    held = row["peak_mib"] * MIB + grad_hidden - CUBLAS_WORKSPACE
+    return float(held / (row["T"] * row["V"]))
+
+
+# --- the case of 8 GPUs and 16 bytes a parameter ---------------------------------------------
+
+CASE = (
+    "--gpus 8 --seq-length 4096 --sharding full --bytes-per-parameter 16 --recompute-granularity full"
+    " --logit-bytes 12"
+)
+CASE_MODELS = ("qwen2.5-7b", "qwen2.5-14b")
+
+
+def case() -> list[list[str]]:
+    """The plain sums of both models, GiB, and what the step's copies make of them."""
+    lines = []
+    for name in CASE_MODELS:
+        sums = _case_sums(name)
+        lines.append(
+            [name, *(f"{value:.2f}" for value in sums[:7]), *(f"{x:.1%}" for x in sums[7:])]
+        )
+    return lines
+
+
+def _case_sums(name: str) -> list[float]:
+    given = command.plan_of(shlex.split(f"--model {name} {CASE} --adam foreach"))
+    setting, advice = given.setting, given.advice
+    stock = advice.baseline.estimate
+    parts = stock.moment("head").parts
+    held = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    logits = 12 * setting.num_tokens * setting.vocab_rows
+    plain = held + parts["activations"] + logits
+    small = plain - logits + advice.recommended.head.peak
+    step = held + stock.moment("step").parts["optimizer's copies"]
+    sizes = [held, parts["activations"], logits, plain, small, step, max(small, step)]
+    saved = [1 - (plain - logits) / plain, 1 - small / plain, 1 - max(small, step) / plain]
+    return [*(size / GIB for size in sizes), *saved]
+
+
+# --- the page --------------------------------------------------------------------------------
+
+EXAMPLE = "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full"
+
+
+def steps_table(found: Sequence[Compared]) -> str:
+    """One line a launch: of each loss what was measured, what is planned, how far off."""
+    losses = ("unfused", "native", "te-lifted", "auto")
+    lines: dict[str, dict[str, str]] = {}
+    for one in found:
+        lines.setdefault(one.what, {})[one.variant] = _cell(one)
+    rows = [[what, *(cells.get(loss, "") for loss in losses)] for what, cells in lines.items()]
+    return table(["launch, tokens of a micro-batch", "unfused", "native", "TE", "flag"], rows)
+
+
+def _cell(one: Compared) -> str:
+    bound = " ¹" if one.bound == "layers" else ""
+    if one.measured is None:
+        return f"out of memory · {one.planned:.0f}"
+    return f"{one.measured:.0f} · {one.planned:.0f} · {_percent(one.off)}{bound}"
+
+
+def _percent(off: float) -> str:
+    text = f"{off:+.1%}"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
+
+
+def heads_table(found: Sequence[Compared]) -> str:
+    """Of each loss, how many heads were measured and how far off they are planned."""
+    off: dict[str, list[float]] = {}
+    for one in found:
+        off.setdefault(one.variant.removeprefix("megatron-"), []).append(one.off)
+    rows = [
+        [name, str(len(values)), _percent(min(values)), _percent(max(values))]
+        for name, values in off.items()
+    ]
+    return table(["loss", "heads", "planned at least", "at most"], rows)
+
+
+def case_table() -> str:
+    head = [
+        "model",
+        "16 B / 8",
+        "kept inputs",
+        "logits, 12 B",
+        "sum",
+        "with the flag",
+        "step, foreach",
+    ]
+    head += ["the larger of both", "saved: all logits", "by the flag", "beside the step"]
+    return table(head, case())
+
+
+def logits_table() -> str:
+    rows: dict[str, list[float]] = {}
+    for _, row in head_rows():
+        if row["variant"] in STOCK:
+            rows.setdefault(STOCK[row["variant"]], []).append(bytes_per_logit(row))
+    used = {path.name: path.bytes_per_logit for path in heads.STOCK_PATHS}
+    return table(
+        ["loss", "heads measured", "bytes a logit", "used"],
+        [
+            [name, str(len(found)), f"{min(found):.3f} to {max(found):.3f}", f"{used[name]:g}"]
+            for name, found in rows.items()
+        ],
+    )
+
+
+def printed(words: str) -> str:
+    """What the command prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        command.main(shlex.split(words))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return "\n".join(["```", f"$ python -m megatron_fused_ce plan {words}", *lines, "```"])
+
+
+def parts() -> dict[str, str]:
+    """Everything in docs/plan.md that is made here, by the name of its markers."""
+    return {
+        "example": printed(EXAMPLE),
+        "steps": steps_table(steps()),
+        "heads": heads_table(alone()),
+        "logits": logits_table(),
+        "case": case_table(),
+    }
+
+
+def draw() -> None:
+    """The picture of docs/plan.md."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        command.main([*shlex.split(EXAMPLE), "--plot", str(PICTURE)])
+
+
+def outside(found: Sequence[Compared], bound: float) -> list[str]:
+    """Lines that name what is further off than ``bound``."""
+    return [
+        f"{one.what} {one.variant}: measured {one.measured:.0f} MiB, planned {one.planned:.0f}"
+        for one in found
+        if one.measured is not None and abs(one.off) > bound
+    ]

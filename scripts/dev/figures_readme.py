@@ -1,0 +1,143 @@
+"""The figures of README.md, from committed results and the plan."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.estimate.command import plan_of
+from megatron_fused_ce.estimate.report import GIB
+from megatron_fused_ce.planner import PlanInputs, plan
+from megatron_fused_ce.scripts.lib import results, tables
+from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
+
+PAGE = REPOSITORY / "README.md"
+RESULTS = REPOSITORY / results.RESULTS
+
+
+class Results:
+    """The rows of one file."""
+
+    def __init__(self, name: str) -> None:
+        self.path = RESULTS / f"{name}.json"
+        self.rows = results.rows(self.path)
+
+    def found(self, **wanted: Any) -> Row | None:
+        """The one row with these values, or None."""
+        rows = [row for row in self.rows if wanted.items() <= row.items()]
+        if len(rows) > 1:
+            raise UsageError(f"{self.path.name} has {len(rows)} rows with {wanted}, expected one")
+        return rows[0] if rows else None
+
+    def row(self, **wanted: Any) -> Row:
+        """The one row with these values."""
+        row = self.found(**wanted)
+        if row is None:
+            raise UsageError(f"{self.path.name} has 0 rows with {wanted}, expected one")
+        return row
+
+
+#: The head alone on one H200, and on four with sequence parallelism.
+HEADS = (
+    ("2026-11-21-h200-reach-llama3-8b", {"T": 32768, "tp": 1, "sp": False}),
+    ("2026-11-21-h200-tp4-reach", {"T": 32768, "tp": 4, "sp": True}),
+)
+#: On four GPUs neither native fusion was run, nor what has no tensor parallelism; verl's was run there alone.
+ONE_GPU, FOUR_GPUS = (name for name, _ in HEADS)
+NOT_MEASURED = {(FOUR_GPUS, name) for name in ("megatron-native", "liger", "cce")} | {
+    (ONE_GPU, "verl-tp")
+}
+#: Label and variant of each row, and what it can do, in the columns' order (docs/features.md has sources).
+ROWS = (
+    ("Megatron unfused", "megatron-unfused", "yes", "yes", "yes", "yes"),
+    ("Megatron native fusion", "megatron-native", "yes", "yes", "yes", "yes"),
+    ("Megatron's layer + Transformer Engine's loss", "megatron-te", "yes", "yes", "yes", "yes"),
+    ("Liger, its default", "liger", "no", "no", "yes, a fourth GEMM", "no"),
+    ("Cut Cross Entropy", "cce", "yes", "no", "yes", "no"),
+    ("verl's linear cross entropy", "verl-tp", "yes", "partly", "yes", "no"),
+    ("**this, `--fused-chunked-ce`**", "auto", "yes", "yes", "yes", "yes"),
+)
+
+
+def speed_and_memory() -> str:
+    """Time to the millisecond and peak to a tenth of a GiB: the rows' spread is 2 to 7 %."""
+    measured = [(Results(name), cell) for name, cell in HEADS]
+    head = [
+        "",
+        "one H200, ms",
+        "GiB",
+        "four H200s, ms",
+        "GiB",
+        "tensor parallel",
+        "sequence parallel",
+    ]
+    head += ["per-token loss, any upstream gradient", "fused into `main_grad`"]
+    lines = [
+        [label, *(w for file, cell in measured for w in _time_and_peak(file, cell, variant)), *can]
+        for label, variant, *can in ROWS
+    ]
+    text = tables.markdown(head, lines)
+    # The last four columns are words.
+    return text.replace("---:|" * 8, "---:|" * 4 + "---|" * 4) + "\n"
+
+
+def _time_and_peak(file: Results, cell: Row, variant: str) -> tuple[str, str]:
+    if (file.path.stem, variant) in NOT_MEASURED:
+        return "–", "–"
+    wanted: Row = {"variant": variant}
+    if variant == "auto":
+        chosen = plan(_inputs(file.row(variant="megatron-unfused", **cell)))
+        wanted = {"variant": chosen.strategy, "chunk_tokens": chosen.capacity}
+    row = file.row(**cell, **wanted)
+    return f"{row['time_ms']:.0f}", f"{row['peak_mib'] / 1024:.1f}"
+
+
+def _inputs(row: Row) -> PlanInputs:
+    """What a launch with the flag alone asks the planner for."""
+    return PlanInputs(
+        num_tokens=row["T"],
+        hidden_size=row["H"],
+        num_rows=row["V"],
+        num_parts=row["tp"] if row["sp"] else 1,
+        tp_size=row["tp"],
+        token_weights_known=True,
+        device=row["device"],
+    )
+
+
+EXAMPLES = "scripts/examples"
+PLANS = (
+    (
+        "Llama-3.2-1B, 131072 tokens, one H200, full recomputation",
+        "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full",
+    ),
+    (
+        "Llama-3-8B, 32768 tokens, 8 H100s, TP 4 with sequence parallelism",
+        "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768",
+    ),
+    (
+        f"[Llama-3-8B, 8192 tokens, 8 H100s]({EXAMPLES}/llama3_8b.sh)",
+        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_8b.sh'}",
+    ),
+    (
+        f"[Llama-3-70B, 8192 tokens, 64 H100s]({EXAMPLES}/llama3_70b.sh)",
+        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_70b.sh'}",
+    ),
+)
+
+
+def plans() -> str:
+    """Peak of a GPU by ``python -m megatron_fused_ce plan``."""
+    head = ["training", "predicted peak without the flag, GiB per GPU", "with it", "saved"]
+    lines = []
+    for label, words in PLANS:
+        advice = plan_of(shlex.split(words)).advice
+        before, after = advice.baseline.peak / GIB, advice.recommended.peak / GIB
+        lines.append([label, f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.0%}"])
+    return tables.markdown(head, lines) + "\n"
+
+
+def parts() -> dict[str, str]:
+    """Text of every part, by the name in its comments."""
+    return {"speed and memory": speed_and_memory(), "plans": plans()}

@@ -1,0 +1,458 @@
+"""Megatron-LM's own unit tests around the output layer and the loss, without the flag and with it.
+
+    python -m scripts.dev.upstream_tests --megatron ~/Megatron-LM --ranks 1 2 --json out.json
+    python -m scripts.dev.upstream_tests --render docs/benchmarks/results/*upstream*.json
+
+The checkout (with its ``tests/``) is not changed: a pytest plugin turns the flag on, in processes that know
+nothing of it. Each file runs twice for each number of ranks, under torchrun; a test counts against the flag
+only where its outcome differs. Heads evaluated fused are counted test by test, so that a test that never
+came near the head is not taken for one that passed with it.
+
+A file that makes no progress for --test-timeout seconds (four times that until it begins), or whose processes
+die, loses the test it was in; its other tests are run in new processes. What is done stays in --out, and is
+not run again. Exit status: 0 no difference, 1 a test that the flag changes, 2 a mistake in the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_fused_ce.command_line import (
+    NO_LIMIT,
+    Parser,
+    UsageError,
+    command,
+    num_gpus,
+    read_text,
+    seconds,
+    whole,
+    writable_file,
+    writable_folder,
+)
+from megatron_fused_ce.scripts.lib import tables
+from megatron_fused_ce.scripts.lib.launches import end_launch, full_version
+from megatron_fused_ce.scripts.lib.results import REPOSITORY, made_by, write_whole
+
+TESTS = "tests/unit_tests"
+PLUGIN = "megatron_fused_ce.scripts.dev.upstream_tests_plugin"
+#: What touches the output layer or the loss, in the order in which time is spent on it.
+FILES = (
+    "models/test_gpt_model.py",
+    "transformer/test_multi_token_prediction.py",
+    "tensor_parallel/test_cross_entropy.py",
+    "transformer/test_mup.py",
+    "extension/test_te_lmhead_column_parallel_linear.py",
+    "pipeline_parallel/test_mtp_loss_scale.py",
+    "models/test_hybrid_model.py",
+    "tensor_parallel/test_layers.py",
+    "a2a_overlap/test_schedule_chunk_1f1b.py",
+    "test_training.py",
+    "test_fp8_param.py",
+    "distributed/test_torch_fully_sharded_parallel.py",
+    "distributed/mfsdp_v1/test_mcore_fully_sharded_data_parallel.py",
+    "distributed/mfsdp_v1/test_mcore_tensor_parallelism_detect.py",
+    "distributed/test_distributed_data_parallel.py",
+    "distributed/test_finalize_model_grads.py",
+    "dist_checkpointing/models/test_gpt_model.py",
+    "dist_checkpointing/models/test_gpt_hybrid_interop.py",
+    "pipeline_parallel/test_schedules.py",
+    "transformer/test_cuda_graphs.py",
+    "a2a_overlap/test_cuda_graphed_schedule_chunk_1f1b.py",
+    "test_fp4_param.py",
+    "post_training/test_freeze_base_for_mtp.py",
+)
+HOOKS = ("off", "on")
+#: A test that ranks disagree about counts as the first of these.
+OUTCOMES = ("died", "hung", "not importable", "failed", "passed", "skipped", "not run")
+#: Test timeouts that a process has before its first line: Megatron's import.
+STARTING = 4
+#: Processes of one file: each but the first leaves out a test that hung or died.
+ATTEMPTS = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one test, over the ranks."""
+
+    outcome: str
+    message: str = ""
+    fused: int = 0  # heads, summed over the ranks
+    materialised: int = 0
+    stock: int = 0
+    seconds: float = 0.0
+
+
+NOT_RUN = Outcome("not run")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file on so many ranks, with the flag or without."""
+
+    checkout: Path
+    file: str
+    ranks: int
+    hook: str
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.file} on {self.ranks}, flag {self.hook}"
+
+    @property
+    def folder(self) -> Path:
+        slug = self.file.removesuffix(".py").replace("/", ".")
+        return self.out / f"{slug}-{self.ranks}-{self.hook}"
+
+    def command(self, deselected: Iterable[str]) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--nproc-per-node", str(self.ranks), "-m", "pytest"]
+        ours = ["-p", PLUGIN, "--fused-ce-hook", self.hook]
+        ours += ["--fused-ce-results", str(self.folder), "-o", "addopts=", "-p", "no:cacheprovider"]
+        ours += ["--rootdir", str(self.checkout)]
+        left_out = [word for test in deselected for word in ("--deselect", test)]
+        return [*torchrun, *ours, "-q", *left_out, f"{TESTS}/{self.file}"]
+
+    def environment(self, device: int | None) -> dict[str, str]:
+        folders = [str(self.checkout), str(REPOSITORY)]
+        folders += filter(None, [os.environ.get("PYTHONPATH")])
+        # Upstream's checkpoints go to one folder below it, whoever runs beside this job.
+        scratch = self.folder / "scratch"
+        scratch.mkdir(parents=True, exist_ok=True)
+        ours = {
+            "PYTHONPATH": os.pathsep.join(folders),
+            "PYTEST_DEBUG_TEMPROOT": str(scratch),
+            "OMP_NUM_THREADS": "1",
+            "NCCL_NVLS_ENABLE": "0",
+        }
+        if device is not None and self.ranks == 1:
+            ours["CUDA_VISIBLE_DEVICES"] = str(device)
+        return {**os.environ, **ours}
+
+    def lines(self) -> list[list[dict[str, Any]]]:
+        """What each rank wrote, in order."""
+        return [
+            [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+            for file in sorted(self.folder.glob("rank*.jsonl"))
+        ]
+
+    def unfinished(self) -> set[str]:
+        """Tests that a rank began and did not end."""
+        begun = {line["began"] for rank in self.lines() for line in rank if "began" in line}
+        ended = [{line["test"] for line in rank if "test" in line} for rank in self.lines()]
+        return begun - set.intersection(*ended) if ended else begun
+
+    def finished(self) -> set[str]:
+        return {line["test"] for rank in self.lines() for line in rank if "test" in line}
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """Of every test that was begun."""
+        made: dict[str, Outcome] = {}
+        for line in (line for rank in self.lines() for line in rank if "test" in line):
+            this = Outcome(**{name: value for name, value in line.items() if name != "test"})
+            made[line["test"]] = _over_ranks(made.get(line["test"], NOT_RUN), this)
+        done = self.done()
+        for test, words in done.get("lost", {}).items():
+            made[test] = Outcome(words.partition(":")[0], words.partition(": ")[2])
+        return made
+
+    def done(self) -> dict[str, Any]:
+        """What :meth:`run` left; empty before."""
+        file = self.folder / "done.json"
+        return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+    def run(self, device: int | None, deadline: float, test_timeout: float) -> None:
+        """All tests of the file; writes ``done.json`` unless time ran out before its last test."""
+        began = time.monotonic()
+        lost: dict[str, str] = {}
+        for attempt in range(ATTEMPTS):
+            skipped = self.finished() | lost.keys() if attempt else set(lost)
+            if not attempt:
+                for file in self.folder.glob("rank*.jsonl"):
+                    file.unlink()
+            how = self._launch(device, deadline, test_timeout, sorted(skipped))
+            if how == "time":
+                return
+            unfinished = self.unfinished() - lost.keys()
+            # Before its first test or after its last: that is the file's own.
+            of_none = [f"{TESTS}/{self.file}"] if how != "ended" else []
+            for test in unfinished or of_none:
+                lost[test] = f"{how}: see {self.folder.name}/log"
+            if not unfinished:
+                break
+        facts = {"seconds": round(time.monotonic() - began, 1), "lost": lost, "ended": how}
+        write_whole(self.folder / "done.json", json.dumps(facts, indent=1).encode())
+
+    def _launch(
+        self, device: int | None, deadline: float, test_timeout: float, deselected: Sequence[str]
+    ) -> str:
+        """``ended``, ``died``, ``hung``, or ``time`` where the deadline came."""
+        environment = self.environment(device)
+        with (self.folder / "log").open("ab") as log:
+            process = subprocess.Popen(
+                self.command(deselected),
+                cwd=self.checkout,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        began = time.time()
+        while process.poll() is None:
+            time.sleep(0.25)
+            files = self.folder.glob("rank*.jsonl")
+            moved = max((file.stat().st_mtime for file in files), default=0.0)
+            allowed = test_timeout if moved > began else STARTING * test_timeout
+            late = time.monotonic() > deadline
+            if late or time.time() - max(moved, began) > allowed:
+                end_launch(process, grace_s=1.0)
+                return "time" if late else "hung"
+        return "ended" if process.returncode == 0 else "died"
+
+
+def _over_ranks(one: Outcome, other: Outcome) -> Outcome:
+    first, second = sorted((one, other), key=lambda outcome: OUTCOMES.index(outcome.outcome))
+    return Outcome(
+        first.outcome,
+        first.message or second.message,
+        one.fused + other.fused,
+        one.materialised + other.materialised,
+        one.stock + other.stock,
+        round(max(one.seconds, other.seconds), 2),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One test on so many ranks."""
+
+    file: str
+    test: str
+    ranks: int
+    off: Outcome
+    on: Outcome
+
+    @property
+    def verdict(self) -> str:
+        pair = (self.off.outcome, self.on.outcome)
+        if "not run" in pair:
+            return "not run"
+        if pair[0] != pair[1]:
+            return "differs"
+        return pair[0] if pair[0] in ("passed", "skipped") else f"{pair[0]} in both"
+
+    def record(self) -> dict[str, Any]:
+        off, on = (dict(vars(outcome)) for outcome in (self.off, self.on))
+        return {**vars(self), "off": off, "on": on, "verdict": self.verdict}
+
+
+def rows_of(jobs: Sequence[Job]) -> list[Row]:
+    """A row a test, in the order of the jobs and of the tests in their files."""
+    made = []
+    for off, on in zip(jobs[::2], jobs[1::2], strict=True):
+        without, with_flag = off.outcomes(), on.outcomes()
+        for test in dict.fromkeys([*without, *with_flag]):
+            name = test.removeprefix(f"{TESTS}/{off.file}").removeprefix("::") or "(the file)"
+            pair = without.get(test, NOT_RUN), with_flag.get(test, NOT_RUN)
+            made.append(Row(off.file, name, off.ranks, *pair))
+    return made
+
+
+def _cells(row: Row) -> list[Any]:
+    on = row.on
+    heads = f"{on.fused} / {on.materialised} / {on.stock}"
+    message = (on.message or row.off.message)[:110]
+    return [
+        row.file,
+        row.test,
+        row.ranks,
+        row.off.outcome,
+        row.on.outcome,
+        heads,
+        message if row.verdict != "passed" else "",
+    ]
+
+
+def markdown(rows: Sequence[Row], facts: dict[str, Any]) -> str:
+    """Counts a file, then the tests: those that differ, those that met the head, those that fail anyway."""
+    verdicts = sorted({row.verdict for row in rows})
+    lines = [", ".join(f"{name} {value}" for name, value in facts.items()) + ".", ""]
+    files = []
+    for file, ranks in dict.fromkeys((row.file, row.ranks) for row in rows):
+        here = [row for row in rows if (row.file, row.ranks) == (file, ranks)]
+        counted = Counter(row.verdict for row in here)
+        counts = [counted[verdict] or "" for verdict in verdicts]
+        files.append([file, ranks, len(here), *counts, sum(row.on.fused for row in here)])
+    head = ["file", "ranks", "tests", *verdicts, "heads fused"]
+    lines += [tables.markdown(head, files, left=len(head))]
+    header = ["file", "test", "ranks", "off", "on", "fused / materialised / stock", "what it said"]
+    shown: list[Row] = []
+    for title, chosen in (
+        ("Different with the flag", [row for row in rows if row.verdict == "differs"]),
+        ("Met the head", [row for row in rows if row.on.fused or row.on.materialised]),
+    ):
+        chosen = [row for row in chosen if row not in shown]
+        shown += chosen
+        lines += ["", f"{title}: {len(chosen)}", ""]
+        if chosen:
+            lines += [tables.markdown(header, map(_cells, chosen), left=len(header))]
+    failing = [row for row in rows if row.verdict.endswith("in both")]
+    lines += ["", f"Fail without the flag too: {len(failing)}", ""]
+    if failing:
+        reasons = Counter(_reason(row) for row in failing)
+        said = [[count, reason] for reason, count in reasons.most_common()]
+        lines += [tables.markdown(["tests", "what they say"], said, left=2)]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(row: Row) -> str:
+    said = row.off.message.partition(": ")[2] or row.off.message or row.verdict
+    return said.split(". ")[0][:110]
+
+
+def rendered(files: Sequence[Path]) -> str:
+    """The page of results written before; of a test that is in several files the last one's row."""
+    facts: dict[str, str] = {}
+    rows: dict[tuple[str, str, int], Row] = {}
+    incomplete: list[str] = []
+    for file in files:
+        told = json.loads(read_text(file))
+        for test in told.pop("tests"):
+            off, on = (Outcome(**test[hook]) for hook in HOOKS)
+            row = Row(test["file"], test["test"], test["ranks"], off, on)
+            rows[row.file, row.test, row.ranks] = row
+        incomplete += told.pop("incomplete")
+        for name, value in told.items():
+            facts[name] = " and ".join(
+                dict.fromkeys((*facts.get(name, value).split(" and "), value))
+            )
+    return markdown(list(rows.values()), facts) + _unfinished(incomplete)
+
+
+def _unfinished(incomplete: Sequence[str]) -> str:
+    return f"\nNot done within the time limit: {'; '.join(incomplete)}.\n" if incomplete else ""
+
+
+def environment(checkout: Path) -> dict[str, Any]:
+    """What ran."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    source = made_by(f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "no GPU", ())
+    return {
+        "commit": source["commit"],
+        "Megatron-LM": full_version(checkout),
+        **{key: source[key] or "absent" for key in ("device", "torch")},
+        "transformer-engine": source["transformer_engine"] or "absent",
+        "triton": source["triton"] or "absent",
+        "pytest": importlib.metadata.version("pytest"),
+    }
+
+
+def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    """``options.jobs`` at a time, in order, until the deadline."""
+    began = time.monotonic()
+    deadline = began + options.time_limit
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+
+    def work(worker: int) -> None:
+        gpus = num_gpus()
+        while time.monotonic() < deadline:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            if job.done():
+                continue
+            job.run(worker % gpus if gpus else None, deadline, options.test_timeout)
+            counted = Counter(outcome.outcome for outcome in job.outcomes().values())
+            told = ", ".join(f"{counted[name]} {name}" for name in OUTCOMES if counted[name])
+            cut = "" if job.done() else " (cut by the time limit)"
+            print(f"{time.monotonic() - began:5.0f} s  {job.name}: {told}{cut}", flush=True)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(options.jobs)]
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join()
+
+
+def _parser() -> Parser:
+    parser = Parser("python -m scripts.dev.upstream_tests", __doc__ or "")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--megatron", type=Path, help="a checkout with its tests/")
+    what.add_argument(
+        "--render", type=Path, nargs="+", metavar="JSON", help="print results written before"
+    )
+    add = parser.add_argument
+    add("--ranks", type=whole(most=4096), nargs="+", default=[1, 2], metavar="R", help="[1 2]")
+    add("--files", nargs="+", metavar="F", help=f"below {TESTS} [those known]")
+    add("--out", type=Path, default=Path("build/upstream_tests"), metavar="DIR")
+    add("--jobs", type=whole(most=1024), default=2, metavar="N", help="at a time [2]")
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S")
+    add("--test-timeout", type=seconds, default=120.0, metavar="S", help="[120]")
+    add("--json", type=Path)
+    add("--markdown", type=Path)
+    return parser
+
+
+def planned(options: argparse.Namespace) -> list[Job]:
+    """An off and an on for each file and number of ranks."""
+    checkout = options.megatron.resolve()
+    if not (checkout / "megatron/core/package_info.py").is_file():
+        raise UsageError(f"{checkout} is no checkout of Megatron-LM")
+    files = options.files or [file for file in FILES if (checkout / TESTS / file).is_file()]
+    missing = [file for file in files if not (checkout / TESTS / file).is_file()]
+    if missing or not files:
+        raise UsageError(f"no {TESTS}/{missing[0] if missing else FILES[0]} in {checkout}")
+    for path in filter(None, (options.json, options.markdown)):
+        writable_file(path)
+    out = writable_folder(options.out.resolve())
+    return [
+        Job(checkout, file, ranks, hook, out)
+        for file in files
+        for ranks in options.ranks
+        for hook in HOOKS
+    ]
+
+
+@command("upstream_tests")
+def main(words: list[str]) -> int:
+    options = _parser().parse_args(words)
+    if options.render:
+        try:
+            print(rendered(options.render), end="")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"no results of this script: {error}") from None
+        return 0
+    jobs = planned(options)
+    run_all(jobs, options)
+    rows, facts = rows_of(jobs), environment(jobs[0].checkout)
+    incomplete = [job.name for job in jobs if not job.done()]
+    text = markdown(rows, facts) + _unfinished(incomplete)
+    print(text, flush=True)
+    if options.markdown:
+        write_whole(options.markdown, text)
+    if options.json:
+        told = {**facts, "incomplete": incomplete, "tests": [row.record() for row in rows]}
+        write_whole(options.json, json.dumps(told, indent=1) + "\n")
+    return 1 if any(row.verdict == "differs" for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Results on disk: one schema for new files, a reader for it and for the records of earlier days.
+
+A file is ``{"schema": 1, "made_by": {...}, "rows": [...]}``. ``made_by`` has `MADE_BY`: where the figures
+come from. Each row has `ROW` (None where a program does not measure it), and whatever else its program
+knows. Files of before 2026-11-22 are a record: they stay as they are, and `rows` reads them with
+today's names.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from megatron_fused_ce.command_line import UsageError, read_text
+from megatron_fused_ce.testing.provenance import commit
+
+Row = dict[str, Any]
+SCHEMA = 1
+#: Of a file: the commit, the device, versions, and the command line.
+MADE_BY = (
+    "commit",
+    "device",
+    "python",
+    "torch",
+    "triton",
+    "megatron",
+    "transformer_engine",
+    "command",
+)
+#: Of a row: what was measured, milliseconds of a step (median), its ratio to what the program names, the
+#: spread of the time or ratio, MiB at the peak, and the host's milliseconds.
+ROW = ("shape", "variant", "time_ms", "ratio", "spread", "peak_mib", "host_ms")
+_NUMBERS = ("time_ms", "ratio", "spread", "peak_mib", "host_ms")
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+#: The checkout; of an installed package the folder that it lies in.
+REPOSITORY = Path(sys.modules["megatron_fused_ce"].__file__ or "").resolve().parents[1]
+PACKAGE = REPOSITORY / "megatron_fused_ce"
+#: As named on a command line: below the current folder.
+RESULTS = Path("docs/benchmarks/results")
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write beside ``path`` and move there: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(part, path)
+
+
+def finite(value: Any) -> Any:
+    """JSON has no inf and nan: their names instead."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def version(*names: str) -> str | None:
+    """Of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return None
+
+
+def made_by(device: str, command: Sequence[str], **more: Any) -> Row:
+    """Where figures made here and now come from; ``device`` '': this machine's processor.
+
+    Of paths in the command their last part stays: the others say nothing elsewhere.
+    """
+    words = (Path(word).name if word.startswith(("/", "~")) else word for word in command)
+    return {
+        "commit": commit(),
+        "device": device or f"{platform.machine()} CPU",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "triton": version("triton", "pytorch-triton"),
+        "megatron": version("megatron-core"),
+        "transformer_engine": version("transformer-engine", "transformer_engine"),
+        "command": shlex.join(words),
+        **more,
+    }
+
+
+def write(path: Path, rows: Sequence[Row], source: Row) -> None:
+    """The file, complete at any time. Raises ValueError where `check` does."""
+    content = {
+        "schema": SCHEMA,
+        "made_by": source,
+        "rows": [{**dict.fromkeys(ROW), **row} for row in rows],
+    }
+    check(content := finite(content))
+    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def default_path(folder: Path, device: str, name: str) -> Path:
+    """``FOLDER/DATE-DEVICE-NAME.json``: ``NVIDIA H200`` is ``h200``."""
+    words = [word for word in re.split(r"[^a-z0-9]+", device.lower()) if word]
+    slug = "-".join(word for word in words if word != "nvidia") or "unknown"
+    return folder / f"{date.today().isoformat()}-{slug}-{name}.json"
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def check(content: Any) -> None:
+    """Raises ValueError, saying where, for what is no file of this schema."""
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is not {SCHEMA}")
+    source, rows = content.get("made_by"), content.get("rows")
+    if not isinstance(source, dict):
+        raise ValueError("it has no made_by")
+    if missing := set(MADE_BY) - source.keys():
+        raise ValueError(f"made_by lacks {', '.join(sorted(missing))}")
+    if not source["commit"] or not source["device"]:
+        raise ValueError("made_by names no commit or no device")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("rows is no list of rows")
+    for at, row in enumerate(rows):
+        if missing := set(ROW) - row.keys():
+            raise ValueError(f"row {at} lacks {', '.join(sorted(missing))}")
+        for key in ("shape", "variant"):
+            if not isinstance(row[key], str) or not row[key]:
+                raise ValueError(f"row {at}: {key} is no name: {row[key]!r}")
+        for key in _NUMBERS:
+            value = row[key]
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float)
+            ):
+                raise ValueError(f"row {at}: {key} is no number: {value!r}")
+            if value is not None and value < 0:
+                raise ValueError(f"row {at}: {key} is below 0: {value!r}")
+
+
+def rows(path: Path, keys: Iterable[str] = ()) -> list[Row]:
+    """A file's rows, each with what ``made_by`` says, and with ``keys`` at least.
+
+    Raises:
+        UsageError: naming the file, where it cannot be read or holds something else.
+    """
+    try:
+        content = load(path)
+        if isinstance(content, dict) and "schema" in content:
+            check(content)
+            content = [{**content["made_by"], **row} for row in content["rows"]]
+        wanted = set(keys)
+        if not isinstance(content, list) or not all(
+            isinstance(row, dict) and wanted <= row.keys() for row in content
+        ):
+            raise ValueError("it holds no rows of this program")
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read as a result: {error}") from None
+    return content
+
+
+_BACKENDS = {"exp": "scaled_exp", "rows": "gemm_rows"}
+_SHAPES = {
+    "llama3-8b": "llama-3-8b",
+    "llama3-70b": "llama-3-70b",
+    "llama3.2-1b": "llama-3.2-1b",
+    "gemma2-2b": "gemma-2-2b",
+    "gemma2-9b-like": "gemma-2-9b-like",
+    "deepseek-v3-like": "deepseek-v3",
+}
+
+
+def load(path: Path) -> Any:
+    """A committed file's content with today's names.
+
+    Until 2026-11-22 strategy ``grad_in_forward`` was called ``eager``, the logits backends ``exp`` and
+    ``rows``, ``wgrad_accumulator`` was called ``end_point``, with ``grad`` for ``returned``, and shapes had
+    other names than :mod:`megatron_fused_ce.estimate.named_models`.
+
+    Raises:
+        UsageError: it cannot be read.
+        ValueError: it is no JSON.
+    """
+    return json.loads(read_text(path), object_hook=_with_current_names)
+
+
+def _with_current_names(row: Row) -> Row:
+    if "logit_pass" in row:
+        served = row.pop("logit_pass")
+        row["logits_backend"] = _BACKENDS.get(served, served)
+    if "end_point" in row:
+        kind = row.pop("end_point")
+        row["wgrad_accumulator"] = "returned" if kind == "grad" else kind
+    if row.get("shape") in _SHAPES:
+        row["shape"] = _SHAPES[row["shape"]]
+    if row.get("strategy") == "eager":
+        row["strategy"] = "grad_in_forward"
+    if isinstance(row.get("variant"), str):
+        name, *ways = row["variant"].split("/")
+        name = re.sub(r"^eager\b", "grad_in_forward", name)
+        row["variant"] = "/".join([name, *(_BACKENDS.get(way, way) for way in ways)])
+    if isinstance(row.get("command"), str):
+        row["command"] = row["command"].replace("strategy eager", "strategy grad_in_forward")
+    return row

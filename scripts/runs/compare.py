@@ -1,0 +1,702 @@
+"""Is it the same training? Two runs of Megatron-LM over each other, and a verdict.
+
+    python -m megatron_fused_ce compare off.log on.log
+    python -m megatron_fused_ce compare runs/off/tensorboard on.log --against-noise native.log
+    python -m megatron_fused_ce compare --launch --noise -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
+
+The first run is the reference. Each is a log, a folder of logs or a TensorBoard folder, in any mix. With
+``--launch`` the command after ``--`` is run as it is and with ``--fused-chunked-ce``, logs kept in --out.
+
+A line of a log is a mean over the iterations since the last one, TensorBoard has every iteration: what
+is compared are means over the same iterations. Losses are judged by their largest relative difference,
+gradient norms by their ratio, each over the first --first iterations and over all, against
+
+    --against-noise RUN   twice what RUN, another run of the reference with other rounding (such as
+                          Megatron's native fused loss), differs from the reference by; or
+    fixed bounds          as far as runs that are the same stood apart in this project's own launches,
+                          in bf16 or in fp32, with some room (docs/tools.md).
+
+A difference that the printed digits cannot tell, or of at most --atol, is none. nan in one run alone, a
+step skipped by one alone, or a training loss that one alone logs, is a difference.
+
+Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from megatron_fused_ce.command_line import (
+    NO_LIMIT,
+    Parser,
+    UsageError,
+    command,
+    number,
+    seconds,
+    whole,
+    writable_folder,
+)
+from megatron_fused_ce.scripts.lib import pictures
+from megatron_fused_ce.scripts.lib.launches import Command, launch
+from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record, read_run
+from megatron_fused_ce.scripts.lib.losses import (
+    FP32_GRAD_NORM_BOUNDS,
+    FP32_LOSS_BOUNDS,
+    GRAD_NORM_BOUNDS,
+    LOSS_BOUNDS,
+    LOSS_RESOLUTION,
+    YARDSTICK_FACTOR,
+    Bounds,
+    relative_difference,
+)
+from megatron_fused_ce.scripts.lib.results import finite, write_whole
+
+SAME, DIFFERENT = 0, 1
+
+
+# --- points that can be compared ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Means of both runs over the same iterations: ``first`` (None: not known) to ``iteration``."""
+
+    first: int | None
+    iteration: int
+    reference: float
+    other: float
+    tolerance: float  # a difference up to this is none
+
+    @property
+    def difference(self) -> float:
+        """Relative; inf where one alone is finite."""
+        return relative_difference(self.other, self.reference, self.tolerance)
+
+
+def paired(
+    reference: Sequence[Point], other: Sequence[Point], *, alike: bool, atol: float = 0.0
+) -> list[Pair]:
+    """In order. ``alike``: points whose first iteration is not known average alike in both."""
+    pairs = [_mean_pair(a, b, atol) for a, b in _same_iterations(reference, other)]
+    if alike:
+        unknown = {point.last: point for point in other if point.first is None}
+        for point in reference:
+            if point.first is None and point.last in unknown:
+                pairs.append(_mean_pair([point], [unknown[point.last]], atol))
+    return sorted(pairs, key=lambda pair: pair.iteration)
+
+
+def _same_iterations(
+    reference: Sequence[Point], other: Sequence[Point]
+) -> Iterator[tuple[list[Point], list[Point]]]:
+    """The shortest rows of points, of both, that cover the same iterations without a gap."""
+    queues = [[p for p in points if p.first is not None][::-1] for points in (reference, other)]
+    while all(queues):
+        groups = [[queues[0].pop()], [queues[1].pop()]]
+        while groups[0][0].first != groups[1][0].first or groups[0][-1].last != groups[1][-1].last:
+            starts = [group[0].first or 0 for group in groups]
+            ends = [group[-1].last for group in groups]
+            behind = starts.index(min(starts)) if starts[0] != starts[1] else ends.index(min(ends))
+            if not queues[behind]:
+                return
+            following = queues[behind].pop()
+            joins = starts[0] == starts[1] and following.first == ends[behind] + 1
+            groups[behind] = [*groups[behind], following] if joins else [following]
+        yield groups[0], groups[1]
+
+
+def _mean_pair(reference: Sequence[Point], other: Sequence[Point], atol: float) -> Pair:
+    unit = max(point.unit for point in (*reference, *other))
+    # 5.1 - 5.0 is a little more than 0.1.
+    tolerance = max(atol, unit * (1 + 1e-6))
+    return Pair(reference[0].first, reference[-1].last, _mean(reference), _mean(other), tolerance)
+
+
+def _mean(points: Sequence[Point]) -> float:
+    weights = [1 if p.first is None else p.last - p.first + 1 for p in points]
+    total = sum(p.value * weight for p, weight in zip(points, weights, strict=True))
+    return points[0].value if len(points) == 1 else total / sum(weights)
+
+
+# --- what is judged ----------------------------------------------------------------------------
+
+
+@dataclass
+class Curve:
+    """One figure of both runs, compared."""
+
+    name: str
+    pairs: list[Pair]
+    last_first: int  # the last iteration that is one of the first
+    noise: list[Pair] = field(default_factory=list)  # the reference's and another run's of the same
+    bounds: Bounds = LOSS_BOUNDS
+
+    def first_of(self, pairs: Sequence[Pair]) -> list[Pair]:
+        return [pair for pair in pairs if pair.iteration <= self.last_first]
+
+    @property
+    def first_difference(self) -> float | None:
+        return largest(self.first_of(self.pairs))
+
+    @property
+    def noise_size(self) -> tuple[float | None, float | None]:
+        return largest(self.first_of(self.noise)), largest(self.noise)
+
+    @property
+    def difference(self) -> float | None:
+        return largest(self.pairs)
+
+    @property
+    def where(self) -> int:
+        """Iteration of the largest difference."""
+        return max(self.pairs, key=lambda pair: pair.difference).iteration
+
+    @property
+    def mean_difference(self) -> float:
+        """Relative, with its sign, over the pairs that are finite; nan where none is."""
+        signed = [
+            (pair.other - pair.reference) / abs(pair.reference)
+            for pair in self.pairs
+            if math.isfinite(pair.other) and math.isfinite(pair.reference) and pair.reference
+        ]
+        return statistics.fmean(signed) if signed else math.nan
+
+    def problems(self) -> list[str]:
+        found = []
+        for words, difference, bound in (
+            (f"by iteration {self.last_first}", self.first_difference, self.bounds.first),
+            (f"at iteration {self.where}", self.difference, self.bounds.all),
+        ):
+            if difference is not None and not difference <= bound:
+                by = f"{difference:.1e}, bound {bound:.1e}"
+                by = "in one run alone it is not finite" if math.isinf(difference) else by
+                found.append(f"{self.name} differs {words}: {by}")
+        return found
+
+
+def largest(pairs: Sequence[Pair]) -> float | None:
+    return max((pair.difference for pair in pairs), default=None)
+
+
+@dataclass
+class Comparison:
+    reference: Record
+    other: Record
+    noise: Record | None
+    curves: list[Curve]
+    problems: list[str]
+    notes: list[str]
+
+    @property
+    def verdict(self) -> str:
+        return "DIFFERENT" if self.problems else "SAME"
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What the command line says about bounds; None: the fixed one that fits."""
+
+    first: int = 10
+    first_bound: float | None = None
+    bound: float | None = None
+    first_grad_norm_bound: float | None = None
+    grad_norm_bound: float | None = None
+    atol: float = 0.0
+
+    def bounds(
+        self, name: str, precisions: set[str], noise: tuple[float | None, float | None]
+    ) -> Bounds:
+        """``noise``: the largest difference of two runs that are the same, first and over all.
+
+        A gradient norm's noise only widens its fixed bound for the first iterations: three digits behind
+        the point, as logged, are few, and its noise jumps more than the losses'.
+        """
+        is_loss, is_fp32 = name != GRAD_NORM, precisions == {"float32"}
+        given = (self.first_bound, self.bound)
+        usual, floor = LOSS_BOUNDS, LOSS_RESOLUTION
+        if is_fp32:
+            usual = FP32_LOSS_BOUNDS
+        if not is_loss:
+            given = (self.first_grad_norm_bound, self.grad_norm_bound)
+            usual = FP32_GRAD_NORM_BOUNDS if is_fp32 else GRAD_NORM_BOUNDS
+            floor = usual.first
+        first, whole = (
+            bound if own is None else max(YARDSTICK_FACTOR * own, floor)
+            for bound, own in zip((usual.first, usual.all), noise, strict=True)
+        )
+        return Bounds(
+            first if given[0] is None else given[0], whole if given[1] is None else given[1]
+        )
+
+
+def compare(
+    reference: Record, other: Record, noise: Record | None, judge: Judge = Judge()
+) -> Comparison:
+    """Raises UsageError where the runs have no loss of the same iterations."""
+    names = [name for name in reference.curves if name in other.curves]
+    pairs = {name: pairs_of(reference, other, name, judge.atol) for name in names}
+    pairs = {name: found for name, found in pairs.items() if found}
+    losses = [name for name in pairs if name in reference.training_losses]
+    if not losses:
+        raise UsageError(_nothing_shared(reference, other))
+    if not any(math.isfinite(p.reference + p.other) for name in losses for p in pairs[name]):
+        raise UsageError("nothing to compare: no loss is finite in both runs")
+    start = min(_first_iteration(reference.curves[name], pairs[name][0]) for name in losses)
+    last_first = start + judge.first - 1
+    found = Comparison(reference, other, noise, [], [], [])
+    for name, of_name in pairs.items():
+        curve = Curve(name, of_name, last_first)
+        if noise is not None:
+            found.notes += _add_noise(curve, reference, noise, judge.atol)
+        curve.bounds = judge.bounds(name, {reference.precision, other.precision}, curve.noise_size)
+        found.curves.append(curve)
+        found.problems += curve.problems()
+    found.problems += _structure_problems(reference, other, losses)
+    found.problems += _skip_problems(found, noise)
+    found.notes = _notes(found) + found.notes
+    return found
+
+
+def pairs_of(reference: Record, other: Record, name: str, atol: float = 0.0) -> list[Pair]:
+    alike = reference.kind == other.kind and reference.fine_stamps == other.fine_stamps
+    return paired(reference.curves[name], other.curves[name], alike=alike, atol=atol)
+
+
+def _first_iteration(curve: Sequence[Point], pair: Pair) -> int:
+    """That ``pair`` covers; where its line does not tell, as many as lie before the next line."""
+    if pair.first is not None:
+        return pair.first
+    at = next(i for i, point in enumerate(curve) if point.last == pair.iteration)
+    interval = curve[at + 1].last - pair.iteration if at + 1 < len(curve) else 1
+    return max(1, pair.iteration - interval + 1)
+
+
+def _nothing_shared(reference: Record, other: Record) -> str:
+    ranges = [
+        f"{run.name} {run.iterations()[0]} to {run.iterations()[1]}" for run in (reference, other)
+    ]
+    text = (
+        f"nothing to compare: the runs have no loss over the same iterations ({', '.join(ranges)})"
+    )
+    if reference.kind != other.kind:
+        text += "; beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
+    return text
+
+
+def _add_noise(curve: Curve, reference: Record, noise: Record, atol: float) -> list[str]:
+    """What the noise differs from the reference by where it covers the curve; notes about the rest."""
+    shared = pairs_of(reference, noise, curve.name, atol) if curve.name in noise.curves else []
+    begin, end = curve.pairs[0].iteration, curve.pairs[-1].iteration
+    shared = [pair for pair in shared if begin <= pair.iteration <= end]
+    curve.noise = [pair for pair in shared if math.isfinite(pair.difference)]
+    if not curve.noise:
+        return [f"{noise.name} has no {curve.name} of these iterations: fixed bounds hold for it"]
+    last = curve.noise[-1].iteration
+    if last == end:
+        return []
+    curve.pairs = [pair for pair in curve.pairs if pair.iteration <= last]
+    return [f"{curve.name} is judged until iteration {last}, where {noise.name} ends"]
+
+
+def _structure_problems(reference: Record, other: Record, losses: Sequence[str]) -> list[str]:
+    """Losses that one run alone logs. A log and TensorBoard may name them differently."""
+    if reference.kind != other.kind:
+        return []
+    only = [(reference, other), (other, reference)]
+    return [
+        f"only {one.name} logs {name}"
+        for one, another in only
+        for name in one.training_losses
+        if name not in another.curves
+    ]
+
+
+def _skips(reference: Record, other: Record, until: int) -> list[int]:
+    """Lines in whose iterations the two skipped different numbers of steps."""
+    begin = max(reference.iterations()[0], other.iterations()[0])
+    return [
+        last
+        for last in sorted({*reference.skipped, *other.skipped})
+        if begin <= last <= until and reference.skipped.get(last, 0) != other.skipped.get(last, 0)
+    ]
+
+
+def _skip_problems(found: Comparison, noise: Record | None) -> list[str]:
+    """TensorBoard does not tell which steps were skipped."""
+    until = max(pair.iteration for curve in found.curves for pair in curve.pairs)
+    if "TensorBoard" in (found.reference.kind, found.other.kind):
+        return []
+    lines = _skips(found.reference, found.other, until)
+    allowed = 0.0
+    if noise is not None and noise.kind == "log":
+        allowed = YARDSTICK_FACTOR * len(_skips(found.reference, noise, until))
+    if len(lines) <= allowed:
+        return []
+    return [f"skipped steps differ at iteration {', '.join(map(str, lines[:5]))}"]
+
+
+def _notes(found: Comparison) -> list[str]:
+    """What a reader of the verdict must know."""
+    notes = []
+    for run in filter(None, (found.reference, found.other, found.noise)):
+        if run.restarts:
+            again = ", ".join(map(str, run.restarts[:5]))
+            notes.append(f"{run.name} was restarted at iteration {again}: the last start counts")
+        if run.num_repeated:
+            notes.append(f"{run.name} has {run.num_repeated} lines twice: the last of each counts")
+    ranges = [run.iterations() for run in (found.reference, found.other)]
+    judged = sorted({pair.iteration for curve in found.curves for pair in curve.pairs})
+    if ranges[0] != ranges[1]:
+        each = ", ".join(
+            f"{run.name} has {first} to {last}"
+            for run, (first, last) in zip((found.reference, found.other), ranges, strict=True)
+        )
+        notes.append(f"compared are iterations {judged[0]} to {judged[-1]}: {each}")
+    losses = [curve for curve in found.curves if curve.name != GRAD_NORM]
+    if all(curve.first_difference is None for curve in losses):
+        notes.append(
+            f"no line covers the first iterations alone (until {losses[0].last_first}): judged is "
+            "the whole; --log-interval 1 would tell more"
+        )
+    for curve in found.curves:
+        both = [p.iteration for p in curve.pairs if math.isnan(p.reference) and math.isnan(p.other)]
+        if both:
+            notes.append(
+                f"{curve.name} is nan in both runs on {len(both)} lines, from {both[0]} on"
+            )
+    return notes
+
+
+# --- what is written ---------------------------------------------------------------------------
+
+
+def table(found: Comparison, first: int) -> Table:
+    """Relative differences, each beside its bound; "mean" has its sign."""
+    title = f"{found.other.name} against {found.reference.name}"
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    result.add_column("", no_wrap=True)
+    for head in (f"first {first}", "bound", "all", "bound", "at", "mean"):
+        result.add_column(head, justify="right", no_wrap=True)
+    for curve in found.curves:
+        result.add_row(
+            curve.name,
+            _small(curve.first_difference),
+            "–" if curve.first_difference is None else _small(curve.bounds.first),
+            _small(curve.difference),
+            _small(curve.bounds.all),
+            str(curve.where) if curve.difference else "–",
+            f"{curve.mean_difference:+.1e}",
+            style="red" if curve.problems() else "",
+        )
+    return result
+
+
+def _small(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def to_json(found: Comparison, judge: Judge) -> dict[str, Any]:
+    def run(record: Record) -> dict[str, Any]:
+        first, last = record.iterations()
+        return {
+            "name": record.name,
+            "kind": record.kind,
+            "first_iteration": first,
+            "last_iteration": last,
+            "precision": record.precision,
+            "restarts": record.restarts,
+            "skipped": record.skipped,
+            "heads_fused": record.heads_fused,
+            "logits_materialised": record.logits_materialised,
+        }
+
+    return {
+        "verdict": found.verdict,
+        "problems": found.problems,
+        "notes": found.notes,
+        "judge": asdict(judge),
+        "reference": run(found.reference),
+        "other": run(found.other),
+        "noise": found.noise and run(found.noise),
+        "curves": [
+            {
+                "name": curve.name,
+                "bounds": asdict(curve.bounds),
+                "noise": curve.noise_size,
+                "first_difference": curve.first_difference,
+                "difference": curve.difference,
+                "at_iteration": curve.where,
+                "mean_difference": curve.mean_difference,
+                "iterations": [pair.iteration for pair in curve.pairs],
+                "reference": [pair.reference for pair in curve.pairs],
+                "other": [pair.other for pair in curve.pairs],
+            }
+            for curve in found.curves
+        ],
+    }
+
+
+#: Of a curve in the other run, and in the reference below it.
+COLOURS = (
+    ("#08306b", "#9ecae1"), ("#a63603", "#fdbe85"), ("#00682a", "#a1d99b"), ("#54278f", "#dadaeb"),
+    ("#ae017e", "#fcc5c0"), ("#7f6000", "#e7cb94"), ("#252525", "#d9d9d9"),
+)  # fmt: skip
+BOUND: dict[str, Any] = {"color": "#cb181d", "ls": "--", "lw": 1.2}
+NOT_FINITE: dict[str, Any] = {
+    "color": "#cb181d",
+    "marker": "x",
+    "ms": 6,
+    "ls": "",
+    "clip_on": False,
+}
+NOISE: dict[str, Any] = {"color": "#737373", "ls": ":", "lw": 1.4}
+
+
+def draw(found: Comparison, path: Path) -> bool:
+    """Curves over each other, their differences, the gradient norms' ratio; False without matplotlib."""
+    plt = pictures.pyplot()
+    if plt is None:
+        return False
+    from matplotlib.ticker import MaxNLocator
+
+    losses = [curve for curve in found.curves if curve.name != GRAD_NORM]
+    norms = [curve for curve in found.curves if curve.name == GRAD_NORM]
+    heights = [3, 2.2] + [1.4] * len(norms)
+    figure, panels = plt.subplots(
+        len(heights), 1, sharex=True, figsize=(8, 2 + sum(heights)), height_ratios=heights,
+        layout="constrained",
+    )  # fmt: skip
+    _draw_losses(panels[0], losses)
+    _draw_differences(panels[1], losses)
+    for norm in norms:
+        _draw_ratio(panels[2], norm)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    panels[-1].set_xlabel("iteration")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    names = f"{found.other.name} (thin) against {found.reference.name} (wide)"
+    figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
+    figure.legend(
+        handles=_legend(losses), loc="outside lower center", ncols=3, fontsize=8, frameon=False
+    )
+    pictures.save(figure, path)
+    return True
+
+
+def _legend(losses: Sequence[Curve]) -> list[Any]:
+    from matplotlib.lines import Line2D
+
+    lines = [
+        Line2D([], [], color=colours[0], lw=2, label=curve.name)
+        for curve, colours in zip(losses, cycle(COLOURS), strict=False)
+    ]
+    main = losses[0].name
+    lines.append(Line2D([], [], label=f"bounds of {main}: first iterations, all", **BOUND))
+    if any(not math.isfinite(p.reference + p.other) for curve in losses for p in curve.pairs):
+        lines.append(Line2D([], [], label="nan or inf (below: reference)", **NOT_FINITE))
+    if losses[0].noise:
+        lines.append(Line2D([], [], label=f"{main} of the noise run", **NOISE))
+    return lines
+
+
+def _draw_losses(axes: Any, curves: Sequence[Curve]) -> None:
+    """The heads' losses: those of routers have another scale."""
+    for curve, (dark, light) in zip(curves, cycle(COLOURS), strict=False):
+        if " loss" not in curve.name and len(curves) > 1:
+            continue
+        steps = [pair.iteration for pair in curve.pairs]
+        few = len(steps) < 12
+        marker = "o" if few else ""
+        wide: dict[str, Any] = {"color": light, "lw": 5, "marker": marker, "ms": 9, "zorder": 2}
+        thin: dict[str, Any] = {"color": dark, "lw": 1.3, "marker": marker, "ms": 3, "zorder": 3}
+        axes.plot(steps, [pair.reference for pair in curve.pairs], **wide)
+        axes.plot(steps, [pair.other for pair in curve.pairs], **thin)
+        _mark_not_finite(axes, curve)
+    axes.set_ylabel("loss")
+
+
+def _mark_not_finite(axes: Any, curve: Curve) -> None:
+    """A cross at the bottom where a run's loss is nan or inf, which no line shows."""
+    for name in ("reference", "other"):
+        at = [pair.iteration for pair in curve.pairs if not math.isfinite(getattr(pair, name))]
+        if at:
+            height = 0.02 if name == "reference" else 0.06
+            axes.plot(at, [height] * len(at), transform=axes.get_xaxis_transform(), **NOT_FINITE)
+
+
+def _draw_differences(axes: Any, curves: Sequence[Curve]) -> None:
+    for curve, (dark, _) in zip(curves, cycle(COLOURS), strict=False):
+        _plot_positive(axes, curve.pairs, {"color": dark, "lw": 1})
+    main = curves[0]
+    _plot_positive(axes, main.noise, NOISE)
+    begin, end = main.pairs[0].iteration, main.pairs[-1].iteration
+    if main.first_difference is not None:
+        axes.plot([begin, min(main.last_first, end)], [main.bounds.first] * 2, **BOUND)
+    axes.plot([begin, end], [main.bounds.all] * 2, **BOUND)
+    axes.set_yscale("log")
+    axes.set_ylabel("relative difference")
+
+
+def _plot_positive(axes: Any, pairs: Sequence[Pair], style: dict[str, Any]) -> None:
+    """A log axis has no zero: where there is no difference, there is a gap."""
+    values = [
+        pair.difference if pair.difference and math.isfinite(pair.difference) else math.nan
+        for pair in pairs
+    ]
+    axes.plot([pair.iteration for pair in pairs], values, marker=".", ms=4, **style)
+
+
+def _draw_ratio(axes: Any, norm: Curve) -> None:
+    pairs = [pair for pair in norm.pairs if pair.reference and math.isfinite(pair.difference)]
+    axes.plot(
+        [pair.iteration for pair in pairs],
+        [pair.other / pair.reference - 1 for pair in pairs],
+        color=COLOURS[0][0], marker=".", ms=4, lw=1,
+    )  # fmt: skip
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useOffset=False)
+    axes.set_ylabel("gradient norm,\nratio − 1")
+
+
+# --- command line ------------------------------------------------------------------------------
+
+
+def _parser() -> Parser:
+    parser = Parser("python -m megatron_fused_ce compare", __doc__ or "")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
+    parser.add_argument(
+        "--names", nargs=2, metavar=("A", "B"), help="of the two [their paths' ends]"
+    )
+    parser.add_argument("--out", type=Path, default=Path("build/compare_loss"))
+    bounds = parser.add_argument_group("bounds")
+    add = bounds.add_argument
+    add("--against-noise", metavar="RUN", help="another run that is the same as the reference")
+    add(
+        "--first",
+        type=whole(),
+        default=10,
+        metavar="N",
+        help="how many iterations are the first [10]",
+    )
+    bound = number()
+    add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
+    add("--bound", type=bound, metavar="X", help="losses over all iterations, relative [0.1]")
+    add("--first-grad-norm-bound", type=bound, metavar="X", help="ratio - 1 [2e-2; fp32 1e-5]")
+    add("--grad-norm-bound", type=bound, metavar="X", help="ratio - 1 over all iterations [0.5]")
+    add("--atol", type=bound, default=0.0, metavar="X", help="a difference up to this is none [0]")
+    launches = parser.add_argument_group("launches")
+    add = launches.add_argument
+    add("--launch", action="store_true", help="run the command after --, flag off and on")
+    add("--noise", action="store_true", help="and once more with Megatron's native loss, as noise")
+    add("--timeout", type=seconds, default=NO_LIMIT, metavar="S", help="of one launch")
+    return parser
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """This script's words, and the command after ``--``."""
+    words = list(words)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
+
+
+def _names_of(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that differ."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = ["/".join(part[-length:]) for part in parts]
+        if len(set(ends)) == len(ends):
+            return ends
+    return [f"{letter}: {path.name}" for letter, path in zip("ABC", paths, strict=False)]
+
+
+def _given_runs(given: argparse.Namespace) -> list[Record]:
+    """The reference, the other and, where there is one, the noise."""
+    if len(given.runs) != 2:
+        raise UsageError("give two runs: compare REFERENCE OTHER, or --launch -- COMMAND")
+    paths = [Path(path) for path in (*given.runs, *filter(None, [given.against_noise]))]
+    names = _names_of(paths)
+    names[:2] = given.names or names[:2]
+    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def _launched_runs(
+    given: argparse.Namespace, words: Sequence[str], console: Console
+) -> list[Record]:
+    if given.runs or given.against_noise:
+        raise UsageError("--launch makes the runs itself: give the command after --, and no run")
+    command = Command.of(words)
+    launches = {"off": command.off(), "on": command.on()}
+    if given.noise:
+        launches["noise"] = command.other_stock()
+    records = []
+    names = dict(zip(("off", "on"), given.names or ("flag off", "flag on"), strict=True))
+    for name, line in launches.items():
+        folder = given.out / name
+        with console.status(f"launch {name}") as status:
+            figures = launch(line, folder, given.timeout, partial(_show, status, name))
+        console.print(f"launch {name}: done, logs in {folder}", soft_wrap=True)
+        if name == "on" and not figures.heads_fused:
+            raise UsageError(
+                f"the launch with the flag evaluated no head fused: see its logs in {folder}"
+            )
+        records.append(read_run(folder, names.get(name, "the other stock run")))
+    return records
+
+
+def _show(status: Status, name: str, iteration: str) -> None:
+    status.update(f"launch {name}: {iteration}")
+
+
+def report(found: Comparison, judge: Judge, out: Path, console: Console) -> None:
+    """Prints the table and the verdict, writes the picture and the figures."""
+    console.print(table(found, judge.first))
+    for note in found.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    for problem in found.problems:
+        console.print(f"[red]{problem}[/red]", soft_wrap=True)
+    text = json.dumps(finite(to_json(found, judge)), indent=1)
+    write_whole(out / "compare_loss.json", f"{text}\n")
+    drawn = draw(found, out / "compare_loss.png")
+    picture = "compare_loss.png and " if drawn else "no picture (matplotlib is not installed), "
+    console.print(f"{out}: {picture}compare_loss.json", soft_wrap=True)
+    colour = "red" if found.problems else "green"
+    console.print(f"[{colour}]{found.verdict}[/{colour}]")
+
+
+@command("compare")
+def main(words: list[str]) -> int:
+    console = Console(highlight=False)
+    own, launched = _split(words)
+    given = _parser().parse_args(own)
+    judge = Judge(**{name: getattr(given, name) for name in Judge.__dataclass_fields__})
+    writable_folder(given.out)
+    records = _launched_runs(given, launched, console) if given.launch else _given_runs(given)
+    reference, other, *noise = records
+    found = compare(reference, other, noise[0] if noise else None, judge)
+    if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
+        found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
+    report(found, judge, given.out, console)
+    return DIFFERENT if found.problems else SAME
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""How many chunks? Time against peak memory over chunk counts and strategies, and the flags to use.
+
+    python -m megatron_fused_ce sweep
+    python -m megatron_fused_ce sweep --tokens 8192 --hidden 4096 --vocab 128256
+    torchrun --nproc-per-node 4 scripts/sweep_chunks.py --sequence-parallel
+    python -m megatron_fused_ce sweep --through-megatron MEGATRON_LM --nproc 8 -- --num-layers 32 ...
+
+The head alone runs on this machine's GPUs or CPU: a training step (forward and backward) and the forward
+alone, as in evaluation. Before anything is timed, every result is held against fp64 and, at the timed size,
+against a blockwise fp32 reference. With --through-megatron each cell is a short launch of the real
+pretraining script with the arguments after --, and so are Megatron's unfused and native losses; it reads
+milliseconds an iteration and the most memory allocated from the log, and compares the losses with unfused's
+(bound: twice native's difference, or 5e-4, fp32 1e-6).
+
+Every time is kept as its ratio to one reference, `auto` without further flags: a cell's turn stands between
+two of the reference, and each call that launches Megatron launches the reference too. So cells of an
+interrupted sweep, which goes on where it stopped, compare with those measured later; milliseconds in
+the table are the ratio times the reference's in the last call. Where `auto` does not fit, the reference is
+`recompute` with the most chunks. Settings, sources or a device that differ make another sweep.
+
+Times are the slowest rank's, peaks the largest of any rank: of the head above its inputs, grad_hidden and
+the wgrad accumulator, by the allocator on a GPU, by live storages on a CPU; of a launch the whole
+model's. Out of memory is a row. Recommended is the smallest peak among those within --tolerance of the
+fastest.
+
+Writes sweep.json, .csv, .md and .png and the state to --out. Exit code 1: a wrong result or a launch that
+failed; 2: arguments that do not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from megatron_fused_ce.command_line import (
+    Parser,
+    command,
+    num_gpus,
+    number,
+    seconds,
+    whole,
+    writable_folder,
+)
+from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.scripts.bench.cases import world_size
+from megatron_fused_ce.scripts.runs import sweep_launches, sweep_report
+from megatron_fused_ce.scripts.runs.sweep_launches import Launches
+from megatron_fused_ce.scripts.runs.sweep_rows import OK, OUT_OF_MEMORY, Cell, State, row_of
+
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+STRATEGIES = [name for name in STRATEGY_CHOICES if name != "auto"]
+#: Launches take a minute or so each: fewer of them.
+CHUNKS, LAUNCHED_CHUNKS = [1, 2, 4, 8, 16, 32], [1, 4, 16]
+
+
+def _parser() -> Parser:
+    parser = Parser("python -m megatron_fused_ce sweep", __doc__ or "")
+    add = parser.add_argument
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add(
+        "--chunks", type=whole(), nargs="+", metavar="N", help="[1 2 4 8 16 32; of launches 1 4 16]"
+    )
+    add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="[all]")
+    add(
+        "--tolerance",
+        type=number(),
+        default=1.0,
+        metavar="PERCENT",
+        help="recommend the smallest peak among those that take so much longer than the fastest [1]",
+    )
+    add("--fresh", action="store_true", help="measure again what an earlier sweep left")
+    add("--out", type=Path, default=Path("build/sweep"))
+    head = parser.add_argument_group("the head alone, on one process or under torchrun")
+    add = head.add_argument
+    add("--tokens", type=whole(), help="T [2048 on a CPU, 8192 on a GPU]")
+    add("--hidden", type=whole(), help="H [96, 4096]")
+    add("--vocab", type=whole(), help="vocabulary over all ranks [16384, 128256]")
+    add("--dtype", choices=list(SHORT_DTYPES), help="[fp32, bf16]")
+    add("--sequence-parallel", action="store_true", help="each rank holds its part of the tokens")
+    add(
+        "--wgrad-accumulator",
+        choices=["main_grad", "returned"],
+        default="main_grad",
+        help="grad_weight is added into an fp32 main_grad, as under Megatron, or returned",
+    )
+    add("--blocks", type=whole(), default=3, metavar="N", help="turns of each cell [3]")
+    add(
+        "--sample-ms",
+        type=number(),
+        default=100.0,
+        metavar="MS",
+        help="a turn's least length [100]",
+    )
+    launches = parser.add_argument_group("launches of Megatron-LM, arguments after --")
+    add = launches.add_argument
+    add("--through-megatron", metavar="CHECKOUT", help="a Megatron-LM checkout")
+    add("--script", default="pretrain_gpt.py", help="[pretrain_gpt.py]")
+    add(
+        "--nproc",
+        type=whole(most=4096),
+        metavar="N",
+        help="processes of a launch [every GPU; 1 on a CPU]",
+    )
+    add("--iterations", type=whole(), default=10, metavar="N", help="of a launch [10]")
+    add("--warmup", type=whole(0), default=3, metavar="N", help="of them not timed [3]")
+    add("--timeout", type=seconds, default=900.0, metavar="S", help="of a launch [900]")
+    return parser
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The result has ``launches`` with ``--through-megatron``, else None.
+
+    Raises UsageError where the checkout or its arguments do not fit, SystemExit for the rest.
+    """
+    parser = _parser()
+    cut = list(words).index("--") if "--" in words else len(words)
+    given, after = parser.parse_args(words[:cut]), list(words[cut + 1 :])
+    through = given.through_megatron is not None
+    given.chunks = sorted(set(given.chunks or (LAUNCHED_CHUNKS if through else CHUNKS)))
+    given.strategies = list(dict.fromkeys(given.strategies))
+    here = num_gpus()
+    needed = given.nproc or 1 if through else world_size()
+    if given.device == "auto":
+        given.device = "cuda" if here >= needed else "cpu"
+    if given.device == "cuda" and here < needed:
+        parser.error(f"expected {needed} GPUs, found {here}: use --device cpu or fewer ranks")
+    given.launches = None
+    if through:
+        _check_launches(parser, given, after)
+    else:
+        _check_head(parser, given, after)
+    return given
+
+
+def _check_launches(parser: Parser, given: argparse.Namespace, after: Sequence[str]) -> None:
+    if world_size() > 1:
+        parser.error("--through-megatron starts its ranks itself: give --nproc, without torchrun")
+    if given.warmup >= given.iterations:
+        parser.error(f"expected fewer --warmup than --iterations, got {given.warmup}")
+    given.launches = Launches.of(
+        given.through_megatron,
+        after,
+        script=given.script,
+        nproc=given.nproc or (num_gpus() if given.device == "cuda" else 1),
+        device=given.device,
+        iterations=given.iterations,
+        warmup=given.warmup,
+        timeout_s=given.timeout,
+    )
+
+
+def _check_head(parser: Parser, given: argparse.Namespace, after: Sequence[str]) -> None:
+    if after:
+        parser.error("arguments after -- are those of --through-megatron CHECKOUT")
+    on_gpu, size = given.device == "cuda", world_size()
+    defaults = {"tokens": (2048, 8192), "hidden": (96, 4096), "vocab": (16384, 128256)}
+    for name, (on_cpu, default_on_gpu) in defaults.items():
+        if getattr(given, name) is None:
+            setattr(given, name, default_on_gpu if on_gpu else on_cpu)
+    given.dtype = SHORT_DTYPES[given.dtype or ("bf16" if on_gpu else "fp32")]
+    if given.vocab % size:
+        parser.error(f"expected --vocab to divide by {size} ranks, got {given.vocab}")
+    parts = size if given.sequence_parallel else 1
+    if given.tokens % parts:
+        parser.error(f"expected --tokens to divide by {parts} ranks, got {given.tokens}")
+    most = given.tokens // parts
+    if given.chunks[-1] > most:
+        parser.error(f"expected --chunks from 1 to {most}, got {given.chunks[-1]}")
+
+
+# --- the sweep -----------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """A result is wrong, or the device is lost: exit status 1."""
+
+
+def _say(text: str) -> None:
+    print(f"sweep: {text}", file=sys.stderr, flush=True)
+
+
+class _Bar:
+    """A bar of cells on a terminal; a line for each where there is none."""
+
+    def __init__(self, console: Console, cells: Sequence[Cell], state: State, shown: bool) -> None:
+        self._on_terminal, self._shown = console.is_terminal, shown
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not (shown and self._on_terminal),
+        )
+        there = sum(state.has(cell.key) for cell in cells)
+        self._task = self._progress.add_task("checks", total=len(cells), completed=there)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+    def begin(self, cell: Cell) -> None:
+        self._progress.update(self._task, description=cell.name)
+
+    def done(self, cell: Cell) -> None:
+        self._progress.update(self._task, description=cell.key, advance=1)
+        if self._shown and not self._on_terminal:
+            print(f"{cell.key}: done", flush=True)
+
+
+def sweep_head_alone(given: argparse.Namespace, console: Console) -> sweep_report.Result:
+    from megatron_fused_ce.scripts.bench.measure import DeviceLost, WrongVariant
+    from megatron_fused_ce.scripts.bench.problem import DTYPES, World
+    from megatron_fused_ce.scripts.runs import sweep_head
+
+    world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
+    try:
+        settings = sweep_head.HeadSettings(
+            num_tokens=given.tokens,
+            hidden_size=given.hidden,
+            vocab=given.vocab,
+            dtype=DTYPES[given.dtype],
+            wgrad_accumulator=given.wgrad_accumulator,
+            blocks=given.blocks,
+            sample_ms=given.sample_ms,
+        )
+        cells = sweep_head.cells_of(given.strategies, given.chunks)
+        first = world.rank == 0
+        state = _state(given, settings.facts(world), cells, writes=first)
+        world.slowest([0.0])  # every rank has read the state before the first one writes
+        with _Bar(console, cells, state, shown=first) as bar:
+            sweep_head.measure(settings, cells, world, state, bar.done)
+        return _result(given, state, {cell: state.cells[cell.key] for cell in cells})
+    except (WrongVariant, DeviceLost) as error:
+        raise Failed(str(error)) from None
+    finally:
+        world.close()
+
+
+def sweep_through(given: argparse.Namespace, console: Console) -> sweep_report.Result:
+    launches: sweep_launches.Launches = given.launches
+    cells = sweep_launches.cells_of(given.strategies, given.chunks)
+    state = _state(given, launches.facts(), cells)
+    folder = given.out.resolve() / f"launches-{state.digest}"
+    with _Bar(console, cells, state, shown=True) as bar:
+        sweep_launches.measure(launches, cells, state, folder, bar.begin, bar.done)
+    records, bound = sweep_launches.judged(launches, cells, state)
+    return _result(given, state, records, loss_bound=bound)
+
+
+def _state(
+    given: argparse.Namespace, facts: dict[str, Any], cells: Sequence[Cell], writes: bool = True
+) -> State:
+    state = State(given.out, facts, fresh=given.fresh, writes=writes)
+    said = state.said([cell.key for cell in cells])
+    if said and writes and not given.fresh:
+        _say(said)
+    return state
+
+
+def _result(
+    given: argparse.Namespace, state: State, records: dict[Cell, dict[str, Any]], **more: float
+) -> sweep_report.Result:
+    rows = [
+        row_of(cell, record, state.reference.get(cell.kind)) for cell, record in records.items()
+    ]
+    return sweep_report.Result.of(
+        rows, state.facts | more, state.reference["name"], given.tolerance / 100
+    )
+
+
+@command("sweep")
+def main(words: list[str]) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    console = Console(highlight=False)
+    given = parse_arguments(words)
+    if rank == 0:
+        writable_folder(given.out)
+    try:
+        result = (sweep_head_alone if given.launches is None else sweep_through)(given, console)
+    except Failed as error:
+        if rank == 0:
+            _say(str(error))
+        return 1
+    if rank == 0:
+        written = sweep_report.write(result, given.out, ["sweep", *words])
+        print(sweep_report.markdown(result))
+        print(f"written to {given.out}: {', '.join(written)}")
+    failed = [row for row in result.rows if row.status not in (OK, OUT_OF_MEMORY)]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

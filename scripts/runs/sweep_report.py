@@ -1,0 +1,339 @@
+"""The sweep's rows on disk: JSON, CSV, Markdown, and the picture with the Pareto front."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.scripts.lib import pictures, results, tables
+from megatron_fused_ce.scripts.lib.results import write_whole
+from megatron_fused_ce.scripts.runs.sweep_rows import (
+    AUTO,
+    EVALUATION,
+    OK,
+    PRETRAIN,
+    STOCK,
+    TRAINING,
+    Recommendation,
+    Row,
+    cells_on_front,
+    recommend,
+    timed,
+)
+
+TITLES = {
+    TRAINING: "Training step: forward and backward",
+    EVALUATION: "Evaluation: forward alone",
+    PRETRAIN: "Training iteration of the launch",
+}
+COLOURS = {
+    "store": "#08306b",
+    "grad_in_forward": "#31a354",
+    "recompute": "#e6550d",
+    "any": "#756bb1",
+    "auto": "#cb181d",
+    "unfused": "#252525",
+    "native": "#8c6d31",
+}
+
+
+#: Peaks within this factor have a linear axis.
+MOST_LINEAR = 4.0
+#: Left, bottom, right, top.
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    rows: list[Row]
+    facts: dict[str, Any]
+    reference: str
+    tolerance: float
+    recommendation: Recommendation | None
+
+    @staticmethod
+    def of(rows: list[Row], facts: dict[str, Any], reference: str, tolerance: float) -> Result:
+        """Marks each kind's Pareto front and the recommended row: of training, not of evaluation."""
+        kinds = _kinds(rows)
+        best = recommend([row for row in rows if row.kind != EVALUATION], tolerance)
+        front = set().union(*(cells_on_front(_of_kind(rows, kind)) for kind in kinds))
+        marked = [
+            replace(
+                row,
+                on_front=row.cell in front,
+                recommended=best is not None and row.cell == best.row.cell,
+            )
+            for row in rows
+        ]
+        shown = {name: value for name, value in facts.items() if name != "checkout"}
+        return Result(marked, shown, reference, tolerance, best)
+
+    @property
+    def on_cpu(self) -> bool:
+        return "CPU" in self.facts["device"]
+
+
+def _kinds(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.kind for row in rows))
+
+
+def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
+    return [row for row in rows if row.kind == kind]
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def about(result: Result) -> str:
+    facts = result.facts
+    if facts["what"] == "head":
+        sizes = (
+            f"T = {facts['T']}, H = {facts['H']}, V = {facts['V']} rows a rank, {facts['dtype']}"
+        )
+        parallel = f"TP {facts['tp']}{', sequence parallel' if facts['sp'] else ''}"
+        return f"{sizes}, {parallel}"
+    return f"{facts['script']} of {facts['megatron']}, {facts['nproc']} ranks"
+
+
+def markdown(result: Result) -> str:
+    facts = result.facts
+    versions = f"torch {facts['torch']}"
+    if "triton" in facts:
+        versions += f", triton {facts['triton']}"
+    lines = [f"{about(result)}; {facts['device']}, {versions}, commit {facts['commit']}.", ""]
+    if facts["what"] == "pretrain":
+        lines += [f"    {facts['args']} {facts['plugin_args']}".rstrip(), ""]
+    lines += [_legend(result), ""]
+    for kind in _kinds(result.rows):
+        lines += [f"## {TITLES[kind]}", "", _table(result, kind), ""]
+    lines += [said(result)]
+    return "\n".join(lines) + "\n"
+
+
+def said(result: Result) -> str:
+    """The recommended flags, and why."""
+    best = result.recommendation
+    if best is None:
+        return "No flags to recommend: nothing ran to its end."
+    return f"Recommended:\n\n    {best.flags}\n\n{best.why}"
+
+
+def _legend(result: Result) -> str:
+    reference, is_head = result.reference, result.facts["what"] == "head"
+    beside = "measured beside it" if is_head else "launched in the same call"
+    words = [f"Over {reference}: the time over that of `{reference}`, {beside}."]
+    if is_head:
+        by = "live storages" if result.on_cpu else "the allocator"
+        words += [
+            f"Peaks are above inputs, `grad_hidden` and the wgrad accumulator, by {by}.",
+            "Errors: the larger gradient's, norm-relative to fp64; in evaluation the loss's to fp32.",
+            "In evaluation all strategies run the same code.",
+        ]
+    else:
+        bound = result.facts["loss_bound"]
+        words += [
+            "Peaks are Megatron's max allocated; on a CPU it has none.",
+            f"Errors: of any loss, relative to stock; bound {bound:.1e}.",
+        ]
+    return " ".join([*words, "Front: nothing else is as good in both time and peak."])
+
+
+def _table(result: Result, kind: str) -> str:
+    head = ["strategy", "chunks", "what ran", "ms", f"over {result.reference}", "spread"]
+    head += ["peak, MiB", "error", "front"]
+    if kind == PRETRAIN:
+        head.remove("what ran")
+    lines = []
+    for row in _of_kind(result.rows, kind):
+        ok = row.status == OK
+        unknown = "unknown" if ok else ""
+        lines.append(
+            [
+                row.strategy,
+                row.num_chunks,
+                *([row.plan] if kind != PRETRAIN else []),
+                tables.cell(row.time_ms, ".2f", "") if ok else row.status,
+                tables.cell(row.ratio, ".3f", ""),
+                tables.cell(row.spread, ".3f", ""),
+                tables.cell(row.peak_mib, ".2f", unknown),
+                tables.cell(row.error, ".1e", ""),
+                ", ".join(["yes"] * row.on_front + ["recommended"] * row.recommended),
+            ]
+        )
+    return tables.markdown(head, lines)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return text.getvalue()
+
+
+def write(result: Result, out: Path, command: Sequence[str]) -> list[str]:
+    """Names of what was written; no picture without matplotlib, or where nothing was timed."""
+    best = result.recommendation
+    source = results.made_by(result.facts["device"], command) | result.facts
+    source |= {"reference": result.reference, "tolerance": result.tolerance}
+    source["recommended"] = best and {"flags": best.flags, "why": best.why}
+    shape = about(result)
+    rows = [{"shape": shape, "variant": row.cell.name, **asdict(row)} for row in result.rows]
+    results.write(out / "sweep.json", rows, source)
+    write_whole(out / "sweep.csv", to_csv(result.rows))
+    write_whole(out / "sweep.md", markdown(result))
+    drawn = bool(timed(result.rows)) and draw(result, out / "sweep.png")
+    return ["sweep.json", "sweep.csv", "sweep.md", *(["sweep.png"] if drawn else [])]
+
+
+def read(path: Path) -> Result:
+    """A sweep's JSON file again, of today or of before the schema. Raises UsageError."""
+    content = results.load(path)
+    try:
+        source = content["made_by"] if "schema" in content else content["facts"] | content
+        names = [field.name for field in fields(Row)]
+        rows = [Row(**{name: row[name] for name in names}) for row in content["rows"]]
+        return Result.of(rows, source, source["reference"], source["tolerance"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no result of a sweep: {error}") from None
+
+
+# --- picture -------------------------------------------------------------------------------------
+
+
+def draw(result: Result, path: Path) -> bool:
+    """A panel a kind: peak over time, or time over chunks without peaks. False without matplotlib."""
+    plt = pictures.pyplot()
+    if plt is None:
+        return False
+
+    kinds = [kind for kind in _kinds(result.rows) if timed(_of_kind(result.rows, kind))]
+    figure, panels = plt.subplots(
+        1, len(kinds), squeeze=False, figsize=(5 * len(kinds) + 0.6, 4.8), layout="constrained"
+    )
+    for axes, kind in zip(panels[0], kinds, strict=True):
+        rows = timed(_of_kind(result.rows, kind))
+        if any(row.peak_mib is not None for row in rows):
+            _draw_front(axes, [row for row in rows if row.peak_mib is not None])
+        else:
+            _draw_times(axes, rows)
+        axes.set_title(TITLES[kind], fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    device = result.facts["device"]
+    figure.suptitle(f"{about(result)}; {device}", fontsize=10)
+    shown: dict[str, Any] = {}
+    for axes in panels[0]:
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    figure.legend(
+        shown.values(), shown.keys(), loc="outside lower center", ncols=min(8, len(shown)),
+        frameon=False, fontsize=8, markerscale=0.6,
+    )  # fmt: skip
+    figure.draw_without_rendering()  # where the points are, is known only then
+    for axes, kind in zip(panels[0], kinds, strict=True):
+        _label_points(axes, [row for row in timed(_of_kind(result.rows, kind)) if row.peak_mib])
+    pictures.save(figure, path)
+    return True
+
+
+def _draw_front(axes: Any, rows: Sequence[Row]) -> None:
+    """Numbers beside the points are chunk counts."""
+    for strategy in dict.fromkeys(row.strategy for row in rows):
+        points = [row for row in rows if row.strategy == strategy]
+        marker = {AUTO: "*", **dict.fromkeys(STOCK, "s")}.get(strategy, "o")
+        size = 13 if strategy == AUTO else 6
+        axes.plot(
+            [row.time_ms for row in points], [row.peak_mib for row in points], marker, ms=size,
+            color=COLOURS[strategy], label="any strategy" if strategy == "any" else strategy,
+            zorder=4 if strategy == AUTO else 3,
+        )  # fmt: skip
+    front = sorted((row for row in rows if row.on_front), key=lambda row: row.time_ms or 0.0)
+    axes.step(
+        [row.time_ms for row in front], [row.peak_mib for row in front], where="post",
+        color="#969696", lw=1.5, zorder=1, label="Pareto front",
+    )  # fmt: skip
+    for row in rows:
+        if row.recommended:
+            axes.plot(
+                [row.time_ms], [row.peak_mib], "o", ms=15, mfc="none", color="black", mew=1.2,
+                label="recommended", zorder=2,
+            )  # fmt: skip
+    axes.set_xlabel("ms (numbers: chunks)")
+    axes.set_ylabel("peak, MiB a rank")
+    peaks = [row.peak_mib or 0.0 for row in rows]
+    if max(peaks) > MOST_LINEAR * min(peaks):  # else powers of 2 are one tick or none
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _label_points(axes: Any, rows: Sequence[Row]) -> None:
+    """Chunk counts beside their points, each where it covers neither a point nor another label."""
+    scale = axes.figure.dpi / 72
+    at = [axes.transData.transform((row.time_ms, row.peak_mib)) / scale for row in rows]
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]
+    for row, (x, y) in zip(rows, at, strict=True):
+        if row.num_chunks is None:
+            continue
+        text = str(row.num_chunks)
+        width, height = 4.5 * len(text) + 1, 7.0
+        places = [
+            (dx if dx > 0 else dx - width, dy if dy > 0 else dy - height)
+            for reach in (5, 11, 18, 26, 35)
+            for dx, dy in (
+                (reach, 4),
+                (reach, -4),
+                (-reach, 4),
+                (-reach, -4),
+                (2, reach),
+                (2, -reach),
+            )
+        ]
+        boxes = [(x + dx, y + dy, x + dx + width, y + dy + height) for dx, dy in places]
+        free = (
+            i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)
+        )
+        chosen = next(free, 0)
+        place = places[chosen]
+        taken.append(boxes[chosen])
+        axes.annotate(
+            text, (row.time_ms, row.peak_mib), xytext=place, textcoords="offset points", fontsize=7,
+            color=COLOURS[row.strategy],
+        )  # fmt: skip
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
+    counted = [row for row in rows if row.num_chunks is not None]
+    for strategy in dict.fromkeys(row.strategy for row in counted):
+        points = [row for row in counted if row.strategy == strategy]
+        axes.plot(
+            [row.num_chunks for row in points], [row.time_ms for row in points], "o-",
+            color=COLOURS[strategy], label=strategy,
+        )  # fmt: skip
+    uncounted = [row for row in rows if row.num_chunks is None]
+    for i, row in enumerate(uncounted):
+        # Where times agree, the dashes of each stand in the gaps of the others; above the chunks' lines.
+        dashes = (6 * i, (5, 6 * len(uncounted) - 5))
+        axes.axhline(
+            row.time_ms,
+            color=COLOURS[row.strategy],
+            ls=dashes,
+            lw=1.6,
+            label=row.strategy,
+            zorder=3,
+        )
+    counts = sorted({row.num_chunks for row in counted if row.num_chunks is not None})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlabel("chunks")
+    axes.set_ylabel("ms an iteration")
+    axes.set_ylim(0, 1.2 * max(row.time_ms or 0.0 for row in rows))

@@ -1,0 +1,67 @@
+"""The launches that stand for grad_in_forward's arithmetic in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fused_ce import scaling, upstream_guard
+from megatron_fused_ce.kernels import upstream_kernels
+from megatron_fused_ce.upstream_guard import ATOL, RTOL
+
+NAN, INF = float("nan"), float("inf")
+SIZES = (1, 7, 4096, 9001)
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def plain(function, *args):
+    """What PyTorch makes of it on a CPU."""
+    return function(*(a.cpu() if isinstance(a, torch.Tensor) else a for a in args))
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("factor", [1.0, -0.7])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("largest", [1.0, 3e-39, 1e-30, 7.7e37, 0.0, INF, NAN])
+def test_scaled_weights(largest, size, factor, bits, device):
+    others = 1.0 if largest in (INF, NAN) else largest
+    weights = torch.rand(size, generator=torch.Generator().manual_seed(size)) * others
+    weights[size // 2] = largest
+    made = upstream_kernels.scaled_weights(weights.to(device), bits, factor)
+    dtype = torch.float16 if bits else torch.bfloat16
+    expected = plain(scaling.scale_token_weights, weights, factor, dtype)
+    torch.testing.assert_close(made.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+CASES = {
+    "fits": lambda g, w: g,
+    "one token wrong": lambda g, w: g.index_fill(0, torch.tensor([len(g) - 1]), 5.0),
+    "within rounding": lambda g, w: g * (1 + 2.0**-22),
+    "all zero": lambda g, w: g * 0,
+    "a NaN": lambda g, w: g.index_fill(0, torch.tensor([0]), NAN),
+    "an inf": lambda g, w: g.index_fill(0, torch.tensor([0]), INF),
+    "large": lambda g, w: g * 1e30,
+    "tiny": lambda g, w: g * 1e-36,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("weights", ["random", "masked", "none", "a NaN"])
+@pytest.mark.parametrize("case", CASES)
+def test_fit(case, weights, size, device):
+    w = torch.rand(size, generator=torch.Generator().manual_seed(size)) + 0.5
+    if weights == "masked":
+        w[::3] = 0.0
+    elif weights == "none":
+        w.zero_()
+    elif weights == "a NaN":
+        w[size // 2] = NAN
+    g = CASES[case](1.7 * w, w)
+    scale, mismatch = upstream_kernels.fit(g.to(device), w.to(device), RTOL, ATOL)
+    c, expected = plain(upstream_guard.fit, g, w)
+    assert bool(mismatch) == bool(expected)
+    torch.testing.assert_close(scale.cpu(), c, rtol=2.0**-22, atol=0, equal_nan=True)
