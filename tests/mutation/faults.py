@@ -82,15 +82,15 @@ FAULTS = (
     Fault(
         "the label's own column stays in the sum of the others",
         f"{PACKAGE}/row_ops_torch.py",
-        ".masked_fill_(label.mask, 0.0)",
-        "",
+        "z.scatter_(-1, label.columns, at_label.masked_fill_(label.mask, -torch.inf))",
+        "pass",
         (f"{OP} -k 'against_fp64 and plain'",),
     ),
     Fault(
         "a label of another shard is counted here too, in column 0",
         f"{PACKAGE}/row_ops_torch.py",
-        ".masked_fill_(~label.mask, NOT_HERE)",
-        "",
+        "torch.where(label.mask, at_label, NOT_HERE).squeeze(-1)",
+        "at_label.squeeze(-1).clone()",
         (f"{OP} -k 'against_fp64 and odd-labels'",),
     ),
     Fault(

@@ -16,6 +16,7 @@ from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend
 from megatron_fused_ce.kernels import forms
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.testing.collectives import Collectives
+from megatron_fused_ce.vocab_parallel import history_of
 from tests.support.ranks import Rank, on_ranks
 
 SEQUENCE, HIDDEN, ROWS = 24, 32, 64
@@ -249,6 +250,35 @@ def test_later_calls_exchange_nothing(rank: Rank) -> None:
     assert exchanges(other, **given) == 1
     assert exchanges(other, **given) == 0
     assert exchanges(call, vocab_start=rank.rank * ROWS) == 0
+
+
+@on_ranks(2)
+def test_one_rank_alone_has_lost_its_specs(rank: Rank) -> None:
+    """It makes them again by itself: whether the ranks compare does not depend on what one remembers."""
+    call = Call(rank)
+    _, before = call()
+    history = history_of(call.group)
+    assert history.specs
+    if is_last(rank):
+        history.specs.clear()
+    with Collectives({call.group: "tp"}) as issued:
+        _, after = call()
+    assert not [made for made in issued.calls if made.dtype == "int64"]
+    assert all(map(torch.equal, before, after))
+
+
+@on_ranks(2)
+def test_a_new_length_on_every_call(rank: Rank) -> None:
+    """No exchange after the first, whose head the others are; specs are bounded."""
+    call = Call(rank)
+    with patch("megatron_fused_ce.call.MAX_SPECS", 4), Collectives({call.group: "tp"}) as issued:
+        for tokens in range(4, SEQUENCE):
+            hidden = call.hidden[:tokens].clone().requires_grad_()
+            weight = call.weight.clone().requires_grad_()
+            labels = call.labels[:tokens]
+            linear_cross_entropy(hidden, weight, labels, tp_group=call.group).loss.sum().backward()
+    assert sum(made.dtype == "int64" for made in issued.calls) == 1
+    assert len(history_of(call.group).specs) == 4
 
 
 @on_ranks(2)

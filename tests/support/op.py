@@ -64,6 +64,18 @@ def run(
     return HeadResult(loss.detach(), hidden.grad, weight.grad)
 
 
+def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one element behind where an allocation begins."""
+    room = tensor.new_empty(tensor.numel() + 1)
+    return room[1:].view(tensor.shape).copy_(tensor)
+
+
+def with_odd_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, in rows that are an odd number of elements apart."""
+    room = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)
+    return room[..., :-1].copy_(tensor)
+
+
 def without_interpreter(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A script of tests/kernels, run by a Python whose triton compiles."""
     root = Path(__file__).resolve().parents[2]

@@ -1,0 +1,342 @@
+"""What is decided once for each kind of call (``call.CallSpec``) and looked up: never another call's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_fused_ce import FusedCEConfig, call, upstream_guard, vocab_parallel
+from megatron_fused_ce.grad_weight import InPlaceGradWeight
+from megatron_fused_ce.loss_form import TeacherTargets
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.testing.reference import make_inputs, make_teacher
+from megatron_fused_ce.token_outputs import DIFFERENTIABLE
+from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
+from tests.support.op import (
+    DTYPES,
+    EXP_DTYPE,
+    HAS_EXP,
+    STRATEGIES,
+    at_odd_offset,
+    with_odd_rows,
+)
+from tests.support.problems import same_bits
+
+needs_exp = pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
+
+#: Of the call before it is placed: where a tensor lies in memory.
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": torch.clone,
+    "odd offset": at_odd_offset,
+    "odd rows": with_odd_rows,
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+#: A model whose heads may not use ``grad_in_forward``.
+FORBIDS = Guard("a model of this test")
+FORBIDS.allowed = False
+
+MODES = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of call; its values follow from its shapes."""
+
+    tokens: tuple[int, int] = (6, 2)  # s, b
+    flat: bool = False
+    hidden_size: int = 16
+    vocab: int = 24
+    dtype: torch.dtype = torch.float32
+    backend: str = "gemm_rows"
+    strategy: str = "store"
+    cut: tuple[str, int] = ("num_chunks", 2)
+    options: tuple[tuple[str, Any], ...] = ()
+    places: tuple[str, str] = ("plain", "plain")  # of hidden, of weight
+    needs_grad: tuple[bool, bool] = (True, True)
+    mode: str = "grad"
+    autocast: bool = False
+    token_weights: str = "given"
+    labels: torch.dtype = torch.int64
+    vocab_start: int | None = None
+    outputs: tuple[str, ...] = ()
+    differentiable: bool = False
+    teacher: int = 0
+    with_argmax: bool = False
+    main_grad: torch.dtype | None = None
+    uses_in_flight: int = 1
+    forbidden: bool = False
+    sharded: bool = False
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether it may take long on a CPU."""
+        return self.backend == "scaled_exp" or ("row_backend", "triton") in self.options
+
+    def run(self, device: torch.device) -> list[Any]:
+        """What the call gives and its gradients, or the words of its error."""
+        try:
+            return self._run(device)
+        except (TypeError, ValueError) as error:
+            return [type(error), str(error)]
+
+    def _run(self, device: torch.device) -> list[Any]:
+        s, b = self.tokens
+        sizes = {"s": s, "b": b, "hidden_size": self.hidden_size, "vocab": self.vocab}
+        inputs = make_inputs("odd-labels", **sizes, dtype=self.dtype, device=device)
+        weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
+        labels, hidden, teacher = inputs.labels, inputs.hidden, None
+        if self.teacher:
+            teacher = TeacherTargets(*make_teacher(inputs, self.teacher))
+            labels = torch.full_like(labels, -1)
+        if self.flat:
+            hidden = hidden.flatten(0, 1)
+            labels, weights = labels.t().reshape(-1), weights.t().reshape(-1)
+            if teacher is not None:
+                teacher = TeacherTargets(*(x.transpose(0, 1).flatten(0, 1) for x in teacher))
+        hidden = PLACES[self.places[0]](hidden).requires_grad_(self.needs_grad[0])
+        weight = PLACES[self.places[1]](inputs.weight).requires_grad_(self.needs_grad[1])
+        if self.sharded:
+            weight = weight.as_subclass(Sharded)
+        main_grad = None
+        if self.main_grad is not None:
+            main_grad = torch.zeros(weight.shape, dtype=self.main_grad, device=device)
+        with MODES[self.mode](), torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
+            head = linear_cross_entropy(
+                hidden,
+                weight,
+                labels.to(self.labels),
+                config=FusedCEConfig(
+                    strategy=self.strategy,
+                    logits_backend=self.backend,
+                    **dict([self.cut, *self.options]),
+                ),
+                token_weights={"given": weights, "none": None, "short": weights[:-1]}[
+                    self.token_weights
+                ],
+                vocab_start=self.vocab_start,
+                outputs=self.outputs,
+                differentiable=self.differentiable,
+                teacher=teacher,
+                with_argmax=self.with_argmax,
+                uses_in_flight=self.uses_in_flight,
+                guard=FORBIDS if self.forbidden else WITHOUT_MODEL,
+                **({} if main_grad is None else {"open_grad_weight": AddsTo(main_grad)}),
+            )
+        if head.loss.requires_grad:
+            # As grad_in_forward was promised; 0 where tokens are skipped.
+            names = [
+                "loss",
+                *(set(self.outputs) & set(DIFFERENTIABLE) if self.differentiable else ()),
+            ]
+            torch.autograd.backward(
+                [getattr(head.outputs, name) for name in names], [1.5 * weights] * len(names)
+            )
+            upstream_guard.check()
+        made = [*head.outputs, head.local_max, head.local_argmax, main_grad]
+        return [head.logits_backend, head.plan, hidden.grad, weight.grad, *made]
+
+
+class Sharded(Tensor):
+    """As a DTensor, which is refused."""
+
+    placements = ("Shard(dim=0)",)
+
+
+class AddsTo:
+    """Opens a wgrad accumulator that adds to ``main_grad``."""
+
+    def __init__(self, main_grad: Tensor) -> None:
+        self.kind = "main_grad" if main_grad.dtype == torch.float32 else "low_main_grad"
+        self._main_grad = main_grad
+
+    def __call__(self, weight: Tensor, num_chunks: int, scaled: bool) -> InPlaceGradWeight:
+        return InPlaceGradWeight(self._main_grad, num_chunks, scaled, lambda: None)
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """To the bit, NaN too."""
+    return len(one) == len(other) and all(
+        same_bits(a, b) and a.dtype == b.dtype and a.shape == b.shape
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def check(kinds: list[Kind], device: torch.device) -> None:
+    """Bits, plans and errors of calls one after the other are those of each as the first there ever was."""
+    expected = []
+    for kind in kinds:
+        vocab_parallel.forget()
+        expected.append(kind.run(device))
+    calls = list(zip(kinds, expected, strict=True))
+    for in_order in (calls, calls[::-1]):
+        vocab_parallel.forget()
+        for kind, alone in in_order:
+            assert same(kind.run(device), alone), kind
+    for kind, alone in calls:
+        is_error = isinstance(alone[0], type)  # found anew each time
+        with contextlib.nullcontext() if is_error else patch.object(call, "_make", None):
+            assert same(kind.run(device), alone), kind
+
+
+OPTIONS = (
+    ("logit_scale", 0.5),
+    ("logit_scale", 1.5),
+    ("logit_softcap", 5.0),
+    ("z_loss", 1e-2),
+    ("label_smoothing", 0.1),
+    ("label_smoothing", 0.3),
+    ("label_smoothing_form", "pytorch"),
+    ("ignore_index", -100),
+    ("ignore_index", 3),
+    ("true_vocab_size", 20),
+    ("true_vocab_size", 23),
+    ("logit_precision", "activations"),
+    ("skip_masked", True),
+    ("memory_mb", 1),
+    ("row_backend", "triton"),
+)
+OUTPUTS = (("lse",), ("log_prob", "entropy"), ("entropy", "log_prob"), ("predicted", "correct"))
+#: Of tokens that grad_in_forward is chosen for.
+MANY = Kind(strategy="auto", tokens=(64, 2), hidden_size=8)
+EXP = Kind(backend="scaled_exp", dtype=EXP_DTYPE, mode="no_grad", cut=("num_chunks", 1))
+#: What a spec depends on -> calls that differ in it alone.
+DIFFER_IN = {
+    "lengths": [replace(Kind(), tokens=tokens) for tokens in ((6, 2), (12, 1), (4, 2), (0, 2))],
+    "layout": [replace(Kind(), flat=flat, tokens=(12, 1)) for flat in (True, False)],
+    "vocabulary": [replace(Kind(), vocab=vocab) for vocab in (24, 32)],
+    "hidden size": [replace(Kind(), hidden_size=size) for size in (16, 8)],
+    "dtype": [replace(Kind(), dtype=dtype) for dtype in (*DTYPES, torch.float64)],
+    "labels": [replace(Kind(), labels=of) for of in (torch.int64, torch.int32, torch.float32)],
+    "class": [Kind(), Kind(sharded=True)],
+    "config": [replace(Kind(), options=(option,)) for option in OPTIONS[:-1]],
+    "gradients": [
+        replace(Kind(), strategy=strategy, needs_grad=needs_grad)
+        for strategy in STRATEGIES
+        for needs_grad in itertools.product((True, False), repeat=2)
+    ],
+    "grad mode": [
+        replace(Kind(), strategy=strategy, mode=mode) for strategy in STRATEGIES for mode in MODES
+    ],
+    "autocast": [replace(Kind(), autocast=autocast) for autocast in (True, False)],
+    "token weights": [replace(MANY, token_weights=kind) for kind in ("given", "none", "short")],
+    "model": [MANY, replace(MANY, forbidden=True)],
+    "outstanding forwards": [replace(MANY, uses_in_flight=number) for number in (1, 3)],
+    "vocab_start": [replace(Kind(), vocab_start=start) for start in (None, 0, 3, 1, True)],
+    "outputs": [replace(Kind(), outputs=outputs) for outputs in ((), *OUTPUTS)],
+    "gradients of outputs": [replace(Kind(), outputs=("lse",), differentiable=of) for of in (0, 1)],
+    "teacher": [replace(Kind(), teacher=k) for k in (0, 2, 3)],
+    "argmax": [replace(Kind(), with_argmax=argmax) for argmax in (True, False)],
+    "accumulator": [
+        replace(Kind(), main_grad=of, dtype=torch.bfloat16)
+        for of in (None, torch.float32, torch.bfloat16)
+    ],
+}
+
+
+@pytest.mark.parametrize("what", DIFFER_IN)
+def test_calls_that_differ_in(what, device):
+    check(DIFFER_IN[what], device)
+
+
+@needs_exp
+def test_calls_whose_tensors_lie_elsewhere(device):
+    """Each alone: hidden states that the scaled-exp GEMM copies are not a weight that it refuses."""
+    check([EXP, *(replace(EXP, places=(place, "plain")) for place in PLACES)], device)
+
+
+@needs_exp
+def test_hidden_states_and_weight_lie_each_for_itself(device):
+    """Hidden states at an odd offset are copied; a weight there must not be taken for them."""
+    check([replace(EXP, places=places) for places in itertools.product(PLACES, repeat=2)], device)
+
+
+# --- what hypothesis draws -------------------------------------------------------------------
+
+
+def pairs_of(values: Any) -> Any:
+    return st.tuples(st.sampled_from(values), st.sampled_from(values))
+
+
+#: Field of a kind -> its values.
+FIELDS = {
+    "tokens": st.sampled_from([(6, 2), (2, 6), (12, 1), (4, 2), (0, 2), (64, 2)]),
+    "flat": st.booleans(),
+    "hidden_size": st.sampled_from([16, 8]),
+    "vocab": st.sampled_from([24, 32]),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    "backend": st.sampled_from(["gemm_rows", "scaled_exp", "auto"]),
+    "strategy": st.sampled_from([*STRATEGIES, "auto"]),
+    "cut": pairs_of(["num_chunks", "chunk_tokens"]).map(lambda pair: (pair[0], len(pair[1]) - 8)),
+    "options": st.lists(st.sampled_from(OPTIONS), max_size=3, unique_by=lambda o: o[0]).map(tuple),
+    "places": pairs_of(list(PLACES)),
+    "needs_grad": st.tuples(st.booleans(), st.booleans()),
+    "mode": st.sampled_from(list(MODES)),
+    "autocast": st.booleans(),
+    "token_weights": st.sampled_from(["given", "none"]),
+    "labels": st.sampled_from([torch.int64, torch.int32]),
+    "vocab_start": st.sampled_from([None, 0, 3]),
+    "outputs": st.sampled_from([(), *OUTPUTS]),
+    "differentiable": st.booleans(),
+    "teacher": st.sampled_from([0, 2, 3]),
+    "with_argmax": st.booleans(),
+    "main_grad": st.sampled_from([None, torch.float32, torch.bfloat16]),
+    "uses_in_flight": st.sampled_from([1, 3]),
+    "forbidden": st.booleans(),
+}
+
+
+#: Those that are refused; the rest of the kind may be any.
+REFUSED = {
+    "dtype": torch.float64,
+    "token_weights": "short",
+    "labels": torch.float32,
+    "vocab_start": True,
+    "sharded": True,
+}
+
+
+@st.composite
+def sequences(draw: Any, interpreted: bool) -> list[Kind]:
+    """Calls of one kind and of others that each differ from it in one field."""
+    names = st.sampled_from(list(FIELDS))
+    one = Kind(dtype=EXP_DTYPE, backend="scaled_exp") if interpreted else Kind()
+    one = replace(one, **{name: draw(FIELDS[name]) for name in draw(st.sets(names, max_size=6))})
+    others = draw(st.lists(names, min_size=1, max_size=8, unique=True))
+    kinds = [one, *(replace(one, **{name: draw(FIELDS[name])}) for name in others)]
+    refused = draw(st.none() | st.sampled_from(list(REFUSED)))
+    if refused is not None:
+        kinds.append(replace(one, **{refused: REFUSED[refused]}))
+    return [kind for kind in kinds if interpreted or not kind.is_interpreted]
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "examples"),
+    [
+        (False, 100),
+        pytest.param(False, 3000, marks=pytest.mark.rest),
+        pytest.param(True, 100, marks=pytest.mark.rest),
+    ],
+)
+def test_a_call_that_is_looked_up_is_the_call(interpreted, examples, device):
+    @settings(max_examples=examples)
+    @given(sequences(interpreted))
+    def looked_up(kinds: list[Kind]) -> None:
+        check(kinds, device)
+
+    looked_up()
