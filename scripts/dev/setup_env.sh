@@ -11,7 +11,7 @@
 # Afterwards .venv/bin/python runs the project, whichever way it came to be. .venv/missing.txt names
 # what could not be installed; it is empty on a complete machine.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PYTHON=${PYTHON:-python3}
 MCORE_ASIDE=0.19.2 # the newest megatron-core; asks for Python 3.12, its core imports on 3.11 too

@@ -8,7 +8,7 @@
 # package index has torch with CUDA's libraries only. The package is installed from a wheel and the
 # tests run against that, not against this checkout. Exit status: pytest's; 2 on bad input.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 die() {
     echo "try_versions: $*" >&2
