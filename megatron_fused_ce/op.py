@@ -87,12 +87,12 @@ def fused_linear_cross_entropy(
 
     Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (a head's first call
     only; every call once shards of unequal sizes were seen), the MAX all-reduce of an int64
-    (``skip_masked``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM serves). Per chunk of the forward: all-gather of hidden states (sequence parallelism);
-    the merge of the statistics, one all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of
-    the backward: all-gather of hidden states (sequence parallelism, but the first, unless neither GEMM
-    needs them), one reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with
-    ``grad_in_forward`` this reduction is in the forward, and the backward has none. Their order:
-    :mod:`.loop`; the same on every rank.
+    (``skip_masked``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM serves). Per
+    chunk of the forward: all-gather of hidden states (sequence parallelism); the merge of the statistics, one
+    all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of
+    hidden states (sequence parallelism, but the first, unless neither GEMM needs them), one reduce-scatter of
+    ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this reduction is in
+    the forward, and the backward has none. Their order: :mod:`.loop`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
