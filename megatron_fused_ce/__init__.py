@@ -10,12 +10,12 @@ Shape letters, the same in every file, kernel and document:
 ``V``   vocabulary rows held by this rank (the shard)
 ``R``   ranks of the tensor-parallel group
 ``C``   tokens of one chunk, counted over the whole tensor-parallel group
-``n``   tokens of one chunk that this rank holds: ``C / R`` with sequence parallelism
+``n``   tokens of this rank's part: ``T / R`` with sequence parallelism, else ``T``
 ======  ==========================================================================
 
-Read the code in this order: :mod:`.op`, :mod:`.strategies`, :mod:`.logits_backend`, :mod:`.row_ops`,
-:mod:`.vocab_parallel`, :mod:`.grad_weight`, :mod:`.upstream_guard`, :mod:`.planner`; then
-:mod:`.adapter` for Megatron.
+Read the code in this order: :mod:`.op`, :mod:`.call`, :mod:`.autograd`, :mod:`.loop`, :mod:`.pipeline`,
+:mod:`.logits_backend`, :mod:`.row_ops`, :mod:`.vocab_parallel`, :mod:`.grad_weight`,
+:mod:`.upstream_guard`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
 
 Names are imported when they are first used: the hook that waits for Megatron can then be installed
 while Python starts, before torch can be imported.

@@ -29,7 +29,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,  # [V, H]
         targets: Targets,
         context: Context,
-        in_batch: tuple[int, int] | None,  # (b, s) where outputs are to be [b, s]; None for [T]
+        in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
     ) -> tuple[Tensor | None, ...]:
         """This shard's largest logits and their columns, each ``[T]``; then :class:`.TokenOutputs`."""
         spec, phases, device = context.spec, context.phases, hidden.device
@@ -58,7 +58,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             ctx.context, ctx.gradients = context, saved.gradients
             ctx.token_shape = targets.labels.shape
             entropy = outputs.entropy if spec.form.differentiable else None
-            once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
+            # Gradients made in the forward need the hidden states no more.
+            reread = flat if saved.gradients is None else None
+            once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
             ctx.save_for_backward(*once, saved.last_hidden, *tensors)
         outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
         of_shard = [
@@ -79,19 +81,19 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         hidden, weight, ignored, ids, probs, entropy, last_hidden, *chunks = ctx.saved_tensors
         saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients)
         ctx.gradients = None
-        soft = None if ids is None else SoftTargets(ids, probs)
+        soft, device = None if ids is None else SoftTargets(ids, probs), weight.device
         upstream = _upstream(grad_outputs, ctx.token_shape, ignored, entropy)
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
         try:
-            with _no_autocast(hidden.device), context.phases.of_pass("backward", hidden.device):
+            with _no_autocast(device), context.phases.of_pass("backward", device):
                 grad_hidden, grad_weight = loop.backward(
                     *(context, hidden, weight, soft, saved, upstream),
                     needs_grad=ctx.needs_input_grad[:2],
                 )
         except BaseException:
             accumulators.abandon()
-            context.spec.comm.settle(hidden.device)
+            context.spec.comm.settle(device)
             raise
         if grad_hidden is not None:
             grad_hidden = grad_hidden.view(ctx.hidden_shape)

@@ -5,7 +5,7 @@
     statistics and write their gradients. Any device, any dtype.
 ``scaled_exp``
     The GEMM's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
-    Hopper and newer.
+    Hopper and newer. Its output is ``E = exp(logit - the row's reference)``.
 
 Both give ``grad_logits = row_scale[:, None] * matrix`` (:class:`LogitsGrad`), with ``matrix`` ``[C, V]`` in
 the hidden states' dtype, for any upstream gradient per token.
@@ -86,7 +86,7 @@ class LogitsBackend(Protocol):
     ) -> Callable[[], Scores]:
         """Launches the GEMM into ``out`` ``[C, V]`` and returns a closure that computes row statistics.
 
-        Start collectives that should overlap the next GEMM before calling it.
+        Two steps, so that they can be timed apart.
         """
 
     def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
@@ -367,7 +367,7 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     """What of the request, this rank's device and its shard keeps the scaled-exp GEMM from serving, or empty.
 
     Other ranks of a group may find something else: :func:`.vocab_parallel.agree` settles it for all. The
-    memory of ``tokens`` is no reason: :func:`loadable` copies them. Asked for by name, Triton's interpreter
+    memory of ``tokens`` is no reason: :func:`must_copy` copies them. Asked for by name, Triton's interpreter
     may serve on a CPU, in any dtype but bf16.
     """
     if config.logits_backend == "gemm_rows":
@@ -424,7 +424,7 @@ def _loads(matrix: Tensor) -> bool:
 
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
-    """For people; or empty."""
+    """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
     # -share is no multiple of E, and further outputs' gradients are none when the loss's is 0.
     names = (
         (bool(config.label_smoothing), "label_smoothing"),

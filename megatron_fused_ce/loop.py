@@ -6,7 +6,7 @@ The forward is one loop for all strategies. They differ in what follows a chunk'
 strategy             between forward and backward           GEMMs  upstream gradient it is exact for
 ===================  =====================================  =====  ======================================
 ``store``            every chunk's logits                   3      any
-``recompute``        three floats a token                   4      any
+``recompute``        four floats a token                    4      any
 ``mixed``            the logits of the first chunks         3 to 4 any
 ``grad_in_forward``  ``grad_hidden``, fp32 ``grad_weight``  3      a scalar times the token weights
 ===================  =====================================  =====  ======================================
@@ -117,7 +117,7 @@ class _Scored:
         spec, stats = context.spec, scores.stats
         self.chunk, self.inputs = chunk, inputs
         self.matrix = matrix  # [C, V]: its logits, or E, where they outlive the GEMM
-        # Only `finalize` reads the tiles' statistics; they would wait for the next chunk's GEMM.
+        # Tile statistics that `finalize` will not read must not live through the next chunk's GEMM.
         self.scores = scores if matrix is not None else scores._replace(tiles=None)
         if "predicted" in spec.form.outputs:
             assert stats.argmax is not None
@@ -152,17 +152,22 @@ def forward(
 
     Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
     logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
-    parallelism); the gather of the second's. Then per chunk its merge, in one launch with the gather of the
-    next chunk but one. With ``grad_in_forward`` that gather comes before the chunk's GEMM (the third chunk's
-    in one launch with the first merge), and after the merge has started what is left of the merge of the
-    chunk before, then the reduction of that one's ``grad_hidden``.
+    parallelism); the gather of the second's. Then per chunk, without ``grad_in_forward``: its merge, in one
+    launch with the gather of the next chunk but one. With it:
+
+    1. the gather of the next chunk's hidden states, before the GEMM (of the third: with the first merge),
+    2. the first step of its merge,
+    3. what is left of the merge of the chunk before,
+    4. the reduction of that chunk's ``grad_hidden``.
     """
     spec, phases = context.spec, context.phases
     lag = 1 if spec.comm.size > 1 else 0
-    now = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
-    hidden_states = HiddenStates(context, hidden, context.chunks, depth=lag + 2 if now else 2)
-    kind = _GradInForward if now else _Save
-    strategy: _AfterMerge = kind(context, hidden, weight, targets, hidden_states)
+    makes_gradients = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
+    hidden_states = HiddenStates(
+        context, hidden, context.chunks, depth=lag + 2 if makes_gradients else 2
+    )
+    strategy_class = _GradInForward if makes_gradients else _Save
+    strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states)
     sample = _begin(context, weight, hidden_states)
     results = _Results(context)
     waiting: deque[_Scored] = deque()
@@ -392,7 +397,7 @@ class _GradInForward:
 
 def backward(
     context: Context,
-    hidden: Tensor,  # [n, H]
+    hidden: Tensor | None,  # [n, H]; None with grad_in_forward
     weight: Tensor,  # [V, H]
     soft: SoftTargets | None,  # [k, parts, n] each
     saved: Saved,
@@ -409,6 +414,7 @@ def backward(
     spec = context.spec
     if spec.plan.strategy == "grad_in_forward":
         return _scale_precomputed(context, weight, saved.gradients, upstream, needs_grad)
+    assert hidden is not None
     wants_grad_hidden, wants_grad_weight = needs_grad
     upstream, inv_scale = _scaled(upstream, spec.logit_scale, weight)
     accumulator = None

@@ -55,8 +55,8 @@ def fused_linear_cross_entropy(
         logits = hidden @ weight.T                        # over all ranks' rows: [s, b, sum of V]
         loss = cross_entropy(logits.float(), labels.T, reduction="none").T
 
-    but never holding more than one chunk ``[C, V]`` of logits (``recompute``). Differentiable in
-    ``hidden`` and ``weight`` for any upstream gradient per token.
+    but in chunks: ``recompute`` holds one chunk ``[C, V]`` of logits, ``store`` keeps all of them until the
+    backward. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token.
 
     Args:
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
@@ -74,7 +74,7 @@ def fused_linear_cross_entropy(
             these, which lets ``grad_in_forward`` make the gradients in the forward; never changes the loss. A
             broken promise raises :class:`.upstream_guard.UpstreamMismatch` at the next optimizer step,
             before a parameter changes. The other strategies are exact without it.
-        vocab_start: first global id of this rank's rows. None finds it on the device.
+        vocab_start: first global id of this rank's rows. None adds up the sizes that the ranks agreed on.
         config: chunking, strategy and the rest; None for the defaults.
 
     Returns:
@@ -83,7 +83,7 @@ def fused_linear_cross_entropy(
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank when the call is compared: the
             first of each head over a group (a head: its model, shape, dtype and ``requires_grad`` of its
-            weight), every one with ``config.debug_checks`` or after unequal shards.
+            weight, ``logits_backend``), every one with ``config.debug_checks`` or after unequal shards.
 
     Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (a head's first call
     only; every call once shards of unequal sizes were seen), the MAX all-reduce of an int64

@@ -1,7 +1,7 @@
 """What the head's passes do one after another, timed where somebody asked.
 
-The loops over chunks say which phase they are in (``Head.phases``). :data:`UNTIMED` hears nothing: no event,
-no clock, no byte counted. :class:`PhaseTimes` marks the current stream before and after each phase and reads
+The loops over chunks enter a phase by ``Context.phases``. :data:`UNTIMED` is a no-op recorder.
+:class:`PhaseTimes` marks the current stream before and after each phase and reads
 the marks when they have long passed. Neither makes the host wait for the device before it is read.
 """
 

@@ -18,7 +18,7 @@ A collective's kernels enter between two GEMMs or not before the next gap; and w
 rank, they hold SMs there until they entered on all. So
 
 - a large one starts when a GEMM has ended, before the small kernels that precede the next one (statistics,
-  scaling of rows: 10 us and more), or before :func:`delay_next_gemm` where there are none;
+  scaling of rows: 10 us and more), or, where no small kernel follows, before :func:`delay_next_gemm`;
 - never queue a collective behind another. A rank that misses the gap between two GEMMs starts late, and the
   other ranks hold SMs waiting for it; and under ``CUDA_DEVICE_MAX_CONNECTIONS=1``, where kernels start in the
   order of their launch, it would hold back the GEMM behind it instead. Where two share a gap (a forward
@@ -147,9 +147,9 @@ class HiddenStates:
         return self._taken
 
     def buffer(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` for what was made of ``chunk``'s, which was the last or the last but one taken.
+        """``[C, H]`` to write the scaled hidden states of ``chunk`` into, the last or the last but one taken.
 
-        With sequence parallelism the slot it lies in, or would have.
+        With sequence parallelism their own slot of the ring.
         """
         index = self._chunks.index(chunk) if self._gathers else 0
         return self._slot(index, chunk)
@@ -227,7 +227,7 @@ class GradientGemms:
     ) -> None:
         self._context = context
         self._weight = weight
-        self._grad_hidden = torch.empty_like(hidden) if wants_grad_hidden else None
+        self._grad_hidden = hidden.new_empty(hidden.shape) if wants_grad_hidden else None
         self._grad_weight = grad_weight
         self._inv_scale = inv_scale
         self._workspace = workspace

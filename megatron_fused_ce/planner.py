@@ -10,10 +10,10 @@ vocabulary rows of this rank, ``C`` tokens of the largest chunk, ``e`` bytes of 
 
 What a plan costs, beside inputs, ``grad_hidden`` and the wgrad accumulator::
 
-    store      e*T*V kept                  3 products
-    grad_in_forward      e*C*V + 4*V*H kept          3 products and one pass over grad_weight (R > 1: 2*e*C*V)
-    mixed      e*(stored tokens)*V kept, e*C*V; the chunks that are not stored take a 4th product
-    recompute  e*C*V                       4 products
+    store            e*T*V kept          3 GEMMs
+    grad_in_forward  e*C*V + 4*V*H kept  3 GEMMs and one pass over grad_weight (R > 1: 2*e*C*V)
+    mixed            e*(stored tokens)*V kept, e*C*V; the chunks that are not stored take a 4th GEMM
+    recompute        e*C*V               4 GEMMs
 
 and to each what :class:`Memory` names. Every chunk also reads and writes the fp32 ``grad_weight``.
 """

@@ -116,12 +116,11 @@ class TileStatistics(NamedTuple):
 
 
 class TokenTerms(NamedTuple):
-    """The same over the whole vocabulary, fp32 ``[C]``: what the backward needs of the forward."""
+    """What the backward needs of a token's merged statistics, fp32 ``[C]``."""
 
     row_max: Tensor  # m
     inv_sum: Tensor  # 1 / (others + label)
     miss: Tensor  # others / (others + label) = 1 - p_y
-    # The others wait for the backward only where they are needed.
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
     mass: Tensor | None = None  # of soft targets
 
@@ -192,7 +191,7 @@ def further_terms(
 
 def merge_further(
     names: tuple[str, ...],
-    further: Tensor,  # [R, E, C] fp32: the given ones of each shard
+    further: Tensor,  # [R, K, C] fp32: the given ones of each shard
     shards: Tensor,  # [R, 4, C] fp32
 ) -> Further:
     """Over the whole vocabulary."""

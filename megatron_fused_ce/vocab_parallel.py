@@ -477,6 +477,8 @@ def agree(
             "vocab_start must be the first global id of this rank's rows"
         )
     settled = Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
+    if history.heads.get(head) != settled:
+        history.specs.clear()  # they follow what was settled before
     history.heads[head] = settled
     return settled
 

@@ -352,8 +352,8 @@ FAULTS = (
     Fault(
         "grad_in_forward gathers hidden states into a slot that is still read",
         f"{PACKAGE}/loop.py",
-        "depth=lag + 2 if now",
-        "depth=lag + 1 if now",
+        "depth=lag + 2 if makes_gradients",
+        "depth=lag + 1 if makes_gradients",
         (f"{CALLS} -k collectives_at_their",),
     ),
     Fault(

@@ -311,6 +311,24 @@ def test_expanded_and_strided_operands(device):
     assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), ones)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_column_major_hidden_states(strategy, device):
+    """Gradients are rows whatever the hidden states' layout: kernels scale them row by row."""
+    inputs = make_inputs(
+        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.float32, device=device
+    )
+    flat = inputs.hidden.flatten(0, 1).t().contiguous().t().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    upstream = inputs.grad_loss.t().flatten()
+    config = FusedCEConfig(strategy, num_chunks=3, logits_backend="gemm_rows")
+    loss = fused_linear_cross_entropy(
+        flat, weight, inputs.labels.t().flatten(), config=config, **weights_for(strategy, upstream)
+    )
+    loss.backward(upstream)
+    made = HeadResult(loss.detach().view(10, 4).t(), flat.grad.view(10, 4, 16), weight.grad)
+    assert_close(made, inputs)
+
+
 def test_autocast(device):
     """Under autocast fp32 parameters are used in its dtype, as torch's own linear does."""
     inputs = make_inputs(
