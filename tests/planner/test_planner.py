@@ -519,7 +519,7 @@ def test_a_named_strategy_that_cannot_fit(others, advice):
         ("strategy", "fast", "choose one of auto"),
         ("num_tokens", -1, "num_tokens must be 0 or more, got -1"),
         ("hidden_size", 0, "hidden_size must be 1 or more, got 0"),
-        ("memory_mb", 0, "expected a whole number from 1"),
+        ("memory_mb", 0, "memory_mb must be 1 or more, got 0"),
         ("num_chunks", 0, "num_chunks must be 1 or more, got 0"),
         ("num_parts", 2, "num_parts is 2 with tp_size 1"),
     ],
