@@ -36,9 +36,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
+from megatron_fused_ce.kernels.records import LOG2_E, NO_OPTIONS, RowOptions, TileStatistics
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
-from megatron_fused_ce.loss_form import PLAIN, LossForm
-from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
 
 #: A tile is exponentiated against its own maximum once that exceeds the row's reference by more than
 #: this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is below
@@ -234,7 +233,7 @@ def exp_product(
     logit_scale: float,
     out: Tensor | None,  # [C, V]
     with_argmax: bool = False,
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both.
 
@@ -293,7 +292,7 @@ def gradient_product(
     at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope
     logit_scale: float,
     out: Tensor,  # [C, V]
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
 ) -> Tensor:
     """Gradients of the logits into ``out``."""
     num_rows, hidden_size = tokens.shape

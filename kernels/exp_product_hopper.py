@@ -39,8 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
-from megatron_fused_ce.loss_form import PLAIN, LossForm
-from megatron_fused_ce.row_ops import LOG2_E, TileStatistics
+from megatron_fused_ce.kernels.records import LOG2_E, NO_OPTIONS, RowOptions, TileStatistics
 
 #: See exp_product.HEADROOM.
 HEADROOM = gl.constexpr(64.0)
@@ -566,7 +565,7 @@ def _launch(
     logit_scale: float,
     mode: int,
     with_argmax: bool,
-    form: LossForm,
+    form: RowOptions,
 ) -> None:
     half, half_n = int(HALF_M), int(BLOCK_N) // 2
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
@@ -604,7 +603,7 @@ def exp_product(
     logit_scale: float,  # above 0
     out: Tensor | None,  # [C, V] bf16
     with_argmax: bool = False,
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both."""
     num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
@@ -640,7 +639,7 @@ def gradient_product(
     at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope
     logit_scale: float,
     out: Tensor,  # [C, V] bf16
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
 ) -> Tensor:
     """Gradients of the logits into ``out``."""
     _launch(

@@ -28,10 +28,17 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.exp_product import HEADROOM
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
+from megatron_fused_ce.kernels.records import (
+    NO_OPTIONS,
+    NOT_HERE,
+    REFERENCE,
+    Merged,
+    RowOptions,
+    RowStatistics,
+    TileStatistics,
+)
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
 from megatron_fused_ce.kernels.token_kernels import addends, store_loss
-from megatron_fused_ce.loss_form import PLAIN, LossForm
-from megatron_fused_ce.row_ops import NOT_HERE, REFERENCE, Merged, RowStatistics, TileStatistics
 
 #: Rows of the whole weight whose logits give a token's reference, spread over it: any real rows do.
 SAMPLED_ROWS = 64
@@ -137,7 +144,7 @@ def _combine_tiles_kernel(
     tile_argmax_ptr,  # [num_tiles, C] int32
     label_ptr,  # [C] int64
     label_logit_ptr,  # [C] fp32
-    shard_ptr,  # [4, C] fp32, out, natural units: row_ops.RowStatistics.shard
+    shard_ptr,  # [4, C] fp32, out, natural units: records.RowStatistics.shard
     excess_ptr,  # out: the row's excess where its tiles differ in theirs, else -1
     argmax_ptr,  # out, int64
     loss_ptr,  # [C] fp32, out
@@ -219,7 +226,7 @@ def _seal_rows_kernel(
     own_reference_ptr,  # [C] fp32, natural units
     excess_ptr,  # [C] fp32
     reference_ptr,  # [C] fp32, natural units: the largest of all shards
-    terms_ptr,  # [3, C] fp32: row_max, scale, deficit of loss_form.GradientTerms
+    terms_ptr,  # [3, C] fp32: row_max, scale, deficit of records.GradientTerms
     label_logit_ptr,  # [C] fp32, before the softcap
     unit_ptr,  # [C] fp32, out
     e_stride,
@@ -351,7 +358,7 @@ def tile_table(
     return table
 
 
-def sample_rows(weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
+def sample_rows(weight: Tensor, num_sampled: int, form: RowOptions = NO_OPTIONS) -> Tensor:
     """``[num_sampled, H]`` of the rows of ``weight`` ``[V, H]``, evenly spread; strided, mostly a view.
 
     Only of those that take part; NaN where none does.
@@ -373,7 +380,7 @@ def row_prologue(
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     num_columns: int,
     logit_scale: float,
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
 ) -> RowPrologue:
     """A reference for every row, and which tiles hold labels."""
     num_rows, num_sampled = tokens.shape[0], sample.shape[0]
@@ -402,7 +409,7 @@ def combine_tiles(
     tiles: TileStatistics,
     labels: Tensor,  # [C] int64
     num_columns: int,
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
     alone: bool = False,
 ) -> RowStatistics:
     """Statistics of every row from those of its tiles; merged already where the shard is ``alone``."""
@@ -439,8 +446,9 @@ def seal_rows(
     labels: Tensor,  # [C] int64
     tiles: TileStatistics,
     stats: RowStatistics,
-    merged: Merged,
-    form: LossForm = PLAIN,
+    reference: Tensor,  # [C] fp32: Merged.reference
+    terms: Tensor,  # [3, C] fp32, or more rows: row_max, scale, deficit of GradientTerms
+    form: RowOptions = NO_OPTIONS,
 ) -> Tensor:
     """Bring every row of ``E`` into one unit over all shards and write the label's entry.
 
@@ -453,8 +461,8 @@ def seal_rows(
     _seal_rows(
         (num_rows,),
         (
-            *(e, labels, tiles.tile_max, stats.reference, stats.excess, merged.reference),
-            *(form.own_gradient(merged.terms), tiles.label_logit, unit),
+            *(e, labels, tiles.tile_max, stats.reference, stats.excess, reference),
+            *(terms, tiles.label_logit, unit),
         ),
         (e.stride(0), num_rows, num_columns, tiles.tile_max.shape[0], form.softcap or 1.0),
         TILE=tiles.tile_columns,

@@ -9,22 +9,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_fused_ce import versions
-
 #: Versions of triton whose Gluon the Hopper form was compiled with; it ran with 3.6.
 GLUON_VERSIONS = ((3, 6), (3, 9))
 
 
-@lru_cache(maxsize=1)
-def require_triton() -> None:
-    """Raises ImportError, in one line, where the row kernels have no triton that they run with."""
+def triton_version() -> str:
+    """Raises ImportError, in one line, where there is no triton."""
     try:
         import triton
     except ImportError as error:
         raise ImportError(
             f"the row kernels on a GPU need triton, which does not import ({error}): pip install triton"
         ) from None
-    versions.require("triton", triton.__version__)
+    return str(triton.__version__)
 
 
 @lru_cache(maxsize=1)

@@ -23,9 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
+from megatron_fused_ce.kernels.records import (
+    NO_OPTIONS,
+    NOT_HERE,
+    Further,
+    GradientTerms,
+    RowOptions,
+    RowStatistics,
+    SoftTargets,
+)
 from megatron_fused_ce.kernels.softcap import tanh_and_slope
-from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTargets
-from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
 
 #: Columns that one program of a kernel holds in registers at a time, and its warps. Statistics on an H200
 #: (5f9281f), C = 8192, V = 128256, ms with 2048 and 4 / 4096 and 8: plain 0.60 / 0.69, with a sum
@@ -147,13 +154,13 @@ def _add_block(
 def _row_statistics_kernel(
     logits_ptr,  # [C, V]
     label_ptr,  # [C] int64
-    shard_ptr,  # [4, C] fp32, out: row_ops.RowStatistics.shard
+    shard_ptr,  # [4, C] fp32, out: records.RowStatistics.shard
     argmax_ptr,  # [C] int64
     sum_ptr,  # [C] fp32, out: sum of the logits
-    weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of row_ops.Further
+    weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of records.Further
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
-    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of row_ops.Further
+    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.Further
     inside_ptr,  # [1] int64: columns that take part
     row_stride,
     num_rows,
@@ -224,7 +231,7 @@ def _row_gradients_kernel(
     logits_ptr,  # [C, V]
     out_ptr,  # [C, V], may be logits_ptr
     label_ptr,  # [C] int64
-    max_ptr,  # [C] fp32: loss_form.GradientTerms, and the next four
+    max_ptr,  # [C] fp32: records.GradientTerms, and the next four
     scale_ptr,
     deficit_ptr,
     factor_ptr,
@@ -318,15 +325,15 @@ def row_statistics(
     local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float,
     with_argmax: bool = False,
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit (fp32)."""
     num_rows, num_columns = logits.shape
     shard = torch.empty((4, num_rows), dtype=torch.float32, device=logits.device)
     argmax = torch.empty_like(local_labels) if with_argmax else None
-    logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
-    weighted = torch.empty_like(shard[0]) if form.weighs_logits else None
+    logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
+    weighted = torch.empty_like(shard[0]) if form.with_weighted else None
     num_targets, padded_targets = _num_targets(targets)
     of_targets = shard if targets is None else torch.empty_like(shard[:2])
     _row_statistics(
@@ -361,7 +368,7 @@ def row_gradients(
     terms: GradientTerms,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div
-from megatron_fused_ce.row_ops import NOT_HERE, Merged
+from megatron_fused_ce.kernels.records import NOT_HERE, Merged
 
 BLOCK = 256
 _NOT_HERE = tl.constexpr(NOT_HERE)
@@ -21,7 +21,7 @@ _NOT_HERE = tl.constexpr(NOT_HERE)
 
 @triton.jit
 def _addends(shard_ptr, rows, inside, num_rows, row_max):
-    """One shard's addends, loaded from row_ops.RowStatistics.shard."""
+    """One shard's addends, loaded from records.RowStatistics.shard."""
     reference = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
     others = tl.load(shard_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
     label_logit = tl.load(shard_ptr + 3 * num_rows + rows, mask=inside, other=0.0)
@@ -40,7 +40,7 @@ def addends(reference, others, label_logit, row_max):
 
 @triton.jit
 def _shard_terms_kernel(
-    shard_ptr,  # [4, C] fp32: row_ops.RowStatistics.shard
+    shard_ptr,  # [4, C] fp32: records.RowStatistics.shard
     row_max_ptr,  # [C] fp32: over the whole vocabulary
     terms_ptr,  # [3, C] fp32, out
     num_rows,

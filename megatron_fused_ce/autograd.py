@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_fused_ce import loop
 from megatron_fused_ce.grad_weight import OpenedAccumulators
+from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loop import Saved, SavedChunk, Targets
-from megatron_fused_ce.loss_form import SoftTargets
 from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.token_outputs import TokenOutputs, Upstream

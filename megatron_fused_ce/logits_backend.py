@@ -24,10 +24,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import row_ops, row_ops_torch
+from megatron_fused_ce import row_ops, row_ops_torch, versions
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.loss_form import PLAIN, LossForm, SoftTargets
-from megatron_fused_ce.row_ops import LOG2_E, Merged, RowStatistics, TileStatistics, TokenTerms
+from megatron_fused_ce.kernels.records import (
+    LOG2_E,
+    Merged,
+    RowStatistics,
+    SoftTargets,
+    TileStatistics,
+)
+from megatron_fused_ce.loss_form import PLAIN, LossForm
+from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.token_outputs import Upstream
 
 
@@ -221,8 +228,15 @@ class ScaledExp:
     def finalize(
         self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
     ) -> Tensor:
-        tiles, stats = scores.tiles, scores.stats
-        unit: Tensor = _exp_rows().seal_rows(matrix, chunk.labels, tiles, stats, merged, chunk.form)
+        unit: Tensor = _exp_rows().seal_rows(
+            matrix,
+            chunk.labels,
+            scores.tiles,
+            scores.stats,
+            merged.reference,
+            chunk.form.own_gradient(merged.terms),
+            chunk.form,
+        )
         return unit
 
     def grad_from_saved(
@@ -287,7 +301,7 @@ def row_pass(device: torch.device, requested: str = "auto") -> GemmThenRows:
     if requested == "auto":
         requested = "triton" if device.type == "cuda" else "torch"
     if requested == "triton":
-        _forms().require_triton()
+        versions.require("triton", _forms().triton_version())
         from megatron_fused_ce.kernels import row_kernels
 
         return GemmThenRows(row_kernels)

@@ -29,8 +29,8 @@ from megatron_fused_ce import logits_backend, upstream_guard
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight
+from megatron_fused_ce.kernels.records import Merged, SoftTargets
 from megatron_fused_ce.logits_backend import ChunkInputs, LogitsGrad, Scores
-from megatron_fused_ce.loss_form import SoftTargets
 from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.pipeline import (
     Context,
@@ -39,7 +39,7 @@ from megatron_fused_ce.pipeline import (
     Workspace,
     delay_next_gemm,
 )
-from megatron_fused_ce.row_ops import Merged, TokenTerms
+from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.scaling import scale_for_fp16, scale_token_weights
 from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 from megatron_fused_ce.vocab_parallel import DONE, Merge

@@ -31,7 +31,14 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.row_ops import NOT_HERE, Merged, TokenTerms
+from megatron_fused_ce.kernels.records import (
+    NOT_HERE,
+    GradientTerms,
+    Merged,
+    RowOptions,
+    SoftTargets,
+)
+from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 
 
@@ -45,13 +52,6 @@ class TeacherTargets(NamedTuple):
     def kind(self) -> Hashable:
         """All that checks of them depend on."""
         return tuple((part.shape, part.dtype, part.device) for part in self)
-
-
-class SoftTargets(NamedTuple):
-    """The ``k`` classes of each token that have a share of the target; no class twice."""
-
-    ids: Tensor  # int64 [k, C]: columns of this shard; anything else: not here
-    probs: Tensor  # fp32 [k, C]
 
 
 #: Elements of one temporary of :func:`merge_duplicates`.
@@ -77,33 +77,14 @@ def merge_duplicates(ids: Tensor, log_probs: Tensor) -> SoftTargets:
     return SoftTargets(once, total)
 
 
-class GradientTerms(NamedTuple):
-    """What the gradient of a token's logits needs, fp32 ``[C]``.
-
-    ``d / d s_j = factor * (exp(t_j) * (scale + slope * t_j) - share)`` with ``t_j = s_j - row_max``, and
-    ``-factor * deficit`` at the label. Plain, they are the :class:`TokenTerms` themselves.
-    """
-
-    row_max: Tensor
-    scale: Tensor
-    deficit: Tensor
-    factor: Tensor
-    slope: Tensor | None = None
-    share: Tensor | None = None  # or []
-
-
 @dataclass(frozen=True)
-class LossForm:
+class LossForm(RowOptions):
     """The options of one call. Tensors are on the call's device, so the host never waits."""
 
     z_loss: float = 0.0
-    #: ``cap``; None for none
-    softcap: float | None = None
     sigma: Tensor | None = None  # fp32 [], None without smoothing
     num_classes: Tensor | None = None  # fp32 [], K; with smoothing
     share: Tensor | None = None  # fp32 [], sigma / K; with smoothing
-    #: int64 [1]: columns of this shard that take part, None for all
-    num_columns: Tensor | None = None
     #: outputs beside the loss, of token_outputs.OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
     #: whether these may get upstream gradients
@@ -118,6 +99,7 @@ class LossForm:
         vocab_size: int | None,
         vocab_start: int,
         device: torch.device,
+        outputs: tuple[str, ...] = (),
         **requested: Any,
     ) -> LossForm:
         """The form that ``config`` asks for, for this rank's ``num_rows`` columns from ``vocab_start``.
@@ -138,13 +120,17 @@ class LossForm:
                 sigma = sigma * num_classes / (num_classes - 1)
             share = sigma / num_classes
         return LossForm(
-            config.z_loss, config.logit_softcap, sigma, num_classes, share, num_columns, **requested
+            softcap=config.logit_softcap,
+            num_columns=num_columns,
+            with_logit_sum=sigma is not None,
+            with_weighted="entropy" in outputs,
+            z_loss=config.z_loss,
+            sigma=sigma,
+            num_classes=num_classes,
+            share=share,
+            outputs=outputs,
+            **requested,
         )
-
-    @property
-    def weighs_logits(self) -> bool:
-        """Whether an output needs the sum of the exponentials times their logits."""
-        return "entropy" in self.outputs
 
     def finish(self, merged: Merged) -> TokenOutputs:
         """The loss in this form and what was asked for beside it, fp32 ``[C]``."""

@@ -14,8 +14,9 @@ from megatron_fused_ce.autograd import FusedLinearCrossEntropy
 from megatron_fused_ce.call import DEFAULT_CONFIG, Arguments, CallSpec, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loop import Targets
-from megatron_fused_ce.loss_form import SoftTargets, TeacherTargets, merge_duplicates
+from megatron_fused_ce.loss_form import TeacherTargets, merge_duplicates
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE, TokenOutputs

@@ -18,101 +18,19 @@ Megatron's unfused loss gives for it. See docs/math.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-LOG2_E = 1.4426950408889634
-
-#: Rows of :attr:`RowStatistics.shard`.
-ROW_MAX, REFERENCE, OTHERS, LABEL_LOGIT = range(4)
-NUM_STATISTICS = 4
-#: A label logit that is not in this shard. A real one of ``+inf`` makes the row maximum ``+inf`` and the
-#: token NaN, so nothing is lost.
-NOT_HERE = float("inf")
-
-
-class Further(NamedTuple):
-    """Statistics that only some losses and outputs ask for, fp32 ``[C]``; None where not asked for.
-
-    Of one shard, relative to its :attr:`RowStatistics.reference`; in :class:`Merged` over the whole
-    vocabulary and relative to the row's maximum.
-    """
-
-    logit_sum: Tensor | None = None  # sum of z: label smoothing
-    #: sum of exp(z - reference) * (z - reference), without the label's own column: entropy
-    weighted: Tensor | None = None
-    target_sum: Tensor | None = (
-        None  # sum of q * (z - reference) over the soft targets that are here
-    )
-    target_mass: Tensor | None = None  # sum of their q
-    #: global id of the largest logit, lowest on a tie (exact below 2**24): predicted ids
-    best: Tensor | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Those that are given."""
-        return tuple(name for name in self._fields if getattr(self, name) is not None)
-
-    @staticmethod
-    def of(names: tuple[str, ...], rows: Iterable[Tensor]) -> Further:
-        return Further(**dict(zip(names, rows, strict=True)))
-
-    def rows(self) -> list[Tensor]:
-        return [row for row in self if row is not None]
-
-
-NOTHING_FURTHER = Further()
-
-
-class RowStatistics(NamedTuple):
-    """Statistics of each row over one vocabulary shard.
-
-    ``shard`` is what the ranks exchange, in one piece, fp32 ``[4, C]``: the largest logit; what the sum is
-    relative to (the largest logit, or near it); the sum of ``exp(z - reference)`` without the label's own
-    column; the label's logit, :data:`NOT_HERE` where another shard holds it or none.
-    """
-
-    shard: Tensor
-    argmax: Tensor | None = None  # int64 [C]: column of row_max, lowest on a tie; where asked for
-    further: Further = NOTHING_FURTHER
-    #: scaled-exp GEMM only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
-    excess: Tensor | None = None
-    #: where the shard is the whole vocabulary and the merge cost nothing
-    merged: Merged | None = None
-
-    @property
-    def row_max(self) -> Tensor:
-        return self.shard[ROW_MAX]
-
-    @property
-    def reference(self) -> Tensor:
-        return self.shard[REFERENCE]
-
-    @property
-    def others(self) -> Tensor:
-        return self.shard[OTHERS]
-
-    @property
-    def label_logit(self) -> Tensor:
-        return self.shard[LABEL_LOGIT]
-
-
-class TileStatistics(NamedTuple):
-    """What the scaled-exp GEMM leaves of each row and tile of columns, ``[num_tiles, C]``.
-
-    A tile's entries are ``E = 2**(z2 - reference2 - excess)`` with ``z2 = log2(e) * logit_scale * z``
-    and ``excess`` 0, or ``tile_max`` where that is above 64.
-    """
-
-    tile_columns: int
-    tile_max: Tensor  # fp32: largest z2 - reference2 of the tile, label left out
-    tile_sum: Tensor  # fp32: sum of E over the tile, label left out
-    #: fp32 [C]: logit_scale * z_y, before a softcap; undefined where the label is not here
-    label_logit: Tensor
-    tile_argmax: Tensor | None  # int32: column of tile_max
+from megatron_fused_ce.kernels.records import (
+    NOT_HERE,
+    NOTHING_FURTHER,
+    REFERENCE,
+    ROW_MAX,
+    Further,
+    Merged,
+)
 
 
 class TokenTerms(NamedTuple):
@@ -129,15 +47,6 @@ class TokenTerms(NamedTuple):
         """From :attr:`Merged.terms`."""
         row_max, inv_sum, miss, label_shift = merged.unbind(0)
         return TokenTerms(row_max, inv_sum, miss, label_shift, mass)
-
-
-class Merged(NamedTuple):
-    """A chunk after its statistics met those of the other shards; the same on every rank."""
-
-    loss: Tensor  # fp32 [C]: the plain one
-    terms: Tensor  # fp32 [4, C]: TokenTerms, the mass left out
-    reference: Tensor  # fp32 [C]: the largest reference of any shard
-    further: Further = NOTHING_FURTHER
 
 
 def shard_terms(

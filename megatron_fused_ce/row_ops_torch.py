@@ -10,8 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.loss_form import PLAIN, GradientTerms, LossForm, SoftTargets
-from megatron_fused_ce.row_ops import NOT_HERE, Further, RowStatistics
+from megatron_fused_ce.kernels.records import (
+    NO_OPTIONS,
+    NOT_HERE,
+    Further,
+    GradientTerms,
+    RowOptions,
+    RowStatistics,
+    SoftTargets,
+)
 
 #: Elements of one fp32 temporary (512 KiB).
 BLOCK_ELEMENTS = 1 << 17
@@ -22,7 +29,7 @@ def _row_blocks(num_rows: int, num_columns: int) -> list[slice]:
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
-def _scaled(logits: Tensor, logit_scale: float, form: LossForm) -> Tensor:
+def _scaled(logits: Tensor, logit_scale: float, form: RowOptions) -> Tensor:
     """A new fp32 tensor: the logits that the loss is made of."""
     z = logits.to(torch.float32, copy=True)
     if logit_scale != 1.0:
@@ -32,7 +39,7 @@ def _scaled(logits: Tensor, logit_scale: float, form: LossForm) -> Tensor:
     return z
 
 
-def _masked(logits: Tensor, form: LossForm) -> Tensor | None:
+def _masked(logits: Tensor, form: RowOptions) -> Tensor | None:
     """Which columns take no part, bool ``[V]``; None where all do."""
     if form.num_columns is None:
         return None
@@ -56,15 +63,15 @@ def row_statistics(
     local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     logit_scale: float,
     with_argmax: bool = False,
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit."""
     num_rows, num_columns = logits.shape
     shard = logits.new_empty((4, num_rows), dtype=torch.float32)
     argmax = torch.empty_like(local_labels) if with_argmax else None
-    logit_sum = None if form.sigma is None else torch.empty_like(shard[0])
-    weighted = torch.empty_like(shard[0]) if form.weighs_logits else None
+    logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
+    weighted = torch.empty_like(shard[0]) if form.with_weighted else None
     target_sum = None if targets is None else torch.empty_like(shard[0])
     target_mass = None if targets is None else torch.empty_like(shard[0])
     masked = _masked(logits, form)
@@ -105,7 +112,7 @@ def row_gradients(
     terms: GradientTerms,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
-    form: LossForm = PLAIN,
+    form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.row_ops import (
+from megatron_fused_ce.kernels.records import (
     NOTHING_FURTHER,
     NUM_STATISTICS,
     REFERENCE,
@@ -32,9 +32,8 @@ from megatron_fused_ce.row_ops import (
     Further,
     Merged,
     RowStatistics,
-    further_terms,
-    merge_further,
 )
+from megatron_fused_ce.row_ops import further_terms, merge_further
 
 
 class Pending(Protocol):

@@ -15,8 +15,9 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, row_ops_torch
 from megatron_fused_ce.kernels import exp_rows, forms, row_kernels
+from megatron_fused_ce.kernels.records import TileStatistics
 from megatron_fused_ce.loss_form import PLAIN
-from megatron_fused_ce.row_ops import Merged, TileStatistics, TokenTerms, merge_shards
+from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.testing.reference import (
     HeadInputs,
     HeadResult,
@@ -80,10 +81,10 @@ def test_sealing_and_scaling_far_rows(logits, device):
     # Of one tile, far above the others' references: each row is multiplied by 1/2, its unit by 1.
     tiles = TileStatistics(512, column[None], column[None], column, None)
     terms = torch.stack((column, column + 1.0, column + 0.25, column))
-    merged = Merged(column, terms, column + 0.6931471805599453)
+    reference = column + 0.6931471805599453
     stats = row_ops_torch.row_statistics(near, labels, 1.0)
     stats = stats._replace(shard=torch.zeros_like(stats.shard), excess=column - 1.0)
-    unit = exp_rows.seal_rows(far, labels, tiles, stats, merged)
+    unit = exp_rows.seal_rows(far, labels, tiles, stats, reference, terms)
     expected = 0.5 * e
     here = (labels >= 0).nonzero()[:, 0]
     expected[here, labels[here]] = (-0.25 / unit[here]).to(expected.dtype)

@@ -7,9 +7,9 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, row_ops_torch
 from megatron_fused_ce.kernels import row_kernels, token_kernels
+from megatron_fused_ce.kernels.records import NOT_HERE
 from megatron_fused_ce.loss_form import PLAIN
 from megatron_fused_ce.row_ops import (
-    NOT_HERE,
     TokenTerms,
     merge_shards,
     shard_terms,

@@ -158,7 +158,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
     """Of any finite logits, -inf among them: the loss, and what its gradient is made of."""
     logits, labels, shards = drawn
     TRIED["merging of shards"] += 1
-    form = LossForm(outputs=("entropy",) if entropy else ())
+    form = LossForm(outputs=("entropy",) if entropy else (), with_weighted=entropy)
     edges = [sum(shards[:i]) for i in range(len(shards) + 1)]
     stats = [
         row_ops_torch.row_statistics(logits[:, a:b].contiguous(), labels - a, 1.0, form=form)

@@ -133,9 +133,6 @@ def test_an_old_torch_under_the_op(monkeypatch):
     ],
 )
 def test_an_old_triton_under_the_row_kernels(monkeypatch, found, words):
-    from megatron_fused_ce.kernels import forms
-
-    forms.require_triton.cache_clear()
     if found is None:
         monkeypatch.setitem(sys.modules, "triton", None)
     else:
