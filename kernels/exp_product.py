@@ -228,8 +228,8 @@ def exp_product(
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     reference2: Tensor,  # [C] fp32
-    label_tiles: Tensor | None,  # unused here, see exp_product_hopper
-    next_tile: Tensor | None,  # unused here: every program has a fixed share of the tiles
+    table: Tensor
+    | None,  # unused here: every program has its own tiles and looks for labels in each
     logit_scale: float,
     out: Tensor | None,  # [C, V]
     with_argmax: bool = False,
@@ -285,8 +285,7 @@ def gradient_product(
     tokens: Tensor,  # [C, H]
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64
-    label_tiles: Tensor | None,  # unused here
-    next_tile: Tensor | None,  # unused here
+    table: Tensor | None,  # unused here
     max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
     at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope

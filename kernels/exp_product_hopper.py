@@ -39,10 +39,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
-from megatron_fused_ce.kernels.records import LOG2_E, NO_OPTIONS, RowOptions, TileStatistics
+from megatron_fused_ce.kernels.records import (
+    LOG2_E,
+    NO_OPTIONS,
+    TABLE_HEADER,
+    RowOptions,
+    TileStatistics,
+)
 
 #: See exp_product.HEADROOM.
 HEADROOM = gl.constexpr(64.0)
+_HEADER = gl.constexpr(TABLE_HEADER)
 
 #: A NaN logit must reach the sums.
 PROPAGATE_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
@@ -457,7 +464,7 @@ def _consumer(
 
 
 # The counter is a slice of other zeros: its alignment differs from shape to shape.
-@gluon.jit(do_not_specialize_on_alignment=["next_tile_ptr"])
+@gluon.jit
 def _product_kernel(
     tokens_desc,
     weight_desc,
@@ -466,8 +473,7 @@ def _product_kernel(
     reference_ptr,
     factor_ptr,
     at_label_ptr,
-    label_tiles_ptr,
-    next_tile_ptr,
+    table_ptr,  # int32: exp_rows.RowPrologue.table
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
@@ -486,6 +492,7 @@ def _product_kernel(
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
+    label_tiles_ptr = table_ptr + _HEADER
     taking_part = gl.load(inside_ptr).to(gl.int32) if MASKED else num_columns
     num_m = gl.cdiv(num_rows, BLOCK_M)
     num_n = gl.cdiv(num_columns, BLOCK_N)
@@ -526,7 +533,7 @@ def _product_kernel(
                 64, GROUP_M, MODE, WRITE, WITH_ARGMAX, MASKED, SOFTCAP,
             )),
             (_loader, (
-                tokens_desc, weight_desc, next_tile_ptr, upper_slots, lower_slots, weight_slots,
+                tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, weight_slots,
                 tile_ids, full, empty, num_m, num_n, num_k, GROUP_M,
             )),
         ],
@@ -558,8 +565,7 @@ def _launch(
     weight: Tensor,
     out: Tensor | None,
     labels: Tensor,
-    label_tiles: Tensor,
-    next_tile: Tensor,
+    table: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
     tiles: tuple[Tensor, Tensor, Tensor, Tensor],
     logit_scale: float,
@@ -572,7 +578,7 @@ def _launch(
     _product(
         (num_sms(tokens.device),),
         (
-            *(labels, *rows, label_tiles, next_tile, *tiles),
+            *(labels, *rows, table, *tiles),
             labels if form.num_columns is None else form.num_columns,
         ),
         (
@@ -598,8 +604,7 @@ def exp_product(
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     reference2: Tensor,  # [C] fp32
-    label_tiles: Tensor,  # int32, from exp_rows.row_prologue: half tiles that hold a label
-    next_tile: Tensor,  # int32 [1], 0: the counter that hands out the tiles; used up here
+    table: Tensor,  # int32: exp_rows.RowPrologue.table; its counter is used up here
     logit_scale: float,  # above 0
     out: Tensor | None,  # [C, V] bf16
     with_argmax: bool = False,
@@ -616,10 +621,9 @@ def exp_product(
         weight,
         out,
         labels,
-        label_tiles,
-        next_tile,
+        table,
         (reference2, reference2, reference2),
-        (tile_max, tile_sum, label_tiles if tile_argmax is None else tile_argmax, label_logit),
+        (tile_max, tile_sum, table if tile_argmax is None else tile_argmax, label_logit),
         logit_scale,
         int(STATISTICS),
         with_argmax,
@@ -632,8 +636,7 @@ def gradient_product(
     tokens: Tensor,  # [C, H] bf16
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64
-    label_tiles: Tensor,  # int32, from exp_rows.row_prologue
-    next_tile: Tensor,  # int32 [1], 0: see exp_product
+    table: Tensor,  # int32: see exp_product
     max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
     at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope
@@ -647,10 +650,9 @@ def gradient_product(
         weight,
         out,
         labels,
-        label_tiles,
-        next_tile,
+        table,
         (max2, factor, at_label),
-        (max2, max2, label_tiles, max2),
+        (max2, max2, table, max2),
         logit_scale,
         int(GRADIENTS),
         False,

@@ -6,14 +6,14 @@ H200, so all of it together should stay below 0.2 ms:
 =================  ==============================================  =========  ====================
 kernel             bytes                                           predicted  measured (first form)
 =================  ==============================================  =========  ====================
-row_prologue       ``2CH`` read, ``2C * 64 * H`` FLOP               0.03 ms    0.17 (one fused kernel)
+row_prologue       ``2CH`` read, ``2C * 64 * H`` FLOP               0.02 ms    0.17 (16 rows a program)
 combine_tiles      ``8CV/256`` read                                0.01 ms    0.08 (two passes)
 seal_rows          one entry a row; whole rows only on demand      0.01 ms    0.07 (read tile maxima)
 scale_rows         ``4CH``                                         0.03 ms    0.02
 =================  ==============================================  =========  ====================
 
 The first forms lost to latency and to strided reads: a dot of 16 rows per program, with the label's own
-weight gathered beside it (0.02 to 0.04 ms alone; the product's epilogue has that logit anyway); two
+weight gathered beside it (0.02 to 0.04 ms alone; the GEMM's epilogue has that logit anyway); two
 dependent sweeps over the tiles; one program a row reading a column of the tile maxima.
 """
 
@@ -31,7 +31,7 @@ from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
-    REFERENCE,
+    TABLE_HEADER,
     Merged,
     RowOptions,
     RowStatistics,
@@ -47,93 +47,121 @@ SAMPLED_ROWS = 64
 #: folded into ``E``: the unit by itself would underflow.
 FAR_BELOW = tl.constexpr(-60.0)
 _NOT_HERE = tl.constexpr(NOT_HERE)
+_HEADER = tl.constexpr(TABLE_HEADER)
 
-#: Tokens and columns of the product's half tiles, whose labels row_prologue marks.
+#: Tokens and columns of the GEMM's half tiles, whose labels row_prologue marks.
 HALF_TILE_ROWS = 64
 TILE_COLUMNS = 256
 
 
-class TileTable(NamedTuple):
-    """What the product needs to know of its tiles beforehand; int32, made anew for every launch."""
-
-    holds_label: Tensor  # [V / 256, 2 * ceil(C / 128)]: 1 where 64 rows hold a label of the tile
-    next_tile: Tensor  # [1]: 0, the counter that the Hopper form hands its tiles out by
-
-
 class RowPrologue(NamedTuple):
-    """What the product needs to know of its rows beforehand."""
+    """What the scaled-exp GEMM needs to know beforehand."""
 
     reference2: Tensor  # [C] fp32: largest sampled logit, in powers of two
-    tiles: TileTable
+    #: int32 ``[4 + V / 256 * 2 * ceil(C / 128)]``: 0, the counter that the Hopper kernel hands its tiles out
+    #: by; from entry 4, for each tile of columns and 64 rows, 1 where a label of these rows is in the tile
+    table: Tensor
 
 
 @triton.jit
-def _mark_labels(
+def _fill_table(
     label_ptr,  # [C] int64
-    marks_ptr,  # [tiles, halves] int32, 0 before
-    rows,
+    table_ptr,  # out
     num_rows,
     num_columns,
     halves,
+    num_tiles,
     HALF_TILE: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
 ):
-    """1 where a half tile holds the label of one of ``rows``."""
+    """The marks of this program's 64 rows, and the counter."""
+    half = tl.program_id(0)
+    marks_ptr = table_ptr + _HEADER + half
+    for start in range(0, num_tiles, BLOCK_TILES):
+        tiles = start + tl.arange(0, BLOCK_TILES)
+        tl.store(
+            marks_ptr + tiles * halves, tl.zeros((BLOCK_TILES,), tl.int32), mask=tiles < num_tiles
+        )
+    if half == 0:
+        tl.store(table_ptr, 0)
+    tl.debug_barrier()  # zeros before ones
+    rows = half * HALF_TILE + tl.arange(0, HALF_TILE)
     label = tl.load(label_ptr + rows, mask=rows < num_rows, other=-1)
     here = (label >= 0) & (label < num_columns)
-    at = (tl.where(here, label, 0) // TILE) * halves + rows // HALF_TILE
-    tl.store(marks_ptr + at, tl.full(rows.shape, 1, tl.int32), mask=here)
+    ones = tl.full((HALF_TILE,), 1, tl.int32)
+    tl.store(marks_ptr + (tl.where(here, label, 0) // TILE) * halves, ones, mask=here)
 
 
 @triton.jit
 def _row_prologue_kernel(
-    sample_ptr,  # [C, SAMPLED] logits
+    tokens_ptr,  # [C, H]
+    sample_ptr,  # [S, H]
     label_ptr,  # [C] int64
     reference_ptr,  # [C] fp32, out
-    marks_ptr,  # [tiles, halves] int32, out, 0 before
+    table_ptr,  # int32, out
+    tokens_stride,
+    sample_stride,
     num_rows,
     num_columns,
+    hidden_size,
     num_sampled,
     halves,
+    num_tiles,
     logit_scale,
     softcap,
-    BLOCK_ROWS: tl.constexpr,
-    SAMPLED: tl.constexpr,
     HALF_TILE: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
+    """One program for the 64 rows of a half tile. Every row is summed over H in the same order."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    _fill_table(
+        label_ptr, table_ptr, num_rows, num_columns, halves, num_tiles,
+        HALF_TILE, TILE, BLOCK_TILES,
+    )  # fmt: skip
+    rows = tl.program_id(0) * HALF_TILE + tl.arange(0, HALF_TILE)
     inside = rows < num_rows
     sampled = tl.arange(0, SAMPLED)
-    z = tl.load(
-        sample_ptr + rows[:, None] * num_sampled + sampled[None, :],
-        mask=inside[:, None] & (sampled < num_sampled)[None, :],
-        other=float("-inf"),
-    ).to(tl.float32)
-    # A shard without a column that takes part samples NaN.
-    reference = tl.max(tl.where(z == z, z, float("-inf")), axis=1) * logit_scale
+    real = sampled < num_sampled
+    k = tl.arange(0, BLOCK_K)
+    tokens_ptr += rows.to(tl.int64)[:, None] * tokens_stride + k[None, :]
+    sample_ptr += sampled.to(tl.int64)[None, :] * sample_stride + k[:, None]
+    z = tl.zeros((HALF_TILE, SAMPLED), tl.float32)
+    for start in range(0, hidden_size, BLOCK_K):
+        left = k < hidden_size - start
+        a = tl.load(tokens_ptr, mask=inside[:, None] & left[None, :], other=0.0)
+        b = tl.load(sample_ptr, mask=real[None, :] & left[:, None], other=0.0)
+        z = tl.dot(a, b, z)
+        tokens_ptr += BLOCK_K
+        sample_ptr += BLOCK_K
+    # A shard without a valid column samples NaN.
+    reference = tl.max(tl.where(real[None, :] & (z == z), z, float("-inf")), axis=1) * logit_scale
     if SOFTCAP:
         bent, _ = tanh_and_slope(reference / softcap)
         reference = softcap * bent
     tl.store(reference_ptr + rows, reference * LOG2E, mask=inside)
-    _mark_labels(label_ptr, marks_ptr, rows, num_rows, num_columns, halves, HALF_TILE, TILE)
 
 
 @triton.jit
-def _label_tiles_kernel(
+def _tile_table_kernel(
     label_ptr,
-    marks_ptr,
+    table_ptr,
     num_rows,
     num_columns,
     halves,
-    BLOCK_ROWS: tl.constexpr,
+    num_tiles,
     HALF_TILE: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    _mark_labels(label_ptr, marks_ptr, rows, num_rows, num_columns, halves, HALF_TILE, TILE)
+    _fill_table(
+        label_ptr, table_ptr, num_rows, num_columns, halves, num_tiles,
+        HALF_TILE, TILE, BLOCK_TILES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -223,7 +251,7 @@ def _seal_rows_kernel(
     e_ptr,  # [C, V], in and out
     label_ptr,  # [C] int64
     tile_max_ptr,  # [num_tiles, C]
-    own_reference_ptr,  # [C] fp32, natural units
+    shard_ptr,  # [4, C] fp32, natural units: records.RowStatistics.shard
     excess_ptr,  # [C] fp32
     reference_ptr,  # [C] fp32, natural units: the largest of all shards
     terms_ptr,  # [3, C] fp32: row_max, scale, deficit of records.GradientTerms
@@ -236,6 +264,7 @@ def _seal_rows_kernel(
     softcap,
     TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ALONE: tl.constexpr,  # the shard is the whole vocabulary
 ):
     """One program per row: ``E`` in one unit over all tiles and shards, and the label's entry.
 
@@ -245,8 +274,8 @@ def _seal_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = e_ptr + row * e_stride
     row_excess = tl.load(excess_ptr + row)
-    own_reference = tl.load(own_reference_ptr + row)
-    reference = tl.load(reference_ptr + row)
+    own_reference = tl.load(shard_ptr + num_rows + row)
+    reference = own_reference if ALONE else tl.load(reference_ptr + row)
     row_max = tl.load(terms_ptr + row)
     scale = tl.load(terms_ptr + num_rows + row)
     deficit = tl.load(terms_ptr + 2 * num_rows + row)
@@ -283,24 +312,34 @@ def _seal_rows_kernel(
 @triton.jit
 def _scale_rows_kernel(
     x_ptr,  # [C, H]
-    factor_ptr,  # [C] fp32
     out_ptr,  # [C, H], may be x_ptr
+    also_ptr,  # [C, H], in place
+    row_scale_ptr,  # [C] or [] fp32
+    upstream_ptr,  # [C] or [] fp32
     num_columns,
     x_stride,
     out_stride,
+    also_stride,
+    row_scale_stride,
+    upstream_stride,
     BLOCK: tl.constexpr,
+    WITH_UPSTREAM: tl.constexpr,
+    WITH_ALSO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(factor_ptr + row)
+    factor = tl.load(row_scale_ptr + row * row_scale_stride)
+    if WITH_UPSTREAM:
+        factor *= tl.load(upstream_ptr + row * upstream_stride)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < num_columns
         x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(
-            out_ptr + row * out_stride + columns,
-            (x * factor).to(out_ptr.dtype.element_ty),
-            mask=mask,
-        )
+        scaled = (x * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * out_stride + columns, scaled, mask=mask)
+        if WITH_ALSO:
+            at = also_ptr + row * also_stride + columns
+            y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(at, (y * factor).to(also_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -320,8 +359,8 @@ def _scaled_copy_kernel(x_ptr, scale_ptr, out_ptr, numel, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_label_tiles = Launch(_label_tiles_kernel)
-_row_prologue = Launch(_row_prologue_kernel, num_warps=4)
+_tile_table = Launch(_tile_table_kernel, num_warps=4)
+_row_prologue = Launch(_row_prologue_kernel, num_warps=4, num_stages=4)
 _combine_tiles = Launch(_combine_tiles_kernel, num_warps=8)
 _seal_rows = Launch(_seal_rows_kernel, num_warps=4)
 _scale_rows = Launch(_scale_rows_kernel, num_warps=4)
@@ -329,31 +368,28 @@ _add_scaled = Launch(_add_scaled_kernel, num_warps=8)
 _scaled_copy = Launch(_scaled_copy_kernel, num_warps=8)
 
 
-def _empty_table(num_rows: int, num_columns: int, device: torch.device) -> TileTable:
-    """No labels, no tile handed out."""
+def _empty_table(num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, int, int]:
+    """:attr:`RowPrologue.table`, its half tiles of rows and its tiles of columns."""
     halves = 2 * ceil_div(num_rows, 2 * HALF_TILE_ROWS)
     num_tiles = ceil_div(num_columns, TILE_COLUMNS)
-    # In one piece: the counter costs no launch of its own.
-    # Both at a multiple of 16 bytes, as the fast way to launch wants them.
-    zeros = torch.zeros(4 + num_tiles * halves, dtype=torch.int32, device=device)
-    return TileTable(zeros[4:].view(num_tiles, halves), zeros[:1])
+    size = TABLE_HEADER + num_tiles * halves
+    return torch.empty(size, dtype=torch.int32, device=device), halves, num_tiles
 
 
 def tile_table(
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     num_columns: int,
-) -> TileTable:
-    """Where the half tiles are that hold a label."""
+) -> Tensor:
+    """:attr:`RowPrologue.table` alone."""
     num_rows = labels.shape[0]
-    table = _empty_table(num_rows, num_columns, labels.device)
-    block_rows = 256
-    _label_tiles(
-        (ceil_div(num_rows, block_rows),),
-        (labels, table.holds_label),
-        (num_rows, num_columns, table.holds_label.shape[1]),
-        BLOCK_ROWS=block_rows,
+    table, halves, num_tiles = _empty_table(num_rows, num_columns, labels.device)
+    _tile_table(
+        (halves,),
+        (labels, table),
+        (num_rows, num_columns, halves, num_tiles),
         HALF_TILE=HALF_TILE_ROWS,
         TILE=TILE_COLUMNS,
+        BLOCK_TILES=256,
     )
     return table
 
@@ -371,7 +407,8 @@ def sample_rows(weight: Tensor, num_sampled: int, form: RowOptions = NO_OPTIONS)
     if num_rows < num_sampled:
         weight = weight.repeat(-(-num_sampled // num_rows), 1)
         num_rows = weight.shape[0]
-    return weight[:: num_rows // num_sampled][:num_sampled]
+    step = num_rows // num_sampled * weight.stride(0)
+    return weight.as_strided((num_sampled, weight.shape[1]), (step, 1))
 
 
 def row_prologue(
@@ -382,23 +419,27 @@ def row_prologue(
     logit_scale: float,
     form: RowOptions = NO_OPTIONS,
 ) -> RowPrologue:
-    """A reference for every row, and which tiles hold labels."""
-    num_rows, num_sampled = tokens.shape[0], sample.shape[0]
-    sample_logits = torch.mm(tokens, sample.t())
+    """A reference for every row, and which tiles hold labels, in one launch.
+
+    ``2CH`` bytes read once, and the sample from L2 by every program. Predicted 0.02 ms at C = 8192, H = 4096;
+    measured with the labels' marks 0.029, a cuBLAS GEMM with a memset and a kernel after it 0.033 (H200).
+    """
+    num_rows, hidden_size = tokens.shape
     reference2 = torch.empty(num_rows, dtype=torch.float32, device=tokens.device)
-    table = _empty_table(num_rows, num_columns, tokens.device)
-    block_rows = 32
+    table, halves, num_tiles = _empty_table(num_rows, num_columns, tokens.device)
+    num_sampled = sample.shape[0]
     _row_prologue(
-        (ceil_div(num_rows, block_rows),),
-        (sample_logits, labels, reference2, table.holds_label),
+        (halves,),
+        (tokens, sample, labels, reference2, table),
         (
-            *(num_rows, num_columns, num_sampled, table.holds_label.shape[1]),
-            *(logit_scale, form.softcap or 1.0),
+            *(tokens.stride(0), sample.stride(0), num_rows, num_columns, hidden_size, num_sampled),
+            *(halves, num_tiles, logit_scale, form.softcap or 1.0),
         ),
-        BLOCK_ROWS=block_rows,
-        SAMPLED=next_power_of_2(num_sampled),
         HALF_TILE=HALF_TILE_ROWS,
+        SAMPLED=max(16, next_power_of_2(num_sampled)),
+        BLOCK_K=128,
         TILE=TILE_COLUMNS,
+        BLOCK_TILES=256,
         SOFTCAP=form.softcap is not None,
     )
     return RowPrologue(reference2, table)
@@ -419,7 +460,7 @@ def combine_tiles(
     merged = None
     if alone:
         loss, saved = torch.empty_like(excess), statistics.new_empty((4, num_rows))
-        merged = Merged(loss, saved, shard[REFERENCE])
+        merged = Merged(loss, saved, None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
     block_rows = 16 if num_rows > 4096 else 8
@@ -446,7 +487,7 @@ def seal_rows(
     labels: Tensor,  # [C] int64
     tiles: TileStatistics,
     stats: RowStatistics,
-    reference: Tensor,  # [C] fp32: Merged.reference
+    reference: Tensor | None,  # [C] fp32: Merged.reference
     terms: Tensor,  # [3, C] fp32, or more rows: row_max, scale, deficit of GradientTerms
     form: RowOptions = NO_OPTIONS,
 ) -> Tensor:
@@ -461,28 +502,42 @@ def seal_rows(
     _seal_rows(
         (num_rows,),
         (
-            *(e, labels, tiles.tile_max, stats.reference, stats.excess, reference),
-            *(terms, tiles.label_logit, unit),
+            *(e, labels, tiles.tile_max, stats.shard, stats.excess),
+            *(stats.shard if reference is None else reference, terms, tiles.label_logit, unit),
         ),
         (e.stride(0), num_rows, num_columns, tiles.tile_max.shape[0], form.softcap or 1.0),
         TILE=tiles.tile_columns,
         SOFTCAP=form.softcap is not None,
+        ALONE=reference is None,
     )
     return unit
 
 
 def scale_rows(
     x: Tensor,  # [C, H], unit column stride
-    factor: Tensor,  # [C] fp32
+    row_scale: Tensor,  # [C] or [] fp32
     out: Tensor,  # [C, H], may be x
+    upstream: Tensor | None = None,  # [C] or [] fp32
+    also: Tensor | None = None,  # [C, H], unit column stride
 ) -> Tensor:
-    """``out = factor[:, None] * x``."""
+    """``out = factor[:, None] * x`` with ``factor = row_scale * upstream``.
+
+    In the same launch: ``also *= factor[:, None]``.
+    """
     num_rows, num_columns = x.shape
     _scale_rows(
         (num_rows,),
-        (x, factor, out),
-        (num_columns, x.stride(0), out.stride(0)),
+        (
+            *(x, out, x if also is None else also, row_scale),
+            row_scale if upstream is None else upstream,
+        ),
+        (
+            *(num_columns, x.stride(0), out.stride(0), 0 if also is None else also.stride(0)),
+            *(row_scale.dim(), 0 if upstream is None else upstream.dim()),
+        ),
         BLOCK=min(2048, next_power_of_2(num_columns)),
+        WITH_UPSTREAM=upstream is not None,
+        WITH_ALSO=also is not None,
     )
     return out
 

@@ -98,7 +98,7 @@ def _try_out(product: Any, device: torch.device) -> None:
     out = torch.empty_like(x)
     prologue = exp_rows.row_prologue(x, x, labels, size, 1.0)
     per_row = prologue.reference2
-    tiles = product.exp_product(x, x, labels, per_row, *prologue.tiles, 1.0, out)
+    tiles = product.exp_product(x, x, labels, per_row, prologue.table, 1.0, out)
     exp_rows.combine_tiles(prologue, tiles, labels, size)
     table = exp_rows.tile_table(labels, size)
-    product.gradient_product(x, x, labels, *table, per_row, per_row, per_row, 1.0, out)
+    product.gradient_product(x, x, labels, table, per_row, per_row, per_row, 1.0, out)

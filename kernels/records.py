@@ -13,6 +13,10 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 
+#: int32 before the marks of a tile table (exp_rows.RowPrologue): the counter, and what keeps the marks at a
+#: multiple of 16 bytes.
+TABLE_HEADER = 4
+
 #: Rows of :attr:`RowStatistics.shard`.
 ROW_MAX, REFERENCE, OTHERS, LABEL_LOGIT = range(4)
 NUM_STATISTICS = 4
@@ -130,7 +134,8 @@ class Merged(NamedTuple):
 
     loss: Tensor  # fp32 [C]: the plain one
     terms: Tensor  # fp32 [4, C]: TokenTerms, the mass left out
-    reference: Tensor  # fp32 [C]: the largest reference of any shard
+    #: fp32 [C]: the largest reference of any shard; None where the shard is the whole vocabulary
+    reference: Tensor | None
     further: Further = NOTHING_FURTHER
 
 

@@ -7,8 +7,8 @@
     The GEMM's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
     Hopper and newer. Its output is ``E = exp(logit - the row's reference)``.
 
-Both give ``grad_logits = row_scale[:, None] * matrix`` (:class:`LogitsGrad`), with ``matrix`` ``[C, V]`` in
-the hidden states' dtype, for any upstream gradient per token.
+Both give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
+(:class:`LogitsGrad`), for any upstream gradient per token.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ class Scores(NamedTuple):
 
 
 class LogitsGrad(NamedTuple):
-    """``grad_logits = row_scale[:, None] * matrix``; ``row_scale`` fp32 ``[C]``, None for 1.
+    """``grad_logits = (row_scale * upstream)[:, None] * matrix``; fp32 ``[C]``, both None for 1.
 
-    It is the same on every rank of the group, so that ``grad_hidden`` may be summed over the ranks before it
-    is multiplied by it.
+    They are the same on every rank of the group, so that ``grad_hidden`` may be summed over the ranks before
+    its rows are scaled.
     """
 
     matrix: Tensor
-    row_scale: Tensor | None
+    row_scale: Tensor | None = None
+    upstream: Tensor | None = None
 
 
 class LogitsBackend(Protocol):
@@ -167,7 +168,7 @@ class GemmThenRows:
         gradient = chunk.form.gradient_terms(terms, upstream)
         scale, form, targets = chunk.logit_scale, chunk.form, chunk.targets
         self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, targets)
-        return LogitsGrad(out, None)
+        return LogitsGrad(out)
 
     def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
@@ -212,7 +213,7 @@ class ScaledExp:
             weight,
             labels,
             prologue.reference2,
-            *prologue.tiles,
+            prologue.table,
             logit_scale,
             out,
             with_argmax,
@@ -249,7 +250,7 @@ class ScaledExp:
         out: Tensor | None,
     ) -> LogitsGrad:
         assert row_scale is not None
-        return LogitsGrad(matrix, row_scale * upstream.loss)
+        return LogitsGrad(matrix, row_scale, upstream.loss)
 
     def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
@@ -260,7 +261,7 @@ class ScaledExp:
             tokens,
             weight,
             labels,
-            *_exp_rows().tile_table(labels, weight.shape[0]),
+            _exp_rows().tile_table(labels, weight.shape[0]),
             gradient.row_max * LOG2_E,
             gradient.factor * gradient.scale,
             -gradient.factor * gradient.deficit,
@@ -268,7 +269,7 @@ class ScaledExp:
             out,
             form,
         )
-        return LogitsGrad(out, None)
+        return LogitsGrad(out)
 
 
 @cache
@@ -450,7 +451,12 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
     return ", ".join(name for applies, name in names if applies)
 
 
-def scale_rows(x: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """``out = factor[:, None] * x``: ``[C, H]`` and fp32 ``[C]``, for a :class:`LogitsGrad`."""
-    scaled: Tensor = _exp_rows().scale_rows(x, factor, out)
-    return scaled
+def scale_rows(
+    x: Tensor,
+    row_scale: Tensor,
+    out: Tensor,
+    upstream: Tensor | None = None,
+    also: Tensor | None = None,
+) -> None:
+    """:func:`.exp_rows.scale_rows`, for a :class:`LogitsGrad`."""
+    _exp_rows().scale_rows(x, row_scale, out, upstream, also)

@@ -367,6 +367,7 @@ class _GradInForward:
         self._gemms = GradientGemms(
             *(context, hidden, weight, wants_grad_hidden, self._held, self._inv_scale),
             *(self._workspace, hidden_states),
+            scales_later=True,
         )
         self._context = context
 
@@ -439,7 +440,7 @@ def backward(
     grad_hidden, row_scale = gemms.finish()
     if grad_hidden is not None and row_scale is not None:
         with context.phases("grad-hidden"):
-            logits_backend.scale_rows(grad_hidden, row_scale, out=grad_hidden)
+            logits_backend.scale_rows(grad_hidden, row_scale, grad_hidden)
     if accumulator is None:
         return grad_hidden, None
     with context.phases("grad-weight"):
@@ -485,11 +486,10 @@ def _scale_precomputed(
     if grad_hidden is not None:
         with context.phases("grad-hidden"):
             if row_scale is not None:
-                logits_backend.scale_rows(grad_hidden, row_scale * scale, out=grad_hidden)
+                logits_backend.scale_rows(grad_hidden, row_scale, grad_hidden, scale)
             elif grad_hidden.is_cuda:
                 # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
-                rows = scale.expand(grad_hidden.shape[0]).contiguous()
-                logits_backend.scale_rows(grad_hidden, rows, out=grad_hidden)
+                logits_backend.scale_rows(grad_hidden, scale, grad_hidden)
             else:
                 grad_hidden.mul_(scale)
     if made.grad_weight is None or not needs_grad[1]:

@@ -210,8 +210,9 @@ class AddsGradWeight(Protocol):
 class GradientGemms:
     """The two GEMMs that follow a chunk's gradients of logits.
 
-    ``grad_hidden`` is summed over the ranks before its rows are multiplied by their scale, which all ranks
-    share: that pass then runs over this rank's tokens only, and at the end.
+    Over one rank the rows of ``grad_hidden`` are scaled in the launch that scales the hidden states, unless
+    ``scales_later``. Over several it is summed first, since all ranks share the scale: that pass then runs
+    over this rank's tokens only, and at the end.
     """
 
     def __init__(
@@ -224,6 +225,7 @@ class GradientGemms:
         inv_scale: Tensor | None,
         workspace: Workspace,
         hidden_states: HiddenStates,
+        scales_later: bool = False,
     ) -> None:
         self._context = context
         self._weight = weight
@@ -232,6 +234,7 @@ class GradientGemms:
         self._inv_scale = inv_scale
         self._workspace = workspace
         self._hidden_states = hidden_states
+        self._scales_later = scales_later or context.spec.comm.size > 1
         self._pending: list[Pending] = []
         self._row_scale: Tensor | None = None  # [n] fp32
 
@@ -240,21 +243,31 @@ class GradientGemms:
 
         Collectives: starts the reduction of its ``grad_hidden``.
         """
-        self._add_hidden(chunk, grad)
+        grad_hidden = None  # whose rows are to be scaled
+        if self._grad_hidden is not None:
+            grad_hidden = self._multiply_weight(chunk, grad.matrix)
         if grad.row_scale is None:
             delay_next_gemm(self._context, grad.matrix.device)
+        elif self._scales_later and grad_hidden is not None:
+            self._remember_scale(chunk, grad.row_scale, grad.upstream)
+            grad_hidden = None
         if self._grad_weight is None:
+            if grad.row_scale is not None and grad_hidden is not None:
+                logits_backend.scale_rows(grad_hidden, grad.row_scale, grad_hidden, grad.upstream)
             return
         assert hidden is not None
         with self._context.phases("grad-weight"):
             if grad.row_scale is not None:
-                out = self._hidden_states.buffer(chunk)
-                hidden = logits_backend.scale_rows(hidden, grad.row_scale, out=out)
+                scaled = self._hidden_states.buffer(chunk)
+                logits_backend.scale_rows(
+                    hidden, grad.row_scale, scaled, grad.upstream, also=grad_hidden
+                )
+                hidden = scaled
             self._grad_weight.add(grad.matrix, hidden)
 
-    def _add_hidden(self, chunk: Chunk, grad: LogitsGrad) -> None:
-        if self._grad_hidden is None:
-            return
+    def _multiply_weight(self, chunk: Chunk, matrix: Tensor) -> Tensor:
+        """The chunk's rows of ``grad_hidden``. Collectives: starts their reduction."""
+        assert self._grad_hidden is not None
         comm, phases = self._context.spec.comm, self._context.phases
         out = self._context.rows(self._grad_hidden, chunk)
         partial = out
@@ -263,15 +276,17 @@ class GradientGemms:
             self._wait()
             partial = self._workspace.grad_hidden(chunk)
         with phases("grad-hidden"):
-            torch.mm(grad.matrix, self._weight, out=partial)
-            if grad.row_scale is not None:
-                self._remember_scale(chunk, self._context.own_part(grad.row_scale))
+            torch.mm(matrix, self._weight, out=partial)
             if self._inv_scale is not None:
                 partial.mul_(self._inv_scale)
         self._pending.append(comm.reduce_grad_hidden(partial, out))
         phases.moved("reduce", comm.ring_bytes(partial.nbytes, not comm.sequence_parallel))
+        return out
 
-    def _remember_scale(self, chunk: Chunk, row_scale: Tensor) -> None:
+    def _remember_scale(self, chunk: Chunk, row_scale: Tensor, upstream: Tensor | None) -> None:
+        row_scale = self._context.own_part(row_scale)
+        if upstream is not None:
+            row_scale = row_scale * self._context.own_part(upstream)
         if len(self._context.chunks) == 1:
             self._row_scale = row_scale
             return
