@@ -43,7 +43,7 @@ from megatron_fused_ce.kernels.token_kernels import addends, store_loss
 #: Rows of the whole weight whose logits give a token's reference, spread over it: any real rows do.
 SAMPLED_ROWS = 64
 
-#: A token whose other logits stand further than this below the largest (log2 of its unit) has the unit
+#: A token whose other logits stand extra than this below the largest (log2 of its unit) has the unit
 #: folded into ``E``: the unit by itself would underflow.
 FAR_BELOW = tl.constexpr(-60.0)
 _NOT_HERE = tl.constexpr(NOT_HERE)
@@ -226,7 +226,7 @@ def _seal_rows_kernel(
     own_reference_ptr,  # [C] fp32, natural units
     excess_ptr,  # [C] fp32
     reference_ptr,  # [C] fp32, natural units: the largest of all shards
-    terms_ptr,  # [3, C] fp32: row_max, scale, deficit of records.GradientTerms
+    terms_ptr,  # [3, C] fp32: row_max, scale, neg_label_grad of records.GradCoefficients
     label_logit_ptr,  # [C] fp32, before the softcap
     unit_ptr,  # [C] fp32, out
     e_stride,
@@ -249,14 +249,14 @@ def _seal_rows_kernel(
     reference = tl.load(reference_ptr + row)
     row_max = tl.load(terms_ptr + row)
     scale = tl.load(terms_ptr + num_rows + row)
-    deficit = tl.load(terms_ptr + 2 * num_rows + row)
+    neg_label_grad = tl.load(terms_ptr + 2 * num_rows + row)
     sign = tl.where(scale < 0.0, -1.0, 1.0)
     log2_unit = (reference - row_max) * LOG2E + tl.log2(tl.abs(scale))
     far_below = log2_unit < FAR_BELOW
     label = tl.load(label_ptr + row)
     here = (label >= 0) & (label < num_columns)
     unit = tl.where(far_below, 1.0, sign * tl.exp2(log2_unit))
-    at_label = -deficit / unit
+    at_label = -neg_label_grad / unit
     if SOFTCAP:
         _, slope = tanh_and_slope(tl.load(label_logit_ptr + row) / softcap)
         at_label *= slope
@@ -447,7 +447,7 @@ def seal_rows(
     tiles: TileStatistics,
     stats: RowStatistics,
     reference: Tensor,  # [C] fp32: Merged.reference
-    terms: Tensor,  # [3, C] fp32, or more rows: row_max, scale, deficit of GradientTerms
+    terms: Tensor,  # [3, C] fp32, or more rows: row_max, scale, neg_label_grad of GradCoefficients
     form: RowOptions = NO_OPTIONS,
 ) -> Tensor:
     """Bring every row of ``E`` into one unit over all shards and write the label's entry.

@@ -29,7 +29,7 @@ class RowOptions:
     softcap: float | None = None
     #: int64 [1]: columns of this shard that take part, None for all
     num_columns: Tensor | None = None
-    #: which statistics of :class:`Further` are wanted of every row
+    #: which statistics of :class:`ExtraStatistics` are wanted of every row
     with_logit_sum: bool = False
     with_weighted: bool = False
 
@@ -44,7 +44,7 @@ class SoftTargets(NamedTuple):
     probs: Tensor  # fp32 [k, C]
 
 
-class Further(NamedTuple):
+class ExtraStatistics(NamedTuple):
     """Statistics that only some losses and outputs ask for, fp32 ``[C]``; None where not asked for.
 
     Of one shard, relative to its :attr:`RowStatistics.reference`; in :class:`Merged` over the whole
@@ -67,14 +67,14 @@ class Further(NamedTuple):
         return tuple(name for name in self._fields if getattr(self, name) is not None)
 
     @staticmethod
-    def of(names: tuple[str, ...], rows: Iterable[Tensor]) -> Further:
-        return Further(**dict(zip(names, rows, strict=True)))
+    def of(names: tuple[str, ...], rows: Iterable[Tensor]) -> ExtraStatistics:
+        return ExtraStatistics(**dict(zip(names, rows, strict=True)))
 
     def rows(self) -> list[Tensor]:
         return [row for row in self if row is not None]
 
 
-NOTHING_FURTHER = Further()
+NO_EXTRA = ExtraStatistics()
 
 
 class RowStatistics(NamedTuple):
@@ -87,7 +87,7 @@ class RowStatistics(NamedTuple):
 
     shard: Tensor
     argmax: Tensor | None = None  # int64 [C]: column of row_max, lowest on a tie; where asked for
-    further: Further = NOTHING_FURTHER
+    extra: ExtraStatistics = NO_EXTRA
     #: scaled-exp GEMM only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
     excess: Tensor | None = None
     #: where the shard is the whole vocabulary and the merge cost nothing
@@ -131,19 +131,20 @@ class Merged(NamedTuple):
     loss: Tensor  # fp32 [C]: the plain one
     terms: Tensor  # fp32 [4, C]: TokenTerms, the mass left out
     reference: Tensor  # fp32 [C]: the largest reference of any shard
-    further: Further = NOTHING_FURTHER
+    extra: ExtraStatistics = NO_EXTRA
 
 
-class GradientTerms(NamedTuple):
+class GradCoefficients(NamedTuple):
     """What the gradient of a token's logits needs, fp32 ``[C]``.
 
-    ``d / d s_j = factor * (exp(t_j) * (scale + slope * t_j) - share)`` with ``t_j = s_j - row_max``, and
-    ``-factor * deficit`` at the label. Plain, they are the :class:`TokenTerms` themselves.
+    ``d / d s_j = factor * (exp(t_j) * (scale + slope * t_j) - smoothing_per_class)`` with ``t_j = s_j -
+    row_max``, and ``-factor * neg_label_grad`` at the label. Plain, they are the :class:`TokenTerms`
+    themselves.
     """
 
     row_max: Tensor
     scale: Tensor
-    deficit: Tensor
+    neg_label_grad: Tensor
     factor: Tensor
     slope: Tensor | None = None
-    share: Tensor | None = None  # or []
+    smoothing_per_class: Tensor | None = None  # or []

@@ -26,8 +26,8 @@ from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
-    Further,
-    GradientTerms,
+    ExtraStatistics,
+    GradCoefficients,
     RowOptions,
     RowStatistics,
     SoftTargets,
@@ -157,10 +157,10 @@ def _row_statistics_kernel(
     shard_ptr,  # [4, C] fp32, out: records.RowStatistics.shard
     argmax_ptr,  # [C] int64
     sum_ptr,  # [C] fp32, out: sum of the logits
-    weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of records.Further
+    weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of records.ExtraStatistics
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
-    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.Further
+    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.ExtraStatistics
     inside_ptr,  # [1] int64: columns that take part
     row_stride,
     num_rows,
@@ -231,18 +231,18 @@ def _row_gradients_kernel(
     logits_ptr,  # [C, V]
     out_ptr,  # [C, V], may be logits_ptr
     label_ptr,  # [C] int64
-    max_ptr,  # [C] fp32: records.GradientTerms, and the next four
+    max_ptr,  # [C] fp32: records.GradCoefficients, and the next four
     scale_ptr,
-    deficit_ptr,
+    neg_label_grad_ptr,
     factor_ptr,
     slope_ptr,
-    share_ptr,  # [C] or [] fp32
+    smoothing_ptr,  # [C] or [] fp32
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
     inside_ptr,  # [1] int64: columns that take part
     row_stride,
     out_row_stride,
-    share_stride,
+    smoothing_stride,
     num_rows,
     num_columns,
     num_targets,
@@ -250,7 +250,7 @@ def _row_gradients_kernel(
     softcap,
     BLOCK: tl.constexpr,
     WITH_SLOPE: tl.constexpr,
-    WITH_SHARE: tl.constexpr,
+    WITH_SMOOTHING: tl.constexpr,
     TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -265,7 +265,7 @@ def _row_gradients_kernel(
     label = tl.load(label_ptr + row)
     row_max = tl.load(max_ptr + row)
     scale = tl.load(scale_ptr + row)
-    deficit = tl.load(deficit_ptr + row)
+    neg_label_grad = tl.load(neg_label_grad_ptr + row)
     factor = tl.load(factor_ptr + row)
     z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     z = z * logit_scale
@@ -278,9 +278,9 @@ def _row_gradients_kernel(
         gradient = tl.where(e == 0.0, 0.0, e * (scale + slope * (z - row_max)))
     else:
         gradient = e * scale
-    if WITH_SHARE:
-        gradient -= tl.load(share_ptr + row * share_stride)
-    gradient = factor * tl.where(columns == label, -deficit, gradient)
+    if WITH_SMOOTHING:
+        gradient -= tl.load(smoothing_ptr + row * smoothing_stride)
+    gradient = factor * tl.where(columns == label, -neg_label_grad, gradient)
     if SOFTCAP:
         gradient *= bend
     taking_part = num_columns
@@ -359,13 +359,15 @@ def row_statistics(
         SOFTCAP=form.softcap is not None,
     )
     target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
-    return RowStatistics(shard, argmax, Further(logit_sum, weighted, target_sum, target_mass))
+    return RowStatistics(
+        shard, argmax, ExtraStatistics(logit_sum, weighted, target_sum, target_mass)
+    )
 
 
 def row_gradients(
     logits: Tensor,  # [C, V], unit column stride
     local_labels: Tensor,  # [C] int64
-    terms: GradientTerms,
+    terms: GradCoefficients,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
@@ -380,19 +382,23 @@ def row_gradients(
         (num_rows, ceil_div(num_columns, block)),
         (
             *(logits, out, local_labels),
-            *(terms.row_max, terms.scale, terms.deficit, terms.factor),
+            *(terms.row_max, terms.scale, terms.neg_label_grad, terms.factor),
             unused if terms.slope is None else terms.slope,
-            unused if terms.share is None else terms.share,
+            unused if terms.smoothing_per_class is None else terms.smoothing_per_class,
             *((local_labels, unused) if targets is None else targets),
             local_labels if form.num_columns is None else form.num_columns,
         ),
         (
-            *(logits.stride(0), out.stride(0), 0 if terms.share is None else terms.share.dim()),
+            *(
+                logits.stride(0),
+                out.stride(0),
+                0 if terms.smoothing_per_class is None else terms.smoothing_per_class.dim(),
+            ),
             *(num_rows, num_columns, num_targets, logit_scale, form.softcap or 1.0),
         ),
         BLOCK=block,
         WITH_SLOPE=terms.slope is not None,
-        WITH_SHARE=terms.share is not None,
+        WITH_SMOOTHING=terms.smoothing_per_class is not None,
         TARGETS=padded_targets,
         MASKED=form.num_columns is not None,
         SOFTCAP=form.softcap is not None,

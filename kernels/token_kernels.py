@@ -30,7 +30,7 @@ def _addends(shard_ptr, rows, inside, num_rows, row_max):
 
 @triton.jit
 def addends(reference, others, label_logit, row_max):
-    """One shard's addends to (others, label, z_y - m): row_ops.shard_terms."""
+    """One shard's addends to (others, label, z_y - m): row_ops.shard_addends."""
     shifted = label_logit - row_max
     here = label_logit != _NOT_HERE
     rescaled = tl.where(others == 0.0, 0.0, others * tl.exp(reference - row_max))
@@ -39,7 +39,7 @@ def addends(reference, others, label_logit, row_max):
 
 
 @triton.jit
-def _shard_terms_kernel(
+def _shard_addends_kernel(
     shard_ptr,  # [4, C] fp32: records.RowStatistics.shard
     row_max_ptr,  # [C] fp32: over the whole vocabulary
     terms_ptr,  # [3, C] fp32, out
@@ -135,20 +135,20 @@ def _merge_shards_kernel(
     store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
-_shard_terms = Launch(_shard_terms_kernel)
+_shard_addends = Launch(_shard_addends_kernel)
 _token_loss = Launch(_token_loss_kernel)
 _merge_shards = Launch(_merge_shards_kernel)
 
 
-def shard_terms(
+def shard_addends(
     shard: Tensor,  # [4, C] fp32: RowStatistics.shard, contiguous
     global_max: Tensor,  # [C] fp32
 ) -> Tensor:
-    """:func:`.row_ops.shard_terms`: ``[3, C]`` fp32."""
+    """:func:`.row_ops.shard_addends`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
     terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
     grid = (ceil_div(num_rows, BLOCK),)
-    _shard_terms(grid, (shard, global_max, terms), (num_rows,), BLOCK=BLOCK)
+    _shard_addends(grid, (shard, global_max, terms), (num_rows,), BLOCK=BLOCK)
     return terms
 
 

@@ -86,7 +86,7 @@ class LogitsBackend(Protocol):
 
     @property
     def token_ops(self) -> ModuleType:
-        """``merge_shards``, ``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
+        """``merge_shards``, ``shard_addends`` and ``token_loss``: row_ops, or its kernels."""
 
     def logits_gemm(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
@@ -164,7 +164,7 @@ class GemmThenRows:
         out: Tensor | None,
     ) -> LogitsGrad:
         assert out is not None and terms is not None
-        gradient = chunk.form.gradient_terms(terms, upstream)
+        gradient = chunk.form.grad_coefficients(terms, upstream)
         scale, form, targets = chunk.logit_scale, chunk.form, chunk.targets
         self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, targets)
         return LogitsGrad(out, None)
@@ -234,7 +234,7 @@ class ScaledExp:
             scores.tiles,
             scores.stats,
             merged.reference,
-            chunk.form.own_gradient(merged.terms),
+            chunk.form.own_coefficients(merged.terms),
             chunk.form,
         )
         return unit
@@ -255,7 +255,7 @@ class ScaledExp:
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
     ) -> LogitsGrad:
         tokens, weight, labels, logit_scale, _, form, _, _ = chunk
-        gradient = form.gradient_terms(terms, upstream)
+        gradient = form.grad_coefficients(terms, upstream)
         self.product.gradient_product(
             tokens,
             weight,
@@ -263,7 +263,7 @@ class ScaledExp:
             *_exp_rows().tile_table(labels, weight.shape[0]),
             gradient.row_max * LOG2_E,
             gradient.factor * gradient.scale,
-            -gradient.factor * gradient.deficit,
+            -gradient.factor * gradient.neg_label_grad,
             logit_scale,
             out,
             form,
@@ -439,7 +439,7 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    # -share is no multiple of E, and further outputs' gradients are none when the loss's is 0.
+    # -share is no multiple of E, and extra outputs' gradients are none when the loss's is 0.
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
         (config.logit_precision == "activations", "logits rounded to the activations' dtype"),

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import (
+    NO_EXTRA,
     NOT_HERE,
-    NOTHING_FURTHER,
     REFERENCE,
     ROW_MAX,
-    Further,
+    ExtraStatistics,
     Merged,
 )
 
@@ -38,18 +38,18 @@ class TokenTerms(NamedTuple):
 
     row_max: Tensor  # m
     inv_sum: Tensor  # 1 / (others + label)
-    miss: Tensor  # others / (others + label) = 1 - p_y
+    one_minus_p_label: Tensor  # others / (others + label) = 1 - p_y
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
     mass: Tensor | None = None  # of soft targets
 
     @staticmethod
     def of(merged: Tensor, mass: Tensor | None = None) -> TokenTerms:
         """From :attr:`Merged.terms`."""
-        row_max, inv_sum, miss, label_shift = merged.unbind(0)
-        return TokenTerms(row_max, inv_sum, miss, label_shift, mass)
+        row_max, inv_sum, one_minus_p_label, label_shift = merged.unbind(0)
+        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, mass)
 
 
-def shard_terms(
+def shard_addends(
     shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
     global_max: Tensor,  # [C] fp32
 ) -> Tensor:
@@ -73,43 +73,43 @@ def shard_terms(
     )
 
 
-def further_terms(
-    further: Further,  # of each shard, [..., C]
+def extra_addends(
+    extra: ExtraStatistics,  # of each shard, [..., C]
     shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
     global_max: Tensor,  # [C] fp32
-) -> Further:
+) -> ExtraStatistics:
     """The same relative to the row's maximum: all to be summed over the shards, but ``best``.
 
     Of that the smallest counts; ``inf`` where the maximum is not in this shard.
     """
     row_max, reference, others, _ = shard.unbind(-2)
     shift = reference - global_max
-    weighted, target_sum, best = further.weighted, further.target_sum, further.best
+    weighted, target_sum, best = extra.weighted, extra.target_sum, extra.best
     if weighted is not None:
         moved = torch.exp(shift) * (weighted + others * shift)
         weighted = torch.where(others == 0, 0.0, moved)
     if target_sum is not None:
-        assert further.target_mass is not None
+        assert extra.target_mass is not None
         # A shard without any finite logit has the reference -inf, and no target of a finite one.
-        moved = target_sum + further.target_mass * shift
-        target_sum = torch.where(further.target_mass == 0, 0.0, moved)
+        moved = target_sum + extra.target_mass * shift
+        target_sum = torch.where(extra.target_mass == 0, 0.0, moved)
     if best is not None:
         best = torch.where(row_max == global_max, best, torch.inf)
-    return further._replace(weighted=weighted, target_sum=target_sum, best=best)
+    return extra._replace(weighted=weighted, target_sum=target_sum, best=best)
 
 
-def merge_further(
+def merge_extra(
     names: tuple[str, ...],
-    further: Tensor,  # [R, K, C] fp32: the given ones of each shard
+    extra: Tensor,  # [R, K, C] fp32: the given ones of each shard
     shards: Tensor,  # [R, 4, C] fp32
-) -> Further:
+) -> ExtraStatistics:
     """Over the whole vocabulary."""
     if not names:
-        return NOTHING_FURTHER
-    addends = further_terms(
-        Further.of(names, further.unbind(1)), shards, shards[:, ROW_MAX].amax(0)
+        return NO_EXTRA
+    addends = extra_addends(
+        ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0)
     )
-    return Further.of(
+    return ExtraStatistics.of(
         names,
         (
             row.amin(0) if name == "best" else row.sum(0)
@@ -138,8 +138,8 @@ def merge_shards(shards: Tensor) -> Merged:
     if len(shards) == 1:
         shard = shards[0]
         return Merged(
-            *token_loss(shard_terms(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[REFERENCE]
+            *token_loss(shard_addends(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[REFERENCE]
         )
     global_max = shards[:, ROW_MAX].amax(0)
-    loss, terms = token_loss(shard_terms(shards, global_max).sum(0), global_max)
+    loss, terms = token_loss(shard_addends(shards, global_max).sum(0), global_max)
     return Merged(loss, terms, shards[:, REFERENCE].amax(0))

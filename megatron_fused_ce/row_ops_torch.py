@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
-    Further,
-    GradientTerms,
+    ExtraStatistics,
+    GradCoefficients,
     RowOptions,
     RowStatistics,
     SoftTargets,
@@ -102,14 +102,14 @@ def row_statistics(
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    further = Further(logit_sum, weighted, target_sum, target_mass)
-    return RowStatistics(shard, argmax, further)
+    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass)
+    return RowStatistics(shard, argmax, extra)
 
 
 def row_gradients(
     logits: Tensor,  # [C, V]
     local_labels: Tensor,  # [C] int64
-    terms: GradientTerms,
+    terms: GradCoefficients,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
@@ -133,11 +133,15 @@ def row_gradients(
             e = shifted.mul_(e).masked_fill_(e == 0, 0.0)
         else:
             e.mul_(terms.scale[rows].unsqueeze(-1))
-        if terms.share is not None:
-            e.sub_(terms.share if terms.share.dim() == 0 else terms.share[rows].unsqueeze(-1))
+        if terms.smoothing_per_class is not None:
+            e.sub_(
+                terms.smoothing_per_class
+                if terms.smoothing_per_class.dim() == 0
+                else terms.smoothing_per_class[rows].unsqueeze(-1)
+            )
         if targets is None:
             label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
-            at_label = -terms.deficit[rows].unsqueeze(-1)
+            at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
             e.scatter_(-1, label.columns, at_label.where(label.mask, e.gather(-1, label.columns)))
         else:
             here = _Here.of(targets.ids[:, rows].t(), num_columns)

@@ -63,7 +63,7 @@ def test_row_kernels_at_far_rows(logits, device):
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=1e-5, atol=1e-6)
     terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
-    gradient = PLAIN.gradient_terms(terms, Upstream(torch.ones(4, device=device)))
+    gradient = PLAIN.grad_coefficients(terms, Upstream(torch.ones(4, device=device)))
     room = torch.empty_like(near)
     expected = row_ops_torch.row_gradients(near, labels, gradient, 1.0, out=room)
     row_kernels.row_gradients(far, labels, gradient, 1.0, out=far_out)

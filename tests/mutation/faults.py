@@ -27,7 +27,7 @@ OP = "tests/op/test_op.py"
 OPTIONS = "tests/op/test_loss_options.py"
 OUTPUTS = "tests/op/test_token_outputs.py"
 MASKED = "tests/op/test_masked_tokens.py"
-GUARD = "tests/op/test_upstream_guard.py"
+GUARD = "tests/op/test_grad_guard.py"
 GUARDS = "tests/op/test_guards.py"
 PROPERTIES = "tests/op/test_properties.py"
 ROWS = "tests/kernels/test_row_kernels.py"
@@ -117,8 +117,8 @@ FAULTS = (
     Fault(
         "the label's gradient forgets its share of the smoothing",
         f"{PACKAGE}/loss_form.py",
-        "deficit - (self.sigma - self.share)",
-        "deficit - self.sigma",
+        "neg_label_grad - (self.sigma - self.smoothing_per_class)",
+        "neg_label_grad - self.sigma",
         (f"{OPTIONS} -k 'against_fp64 and smoothing'",),
     ),
     Fault(
@@ -131,8 +131,8 @@ FAULTS = (
     Fault(
         "the entropy leaves out the label",
         f"{PACKAGE}/loss_form.py",
-        "(further.weighted + own)",
-        "further.weighted",
+        "(extra.weighted + own)",
+        "extra.weighted",
         (f"{OUTPUTS} -k 'all_outputs_against_fp64 and plain'",),
     ),
     Fault(
@@ -401,7 +401,7 @@ FAULTS = (
     # The guard and the end of grad_weight.
     Fault(
         "the guard is not asked before an optimizer step",
-        f"{PACKAGE}/upstream_guard.py",
+        f"{PACKAGE}/grad_guard.py",
         "register_optimizer_step_pre_hook(_before_step)",
         "pass",
         (f"{GUARD} -k mismatch_raises_before",),
@@ -415,7 +415,7 @@ FAULTS = (
     ),
     Fault(
         "the guard takes a fifth of a percent for rounding",
-        f"{PACKAGE}/upstream_guard.py",
+        f"{PACKAGE}/grad_guard.py",
         "RTOL = 2.0**-20",
         "RTOL = 2.0**-9",
         (f"{GUARD} -k one_wrong_token",),
@@ -430,7 +430,7 @@ FAULTS = (
     Fault(
         "a failed backward leaves half a sum in main_grad",
         f"{PACKAGE}/grad_weight.py",
-        "upstream_guard.refuse(self._buffer)",
+        "grad_guard.poison(self._buffer)",
         "pass",
         (f"{FAILURES} -k 'optimizer_step_after_a_failed'",),
     ),
