@@ -5,7 +5,7 @@
     statistics and write their gradients. Any device, any dtype.
 ``scaled_exp``
     The GEMM's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
-    Hopper and newer. Its output is ``E = exp(logit - the row's reference)``.
+    Hopper and newer. Its output is ``E = exp(logit - the row's row_shift)``.
 
 Both give ``grad_logits = row_scale[:, None] * matrix`` (:class:`LogitsGrad`), with ``matrix`` ``[C, V]`` in
 the hidden states' dtype, for any upstream gradient per token.
@@ -211,7 +211,7 @@ class ScaledExp:
             tokens,
             weight,
             labels,
-            prologue.reference2,
+            prologue.row_shift2,
             *prologue.tiles,
             logit_scale,
             out,
@@ -228,16 +228,16 @@ class ScaledExp:
     def finalize(
         self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
     ) -> Tensor:
-        unit: Tensor = _exp_rows().seal_rows(
+        row_scale: Tensor = _exp_rows().finalize_rows(
             matrix,
             chunk.labels,
             scores.tiles,
             scores.stats,
-            merged.reference,
+            merged.row_shift,
             chunk.form.own_coefficients(merged.terms),
             chunk.form,
         )
-        return unit
+        return row_scale
 
     def grad_from_saved(
         self,
@@ -439,7 +439,7 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    # -share is no multiple of E, and extra outputs' gradients are none when the loss's is 0.
+    # -smoothing_per_class is no multiple of E, and further outputs' gradients are none when the loss's is 0.
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
         (config.logit_precision == "activations", "logits rounded to the activations' dtype"),

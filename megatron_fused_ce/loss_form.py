@@ -108,10 +108,10 @@ class LossForm(RowOptions):
             vocab_size: classes that take part, over all ranks; with label smoothing.
             requested: the fields that the config does not hold.
         """
-        sigma = num_classes = smoothing_per_class = num_columns = None
+        sigma = num_classes = smoothing_per_class = valid_columns = None
         if config.true_vocab_size is not None:
-            inside = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
-            num_columns = torch.full((1,), inside, dtype=torch.int64, device=device)
+            valid = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
+            valid_columns = torch.full((1,), valid, dtype=torch.int64, device=device)
         if config.label_smoothing:
             assert vocab_size is not None
             num_classes = torch.full((), float(vocab_size), device=device)
@@ -121,7 +121,7 @@ class LossForm(RowOptions):
             smoothing_per_class = sigma / num_classes
         return LossForm(
             softcap=config.logit_softcap,
-            num_columns=num_columns,
+            valid_columns=valid_columns,
             with_logit_sum=sigma is not None,
             with_weighted="entropy" in outputs,
             z_loss=config.z_loss,
@@ -220,7 +220,7 @@ class LossForm(RowOptions):
         scale, neg_label_grad = plain.scale * loss, plain.neg_label_grad * loss
         assert terms.label_shift is not None
         p_label = torch.exp(terms.label_shift) * terms.inv_sum
-        slope = None
+        entropy_scale = None
         if log_prob is not None:
             scale, neg_label_grad = (
                 scale - terms.inv_sum * log_prob,
@@ -230,15 +230,20 @@ class LossForm(RowOptions):
             scale, neg_label_grad = scale + terms.inv_sum * lse, neg_label_grad - p_label * lse
         if entropy is not None and made_entropy is not None:
             log_inv = terms.inv_sum.log()
-            slope = -terms.inv_sum * entropy
-            scale = scale + slope * (log_inv + made_entropy)
+            entropy_scale = -terms.inv_sum * entropy
+            scale = scale + entropy_scale * (log_inv + made_entropy)
             pull = p_label * (terms.label_shift + log_inv + made_entropy)
             neg_label_grad = neg_label_grad + entropy * torch.where(p_label > 0, pull, 0.0)
         smoothing_per_class = (
             None if plain.smoothing_per_class is None else plain.smoothing_per_class * loss
         )
         return GradCoefficients(
-            plain.row_max, scale, neg_label_grad, torch.ones_like(loss), slope, smoothing_per_class
+            plain.row_max,
+            scale,
+            neg_label_grad,
+            torch.ones_like(loss),
+            entropy_scale,
+            smoothing_per_class,
         )
 
 

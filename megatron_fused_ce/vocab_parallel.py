@@ -27,8 +27,8 @@ from torch import Tensor
 from megatron_fused_ce.kernels.records import (
     NO_EXTRA,
     NUM_STATISTICS,
-    REFERENCE,
     ROW_MAX,
+    ROW_SHIFT,
     ExtraStatistics,
     Merged,
     RowStatistics,
@@ -229,7 +229,7 @@ class VocabParallel:
         """Start merging a chunk's statistics over the whole vocabulary.
 
         Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
-        MAX of (row maximum, reference) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
+        MAX of (row maximum, row_shift) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
         Each of ``stats.extra`` is one row more of the all-gather and of the SUM; ``best`` by all-reduces
         is a MIN after them.
         NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
@@ -297,12 +297,12 @@ class _AllReduced:
         self._token_ops, self._group = token_ops, group
         self._shard = shard = stats.shard
         self._extra = stats.extra
-        self._maxima = shard[ROW_MAX : REFERENCE + 1].clone()
+        self._maxima = shard[ROW_MAX : ROW_SHIFT + 1].clone()
         self._pending = _start(dist.all_reduce, self._maxima, op=dist.ReduceOp.MAX, group=group)
 
     def finish(self) -> Merged:
         self._pending.wait()
-        row_max, reference = self._maxima
+        row_max, row_shift = self._maxima
         sums = self._token_ops.shard_addends(self._shard, row_max)
         extra = extra_addends(self._extra, self._shard, row_max)
         best = extra.best
@@ -314,7 +314,7 @@ class _AllReduced:
             _start(dist.all_reduce, best, op=dist.ReduceOp.MIN, group=self._group).wait()
         loss, saved = self._token_ops.token_loss(sums[:3], row_max)
         merged = ExtraStatistics.of(added.names, sums[3:].unbind(0))._replace(best=best)
-        return Merged(loss, saved, reference, merged)
+        return Merged(loss, saved, row_shift, merged)
 
 
 def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

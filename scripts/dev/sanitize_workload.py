@@ -279,7 +279,7 @@ def upstream(device: torch.device) -> None:
 
 
 def outlier(device: torch.device) -> None:
-    """A tile far above its row's reference: ``seal_rows`` goes through whole rows."""
+    """A tile far above its row's reference: ``finalize_rows`` goes through whole rows."""
     sizes = exp_sizes(device)
     inputs = make_inputs("plain", **sizes)
     inputs.hidden[..., 0] = 1.0

@@ -23,7 +23,7 @@ TYPES = {
     "label_ptr": "*i64",
     "argmax_ptr": "*i64",
     "target_id_ptr": "*i64",
-    "inside_ptr": "*i64",
+    "valid_columns_ptr": "*i64",
     "row_stride": "i32",
     "out_row_stride": "i32",
     "num_rows": "i32",
@@ -44,7 +44,7 @@ KERNELS = {
         row_kernels._row_gradients_kernel,
         row_kernels.GRADIENT_BLOCK,
         row_kernels.GRADIENT_WARPS,
-        ("WITH_SLOPE", "WITH_SMOOTHING", "TARGETS", "MASKED", "SOFTCAP"),
+        ("WITH_ENTROPY", "WITH_SMOOTHING", "TARGETS", "MASKED", "SOFTCAP"),
     ),
 }
 

@@ -83,8 +83,8 @@ def test_sealing_and_scaling_far_rows(logits, device):
     terms = torch.stack((column, column + 1.0, column + 0.25, column))
     reference = column + 0.6931471805599453
     stats = row_ops_torch.row_statistics(near, labels, 1.0)
-    stats = stats._replace(shard=torch.zeros_like(stats.shard), excess=column - 1.0)
-    unit = exp_rows.seal_rows(far, labels, tiles, stats, reference, terms)
+    stats = stats._replace(shard=torch.zeros_like(stats.shard), tile_shift=column - 1.0)
+    unit = exp_rows.finalize_rows(far, labels, tiles, stats, reference, terms)
     expected = 0.5 * e
     here = (labels >= 0).nonzero()[:, 0]
     expected[here, labels[here]] = (-0.25 / unit[here]).to(expected.dtype)
