@@ -3,7 +3,7 @@
 A persistent GEMM with TMA loads computes one tile of logits in fp32 registers and, before it leaves
 them, either
 
-* exponentiates it against a per-row reference and writes ``E = 2**(z2 - reference2 - excess)`` in the
+* exponentiates it against a per-row row_shift and writes ``E = 2**(z2 - row_shift2 - tile_shift)`` in the
   operands' dtype (or nothing at all) with the tile's row sums and maxima (:func:`exp_product`), or
 * turns it into gradients of the logits with statistics that are known already
   (:func:`gradient_product`).
@@ -37,9 +37,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
 from megatron_fused_ce.kernels.records import LOG2_E, NO_OPTIONS, RowOptions, TileStatistics
-from megatron_fused_ce.kernels.softcap import tanh_and_slope
+from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
-#: A tile is exponentiated against its own maximum once that exceeds the row's reference by more than
+#: A tile is exponentiated against its own maximum once that exceeds the row's row_shift by more than
 #: this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is below
 #: ``2**-126`` of the row's largest.
 HEADROOM = tl.constexpr(64.0)
@@ -79,12 +79,12 @@ def _exp_product_kernel(
     weight_desc,  # [V, H]
     out_desc,  # [C, V]
     label_ptr,  # [C] int64
-    reference_ptr,  # [C] fp32
+    row_shift_ptr,  # [C] fp32
     tile_max_ptr,  # [num_n, C] fp32
     tile_sum_ptr,  # [num_n, C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     label_logit_ptr,  # [C] fp32
-    inside_ptr,  # [1] int64: columns that take part
+    valid_columns_ptr,  # [1] int64: valid columns
     num_rows,
     num_columns,
     hidden_size,
@@ -102,7 +102,7 @@ def _exp_product_kernel(
     SOFTCAP: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
-    taking_part = tl.load(inside_ptr) if MASKED else num_columns
+    valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
     num_k = tl.cdiv(hidden_size, BLOCK_K)
@@ -116,7 +116,7 @@ def _exp_product_kernel(
         rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < num_rows
-        reference = tl.load(reference_ptr + rows, mask=inside, other=0.0)
+        row_shift = tl.load(row_shift_ptr + rows, mask=inside, other=0.0)
         label = tl.load(label_ptr + rows, mask=inside, other=-1)
         # The label's column, or one that no column has.
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
@@ -125,24 +125,24 @@ def _exp_product_kernel(
         in_tile = (label >= n * BLOCK_N) & (label < (n + 1) * BLOCK_N)
         tl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & in_tile)
         if SOFTCAP:
-            z, slope = tanh_and_slope(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E) - reference[:, None]
+            z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
+            z = z * (softcap * LOG2E) - row_shift[:, None]
         else:
-            z = z * scale2 - reference[:, None]
-        z = tl.where(is_label | (columns[None, :] >= taking_part), float("-inf"), z)
+            z = z * scale2 - row_shift[:, None]
+        z = tl.where(is_label | (columns[None, :] >= valid_columns), float("-inf"), z)
         at = n.to(tl.int64) * num_rows + rows
         if WITH_ARGMAX:
             tile_max, tile_argmax = tl.max(z, axis=1, return_indices=True)
             tl.store(tile_argmax_ptr + at, n * BLOCK_N + tile_argmax, mask=inside)
         else:
             tile_max = tl.max(z, axis=1)
-        excess = tl.where(tile_max > HEADROOM, tile_max, 0.0)
-        e = tl.exp2(z - excess[:, None])
+        tile_shift = tl.where(tile_max > HEADROOM, tile_max, 0.0)
+        e = tl.exp2(z - tile_shift[:, None])
         tl.store(tile_max_ptr + at, tile_max, mask=inside)
         tl.store(tile_sum_ptr + at, tl.sum(e, axis=1), mask=inside)
         if WRITE:
             if SOFTCAP:
-                e = e * slope
+                e = e * softcap_grad
             out_desc.store([m * BLOCK_M, n * BLOCK_N], e.to(out_desc.dtype))
 
 
@@ -154,8 +154,8 @@ def _gradient_product_kernel(
     label_ptr,  # [C] int64
     max2_ptr,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor_ptr,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label_ptr,  # [C] fp32: the label's gradient, before the softcap's slope
-    inside_ptr,  # [1] int64: columns that take part
+    at_label_ptr,  # [C] fp32: the label's gradient, before the softcap's gradient
+    valid_columns_ptr,  # [1] int64: valid columns
     num_rows,
     num_columns,
     hidden_size,
@@ -171,7 +171,7 @@ def _gradient_product_kernel(
     SOFTCAP: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
-    taking_part = tl.load(inside_ptr) if MASKED else num_columns
+    valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
     num_k = tl.cdiv(hidden_size, BLOCK_K)
@@ -191,16 +191,16 @@ def _gradient_product_kernel(
         label = tl.load(label_ptr + rows, mask=inside, other=-1)
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
         if SOFTCAP:
-            z, slope = tanh_and_slope(z * (logit_scale / softcap))
+            z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
             z = z * (softcap * LOG2E)
         else:
             z = z * scale2
         gradient = tl.exp2(z - max2[:, None]) * factor[:, None]
         gradient = tl.where(columns[None, :] == label[:, None], at_label[:, None], gradient)
         if SOFTCAP:
-            gradient = gradient * slope
+            gradient = gradient * softcap_grad
         if MASKED:
-            gradient = tl.where(columns[None, :] < taking_part, gradient, 0.0)
+            gradient = tl.where(columns[None, :] < valid_columns, gradient, 0.0)
         out_desc.store([m * BLOCK_M, n * BLOCK_N], gradient.to(out_desc.dtype))
 
 
@@ -227,7 +227,7 @@ def exp_product(
     tokens: Tensor,  # [C, H]
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
-    reference2: Tensor,  # [C] fp32
+    row_shift2: Tensor,  # [C] fp32
     table: Tensor
     | None,  # unused here: every program has its own tiles and looks for labels in each
     logit_scale: float,
@@ -237,8 +237,8 @@ def exp_product(
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both.
 
-    The label's own entry of ``out`` is 0 afterwards; see :func:`.exp_rows.seal_rows`. So are masked columns;
-    with a softcap ``out`` is times its slope (the statistics are not).
+    The label's own entry of ``out`` is 0 afterwards; see :func:`.exp_rows.finalize_rows`. So are masked
+    columns; with a softcap ``out`` is times its softcap_grad (the statistics are not).
     """
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
@@ -246,7 +246,7 @@ def exp_product(
     num_tiles = ceil_div(num_columns, tiling.block_n)
     tile_max = torch.empty((num_tiles, num_rows), dtype=torch.float32, device=tokens.device)
     tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.empty_like(reference2)
+    label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc
@@ -255,9 +255,9 @@ def exp_product(
     _exp_product[tiling](
         (num_programs,),
         (
-            *(labels, reference2, tile_max, tile_sum),
+            *(labels, row_shift2, tile_max, tile_sum),
             *(tile_max if tile_argmax is None else tile_argmax, label_logit),
-            labels if form.num_columns is None else form.num_columns,
+            labels if form.valid_columns is None else form.valid_columns,
         ),
         (
             *(num_rows, num_columns, hidden_size),
@@ -275,7 +275,7 @@ def exp_product(
         GROUP_M=tiling.group_m,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
-        MASKED=form.num_columns is not None,
+        MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
     return TileStatistics(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax)
@@ -288,7 +288,7 @@ def gradient_product(
     table: Tensor | None,  # unused here
     max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope
+    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's gradient
     logit_scale: float,
     out: Tensor,  # [C, V]
     form: RowOptions = NO_OPTIONS,
@@ -301,7 +301,7 @@ def gradient_product(
         (num_programs,),
         (
             *(labels, max2, factor, at_label),
-            labels if form.num_columns is None else form.num_columns,
+            labels if form.valid_columns is None else form.valid_columns,
         ),
         (
             *(num_rows, num_columns, hidden_size),
@@ -317,7 +317,7 @@ def gradient_product(
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         GROUP_M=tiling.group_m,
-        MASKED=form.num_columns is not None,
+        MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
     return out

@@ -117,15 +117,15 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _bend(z, to_exponent, to_bent2):
-    """Bent logits in powers of two, and the softcap's slope: softcap.tanh_and_slope.
+def _softcapped(z, to_exponent, softcap2):
+    """Softcapped logits in powers of two, and the softcap's gradient: softcap.tanh_and_grad.
 
-    ``tanh(x) = 1 - 2 r`` and its slope ``4 e r**2`` with ``e = exp(2 x)``, ``r = 1 / (1 + e)``; ``e`` stays
-    below ``2**60``, where both have long reached their ends.
+    ``tanh(x) = 1 - 2 r`` and its softcap_grad ``4 e r**2`` with ``e = exp(2 x)``, ``r = 1 / (1 + e)``; ``e``
+    stays below ``2**60``, where both have long reached their ends.
     """
     e = gl.exp2(gl.minimum(z * to_exponent, 60.0, propagate_nan=PROPAGATE_NAN))
     r = _reciprocal(1.0 + e)
-    return to_bent2 - (2.0 * to_bent2) * r, (4.0 * e) * r * r
+    return softcap2 - (2.0 * softcap2) * r, (4.0 * e) * r * r
 
 
 @gluon.jit
@@ -142,27 +142,27 @@ def _rows_of(x, z):
 
 
 @gluon.jit
-def _bent_exponentials(z, shift, to_exponent, to_bent2):
-    """Row sums of ``2**(bent z - shift)``, and that times the softcap's slope in bf16; 0 where z is -inf."""
-    bent, slope = _bend(z, to_exponent, to_bent2)
-    e = gl.where(z == float("-inf"), 0.0, gl.exp2(bent - _rows_of(shift, z)))
-    return gl.reduce(e, 1, _plus), (e * slope).to(gl.bfloat16)
+def _softcapped_exponentials(z, shift, to_exponent, softcap2):
+    """Row sums of ``2**(softcapped z - shift)``, and these times softcap's gradient; 0 where z is -inf."""
+    softcapped, softcap_grad = _softcapped(z, to_exponent, softcap2)
+    e = gl.where(z == float("-inf"), 0.0, gl.exp2(softcapped - _rows_of(shift, z)))
+    return gl.reduce(e, 1, _plus), (e * softcap_grad).to(gl.bfloat16)
 
 
 @gluon.jit
-def _bent_gradients(z, reference, factor, at_label, label, to_exponent, to_bent2):
-    """Gradients of the logits, times the softcap's slope, in bf16."""
-    bent, slope = _bend(z, to_exponent, to_bent2)
-    out = gl.exp2(bent - _rows_of(reference, z)) * _rows_of(factor, z)
+def _softcapped_gradients(z, row_shift, factor, at_label, label, to_exponent, softcap2):
+    """Gradients of the logits, times the softcap's gradient, in bf16."""
+    softcapped, softcap_grad = _softcapped(z, to_exponent, softcap2)
+    out = gl.exp2(softcapped - _rows_of(row_shift, z)) * _rows_of(factor, z)
     columns = gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
     out = gl.where(columns[None, :] == _rows_of(label, z), _rows_of(at_label, z), out)
-    return (out * slope).to(gl.bfloat16)
+    return (out * softcap_grad).to(gl.bfloat16)
 
 
 @gluon.jit
-def _without_padding(out, taking_part):
+def _without_padding(out, valid_columns):
     columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
-    return gl.where((columns < taking_part)[None, :], out, 0.0)
+    return gl.where((columns < valid_columns)[None, :], out, 0.0)
 
 
 @gluon.jit
@@ -283,7 +283,7 @@ def _consume_tile(
     step,
     out_desc,
     label_ptr,
-    reference_ptr,  # STATISTICS: reference2; GRADIENTS: the row maximum, in powers of two
+    row_shift_ptr,  # STATISTICS: row_shift2; GRADIENTS: the row maximum, in powers of two
     factor_ptr,
     at_label_ptr,
     label_tiles_ptr,
@@ -297,7 +297,7 @@ def _consume_tile(
     full,
     empty,
     num_rows,
-    taking_part,
+    valid_columns,
     num_m,
     num_n,
     num_k,
@@ -322,7 +322,7 @@ def _consume_tile(
     # Row vectors first: their latency hides under the products.
     rows = first_row + gl.arange(0, HALF_M, ROWS)
     inside = rows < num_rows
-    reference = gl.load(reference_ptr + rows, mask=inside, other=0.0)
+    row_shift = gl.load(row_shift_ptr + rows, mask=inside, other=0.0)
     label = gl.load(label_ptr + rows, mask=inside, other=-1) - first_column
     label = gl.where((label >= 0) & (label < BLOCK_N), label, -1).to(gl.int32)
     holds_label = gl.load(label_tiles_ptr + n * (2 * num_m) + first_row // HALF_M)
@@ -352,14 +352,14 @@ def _consume_tile(
 
     if SOFTCAP:
         to_exponent = 2.0 * scale2 / softcap
-        to_bent2 = softcap * 1.4426950408889634
+        softcap2 = softcap * 1.4426950408889634
     if MODE == STATISTICS:
-        if (holds_label != 0) | (first_column + BLOCK_N > taking_part):
+        if (holds_label != 0) | (first_column + BLOCK_N > valid_columns):
             columns = gl.arange(0, BLOCK_N, COLUMNS)
             is_label = columns[None, :] == label[:, None]
             picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
             gl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & (label >= 0))
-            left_out = is_label | ((columns + first_column)[None, :] >= taking_part)
+            left_out = is_label | ((columns + first_column)[None, :] >= valid_columns)
             z = gl.where(left_out, float("-inf"), z)
         at = n.to(gl.int64) * num_rows + rows
         if WITH_ARGMAX:
@@ -371,18 +371,18 @@ def _consume_tile(
             row_max = gl.reduce(z, 1, _larger)
         # logit_scale is above 0 here, so the maximum commutes with it.
         if SOFTCAP:
-            bent_max, _ = _bend(row_max, to_exponent, to_bent2)
-            # Bent, -inf would be -softcap.
-            tile_max = gl.where(row_max == float("-inf"), row_max, bent_max) - reference
+            softcapped_max, _ = _softcapped(row_max, to_exponent, softcap2)
+            # Softcapped, -inf would be -softcap.
+            tile_max = gl.where(row_max == float("-inf"), row_max, softcapped_max) - row_shift
         else:
-            tile_max = row_max * scale2 - reference
-        shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + reference
+            tile_max = row_max * scale2 - row_shift
+        shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + row_shift
         gl.store(tile_max_ptr + at, tile_max, mask=inside)
         if SOFTCAP:
-            # By halves: registers hold no more than one of them beside its slope.
+            # By halves: registers hold no more than one of them beside its softcap_grad.
             left, right = _halves(z)
-            left_sum, left = _bent_exponentials(left, shift, to_exponent, to_bent2)
-            right_sum, right = _bent_exponentials(right, shift, to_exponent, to_bent2)
+            left_sum, left = _softcapped_exponentials(left, shift, to_exponent, softcap2)
+            right_sum, right = _softcapped_exponentials(right, shift, to_exponent, softcap2)
             gl.store(tile_sum_ptr + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
         else:
             out = gl.exp2(z * scale2 - shift[:, None])
@@ -391,20 +391,22 @@ def _consume_tile(
     else:
         if SOFTCAP:
             left, right = _halves(z)
-            left = _bent_gradients(left, reference, factor, at_label, label, to_exponent, to_bent2)
-            right = _bent_gradients(
-                right, reference, factor, at_label, label - BLOCK_N // 2, to_exponent, to_bent2
+            left = _softcapped_gradients(
+                left, row_shift, factor, at_label, label, to_exponent, softcap2
+            )
+            right = _softcapped_gradients(
+                right, row_shift, factor, at_label, label - BLOCK_N // 2, to_exponent, softcap2
             )
         else:
-            out = gl.exp2(z * scale2 - reference[:, None]) * factor[:, None]
+            out = gl.exp2(z * scale2 - row_shift[:, None]) * factor[:, None]
             if holds_label != 0:
                 columns = gl.arange(0, BLOCK_N, COLUMNS)
                 out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
             left, right = _halves(out.to(out_desc.dtype))
         if MASKED:  # noqa: SIM102 (known when compiled, unlike the next)
-            if first_column + BLOCK_N > taking_part:
-                left = _without_padding(left, taking_part - first_column)
-                right = _without_padding(right, taking_part - first_column - BLOCK_N // 2)
+            if first_column + BLOCK_N > valid_columns:
+                left = _without_padding(left, valid_columns - first_column)
+                right = _without_padding(right, valid_columns - first_column - BLOCK_N // 2)
     if WRITE:
         _store_half(out_desc, left, staging, first_row, first_column)
         _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
@@ -415,7 +417,7 @@ def _consume_tile(
 def _consumer(
     out_desc,
     label_ptr,
-    reference_ptr,  # STATISTICS: reference2; GRADIENTS: the row maximum, in powers of two
+    row_shift_ptr,  # STATISTICS: row_shift2; GRADIENTS: the row maximum, in powers of two
     factor_ptr,
     at_label_ptr,
     label_tiles_ptr,
@@ -430,7 +432,7 @@ def _consumer(
     full,
     empty,
     num_rows,
-    taking_part,
+    valid_columns,
     num_m,
     num_n,
     num_k,
@@ -452,9 +454,9 @@ def _consumer(
     while tile < num_tiles:
         step = _consume_tile(
             tile, step,
-            out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+            out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
             tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
-            weight_slots, staging, full, empty, num_rows, taking_part, num_m, num_n, num_k,
+            weight_slots, staging, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
             logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX,
             MASKED, SOFTCAP,
         )  # fmt: skip
@@ -470,7 +472,7 @@ def _product_kernel(
     weight_desc,
     out_desc,
     label_ptr,
-    reference_ptr,
+    row_shift_ptr,
     factor_ptr,
     at_label_ptr,
     table_ptr,  # int32: exp_rows.RowPrologue.table
@@ -478,7 +480,7 @@ def _product_kernel(
     tile_sum_ptr,
     tile_argmax_ptr,
     label_logit_ptr,
-    inside_ptr,
+    valid_columns_ptr,
     num_rows,
     num_columns,
     hidden_size,
@@ -493,7 +495,7 @@ def _product_kernel(
     SOFTCAP: gl.constexpr,
 ):
     label_tiles_ptr = table_ptr + _HEADER
-    taking_part = gl.load(inside_ptr).to(gl.int32) if MASKED else num_columns
+    valid_columns = gl.load(valid_columns_ptr).to(gl.int32) if MASKED else num_columns
     num_m = gl.cdiv(num_rows, BLOCK_M)
     num_n = gl.cdiv(num_columns, BLOCK_N)
     num_k = gl.cdiv(hidden_size, BLOCK_K)
@@ -519,16 +521,16 @@ def _product_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, upper_slots, weight_slots,
-                upper_staging, tile_ids, full, empty, num_rows, taking_part, num_m, num_n, num_k,
+                upper_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 0, GROUP_M, MODE, WRITE, WITH_ARGMAX, MASKED, SOFTCAP,
             )),
             (_consumer, (
-                out_desc, label_ptr, reference_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
+                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
                 tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, lower_slots, weight_slots,
-                lower_staging, tile_ids, full, empty, num_rows, taking_part, num_m, num_n, num_k,
+                lower_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 64, GROUP_M, MODE, WRITE, WITH_ARGMAX, MASKED, SOFTCAP,
             )),
@@ -579,7 +581,7 @@ def _launch(
         (num_sms(tokens.device),),
         (
             *(labels, *rows, table, *tiles),
-            labels if form.num_columns is None else form.num_columns,
+            labels if form.valid_columns is None else form.valid_columns,
         ),
         (
             *(tokens.shape[0], weight.shape[0], tokens.shape[1]),
@@ -594,7 +596,7 @@ def _launch(
         MODE=mode,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
-        MASKED=form.num_columns is not None,
+        MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
 
@@ -603,7 +605,7 @@ def exp_product(
     tokens: Tensor,  # [C, H] bf16
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
-    reference2: Tensor,  # [C] fp32
+    row_shift2: Tensor,  # [C] fp32
     table: Tensor,  # int32: exp_rows.RowPrologue.table; its counter is used up here
     logit_scale: float,  # above 0
     out: Tensor | None,  # [C, V] bf16
@@ -614,7 +616,7 @@ def exp_product(
     num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
     tile_max = torch.empty((num_tiles, tokens.shape[0]), dtype=torch.float32, device=tokens.device)
     tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.empty_like(reference2)
+    label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     _launch(
         tokens,
@@ -622,7 +624,7 @@ def exp_product(
         out,
         labels,
         table,
-        (reference2, reference2, reference2),
+        (row_shift2, row_shift2, row_shift2),
         (tile_max, tile_sum, table if tile_argmax is None else tile_argmax, label_logit),
         logit_scale,
         int(STATISTICS),
@@ -639,7 +641,7 @@ def gradient_product(
     table: Tensor,  # int32: see exp_product
     max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's slope
+    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's gradient
     logit_scale: float,
     out: Tensor,  # [C, V] bf16
     form: RowOptions = NO_OPTIONS,

@@ -8,7 +8,7 @@ kernel             bytes                                           predicted  me
 =================  ==============================================  =========  ====================
 row_prologue       ``2CH`` read, ``2C * 64 * H`` FLOP               0.02 ms    0.17 (16 rows a program)
 combine_tiles      ``8CV/256`` read                                0.01 ms    0.08 (two passes)
-seal_rows          one entry a row; whole rows only on demand      0.01 ms    0.07 (read tile maxima)
+finalize_rows      one entry a row; whole rows only on demand      0.01 ms    0.07 (read tile maxima)
 scale_rows         ``4CH``                                         0.03 ms    0.02
 =================  ==============================================  =========  ====================
 
@@ -37,14 +37,14 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
     TileStatistics,
 )
-from megatron_fused_ce.kernels.softcap import tanh_and_slope
+from megatron_fused_ce.kernels.softcap import tanh_and_grad
 from megatron_fused_ce.kernels.token_kernels import addends, store_loss
 
-#: Rows of the whole weight whose logits give a token's reference, spread over it: any real rows do.
+#: Rows of the whole weight whose logits give a token's row_shift, spread over it: any real rows do.
 SAMPLED_ROWS = 64
 
-#: A token whose other logits stand further than this below the largest (log2 of its unit) has the unit
-#: folded into ``E``: the unit by itself would underflow.
+#: A token whose other logits stand further than this below the largest (log2 of its row scale) has the
+#: row scale folded into ``E``: the row scale by itself would underflow.
 FAR_BELOW = tl.constexpr(-60.0)
 _NOT_HERE = tl.constexpr(NOT_HERE)
 _HEADER = tl.constexpr(TABLE_HEADER)
@@ -57,7 +57,7 @@ TILE_COLUMNS = 256
 class RowPrologue(NamedTuple):
     """What the scaled-exp GEMM needs to know beforehand."""
 
-    reference2: Tensor  # [C] fp32: largest sampled logit, in powers of two
+    row_shift2: Tensor  # [C] fp32: largest sampled logit, in powers of two
     #: int32 ``[4 + V / 256 * 2 * ceil(C / 128)]``: 0, the counter that the Hopper kernel hands its tiles out
     #: by; from entry 4, for each tile of columns and 64 rows, 1 where a label of these rows is in the tile
     table: Tensor
@@ -98,7 +98,7 @@ def _row_prologue_kernel(
     tokens_ptr,  # [C, H]
     sample_ptr,  # [S, H]
     label_ptr,  # [C] int64
-    reference_ptr,  # [C] fp32, out
+    row_shift_ptr,  # [C] fp32, out
     table_ptr,  # int32, out
     tokens_stride,
     sample_stride,
@@ -139,11 +139,11 @@ def _row_prologue_kernel(
         tokens_ptr += BLOCK_K
         sample_ptr += BLOCK_K
     # A shard without a valid column samples NaN.
-    reference = tl.max(tl.where(real[None, :] & (z == z), z, float("-inf")), axis=1) * logit_scale
+    row_shift = tl.max(tl.where(real[None, :] & (z == z), z, float("-inf")), axis=1) * logit_scale
     if SOFTCAP:
-        bent, _ = tanh_and_slope(reference / softcap)
-        reference = softcap * bent
-    tl.store(reference_ptr + rows, reference * LOG2E, mask=inside)
+        tanh, _ = tanh_and_grad(row_shift / softcap)
+        row_shift = softcap * tanh
+    tl.store(row_shift_ptr + rows, row_shift * LOG2E, mask=inside)
 
 
 @triton.jit
@@ -166,14 +166,14 @@ def _tile_table_kernel(
 
 @triton.jit
 def _combine_tiles_kernel(
-    reference_ptr,  # [C] fp32, powers of two
+    row_shift_ptr,  # [C] fp32, powers of two
     tile_max_ptr,  # [num_tiles, C]
     tile_sum_ptr,  # [num_tiles, C]
     tile_argmax_ptr,  # [num_tiles, C] int32
     label_ptr,  # [C] int64
     label_logit_ptr,  # [C] fp32
     shard_ptr,  # [4, C] fp32, out, natural units: records.RowStatistics.shard
-    excess_ptr,  # out: the row's excess where its tiles differ in theirs, else -1
+    tile_shift_ptr,  # out: the row's tile_shift where its tiles differ in theirs, else -1
     argmax_ptr,  # out, int64
     loss_ptr,  # [C] fp32, out
     saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
@@ -197,8 +197,8 @@ def _combine_tiles_kernel(
     slots = tl.zeros((BLOCK_TILES, BLOCK_ROWS), dtype=tl.float32)
     slot_max = slots + float("-inf")
     slot_lowest = slots + float("inf")
-    slot_excess = slots
-    slot_others = slots
+    slot_shift = slots
+    slot_sum_exp = slots
     slot_best = slots.to(tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
@@ -210,53 +210,69 @@ def _combine_tiles_kernel(
             columns = tl.load(tile_argmax_ptr + at, mask=real, other=0)
             slot_best = tl.where(tile_max > slot_max, columns, slot_best)
         slot_max = tl.maximum(slot_max, tile_max)
-        excess = tl.where(tile_max > HEADROOM, tile_max, 0.0)
-        slot_lowest = tl.minimum(slot_lowest, tl.where(real, excess, float("inf")))
-        new_excess = tl.maximum(slot_excess, excess)
-        slot_others = slot_others * tl.exp2(slot_excess - new_excess)
-        slot_others += tile_sum * tl.exp2(excess - new_excess)
-        slot_excess = new_excess
+        tile_shift = tl.where(tile_max > HEADROOM, tile_max, 0.0)
+        slot_lowest = tl.minimum(slot_lowest, tl.where(real, tile_shift, float("inf")))
+        new_shift = tl.maximum(slot_shift, tile_shift)
+        slot_sum_exp = slot_sum_exp * tl.exp2(slot_shift - new_shift)
+        slot_sum_exp += tile_sum * tl.exp2(tile_shift - new_shift)
+        slot_shift = new_shift
     largest = tl.max(slot_max, axis=0)
-    lowest_excess = tl.min(slot_lowest, axis=0)
-    row_excess = tl.max(slot_excess, axis=0)
-    others = tl.sum(slot_others * tl.exp2(slot_excess - row_excess[None, :]), axis=0)
-    reference = tl.load(reference_ptr + rows, mask=inside, other=0.0)
+    lowest_shift = tl.min(slot_lowest, axis=0)
+    row_tile_shift = tl.max(slot_shift, axis=0)
+    sum_exp_nonlabel = tl.sum(slot_sum_exp * tl.exp2(slot_shift - row_tile_shift[None, :]), axis=0)
+    row_shift = tl.load(row_shift_ptr + rows, mask=inside, other=0.0)
     label = tl.load(label_ptr + rows, mask=inside, other=-1)
     here = (label >= 0) & (label < num_columns)
     label_logit = tl.load(label_logit_ptr + rows, mask=inside, other=0.0)
     if SOFTCAP:
-        bent, _ = tanh_and_slope(label_logit / softcap)
-        label_logit = softcap * bent
-    others_max = (reference + largest) * LN2
-    own_wins = here & (label_logit >= others_max)
-    row_max = tl.where(own_wins, label_logit, others_max)
+        tanh, _ = tanh_and_grad(label_logit / softcap)
+        label_logit = softcap * tanh
+    nonlabel_max = (row_shift + largest) * LN2
+    own_wins = here & (label_logit >= nonlabel_max)
+    row_max = tl.where(own_wins, label_logit, nonlabel_max)
     label_logit = tl.where(here, label_logit, _NOT_HERE)
     tl.store(shard_ptr + rows, row_max, mask=inside)
-    tl.store(shard_ptr + num_rows + rows, (reference + row_excess) * LN2, mask=inside)
-    tl.store(shard_ptr + 2 * num_rows + rows, others, mask=inside)
+    tl.store(shard_ptr + num_rows + rows, (row_shift + row_tile_shift) * LN2, mask=inside)
+    tl.store(shard_ptr + 2 * num_rows + rows, sum_exp_nonlabel, mask=inside)
     tl.store(shard_ptr + 3 * num_rows + rows, label_logit, mask=inside)
-    tl.store(excess_ptr + rows, tl.where(lowest_excess < row_excess, row_excess, -1.0), mask=inside)
+    tl.store(
+        tile_shift_ptr + rows,
+        tl.where(lowest_shift < row_tile_shift, row_tile_shift, -1.0),
+        mask=inside,
+    )
     if WITH_ARGMAX:
         first = tl.where(slot_max == largest[None, :], slot_best, num_columns)
         best = tl.min(first, axis=0)
         tl.store(argmax_ptr + rows, tl.where(own_wins, label, best.to(tl.int64)), mask=inside)
     if ALONE:
-        row_shift = (reference + row_excess) * LN2
-        others, of_label, shifted = addends(row_shift, others, label_logit, row_max)
-        store_loss(others, of_label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
+        row_shift = (row_shift + row_tile_shift) * LN2
+        sum_exp_nonlabel, of_label, shifted = addends(
+            row_shift, sum_exp_nonlabel, label_logit, row_max
+        )
+        store_loss(
+            sum_exp_nonlabel,
+            of_label,
+            shifted,
+            row_max,
+            loss_ptr,
+            saved_ptr,
+            rows,
+            inside,
+            num_rows,
+        )
 
 
 @triton.jit
-def _seal_rows_kernel(
+def _finalize_rows_kernel(
     e_ptr,  # [C, V], in and out
     label_ptr,  # [C] int64
     tile_max_ptr,  # [num_tiles, C]
     shard_ptr,  # [4, C] fp32, natural units: records.RowStatistics.shard
-    excess_ptr,  # [C] fp32
-    reference_ptr,  # [C] fp32, natural units: the largest of all shards
-    terms_ptr,  # [3, C] fp32: row_max, scale, deficit of records.GradientTerms
+    tile_shift_ptr,  # [C] fp32
+    row_shift_ptr,  # [C] fp32, natural units: the largest of all shards
+    terms_ptr,  # [3, C] fp32: row_max, scale, neg_label_grad of records.GradCoefficients
     label_logit_ptr,  # [C] fp32, before the softcap
-    unit_ptr,  # [C] fp32, out
+    row_scale_ptr,  # [C] fp32, out
     e_stride,
     num_rows,
     num_columns,
@@ -266,47 +282,47 @@ def _seal_rows_kernel(
     SOFTCAP: tl.constexpr,
     ALONE: tl.constexpr,  # the shard is the whole vocabulary
 ):
-    """One program per row: ``E`` in one unit over all tiles and shards, and the label's entry.
+    """One program per row: ``E`` at one row scale over all tiles and shards, and the label's entry.
 
-    The unit has the sign of the scale, which a z-loss can make negative, or 0.
+    The row_scale has the sign of the scale, which a z-loss can make negative, or 0.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
     row_ptr = e_ptr + row * e_stride
-    row_excess = tl.load(excess_ptr + row)
-    own_reference = tl.load(shard_ptr + num_rows + row)
-    reference = own_reference if ALONE else tl.load(reference_ptr + row)
+    row_tile_shift = tl.load(tile_shift_ptr + row)
+    own_row_shift = tl.load(shard_ptr + num_rows + row)
+    row_shift = own_row_shift if ALONE else tl.load(row_shift_ptr + row)
     row_max = tl.load(terms_ptr + row)
     scale = tl.load(terms_ptr + num_rows + row)
-    deficit = tl.load(terms_ptr + 2 * num_rows + row)
+    neg_label_grad = tl.load(terms_ptr + 2 * num_rows + row)
     sign = tl.where(scale < 0.0, -1.0, 1.0)
-    log2_unit = (reference - row_max) * LOG2E + tl.log2(tl.abs(scale))
-    far_below = log2_unit < FAR_BELOW
+    log2_row_scale = (row_shift - row_max) * LOG2E + tl.log2(tl.abs(scale))
+    far_below = log2_row_scale < FAR_BELOW
     label = tl.load(label_ptr + row)
     here = (label >= 0) & (label < num_columns)
-    unit = tl.where(far_below, 1.0, sign * tl.exp2(log2_unit))
-    at_label = -deficit / unit
+    row_scale = tl.where(far_below, 1.0, sign * tl.exp2(log2_row_scale))
+    at_label = -neg_label_grad / row_scale
     if SOFTCAP:
-        _, slope = tanh_and_slope(tl.load(label_logit_ptr + row) / softcap)
-        at_label *= slope
+        _, softcap_grad = tanh_and_grad(tl.load(label_logit_ptr + row) / softcap)
+        at_label *= softcap_grad
     at_label = at_label.to(e_ptr.dtype.element_ty)
-    mixed = row_excess >= 0.0
-    differs = own_reference != reference
+    mixed = row_tile_shift >= 0.0
+    differs = own_row_shift != row_shift
     if far_below | mixed | differs:
-        shift = (own_reference - reference) * LOG2E
-        shift += tl.where(far_below, log2_unit, 0.0) - tl.where(mixed, row_excess, 0.0)
+        shift = (own_row_shift - row_shift) * LOG2E
+        shift += tl.where(far_below, log2_row_scale, 0.0) - tl.where(mixed, row_tile_shift, 0.0)
         tile_ptr = tile_max_ptr + row
         for tile in range(0, num_tiles):
             tile_max = tl.load(tile_ptr)
             tile_ptr += num_rows
-            excess = tl.where(mixed & (tile_max > HEADROOM), tile_max, 0.0)
+            tile_shift = tl.where(mixed & (tile_max > HEADROOM), tile_max, 0.0)
             columns = tile * TILE + tl.arange(0, TILE)
             mask = (columns < num_columns) & (columns != label)
             e = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            e = e * (tl.where(far_below, sign, 1.0) * tl.exp2(excess + shift))
+            e = e * (tl.where(far_below, sign, 1.0) * tl.exp2(tile_shift + shift))
             tl.store(row_ptr + columns, e.to(e_ptr.dtype.element_ty), mask=mask)
     tl.store(row_ptr + tl.where(here, label, 0), at_label, mask=here)
-    tl.store(unit_ptr + row, unit)
+    tl.store(row_scale_ptr + row, row_scale)
 
 
 @triton.jit
@@ -362,7 +378,7 @@ def _scaled_copy_kernel(x_ptr, scale_ptr, out_ptr, numel, BLOCK: tl.constexpr):
 _tile_table = Launch(_tile_table_kernel, num_warps=4)
 _row_prologue = Launch(_row_prologue_kernel, num_warps=4, num_stages=4)
 _combine_tiles = Launch(_combine_tiles_kernel, num_warps=8)
-_seal_rows = Launch(_seal_rows_kernel, num_warps=4)
+_finalize_rows = Launch(_finalize_rows_kernel, num_warps=4)
 _scale_rows = Launch(_scale_rows_kernel, num_warps=4)
 _add_scaled = Launch(_add_scaled_kernel, num_warps=8)
 _scaled_copy = Launch(_scaled_copy_kernel, num_warps=8)
@@ -400,10 +416,10 @@ def sample_rows(weight: Tensor, num_sampled: int, form: RowOptions = NO_OPTIONS)
     Only of those that take part; NaN where none does.
     """
     num_rows = weight.shape[0]
-    if form.num_columns is not None:
-        at = torch.arange(num_sampled, device=weight.device) * form.num_columns // num_sampled
+    if form.valid_columns is not None:
+        at = torch.arange(num_sampled, device=weight.device) * form.valid_columns // num_sampled
         rows = weight.detach().index_select(0, at)
-        return torch.where(form.num_columns > 0, rows, torch.nan)
+        return torch.where(form.valid_columns > 0, rows, torch.nan)
     if num_rows < num_sampled:
         weight = weight.repeat(-(-num_sampled // num_rows), 1)
         num_rows = weight.shape[0]
@@ -419,18 +435,18 @@ def row_prologue(
     logit_scale: float,
     form: RowOptions = NO_OPTIONS,
 ) -> RowPrologue:
-    """A reference for every row, and which tiles hold labels, in one launch.
+    """A row shift for every row, and which tiles hold labels, in one launch.
 
     ``2CH`` bytes read once, and the sample from L2 by every program. Predicted 0.02 ms at C = 8192, H = 4096;
     measured with the labels' marks 0.029, a cuBLAS GEMM with a memset and a kernel after it 0.033 (H200).
     """
     num_rows, hidden_size = tokens.shape
-    reference2 = torch.empty(num_rows, dtype=torch.float32, device=tokens.device)
+    row_shift2 = torch.empty(num_rows, dtype=torch.float32, device=tokens.device)
     table, halves, num_tiles = _empty_table(num_rows, num_columns, tokens.device)
     num_sampled = sample.shape[0]
     _row_prologue(
         (halves,),
-        (tokens, sample, labels, reference2, table),
+        (tokens, sample, labels, row_shift2, table),
         (
             *(tokens.stride(0), sample.stride(0), num_rows, num_columns, hidden_size, num_sampled),
             *(halves, num_tiles, logit_scale, form.softcap or 1.0),
@@ -442,7 +458,7 @@ def row_prologue(
         BLOCK_TILES=256,
         SOFTCAP=form.softcap is not None,
     )
-    return RowPrologue(reference2, table)
+    return RowPrologue(row_shift2, table)
 
 
 def combine_tiles(
@@ -456,10 +472,10 @@ def combine_tiles(
     """Statistics of every row from those of its tiles; merged already where the shard is ``alone``."""
     num_tiles, num_rows = tiles.tile_max.shape
     statistics = torch.empty((5, num_rows), dtype=torch.float32, device=labels.device)
-    shard, excess = statistics[:4], statistics[4]
+    shard, tile_shift = statistics[:4], statistics[4]
     merged = None
     if alone:
-        loss, saved = torch.empty_like(excess), statistics.new_empty((4, num_rows))
+        loss, saved = torch.empty_like(tile_shift), statistics.new_empty((4, num_rows))
         merged = Merged(loss, saved, None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
@@ -467,9 +483,9 @@ def combine_tiles(
     _combine_tiles(
         (ceil_div(num_rows, block_rows),),
         (
-            *(prologue.reference2, tiles.tile_max, tiles.tile_sum),
+            *(prologue.row_shift2, tiles.tile_max, tiles.tile_sum),
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
-            *(labels, tiles.label_logit, shard, excess, labels if argmax is None else argmax),
+            *(labels, tiles.label_logit, shard, tile_shift, labels if argmax is None else argmax),
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
         ),
         (num_rows, num_columns, num_tiles, form.softcap or 1.0),
@@ -479,38 +495,38 @@ def combine_tiles(
         SOFTCAP=form.softcap is not None,
         ALONE=alone,
     )
-    return RowStatistics(shard, argmax, excess=excess, merged=merged)
+    return RowStatistics(shard, argmax, tile_shift=tile_shift, merged=merged)
 
 
-def seal_rows(
+def finalize_rows(
     e: Tensor,  # [C, V], in place
     labels: Tensor,  # [C] int64
     tiles: TileStatistics,
     stats: RowStatistics,
-    reference: Tensor | None,  # [C] fp32: Merged.reference
-    terms: Tensor,  # [3, C] fp32, or more rows: row_max, scale, deficit of GradientTerms
+    row_shift: Tensor | None,  # [C] fp32: Merged.row_shift
+    terms: Tensor,  # [3, C] fp32, or more rows: row_max, scale, neg_label_grad of GradCoefficients
     form: RowOptions = NO_OPTIONS,
 ) -> Tensor:
-    """Bring every row of ``E`` into one unit over all shards and write the label's entry.
+    """Bring every row of ``E`` to one row scale over all shards and write the label's entry.
 
-    Afterwards ``unit * E`` is the gradient of the loss with respect to the logits, for an upstream
-    gradient of 1. Returns the unit, fp32 ``[C]``, the same on every rank.
+    Afterwards ``row_scale * E`` is the gradient of the loss with respect to the logits, for an upstream
+    gradient of 1. Returns the row scale, fp32 ``[C]``, the same on every rank.
     """
-    assert stats.excess is not None
+    assert stats.tile_shift is not None
     num_rows, num_columns = e.shape
-    unit = torch.empty_like(stats.excess)
-    _seal_rows(
+    row_scale = torch.empty_like(stats.tile_shift)
+    _finalize_rows(
         (num_rows,),
         (
-            *(e, labels, tiles.tile_max, stats.shard, stats.excess),
-            *(stats.shard if reference is None else reference, terms, tiles.label_logit, unit),
+            *(e, labels, tiles.tile_max, stats.shard, stats.tile_shift),
+            *(stats.shard if row_shift is None else row_shift, terms, tiles.label_logit, row_scale),
         ),
         (e.stride(0), num_rows, num_columns, tiles.tile_max.shape[0], form.softcap or 1.0),
         TILE=tiles.tile_columns,
         SOFTCAP=form.softcap is not None,
-        ALONE=reference is None,
+        ALONE=row_shift is None,
     )
-    return unit
+    return row_scale
 
 
 def scale_rows(

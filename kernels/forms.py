@@ -97,7 +97,7 @@ def _try_out(product: Any, device: torch.device) -> None:
     labels = torch.zeros(size, dtype=torch.int64, device=device)
     out = torch.empty_like(x)
     prologue = exp_rows.row_prologue(x, x, labels, size, 1.0)
-    per_row = prologue.reference2
+    per_row = prologue.row_shift2
     tiles = product.exp_product(x, x, labels, per_row, prologue.table, 1.0, out)
     exp_rows.combine_tiles(prologue, tiles, labels, size)
     table = exp_rows.tile_table(labels, size)

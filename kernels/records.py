@@ -18,7 +18,7 @@ LOG2_E = 1.4426950408889634
 TABLE_HEADER = 4
 
 #: Rows of :attr:`RowStatistics.shard`.
-ROW_MAX, REFERENCE, OTHERS, LABEL_LOGIT = range(4)
+ROW_MAX, ROW_SHIFT, SUM_EXP_NONLABEL, LABEL_LOGIT = range(4)
 NUM_STATISTICS = 4
 #: A label logit that is not in this shard. A real one of ``+inf`` makes the row maximum ``+inf`` and the
 #: token NaN, so nothing is lost.
@@ -31,9 +31,9 @@ class RowOptions:
 
     #: ``cap``; None for none
     softcap: float | None = None
-    #: int64 [1]: columns of this shard that take part, None for all
-    num_columns: Tensor | None = None
-    #: which statistics of :class:`Further` are wanted of every row
+    #: int64 [1]: valid columns of this shard, None for all
+    valid_columns: Tensor | None = None
+    #: which statistics of :class:`ExtraStatistics` are wanted of every row
     with_logit_sum: bool = False
     with_weighted: bool = False
 
@@ -48,18 +48,18 @@ class SoftTargets(NamedTuple):
     probs: Tensor  # fp32 [k, C]
 
 
-class Further(NamedTuple):
+class ExtraStatistics(NamedTuple):
     """Statistics that only some losses and outputs ask for, fp32 ``[C]``; None where not asked for.
 
-    Of one shard, relative to its :attr:`RowStatistics.reference`; in :class:`Merged` over the whole
+    Of one shard, relative to its :attr:`RowStatistics.row_shift`; in :class:`Merged` over the whole
     vocabulary and relative to the row's maximum.
     """
 
     logit_sum: Tensor | None = None  # sum of z: label smoothing
-    #: sum of exp(z - reference) * (z - reference), without the label's own column: entropy
+    #: sum of exp(z - row_shift) * (z - row_shift), without the label's own column: entropy
     weighted: Tensor | None = None
     target_sum: Tensor | None = (
-        None  # sum of q * (z - reference) over the soft targets that are here
+        None  # sum of q * (z - row_shift) over the soft targets that are here
     )
     target_mass: Tensor | None = None  # sum of their q
     #: global id of the largest logit, lowest on a tie (exact below 2**24): predicted ids
@@ -71,29 +71,29 @@ class Further(NamedTuple):
         return tuple(name for name in self._fields if getattr(self, name) is not None)
 
     @staticmethod
-    def of(names: tuple[str, ...], rows: Iterable[Tensor]) -> Further:
-        return Further(**dict(zip(names, rows, strict=True)))
+    def of(names: tuple[str, ...], rows: Iterable[Tensor]) -> ExtraStatistics:
+        return ExtraStatistics(**dict(zip(names, rows, strict=True)))
 
     def rows(self) -> list[Tensor]:
         return [row for row in self if row is not None]
 
 
-NOTHING_FURTHER = Further()
+NO_EXTRA = ExtraStatistics()
 
 
 class RowStatistics(NamedTuple):
     """Statistics of each row over one vocabulary shard.
 
     ``shard`` is what the ranks exchange, in one piece, fp32 ``[4, C]``: the largest logit; what the sum is
-    relative to (the largest logit, or near it); the sum of ``exp(z - reference)`` without the label's own
+    relative to (the largest logit, or near it); the sum of ``exp(z - row_shift)`` without the label's own
     column; the label's logit, :data:`NOT_HERE` where another shard holds it or none.
     """
 
     shard: Tensor
     argmax: Tensor | None = None  # int64 [C]: column of row_max, lowest on a tie; where asked for
-    further: Further = NOTHING_FURTHER
-    #: scaled-exp GEMM only, fp32 [C]: the row's excess where its tiles differ in theirs, else -1
-    excess: Tensor | None = None
+    extra: ExtraStatistics = NO_EXTRA
+    #: scaled-exp GEMM only, fp32 [C]: the row's tile_shift where its tiles differ in theirs, else -1
+    tile_shift: Tensor | None = None
     #: where the shard is the whole vocabulary and the merge cost nothing
     merged: Merged | None = None
 
@@ -102,12 +102,12 @@ class RowStatistics(NamedTuple):
         return self.shard[ROW_MAX]
 
     @property
-    def reference(self) -> Tensor:
-        return self.shard[REFERENCE]
+    def row_shift(self) -> Tensor:
+        return self.shard[ROW_SHIFT]
 
     @property
-    def others(self) -> Tensor:
-        return self.shard[OTHERS]
+    def sum_exp_nonlabel(self) -> Tensor:
+        return self.shard[SUM_EXP_NONLABEL]
 
     @property
     def label_logit(self) -> Tensor:
@@ -117,12 +117,12 @@ class RowStatistics(NamedTuple):
 class TileStatistics(NamedTuple):
     """What the scaled-exp GEMM leaves of each row and tile of columns, ``[num_tiles, C]``.
 
-    A tile's entries are ``E = 2**(z2 - reference2 - excess)`` with ``z2 = log2(e) * logit_scale * z``
-    and ``excess`` 0, or ``tile_max`` where that is above 64.
+    A tile's entries are ``E = 2**(z2 - row_shift2 - tile_shift)`` with ``z2 = log2(e) * logit_scale * z``
+    and ``tile_shift`` 0, or ``tile_max`` where that is above 64.
     """
 
     tile_columns: int
-    tile_max: Tensor  # fp32: largest z2 - reference2 of the tile, label left out
+    tile_max: Tensor  # fp32: largest z2 - row_shift2 of the tile, label left out
     tile_sum: Tensor  # fp32: sum of E over the tile, label left out
     #: fp32 [C]: logit_scale * z_y, before a softcap; undefined where the label is not here
     label_logit: Tensor
@@ -134,21 +134,22 @@ class Merged(NamedTuple):
 
     loss: Tensor  # fp32 [C]: the plain one
     terms: Tensor  # fp32 [4, C]: TokenTerms, the mass left out
-    #: fp32 [C]: the largest reference of any shard; None where the shard is the whole vocabulary
-    reference: Tensor | None
-    further: Further = NOTHING_FURTHER
+    #: fp32 [C]: the largest row_shift of any shard; None where the shard is the whole vocabulary
+    row_shift: Tensor | None
+    extra: ExtraStatistics = NO_EXTRA
 
 
-class GradientTerms(NamedTuple):
+class GradCoefficients(NamedTuple):
     """What the gradient of a token's logits needs, fp32 ``[C]``.
 
-    ``d / d s_j = factor * (exp(t_j) * (scale + slope * t_j) - share)`` with ``t_j = s_j - row_max``, and
-    ``-factor * deficit`` at the label. Plain, they are the :class:`TokenTerms` themselves.
+    ``d / d s_j = factor * (exp(t_j) * (scale + entropy_scale * t_j) - smoothing_per_class)`` with ``t_j = s_j
+    - row_max``, and ``-factor * neg_label_grad`` at the label. Plain, they are the :class:`TokenTerms`
+    themselves.
     """
 
     row_max: Tensor
     scale: Tensor
-    deficit: Tensor
+    neg_label_grad: Tensor
     factor: Tensor
-    slope: Tensor | None = None
-    share: Tensor | None = None  # or []
+    entropy_scale: Tensor | None = None
+    smoothing_per_class: Tensor | None = None  # or []

@@ -26,13 +26,13 @@ from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
-    Further,
-    GradientTerms,
+    ExtraStatistics,
+    GradCoefficients,
     RowOptions,
     RowStatistics,
     SoftTargets,
 )
-from megatron_fused_ce.kernels.softcap import tanh_and_slope
+from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
 #: Columns that one program of a kernel holds in registers at a time, and its warps. Statistics on an H200
 #: (5f9281f), C = 8192, V = 128256, ms with 2048 and 4 / 4096 and 8: plain 0.60 / 0.69, with a sum
@@ -89,8 +89,8 @@ def _targets(
     probs = tl.load(target_prob_ptr + at, mask=here, other=0.0)
     z = tl.load(row_ptr + ids, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
-        bent, _ = tanh_and_slope(z / softcap)
-        z = softcap * bent
+        tanh, _ = tanh_and_grad(z / softcap)
+        z = softcap * tanh
     return ids, probs, z
 
 
@@ -122,8 +122,8 @@ def _add_block(
     else:
         z = tl.load(row_ptr + columns).to(tl.float32) * logit_scale
     if SOFTCAP:
-        bent, _ = tanh_and_slope(z / softcap)
-        z = softcap * bent
+        tanh, _ = tanh_and_grad(z / softcap)
+        z = softcap * tanh
     if WITH_SUM:
         logit_sums += z  # 0 outside
     if RAGGED:
@@ -134,13 +134,13 @@ def _add_block(
     else:
         block_max = tl.max(z, axis=0)
     new_max = tl.maximum(running_max, block_max)
-    # A row that has only seen -inf keeps the reference 0, so that nothing becomes NaN.
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    t = z - reference
+    # A row that has only seen -inf keeps the row shift 0, so that nothing becomes NaN.
+    row_shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    t = z - row_shift
     e = _exp(t, row_ptr.dtype.element_ty == tl.float32)
     if (label >= start) & (label < start + BLOCK):
         e = tl.where(columns == label, 0.0, e)
-    shift = running_max - reference
+    shift = running_max - row_shift
     moved = tl.exp(shift)
     if WEIGHTED:
         # -inf times 0 on the first block and where a logit is -inf.
@@ -157,11 +157,11 @@ def _row_statistics_kernel(
     shard_ptr,  # [4, C] fp32, out: records.RowStatistics.shard
     argmax_ptr,  # [C] int64
     sum_ptr,  # [C] fp32, out: sum of the logits
-    weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of records.Further
+    weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of records.ExtraStatistics
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
-    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.Further
-    inside_ptr,  # [1] int64: columns that take part
+    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.ExtraStatistics
+    valid_columns_ptr,  # [1] int64: valid columns
     row_stride,
     num_rows,
     num_columns,
@@ -180,7 +180,7 @@ def _row_statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     if MASKED:
-        num_columns = tl.load(inside_ptr).to(tl.int32)
+        num_columns = tl.load(valid_columns_ptr).to(tl.int32)
     label = tl.load(label_ptr + row)
     here = (label >= 0) & (label < num_columns)
     label = tl.where(here, label, -1).to(tl.int32)
@@ -204,8 +204,8 @@ def _row_statistics_kernel(
         )  # fmt: skip
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
-        bent_label, _ = tanh_and_slope(label_logit / softcap)
-        label_logit = softcap * bent_label
+        tanh_label, _ = tanh_and_grad(label_logit / softcap)
+        label_logit = softcap * tanh_label
     if WITH_SUM:
         tl.store(sum_ptr + row, tl.sum(logit_sums, axis=0))
     if WEIGHTED:
@@ -231,26 +231,26 @@ def _row_gradients_kernel(
     logits_ptr,  # [C, V]
     out_ptr,  # [C, V], may be logits_ptr
     label_ptr,  # [C] int64
-    max_ptr,  # [C] fp32: records.GradientTerms, and the next four
+    max_ptr,  # [C] fp32: records.GradCoefficients, and the next four
     scale_ptr,
-    deficit_ptr,
+    neg_label_grad_ptr,
     factor_ptr,
-    slope_ptr,
-    share_ptr,  # [C] or [] fp32
+    entropy_scale_ptr,
+    smoothing_ptr,  # [C] or [] fp32
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
-    inside_ptr,  # [1] int64: columns that take part
+    valid_columns_ptr,  # [1] int64: valid columns
     row_stride,
     out_row_stride,
-    share_stride,
+    smoothing_stride,
     num_rows,
     num_columns,
     num_targets,
     logit_scale,
     softcap,
     BLOCK: tl.constexpr,
-    WITH_SLOPE: tl.constexpr,
-    WITH_SHARE: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_SMOOTHING: tl.constexpr,
     TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -265,40 +265,40 @@ def _row_gradients_kernel(
     label = tl.load(label_ptr + row)
     row_max = tl.load(max_ptr + row)
     scale = tl.load(scale_ptr + row)
-    deficit = tl.load(deficit_ptr + row)
+    neg_label_grad = tl.load(neg_label_grad_ptr + row)
     factor = tl.load(factor_ptr + row)
     z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     z = z * logit_scale
     if SOFTCAP:
-        bent, bend = tanh_and_slope(z / softcap)
-        z = softcap * bent
+        tanh, softcap_grad = tanh_and_grad(z / softcap)
+        z = softcap * tanh
     e = _exp(z - row_max, logits_ptr.dtype.element_ty == tl.float32)
-    if WITH_SLOPE:
-        slope = tl.load(slope_ptr + row)
-        gradient = tl.where(e == 0.0, 0.0, e * (scale + slope * (z - row_max)))
+    if WITH_ENTROPY:
+        entropy_scale = tl.load(entropy_scale_ptr + row)
+        gradient = tl.where(e == 0.0, 0.0, e * (scale + entropy_scale * (z - row_max)))
     else:
         gradient = e * scale
-    if WITH_SHARE:
-        gradient -= tl.load(share_ptr + row * share_stride)
-    gradient = factor * tl.where(columns == label, -deficit, gradient)
+    if WITH_SMOOTHING:
+        gradient -= tl.load(smoothing_ptr + row * smoothing_stride)
+    gradient = factor * tl.where(columns == label, -neg_label_grad, gradient)
     if SOFTCAP:
-        gradient *= bend
-    taking_part = num_columns
+        gradient *= softcap_grad
+    valid_columns = num_columns
     if MASKED:
-        taking_part = tl.load(inside_ptr)
-        gradient = tl.where(columns < taking_part, gradient, 0.0)
+        valid_columns = tl.load(valid_columns_ptr)
+        gradient = tl.where(columns < valid_columns, gradient, 0.0)
     if TARGETS > 0:
         ids, probs, t = _targets(
-            row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, taking_part, num_targets,
+            row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, valid_columns, num_targets,
             logit_scale, 1.0, start, start + BLOCK, TARGETS, False,
         )  # fmt: skip
         if SOFTCAP:
-            bent_target, bend_target = tanh_and_slope(t / softcap)
-            t = softcap * bent_target
+            tanh_target, target_softcap_grad = tanh_and_grad(t / softcap)
+            t = softcap * tanh_target
         e_target = _exp(t - row_max, logits_ptr.dtype.element_ty == tl.float32)
         at_target = factor * (e_target * scale - probs)
         if SOFTCAP:
-            at_target *= bend_target
+            at_target *= target_softcap_grad
         # Logits and gradients may share their memory: all are read before one is written, and the block
         # before its targets' entries.
         tl.debug_barrier()
@@ -344,7 +344,7 @@ def row_statistics(
             shard if weighted is None else weighted,
             *((local_labels, shard) if targets is None else targets),
             of_targets,
-            local_labels if form.num_columns is None else form.num_columns,
+            local_labels if form.valid_columns is None else form.valid_columns,
         ),
         (
             *(logits.stride(0), num_rows, num_columns, num_targets),
@@ -355,17 +355,19 @@ def row_statistics(
         WITH_SUM=logit_sum is not None,
         WEIGHTED=weighted is not None,
         TARGETS=padded_targets,
-        MASKED=form.num_columns is not None,
+        MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
     target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
-    return RowStatistics(shard, argmax, Further(logit_sum, weighted, target_sum, target_mass))
+    return RowStatistics(
+        shard, argmax, ExtraStatistics(logit_sum, weighted, target_sum, target_mass)
+    )
 
 
 def row_gradients(
     logits: Tensor,  # [C, V], unit column stride
     local_labels: Tensor,  # [C] int64
-    terms: GradientTerms,
+    terms: GradCoefficients,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
@@ -380,21 +382,25 @@ def row_gradients(
         (num_rows, ceil_div(num_columns, block)),
         (
             *(logits, out, local_labels),
-            *(terms.row_max, terms.scale, terms.deficit, terms.factor),
-            unused if terms.slope is None else terms.slope,
-            unused if terms.share is None else terms.share,
+            *(terms.row_max, terms.scale, terms.neg_label_grad, terms.factor),
+            unused if terms.entropy_scale is None else terms.entropy_scale,
+            unused if terms.smoothing_per_class is None else terms.smoothing_per_class,
             *((local_labels, unused) if targets is None else targets),
-            local_labels if form.num_columns is None else form.num_columns,
+            local_labels if form.valid_columns is None else form.valid_columns,
         ),
         (
-            *(logits.stride(0), out.stride(0), 0 if terms.share is None else terms.share.dim()),
+            *(
+                logits.stride(0),
+                out.stride(0),
+                0 if terms.smoothing_per_class is None else terms.smoothing_per_class.dim(),
+            ),
             *(num_rows, num_columns, num_targets, logit_scale, form.softcap or 1.0),
         ),
         BLOCK=block,
-        WITH_SLOPE=terms.slope is not None,
-        WITH_SHARE=terms.share is not None,
+        WITH_ENTROPY=terms.entropy_scale is not None,
+        WITH_SMOOTHING=terms.smoothing_per_class is not None,
         TARGETS=padded_targets,
-        MASKED=form.num_columns is not None,
+        MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
     return out

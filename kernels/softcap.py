@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def tanh_and_slope(x):
+def tanh_and_grad(x):
     """``tanh(x)`` and ``1 - tanh(x)**2``, which would lose its digits if it were computed so.
 
     So would ``tanh`` of a small ``x`` as a difference of exponentials: there it is its series, to a relative

@@ -22,24 +22,26 @@ _NOT_HERE = tl.constexpr(NOT_HERE)
 @triton.jit
 def _addends(shard_ptr, rows, inside, num_rows, row_max):
     """One shard's addends, loaded from records.RowStatistics.shard."""
-    reference = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
-    others = tl.load(shard_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
+    row_shift = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
+    sum_exp_nonlabel = tl.load(shard_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
     label_logit = tl.load(shard_ptr + 3 * num_rows + rows, mask=inside, other=0.0)
-    return addends(reference, others, label_logit, row_max)
+    return addends(row_shift, sum_exp_nonlabel, label_logit, row_max)
 
 
 @triton.jit
-def addends(reference, others, label_logit, row_max):
-    """One shard's addends to (others, label, z_y - m): row_ops.shard_terms."""
+def addends(row_shift, sum_exp_nonlabel, label_logit, row_max):
+    """One shard's addends to (sum_exp_nonlabel, label, z_y - m): row_ops.shard_addends."""
     shifted = label_logit - row_max
     here = label_logit != _NOT_HERE
-    rescaled = tl.where(others == 0.0, 0.0, others * tl.exp(reference - row_max))
+    rescaled = tl.where(
+        sum_exp_nonlabel == 0.0, 0.0, sum_exp_nonlabel * tl.exp(row_shift - row_max)
+    )
     rescaled = tl.where(row_max == float("inf"), float("nan"), rescaled)
     return rescaled, tl.where(here, tl.exp(shifted), 0.0), tl.where(here, shifted, 0.0)
 
 
 @triton.jit
-def _shard_terms_kernel(
+def _shard_addends_kernel(
     shard_ptr,  # [4, C] fp32: records.RowStatistics.shard
     row_max_ptr,  # [C] fp32: over the whole vocabulary
     terms_ptr,  # [3, C] fp32, out
@@ -49,8 +51,8 @@ def _shard_terms_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     row_max = tl.load(row_max_ptr + rows, mask=inside, other=0.0)
-    others, label, shifted = _addends(shard_ptr, rows, inside, num_rows, row_max)
-    tl.store(terms_ptr + rows, others, mask=inside)
+    sum_exp_nonlabel, label, shifted = _addends(shard_ptr, rows, inside, num_rows, row_max)
+    tl.store(terms_ptr + rows, sum_exp_nonlabel, mask=inside)
     tl.store(terms_ptr + num_rows + rows, label, mask=inside)
     tl.store(terms_ptr + 2 * num_rows + rows, shifted, mask=inside)
 
@@ -64,16 +66,18 @@ def _log1p(x):
 
 
 @triton.jit
-def store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
+def store_loss(
+    sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows
+):
     """Loss and terms of tokens whose addends were summed over the shards: row_ops.token_loss."""
-    total = others + label
-    confident = label > others
-    ratio = others / tl.where(confident, label, 1.0)
+    total = sum_exp_nonlabel + label
+    confident = label > sum_exp_nonlabel
+    ratio = sum_exp_nonlabel / tl.where(confident, label, 1.0)
     loss = tl.where(confident, _log1p(ratio), tl.log(total) - shifted)
     tl.store(loss_ptr + rows, loss, mask=inside)
     tl.store(saved_ptr + rows, row_max, mask=inside)
     tl.store(saved_ptr + num_rows + rows, 1.0 / total, mask=inside)
-    tl.store(saved_ptr + 2 * num_rows + rows, others / total, mask=inside)
+    tl.store(saved_ptr + 2 * num_rows + rows, sum_exp_nonlabel / total, mask=inside)
     known = (label > 0) | (shifted != 0)
     tl.store(saved_ptr + 3 * num_rows + rows, tl.where(known, shifted, _NOT_HERE), mask=inside)
 
@@ -90,10 +94,12 @@ def _token_loss_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     row_max = tl.load(row_max_ptr + rows, mask=inside, other=0.0)
-    others = tl.load(terms_ptr + rows, mask=inside, other=0.0)
+    sum_exp_nonlabel = tl.load(terms_ptr + rows, mask=inside, other=0.0)
     label = tl.load(terms_ptr + num_rows + rows, mask=inside, other=1.0)
     shifted = tl.load(terms_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
-    store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
+    store_loss(
+        sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows
+    )
 
 
 @triton.jit
@@ -107,7 +113,7 @@ def _merge_shards_kernel(
     shards_ptr,  # [R, 4, C] fp32
     loss_ptr,  # [C] fp32, out
     saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
-    reference_ptr,  # [C] fp32, out
+    row_shift_ptr,  # [C] fp32, out
     num_shards,
     num_rows,
     BLOCK: tl.constexpr,
@@ -116,39 +122,41 @@ def _merge_shards_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
     row_max = tl.full((BLOCK,), float("-inf"), tl.float32)
-    largest_reference = row_max
+    largest_row_shift = row_max
     for shard in range(num_shards):
         shard_ptr = shards_ptr + shard * 4 * num_rows
         row_max = _larger(tl.load(shard_ptr + rows, mask=inside, other=0.0), row_max)
-        reference = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
-        largest_reference = _larger(reference, largest_reference)
-    others = tl.zeros((BLOCK,), tl.float32)
-    label = others
-    shifted = others
+        row_shift = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
+        largest_row_shift = _larger(row_shift, largest_row_shift)
+    sum_exp_nonlabel = tl.zeros((BLOCK,), tl.float32)
+    label = sum_exp_nonlabel
+    shifted = sum_exp_nonlabel
     for shard in range(num_shards):
         shard_ptr = shards_ptr + shard * 4 * num_rows
         a, b, c = _addends(shard_ptr, rows, inside, num_rows, row_max)
-        others += a
+        sum_exp_nonlabel += a
         label += b
         shifted += c
-    tl.store(reference_ptr + rows, largest_reference, mask=inside)
-    store_loss(others, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
+    tl.store(row_shift_ptr + rows, largest_row_shift, mask=inside)
+    store_loss(
+        sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows
+    )
 
 
-_shard_terms = Launch(_shard_terms_kernel)
+_shard_addends = Launch(_shard_addends_kernel)
 _token_loss = Launch(_token_loss_kernel)
 _merge_shards = Launch(_merge_shards_kernel)
 
 
-def shard_terms(
+def shard_addends(
     shard: Tensor,  # [4, C] fp32: RowStatistics.shard, contiguous
     global_max: Tensor,  # [C] fp32
 ) -> Tensor:
-    """:func:`.row_ops.shard_terms`: ``[3, C]`` fp32."""
+    """:func:`.row_ops.shard_addends`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
     terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
     grid = (ceil_div(num_rows, BLOCK),)
-    _shard_terms(grid, (shard, global_max, terms), (num_rows,), BLOCK=BLOCK)
+    _shard_addends(grid, (shard, global_max, terms), (num_rows,), BLOCK=BLOCK)
     return terms
 
 
@@ -170,10 +178,10 @@ def merge_shards(shards: Tensor) -> Merged:
     num_shards, _, num_rows = shards.shape
     loss = torch.empty(num_rows, dtype=torch.float32, device=shards.device)
     saved = loss.new_empty((4, num_rows))
-    reference = torch.empty_like(loss)
+    row_shift = torch.empty_like(loss)
     grid = (ceil_div(num_rows, BLOCK),)
-    _merge_shards(grid, (shards, loss, saved, reference), (num_shards, num_rows), BLOCK=BLOCK)
-    return Merged(loss, saved, reference)
+    _merge_shards(grid, (shards, loss, saved, row_shift), (num_shards, num_rows), BLOCK=BLOCK)
+    return Merged(loss, saved, row_shift)
 
 
 #: What a collective's kernels take from the event they wait for to their first SMs, with some to spare.

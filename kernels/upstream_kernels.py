@@ -45,7 +45,7 @@ def _scaled_weights_kernel(
 
 
 @triton.jit
-def _fit_kernel(
+def _fit_scalar_kernel(
     grad_ptr,  # [T] fp32
     weights_ptr,  # [T] fp32
     scale_ptr,  # [1] fp32, out
@@ -55,7 +55,7 @@ def _fit_kernel(
     atol,
     BLOCK: tl.constexpr,
 ):
-    """upstream_guard.fit, in fp64 as there."""
+    """grad_guard.fit_scalar, in fp64 as there."""
     products = tl.zeros((BLOCK,), tl.float64)
     squares = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, num_tokens, BLOCK):
@@ -85,7 +85,7 @@ def _fit_kernel(
 
 
 _scaled_weights = Launch(_scaled_weights_kernel, num_warps=16)
-_fit = Launch(_fit_kernel, num_warps=16)
+_fit_scalar = Launch(_fit_scalar_kernel, num_warps=16)
 
 
 def scaled_weights(weights: Tensor, bits: int, factor: float) -> Tensor:
@@ -95,13 +95,13 @@ def scaled_weights(weights: Tensor, bits: int, factor: float) -> Tensor:
     return out
 
 
-def fit(
+def fit_scalar(
     grad_loss: Tensor, token_weights: Tensor, rtol: float, atol: float
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.upstream_guard.fit` of contiguous fp32 tensors: the scalar [], and int64 [] for mismatch."""
+    """:func:`.grad_guard.fit_scalar` of contiguous fp32 tensors: the scalar [], and int64 [] for mismatch."""
     scale = torch.empty((), dtype=torch.float32, device=grad_loss.device)
     mismatch = torch.empty((), dtype=torch.int64, device=grad_loss.device)
-    _fit(
+    _fit_scalar(
         *((1,), (grad_loss, token_weights, scale, mismatch), (grad_loss.numel(), rtol, atol)),
         BLOCK=BLOCK,
     )

@@ -15,7 +15,7 @@ Shape letters, the same in every file, kernel and document:
 
 Read the code in this order: :mod:`.op`, :mod:`.call`, :mod:`.autograd`, :mod:`.loop`, :mod:`.pipeline`,
 :mod:`.logits_backend`, :mod:`.row_ops`, :mod:`.vocab_parallel`, :mod:`.grad_weight`,
-:mod:`.upstream_guard`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
+:mod:`.grad_guard`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
 
 Names are imported when they are first used: the hook that waits for Megatron can then be installed
 while Python starts, before torch can be imported.
@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
+    from megatron_fused_ce.grad_guard import UpstreamMismatch
     from megatron_fused_ce.op import (
         fused_linear_cross_entropy,
         fused_linear_distillation,
         fused_linear_token_outputs,
     )
     from megatron_fused_ce.token_outputs import TokenOutputs
-    from megatron_fused_ce.upstream_guard import UpstreamMismatch
 
 __version__ = "0.2.0"
 
@@ -56,7 +56,7 @@ _HOMES = {
     "disable": "adapter.switch",
     "enable": "adapter.switch",
     "FusedCEConfig": "config",
-    "UpstreamMismatch": "upstream_guard",
+    "UpstreamMismatch": "grad_guard",
     "TokenOutputs": "token_outputs",
     "fused_linear_cross_entropy": "op",
     "fused_linear_distillation": "op",

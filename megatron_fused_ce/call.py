@@ -29,13 +29,13 @@ from megatron_fused_ce.config import (
     FusedCEConfig,
     check_config,
 )
+from megatron_fused_ce.grad_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
 from megatron_fused_ce.logits_backend import LogitsBackend, RequestedOutputs
 from megatron_fused_ce.loss_form import LossForm, TeacherTargets
 from megatron_fused_ce.masked_tokens import Count
 from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
-from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.validation import check_call, check_requested
 from megatron_fused_ce.vocab_parallel import (
     GroupHistory,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import upstream_guard
+from megatron_fused_ce import grad_guard
 
 
 class GradWeight(Protocol):
@@ -126,7 +126,7 @@ class InPlaceGradWeight:
     of a backward's products have been issued, or, in place, chunk by chunk.
 
     A backward that fails leaves the buffer as it was or, where something was added already, full of NaN,
-    which stops the next optimizer step unless it is zeroed before (:func:`.upstream_guard.refuse`).
+    which stops the next optimizer step unless it is zeroed before (:func:`.grad_guard.poison`).
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class InPlaceGradWeight:
 
     def abandon(self) -> None:
         if self._touched:
-            upstream_guard.refuse(self._buffer)
+            grad_guard.poison(self._buffer)
 
 
 def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:

@@ -5,7 +5,7 @@
     statistics and write their gradients. Any device, any dtype.
 ``scaled_exp``
     The GEMM's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
-    Hopper and newer. Its output is ``E = exp(logit - the row's reference)``.
+    Hopper and newer. Its output is ``E = exp(logit - the row's row_shift)``.
 
 Both give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
 (:class:`LogitsGrad`), for any upstream gradient per token.
@@ -87,7 +87,7 @@ class LogitsBackend(Protocol):
 
     @property
     def token_ops(self) -> ModuleType:
-        """``merge_shards``, ``shard_terms`` and ``token_loss``: row_ops, or its kernels."""
+        """``merge_shards``, ``shard_addends`` and ``token_loss``: row_ops, or its kernels."""
 
     def logits_gemm(
         self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
@@ -165,7 +165,7 @@ class GemmThenRows:
         out: Tensor | None,
     ) -> LogitsGrad:
         assert out is not None and terms is not None
-        gradient = chunk.form.gradient_terms(terms, upstream)
+        gradient = chunk.form.grad_coefficients(terms, upstream)
         scale, form, targets = chunk.logit_scale, chunk.form, chunk.targets
         self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, targets)
         return LogitsGrad(out)
@@ -212,7 +212,7 @@ class ScaledExp:
             tokens,
             weight,
             labels,
-            prologue.reference2,
+            prologue.row_shift2,
             prologue.table,
             logit_scale,
             out,
@@ -229,16 +229,16 @@ class ScaledExp:
     def finalize(
         self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
     ) -> Tensor:
-        unit: Tensor = _exp_rows().seal_rows(
+        row_scale: Tensor = _exp_rows().finalize_rows(
             matrix,
             chunk.labels,
             scores.tiles,
             scores.stats,
-            merged.reference,
-            chunk.form.own_gradient(merged.terms),
+            merged.row_shift,
+            chunk.form.own_coefficients(merged.terms),
             chunk.form,
         )
-        return unit
+        return row_scale
 
     def grad_from_saved(
         self,
@@ -256,7 +256,7 @@ class ScaledExp:
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
     ) -> LogitsGrad:
         tokens, weight, labels, logit_scale, _, form, _, _ = chunk
-        gradient = form.gradient_terms(terms, upstream)
+        gradient = form.grad_coefficients(terms, upstream)
         self.product.gradient_product(
             tokens,
             weight,
@@ -264,7 +264,7 @@ class ScaledExp:
             _exp_rows().tile_table(labels, weight.shape[0]),
             gradient.row_max * LOG2_E,
             gradient.factor * gradient.scale,
-            -gradient.factor * gradient.deficit,
+            -gradient.factor * gradient.neg_label_grad,
             logit_scale,
             out,
             form,
@@ -440,7 +440,7 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    # -share is no multiple of E, and further outputs' gradients are none when the loss's is 0.
+    # -smoothing_per_class is no multiple of E, and further outputs' gradients are none when the loss's is 0.
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
         (config.logit_precision == "activations", "logits rounded to the activations' dtype"),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logits_backend, upstream_guard
+from megatron_fused_ce import grad_guard, logits_backend
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight
@@ -122,7 +122,7 @@ class _Scored:
         if "predicted" in spec.form.outputs:
             assert stats.argmax is not None
             best = (stats.argmax + spec.vocab_start).float()
-            stats = stats._replace(further=stats.further._replace(best=best))
+            stats = stats._replace(extra=stats.extra._replace(best=best))
         self.merge: Merge = spec.comm.start_merge(stats, spec.logits.token_ops)
         if context.phases is not UNTIMED:
             context.phases.moved("merge", spec.comm.merge_bytes(stats))
@@ -315,7 +315,7 @@ class _Save:
             with self._context.phases("statistics"):
                 row_scale = spec.logits.finalize(matrix, scored.inputs, scored.scores, merged)
         terms = None if row_scale is not None else merged.terms
-        mass = merged.further.target_mass
+        mass = merged.extra.target_mass
         self._saved.append(SavedChunk(scored.inputs.labels, matrix, row_scale, terms, mass))
 
     def finish(self) -> Saved:
@@ -341,7 +341,7 @@ class _GradInForward:
     """Makes the gradients in the forward, for the token weights that are known there.
 
     The backward multiplies them by the one scalar that the upstream gradient then is; whether it is one
-    is checked on the device (:mod:`.upstream_guard`). Gradients are used up by the first backward.
+    is checked on the device (:mod:`.grad_guard`). Gradients are used up by the first backward.
     """
 
     gathers_early = True
@@ -384,7 +384,7 @@ class _GradInForward:
             row_scale = logits.finalize(matrix, inputs, scored.scores, merged)
             terms = None
             if row_scale is None:
-                terms = TokenTerms.of(merged.terms, merged.further.target_mass)
+                terms = TokenTerms.of(merged.terms, merged.extra.target_mass)
             grad = logits.grad_from_saved(matrix, row_scale, inputs, terms, upstream, matrix)
         self._gemms.add(scored.chunk, grad, inputs.hidden)
 
@@ -479,8 +479,8 @@ def _scale_precomputed(
             "backward ran twice through a grad_in_forward head, whose gradients the first one used up; "
             "use strategy 'recompute' or 'store' with retain_graph=True"
         )
-    scale, mismatch = upstream_guard.fit(upstream.loss, made.token_weights)
-    context.guard.watch(mismatch)
+    scale, mismatch = grad_guard.fit_scalar(upstream.loss, made.token_weights)
+    context.guard.record_mismatch(mismatch)
     grad_hidden = made.grad_hidden if needs_grad[0] else None
     row_scale = made.row_scale
     if grad_hidden is not None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import (
     NOT_HERE,
-    GradientTerms,
+    GradCoefficients,
     Merged,
     RowOptions,
     SoftTargets,
@@ -84,7 +84,7 @@ class LossForm(RowOptions):
     z_loss: float = 0.0
     sigma: Tensor | None = None  # fp32 [], None without smoothing
     num_classes: Tensor | None = None  # fp32 [], K; with smoothing
-    share: Tensor | None = None  # fp32 [], sigma / K; with smoothing
+    smoothing_per_class: Tensor | None = None  # fp32 [], sigma / K; with smoothing
     #: outputs beside the loss, of token_outputs.OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
     #: whether these may get upstream gradients
@@ -108,26 +108,26 @@ class LossForm(RowOptions):
             vocab_size: classes that take part, over all ranks; with label smoothing.
             requested: the fields that the config does not hold.
         """
-        sigma = num_classes = share = num_columns = None
+        sigma = num_classes = smoothing_per_class = valid_columns = None
         if config.true_vocab_size is not None:
-            inside = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
-            num_columns = torch.full((1,), inside, dtype=torch.int64, device=device)
+            valid = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
+            valid_columns = torch.full((1,), valid, dtype=torch.int64, device=device)
         if config.label_smoothing:
             assert vocab_size is not None
             num_classes = torch.full((), float(vocab_size), device=device)
             sigma = torch.full((), config.label_smoothing, device=device)
             if config.label_smoothing_form == "megatron":
                 sigma = sigma * num_classes / (num_classes - 1)
-            share = sigma / num_classes
+            smoothing_per_class = sigma / num_classes
         return LossForm(
             softcap=config.logit_softcap,
-            num_columns=num_columns,
+            valid_columns=valid_columns,
             with_logit_sum=sigma is not None,
             with_weighted="entropy" in outputs,
             z_loss=config.z_loss,
             sigma=sigma,
             num_classes=num_classes,
-            share=share,
+            smoothing_per_class=smoothing_per_class,
             outputs=outputs,
             **requested,
         )
@@ -136,7 +136,7 @@ class LossForm(RowOptions):
         """The loss in this form and what was asked for beside it, fp32 ``[C]``."""
         if self.sigma is None and not self.z_loss and not self.outputs and not self.soft:
             return TokenOutputs(merged.loss)
-        terms, further = TokenTerms.of(merged.terms), merged.further
+        terms, extra = TokenTerms.of(merged.terms), merged.extra
         assert terms.label_shift is not None
         known = terms.label_shift != NOT_HERE
         # log of the sum relative to the maximum. Near it a confident token's loss has digits that the sum has
@@ -146,23 +146,23 @@ class LossForm(RowOptions):
         lse = terms.row_max + log_sum
         loss = merged.loss
         if self.soft:
-            assert further.target_mass is not None and further.target_sum is not None
-            loss = further.target_mass * log_sum - further.target_sum
+            assert extra.target_mass is not None and extra.target_sum is not None
+            loss = extra.target_mass * log_sum - extra.target_sum
         if self.sigma is not None:
-            assert further.logit_sum is not None and self.num_classes is not None
-            mean = further.logit_sum / self.num_classes
+            assert extra.logit_sum is not None and self.num_classes is not None
+            mean = extra.logit_sum / self.num_classes
             loss = (1 - self.sigma) * loss + self.sigma * (lse - mean)
         if self.z_loss:
             loss = loss + self.z_loss * lse * lse
         entropy = predicted = None
-        if further.weighted is not None:
+        if extra.weighted is not None:
             own = torch.exp(terms.label_shift) * terms.label_shift
             own = torch.where(known & (own < 0), own, 0.0)  # exp(-inf) * -inf is 0 too
-            entropy = log_sum - (further.weighted + own) * terms.inv_sum
-        if further.best is not None:
+            entropy = log_sum - (extra.weighted + own) * terms.inv_sum
+        if extra.best is not None:
             # On a GPU the maximum of a row leaves its NaN out; its loss does not.
-            found = torch.isfinite(further.best) & (merged.loss == merged.loss)
-            predicted = torch.where(found, further.best, -1.0).long()
+            found = torch.isfinite(extra.best) & (merged.loss == merged.loss)
+            predicted = torch.where(found, extra.best, -1.0).long()
         wanted = self.outputs
         return TokenOutputs(
             loss,
@@ -175,55 +175,76 @@ class LossForm(RowOptions):
             else None,
         )
 
-    def gradient_terms(self, terms: TokenTerms, upstream: Upstream) -> GradientTerms:
-        """``deficit`` from ``miss`` and not from ``1 - p``: nothing cancels for a confident token.
+    def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
+        """``neg_label_grad`` from ``one_minus_p_label`` and not from ``1 - p``: nothing cancels for a
+        confident token.
 
         Args:
             upstream: of a chunk, each times what every gradient is multiplied by.
         """
-        scale, deficit = self._scale_and_deficit(terms)
-        plain = GradientTerms(terms.row_max, scale, deficit, upstream.loss, share=self.share)
+        scale, neg_label_grad = self._scale_and_label_grad(terms)
+        plain = GradCoefficients(
+            terms.row_max,
+            scale,
+            neg_label_grad,
+            upstream.loss,
+            smoothing_per_class=self.smoothing_per_class,
+        )
         return self._with_outputs(plain, terms, upstream) if upstream.beside_the_loss else plain
 
-    def own_gradient(self, merged_terms: Tensor) -> Tensor:
-        """``row_max, scale, deficit`` of the loss alone, fp32 ``[3, C]`` or more, of ``[4, C]`` terms."""
+    def own_coefficients(self, merged_terms: Tensor) -> Tensor:
+        """``row_max, scale, neg_label_grad`` of the loss alone, fp32 ``[3, C]`` or more."""
         if not self.z_loss and self.sigma is None:
             return merged_terms
         terms = TokenTerms.of(merged_terms)
-        return torch.stack((terms.row_max, *self._scale_and_deficit(terms)))
+        return torch.stack((terms.row_max, *self._scale_and_label_grad(terms)))
 
-    def _scale_and_deficit(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
-        scale, deficit = terms.inv_sum, terms.miss
+    def _scale_and_label_grad(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:
+        scale, neg_label_grad = terms.inv_sum, terms.one_minus_p_label
         if terms.mass is not None:
             scale = scale * terms.mass
         if self.z_loss:
             more = 2 * self.z_loss * (terms.row_max - terms.inv_sum.log())
             scale = scale + terms.inv_sum * more
-            deficit = deficit - more * (1 - terms.miss)
-        if self.sigma is not None and self.share is not None:
-            deficit = deficit - (self.sigma - self.share)
-        return scale, deficit
+            neg_label_grad = neg_label_grad - more * (1 - terms.one_minus_p_label)
+        if self.sigma is not None and self.smoothing_per_class is not None:
+            neg_label_grad = neg_label_grad - (self.sigma - self.smoothing_per_class)
+        return scale, neg_label_grad
 
     @staticmethod
-    def _with_outputs(plain: GradientTerms, terms: TokenTerms, upstream: Upstream) -> GradientTerms:
+    def _with_outputs(
+        plain: GradCoefficients, terms: TokenTerms, upstream: Upstream
+    ) -> GradCoefficients:
         """``plain`` times its upstream gradient, and the other outputs' gradients added to it."""
         loss, log_prob, lse, entropy, made_entropy = upstream
-        scale, deficit = plain.scale * loss, plain.deficit * loss
+        scale, neg_label_grad = plain.scale * loss, plain.neg_label_grad * loss
         assert terms.label_shift is not None
         p_label = torch.exp(terms.label_shift) * terms.inv_sum
-        slope = None
+        entropy_scale = None
         if log_prob is not None:
-            scale, deficit = scale - terms.inv_sum * log_prob, deficit - terms.miss * log_prob
+            scale, neg_label_grad = (
+                scale - terms.inv_sum * log_prob,
+                neg_label_grad - terms.one_minus_p_label * log_prob,
+            )
         if lse is not None:
-            scale, deficit = scale + terms.inv_sum * lse, deficit - p_label * lse
+            scale, neg_label_grad = scale + terms.inv_sum * lse, neg_label_grad - p_label * lse
         if entropy is not None and made_entropy is not None:
             log_inv = terms.inv_sum.log()
-            slope = -terms.inv_sum * entropy
-            scale = scale + slope * (log_inv + made_entropy)
+            entropy_scale = -terms.inv_sum * entropy
+            scale = scale + entropy_scale * (log_inv + made_entropy)
             pull = p_label * (terms.label_shift + log_inv + made_entropy)
-            deficit = deficit + entropy * torch.where(p_label > 0, pull, 0.0)
-        share = None if plain.share is None else plain.share * loss
-        return GradientTerms(plain.row_max, scale, deficit, torch.ones_like(loss), slope, share)
+            neg_label_grad = neg_label_grad + entropy * torch.where(p_label > 0, pull, 0.0)
+        smoothing_per_class = (
+            None if plain.smoothing_per_class is None else plain.smoothing_per_class * loss
+        )
+        return GradCoefficients(
+            plain.row_max,
+            scale,
+            neg_label_grad,
+            torch.ones_like(loss),
+            entropy_scale,
+            smoothing_per_class,
+        )
 
 
 PLAIN = LossForm()

@@ -6,7 +6,7 @@ filled up with masked tokens of their own, whose results are dropped. ``m`` must
 :func:`count` sends it there without a wait, at a time when the device still has work, and
 :meth:`Count.wait` is called where it is needed. Left-out tokens have loss 0 and gradient 0; an upstream
 gradient for one of them breaks the promise that the token weights are, and ends in
-:mod:`.upstream_guard`'s error.
+:mod:`.grad_guard`'s error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, Guard
+from megatron_fused_ce.grad_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.vocab_parallel import largest_over_ranks
 
 #: ``m`` is rounded up to whole tiles of the products: fewer sizes for the allocator, and no time lost.
@@ -132,5 +132,5 @@ class _PutBack(torch.autograd.Function):
         index, active, skipped = ctx.saved_tensors
         grad = grad.view(skipped.shape)
         # An inf or NaN is a loss scale that overflowed, for Megatron's own check to find.
-        ctx.guard.watch(torch.isfinite(grad).all() & (skipped & (grad != 0)).any())
+        ctx.guard.record_mismatch(torch.isfinite(grad).all() & (skipped & (grad != 0)).any())
         return torch.where(active, grad.gather(1, index), 0.0).flatten(), None, None, None

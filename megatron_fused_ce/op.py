@@ -73,7 +73,7 @@ def fused_linear_cross_entropy(
         sequence_parallel: each rank of the group holds its own part of the tokens.
         token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
             these, which lets ``grad_in_forward`` make the gradients in the forward; never changes the loss. A
-            broken promise raises :class:`.upstream_guard.UpstreamMismatch` at the next optimizer step,
+            broken promise raises :class:`.grad_guard.UpstreamMismatch` at the next optimizer step,
             before a parameter changes. The other strategies are exact without it.
         vocab_start: first global id of this rank's rows. None adds up the sizes that the ranks agreed on.
         config: chunking, strategy and the rest; None for the defaults.

@@ -40,10 +40,10 @@ from torch import Tensor
 from megatron_fused_ce import logits_backend
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.grad_guard import Guard
 from megatron_fused_ce.grad_weight import OpenGradWeight
 from megatron_fused_ce.logits_backend import LogitsGrad
 from megatron_fused_ce.phases import Phases
-from megatron_fused_ce.upstream_guard import Guard
 from megatron_fused_ce.vocab_parallel import DONE, Pending
 
 

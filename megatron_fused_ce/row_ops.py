@@ -6,13 +6,13 @@ Where the statistics come from is :mod:`.logits_backend`'s matter, how they trav
 
 For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
 
-    others = sum over j != y of exp(z_j - m)          kept apart from the label's own term, so that
+    sum_exp_nonlabel = sum over j != y of exp(z_j - m)          kept apart from the label's own term, so that
     label  = exp(z_y - m)                             a confident token does not cancel
-    loss   = log(others + label) - (z_y - m)          = log1p(others / label) where label > others
-    d loss / d z_j = exp(z_j - m) / (others + label)  for j != y
-    d loss / d z_y = -others / (others + label)       = p_y - 1 without the subtraction
+    loss   = log(sum_exp_nonlabel + label) - (z_y - m)          = log1p(sum_exp_nonlabel / label) where label
+    > sum_exp_nonlabel d loss / d z_j = exp(z_j - m) / (sum_exp_nonlabel + label)  for j != y d loss / d z_y =
+    -sum_exp_nonlabel / (sum_exp_nonlabel + label)       = p_y - 1 without the subtraction
 
-A label outside the vocabulary leaves no label term: ``loss = log(others) = lse - m``, which is what
+A label outside the vocabulary leaves no label term: ``loss = log(sum_exp_nonlabel) = lse - m``, which is what
 Megatron's unfused loss gives for it. See docs/math.md.
 """
 
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import (
+    NO_EXTRA,
     NOT_HERE,
-    NOTHING_FURTHER,
-    REFERENCE,
     ROW_MAX,
-    Further,
+    ROW_SHIFT,
+    ExtraStatistics,
     Merged,
 )
 
@@ -37,32 +37,34 @@ class TokenTerms(NamedTuple):
     """What the backward needs of a token's merged statistics, fp32 ``[C]``."""
 
     row_max: Tensor  # m
-    inv_sum: Tensor  # 1 / (others + label)
-    miss: Tensor  # others / (others + label) = 1 - p_y
+    inv_sum: Tensor  # 1 / (sum_exp_nonlabel + label)
+    one_minus_p_label: Tensor  # sum_exp_nonlabel / (sum_exp_nonlabel + label) = 1 - p_y
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
     mass: Tensor | None = None  # of soft targets
 
     @staticmethod
     def of(merged: Tensor, mass: Tensor | None = None) -> TokenTerms:
         """From :attr:`Merged.terms`."""
-        row_max, inv_sum, miss, label_shift = merged.unbind(0)
-        return TokenTerms(row_max, inv_sum, miss, label_shift, mass)
+        row_max, inv_sum, one_minus_p_label, label_shift = merged.unbind(0)
+        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, mass)
 
 
-def shard_terms(
+def shard_addends(
     shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
     global_max: Tensor,  # [C] fp32
 ) -> Tensor:
-    """This shard's addends ``[..., 3, C]`` (others, label, z_y - m), to be summed over the shards.
+    """This shard's addends ``[..., 3, C]`` (sum_exp_nonlabel, label, z_y - m), to be summed over the shards.
 
     A row without any finite logit in this shard (``row_max = -inf``) adds nothing; a maximum of ``+inf``
     gives NaN.
     """
-    _, reference, others, label_logit = shard.unbind(-2)
+    _, row_shift, sum_exp_nonlabel, label_logit = shard.unbind(-2)
     here = label_logit != NOT_HERE
     shifted_label = label_logit - global_max
     zero = torch.zeros_like(global_max)
-    rescaled = torch.where(others == 0, zero, others * torch.exp(reference - global_max))
+    rescaled = torch.where(
+        sum_exp_nonlabel == 0, zero, sum_exp_nonlabel * torch.exp(row_shift - global_max)
+    )
     return torch.stack(
         (
             torch.where(global_max == torch.inf, torch.nan, rescaled),
@@ -73,43 +75,43 @@ def shard_terms(
     )
 
 
-def further_terms(
-    further: Further,  # of each shard, [..., C]
+def extra_addends(
+    extra: ExtraStatistics,  # of each shard, [..., C]
     shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
     global_max: Tensor,  # [C] fp32
-) -> Further:
+) -> ExtraStatistics:
     """The same relative to the row's maximum: all to be summed over the shards, but ``best``.
 
     Of that the smallest counts; ``inf`` where the maximum is not in this shard.
     """
-    row_max, reference, others, _ = shard.unbind(-2)
-    shift = reference - global_max
-    weighted, target_sum, best = further.weighted, further.target_sum, further.best
+    row_max, row_shift, sum_exp_nonlabel, _ = shard.unbind(-2)
+    shift = row_shift - global_max
+    weighted, target_sum, best = extra.weighted, extra.target_sum, extra.best
     if weighted is not None:
-        moved = torch.exp(shift) * (weighted + others * shift)
-        weighted = torch.where(others == 0, 0.0, moved)
+        moved = torch.exp(shift) * (weighted + sum_exp_nonlabel * shift)
+        weighted = torch.where(sum_exp_nonlabel == 0, 0.0, moved)
     if target_sum is not None:
-        assert further.target_mass is not None
-        # A shard without any finite logit has the reference -inf, and no target of a finite one.
-        moved = target_sum + further.target_mass * shift
-        target_sum = torch.where(further.target_mass == 0, 0.0, moved)
+        assert extra.target_mass is not None
+        # A shard without any finite logit has the row shift -inf, and no target of a finite one.
+        moved = target_sum + extra.target_mass * shift
+        target_sum = torch.where(extra.target_mass == 0, 0.0, moved)
     if best is not None:
         best = torch.where(row_max == global_max, best, torch.inf)
-    return further._replace(weighted=weighted, target_sum=target_sum, best=best)
+    return extra._replace(weighted=weighted, target_sum=target_sum, best=best)
 
 
-def merge_further(
+def merge_extra(
     names: tuple[str, ...],
-    further: Tensor,  # [R, K, C] fp32: the given ones of each shard
+    extra: Tensor,  # [R, K, C] fp32: the given ones of each shard
     shards: Tensor,  # [R, 4, C] fp32
-) -> Further:
+) -> ExtraStatistics:
     """Over the whole vocabulary."""
     if not names:
-        return NOTHING_FURTHER
-    addends = further_terms(
-        Further.of(names, further.unbind(1)), shards, shards[:, ROW_MAX].amax(0)
+        return NO_EXTRA
+    addends = extra_addends(
+        ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0)
     )
-    return Further.of(
+    return ExtraStatistics.of(
         names,
         (
             row.amin(0) if name == "best" else row.sum(0)
@@ -123,14 +125,18 @@ def token_loss(
     global_max: Tensor,  # [C] fp32
 ) -> tuple[Tensor, Tensor]:
     """Loss ``[C]`` and, stacked ``[4, C]``, the :class:`TokenTerms`; fp32."""
-    others, label, shifted_label = terms.unbind(0)
-    total = others + label
+    sum_exp_nonlabel, label, shifted_label = terms.unbind(0)
+    total = sum_exp_nonlabel + label
     loss = torch.where(
-        label > others, torch.log1p(others / label), torch.log(total) - shifted_label
+        label > sum_exp_nonlabel,
+        torch.log1p(sum_exp_nonlabel / label),
+        torch.log(total) - shifted_label,
     )
     known = (label > 0) | (shifted_label != 0)
     label_shift = torch.where(known, shifted_label, NOT_HERE)
-    return loss, torch.stack((global_max, total.reciprocal(), others / total, label_shift))
+    return loss, torch.stack(
+        (global_max, total.reciprocal(), sum_exp_nonlabel / total, label_shift)
+    )
 
 
 def merge_shards(shards: Tensor) -> Merged:
@@ -138,8 +144,8 @@ def merge_shards(shards: Tensor) -> Merged:
     if len(shards) == 1:
         shard = shards[0]
         return Merged(
-            *token_loss(shard_terms(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[REFERENCE]
+            *token_loss(shard_addends(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[ROW_SHIFT]
         )
     global_max = shards[:, ROW_MAX].amax(0)
-    loss, terms = token_loss(shard_terms(shards, global_max).sum(0), global_max)
-    return Merged(loss, terms, shards[:, REFERENCE].amax(0))
+    loss, terms = token_loss(shard_addends(shards, global_max).sum(0), global_max)
+    return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
-    Further,
-    GradientTerms,
+    ExtraStatistics,
+    GradCoefficients,
     RowOptions,
     RowStatistics,
     SoftTargets,
@@ -41,9 +41,9 @@ def _scaled(logits: Tensor, logit_scale: float, form: RowOptions) -> Tensor:
 
 def _masked(logits: Tensor, form: RowOptions) -> Tensor | None:
     """Which columns take no part, bool ``[V]``; None where all do."""
-    if form.num_columns is None:
+    if form.valid_columns is None:
         return None
-    return torch.arange(logits.shape[1], device=logits.device) >= form.num_columns
+    return torch.arange(logits.shape[1], device=logits.device) >= form.valid_columns
 
 
 class _Here(NamedTuple):
@@ -78,18 +78,18 @@ def row_statistics(
     for rows in _row_blocks(num_rows, num_columns):
         z = _scaled(logits[rows], logit_scale, form)
         if logit_sum is not None:
-            taking_part = z if masked is None else z.masked_fill(masked, 0.0)
-            logit_sum[rows] = taking_part.sum(dim=-1)
+            valid = z if masked is None else z.masked_fill(masked, 0.0)
+            logit_sum[rows] = valid.sum(dim=-1)
         if masked is not None:
             z.masked_fill_(masked, -torch.inf)
         block_max, block_argmax = z.max(dim=-1)
         label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
         at_label = z.gather(-1, label.columns)
         label_logit = torch.where(label.mask, at_label, NOT_HERE).squeeze(-1)
-        reference = block_max.masked_fill(block_max == -torch.inf, 0.0)
+        row_shift = block_max.masked_fill(block_max == -torch.inf, 0.0)
         # -inf leaves the label's own column out of the sum.
         z.scatter_(-1, label.columns, at_label.masked_fill_(label.mask, -torch.inf))
-        shifted = z.sub_(reference.unsqueeze(-1))
+        shifted = z.sub_(row_shift.unsqueeze(-1))
         if targets is not None and target_sum is not None and target_mass is not None:
             here = _Here.of(targets.ids[:, rows].t(), num_columns)
             probs = targets.probs[:, rows].t() * here.mask
@@ -102,14 +102,14 @@ def row_statistics(
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    further = Further(logit_sum, weighted, target_sum, target_mass)
-    return RowStatistics(shard, argmax, further)
+    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass)
+    return RowStatistics(shard, argmax, extra)
 
 
 def row_gradients(
     logits: Tensor,  # [C, V]
     local_labels: Tensor,  # [C] int64
-    terms: GradientTerms,
+    terms: GradCoefficients,
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
@@ -119,31 +119,37 @@ def row_gradients(
     num_rows, num_columns = logits.shape
     masked = _masked(logits, form)
     for rows in _row_blocks(num_rows, num_columns):
-        slope = None
+        softcap_grad = None
         if form.softcap is not None:
-            # 1 - tanh**2 of a bent logit keeps nothing of a slope below fp32's resolution of 1.
+            # 1 - tanh**2 of a bent logit keeps nothing of a softcap_grad below fp32's resolution of 1.
             bent = logits[rows].to(torch.float32, copy=True).mul_(logit_scale / form.softcap)
             e = bent.abs_().mul_(-2).exp_()
-            slope = 4 * e / (1 + e).square()
+            softcap_grad = 4 * e / (1 + e).square()
         shifted = _scaled(logits[rows], logit_scale, form)
         shifted.sub_(terms.row_max[rows].unsqueeze(-1))
-        e = shifted.exp() if terms.slope is not None else shifted.exp_()
-        if terms.slope is not None:
-            shifted.mul_(terms.slope[rows].unsqueeze(-1)).add_(terms.scale[rows].unsqueeze(-1))
+        e = shifted.exp() if terms.entropy_scale is not None else shifted.exp_()
+        if terms.entropy_scale is not None:
+            shifted.mul_(terms.entropy_scale[rows].unsqueeze(-1)).add_(
+                terms.scale[rows].unsqueeze(-1)
+            )
             e = shifted.mul_(e).masked_fill_(e == 0, 0.0)
         else:
             e.mul_(terms.scale[rows].unsqueeze(-1))
-        if terms.share is not None:
-            e.sub_(terms.share if terms.share.dim() == 0 else terms.share[rows].unsqueeze(-1))
+        if terms.smoothing_per_class is not None:
+            e.sub_(
+                terms.smoothing_per_class
+                if terms.smoothing_per_class.dim() == 0
+                else terms.smoothing_per_class[rows].unsqueeze(-1)
+            )
         if targets is None:
             label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
-            at_label = -terms.deficit[rows].unsqueeze(-1)
+            at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
             e.scatter_(-1, label.columns, at_label.where(label.mask, e.gather(-1, label.columns)))
         else:
             here = _Here.of(targets.ids[:, rows].t(), num_columns)
             e.scatter_add_(-1, here.columns, -(targets.probs[:, rows].t() * here.mask))
-        if slope is not None:
-            e.mul_(slope)
+        if softcap_grad is not None:
+            e.mul_(softcap_grad)
         if masked is not None:
             e.masked_fill_(masked, 0.0)
         out[rows] = e.mul_(terms.factor[rows].unsqueeze(-1))

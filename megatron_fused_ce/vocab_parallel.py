@@ -25,15 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import (
-    NOTHING_FURTHER,
+    NO_EXTRA,
     NUM_STATISTICS,
-    REFERENCE,
     ROW_MAX,
-    Further,
+    ROW_SHIFT,
+    ExtraStatistics,
     Merged,
     RowStatistics,
 )
-from megatron_fused_ce.row_ops import further_terms, merge_further
+from megatron_fused_ce.row_ops import extra_addends, merge_extra
 
 
 class Pending(Protocol):
@@ -187,7 +187,7 @@ class VocabParallel:
 
     def merge_bytes(self, stats: RowStatistics) -> int:
         """:meth:`ring_bytes` of :meth:`start_merge`, whose first step of two is a MAX of two rows."""
-        rows = [*stats.shard, *stats.further.rows()]
+        rows = [*stats.shard, *stats.extra.rows()]
         if self.merge == "packed":
             return self.ring_bytes(self.size * len(rows) * rows[0].nbytes)
         return self.ring_bytes((len(rows) + 1) * rows[0].nbytes, all_reduce=True)
@@ -229,8 +229,8 @@ class VocabParallel:
         """Start merging a chunk's statistics over the whole vocabulary.
 
         Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
-        MAX of (row maximum, reference) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
-        Each of ``stats.further`` is one row more of the all-gather and of the SUM; ``best`` by all-reduces
+        MAX of (row maximum, row_shift) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
+        Each of ``stats.extra`` is one row more of the all-gather and of the SUM; ``best`` by all-reduces
         is a MIN after them.
         NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
         """
@@ -249,14 +249,14 @@ class _Local:
         self._token_ops = token_ops
 
     def finish(self) -> Merged:
-        shards, further = self._stats.shard.unsqueeze(0), self._stats.further
+        shards, extra = self._stats.shard.unsqueeze(0), self._stats.extra
         merged = self._stats.merged
         if merged is None:
             merged = cast(Merged, self._token_ops.merge_shards(shards))
-        if further is NOTHING_FURTHER or not further.names:
+        if extra is NO_EXTRA or not extra.names:
             return merged
-        rows = torch.stack(further.rows()).unsqueeze(0)
-        return merged._replace(further=merge_further(further.names, rows, shards))
+        rows = torch.stack(extra.rows()).unsqueeze(0)
+        return merged._replace(extra=merge_extra(extra.names, rows, shards))
 
 
 class _Packed:
@@ -270,10 +270,10 @@ class _Packed:
         size: int,
     ) -> None:
         self._token_ops = token_ops
-        self._names = stats.further.names
+        self._names = stats.extra.names
         sent = stats.shard
         if self._names:
-            sent = torch.cat((sent, torch.stack(stats.further.rows())))
+            sent = torch.cat((sent, torch.stack(stats.extra.rows())))
         self._received = sent.new_empty((size, *sent.shape))
         self._pending = _start(_all_gather, self._received.flatten(0, 1), sent, group=group)
 
@@ -283,9 +283,9 @@ class _Packed:
             merged: Merged = self._token_ops.merge_shards(self._received)
             return merged
         shards = self._received[:, :NUM_STATISTICS].contiguous()
-        further = merge_further(self._names, self._received[:, NUM_STATISTICS:], shards)
+        extra = merge_extra(self._names, self._received[:, NUM_STATISTICS:], shards)
         merged = self._token_ops.merge_shards(shards)
-        return merged._replace(further=further)
+        return merged._replace(extra=extra)
 
 
 class _AllReduced:
@@ -296,25 +296,25 @@ class _AllReduced:
     ) -> None:
         self._token_ops, self._group = token_ops, group
         self._shard = shard = stats.shard
-        self._further = stats.further
-        self._maxima = shard[ROW_MAX : REFERENCE + 1].clone()
+        self._extra = stats.extra
+        self._maxima = shard[ROW_MAX : ROW_SHIFT + 1].clone()
         self._pending = _start(dist.all_reduce, self._maxima, op=dist.ReduceOp.MAX, group=group)
 
     def finish(self) -> Merged:
         self._pending.wait()
-        row_max, reference = self._maxima
-        sums = self._token_ops.shard_terms(self._shard, row_max)
-        further = further_terms(self._further, self._shard, row_max)
-        best = further.best
-        added = further._replace(best=None)
+        row_max, row_shift = self._maxima
+        sums = self._token_ops.shard_addends(self._shard, row_max)
+        extra = extra_addends(self._extra, self._shard, row_max)
+        best = extra.best
+        added = extra._replace(best=None)
         if added.names:
             sums = torch.cat((sums, torch.stack(added.rows())))
         _start(dist.all_reduce, sums, group=self._group).wait()
         if best is not None:
             _start(dist.all_reduce, best, op=dist.ReduceOp.MIN, group=self._group).wait()
         loss, saved = self._token_ops.token_loss(sums[:3], row_max)
-        merged = Further.of(added.names, sums[3:].unbind(0))._replace(best=best)
-        return Merged(loss, saved, reference, merged)
+        merged = ExtraStatistics.of(added.names, sums[3:].unbind(0))._replace(best=best)
+        return Merged(loss, saved, row_shift, merged)
 
 
 def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

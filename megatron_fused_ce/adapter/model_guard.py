@@ -3,7 +3,7 @@
 A mismatch is found by the rank that has the head. Stages of the pipeline without a head, and data-parallel
 replicas whose gradients were summed with the wrong ones, would step: so a patched ``finalize_model_grads``,
 which all ranks of a model run once a step, all-reduces one int. Every rank's optimizers then read the result
-and raise (:mod:`.upstream_guard`, :mod:`.optimizer_guard`). NaN or Megatron's found-inf would not do: the
+and raise (:mod:`.grad_guard`, :mod:`.optimizer_guard`). NaN or Megatron's found-inf would not do: the
 first needs gradient clipping to be seen, the second fp16, and neither reaches all ranks.
 
 The ranks agree once, at a model's first ``finalize_model_grads``, on whether any of them uses what can
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from megatron_fused_ce import vocab_parallel
 from megatron_fused_ce.adapter import switch
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.upstream_guard import Guard
+from megatron_fused_ce.grad_guard import Guard
 
 SEAM = "finalize_model_grads"
 
@@ -118,10 +118,10 @@ def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:
             guard.allowed = model.used
     if not model.used:
         return
-    found = torch.cat([guard.remembered(device) for guard in model.guards]).amax(0, keepdim=True)
+    found = torch.cat([guard.mismatch_on(device) for guard in model.guards]).amax(0, keepdim=True)
     found = _largest(found, over).bool()
     for guard in model.guards:
-        guard.watch(found)
+        guard.record_mismatch(found)
 
 
 def _largest(value: Tensor, groups: Sequence[Any]) -> Tensor:

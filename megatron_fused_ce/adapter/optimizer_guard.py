@@ -1,4 +1,4 @@
-"""Megatron's optimizers read ``upstream_guard``'s flag in the steps that torch's hook does not see.
+"""Megatron's optimizers read ``grad_guard``'s flag in the steps that torch's hook does not see.
 
 torch's hook before each optimizer step guards every parameter. But under fp16 Megatron drops the
 gradients of an overflowing step: a loss that mismatches would go unseen for as long as that lasts. And
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fused_ce import upstream_guard
+from megatron_fused_ce import grad_guard
 from megatron_fused_ce.adapter import report, switch
 
 _GROUPS = ("float16", "fp32_from_fp32")
@@ -37,12 +37,12 @@ def patch(module: ModuleType) -> None:
 def _checking_what_was_skipped(stock: Any) -> Any:
     @wraps(stock)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with upstream_guard.stepping(partial(_model_parameters, self)):
+        with grad_guard.stepping(partial(_model_parameters, self)):
             result = stock(self, *args, **kwargs)
             # Megatron's own return (succeeded, gradient norm, number of zeros); others may say a bool alone.
             succeeded = result[0] if isinstance(result, tuple) else result
             if not succeeded or _has_no_parameters(self):
-                upstream_guard.check()
+                grad_guard.raise_if_mismatch()
         return result
 
     return step
@@ -91,7 +91,7 @@ def patch_cuda_graph(module: ModuleType) -> None:
 
     @wraps(stock)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        upstream_guard.check()
+        grad_guard.raise_if_mismatch()
         return stock(self, *args, **kwargs)
 
     wrapper.__call__ = call

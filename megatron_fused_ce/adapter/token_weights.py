@@ -8,7 +8,7 @@ the heads of multi-token prediction come with rolled labels and get no weights.
 Where masked tokens are to be skipped, their number sets out for the host as soon as the mask is seen, while
 the device still has the whole model before it (:mod:`megatron_fused_ce.masked_tokens`).
 
-What is found is a promise by whoever wrote the loss function, which ``upstream_guard`` verifies.
+What is found is a promise by whoever wrote the loss function, which ``grad_guard`` verifies.
 """
 
 from __future__ import annotations

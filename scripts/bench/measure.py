@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import upstream_guard
+from megatron_fused_ce import grad_guard
 from megatron_fused_ce.scripts.bench.cases import LONGEST_WARM_STEP_MS, ROOFS, Cell
 from megatron_fused_ce.scripts.bench.problem import (
     MIB,
@@ -407,8 +407,8 @@ def check_full(
         elif variant.family == "ours" and outcome.reason != OUT_OF_MEMORY:
             raise WrongVariant(f"{variant.key} failed at full size: {outcome.reason}")
         try:
-            upstream_guard.check()
-        except upstream_guard.UpstreamMismatch as mismatch:
+            grad_guard.raise_if_mismatch()
+        except grad_guard.UpstreamMismatch as mismatch:
             raise WrongVariant(f"{variant.key}: {mismatch}") from None
         tell_if_long(variant, started, world)
     return reference

@@ -228,7 +228,7 @@ def shards(device: torch.device) -> None:
     )
     plain, made = row_ops.merge_shards(stats), token_kernels.merge_shards(stats)
     row_max = plain.terms[0]
-    summed = sum(token_kernels.shard_terms(shard, row_max) for shard in stats)
+    summed = sum(token_kernels.shard_addends(shard, row_max) for shard in stats)
     assert isinstance(summed, Tensor)
     loss, terms = token_kernels.token_loss(summed, row_max)
     close = torch.testing.assert_close
@@ -273,13 +273,13 @@ def upstream(device: torch.device) -> None:
     scaled = upstream_kernels.scaled_weights(weights, 8, 1.0)
     ratio = scaled.double() / weights.double()
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-6, atol=0.0)
-    scale, mismatch = upstream_kernels.fit(0.3 * weights, weights, 1e-3, 1e-6)
+    scale, mismatch = upstream_kernels.fit_scalar(0.3 * weights, weights, 1e-3, 1e-6)
     assert abs(scale.item() - 0.3) < 1e-6 and not mismatch.item()
-    assert upstream_kernels.fit(weights.square(), weights, 1e-3, 1e-6)[1].item()
+    assert upstream_kernels.fit_scalar(weights.square(), weights, 1e-3, 1e-6)[1].item()
 
 
 def outlier(device: torch.device) -> None:
-    """A tile far above its row's reference: ``seal_rows`` goes through whole rows."""
+    """A tile far above its row's reference: ``finalize_rows`` goes through whole rows."""
     sizes = exp_sizes(device)
     inputs = make_inputs("plain", **sizes)
     inputs.hidden[..., 0] = 1.0

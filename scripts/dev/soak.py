@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, upstream_guard
+from megatron_fused_ce import FusedCEConfig, grad_guard
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
     Parser,
@@ -591,8 +591,8 @@ class Soak:
             )
         if not self.drift:
             try:
-                upstream_guard.check()
-            except upstream_guard.UpstreamMismatch as error:
+                grad_guard.raise_if_mismatch()
+            except grad_guard.UpstreamMismatch as error:
                 self.drift = f"drift: {error}"
         self.tally.memory = memory_now(self.pool, self.device)
         failure = self.drift

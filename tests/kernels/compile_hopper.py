@@ -71,7 +71,7 @@ def compiled(mode: int, write: bool, with_argmax: bool, masked: bool, softcap: b
         "label_ptr": "*i64",
         "table_ptr": "*i32",
         "tile_argmax_ptr": "*i32",
-        "inside_ptr": "*i64",
+        "valid_columns_ptr": "*i64",
         "num_rows": "i32",
         "num_columns": "i32",
         "hidden_size": "i32",

@@ -23,13 +23,13 @@ TYPES = {
     "label_ptr": "*i64",
     "argmax_ptr": "*i64",
     "target_id_ptr": "*i64",
-    "inside_ptr": "*i64",
+    "valid_columns_ptr": "*i64",
     "row_stride": "i32",
     "out_row_stride": "i32",
     "num_rows": "i32",
     "num_columns": "i32",
     "num_targets": "i32",
-    "share_stride": "i32",
+    "smoothing_stride": "i32",
     "logit_scale": "fp32",
     "softcap": "fp32",
 }
@@ -44,7 +44,7 @@ KERNELS = {
         row_kernels._row_gradients_kernel,
         row_kernels.GRADIENT_BLOCK,
         row_kernels.GRADIENT_WARPS,
-        ("WITH_SLOPE", "WITH_SHARE", "TARGETS", "MASKED", "SOFTCAP"),
+        ("WITH_ENTROPY", "WITH_SMOOTHING", "TARGETS", "MASKED", "SOFTCAP"),
     ),
 }
 

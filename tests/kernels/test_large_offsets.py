@@ -63,7 +63,7 @@ def test_row_kernels_at_far_rows(logits, device):
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=1e-5, atol=1e-6)
     terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
-    gradient = PLAIN.gradient_terms(terms, Upstream(torch.ones(4, device=device)))
+    gradient = PLAIN.grad_coefficients(terms, Upstream(torch.ones(4, device=device)))
     room = torch.empty_like(near)
     expected = row_ops_torch.row_gradients(near, labels, gradient, 1.0, out=room)
     row_kernels.row_gradients(far, labels, gradient, 1.0, out=far_out)
@@ -83,8 +83,8 @@ def test_sealing_and_scaling_far_rows(logits, device):
     terms = torch.stack((column, column + 1.0, column + 0.25, column))
     reference = column + 0.6931471805599453
     stats = row_ops_torch.row_statistics(near, labels, 1.0)
-    stats = stats._replace(shard=torch.zeros_like(stats.shard), excess=column - 1.0)
-    unit = exp_rows.seal_rows(far, labels, tiles, stats, reference, terms)
+    stats = stats._replace(shard=torch.zeros_like(stats.shard), tile_shift=column - 1.0)
+    unit = exp_rows.finalize_rows(far, labels, tiles, stats, reference, terms)
     expected = 0.5 * e
     here = (labels >= 0).nonzero()[:, 0]
     expected[here, labels[here]] = (-0.25 / unit[here]).to(expected.dtype)

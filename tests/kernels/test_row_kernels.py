@@ -12,7 +12,7 @@ from megatron_fused_ce.loss_form import PLAIN
 from megatron_fused_ce.row_ops import (
     TokenTerms,
     merge_shards,
-    shard_terms,
+    shard_addends,
     token_loss,
 )
 from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
@@ -45,7 +45,7 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
     factor = torch.randn(7, generator=torch.Generator().manual_seed(1)).to(device)
     out = torch.empty_like(logits)
-    gradient = PLAIN.gradient_terms(terms, Upstream(factor))
+    gradient = PLAIN.grad_coefficients(terms, Upstream(factor))
     row_kernels.row_gradients(logits, labels, gradient, 0.7, out=out)
     expected = row_ops_torch.row_gradients(
         logits, labels, gradient, 0.7, out=torch.empty_like(logits)
@@ -83,10 +83,10 @@ def test_token_kernels_match_their_definition(num_shards, device):
 
     # What two all-reduces would bring: the same, with any order of the sums.
     global_max = plain.terms[0]
-    parts = [token_kernels.shard_terms(shard, global_max) for shard in shards]
+    parts = [token_kernels.shard_addends(shard, global_max) for shard in shards]
     for part, shard in zip(parts, shards, strict=True):
         torch.testing.assert_close(
-            part, shard_terms(shard, global_max), rtol=4e-6, atol=SUBNORMAL, equal_nan=True
+            part, shard_addends(shard, global_max), rtol=4e-6, atol=SUBNORMAL, equal_nan=True
         )
     summed = torch.stack(parts).sum(0)
     for merged in (
@@ -131,10 +131,10 @@ def test_rows_with_infinities_and_nan(backend, device):
     logits[3, :5] = -torch.inf  # one finite logit
     labels = torch.tensor([-1, -1, -1, 5, 0], device=device)
     stats = backend.row_statistics(logits, labels, 1.0)
-    assert stats.others[0] == 0 and stats.row_max[0] == -torch.inf
-    assert torch.isnan(stats.others[1:3]).all()
-    assert stats.others[3] == 0 and stats.row_max[3] == 0 and stats.label_logit[3] == 0
-    assert stats.others[4] == 5
+    assert stats.sum_exp_nonlabel[0] == 0 and stats.row_max[0] == -torch.inf
+    assert torch.isnan(stats.sum_exp_nonlabel[1:3]).all()
+    assert stats.sum_exp_nonlabel[3] == 0 and stats.row_max[3] == 0 and stats.label_logit[3] == 0
+    assert stats.sum_exp_nonlabel[4] == 5
 
 
 @pytest.mark.parametrize("backend", [row_kernels, row_ops_torch], ids=["triton", "torch"])

@@ -255,7 +255,7 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
         hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
     )
     tiles = product.exp_product(
-        hidden.flatten(0, 1), weight, labels, reference.reference2, reference.table, 1.0,
+        hidden.flatten(0, 1), weight, labels, reference.row_shift2, reference.table, 1.0,
         None, True,
     )  # fmt: skip
     stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)
@@ -270,7 +270,7 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
         hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
     )
     tiles = product.exp_product(
-        hidden.flatten(0, 1), weight, labels, reference.reference2, reference.table, 1.0,
+        hidden.flatten(0, 1), weight, labels, reference.row_shift2, reference.table, 1.0,
         None, True,
     )  # fmt: skip
     stats = exp_rows.combine_tiles(reference, tiles, labels, vocab)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import upstream_guard
+from megatron_fused_ce import grad_guard
 from megatron_fused_ce.adapter import optimizer_guard, switch, token_weights
 
 B, S = 2, 5
@@ -240,7 +240,7 @@ def test_wrapped_once_and_still_itself():
 
 
 def remember_a_mismatch():
-    upstream_guard.WITHOUT_MODEL.watch(torch.tensor(True))
+    grad_guard.WITHOUT_MODEL.record_mismatch(torch.tensor(True))
 
 
 class Skips:
@@ -295,12 +295,12 @@ def test_a_step_without_a_step_checks(optimizer, checks):
     assert optimizer.step() == optimizer.result
     remember_a_mismatch()
     if checks:
-        with pytest.raises(upstream_guard.UpstreamMismatch):
+        with pytest.raises(grad_guard.UpstreamMismatch):
             optimizer.step()
     else:
         assert optimizer.step() == optimizer.result
-        with pytest.raises(upstream_guard.UpstreamMismatch):
-            upstream_guard.check()
+        with pytest.raises(grad_guard.UpstreamMismatch):
+            grad_guard.raise_if_mismatch()
     assert optimizer.step() == optimizer.result
 
 
@@ -315,7 +315,7 @@ def test_a_replayed_optimizer_step_checks_first():
     module.OptimizerCudaGraphWrapper = OptimizerCudaGraphWrapper
     optimizer_guard.patch_cuda_graph(module)
     remember_a_mismatch()
-    with pytest.raises(upstream_guard.UpstreamMismatch):
+    with pytest.raises(grad_guard.UpstreamMismatch):
         OptimizerCudaGraphWrapper()()
     assert replayed == []
     OptimizerCudaGraphWrapper()()

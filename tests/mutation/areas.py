@@ -81,7 +81,7 @@ AREAS = (
         "guard",
         15,
         {
-            f"{PACKAGE}/upstream_guard.py": (GUARD, GUARDS, f"{FAILURES} -k 'gone or failed'"),
+            f"{PACKAGE}/grad_guard.py": (GUARD, GUARDS, f"{FAILURES} -k 'gone or failed'"),
             f"{PACKAGE}/adapter/model_guard.py": (
                 f"{ADAPTER} -k 'seam_of_the_guard or can_mismatch'",
                 f"{MISMATCH} -k '2ranks or models_on'",

@@ -27,7 +27,7 @@ OP = "tests/op/test_op.py"
 OPTIONS = "tests/op/test_loss_options.py"
 OUTPUTS = "tests/op/test_token_outputs.py"
 MASKED = "tests/op/test_masked_tokens.py"
-GUARD = "tests/op/test_upstream_guard.py"
+GUARD = "tests/op/test_grad_guard.py"
 GUARDS = "tests/op/test_guards.py"
 PROPERTIES = "tests/op/test_properties.py"
 ROWS = "tests/kernels/test_row_kernels.py"
@@ -47,8 +47,8 @@ FAULTS = (
     Fault(
         "a shard's sum is not rescaled to the maximum over all shards",
         f"{PACKAGE}/row_ops.py",
-        "others * torch.exp(reference - global_max)",
-        "others",
+        "sum_exp_nonlabel * torch.exp(row_shift - global_max)",
+        "sum_exp_nonlabel",
         (f"{PROPERTIES} -k statistics_of_shards_merge",),
     ),
     Fault(
@@ -61,8 +61,8 @@ FAULTS = (
     Fault(
         "a confident token's loss is the difference of two logarithms",
         f"{PACKAGE}/row_ops.py",
-        "label > others, torch.log1p(others / label), torch.log(total) - shifted_label",
-        "label > torch.inf, torch.log1p(others / label), torch.log(total) - shifted_label",
+        "        label > sum_exp_nonlabel,\n",
+        "        label > torch.inf,\n",
         (f"{OP} -k confident_tokens",),
     ),
     Fault(
@@ -96,7 +96,7 @@ FAULTS = (
     Fault(
         "plain PyTorch rows forget the softcap's slope",
         f"{PACKAGE}/row_ops_torch.py",
-        "e.mul_(slope)",
+        "e.mul_(softcap_grad)",
         "pass",
         (f"{OPTIONS} -k 'against_fp64 and softcap'",),
     ),
@@ -117,8 +117,8 @@ FAULTS = (
     Fault(
         "the label's gradient forgets its share of the smoothing",
         f"{PACKAGE}/loss_form.py",
-        "deficit - (self.sigma - self.share)",
-        "deficit - self.sigma",
+        "neg_label_grad - (self.sigma - self.smoothing_per_class)",
+        "neg_label_grad - self.sigma",
         (f"{OPTIONS} -k 'against_fp64 and smoothing'",),
     ),
     Fault(
@@ -131,8 +131,8 @@ FAULTS = (
     Fault(
         "the entropy leaves out the label",
         f"{PACKAGE}/loss_form.py",
-        "(further.weighted + own)",
-        "further.weighted",
+        "(extra.weighted + own)",
+        "extra.weighted",
         (f"{OUTPUTS} -k 'all_outputs_against_fp64 and plain'",),
     ),
     Fault(
@@ -174,8 +174,8 @@ FAULTS = (
     Fault(
         "row kernel: one masked column gets a gradient",
         "kernels/row_kernels.py",
-        "tl.where(columns < taking_part, gradient, 0.0)",
-        "tl.where(columns <= taking_part, gradient, 0.0)",
+        "tl.where(columns < valid_columns, gradient, 0.0)",
+        "tl.where(columns <= valid_columns, gradient, 0.0)",
         (f"{OPTIONS} -k triton_kernels_against_fp64",),
     ),
     Fault(
@@ -195,43 +195,43 @@ FAULTS = (
     Fault(
         "scaled-exp GEMM: the first column beside the vocabulary counts",
         "kernels/exp_product.py",
-        "columns[None, :] >= taking_part",
-        "columns[None, :] > taking_part",
+        "columns[None, :] >= valid_columns",
+        "columns[None, :] > valid_columns",
         (f"{SCALED_EXP}::test_vocabularies_at_the_edges_of_tiles[exp_product-8]",),
     ),
     Fault(
         "scaled-exp GEMM: a tile far above its reference is not shifted",
         "kernels/exp_product.py",
-        "e = tl.exp2(z - excess[:, None])",
+        "e = tl.exp2(z - tile_shift[:, None])",
         "e = tl.exp2(z)",
         (f"{SCALED_EXP}::test_a_tile_far_above_the_reference[exp_product-300.0-store]",),
     ),
     Fault(
         "scaled-exp GEMM: kept exponentials miss the softcap's slope",
         "kernels/exp_product.py",
-        "e = e * slope",
+        "e = e * softcap_grad",
         "e = e * 1.0",
         (f"{SCALED_EXP} -k 'against_fp64 and softcap and (plain or peaked)'",),
     ),
     Fault(
         "scaled-exp GEMM: one masked column gets a gradient when it is made again",
         "kernels/exp_product.py",
-        "tl.where(columns[None, :] < taking_part, gradient, 0.0)",
-        "tl.where(columns[None, :] <= taking_part, gradient, 0.0)",
+        "tl.where(columns[None, :] < valid_columns, gradient, 0.0)",
+        "tl.where(columns[None, :] <= valid_columns, gradient, 0.0)",
         (f"{SCALED_EXP} -k 'against_fp64 and masked and recompute'",),
     ),
     Fault(
         "scaled-exp GEMM: tiles of one row that differ in their shift are summed as they are",
         "kernels/exp_rows.py",
-        "slot_others * tl.exp2(slot_excess - row_excess[None, :])",
-        "slot_others",
+        "slot_sum_exp * tl.exp2(slot_shift - row_tile_shift[None, :])",
+        "slot_sum_exp",
         (f"{SCALED_EXP} -k 'far_above_the_reference and 100.0'",),
     ),
     Fault(
         "scaled-exp GEMM: only shards above the largest reference are brought to it",
         "kernels/exp_rows.py",
-        "differs = own_reference != reference",
-        "differs = own_reference > reference",
+        "differs = own_row_shift != row_shift",
+        "differs = own_row_shift > row_shift",
         (f"{CALLS} -k 'outlier_in_one_shard and store'",),
     ),
     Fault(
@@ -401,7 +401,7 @@ FAULTS = (
     # The guard and the end of grad_weight.
     Fault(
         "the guard is not asked before an optimizer step",
-        f"{PACKAGE}/upstream_guard.py",
+        f"{PACKAGE}/grad_guard.py",
         "register_optimizer_step_pre_hook(_before_step)",
         "pass",
         (f"{GUARD} -k mismatch_raises_before",),
@@ -415,7 +415,7 @@ FAULTS = (
     ),
     Fault(
         "the guard takes a fifth of a percent for rounding",
-        f"{PACKAGE}/upstream_guard.py",
+        f"{PACKAGE}/grad_guard.py",
         "RTOL = 2.0**-20",
         "RTOL = 2.0**-9",
         (f"{GUARD} -k one_wrong_token",),
@@ -430,7 +430,7 @@ FAULTS = (
     Fault(
         "a failed backward leaves half a sum in main_grad",
         f"{PACKAGE}/grad_weight.py",
-        "upstream_guard.refuse(self._buffer)",
+        "grad_guard.poison(self._buffer)",
         "pass",
         (f"{FAILURES} -k 'optimizer_step_after_a_failed'",),
     ),

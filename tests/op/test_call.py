@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, call, upstream_guard, vocab_parallel
+from megatron_fused_ce import FusedCEConfig, call, grad_guard, vocab_parallel
+from megatron_fused_ce.grad_guard import Guard
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import make_inputs, make_teacher
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE
-from megatron_fused_ce.upstream_guard import Guard
 from tests.support.op import (
     DTYPES,
     EXP_DTYPE,
@@ -148,7 +148,7 @@ class Kind:
             torch.autograd.backward(
                 [getattr(head.outputs, name) for name in names], [1.5 * weights] * len(names)
             )
-            upstream_guard.check()
+            grad_guard.raise_if_mismatch()
         made = [*head.outputs, head.local_max, head.local_argmax, main_grad]
         return [head.logits_backend, head.plan, hidden.grad, weight.grad, *made]
 

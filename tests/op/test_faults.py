@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from megatron_fused_ce import upstream_guard
-from megatron_fused_ce.upstream_guard import AbandonedGradient
+from megatron_fused_ce import grad_guard
+from megatron_fused_ce.grad_guard import AbandonedGradient
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
 from tests.support.head import mixed_plans
@@ -91,9 +91,9 @@ def test_an_optimizer_step_after_a_failed_backward():
 
 def test_a_buffer_that_is_gone_stops_nothing():
     """A model that was thrown away after its backward failed."""
-    upstream_guard.refuse(torch.zeros(3, 2))
+    grad_guard.poison(torch.zeros(3, 2))
     gc.collect()
-    upstream_guard.check()
+    grad_guard.raise_if_mismatch()
 
 
 # --- steps in other orders, other memory ------------------------------------------------------

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fused_ce.upstream_guard import (
+from megatron_fused_ce.grad_guard import (
     WITHOUT_MODEL,
     Guard,
     UpstreamMismatch,
-    check,
+    raise_if_mismatch,
     stepping,
 )
 
@@ -22,7 +22,7 @@ def models():
     guards = Guard("the head of the actor", [actor]), Guard("the head of the critic", [critic])
     yield actor, critic, *guards
     for guard in (*guards, WITHOUT_MODEL):
-        guard.forget()
+        guard.clear()
 
 
 def sgd(parameters) -> torch.optim.Optimizer:
@@ -38,7 +38,7 @@ def copies_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def mismatch(guard: Guard) -> None:
-    guard.watch(torch.tensor(True))
+    guard.record_mismatch(torch.tensor(True))
 
 
 def test_its_own_optimizer_stops_and_another_models_does_not(models):
@@ -109,19 +109,19 @@ def test_check_without_an_optimizer_raises_for_any_model(models):
     *_, of_critic = models
     mismatch(of_critic)
     with pytest.raises(UpstreamMismatch):
-        check()
-    check()
+        raise_if_mismatch()
+    raise_if_mismatch()
 
 
 def test_a_guard_ends_with_its_model():
     """Nothing global holds it: a model built anew for each trial leaves none behind."""
     import gc
 
-    from megatron_fused_ce import upstream_guard
+    from megatron_fused_ce import grad_guard
 
     gc.collect()
-    before = len(upstream_guard._guards)
+    before = len(grad_guard._guards)
     mismatch(Guard("a head", [nn.Linear(2, 2)]))
     gc.collect()
-    assert len(upstream_guard._guards) == before
-    check()
+    assert len(grad_guard._guards) == before
+    raise_if_mismatch()

@@ -25,7 +25,7 @@ from megatron_fused_ce import (
     row_ops_torch,
 )
 from megatron_fused_ce.loss_form import LossForm
-from megatron_fused_ce.row_ops import merge_further, merge_shards
+from megatron_fused_ce.row_ops import merge_extra, merge_shards
 from megatron_fused_ce.testing.reference import (
     UNIT_32,
     HeadInputs,
@@ -188,8 +188,8 @@ def test_statistics_of_shards_merge(drawn, entropy):
     close(inv_sum[real], (1 / e.sum(-1))[real], rtol=ulps, atol=0)
     close(miss[real], (others / e.sum(-1))[real], rtol=alone, atol=2.0**-148)
     if entropy:
-        further = torch.stack([torch.stack(one.further.rows()) for one in stats])
-        made = form.finish(merged._replace(further=merge_further(("weighted",), further, sent)))
+        extra = torch.stack([torch.stack(one.extra.rows()) for one in stats])
+        made = form.finish(merged._replace(extra=merge_extra(("weighted",), extra, sent)))
         p = e / e.sum(-1, keepdim=True)
         true = -torch.where(p > 0, p * p.log(), 0.0).sum(-1)
         torch.testing.assert_close(

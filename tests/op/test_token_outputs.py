@@ -240,7 +240,7 @@ def test_a_tie_over_shards_predicts_the_lowest_id():
     shards = torch.zeros(3, row_ops.NUM_STATISTICS, 2)
     shards[:, row_ops.ROW_MAX] = torch.tensor([[2.0, 1.0], [2.0, 5.0], [1.0, 5.0]])
     best = torch.tensor([[7.0, 3.0], [11.0, 9.0], [13.0, 12.0]]).unsqueeze(1)
-    assert row_ops.merge_further(("best",), best, shards).best.tolist() == [7, 9]
+    assert row_ops.merge_extra(("best",), best, shards).best.tolist() == [7, 9]
 
 
 def test_nan_predicts_nothing(device):

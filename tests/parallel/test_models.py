@@ -150,7 +150,7 @@ def _noting(seen: list[int], wait: Any) -> Any:
 @pytest.mark.parametrize("name", [*BY_NAME, *SINCE_0_17])
 def test_off_against_on(rank: Rank, name):
     import megatron_fused_ce
-    from megatron_fused_ce import masked_tokens, upstream_guard
+    from megatron_fused_ce import grad_guard, masked_tokens
 
     model = model_of(rank, name)
     watched: list[bool] = []
@@ -158,7 +158,9 @@ def test_off_against_on(rank: Rank, name):
     have_groups(rank.size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            upstream_guard.Guard, "watch", lambda self, mismatch: watched.append(bool(mismatch))
+            grad_guard.Guard,
+            "record_mismatch",
+            lambda self, mismatch: watched.append(bool(mismatch)),
         )
         patch.setattr(masked_tokens, "ROUND_TO", 2)
         patch.setattr(masked_tokens.Count, "wait", _noting(kept, masked_tokens.Count.wait))

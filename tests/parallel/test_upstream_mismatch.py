@@ -182,7 +182,7 @@ class Training:
         return [parameter.detach().clone() for parameter in kept]
 
     def assert_raises_and_changes_nothing(self) -> str:
-        from megatron_fused_ce.upstream_guard import UpstreamMismatch
+        from megatron_fused_ce.grad_guard import UpstreamMismatch
 
         before = self.state()
         try:
@@ -335,7 +335,7 @@ def test_a_model_without_a_fused_head_goes_on(rank: Rank):
 @on_ranks(TWO)
 def test_an_optimizer_without_finalize_model_grads(rank: Rank):
     """A bare torch optimizer over the model stops on the rank that knows, as before."""
-    from megatron_fused_ce.upstream_guard import UpstreamMismatch
+    from megatron_fused_ce.grad_guard import UpstreamMismatch
 
     training = Training(rank, Launch(strategy="grad_in_forward"))
     training.ddp.config.finalize_model_grads_func = None
@@ -361,7 +361,7 @@ def test_models_on_a_part_of_the_ranks(rank: Rank, one_axis):
 
     import megatron_fused_ce
     from megatron_fused_ce.adapter import model_guard
-    from megatron_fused_ce.upstream_guard import Guard, UpstreamMismatch, check
+    from megatron_fused_ce.grad_guard import Guard, UpstreamMismatch, raise_if_mismatch
 
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     alone = [dist.new_group([number]) for number in range(4)][rank.rank]
@@ -378,12 +378,12 @@ def test_models_on_a_part_of_the_ranks(rank: Rank, one_axis):
     with Collectives({mine: "mine"}) as issued:
         for wrong_on in (None, 1, 0, None):
             if rank.rank == wrong_on:
-                guard.watch(torch.tensor(True, device=rank.device))
+                guard.record_mismatch(torch.tensor(True, device=rank.device))
             if rank.rank >= 2 and wrong_on == 1:
                 continue  # the other model is in another step
             model_guard.tell_all_ranks([model], groups)
             try:
-                check()
+                raise_if_mismatch()
             except UpstreamMismatch:
                 assert rank.rank < 2 and wrong_on is not None
             else:

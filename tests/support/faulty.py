@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fused_ce import FusedCEConfig, upstream_guard
+from megatron_fused_ce import FusedCEConfig, grad_guard
+from megatron_fused_ce.grad_guard import AbandonedGradient
 from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import make_inputs
-from megatron_fused_ce.upstream_guard import AbandonedGradient
 
 
 class AtOperator(TorchDispatchMode):
@@ -146,7 +146,7 @@ def out_of_memory_at(step: Step, at: int, earlier, right) -> str:
     assert any(torch.equal(step.gradients()[0], whole[0]) for whole in (earlier, right))
     left = what_is_left(step, earlier, right)
     step.restore(earlier)
-    upstream_guard.check()
+    grad_guard.raise_if_mismatch()
     step.run()
     assert all(map(torch.equal, step.gradients(), right)), "the next step is not right"
     return left
@@ -168,7 +168,7 @@ def what_is_left(step: Step, earlier, right) -> str:
 def refuses() -> bool:
     """Whether an optimizer step would end with the words on what to do."""
     try:
-        upstream_guard.check()
+        grad_guard.raise_if_mismatch()
     except AbandonedGradient as error:
         return "zero the gradients" in str(error)
     return False

@@ -249,7 +249,7 @@ def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
 
 def test_a_broken_promise_of_grad_in_forward_prints_nothing(tmp_path, monkeypatch, capsys):
     def flag(problem, mark):
-        measure.upstream_guard.WITHOUT_MODEL.watch(torch.tensor(True))
+        measure.grad_guard.WITHOUT_MODEL.record_mismatch(torch.tensor(True))
         return plain_run(problem, mark)
 
     variant = Variant("store", "ours", run=flag)

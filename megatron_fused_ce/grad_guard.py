@@ -4,9 +4,9 @@ The never-silent rule of ``grad_in_forward``: a wrong upstream gradient never re
 
 ``grad_in_forward`` builds its gradients in the forward, for token weights ``w`` known there, and scales them
 in the backward by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
-token. :func:`fit` finds ``c`` and whether that holds, on the device; :meth:`Guard.watch` remembers a mismatch
-there, in a flag that outlives steps and CUDA graphs; :func:`check` reads the flag where the host waits
-anyway, before a parameter changes. Nobody waits in the forward or the backward.
+token. :func:`fit_scalar` finds ``c`` and whether that holds, on the device; :meth:`Guard.record_mismatch`
+remembers a mismatch there, in a flag that outlives steps and CUDA graphs; :func:`raise_if_mismatch` reads the
+flag where the host waits anyway, before a parameter changes. Nobody waits in the forward or the backward.
 
 A :class:`Guard` belongs to the model that holds the head, and stops that model's optimizers alone; heads
 that are called without a model share :data:`WITHOUT_MODEL`, which stops every optimizer.
@@ -62,7 +62,9 @@ class _Flag:
     """Of one device. ``seen`` is bool [2]: fitting and mismatching upstream gradients."""
 
     seen: Tensor
-    in_graph: bool = False  # some CUDA graph writes it: a replay does so without calling `watch`
+    in_graph: bool = (
+        False  # some CUDA graph writes it: a replay does so without calling `record_mismatch`
+    )
     unread: bool = False
 
 
@@ -116,13 +118,13 @@ class Guard:
         self._flags[device] = _Flag(torch.zeros(2, dtype=torch.bool, device=device))
 
     @torch.no_grad()
-    def watch(self, mismatch: Tensor) -> None:
-        """Remember ``mismatch`` (bool, one element, on any device) until :func:`check` reads it.
+    def record_mismatch(self, mismatch: Tensor) -> None:
+        """Remember ``mismatch`` (bool, one element, on any device) until :func:`raise_if_mismatch` reads it.
 
         The host does not wait, and the call may be captured in a CUDA graph, if not as the first of all
         (:meth:`prepare`): each replay then remembers anew. The first call makes every ``torch.optim``
-        optimizer call :func:`check` before it steps (apex's and Transformer Engine's are such; whatever
-        else changes parameters must call it itself).
+        optimizer call :func:`raise_if_mismatch` before it steps (apex's and Transformer Engine's are such;
+        whatever else changes parameters must call it itself).
 
         Call it in the backward, on its stream, before the gradients leave: what orders them before an
         optimizer then orders the flag as well.
@@ -136,7 +138,7 @@ class Guard:
         flag.seen.index_fill_(0, mismatch.reshape(1).long(), True)
 
     @torch.no_grad()
-    def remembered(self, device: torch.device) -> Tensor:
+    def mismatch_on(self, device: torch.device) -> Tensor:
         """int32 [1] on ``device``: 1 after a mismatch. The host waits for none on the same device."""
         seen = [flag.seen[1:].to(device, torch.int32) for flag in self._flags.values()]
         return torch.cat(seen).amax(0, keepdim=True) if seen else _zero(device)
@@ -150,7 +152,7 @@ class Guard:
                 mismatch = mismatch or flag.unread
         return mismatch
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         for flag in self._flags.values():
             flag.seen.zero_()
             flag.unread = False
@@ -183,7 +185,7 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 #: Of heads that are called without a model.
 WITHOUT_MODEL = Guard("a head without a model")
 
-_refused: list[weakref.ref[Tensor]] = []
+_poisoned: list[weakref.ref[Tensor]] = []
 _hooked = False
 
 
@@ -198,8 +200,8 @@ _stepping = _Stepping()
 
 @contextmanager
 def stepping(parameters: Callable[[], list[Tensor] | None]) -> Iterator[None]:
-    """Inside, :func:`check` asks ``parameters`` for the models' own parameters, where torch's optimizer has
-    copies; None where it cannot tell.
+    """Inside, :func:`raise_if_mismatch` asks ``parameters`` for the models' own parameters, where torch's
+    optimizer has copies; None where it cannot tell.
     """
     before, _stepping.parameters = _stepping.parameters, parameters
     try:
@@ -209,7 +211,7 @@ def stepping(parameters: Callable[[], list[Tensor] | None]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
+def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
     """The scalar ``c`` with ``grad_loss = c * token_weights``, and whether there is none.
 
     ::
@@ -239,7 +241,9 @@ def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
     if grad_loss.is_cuda and grad_loss.dtype == token_weights.dtype == torch.float32:
         from megatron_fused_ce.kernels import upstream_kernels
 
-        return upstream_kernels.fit(grad_loss.contiguous(), token_weights.contiguous(), RTOL, ATOL)
+        return upstream_kernels.fit_scalar(
+            grad_loss.contiguous(), token_weights.contiguous(), RTOL, ATOL
+        )
     g, w = grad_loss.double(), token_weights.double()
     norm = (w * w).sum()
     c = torch.where(norm > 0, (g * w).sum() / norm, 0.0)
@@ -251,21 +255,22 @@ def fit(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def refuse(buffer: Tensor) -> None:
+def poison(buffer: Tensor) -> None:
     """Fill a gradient buffer with NaN and let no optimizer step before it is zeroed.
 
-    Every ``torch.optim`` optimizer calls :func:`check` from then on, as with :meth:`Guard.watch`.
+    Every ``torch.optim`` optimizer calls :func:`raise_if_mismatch` from then on, as with
+    :meth:`Guard.record_mismatch`.
     """
     _hook_optimizers()
-    _refused.append(weakref.ref(buffer))
+    _poisoned.append(weakref.ref(buffer))
     buffer.fill_(torch.nan)
 
 
 @torch.compiler.disable
-def check(stepped: list[Tensor] | None = None) -> None:
+def raise_if_mismatch(stepped: list[Tensor] | None = None) -> None:
     """Raise if a mismatch was remembered since the last call. The host waits for the device.
 
-    Raise too as long as a buffer that was refused has not been zeroed.
+    Raise too as long as a poisoned buffer has not been zeroed.
 
     Returns at once where nothing was remembered. While a CUDA graph is captured (an optimizer step's,
     say) it captures a device-side assertion instead, which ends the process in a replay that meets a
@@ -286,8 +291,8 @@ def check(stepped: list[Tensor] | None = None) -> None:
             if seen is not None:
                 torch._assert_async(~seen, _ASSERTION)  # type: ignore[call-overload]
         return  # flags of other devices wait for the next call outside of a capture
-    if _refused:
-        _check_refused()
+    if _poisoned:
+        _raise_if_poisoned()
     wrong = [guard for guard in list(_guards) if guard.read()]
     if wrong:
         complete = _stepping.parameters is not None
@@ -296,7 +301,7 @@ def check(stepped: list[Tensor] | None = None) -> None:
         wrong = [guard for guard in wrong if guard.stops(stepped, complete)]
     if wrong:
         for guard in wrong:
-            guard.forget()
+            guard.clear()
         heads = ", ".join(sorted(guard.heads for guard in wrong))
         raise UpstreamMismatch(
             f"the upstream gradient of the per-token loss of {heads} is not a scalar times the token weights "
@@ -305,10 +310,10 @@ def check(stepped: list[Tensor] | None = None) -> None:
         )
 
 
-def _check_refused() -> None:
-    buffers = [buffer for ref in _refused if (buffer := ref()) is not None]
+def _raise_if_poisoned() -> None:
+    buffers = [buffer for ref in _poisoned if (buffer := ref()) is not None]
     full = [buffer for buffer in buffers if bool(buffer[(0,) * buffer.dim()].isnan())]
-    _refused[:] = [weakref.ref(buffer) for buffer in full]
+    _poisoned[:] = [weakref.ref(buffer) for buffer in full]
     if full:
         raise AbandonedGradient(
             f"a main_grad of {tuple(full[0].shape)} holds NaN in place of what a backward that failed had "
@@ -326,7 +331,9 @@ def _hook_optimizers() -> None:
 def _before_step(optimizer: object, args: object, kwargs: object) -> None:
     """torch's hook before every optimizer step."""
     groups = getattr(optimizer, "param_groups", None)
-    check(None if groups is None else [one for group in groups for one in group["params"]])
+    raise_if_mismatch(
+        None if groups is None else [one for group in groups for one in group["params"]]
+    )
 
 
 def _any_in(tensors: list[Tensor], modules: list[torch.nn.Module]) -> bool:

@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, upstream_guard
-from megatron_fused_ce.upstream_guard import WITHOUT_MODEL, UpstreamMismatch, check, fit
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, grad_guard
+from megatron_fused_ce.grad_guard import (
+    WITHOUT_MODEL,
+    UpstreamMismatch,
+    fit_scalar,
+    raise_if_mismatch,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MILLION = 1_000_000
@@ -24,7 +29,7 @@ def nothing_remembered():
     """Each test starts and ends without a mismatch in the flags."""
     yield
     try:
-        check()
+        raise_if_mismatch()
     except UpstreamMismatch:
         pytest.fail("a mismatch was left in the flag")
 
@@ -45,7 +50,7 @@ def fractions(num_tokens: int = 4096) -> torch.Tensor:
     ids=["mask", "fractions", "sum of 0"],
 )
 def test_a_scalar_times_the_weights_fits(weights, c):
-    found, mismatch = fit(weights * c, weights)
+    found, mismatch = fit_scalar(weights * c, weights)
     assert not mismatch and found.dtype == torch.float32 and found.shape == ()
     assert float(found) == pytest.approx(c, rel=2e-7, abs=0)
 
@@ -53,7 +58,7 @@ def test_a_scalar_times_the_weights_fits(weights, c):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_weights_of_other_dtypes(dtype):
     weights = fractions().to(dtype)
-    found, mismatch = fit(weights.float() * 0.1, weights)
+    found, mismatch = fit_scalar(weights.float() * 0.1, weights)
     assert not mismatch and float(found) == pytest.approx(0.1, rel=2e-7)
 
 
@@ -74,7 +79,7 @@ def test_megatrons_arithmetic_fits(loss_scale):
             return loss * loss_scale
 
         g = upstream(make_loss, weights.float())
-        assert not fit(g, weights)[1]
+        assert not fit_scalar(g, weights)[1]
 
 
 def test_the_same_weights_in_another_order_of_rounding_fit():
@@ -84,7 +89,7 @@ def test_the_same_weights_in_another_order_of_rounding_fit():
     def make_loss(losses):
         return (losses * 1.1 * mask() / 3.0 * 0.9 * (1.7 / lengths) / 1.3).sum()
 
-    assert not fit(upstream(make_loss, weights), weights)[1]
+    assert not fit_scalar(upstream(make_loss, weights), weights)[1]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +108,9 @@ def test_the_same_weights_in_another_order_of_rounding_fit():
 def test_one_wrong_token_in_a_million_is_seen(spoil):
     weights = mask(MILLION)
     g = weights * 0.37
-    assert not fit(g, weights)[1]
+    assert not fit_scalar(g, weights)[1]
     spoil(g, weights)
-    assert fit(g, weights)[1]
+    assert fit_scalar(g, weights)[1]
 
 
 def _one(weights: torch.Tensor) -> torch.Tensor:
@@ -120,24 +125,24 @@ def test_small_weights_are_compared_on_their_own_scale():
     for token in range(3):
         g = weights * 0.3
         g[token] *= 1.0001
-        assert fit(g, weights)[1]
+        assert fit_scalar(g, weights)[1]
 
 
 def test_an_all_masked_micro_batch_is_legal_only_without_gradient():
     weights, g = torch.zeros(2, 5), torch.zeros(2, 5)
-    c, mismatch = fit(g, weights)
+    c, mismatch = fit_scalar(g, weights)
     assert float(c) == 0.0 and not mismatch
     g[1, 2] = 1e-20
-    assert fit(g, weights)[1]
+    assert fit_scalar(g, weights)[1]
 
 
 def test_no_upstream_at_all_fits():
-    c, mismatch = fit(torch.zeros(4096), mask())
+    c, mismatch = fit_scalar(torch.zeros(4096), mask())
     assert float(c) == 0.0 and not mismatch
 
 
 def test_an_empty_batch_fits():
-    c, mismatch = fit(torch.empty(0), torch.empty(0))
+    c, mismatch = fit_scalar(torch.empty(0), torch.empty(0))
     assert float(c) == 0.0 and not mismatch
 
 
@@ -147,20 +152,20 @@ def test_an_overflow_is_no_mismatch_but_stays_visible(weights, bad):
     """The loss scale has overflowed: Megatron must find it in the gradients, and skip the step."""
     for g in (weights * bad, weights.index_fill(0, torch.tensor(3), bad)):
         assert not torch.isfinite(g).all()
-        c, mismatch = fit(g, weights)
+        c, mismatch = fit_scalar(g, weights)
         assert not math.isfinite(c) and not mismatch
 
 
 def test_bad_weights_do_not_pass():
     weights = mask()
     weights[7] = math.nan
-    assert fit(torch.ones(4096), weights)[1]
-    assert fit(torch.zeros(4096), weights)[1]
+    assert fit_scalar(torch.ones(4096), weights)[1]
+    assert fit_scalar(torch.zeros(4096), weights)[1]
 
 
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"\(4, 1\) and token_weights \(4,\)"):
-        fit(torch.ones(4, 1), torch.ones(4))
+        fit_scalar(torch.ones(4, 1), torch.ones(4))
 
 
 class Promised(torch.autograd.Function):
@@ -174,8 +179,8 @@ class Promised(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         (weights,) = ctx.saved_tensors
-        c, mismatch = fit(grad_loss, weights)
-        WITHOUT_MODEL.watch(mismatch)
+        c, mismatch = fit_scalar(grad_loss, weights)
+        WITHOUT_MODEL.record_mismatch(mismatch)
         return (c * weights).sum(), None
 
 
@@ -244,7 +249,7 @@ def test_a_mismatch_raises_before_the_parameter_changes(name, device):
 def test_a_mismatch_in_the_first_iteration_raises():
     """In a fresh process: nothing was set up, the optimizer is older than the first backward."""
     code = (
-        "from tests.op.test_upstream_guard import *\n"
+        "from tests.op.test_grad_guard import *\n"
         "training = Training(sgd)\n"
         "training.backward(right=False)\n"
         "try: training.step()\n"
@@ -304,15 +309,15 @@ def test_an_overflow_reaches_the_gradient(device):
     training = Training(sgd, device)
     training.backward(scale=math.inf)
     assert not torch.isfinite(training.parameter.grad)
-    check()
+    raise_if_mismatch()
 
 
 def test_check_without_a_step(device):
-    check()
+    raise_if_mismatch()
     Training(sgd, device).backward(right=False)
     with pytest.raises(UpstreamMismatch):
-        check()
-    check()
+        raise_if_mismatch()
+    raise_if_mismatch()
 
 
 class HeadTraining:
@@ -411,12 +416,12 @@ def test_one_hook_whatever_the_number_of_backwards():
     hooks = len(torch_optimizer._global_optimizer_pre_hooks)
     training.backward()
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
-    ours = [upstream_guard._before_step]
+    ours = [grad_guard._before_step]
     assert [h for h in torch_optimizer._global_optimizer_pre_hooks.values() if h in ours] == ours
 
 
 def test_the_assertion_fits_into_torchs_limit():
-    assert len(upstream_guard._ASSERTION) < 255
+    assert len(grad_guard._ASSERTION) < 255
 
 
 @on_gpu
@@ -430,7 +435,7 @@ def test_no_host_wait_before_the_step():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(UpstreamMismatch):
-        check()
+        raise_if_mismatch()
 
 
 @on_gpu
@@ -452,7 +457,7 @@ def test_captured_backwards_remember_at_every_replay(monkeypatch, first_in_captu
     with torch.cuda.stream(side):
         backward()
     torch.cuda.current_stream().wait_stream(side)
-    check()
+    raise_if_mismatch()
     if first_in_capture:
         monkeypatch.setattr(WITHOUT_MODEL, "_flags", {})
     graph = torch.cuda.CUDAGraph()
@@ -465,18 +470,18 @@ def test_captured_backwards_remember_at_every_replay(monkeypatch, first_in_captu
         return
     with torch.cuda.graph(graph, capture_error_mode=error_mode):
         backward()
-    check()
+    raise_if_mismatch()
     graph.replay()
-    check()
+    raise_if_mismatch()
     for _ in range(2):
         used.fill_(1.0)
         graph.replay()
         used.copy_(training.weights)
         graph.replay()
         with pytest.raises(UpstreamMismatch):
-            check()
+            raise_if_mismatch()
         graph.replay()
-        check()
+        raise_if_mismatch()
 
 
 @on_gpu
@@ -485,7 +490,7 @@ def test_captured_backwards_remember_at_every_replay(monkeypatch, first_in_captu
 def test_the_op_in_a_graph_of_the_whole_iteration(first_in_capture, error_mode):
     """Forward and backward captured as Megatron's full_iteration graphs are; the step is outside."""
     code = f"""
-from tests.op.test_upstream_guard import *
+from tests.op.test_grad_guard import *
 training = HeadTraining("cuda")
 used = training.mask.clone()
 def iteration():
@@ -500,7 +505,7 @@ try:
     with torch.cuda.graph(graph, capture_error_mode={error_mode!r}): iteration()
 except RuntimeError as refused: print("refused" if "before the capture" in str(refused) else refused)
 if {first_in_capture}: sys.exit()
-check()
+raise_if_mismatch()
 for wrong in (False, True, False):
     training.optimizer.zero_grad(set_to_none=False)
     used.copy_(torch.ones_like(used) if wrong else training.mask)
@@ -520,7 +525,7 @@ for wrong in (False, True, False):
 def test_a_captured_optimizer_step_asserts_on_the_device(right):
     """In a process of its own: the assertion ends it."""
     code = (
-        "from tests.op.test_upstream_guard import *\n"
+        "from tests.op.test_grad_guard import *\n"
         "training = Training(lambda p: torch.optim.Adam(p, capturable=True), 'cuda')\n"
         "used = training.weights.clone()\n"
         "def whole_step():\n"
