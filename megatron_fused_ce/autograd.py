@@ -88,7 +88,12 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         try:
             with _no_autocast(device), context.phases.of_pass("backward", device):
                 grad_hidden, grad_weight = loop.backward(
-                    *(context, hidden, weight, soft, saved, upstream),
+                    context,
+                    hidden,
+                    weight,
+                    soft,
+                    saved,
+                    upstream,
                     needs_grad=ctx.needs_input_grad[:2],
                 )
         except BaseException:

@@ -48,7 +48,7 @@ class ChunkInputs(NamedTuple):
     #: [S, H]: some rows of the whole weight, for LogitsBackend.logits_gemm
     sample: Tensor | None = None
     form: LossForm = PLAIN
-    targets: SoftTargets | None = None  # in the labels' place
+    soft: SoftTargets | None = None  # in the labels' place
     #: whether this shard is the whole vocabulary
     alone: bool = False
 
@@ -82,10 +82,6 @@ class LogitsBackend(Protocol):
     reads_saved_in_place: bool
 
     @property
-    def num_sampled(self) -> int:
-        """Rows of the whole weight that :meth:`logits_gemm` wants as the chunk's ``sample``; 0 for none."""
-
-    @property
     def token_ops(self) -> ModuleType:
         """``merge_shards``, ``shard_addends`` and ``token_loss``: row_ops, or its kernels."""
 
@@ -97,8 +93,11 @@ class LogitsBackend(Protocol):
         Two steps, so that they can be timed apart.
         """
 
-    def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
-        """``[num_sampled, H]`` of the valid rows of ``weight``."""
+    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
+        """This rank's part ``[S / num_ranks, H]`` of the chunks' ``sample``: valid rows of ``weight``.
+
+        None where :meth:`logits_gemm` needs no sample.
+        """
 
     def finalize(
         self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
@@ -131,7 +130,6 @@ class GemmThenRows:
     name = "gemm_rows"
     needs_logits_buffer = True
     reads_saved_in_place = False
-    num_sampled = 0
 
     @property
     def token_ops(self) -> ModuleType:
@@ -144,13 +142,13 @@ class GemmThenRows:
         torch.mm(chunk.hidden, chunk.weight.t(), out=out)
 
         def statistics() -> Scores:
-            args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form, chunk.targets)
+            args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form, chunk.soft)
             return Scores(self.rows.row_statistics(out, *args))
 
         return statistics
 
-    def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
-        return weight[:0]
+    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> None:
+        return None
 
     def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> None:
         return None
@@ -166,8 +164,8 @@ class GemmThenRows:
     ) -> LogitsGrad:
         assert out is not None and terms is not None
         gradient = chunk.form.grad_coefficients(terms, upstream)
-        scale, form, targets = chunk.logit_scale, chunk.form, chunk.targets
-        self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, targets)
+        scale, form, soft = chunk.logit_scale, chunk.form, chunk.soft
+        self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, soft)
         return LogitsGrad(out)
 
     def grad_recomputed(
@@ -189,15 +187,12 @@ class ScaledExp:
     reads_saved_in_place = True
 
     @property
-    def num_sampled(self) -> int:
-        return int(_exp_rows().SAMPLED_ROWS)
-
-    @property
     def token_ops(self) -> ModuleType:
         return _token_kernels()
 
-    def sample_rows(self, weight: Tensor, num_sampled: int, form: LossForm = PLAIN) -> Tensor:
-        rows: Tensor = _exp_rows().sample_rows(weight, num_sampled, form)
+    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor:
+        exp_rows = _exp_rows()
+        rows: Tensor = exp_rows.sample_rows(weight, -(-exp_rows.SAMPLED_ROWS // num_ranks), form)
         return rows
 
     def logits_gemm(

@@ -103,29 +103,32 @@ class Forward(NamedTuple):
     saved: Saved
 
 
-class _Scored:
+class _Scored(NamedTuple):
     """A chunk between its GEMM and the end of its merge."""
 
-    def __init__(
-        self,
-        context: Context,
-        chunk: Chunk,
-        inputs: ChunkInputs,
-        scores: Scores,
-        matrix: Tensor | None,
-    ) -> None:
-        spec, stats = context.spec, scores.stats
-        self.chunk, self.inputs = chunk, inputs
-        self.matrix = matrix  # [C, V]: its logits, or E, where they outlive the GEMM
+    chunk: Chunk
+    inputs: ChunkInputs
+    scores: Scores
+    matrix: Tensor | None  # [C, V]: its logits, or E, where they outlive the GEMM
+    merge: Merge
+
+
+def _start_merge(
+    context: Context, chunk: Chunk, inputs: ChunkInputs, scores: Scores, matrix: Tensor | None
+) -> _Scored:
+    """Starts merging the chunk's statistics. Collectives: :meth:`.VocabParallel.start_merge`'s."""
+    spec, stats = context.spec, scores.stats
+    if "predicted" in spec.form.outputs:
+        assert stats.argmax is not None
+        best = (stats.argmax + spec.vocab_start).float()
+        stats = stats._replace(extra=stats.extra._replace(best=best))
+    merge = spec.comm.start_merge(stats, spec.logits.token_ops)
+    if context.phases is not UNTIMED:
+        context.phases.moved("merge", spec.comm.merge_bytes(stats))
+    if matrix is None:
         # Tile statistics that `finalize` will not read must not live through the next chunk's GEMM.
-        self.scores = scores if matrix is not None else scores._replace(tiles=None)
-        if "predicted" in spec.form.outputs:
-            assert stats.argmax is not None
-            best = (stats.argmax + spec.vocab_start).float()
-            stats = stats._replace(extra=stats.extra._replace(best=best))
-        self.merge: Merge = spec.comm.start_merge(stats, spec.logits.token_ops)
-        if context.phases is not UNTIMED:
-            context.phases.moved("merge", spec.comm.merge_bytes(stats))
+        scores = scores._replace(tiles=None)
+    return _Scored(chunk, inputs, scores, matrix, merge)
 
 
 class _AfterMerge(Protocol):
@@ -191,7 +194,7 @@ def forward(
         with phases("statistics"):
             scores = statistics()
         with spec.comm.together(hidden.device):
-            waiting.append(_Scored(context, chunk, inputs, scores, matrix))
+            waiting.append(_start_merge(context, chunk, inputs, scores, matrix))
             if not strategy.gathers_early or chunk.index == 0:
                 hidden_states.start()
         del statistics, scores  # tile statistics must not outlive their chunk
@@ -207,12 +210,12 @@ def _begin(context: Context, weight: Tensor, hidden_states: HiddenStates) -> Ten
     every rank, where the logits backend wants them.
     """
     spec = context.spec
-    wanted, size = spec.logits.num_sampled, spec.comm.size
+    size = spec.comm.size
     sample, pending = None, DONE
     with spec.comm.together(weight.device):
-        if wanted and context.chunks:
-            sample = rows = spec.logits.sample_rows(weight, -(-wanted // size), spec.form)
-            if size > 1:
+        if context.chunks:
+            sample = rows = spec.logits.sample_rows(weight, size, spec.form)
+            if rows is not None and size > 1:
                 sample = rows.new_empty(size * rows.shape[0], rows.shape[1])
                 pending = spec.comm.gather(rows, sample)
         hidden_states.start()
@@ -365,8 +368,14 @@ class _GradInForward:
         depth = 2 if spec.comm.size > 1 else 1
         self._workspace = Workspace(spec, hidden, weight.shape[0], depth)
         self._gemms = GradientGemms(
-            *(context, hidden, weight, wants_grad_hidden, self._held, self._inv_scale),
-            *(self._workspace, hidden_states),
+            context,
+            hidden,
+            weight,
+            wants_grad_hidden,
+            self._held,
+            self._inv_scale,
+            self._workspace,
+            hidden_states,
             scales_later=True,
         )
         self._context = context
@@ -426,8 +435,14 @@ def backward(
     hidden_states = HiddenStates(context, hidden, read, depth=2, first=saved.last_hidden)
     workspace = Workspace(spec, hidden, weight.shape[0])
     gemms = GradientGemms(
-        *(context, hidden, weight, wants_grad_hidden, accumulator, inv_scale),
-        *(workspace, hidden_states),
+        context,
+        hidden,
+        weight,
+        wants_grad_hidden,
+        accumulator,
+        inv_scale,
+        workspace,
+        hidden_states,
     )
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
         taken = hidden_states.take(chunk) if chunk in read else None

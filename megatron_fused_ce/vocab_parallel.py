@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import (
-    NO_EXTRA,
     NUM_STATISTICS,
     ROW_MAX,
     ROW_SHIFT,
@@ -253,7 +252,7 @@ class _Local:
         merged = self._stats.merged
         if merged is None:
             merged = cast(Merged, self._token_ops.merge_shards(shards))
-        if extra is NO_EXTRA or not extra.names:
+        if not extra.names:
             return merged
         rows = torch.stack(extra.rows()).unsqueeze(0)
         return merged._replace(extra=merge_extra(extra.names, rows, shards))

@@ -16,6 +16,7 @@ from megatron_fused_ce import (
     row_ops,
 )
 from megatron_fused_ce.chunking import plan_chunks
+from megatron_fused_ce.kernels import records
 from megatron_fused_ce.logits_backend import RequestedOutputs, choose
 from megatron_fused_ce.loss_form import merge_duplicates
 from megatron_fused_ce.testing.reference import (
@@ -237,8 +238,8 @@ def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):
 
 def test_a_tie_over_shards_predicts_the_lowest_id():
     """Three shards, two tokens: the largest logit is in the first two, then in the last two."""
-    shards = torch.zeros(3, row_ops.NUM_STATISTICS, 2)
-    shards[:, row_ops.ROW_MAX] = torch.tensor([[2.0, 1.0], [2.0, 5.0], [1.0, 5.0]])
+    shards = torch.zeros(3, records.NUM_STATISTICS, 2)
+    shards[:, records.ROW_MAX] = torch.tensor([[2.0, 1.0], [2.0, 5.0], [1.0, 5.0]])
     best = torch.tensor([[7.0, 3.0], [11.0, 9.0], [13.0, 12.0]]).unsqueeze(1)
     assert row_ops.merge_extra(("best",), best, shards).best.tolist() == [7, 9]
 
