@@ -46,7 +46,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 out = loop.forward(context, flat, weight, targets)
                 saved, tensors = out.saved, out.saved.tensors()
                 if phases is not UNTIMED:
-                    phases.waits(saved.last_hidden, *tensors, *(saved.gradients or ()))
+                    phases.waits(
+                        saved.last_hidden, saved.matrix, *tensors, *(saved.gradients or ())
+                    )
         except BaseException:
             spec.comm.settle(device)
             raise
@@ -61,7 +63,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # Gradients made in the forward need the hidden states no more.
             reread = flat if saved.gradients is None else None
             once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
-            ctx.save_for_backward(*once, saved.last_hidden, *tensors)
+            ctx.save_for_backward(*once, saved.last_hidden, saved.matrix, *tensors)
         outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
         of_shard = [
             None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)
@@ -78,8 +80,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         grad_outputs = grads[2:6]  # no gradient comes for predicted and correct
         if all(grad is None for grad in grad_outputs):
             return (None,) * 5
-        hidden, weight, ignored, ids, probs, entropy, last_hidden, *chunks = ctx.saved_tensors
-        saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients)
+        hidden, weight, ignored, ids, probs, entropy, last_hidden, matrix, *chunks = (
+            ctx.saved_tensors
+        )
+        saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients, matrix)
         ctx.gradients = None
         soft, device = None if ids is None else SoftTargets(ids, probs), weight.device
         upstream = _upstream(grad_outputs, ctx.token_shape, ignored, entropy)

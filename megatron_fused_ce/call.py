@@ -102,6 +102,11 @@ class CallSpec(NamedTuple):
     needs_grad: tuple[bool, bool]  # of hidden, of weight
 
     @property
+    def wgrad_at_once(self) -> bool:
+        """Whether one GEMM over all tokens makes ``grad_weight``; ``E`` is then saved in one buffer."""
+        return self.plan.wgrad_at_once and self.needs_grad[1]
+
+    @property
     def needs_argmax(self) -> bool:
         return self.with_argmax or "predicted" in self.form.outputs
 

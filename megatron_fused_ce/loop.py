@@ -58,7 +58,8 @@ class SavedChunk(NamedTuple):
     """What of a chunk waits for the backward."""
 
     labels: Tensor  # [C] int64
-    matrix: Tensor | None  # [C, V]: its logits, or E; None where they are computed again
+    #: [C, V]: its logits, or E; None where they are computed again, or part of :attr:`Saved.matrix`
+    matrix: Tensor | None
     #: [C] fp32: see LogitsBackend.finalize. Where it is there, the terms are not needed.
     row_scale: Tensor | None
     terms: Tensor | None  # [4, C] fp32: Merged.terms
@@ -88,6 +89,8 @@ class Saved(NamedTuple):
     #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
     last_hidden: Tensor | None = None
     gradients: PrecomputedGrads | None = None
+    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
+    matrix: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Of all chunks, one after the other."""
@@ -300,11 +303,18 @@ class _Save:
         self._hidden, self._num_rows = hidden, weight.shape[0]
         self._workspace = Workspace(context.spec, hidden, self._num_rows)
         self._saved: list[SavedChunk] = []
+        self._matrix: Tensor | None = None  # [T, V]: all chunks', where grad_weight is made at once
 
     def matrix(self, chunk: Chunk) -> Tensor | None:
-        spec = self._context.spec
+        context, spec = self._context, self._context.spec
         if _stored(spec, chunk):
-            return self._hidden.new_empty(spec.comm.num_parts * chunk.num_tokens, self._num_rows)
+            parts = spec.comm.num_parts
+            if not spec.wgrad_at_once:
+                return self._hidden.new_empty(parts * chunk.num_tokens, self._num_rows)
+            if self._matrix is None:
+                num_tokens = parts * context.chunks[-1].stop
+                self._matrix = self._hidden.new_empty(num_tokens, self._num_rows)
+            return context.all_rows(self._matrix, chunk)
         return self._workspace.logits(chunk) if spec.logits.needs_logits_buffer else None
 
     def after_merge(self, scored: _Scored, merged: Merged) -> None:
@@ -317,6 +327,8 @@ class _Save:
             assert matrix is not None
             with self._context.phases("statistics"):
                 row_scale = spec.logits.finalize(matrix, scored.inputs, scored.scores, merged)
+        if self._matrix is not None:
+            matrix = None  # saved with all others
         terms = None if row_scale is not None else merged.terms
         mass = merged.extra.target_mass
         self._saved.append(SavedChunk(scored.inputs.labels, matrix, row_scale, terms, mass))
@@ -326,7 +338,7 @@ class _Save:
         spec = self._context.spec
         if chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
             last = self._hidden_states.last()
-        return Saved(self._saved, last)
+        return Saved(self._saved, last, matrix=self._matrix)
 
 
 def _stored(spec: CallSpec, chunk: Chunk) -> bool:
@@ -419,7 +431,9 @@ def backward(
 
     Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed (sequence
     parallelism), under its first GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
-    None with ``grad_in_forward``.
+    Where ``grad_weight`` is one GEMM for all chunks: per chunk that reduction and that gather in one launch,
+    under the next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``. None with
+    ``grad_in_forward``.
     """
     spec = context.spec
     if spec.plan.strategy == "grad_in_forward":
@@ -428,11 +442,15 @@ def backward(
     wants_grad_hidden, wants_grad_weight = needs_grad
     upstream, inv_scale = _scaled(upstream, spec.logit_scale, weight)
     accumulator = None
+    at_once = saved.matrix is not None and wants_grad_weight
     if wants_grad_weight:
-        accumulator = context.open_grad_weight(weight, len(context.chunks), inv_scale is not None)
+        num_gemms = 1 if at_once else len(context.chunks)
+        accumulator = context.open_grad_weight(weight, num_gemms, inv_scale is not None)
     chunks = context.chunks[::-1]
     read = [chunk for chunk in chunks if _reads_hidden(spec, chunk, needs_grad)]
-    hidden_states = HiddenStates(context, hidden, read, depth=2, first=saved.last_hidden)
+    hidden_states = HiddenStates(
+        context, hidden, read, depth=None if at_once else 2, first=saved.last_hidden
+    )
     workspace = Workspace(spec, hidden, weight.shape[0])
     gemms = GradientGemms(
         context,
@@ -443,11 +461,16 @@ def backward(
         inv_scale,
         workspace,
         hidden_states,
+        saved=saved.matrix if at_once else None,
     )
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
-        taken = hidden_states.take(chunk) if chunk in read else None
-        if hidden_states.start():
+        taken = None
+        if chunk in read and not at_once:
+            taken = hidden_states.take(chunk)
+        if not at_once and hidden_states.start():
             delay_next_gemm(context, hidden.device)
+        if saved.matrix is not None:
+            of_chunk = of_chunk._replace(matrix=context.all_rows(saved.matrix, chunk))
         inputs = _inputs(context, chunk, taken, weight, of_chunk.labels, soft)
         of_chunk_upstream = upstream.map(partial(context.split, chunk=chunk))
         grad = _grad_logits(context, chunk, of_chunk, inputs, of_chunk_upstream, workspace)

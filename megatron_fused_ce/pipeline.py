@@ -31,7 +31,9 @@ gathered last wait for the backward, which begins with them.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -67,6 +69,11 @@ class Context(NamedTuple):
         """The chunk's rows of this rank's ``[n, ...]``."""
         return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
 
+    def all_rows(self, of_all: Tensor, chunk: Chunk) -> Tensor:
+        """The chunk's rows ``[C, ...]`` of all ranks' ``[T, ...]``, chunk after chunk."""
+        parts = self.spec.comm.num_parts
+        return of_all if len(self.chunks) == 1 else of_all[parts * chunk.start : parts * chunk.stop]
+
     def own_part(self, per_token: Tensor) -> Tensor:
         """This rank's entries ``[n]`` of a chunk's ``[C]``."""
         comm = self.spec.comm
@@ -92,7 +99,7 @@ class HiddenStates:
     """The chunks' hidden states ``[C, H]``, taken in order.
 
     With sequence parallelism they are gathered into a ring of ``depth`` buffers; a slot is used again
-    ``depth`` chunks later.
+    ``depth`` chunks later. Without a depth there is one buffer for all tokens, :attr:`all_tokens`.
     """
 
     def __init__(
@@ -100,13 +107,17 @@ class HiddenStates:
         context: Context,
         hidden: Tensor,  # [n, H], this rank's tokens
         chunks: Sequence[Chunk],
-        depth: int,
+        depth: int | None,
         first: Tensor | None = None,  # [C, H]: the first of these chunks, gathered before
     ) -> None:
         self._context = context
         self._hidden = hidden
         self._chunks = chunks
-        self._ring: list[Tensor | None] = [None] * depth
+        self._ring: list[Tensor | None] = [None] * (depth or 0)
+        self.all_tokens: Tensor | None = None  # [T, H], chunk after chunk
+        if depth is None and chunks:
+            num_tokens = context.spec.comm.num_parts * context.chunks[-1].stop
+            self.all_tokens = hidden.new_empty(num_tokens, hidden.shape[1])
         self._under_way: dict[int, tuple[Tensor, Pending]] = {}
         self._gathers = context.spec.comm.sequence_parallel
         self._started = 0
@@ -151,6 +162,8 @@ class HiddenStates:
 
         With sequence parallelism their own slot of the ring.
         """
+        if self.all_tokens is not None:
+            return self._context.all_rows(self.all_tokens, chunk)
         index = self._chunks.index(chunk) if self._gathers else 0
         return self._slot(index, chunk)
 
@@ -159,6 +172,8 @@ class HiddenStates:
         return self._taken if self._gathers else None
 
     def _slot(self, index: int, chunk: Chunk) -> Tensor:
+        if self.all_tokens is not None:
+            return self._context.all_rows(self.all_tokens, chunk)
         slot = index % len(self._ring)
         buffer = self._ring[slot]
         if buffer is None:
@@ -175,7 +190,7 @@ class Workspace:
         self._hidden = hidden
         self._num_rows = num_rows
         self._logits: list[Tensor | None] = [None] * depth
-        self._grad_hidden: Tensor | None = None
+        self._grad_hidden: list[Tensor | None] = [None] * 2
 
     def logits(self, chunk: Chunk) -> Tensor:
         """``[C, V]`` in the hidden states' dtype; of ``depth`` chunks at a time."""
@@ -186,11 +201,13 @@ class Workspace:
             self._logits[slot] = buffer
         return _first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
 
-    def grad_hidden(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` in the hidden states' dtype."""
-        if self._grad_hidden is None:
-            self._grad_hidden = _chunk_buffer(self._spec, self._hidden, self._hidden.shape[1])
-        return _first_rows(self._grad_hidden, self._spec.comm.num_parts * chunk.num_tokens)
+    def grad_hidden(self, chunk: Chunk, slot: int) -> Tensor:
+        """``[C, H]`` in the hidden states' dtype; ``slot`` is 0 or 1."""
+        buffer = self._grad_hidden[slot]
+        if buffer is None:
+            buffer = _chunk_buffer(self._spec, self._hidden, self._hidden.shape[1])
+            self._grad_hidden[slot] = buffer
+        return _first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
 
 
 def _chunk_buffer(spec: CallSpec, like: Tensor, width: int) -> Tensor:
@@ -213,6 +230,9 @@ class GradientGemms:
     Over one rank the rows of ``grad_hidden`` are scaled in the launch that scales the hidden states, unless
     ``scales_later``. Over several it is summed first, since all ranks share the scale: that pass then runs
     over this rank's tokens only, and at the end.
+
+    ``saved`` ``[T, V]`` holds the gradients of all chunks, but for the scale of their rows: then one GEMM
+    after the last chunk makes ``grad_weight``.
     """
 
     def __init__(
@@ -226,6 +246,7 @@ class GradientGemms:
         workspace: Workspace,
         hidden_states: HiddenStates,
         scales_later: bool = False,
+        saved: Tensor | None = None,
     ) -> None:
         self._context = context
         self._weight = weight
@@ -235,17 +256,24 @@ class GradientGemms:
         self._workspace = workspace
         self._hidden_states = hidden_states
         self._scales_later = scales_later or context.spec.comm.size > 1
-        self._pending: list[Pending] = []
+        self._saved = saved
+        self._pending: deque[Pending] = deque()
         self._row_scale: Tensor | None = None  # [n] fp32
 
     def add(self, chunk: Chunk, grad: LogitsGrad, hidden: Tensor | None) -> None:
-        """Gradients of the chunk with ``hidden`` ``[C, H]``, None where the weight is frozen.
+        """Gradients of the chunk with ``hidden`` ``[C, H]``, None where they are not read, or with ``saved``.
 
-        Collectives: starts the reduction of its ``grad_hidden``.
+        Collectives: starts the reduction of its ``grad_hidden``; with ``saved`` in one launch with the gather
+        of the next chunk's hidden states.
         """
         grad_hidden = None  # whose rows are to be scaled
-        if self._grad_hidden is not None:
-            grad_hidden = self._multiply_weight(chunk, grad.matrix)
+        with self._together(grad.matrix.device):
+            if self._grad_hidden is not None:
+                grad_hidden = self._multiply_weight(chunk, grad.matrix)
+            if self._saved is not None:
+                self._hidden_states.start()
+        if self._saved is not None:
+            hidden = self._hidden_states.take(chunk)
         if grad.row_scale is None:
             delay_next_gemm(self._context, grad.matrix.device)
         elif self._scales_later and grad_hidden is not None:
@@ -263,7 +291,11 @@ class GradientGemms:
                     hidden, grad.row_scale, scaled, grad.upstream, also=grad_hidden
                 )
                 hidden = scaled
-            self._grad_weight.add(grad.matrix, hidden)
+            if self._saved is None:
+                self._grad_weight.add(grad.matrix, hidden)
+
+    def _together(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext() if self._saved is None else self._context.spec.comm.together(device)
 
     def _multiply_weight(self, chunk: Chunk, matrix: Tensor) -> Tensor:
         """The chunk's rows of ``grad_hidden``. Collectives: starts their reduction."""
@@ -272,9 +304,11 @@ class GradientGemms:
         out = self._context.rows(self._grad_hidden, chunk)
         partial = out
         if comm.num_parts > 1:
-            # The buffer's last reader is the reduction of the chunk before, which has long ended.
-            self._wait()
-            partial = self._workspace.grad_hidden(chunk)
+            # With `saved` the reduction of the chunk before runs under this GEMM and reads the other buffer.
+            # Else it has long ended, under the GEMM of grad_weight.
+            in_use = 0 if self._saved is None else 1
+            self._wait(in_use)
+            partial = self._workspace.grad_hidden(chunk, in_use and chunk.index % 2)
         with phases("grad-hidden"):
             torch.mm(matrix, self._weight, out=partial)
             if self._inv_scale is not None:
@@ -297,13 +331,17 @@ class GradientGemms:
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """``grad_hidden`` ``[n, H]``, reduced, and ``[n]`` fp32 to multiply it by (None for 1)."""
+        if self._saved is not None and self._grad_weight is not None and self._context.chunks:
+            hidden = self._hidden_states.all_tokens
+            assert hidden is not None
+            with self._context.phases("grad-weight"):
+                self._grad_weight.add(self._saved, hidden)
         self._wait()
         return self._grad_hidden, self._row_scale
 
-    def _wait(self) -> None:
-        if not self._pending:
-            return
-        with self._context.phases("reduce"):
-            for pending in self._pending:
-                pending.wait()
-        self._pending.clear()
+    def _wait(self, but: int = 0) -> None:
+        """For all reductions under way, or all but the last."""
+        if len(self._pending) > but:
+            with self._context.phases("reduce"):
+                while len(self._pending) > but:
+                    self._pending.popleft().wait()

@@ -260,6 +260,9 @@ class Plan:
     #: What the cut comes to: chunks, and tokens of the largest over the tensor-parallel group.
     count: int
     capacity: int
+    #: Whether grad_weight is one GEMM over all tokens: its fp32 sum is written once, and the scaled hidden
+    #: states of all tokens are held beside E.
+    wgrad_at_once: bool
     memory: Memory
     #: Predicted forward and backward over the three products into the same wgrad accumulator (two where the
     #: weight is frozen). A ranking, good to a few percent on an H200 in bf16.
@@ -357,6 +360,7 @@ def peak_memory(
     capacity: int,
     stored_chunks: int,
     stored_tokens: int,
+    wgrad_at_once: bool = False,
 ) -> Memory:
     """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are kept.
 
@@ -367,7 +371,8 @@ def peak_memory(
     forward = forward_memory(inputs, strategy, *cut)
     if strategy == "grad_in_forward":
         return forward
-    return max(forward, backward_memory(inputs, *cut), key=lambda memory: memory.total)
+    backward = backward_memory(inputs, *cut, wgrad_at_once)
+    return max(forward, backward, key=lambda memory: memory.total)
 
 
 def forward_memory(
@@ -416,7 +421,12 @@ def forward_memory(
 
 
 def backward_memory(
-    inputs: PlanInputs, count: int, capacity: int, stored_chunks: int, stored_tokens: int
+    inputs: PlanInputs,
+    count: int,
+    capacity: int,
+    stored_chunks: int,
+    stored_tokens: int,
+    wgrad_at_once: bool = False,
 ) -> Memory:
     """The same of the backward that ``store``, ``recompute`` and ``mixed`` have, the last chunk first."""
     chunk = _ChunkBytes.of(inputs, capacity)
@@ -426,16 +436,20 @@ def backward_memory(
     # Beside the chunk that waited, which stays as it is: those that are gathered, and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks)
     ring = (count - stored_chunks if frozen else count) - waiting
-    if exp and not frozen and not again:
-        ring += waiting
+    gathered, scaled = min(ring, 2) * chunk.gathered, chunk.scaled if stored_chunks else 0
+    if wgrad_at_once:
+        # Hidden states of all tokens, scaled, beside E of all.
+        every = inputs.itemsize * inputs.num_tokens * inputs.hidden_size
+        gathered, scaled = (every, 0) if inputs.num_parts > 1 else (0, every)
+    sums = _sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count)
     return Memory(
         chunk_logits=rooms * chunk.logits,
         kept_logits=_kept_bytes(inputs, stored_tokens),
-        grad_weight_sum=_sum_bytes(inputs) if _sums_grad_weight(inputs, count) else 0,
-        scaled_hidden=chunk.scaled if stored_chunks else 0,
+        grad_weight_sum=_sum_bytes(inputs) if sums else 0,
+        scaled_hidden=scaled,
         tile_statistics=chunk.marks if again else 0,
-        gathered_hidden=(min(ring, 2) + waiting * inputs.uses_in_flight) * chunk.gathered,
-        unreduced_grad_hidden=chunk.gathered,
+        gathered_hidden=gathered + waiting * inputs.uses_in_flight * chunk.gathered,
+        unreduced_grad_hidden=(min(count, 2) if wgrad_at_once else 1) * chunk.gathered,
         merge_buffers=0,
         sampled_rows=0,
         **_always(inputs, capacity, chunk, stored_chunks, rooms),
@@ -492,7 +506,9 @@ def _always(
     }
 
 
-def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: int) -> float:
+def relative_time(
+    inputs: PlanInputs, strategy: str, count: int, stored_tokens: int, wgrad_at_once: bool = False
+) -> float:
     """Predicted time over the roof: the products of the step into the same wgrad accumulator.
 
     Products, passes of the chunks over ``grad_weight`` beyond the roof's one, the last pass over an
@@ -508,8 +524,9 @@ def relative_time(inputs: PlanInputs, strategy: str, count: int, stored_tokens: 
     if inputs.logits_backend == "gemm_rows":
         time += ROWS_HIDDEN_SIZE / inputs.hidden_size
     if not frozen:
-        time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, count - 1) / tokens
-        if strategy == "grad_in_forward" or _sums_grad_weight(inputs, count):
+        num_gemms = min(count, 1) if wgrad_at_once else count
+        time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, num_gemms - 1) / tokens
+        if strategy == "grad_in_forward" or _sums_grad_weight(inputs, num_gemms):
             # Reads the sum; reads and writes a buffer, or writes what autograd gets.
             end_itemsize = 4 if inputs.wgrad_accumulator == "main_grad" else inputs.itemsize
             moved = 4 + (1 if inputs.wgrad_accumulator == "returned" else 2) * end_itemsize
@@ -564,6 +581,7 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
     longest = inputs.table_row.chunk_tokens(strategy)
     if (
         strategy != "grad_in_forward"
+        and not _may_be_at_once(inputs, strategy)
         and not _sums_grad_weight(inputs, 1)
         and _sums_grad_weight(inputs, 2)
         and inputs.itemsize * (inputs.num_tokens - longest) <= 4 * inputs.hidden_size
@@ -598,7 +616,20 @@ def _stored_tokens(inputs: PlanInputs, cut: _Cut, stored_chunks: int) -> int:
     return inputs.num_parts * cut.tokens_of(stored_chunks)
 
 
-def _option(inputs: PlanInputs, strategy: str, cut: _Cut, stored_chunks: int) -> Plan:
+def _may_be_at_once(inputs: PlanInputs, strategy: str) -> bool:
+    """Whether ``grad_weight`` may be one GEMM over all tokens: the scaled-exp GEMM's ``E`` of all chunks is
+    saved and read as it is.
+    """
+    return (
+        strategy == "store"
+        and inputs.logits_backend == "scaled_exp"
+        and inputs.wgrad_accumulator != "none"
+    )
+
+
+def _option(
+    inputs: PlanInputs, strategy: str, cut: _Cut, stored_chunks: int, wgrad_at_once: bool = False
+) -> Plan:
     capacity = inputs.num_parts * cut.longest
     stored_tokens = _stored_tokens(inputs, cut, stored_chunks)
     return Plan(
@@ -608,8 +639,11 @@ def _option(inputs: PlanInputs, strategy: str, cut: _Cut, stored_chunks: int) ->
         stored_chunks=stored_chunks,
         count=cut.num,
         capacity=capacity,
-        memory=peak_memory(inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens),
-        relative_time=relative_time(inputs, strategy, cut.num, stored_tokens),
+        wgrad_at_once=wgrad_at_once,
+        memory=peak_memory(
+            inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens, wgrad_at_once
+        ),
+        relative_time=relative_time(inputs, strategy, cut.num, stored_tokens, wgrad_at_once),
     )
 
 
@@ -625,7 +659,10 @@ def _pure_options(inputs: PlanInputs, strategy: str, shortest: int | None = None
     if shortest is None:
         shortest = SHORTEST_CHUNK if strategy == "recompute" else SHORTEST_FAST_CHUNK
     for cut in _cuts(inputs, strategy, shortest):
-        yield _option(inputs, strategy, cut, cut.num if strategy == "store" else 0)
+        stored_chunks = cut.num if strategy == "store" else 0
+        if _may_be_at_once(inputs, strategy):
+            yield _option(inputs, strategy, cut, stored_chunks, wgrad_at_once=True)
+        yield _option(inputs, strategy, cut, stored_chunks)
 
 
 def _mixed_option(inputs: PlanInputs, cut: _Cut, budget: int) -> Plan | None:
