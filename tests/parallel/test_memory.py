@@ -154,8 +154,11 @@ def peaks_are_as_predicted(
             vocab_start=rank.rank * V,
             config=config,
         )
-        # grad_hidden is not the head's own: of one chunk it has the shape of a chunk's.
-        alike = int(hidden.shape == (C, H))
+        # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
+        alike = hidden.shape[0] // C if hidden.shape[0] in (C, num_tokens) else 0
+        at_once = (strategy, logits_backend, trained) == ("store", "scaled_exp", True)
+        if not at_once and alike > 1:
+            alike = 0
         forward = planner.forward_memory(inputs, strategy, *cut)
         compare(
             "forward",
@@ -170,7 +173,8 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights)
     if strategy != "grad_in_forward":
-        compare("backward", inputs, merge, seen.peak, planner.backward_memory(inputs, *cut), alike)
+        backward = planner.backward_memory(inputs, *cut, at_once)
+        compare("backward", inputs, merge, seen.peak, backward, alike)
 
 
 def compare(
@@ -193,9 +197,15 @@ def compare(
     logits = predicted.chunk_logits + predicted.kept_logits
     hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden
     tiles = planner.TILE_BYTES * C * -(-V // planner.TILE_COLUMNS)
+    chunks = inputs.num_tokens // C
+
+    def of_tokens(width: int) -> int:
+        """Buffers of a chunk, and those of all chunks in one."""
+        return seen[C, width] + (chunks * seen[chunks * C, width] if chunks > 1 else 0)
+
     counted = {
-        "[C, V]": (seen[C, V], logits / (e * C * V)),
-        "[C, H]": (seen[C, H] - alike, hidden / (e * C * H)),
+        "[C, V]": (of_tokens(V), logits / (e * C * V)),
+        "[C, H]": (of_tokens(H) - alike, hidden / (e * C * H)),
     }
     # Triton's interpreter and gloo hold on to the last arguments that they were given.
     if when == "forward":
