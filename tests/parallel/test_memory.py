@@ -157,8 +157,6 @@ def peaks_are_as_predicted(
         # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
         alike = hidden.shape[0] // C if hidden.shape[0] in (C, num_tokens) else 0
         at_once = (strategy, logits_backend, trained) == ("store", "scaled_exp", True)
-        if not at_once and alike > 1:
-            alike = 0
         forward = planner.forward_memory(inputs, strategy, *cut)
         compare(
             "forward",
