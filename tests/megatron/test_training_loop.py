@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked_launches
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,12 +39,21 @@ ARGUMENTS = """
 GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-strategy grad_in_forward --fused-ce-num-chunks 3"
 
 
+@pytest.fixture(scope="module")
+def forks():
+    with forked_launches.server(CORE_0_19) as server:
+        yield server
+
+
+def words_of(script, *flags):
+    return ["-m", "megatron_fused_ce.testing.megatron_cpu", script, *ARGUMENTS.split(), *flags]
+
+
 def launch(script, folder, *flags):
     """The script on two ranks by torchrun, and what it printed."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "megatron_fused_ce.testing.megatron_cpu", str(script)),
-        *(*ARGUMENTS.split(), *flags),
+        *map(str, words_of(script, *flags)),
     ]
     folders = (str(CORE_0_19), str(ROOT), os.environ.get("PYTHONPATH"))
     settings = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}
@@ -70,7 +80,8 @@ def exact_lines(output):
     return [json.loads(line.removeprefix(EXACT)) for line in lines]
 
 
-#: Flags of each launch after the first, which trains 8 iterations without any. Each goes on for two.
+#: Flags of each launch after the first, which trains 8 iterations without any. Each goes on for two. The
+#: first of them is torchrun's, too; the others find Megatron imported.
 LEGS = {
     "on": "--fused-chunked-ce --eval-iters 1",
     "on, grad_in_forward": f"{GRAD_IN_FORWARD} --fused-ce-log-accuracy --fused-ce-report",
@@ -78,7 +89,7 @@ LEGS = {
 }
 
 
-def test_flag_off_and_on_across_checkpoints(tmp_path):
+def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
     """Losses and gradient norms are those of the one run without the flag, whichever leg saved."""
     status, output = launch(SCRIPT, tmp_path, "--save", str(tmp_path / "after 2"))
     assert status == 0, told_by_ranks(output)
@@ -90,11 +101,19 @@ def test_flag_off_and_on_across_checkpoints(tmp_path):
     printed = {}
     for number, (leg, flags) in enumerate(LEGS.items(), start=1):
         start, end = 2 * number, 2 * number + 2
-        status, output = launch(
-            *(SCRIPT, tmp_path, *flags.split(), "--exit-interval", str(end)),
-            *("--load", str(tmp_path / f"after {start}")),
-            *("--save", str(tmp_path / f"after {end}")),
-        )
+        flags = [
+            *flags.split(),
+            "--exit-interval",
+            str(end),
+            "--load",
+            str(tmp_path / f"after {start}"),
+        ]
+        flags += ["--save", str(tmp_path / f"after {end}")]
+        if number == 1:
+            status, output = launch(SCRIPT, tmp_path, *flags)
+        else:
+            words = words_of(SCRIPT, *flags)
+            status, output = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
         assert status == 0, f"{leg}: {told_by_ranks(output)}"
         printed[leg] = output
         lines = exact_lines(output)
@@ -116,13 +135,14 @@ def test_flag_off_and_on_across_checkpoints(tmp_path):
 
 
 @pytest.mark.rest
-def test_a_loss_that_is_not_the_masked_sum_stops_the_run(tmp_path):
+def test_a_loss_that_is_not_the_masked_sum_stops_the_run(tmp_path, forks):
     """One token counts twice: no step is taken with ``grad_in_forward``'s gradients."""
     source = SCRIPT.read_text()
     loss = "(losses.float() * loss_mask).sum()"
     assert source.count(loss) == 1
     script = tmp_path / "pretrain.py"
     script.write_text(source.replace(loss, f"{loss} + losses[0, 3]"))
-    status, output = launch(script, tmp_path, *GRAD_IN_FORWARD.split())
+    words = words_of(script, *GRAD_IN_FORWARD.split())
+    status, output = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
     assert status != 0 and exact_lines(output) == []
     assert "UpstreamMismatch" in told_by_ranks(output)

@@ -28,6 +28,8 @@ AGAINST_FP64 = (
     f"{OP} {OPTIONS} {OUTPUTS} -k 'not triton and not in_a_graph'",
     f"{PROPERTIES} -k statistics_of_shards_merge",
 )
+CALL = "tests/op/test_call.py"
+AGREEMENT = "tests/parallel/test_agreement.py"
 MOVED = "tests/parallel/test_moved_bytes.py"
 LOOPS = (
     f"{OP} {MASKED} -k 'not sharded_operands'",
@@ -41,8 +43,20 @@ LOOPS = (
 
 AREAS = (
     Area(
+        "call",
+        20,
+        {
+            f"{PACKAGE}/call.py": (
+                f"{CALL} {OP} {MASKED}",
+                f"{CALLS} -k '2ranks and (one_rank or other_shards or argmax)'",
+                HEAD,
+                f"{AGREEMENT} -k 2ranks",
+            )
+        },
+    ),
+    Area(
         "maths",
-        45,
+        40,
         {
             f"{PACKAGE}/row_ops.py": (*AGAINST_FP64, f"{ROWS} -k 'token_kernels or merged_shards'"),
             f"{PACKAGE}/row_ops_torch.py": (*AGAINST_FP64, f"{ROWS} -k 'infinities or argmax'"),
@@ -69,7 +83,7 @@ AREAS = (
     ),
     Area(
         "loops",
-        35,
+        25,
         {
             f"{PACKAGE}/autograd.py": LOOPS,
             f"{PACKAGE}/loop.py": LOOPS,
@@ -90,7 +104,7 @@ AREAS = (
     ),
     Area(
         "adapter",
-        35,
+        30,
         {
             f"{PACKAGE}/adapter/{name}.py": (
                 f"{ADAPTER} {WEIGHTS} {STOCK}",

@@ -341,7 +341,7 @@ def sequences(draw: Any, interpreted: bool) -> list[Kind]:
     ("interpreted", "examples"),
     [
         (False, 40),
-        pytest.param(False, 250, marks=pytest.mark.rest),
+        pytest.param(False, 120, marks=pytest.mark.rest),
         pytest.param(True, 10, marks=pytest.mark.rest),
     ],
 )

@@ -56,11 +56,19 @@ def test_two_models_in_one_process(rank: Rank, sp):
     orders.two_models(rank=rank, sp=sp)
 
 
+#: Every pair of what is asked for, strategy and SP.
+ASKED = [
+    pytest.param(asked, strategy, sp, id="-".join([asked, strategy, *["sp"] * sp]))
+    for (i, asked), (j, strategy) in itertools.product(
+        enumerate(orders.ASKED), enumerate(STRATEGIES)
+    )
+    for sp in [bool((i + j) % 2)]
+]
+
+
 @pytest.mark.rest
 @on_ranks(2)
-@SP
-@STRATEGY
-@pytest.mark.parametrize("asked", orders.ASKED)
+@pytest.mark.parametrize(("asked", "strategy", "sp"), ASKED)
 def test_nothing_is_read_before_it_is_written(rank: Rank, asked, strategy, sp):
     if asked == "scaled-exp GEMM" and rank.device.type == "cuda":
         pytest.skip("it takes bf16 there: tests/kernels/test_scaled_exp.py")

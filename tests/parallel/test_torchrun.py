@@ -60,7 +60,6 @@ def launch(size, *arguments, path=""):
     [
         pytest.param(1, "group_of_one", marks=pytest.mark.rest),
         pytest.param(2, "pairs and store"),
-        pytest.param(2, "pairs and not store", marks=pytest.mark.rest),
         pytest.param(4, "pairs_of_four", marks=pytest.mark.rest),
     ],
 )

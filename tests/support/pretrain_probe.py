@@ -1,8 +1,8 @@
 """Stands where a launch expects pretrain_gpt.py or pretrain_hybrid.py; goes as far as they go without GPUs.
 
 Megatron's own parser and checks, the tokenizer, the configuration of model, optimizer and DDP; then it
-prints what test_examples.py asks about, as JSON behind ``PROBE``. Started by the launch's own words, so
-that the flags come from the hook.
+prints what test_examples.py asks about, as JSON behind ``PROBE``. Started by the launch's own words
+(tests/support/forked_launches.py, which stands in for CUDA).
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from __future__ import annotations
 import json
 import os
 
-from megatron_fused_ce.testing import megatron_cpu
-
-megatron_cpu.install()
-
-from megatron.training import argument_utils  # noqa: E402
-from megatron.training.arguments import parse_and_validate_args  # noqa: E402
-from megatron.training.theoretical_memory_usage import (  # noqa: E402
+from megatron.training import argument_utils
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.theoretical_memory_usage import (
     compute_weight_and_optimizer_memory,
 )
 
-from megatron_fused_ce.adapter.switch import active_config  # noqa: E402
+from megatron_fused_ce.adapter.switch import active_config
 
 args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
 if args.hybrid_layer_pattern is None:

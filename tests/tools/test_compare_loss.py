@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from megatron_fused_ce.scripts.lib.logs import (
 )
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import Judge, compare, paired
+from tests.support.commands import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -522,11 +522,8 @@ def test_a_loss_that_one_alone_logs():
 # --- the command ---------------------------------------------------------------------------------
 
 
-def run_script(*words, env=None):
-    command = [sys.executable, "-m", "megatron_fused_ce", "compare", *map(str, words)]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **(env or {})}
-    )
+def run_script(*words):
+    return run_here(compare_loss.main, *words)
 
 
 @pytest.fixture

@@ -15,8 +15,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from megatron_fused_ce import FusedCEConfig
+from tests.support import forked_launches
 from tests.support.launches import LAUNCHES
 from tests.support.megatron import CORE_0_19
 
@@ -24,15 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
 GIB = 2**30
 
-#: What torchrun's own parser makes of the command, then rank 0 alone.
-TORCHRUN = f"""#!{sys.executable}
-import os, sys
-from torch.distributed.run import get_args_parser
-given = get_args_parser().parse_args()
-world_size = int(given.nproc_per_node) * int(given.nnodes)
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size))
-how = ["-m"] if given.module else []
-os.execv(sys.executable, [sys.executable, *how, given.training_script, *given.training_script_args])
+#: Stands for torchrun in the examples: says what it was asked for.
+TORCHRUN = f"""#!{sys.executable} -SE
+import json, os, sys
+print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
 
 
@@ -46,11 +43,18 @@ CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pa
 CORES = [str(CORE_0_19), *filter(is_new_enough, CHECKOUTS)]
 
 
-@pytest.fixture(params=CORES, ids=[Path(core).name for core in CORES])
-def run(request, tmp_path):
-    """Runs an example with one rank's probe in the place of Megatron's scripts and of torchrun."""
+@pytest.fixture(params=CORES, ids=[Path(core).name for core in CORES], scope="module")
+def megatron(request):
+    """Megatron's parser, imported once."""
     if not Path(request.param).is_dir():
         pytest.skip(f"no {CORE_0_19.name} in the environment: run scripts/dev/setup_env.sh")
+    with forked_launches.server(Path(request.param)) as server:
+        yield server
+
+
+@pytest.fixture
+def run(megatron, tmp_path):
+    """Runs an example as rank 0, with a probe in the place of Megatron's scripts: status and output."""
     checkout, programs = tmp_path / "Megatron-LM", tmp_path / "bin"
     checkout.mkdir()
     programs.mkdir()
@@ -59,15 +63,12 @@ def run(request, tmp_path):
     (programs / "torchrun").write_text(TORCHRUN)
     (programs / "torchrun").chmod(0o755)
 
-    def run_example(name: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess:
-        folders = (request.param, str(ROOT), os.environ.get("PYTHONPATH"))
+    def run_example(name: str, *arguments: str, **settings: str) -> tuple[int, str]:
         environment = os.environ | {
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
             "MEGATRON_LM_PATH": str(checkout),
-            "OMP_NUM_THREADS": "1",
         }
-        return subprocess.run(
+        done = subprocess.run(
             # Transformer Engine's kernel is not on a CPU.
             [str(EXAMPLES / f"{name}.sh"), "--no-rope-fusion", *arguments],
             env=environment | settings,
@@ -75,13 +76,21 @@ def run(request, tmp_path):
             capture_output=True,
             text=True,
         )
+        assert done.returncode == 0, done.stderr
+        words, environment = json.loads(done.stdout)
+        asked = get_args_parser().parse_args(words)  # torchrun's own
+        environment["WORLD_SIZE"] = str(int(asked.nproc_per_node) * int(asked.nnodes))
+        script = [*(["-m"] if asked.module else []), asked.training_script]
+        return megatron.launch(
+            [*script, *asked.training_script_args], tmp_path, ranks=[0], **environment
+        )
 
     return run_example
 
 
-def probed(done: subprocess.CompletedProcess) -> dict:
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("PROBE"))
+def probed(status: int, output: str) -> dict:
+    assert status == 0, output[-3000:]
+    (line,) = (line for line in output.splitlines() if line.startswith("PROBE"))
     return json.loads(line.removeprefix("PROBE"))
 
 
@@ -92,8 +101,8 @@ def test_every_example_is_tested():
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_megatron_takes_every_argument(run, name):
     expected = LAUNCHES[name]
-    done = run(name)
-    found = probed(done)
+    status, output = run(name)
+    found = probed(status, output)
     assert found["config"] == repr(FusedCEConfig())
     assert not found["loss_fusion"] and found["mock_data"]
     assert found["script"] == ("pretrain_hybrid.py" if "hybrid" in name else "pretrain_gpt.py")
@@ -105,28 +114,30 @@ def test_megatron_takes_every_argument(run, name):
     assert found["sequence_parallel"] == (found["tensor_parallel"] > 1)
     assert found["mtp_num_layers"] == (1 if "mtp" in name else None)
     if expected["billions"] is not None:
-        (count,) = re.findall(r"Total number of parameters in billions: ([\d.]+)", done.stdout)
+        (count,) = re.findall(r"Total number of parameters in billions: ([\d.]+)", output)
         assert float(count) == pytest.approx(expected["billions"], abs=0.005)
         # Weights, gradients and optimizer leave room for activations on 80 GB.
         assert found["weights_bytes"] < 45 * GIB
 
 
 def test_settings_and_arguments_of_the_caller_count(run):
-    found = probed(run("llama3_8b", "--fused-ce-strategy", "store", TP="4", GPUS="16"))
+    found = probed(*run("llama3_8b", "--fused-ce-strategy", "store", TP="4", GPUS="16"))
     assert found["config"] == repr(FusedCEConfig(strategy="store"))
     assert (found["tensor_parallel"], found["data_parallel"]) == (4, 4)
 
 
 def test_an_argument_that_megatron_does_not_know_ends_the_launch(run):
-    done = run("qwen3_8b", "--fused-ce-no-such-option", "1")
-    assert done.returncode == 2
-    assert "unrecognized arguments: --fused-ce-no-such-option 1" in done.stderr
+    status, output = run("qwen3_8b", "--fused-ce-no-such-option", "1")
+    assert status == 2
+    assert "unrecognized arguments: --fused-ce-no-such-option 1" in output
 
 
 def test_transformer_engines_loss_fusion_is_refused_by_megatron(run):
     """What docs/migration says of it."""
-    done = run("llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
-    assert done.returncode == 1 and "disabled due to stability issues" in done.stderr
+    status, output = run(
+        "llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"
+    )
+    assert status == 1 and "disabled due to stability issues" in output
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -13,35 +13,54 @@ import torch
 
 from megatron_fused_ce import planner
 from megatron_fused_ce.scripts.dev import soak
+from tests.support import forked_launches
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(ranks, *words, timeout_s=240):
+SETTINGS = ("--device", "cpu", "--seed", "3")
+
+
+@pytest.fixture(scope="module")
+def forks():
+    with forked_launches.server(None) as server:
+        yield server
+
+
+def run_forked(forks, ranks, folder, *words):
+    """Status and output, of ranks that find torch imported."""
+    environment = {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    return forks.launch([*words, *SETTINGS], folder, ranks=range(ranks), **environment)
+
+
+def run(_, ranks, folder, *words, timeout_s=600):
+    """The same by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), *words, "--device", "cpu", "--seed", "3"]
+    command += ["--nproc-per-node", str(ranks), *words, *SETTINGS]
     folders = (str(ROOT), os.environ.get("PYTHONPATH"))
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    return subprocess.run(
+    done = subprocess.run(
         command,
         cwd=ROOT,
         env={**os.environ, **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=timeout_s,
     )
+    return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_short_soak(ranks, tmp_path):
+@pytest.mark.parametrize(("ranks", "launch"), [(2, run), (4, run_forked)])
+def test_a_short_soak(forks, ranks, launch, tmp_path):
     results = tmp_path / "soak.json"
-    done = run(
-        ranks,
+    status, said = launch(
+        *(forks, ranks, tmp_path),
         *("-m", "scripts.dev.soak", "--steps", "48", "--check-every", "8", "--pool", "8"),
         *("--delay-share", "0.1", "--delay-ms", "2", "--json", str(results)),
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "soak: 48 steps" in done.stdout and "no drift, hang or leak" in done.stdout
+    assert status == 0, said[-3000:]
+    assert "soak: 48 steps" in said and "no drift, hang or leak" in said
     record = json.loads(results.read_text())
     assert record["failure"] is None and record["ranks"] == ranks
     assert record["tp"] == ([2] if ranks == 2 else [2, 4])
@@ -61,22 +80,23 @@ def test_a_short_soak(ranks, tmp_path):
         ("leak", "more than in earlier windows"),
     ],
 )
-def test_what_is_wrong_ends_it_with_status_1(fault, words):
+def test_what_is_wrong_ends_it_with_status_1(forks, tmp_path, fault, words):
     # Two busy cores can keep a rank waiting for longer than one that hangs has to.
     patience = "8" if fault == "hang" else "120"
     steps = ["--steps", "400", "--check-every", "4", "--pool", "3", "--hang-timeout", patience]
-    done = run(2, "-m", "tests.tools.broken_soak", fault, *steps, "--delay-share", "0")
-    said = done.stdout + done.stderr
-    assert done.returncode == 1 and words in said, said[-3000:]
+    module = ("-m", "tests.tools.broken_soak")
+    status, said = run_forked(forks, 2, tmp_path, *module, fault, *steps, "--delay-share", "0")
+    assert status == 1 and words in said, said[-3000:]
     assert "no drift, hang or leak" not in said
     if fault == "hang":
         assert "rank 0: hang" in said or "rank 1: hang" in said
         assert "its last collective, number" in said and "broken_soak.py" in said
 
 
-def test_the_time_limit_ends_it_well():
-    done = run(2, "-m", "scripts.dev.soak", "--steps", "100000", "--time-limit", "2", "--pool", "2")
-    assert done.returncode == 0 and "no drift, hang or leak" in done.stdout, done.stderr[-2000:]
+def test_the_time_limit_ends_it_well(forks, tmp_path):
+    limit = ("--steps", "100000", "--time-limit", "2", "--pool", "2")
+    status, said = run_forked(forks, 2, tmp_path, "-m", "scripts.dev.soak", *limit)
+    assert status == 0 and "no drift, hang or leak" in said, said[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
     pareto_front,
     recommend,
 )
+from tests.support.commands import launches_without_torch
 from tests.support.ranks import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -568,7 +569,8 @@ def fake(tmp_path, monkeypatch):
     (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
     (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
     monkeypatch.setenv("LAUNCHES", str(tmp_path / "launches.txt"))
-    return checkout
+    with launches_without_torch():
+        yield checkout
 
 
 def launched(fake: Path, *words: str, options=(), device="cpu") -> tuple[int, dict]:
