@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fused_ce import config as options
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
     Parser,
@@ -21,7 +20,7 @@ from megatron_fused_ce.command_line import (
     seconds,
     whole,
 )
-from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, STRATEGY_CHOICES
+from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.scripts.lib.results import RESULTS
 
@@ -32,8 +31,6 @@ SHAPES = {name: head_sizes(name) for name in MODELS} | {
     "tiny": (64, 512),
 }
 DTYPES = ("bfloat16", "float16", "float32")
-#: How a chunk's statistics are merged over the ranks; empty in a package that knows one way only.
-MERGES: tuple[str, ...] = getattr(options, "MERGE_CHOICES", ())
 #: name -> matrix products of a step
 ROOFS = {"roof": 3, "roof-4": 4, "roof-raw": 3}
 
@@ -134,11 +131,11 @@ def parse_strategy(text: str) -> Strategy:
     for way in ways:
         if way in LOGITS_BACKEND_CHOICES and not asked:
             asked["logits_backend"] = way
-        elif way in MERGES and "merge" not in asked:
+        elif way in MERGE_CHOICES and "merge" not in asked:
             asked["merge"] = way
         else:
             known = f"logits backends are {', '.join(LOGITS_BACKEND_CHOICES)}, merges "
-            known += ", ".join(MERGES) or "none: FusedCEConfig has no merge"
+            known += ", ".join(MERGE_CHOICES)
             raise UsageError(f"{text!r} does not fit NAME[:C][/PASS][/MERGE]: {known}")
     return Strategy(name, int(tokens) if tokens else None, **asked)
 
@@ -241,7 +238,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         metavar="NAME[:C][/PASS][/MERGE]",
         help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logits backend scaled_exp or gemm_rows, "
-        f"merge of statistics {' or '.join(MERGES) or '(none here)'} (default: all but auto)",
+        f"merge of statistics {' or '.join(MERGE_CHOICES)} (default: all but auto)",
     )
     add(
         "--logits-backend",

@@ -54,16 +54,16 @@ def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[]
 def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
     """This package with a strategy ``NAME[:C][/PASS][/MERGE]``, ``auto`` within ``memory_mb``."""
     asked = parse_strategy(text)
-    strategy = asked.name
-    merge: dict[str, Any] = {"merge": asked.merge} if asked.merge else {}
-    config = FusedCEConfig(
-        strategy=strategy,
-        chunk_tokens=asked.chunk_tokens,
-        memory_mb=memory_mb if strategy == "auto" else None,
-        logits_backend=asked.logits_backend or "auto",
-        **merge,
-    )
-    return of_config(world, strategy + asked.ways, config)
+    budget = {"memory_mb": memory_mb} if asked.name == "auto" else {}
+    return of_config(world, asked.name + asked.ways, config_of(text, **budget))
+
+
+def config_of(text: str, **options: Any) -> FusedCEConfig:
+    """Of ``NAME[:C][/PASS][/MERGE]``; ``options`` come first."""
+    asked = parse_strategy(text)
+    own = {"strategy": asked.name, "chunk_tokens": asked.chunk_tokens}
+    own |= {"logits_backend": asked.logits_backend or "auto", "merge": asked.merge or "auto"}
+    return FusedCEConfig(**{**own, **options})
 
 
 def of_config(world: World, name: str, config: FusedCEConfig) -> Variant:

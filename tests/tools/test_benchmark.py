@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, command_line
+from megatron_fused_ce import command_line
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
 from megatron_fused_ce.scripts.bench import cases, measure, report
 from megatron_fused_ce.scripts.bench import variants as benchmark_variants
@@ -314,9 +314,7 @@ def test_chunks_of_the_plan_beside_others():
     ]
 
 
-def test_merges(monkeypatch):
-    """Where the package knows several; a config is asked for one only where the strategy names it."""
-    monkeypatch.setattr(cases, "MERGES", ("auto", "packed", "all_reduce"))
+def test_merges():
     words = [
         "--strategies",
         "grad_in_forward:32/scaled_exp",
@@ -339,25 +337,10 @@ def test_merges(monkeypatch):
     for wrong in ("store/packed/scaled_exp", "store/packed/packed", "store/scaled_exp/max"):
         with pytest.raises(ValueError, match="merges auto, packed, all_reduce"):
             cases.parse_strategy(wrong)
-    made = []
-
-    def config(**words):
-        made.append(words)
-        return FusedCEConfig(**words)
-
-    monkeypatch.setattr(benchmark_variants, "FusedCEConfig", config)
-    assert (
-        benchmark_variants.ours(None, "grad_in_forward:32/packed").key
-        == "grad_in_forward/packed:32"
-    )
-    benchmark_variants.ours(None, "grad_in_forward")
-    assert made[0]["merge"] == "packed" and "merge" not in made[1]
-
-
-def test_a_package_without_merges_says_so(monkeypatch):
-    monkeypatch.setattr(cases, "MERGES", ())
-    with pytest.raises(ValueError, match="merges none: FusedCEConfig has no merge"):
-        cases.parse_strategy("grad_in_forward/packed")
+    variant = benchmark_variants.ours(None, "grad_in_forward:32/packed")
+    assert variant.key == "grad_in_forward/packed:32" and variant.config.merge == "packed"
+    variant = benchmark_variants.ours(None, "auto", 64)
+    assert (variant.config.merge, variant.config.memory_mb) == ("auto", 64)
 
 
 def test_presets_over_ranks(monkeypatch):
