@@ -29,6 +29,7 @@ from megatron_fused_ce.scripts.bench.problem import (
 from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import SLACK_BYTES, Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, chosen
+from megatron_fused_ce.testing.live_storages import LiveStorages
 from megatron_fused_ce.testing.reference import (
     FLOOR,
     HeadInputs,
@@ -428,19 +429,22 @@ def measure_peak(outcome: Outcome, problem: Problem, world: World) -> float:
     problem.reset()
     before, whole = peak_bytes(partial(variant.run, problem, clock.mark), world)
     outcome.step_ms = sum(clock.spans_ms())
-    if world.on_gpu:
-        outcome.peak_mib = (whole - before - problem.output_bytes()) / MIB
-        if world.slowest([outcome.step_ms])[0] < 200:  # that step also asked the driver for memory
-            outcome.step_ms = sum(turn(variant, problem, world, 1, 1)[0])
+    outcome.peak_mib = (whole - before - problem.output_bytes()) / MIB
+    if world.slowest([outcome.step_ms])[0] < 200:  # that step also asked the driver for memory
+        outcome.step_ms = sum(turn(variant, problem, world, 1, 1)[0])
     problem.reset()
     return float(whole)
 
 
 def peak_bytes(step: Callable[[], Any], world: World) -> tuple[int, int]:
-    """Allocated before ``step``, and at most while it ran, cuBLAS's workspace counted; 0 on a CPU."""
+    """Allocated before ``step``, and at most while it ran, cuBLAS's workspace counted.
+
+    On a CPU 0, and the most that lived of what the step allocated.
+    """
     if not world.on_gpu:
-        step()
-        return 0, 0
+        with LiveStorages() as live:
+            step()
+        return 0, live.peak_bytes
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -461,16 +465,19 @@ def turn(
 ) -> list[list[float]]:
     """``[forward, backward]`` ms of ``steps`` steps, without a wait between them.
 
-    ``warm`` untimed steps come first, each on an idle device: what their calls take to return is added
-    to ``host``, in ms. With none, a step in which the allocator asked the driver for memory, or gave
-    some back, is run again instead.
+    ``warm`` untimed steps come first. With none, a step in which the allocator asked the driver for
+    memory, or gave some back, is run again instead. What the calls of a step on an idle device take to
+    return is added to ``host``, in ms: of the untimed steps, or where there are none of the timed.
     """
     assert variant.run is not None
 
     def steps_ms(count: int) -> list[list[float]]:
         clocks = [Clock(world.on_gpu) for _ in range(count)]
+        start = time.perf_counter()
         for clock in clocks:
             variant.run(problem, clock.mark)  # type: ignore[misc]
+        if host is not None and not warm:
+            host.append(1e3 * (time.perf_counter() - start) / count)
         return [clock.spans_ms() for clock in clocks]
 
     for _ in range(warm):
@@ -550,7 +557,7 @@ def measure_times(
     for name, estimate in zip(running, estimates, strict=True):
         outcome = everything[name]
         outcome.step_ms = max(estimate, 1e-3)
-        outcome.steps = min(MOST_STEPS, math.ceil(settings.sample_ms / outcome.step_ms))
+        outcome.steps = max(1, min(MOST_STEPS, math.ceil(settings.sample_ms / outcome.step_ms)))
 
     done = 0
     for order in block_order(names, settings.blocks, settings.seed):
@@ -573,10 +580,10 @@ def measure_times(
             if warm and name not in roofs and outcome.step_ms < SHORT_STEP_MS:
                 warm = 4  # the first one, after another variant, finds cold caches
 
+            host: list[float] = []
             if name in roofs:
                 spans, reason = roof_turn(name, warm, outcome.steps)
             else:
-                host: list[float] = []
                 take_turn = partial(
                     turn, outcome.variant, problem, world, warm, outcome.steps, host
                 )
@@ -585,7 +592,7 @@ def measure_times(
                     roof.release(for_good=True)
                     host.clear()
                     spans, reason = attempt(take_turn, world)
-                if warm and reason is None:
+                if reason is None:
                     outcome.host.append(world.slowest([statistics.median(host[-3:])])[0])
             problem.reset()
             if reason is not None:
@@ -795,7 +802,7 @@ def rows_of(
             "time_ms": None,
             "roof_ms": rounded(below, 3),
             "ratio": None,
-            "peak_mib": rounded(outcome.peak_mib, 1),
+            "peak_mib": rounded(outcome.peak_mib, 4),
             "error": outcome.reason if outcome.reason is not None else outcome.error,
             "family": variant.family,
             "roof_products": variant.products,
