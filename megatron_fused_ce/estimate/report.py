@@ -81,6 +81,7 @@ def as_dictionary(result: Result) -> dict[str, Any]:
         "saved_of_peak": advice.saved / advice.baseline.peak,
         "fits_from": result.fits_from,
         "notes": result.notes,
+        "not_measured": setting.model.not_measured,
     }
 
 
@@ -107,8 +108,8 @@ def show(console: Console, result: Result) -> None:
     for line in _heading(setting, advice):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_static_table(setting))
-    console.print(_moments_table(advice))
-    console.print(_ways_table(advice))
+    console.print(_moments_table(advice, setting))
+    console.print(_ways_table(advice, setting))
     notes = (f"not counted: {note}" for note in result.notes)
     for line in [*conclusions(advice), *_fits_from(result), *notes]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -171,7 +172,13 @@ def _over(ranks: int) -> str:
     return f" / {ranks}" if ranks > 1 else ""
 
 
-def _moments_table(advice: Advice) -> Table:
+def _not_measured(setting: Setting) -> str:
+    """Stands in the title of a table whose sums hold such layers."""
+    kinds = setting.model.not_measured
+    return f"; {' and '.join(kinds)}: not measured" if kinds else ""
+
+
+def _moments_table(advice: Advice, setting: Setting) -> Table:
     """The sums: every part of every moment, without and with the flag."""
     moments = [
         (label, way.estimate.moment(name))
@@ -179,6 +186,7 @@ def _moments_table(advice: Advice) -> Table:
         for name in MOMENTS
     ]
     title = f"What is held at which moment, GiB (stock: {advice.baseline.head.name})"
+    title += _not_measured(setting)
     table = _table(title, "", *(f"{label}: {moment.name}" for label, moment in moments))
     if any(moment.stage for _, moment in moments):
         table.add_row("stage", *(str(moment.stage) for _, moment in moments))
@@ -194,9 +202,10 @@ def _cell(moment: Moment, part: str) -> str:
     return gib(moment.parts[part]) if moment.parts.get(part) else ""
 
 
-def _ways_table(advice: Advice) -> Table:
+def _ways_table(advice: Advice, setting: Setting) -> Table:
     columns = ("head", "peak", "at", "", "flag saves", "of the peak", "longest, tokens")
-    table = _table("Each way of computing the loss, GiB", "", *columns)
+    title = "Each way of computing the loss, GiB" + _not_measured(setting)
+    table = _table(title, "", *columns)
     flag = advice.recommended.peak
     for way in advice.ways:
         saves = [gib(way.peak - flag), f"{1 - flag / way.peak:.1%}"] if way.head.stock else ["", ""]

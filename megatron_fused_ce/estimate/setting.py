@@ -91,6 +91,16 @@ class Model:
     mixture: Mixture | None = None
     state_space: StateSpace | None = None
 
+    @property
+    def not_measured(self) -> list[str]:
+        """Kinds of layers whose memory was worked out and never measured (docs/plan.md)."""
+        kinds = {
+            "latent attention": self.latent,
+            "experts": self.mixture,
+            "Mamba mixers": self.state_space,
+        }
+        return [kind for kind, sizes in kinds.items() if sizes is not None]
+
     def __post_init__(self) -> None:
         for name in (
             *("num_layers", "hidden_size", "num_attention_heads", "vocab_size"),

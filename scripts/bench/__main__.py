@@ -5,6 +5,7 @@
     python -m scripts.bench --shape 4096 128256 --strategies store grad_in_forward:8192
     python -m scripts.bench --tp 4 --sequence-parallel --shapes llama-3-8b --tokens 32768 --lean
     python -m scripts.bench --tp 4 --preset tp-reach --peers --name tp4
+    python -m scripts.bench --preset small --name small
     python -m scripts.bench --preset options --shapes gemma-2-2b --strategies store
     python -m scripts.bench --preset profile --shapes llama-3-8b --tokens 8192 --name profile
     python -m scripts.bench --render RESULT.json
@@ -28,6 +29,8 @@ roofs are the shard's, all ranks at once.
               Megatron's output layer with its cross entropies and Transformer Engine's
     the rest  scripts/bench/peers.py, with --peers: over several ranks those that know vocabulary shards
 
+--preset small measures all its cells three times, in blocks of their own, and gives the medians over the
+runs: the step's and the host's time over those of Megatron's layer with Transformer Engine's loss.
 --preset options times each option of the loss over the plain loss, --preset profile says kernel by kernel
 where a step's time goes (scripts/bench/options.py and profile.py).
 
@@ -43,6 +46,8 @@ import argparse
 import math
 import sys
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,16 +187,22 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
     )
     facts = {**source, "dtype": given.dtype, "tp": world.size, "sp": False}  # sp: the cell's
     path = given.path
-    rows: list[dict[str, Any]] = []
+    measured: dict[Cell, list[list[dict[str, Any]]]] = {}  # the rows of each run
     skipped: list[str] = []
     known: dict[Any, Any] = {}
     exit_code = 0
-    for cell in given.cells:
+
+    def rows() -> list[dict[str, Any]]:
+        return [row for runs in measured.values() for row in report.over_runs(runs)]
+
+    for number, cell in product(range(given.runs), given.cells):
+        settings = replace(settings, seed=given.seed + number)
         elapsed = time.monotonic() - started
         need = expected_seconds(cell, variants, given, world.size) if world.on_gpu else 0.0
         if world.slowest([elapsed + need])[0] > limit:
             say(world, f"{cell}: not started, {elapsed:.0f} of {limit:.0f} s are gone")
-            skipped.append(str(cell))
+            if not number:
+                skipped.append(str(cell))
             continue
         try:
             found = measure_cell(cell, variants, settings, world, facts, known)
@@ -202,19 +213,20 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
             say(world, f"{cell}: the device is lost: {lost}; leave the variant out with --skip")
             exit_code = 3
             break
-        rows += found
+        measured.setdefault(cell, []).append(found)
         if world.rank == 0:
             print(f"## {report.title(found[0])}\n\n{report.table(found)}", flush=True)
             if path is not None:  # a run that is cut short keeps its cells
-                report.write(path, rows, source, skipped)
+                report.write(path, rows(), source, skipped)
         for row in found:
             for check in CHECKED_WELL:
                 if row["family"] == "ours" and row.get(check, "ok") != "ok":
                     say(world, f"{cell}: {row['variant']}: {check}: {row[check]}")
                     exit_code = 1
-    if world.rank == 0 and path is not None and rows:
-        report.write(path, rows, source, skipped)
-        print(report.summary(rows))
+    if world.rank == 0 and measured and (path is not None or given.preset == "small"):
+        print(report.summaries(rows()))
+    if world.rank == 0 and measured and path is not None:
+        report.write(path, rows(), source, skipped)
         print(f"written: {path} and {path.with_suffix('.md').name}")
     if exit_code != 3:
         world.slowest([0.0])  # nobody leaves before rank 0 has written

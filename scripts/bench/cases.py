@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fused_ce import config as options
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
     Parser,
@@ -21,7 +20,7 @@ from megatron_fused_ce.command_line import (
     seconds,
     whole,
 )
-from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, STRATEGY_CHOICES
+from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.scripts.lib.results import RESULTS
 
@@ -32,8 +31,6 @@ SHAPES = {name: head_sizes(name) for name in MODELS} | {
     "tiny": (64, 512),
 }
 DTYPES = ("bfloat16", "float16", "float32")
-#: How a chunk's statistics are merged over the ranks; empty in a package that knows one way only.
-MERGES: tuple[str, ...] = getattr(options, "MERGE_CHOICES", ())
 #: name -> matrix products of a step
 ROOFS = {"roof": 3, "roof-4": 4, "roof-raw": 3}
 
@@ -93,6 +90,10 @@ class Cell:
         hidden_size, vocab = SHAPES[shape]
         return Cell(shape, num_tokens, hidden_size, vocab)
 
+    @staticmethod
+    def by_size(num_tokens: int, hidden_size: int, vocab: int) -> Cell:
+        return Cell(f"{hidden_size}x{vocab}", num_tokens, hidden_size, vocab)
+
     def __str__(self) -> str:
         sizes = f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
         return sizes + (" SP" if self.sequence_parallel else "")
@@ -130,11 +131,11 @@ def parse_strategy(text: str) -> Strategy:
     for way in ways:
         if way in LOGITS_BACKEND_CHOICES and not asked:
             asked["logits_backend"] = way
-        elif way in MERGES and "merge" not in asked:
+        elif way in MERGE_CHOICES and "merge" not in asked:
             asked["merge"] = way
         else:
             known = f"logits backends are {', '.join(LOGITS_BACKEND_CHOICES)}, merges "
-            known += ", ".join(MERGES) or "none: FusedCEConfig has no merge"
+            known += ", ".join(MERGE_CHOICES)
             raise UsageError(f"{text!r} does not fit NAME[:C][/PASS][/MERGE]: {known}")
     return Strategy(name, int(tokens) if tokens else None, **asked)
 
@@ -142,6 +143,8 @@ def parse_strategy(text: str) -> Strategy:
 # --- presets ---------------------------------------------------------------------------------
 
 TP_CELLS = [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3-70b", 32768)]
+#: (T, H, V of a rank) of --preset small.
+SMALL = list(product((1024, 2048, 4096), (1024, 2048), (16032, 32064, 64128)))
 #: name -> cells, and options where the command line names none.
 PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     # The cells that issue 3's targets name. Cheap ones first: a time limit cuts the end.
@@ -158,13 +161,19 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
         ],
         {},
     ),
-    "reach-small": (
-        [("qwen3-1.7b", 8192), ("gemma-2-2b", 8192), ("llama-3-8b", 8192), ("llama-3-70b", 8192)],
-        {},
-    ),
-    "short": (
-        [(shape, T) for shape in ("llama-3-8b", "qwen3-1.7b") for T in (1024, 2048)],
-        {"strategies": ["store", "auto"]},
+    # Heads of SMALL, where launches and the host count: medians over three runs of all cells.
+    "small": (
+        [],
+        {
+            "strategies": ["auto", "store", "grad_in_forward"],
+            "skip": ["megatron-te-overwrite"],
+            "sequence_parallel": "on",
+            "runs": 3,
+            "blocks": 15,
+            "sample_ms": 15.0,
+            "check_tokens": 1024,
+            "roofs": ("roof",),
+        },
     ),
     # What pins a device's tokens per chunk.
     "chunks": (
@@ -229,7 +238,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         nargs="+",
         metavar="NAME[:C][/PASS][/MERGE]",
         help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logits backend scaled_exp or gemm_rows, "
-        f"merge of statistics {' or '.join(MERGES) or '(none here)'} (default: all but auto)",
+        f"merge of statistics {' or '.join(MERGE_CHOICES)} (default: all but auto)",
     )
     add(
         "--logits-backend",
@@ -251,8 +260,9 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     add("--wgrad-accumulator", choices=("main_grad", "returned"), default="main_grad")
     add("--no-megatron", dest="megatron", action="store_const", const=False)
     add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
-    add("--skip", nargs="+", default=[], metavar="VARIANT", help="leave these variants out")
+    add("--skip", nargs="+", metavar="VARIANT", help="leave these variants out")
     add("--blocks", type=whole(most=10**6), help="interleaved blocks (default 5)")
+    add("--runs", type=whole(most=1000), help="measure all cells so often, medians over them (1)")
     add("--sample-ms", type=number(), help="a variant's turn runs at least so long (default 100)")
     add("--roofs", nargs="*", choices=tuple(ROOFS), help="(default: those that a variant needs)")
     add("--seed", type=whole(0), default=0, help="of the order within blocks")
@@ -304,8 +314,8 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         if getattr(given, name) is None:
             setattr(given, name, value)
     given.megatron = given.megatron is not False
-    standard = {"blocks": 5, "sample_ms": 100.0, "check_tokens": 2048}
-    for name, value in (LEAN if given.lean else standard).items():
+    standard = {"blocks": 5, "runs": 1, "sample_ms": 100.0, "check_tokens": 2048, "skip": []}
+    for name, value in (standard | (LEAN if given.lean else {})).items():
         if getattr(given, name) is None:
             setattr(given, name, value)
     for name in FURTHER_CHECKS:
@@ -328,13 +338,15 @@ def require_device(given: argparse.Namespace) -> None:
 def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[Cell]:
     """``--preset``'s cells (those of ``--shapes`` and ``--tokens`` alone), or their product.
 
-    Over several ranks each with sequence parallelism, without, or both.
+    ``--shape`` names other cells than the preset's. Over several ranks each with sequence parallelism,
+    without, or both.
     """
     size = given.tp or world_size()
     named = given.shapes or []
-    if preset:
-        if given.shape:
-            raise ValueError("--shape and --preset exclude each other; use --shapes to narrow it")
+    if given.preset == "small" and not named and not given.shape:
+        wanted = given.tokens or [T for T, _, _ in SMALL]
+        cells = [Cell.by_size(T, H, V * size) for T, H, V in SMALL if T in wanted]
+    elif preset and not given.shape:
         cells = [
             Cell.of(shape, T)
             for shape, T in preset
@@ -345,7 +357,7 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
             named = ["llama-3-8b"]
         tokens = given.tokens or [8192]
         cells = [Cell.of(shape, T) for shape in named for T in tokens]
-        cells += [Cell(f"{H}x{V}", T, H, V) for H, V in given.shape or [] for T in tokens]
+        cells += [Cell.by_size(T, H, V) for H, V in given.shape or [] for T in tokens]
     if not cells:
         raise ValueError("the preset has no cell of these shapes and tokens")
     for cell in cells:

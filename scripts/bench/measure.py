@@ -29,6 +29,7 @@ from megatron_fused_ce.scripts.bench.problem import (
 from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import SLACK_BYTES, Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, chosen
+from megatron_fused_ce.testing.live_storages import LiveStorages
 from megatron_fused_ce.testing.reference import (
     FLOOR,
     HeadInputs,
@@ -43,6 +44,8 @@ LOSS_FLOOR = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 1e-6}
 LOSS_SLACK = 1.01
 #: A foreign implementation above this is not computing the same thing; below, its error is told.
 FOREIGN_ERROR = 0.1
+#: Steps below this have their host time measured on three steps of each turn, after a first one.
+SHORT_STEP_MS = 30.0
 #: Turns of each roof in a block: every ratio has it below the line.
 ROOF_TURNS = 2
 MOST_TRIES = 3
@@ -93,6 +96,7 @@ class Outcome:
     peak_mib: float | None = None
     step_ms: float = 0.0  # a first estimate
     samples: list[list[float]] = field(default_factory=list)  # [forward, backward] of each block
+    host: list[float] = field(default_factory=list)  # ms of each block, where it had warm steps
     steps: int = 0
     chunk_tokens: int | None = None  # that it ran with
     logits_backend: str | None = None  # that served
@@ -425,19 +429,22 @@ def measure_peak(outcome: Outcome, problem: Problem, world: World) -> float:
     problem.reset()
     before, whole = peak_bytes(partial(variant.run, problem, clock.mark), world)
     outcome.step_ms = sum(clock.spans_ms())
-    if world.on_gpu:
-        outcome.peak_mib = (whole - before - problem.output_bytes()) / MIB
-        if world.slowest([outcome.step_ms])[0] < 200:  # that step also asked the driver for memory
-            outcome.step_ms = sum(turn(variant, problem, world, 1, 1)[0])
+    outcome.peak_mib = (whole - before - problem.output_bytes()) / MIB
+    if world.slowest([outcome.step_ms])[0] < 200:  # that step also asked the driver for memory
+        outcome.step_ms = sum(turn(variant, problem, world, 1, 1)[0])
     problem.reset()
     return float(whole)
 
 
 def peak_bytes(step: Callable[[], Any], world: World) -> tuple[int, int]:
-    """Allocated before ``step``, and at most while it ran, cuBLAS's workspace counted; 0 on a CPU."""
+    """Allocated before ``step``, and at most while it ran, cuBLAS's workspace counted.
+
+    On a CPU 0, and the most that lived of what the step allocated.
+    """
     if not world.on_gpu:
-        step()
-        return 0, 0
+        with LiveStorages() as live:
+            step()
+        return 0, live.peak_bytes
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -449,23 +456,39 @@ def peak_bytes(step: Callable[[], Any], world: World) -> tuple[int, int]:
 
 
 def turn(
-    variant: Variant, problem: Problem, world: World, warm: int, steps: int
+    variant: Variant,
+    problem: Problem,
+    world: World,
+    warm: int,
+    steps: int,
+    host: list[float] | None = None,
 ) -> list[list[float]]:
     """``[forward, backward]`` ms of ``steps`` steps, without a wait between them.
 
-    ``warm`` untimed steps come first; with none, a step in which the allocator asked the driver for
-    memory, or gave some back, is run again instead.
+    ``warm`` untimed steps come first. With none, a step in which the allocator asked the driver for
+    memory, or gave some back, is run again instead. What the calls of a step on an idle device take to
+    return is added to ``host``, in ms: of the untimed steps, or where there are none of the timed.
     """
     assert variant.run is not None
 
     def steps_ms(count: int) -> list[list[float]]:
         clocks = [Clock(world.on_gpu) for _ in range(count)]
+        start = time.perf_counter()
         for clock in clocks:
             variant.run(problem, clock.mark)  # type: ignore[misc]
+        if host is not None and not warm:
+            host.append(1e3 * (time.perf_counter() - start) / count)
         return [clock.spans_ms() for clock in clocks]
 
+    for _ in range(warm):
+        if world.on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        variant.run(problem, nothing)
+        if host is not None:
+            host.append(1e3 * (time.perf_counter() - start))
     if warm:
-        spans = steps_ms(warm + steps)[warm:]
+        spans = steps_ms(steps)
     else:
         spans = []
         for _ in range(steps):
@@ -489,20 +512,6 @@ def ratios_beside(
         others.append(reference())
         ratios.append(2 * time / (others[-2] + others[-1]))
     return ([1.0] if own is reference else ratios), others
-
-
-def host_ms(variant: Variant, problem: Problem, world: World) -> float:
-    """What the calls of one step take to return, with the device idle before; the median of 5."""
-    assert variant.run is not None
-    found = []
-    for _ in range(5):
-        if world.on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        variant.run(problem, nothing)
-        found.append(1e3 * (time.perf_counter() - start))
-    problem.reset()
-    return statistics.median(found)
 
 
 def driver_calls(world: World) -> int:
@@ -548,7 +557,7 @@ def measure_times(
     for name, estimate in zip(running, estimates, strict=True):
         outcome = everything[name]
         outcome.step_ms = max(estimate, 1e-3)
-        outcome.steps = min(MOST_STEPS, math.ceil(settings.sample_ms / outcome.step_ms))
+        outcome.steps = max(1, min(MOST_STEPS, math.ceil(settings.sample_ms / outcome.step_ms)))
 
     done = 0
     for order in block_order(names, settings.blocks, settings.seed):
@@ -568,15 +577,23 @@ def measure_times(
                 or world.size > 1
                 or (name in roofs and not roof.resident and settings.blocks > 1)
             )
+            if warm and name not in roofs and outcome.step_ms < SHORT_STEP_MS:
+                warm = 4  # the first one, after another variant, finds cold caches
 
+            host: list[float] = []
             if name in roofs:
                 spans, reason = roof_turn(name, warm, outcome.steps)
             else:
-                take_turn = partial(turn, outcome.variant, problem, world, warm, outcome.steps)
+                take_turn = partial(
+                    turn, outcome.variant, problem, world, warm, outcome.steps, host
+                )
                 spans, reason = attempt(take_turn, world)
                 if reason == OUT_OF_MEMORY and roof.resident:
                     roof.release(for_good=True)
+                    host.clear()
                     spans, reason = attempt(take_turn, world)
+                if reason is None:
+                    outcome.host.append(world.slowest([statistics.median(host[-3:])])[0])
             problem.reset()
             if reason is not None:
                 outcome.reason = reason
@@ -727,10 +744,6 @@ def measure_cell(
             largest = max(largest, peak or 0.0)
             if outcome.reason is None and outcome.peak_mib is not None:
                 outcome.peak_mib = world.slowest([outcome.peak_mib])[0]
-        if outcome.reason is None:
-            took, outcome.reason = attempt(partial(host_ms, outcome.variant, problem, world), world)
-            if outcome.reason is None:
-                outcome.extra["host_ms"] = rounded(world.slowest([took])[0], 3)
         if outcome.reason is None and outcome.variant.family == "ours":
             outcome.extra |= further_checks(outcome, problem, settings, world)
         problem.reset()
@@ -789,7 +802,7 @@ def rows_of(
             "time_ms": None,
             "roof_ms": rounded(below, 3),
             "ratio": None,
-            "peak_mib": rounded(outcome.peak_mib, 1),
+            "peak_mib": rounded(outcome.peak_mib, 4),
             "error": outcome.reason if outcome.reason is not None else outcome.error,
             "family": variant.family,
             "roof_products": variant.products,
@@ -801,6 +814,7 @@ def rows_of(
             "wgrad_accumulator": settings.wgrad_accumulator,
             "upstream": "one scalar" if variant.one_upstream else settings.upstream,
             "loss_error": outcome.loss_error,
+            "host_ms": rounded(statistics.median(outcome.host), 3) if outcome.host else None,
             **more,
             **outcome.extra,
         }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, masked_tokens
+from megatron_fused_ce import masked_tokens
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
@@ -23,7 +23,7 @@ from megatron_fused_ce.phases import UNTIMED, PhaseTimes
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.measure import ratios_beside, turn
 from megatron_fused_ce.scripts.bench.problem import DTYPES, Problem, World
-from megatron_fused_ce.scripts.bench.variants import Variant, backward
+from megatron_fused_ce.scripts.bench.variants import Variant, backward, config_of
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.results import Row
 
@@ -46,7 +46,7 @@ class Option:
     target: float = 1.02
 
     def fits(self, strategy: str) -> bool:
-        return strategy != "grad_in_forward" or not self.differentiable
+        return not strategy.startswith("grad_in_forward") or not self.differentiable
 
 
 def options_of(vocab: int) -> list[Option]:
@@ -88,7 +88,7 @@ def teacher_of(problem: Problem, vocab: int) -> TeacherTargets:
 
 def variant_of(option: Option, strategy: str, problem: Problem, vocab: int) -> Variant:
     """A step with the option. What belongs to a step's input (the mask's count too) is made outside of it."""
-    config = FusedCEConfig(strategy=strategy, **option.config)
+    config = config_of(strategy, **option.config)
     assert problem.token_weights is not None
     weights, grad_loss = problem.token_weights, problem.grad_loss
     if option.masked:

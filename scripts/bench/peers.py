@@ -205,34 +205,35 @@ def _torch_lce(reduction: str) -> Callable[[torch.device], Loss]:
 # --- Transformer Engine ----------------------------------------------------------------------------
 
 
-def _te(overwrite: bool) -> Callable[[torch.device], Loss]:
-    """TE's CE on the logits of ``F.linear``; ``overwrite_input`` puts their gradient in their place.
+def te_cross_entropy(overwrite: bool, group: Any = None) -> Callable[[Tensor, Tensor], Tensor]:
+    """TE's ``(logits [T, 1, V], labels [T, 1]) -> loss [T, 1]``, or whatever its import raises.
 
-    Where the whole TE does not import, a package ``transformer_engine_ce`` may hold the three Python
-    files that this needs (``pytorch/cross_entropy.py`` and both ``triton/cross_entropy.py``).
+    ``overwrite``: the logits' gradient takes their place. Where the whole TE does not import, a package
+    ``transformer_engine_ce`` may hold the three Python files that this needs
+    (``pytorch/cross_entropy.py`` and both ``triton/cross_entropy.py``).
     """
-
-    def build(device: torch.device) -> Loss:
+    try:
+        module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
+    except Exception as error:
         try:
-            module = importlib.import_module("transformer_engine.pytorch.cross_entropy")
-        except Exception as error:
-            try:
-                module = importlib.import_module("transformer_engine_ce.pytorch.cross_entropy")
-            except ImportError:
-                raise error from None
-        function: Any = module.parallel_cross_entropy
-        extra = {}
-        if overwrite:
-            if "overwrite_input" not in inspect.signature(function).parameters:
-                raise RuntimeError(f"TE {_version(*TE_NAMES)} has no overwrite_input")
-            extra["overwrite_input"] = True
+            module = importlib.import_module("transformer_engine_ce.pytorch.cross_entropy")
+        except ImportError:
+            raise error from None
+    function: Any = module.parallel_cross_entropy
+    extra: dict[str, bool] = {}
+    if overwrite:
+        if "overwrite_input" not in inspect.signature(function).parameters:
+            raise RuntimeError(f"TE {_version(*TE_NAMES)} has no overwrite_input")
+        extra["overwrite_input"] = True
+    return lambda logits, labels: function(logits, labels, 0.0, False, group, **extra)
 
-        def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-            logits = F.linear(hidden, weight).unsqueeze(1)
-            result: Tensor = function(logits, labels.unsqueeze(1), 0.0, False, None, **extra)
-            return result.view(-1)
 
-        return loss
+def _te(overwrite: bool) -> Callable[[torch.device], Loss]:
+    def build(device: torch.device) -> Loss:
+        function = te_cross_entropy(overwrite)
+        return lambda hidden, weight, labels: function(
+            F.linear(hidden, weight).unsqueeze(1), labels.unsqueeze(1)
+        ).view(-1)
 
     return build
 

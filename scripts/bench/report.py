@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ KEYS = (
 )
 #: What tables of one result file may differ in; each gets its own heading.
 CELL_KEYS = ("shape", "T", "H", "V", "dtype", "tp", "sp")
+#: What a user without this package would take: Megatron's layer, Transformer Engine's loss.
+STANDARD = "megatron-te"
+#: Of several runs the median is a row's.
+MEDIANS = (
+    *("forward_ms", "backward_ms", "time_ms", "roof_ms", "ratio", "ratio_raw", "host_ms"),
+    *("spread", "tflops", "over_te", "host_over_te"),
+)
 CHECKS = ("confident_error", "determinism", "sync", "graph")
 EXPLANATION = (
     "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is "
@@ -137,7 +145,7 @@ def markdown(rows: list[Row], skipped: Iterable[str] = ()) -> str:
     if any(row["tp"] > 1 for row in rows):
         lines += [PARALLEL_EXPLANATION, ""]
     if any(row.get("family") == "ours" and row["time_ms"] is not None for row in rows):
-        lines += [summary(rows), ""]
+        lines += [summaries(rows), ""]
     for group in cells(rows):
         slices = group[0].get("roof_slices")
         note = f" The roof ran in {slices} slices of the tokens." if slices else ""
@@ -189,6 +197,68 @@ def summary(rows: list[Row]) -> str:
             words[8:] = [ratio_text(lean["ratio"]), str(lean["chunk_tokens"] or "")]
         lines.append(words)
     return tables.markdown(head, lines) + "\n"
+
+
+def over_runs(runs: list[list[Row]]) -> list[Row]:
+    """One cell's rows: of each variant the medians over the runs, the time of each run beside them.
+
+    Ratios to `STANDARD` are those within a run. A variant that failed in a run keeps that run's row.
+    """
+    for rows in runs:
+        standard = next((row for row in rows if row["variant"] == STANDARD), {})
+        for row in rows:
+            for key, name in (("time_ms", "over_te"), ("host_ms", "host_over_te")):
+                if row.get("family") == "ours":
+                    own, other = row[key], standard.get(key)
+                    row[name] = round(own / other, 4) if own and other else None
+    merged = []
+    for same in zip(*runs, strict=True):
+        row = dict(next((row for row in same if row["time_ms"] is None), same[0]))
+        if len(runs) > 1 and row["time_ms"] is not None:
+            for key in MEDIANS:
+                if all(one.get(key) is not None for one in same):
+                    row[key] = round(statistics.median(one[key] for one in same), 4)
+            row["peak_mib"] = max(
+                (one["peak_mib"] for one in same if one["peak_mib"]), default=None
+            )
+            row["runs_ms"] = [one["time_ms"] for one in same]
+        merged.append(row)
+    return merged
+
+
+def beside_standard(rows: list[Row]) -> str:
+    """One line a cell: every variant's ms, and `auto`'s time and host time over `STANDARD`'s."""
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    head = ["cell", *names, "auto / TE", "auto / roof", "host: auto", "TE", "auto / TE"]
+    head += ["store / TE", "grad_in_forward / TE"]
+    lines: list[list[str]] = []
+    why_not: dict[str, Any] = {}
+    for group in cells(rows):
+        first, of = group[0], {row["variant"]: row for row in group}
+        place = f"T={first['T']} H={first['H']} V={first['V']}"
+        if first["tp"] > 1:
+            place += f" TP {first['tp']}{' SP' if first['sp'] else ''}"
+        why_not |= {name: row["error"] for name, row in of.items() if row["time_ms"] is None}
+
+        def value(name: str, key: str, digits: int, of: dict[str, Row] = of) -> str:
+            row = of.get(name) or next((of[n] for n in of if n.split("/")[0] == name), {})
+            return tables.cell(row.get(key), f".{digits}f")
+
+        times = [value(name, "time_ms", 3) for name in names]
+        ratios = [value("auto", "over_te", 3), value("auto", "ratio", 3)]
+        hosts = [value("auto", "host_ms", 2), value(STANDARD, "host_ms", 2)]
+        hosts += [value(name, "host_over_te", 2) for name in ("auto", "store", "grad_in_forward")]
+        lines.append([place, *times, *ratios, *hosts])
+    notes = [f"{name}: not measured: {reason}." for name, reason in why_not.items()]
+    runs = max(len(row.get("runs_ms", [0])) for row in rows)
+    notes.append(f"Milliseconds; medians over {runs} run{'s' if runs > 1 else ''}.")
+    return "\n\n".join([tables.markdown(head, lines), *notes]) + "\n"
+
+
+def summaries(rows: list[Row]) -> str:
+    """`summary`; where `auto` was measured `beside_standard` too."""
+    auto = any(row["variant"].split("/")[0] == "auto" for row in rows)
+    return summary(rows) + ("\n" + beside_standard(rows) if auto else "")
 
 
 def write(path: Path, rows: list[Row], source: Row, skipped: Iterable[str] = ()) -> None:

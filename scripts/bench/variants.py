@@ -7,7 +7,6 @@ fusion), the others return a gradient in the weight's dtype that is then added, 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +19,7 @@ from megatron_fused_ce import FusedCEConfig, logits_backend, planner
 from megatron_fused_ce.grad_weight import kind_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.cases import parse_strategy
+from megatron_fused_ce.scripts.bench.peers import one_line, te_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import MIB, Problem, Run, World
 
 
@@ -54,16 +54,16 @@ def backward(loss: Tensor, upstream: Tensor, problem: Problem, mark: Callable[[]
 def ours(world: World, text: str, memory_mb: int | None = None) -> Variant:
     """This package with a strategy ``NAME[:C][/PASS][/MERGE]``, ``auto`` within ``memory_mb``."""
     asked = parse_strategy(text)
-    strategy = asked.name
-    merge: dict[str, Any] = {"merge": asked.merge} if asked.merge else {}
-    config = FusedCEConfig(
-        strategy=strategy,
-        chunk_tokens=asked.chunk_tokens,
-        memory_mb=memory_mb if strategy == "auto" else None,
-        logits_backend=asked.logits_backend or "auto",
-        **merge,
-    )
-    return of_config(world, strategy + asked.ways, config)
+    budget = {"memory_mb": memory_mb} if asked.name == "auto" else {}
+    return of_config(world, asked.name + asked.ways, config_of(text, **budget))
+
+
+def config_of(text: str, **options: Any) -> FusedCEConfig:
+    """Of ``NAME[:C][/PASS][/MERGE]``; ``options`` come first."""
+    asked = parse_strategy(text)
+    own = {"strategy": asked.name, "chunk_tokens": asked.chunk_tokens}
+    own |= {"logits_backend": asked.logits_backend or "auto", "merge": asked.merge or "auto"}
+    return FusedCEConfig(**{**own, **options})
 
 
 def of_config(world: World, name: str, config: FusedCEConfig) -> Variant:
@@ -142,8 +142,8 @@ def megatron(world: World) -> list[Variant]:
     """Megatron's output layer with each of its cross entropies, and with Transformer Engine's."""
     names = ("unfused", "native", "te", "te-overwrite")
     if not (world.has_megatron and world.on_gpu):
-        why_not = "Megatron-LM is not installed" if world.on_gpu else "needs a GPU"
-        return [Variant(f"megatron-{name}", "megatron", why_not=why_not) for name in names]
+        reason = "Megatron-LM is not installed" if world.on_gpu else "needs a GPU"
+        return [Variant(f"megatron-{name}", "megatron", why_not=reason) for name in names]
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import (
@@ -167,22 +167,16 @@ def megatron(world: World) -> list[Variant]:
         "unfused": vocab_parallel_cross_entropy,
         "native": lambda logits, labels: fused_vocab_parallel_cross_entropy(logits, labels, group),
     }
-    te, te_why_not = None, ""
-    try:
-        te = import_module("transformer_engine.pytorch.cross_entropy").parallel_cross_entropy
-    except Exception as error:  # a broken install raises more than ImportError
-        te_why_not = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-    if te is not None:
-        losses["te"] = lambda logits, labels: te(logits, labels, dist_process_group=group)
-        te_why_not = "this Transformer Engine has no overwrite_input"
-        if "overwrite_input" in inspect.signature(te).parameters:
-            losses["te-overwrite"] = lambda logits, labels: te(
-                logits, labels, dist_process_group=group, overwrite_input=True
-            )
+    why_not = {}
+    for name in ("te", "te-overwrite"):
+        try:
+            losses[name] = te_cross_entropy(name == "te-overwrite", group)
+        except Exception as error:  # a broken install raises more than ImportError
+            why_not[name] = one_line(error)
 
     def variant(name: str) -> Variant:
         if name not in losses:
-            return Variant(f"megatron-{name}", "megatron", why_not=te_why_not)
+            return Variant(f"megatron-{name}", "megatron", why_not=why_not[name])
         loss_of = losses[name]
 
         def run(problem: Problem, mark: Callable[[], None]) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_fused_ce.command_line import Parser, command, read_text
+from megatron_fused_ce.command_line import Parser, command
 from megatron_fused_ce.scripts.dev import figures_plan, figures_readme, figures_scaling
 from megatron_fused_ce.scripts.lib import pages, results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
@@ -29,8 +29,8 @@ def draw_results() -> None:
     folder, images = REPOSITORY / RESULTS, REPOSITORY / "docs" / "images"
     sweep = sweep_report.read(folder / "2026-11-21-h200-sweep-front-tp1.json")
     sweep_report.draw(sweep, images / "sweep-front-h200-tp1.png")
-    head = read_text(folder / "2026-11-21-h200-memory-head-llama3-8b.json")
-    memory.draw(snapshots.from_json(head), images / "memory-profile-head.png")
+    head = folder / "2026-11-21-h200-memory-head-llama3-8b.json"
+    memory.draw(snapshots.read(head), images / "memory-profile-head.png")
     of_profile = folder / "2026-11-21-h200-tp4-profile.json"
     for cell, rows in profile.cells(results.rows(of_profile)).items():
         # The page names them by the shape of the day.

@@ -49,8 +49,7 @@ from megatron_fused_ce.command_line import (
 )
 from megatron_fused_ce.scripts.dev.sanitize_workload import CONTROLS, GROUPS, MODULES, entry_kernels
 from megatron_fused_ce.scripts.lib import tables
-from megatron_fused_ce.scripts.lib.results import REPOSITORY, version, write_whole
-from megatron_fused_ce.testing.provenance import commit
+from megatron_fused_ce.scripts.lib.results import REPOSITORY, made_by, write, write_whole
 
 #: A run of the workload by itself.
 ALONE = "alone"
@@ -64,6 +63,8 @@ FINDING = re.compile(
 BROKEN = re.compile(r"^(Internal|Fatal|Device not supported|Warning: Detected overflow)")
 #: Where: "at NAME+0x10", "at 0x10 in NAME(...)".
 WHERE = re.compile(r"\bat (?:0x[0-9a-f]+ in )?([^\n]+?)(?:\(|\+0x| in |$)")
+#: What the page says of where the figures come from.
+SHOWN = ("commit", "device", "torch", "triton", "compute-sanitizer")
 #: Groups whose kernels write by TMA.
 WRITE_BY_TMA = ("portable", "hopper")
 
@@ -211,8 +212,8 @@ class Child:
     def record(self) -> dict[str, Any]:
         kinds = Counter((one.kernel, one.what) for one in self.found)
         return {
-            "tool": self.tool,
-            "group": self.group,
+            "shape": self.group,
+            "variant": self.tool,
             "seconds": round(self.seconds, 1),
             "ended": self.ended,
             "control_seen": self.control_seen,
@@ -255,7 +256,7 @@ def markdown(children: Sequence[Child], facts: dict[str, Any]) -> str:
     titles = [f"{tool}: launches / findings" for tool in tools]
     head = ["tool", "group", "checks against fp64", "control", "seconds", ""]
     lines = [
-        ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
+        ", ".join(f"{name} {facts[name]}" for name in SHOWN if name in facts) + ".",
         "",
         tables.markdown(["kernel", *titles, "asynchronous"], kernels, left=len(tools) + 2),
         "",
@@ -303,18 +304,13 @@ def sanitizer(named: str | None) -> str:
     )
 
 
-def environment(tool: str) -> dict[str, Any]:
+def environment(tool: str, words: Sequence[str]) -> dict[str, Any]:
     import torch
 
     told = subprocess.run([tool, "--version"], capture_output=True, text=True).stdout
     said = re.search(r"Version ([0-9.]+)", told)
-    return {
-        "commit": commit(),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": version("triton", "pytorch-triton"),
-        "compute-sanitizer": said[1] if said else "unknown",
-    }
+    source = made_by(torch.cuda.get_device_name(), ["scripts.dev.sanitize", *words])
+    return {**source, "compute-sanitizer": said[1] if said else "unknown"}
 
 
 @command("sanitize")
@@ -336,14 +332,13 @@ def main(words: list[str]) -> int:
         ]
     for run in runs:
         run.result()
-    facts = environment(tool)
+    facts = environment(tool, words)
     text = markdown(children, facts)
     print(text, flush=True)
     if options.markdown:
         write_whole(options.markdown, text)
     if options.json:
-        told = {**facts, "runs": [child.record() for child in children]}
-        write_whole(options.json, json.dumps(told, indent=1) + "\n")
+        write(options.json, [child.record() for child in children], facts)
     return 1 if any(child.problems() for child in children) else 0
 
 

@@ -30,7 +30,6 @@ import contextlib
 import datetime
 import faulthandler
 import gc
-import json
 import os
 import random
 import resource
@@ -60,10 +59,9 @@ from megatron_fused_ce.command_line import (
 )
 from megatron_fused_ce.grad_weight import InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.lib.results import write_whole
+from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.collectives import Call, Collectives, RandomDelays
-from megatron_fused_ce.testing.provenance import commit
 from megatron_fused_ce.testing.reference import (
     FLOOR,
     HeadInputs,
@@ -738,11 +736,10 @@ def _report(soak: Soak, options: argparse.Namespace, words: str) -> None:
             flush=True,
         )
     if options.json:
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
         record = {
-            "commit": commit(),
-            "device": gpu,
-            "torch": torch.__version__,
+            "shape": f"{WORLD} ranks",
+            "variant": "soak",
             "ranks": WORLD,
             "tp": options.tp,
             "seed": options.seed,
@@ -753,7 +750,9 @@ def _report(soak: Soak, options: argparse.Namespace, words: str) -> None:
                 for key, value in vars(tally).items()
             },
         }
-        write_whole(options.json, json.dumps(record, indent=1) + "\n")
+        results.write(
+            options.json, [record], results.made_by(gpu, ["scripts.dev.soak", *sys.argv[1:]])
+        )
 
 
 if __name__ == "__main__":

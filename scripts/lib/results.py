@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import date
@@ -80,6 +81,13 @@ def version(*names: str) -> str | None:
     return None
 
 
+def device_name() -> str:
+    """The GPU's, '' without one. In a process of its own: CUDA here would take memory from launches."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def made_by(device: str, command: Sequence[str], **more: Any) -> Row:
     """Where figures made here and now come from; ``device`` '': this machine's processor.
 
@@ -100,14 +108,16 @@ def made_by(device: str, command: Sequence[str], **more: Any) -> Row:
 
 
 def write(path: Path, rows: Sequence[Row], source: Row) -> None:
-    """The file, complete at any time. Raises ValueError where `check` does."""
+    """The file, a row a line, complete at any time. Raises ValueError where `check` does."""
     content = {
         "schema": SCHEMA,
         "made_by": source,
         "rows": [{**dict.fromkeys(ROW), **row} for row in rows],
     }
     check(content := finite(content))
-    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    head = json.dumps({"schema": SCHEMA, "made_by": content["made_by"]}, indent=1)[:-2]
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in content["rows"])
+    write_whole(path, f'{head},\n "rows": [\n{lines}\n]}}\n')
 
 
 def default_path(folder: Path, device: str, name: str) -> Path:

@@ -121,13 +121,13 @@ class StepWatch:
 
     def _write(self, recording: Recording) -> None:
         from megatron_fused_ce.scripts.lib.results import write_whole
-        from megatron_fused_ce.scripts.runs.snapshots import to_json
+        from megatron_fused_ce.scripts.runs import snapshots
 
         timeline, snapshot = recording.end("", num_logits(self._get_args()))
         timeline.marks = in_phases(timeline.marks)
         timeline.facts["waits_for_kernels"] = os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         write_whole(self._folder / SNAPSHOT, pickle.dumps(snapshot))
-        write_whole(self._folder / TIMELINE, to_json([timeline]))
+        snapshots.write([timeline], self._folder / TIMELINE, ["memory"])
 
 
 def num_logits(args: Any) -> int:

@@ -25,7 +25,6 @@ Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same,
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -51,7 +50,7 @@ from megatron_fused_ce.command_line import (
     whole,
     writable_folder,
 )
-from megatron_fused_ce.scripts.lib import pictures
+from megatron_fused_ce.scripts.lib import pictures, results
 from megatron_fused_ce.scripts.lib.launches import Command, launch
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record, read_run
 from megatron_fused_ce.scripts.lib.losses import (
@@ -64,7 +63,7 @@ from megatron_fused_ce.scripts.lib.losses import (
     Bounds,
     relative_difference,
 )
-from megatron_fused_ce.scripts.lib.results import finite, write_whole
+from megatron_fused_ce.scripts.lib.results import Row
 
 SAME, DIFFERENT = 0, 1
 
@@ -412,7 +411,29 @@ def _small(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def to_json(found: Comparison, judge: Judge) -> dict[str, Any]:
+def rows_of(found: Comparison) -> list[Row]:
+    """One a curve, with both runs' figures."""
+    return [
+        {
+            "shape": f"{found.other.name} against {found.reference.name}",
+            "variant": curve.name,
+            "bounds": asdict(curve.bounds),
+            "noise": curve.noise_size,
+            "first_difference": curve.first_difference,
+            "difference": curve.difference,
+            "at_iteration": curve.where,
+            "mean_difference": curve.mean_difference,
+            "iterations": [pair.iteration for pair in curve.pairs],
+            "reference": [pair.reference for pair in curve.pairs],
+            "other": [pair.other for pair in curve.pairs],
+        }
+        for curve in found.curves
+    ]
+
+
+def facts_of(found: Comparison, judge: Judge) -> Row:
+    """The verdict, and what it rests on."""
+
     def run(record: Record) -> dict[str, Any]:
         first, last = record.iterations()
         return {
@@ -435,21 +456,6 @@ def to_json(found: Comparison, judge: Judge) -> dict[str, Any]:
         "reference": run(found.reference),
         "other": run(found.other),
         "noise": found.noise and run(found.noise),
-        "curves": [
-            {
-                "name": curve.name,
-                "bounds": asdict(curve.bounds),
-                "noise": curve.noise_size,
-                "first_difference": curve.first_difference,
-                "difference": curve.difference,
-                "at_iteration": curve.where,
-                "mean_difference": curve.mean_difference,
-                "iterations": [pair.iteration for pair in curve.pairs],
-                "reference": [pair.reference for pair in curve.pairs],
-                "other": [pair.other for pair in curve.pairs],
-            }
-            for curve in found.curves
-        ],
     }
 
 
@@ -666,15 +672,14 @@ def _show(status: Status, name: str, iteration: str) -> None:
     status.update(f"launch {name}: {iteration}")
 
 
-def report(found: Comparison, judge: Judge, out: Path, console: Console) -> None:
+def report(found: Comparison, judge: Judge, out: Path, source: Row, console: Console) -> None:
     """Prints the table and the verdict, writes the picture and the figures."""
     console.print(table(found, judge.first))
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
     for problem in found.problems:
         console.print(f"[red]{problem}[/red]", soft_wrap=True)
-    text = json.dumps(finite(to_json(found, judge)), indent=1)
-    write_whole(out / "compare_loss.json", f"{text}\n")
+    results.write(out / "compare_loss.json", rows_of(found), source | facts_of(found, judge))
     drawn = draw(found, out / "compare_loss.png")
     picture = "compare_loss.png and " if drawn else "no picture (matplotlib is not installed), "
     console.print(f"{out}: {picture}compare_loss.json", soft_wrap=True)
@@ -694,7 +699,8 @@ def main(words: list[str]) -> int:
     found = compare(reference, other, noise[0] if noise else None, judge)
     if not given.launch and Path(given.runs[0]).samefile(given.runs[1]):
         found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
-    report(found, judge, given.out, console)
+    device = results.device_name() if given.launch else ""
+    report(found, judge, given.out, results.made_by(device, ["compare", *words]), console)
     return DIFFERENT if found.problems else SAME
 
 

@@ -48,7 +48,6 @@ import os
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -728,17 +727,10 @@ def _run(
     )
 
 
-# In a process of its own: a CUDA context here would take memory from every launch.
-_DEVICE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-
-
 def facts_of(checkout: Checkout, words: Sequence[str]) -> dict[str, Any]:
     """Where the figures come from: device, versions, commit."""
-    done = subprocess.run(
-        [sys.executable, "-c", _DEVICE], capture_output=True, text=True, check=True
-    )
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    facts = results.made_by(done.stdout.strip(), ["scripts.runs.longest", *words])
+    facts = results.made_by(results.device_name(), ["scripts.runs.longest", *words])
     facts["megatron"] = launches.full_version(checkout.path)
     return {**facts, "alloc_conf": allocator}
 

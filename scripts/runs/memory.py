@@ -33,7 +33,6 @@ from megatron_fused_ce.command_line import (
     Parser,
     UsageError,
     command,
-    read_text,
     require_gpus,
     seconds,
     whole,
@@ -59,8 +58,8 @@ from megatron_fused_ce.scripts.runs.snapshots import (
     WEIGHTS,
     Recording,
     Timeline,
-    from_json,
-    to_json,
+    read,
+    write,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +208,7 @@ def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timelin
             raise UsageError(
                 f"the launch with the flag evaluated no head fused: see its logs in {folder}"
             )
-        (timeline,) = from_json((folder / TIMELINE).read_text())
+        (timeline,) = read(folder / TIMELINE)
         timeline.name = name
         timeline.facts["what"] = f"{Path(asked.script[0]).name}, step {given.step}"
         timelines.append(timeline)
@@ -268,17 +267,13 @@ def _step_of_head(
 
 
 def collect(given: argparse.Namespace, words: Sequence[str]) -> list[Timeline]:
-    from megatron_fused_ce.testing.provenance import commit
-
     if words and given.shape:
         raise UsageError("give a launch after --, or --shape, not both")
     if not words and not given.shape:
         raise UsageError("give a launch after --, or --shape NAME, or --draw FILE")
     require_gpus(otherwise="--draw FILE draws a profile that was made elsewhere")
     timelines = of_launches(given, words) if words else of_head(given)
-    for timeline in timelines:
-        timeline.facts["commit"] = commit()
-    write_whole(given.out / "memory_profile.json", to_json(timelines))
+    write(timelines, given.out / "memory_profile.json", ["memory", *sys.argv[1:]])
     return timelines
 
 
@@ -316,7 +311,10 @@ def main(words: list[str]) -> int:
     cut = words.index("--") if "--" in words else len(words)
     given, launched = _parser().parse_args(words[:cut]), words[cut + 1 :]
     if given.draw is not None:
-        timelines = _read(given.draw)
+        try:
+            timelines = read(given.draw)
+        except ValueError as error:
+            raise UsageError(f"{given.draw} is no result of this command: {error}") from None
         out = writable_folder(given.out or given.draw.parent)
     else:
         out = given.out = writable_folder(given.out or Path("build/memory_profile"))
@@ -325,14 +323,6 @@ def main(words: list[str]) -> int:
         timelines = collect(given, launched)
     report(timelines, out)
     return 0
-
-
-def _read(path: Path) -> list[Timeline]:
-    text = read_text(path)
-    try:
-        return from_json(text)
-    except ValueError as error:
-        raise UsageError(f"{path} is no result of this command: {error}") from None
 
 
 if __name__ == "__main__":

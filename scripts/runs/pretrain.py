@@ -675,10 +675,7 @@ def main(words: list[str]) -> int:
                 record = {"shape": row.case, **asdict(row), "command": run.command}
                 records.append({**record, "figures": asdict(all_figures[run.variant])})
 
-    import torch  # after the launches: a CUDA context would take memory from them
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    source = results.made_by(gpu, ["scripts.runs.pretrain", *words])
+    source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
     results.write(json_file, records, source)
     results.write_whole(page, report(rows, options.device, source))
     print(markdown(rows, options.device))

@@ -10,13 +10,15 @@ bytes, and by up to 1 MiB where a large block is not worth splitting.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+from megatron_fused_ce.scripts.lib import results
 
 MIB = 1024 * 1024
 HEAD, LAYERS, EMBEDDING, OPTIMIZER = "head", "layers", "embedding", "optimizer"
@@ -292,26 +294,28 @@ def now_us() -> int:
 # --- the file ------------------------------------------------------------------------------------
 
 
-def to_json(timelines: Sequence[Timeline]) -> str:
-    """One timeline a line; categories as numbers of ``categories``."""
+def write(timelines: Sequence[Timeline], path: Path, command: Sequence[str]) -> None:
+    """A result file, a row a timeline; categories as numbers of its ``categories``."""
     number = {category: i for i, category in enumerate(CATEGORIES)}
-    lines = []
+    rows = []
     for timeline in timelines:
-        content = asdict(timeline)
-        content["events"] = [[at, size, number[name]] for at, size, name in timeline.events]
-        lines.append(json.dumps(content, separators=(",", ":")))
-    head = json.dumps(list(CATEGORIES))
-    return f'{{"categories": {head},\n"timelines": [\n' + ",\n".join(lines) + "\n]}\n"
+        row = asdict(timeline)
+        row["events"] = [[at, size, number[name]] for at, size, name in timeline.events]
+        row |= {"variant": timeline.name or "step", "peak_mib": timeline.peak()[0] / MIB}
+        rows.append({"shape": timeline.facts.get("what", "step"), **row})
+    device = timelines[0].facts.get("device", "")
+    results.write(path, rows, results.made_by(device, command, categories=list(CATEGORIES)))
 
 
-def from_json(text: str) -> list[Timeline]:
-    """Raises ValueError where it is something else."""
+def read(path: Path) -> list[Timeline]:
+    """Of today's file, or one of before the schema. Raises ValueError where it is something else."""
+    content = results.load(path)
     try:
-        content = json.loads(text)
-        names = content["categories"]
+        names = {**content, **content.get("made_by", {})}["categories"]
+        fields = Timeline.__dataclass_fields__
         timelines = []
-        for item in content["timelines"]:
-            timeline = Timeline(**item)
+        for item in content["rows" if "rows" in content else "timelines"]:
+            timeline = Timeline(**{name: item[name] for name in fields if name in item})
             timeline.events = [(int(at), int(size), names[i]) for at, size, i in timeline.events]
             timeline.marks = [(int(at), str(what)) for at, what in timeline.marks]
             if not {*timeline.base, *names} <= set(CATEGORIES):

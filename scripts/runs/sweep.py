@@ -5,42 +5,37 @@
     torchrun --nproc-per-node 4 scripts/sweep_chunks.py --sequence-parallel
     python -m megatron_fused_ce sweep --through-megatron MEGATRON_LM --nproc 8 -- --num-layers 32 ...
 
-The head alone runs on this machine's GPUs or CPU: a training step (forward and backward) and the forward
-alone, as in evaluation. Before anything is timed, every result is held against fp64 and, at the timed size,
-against a blockwise fp32 reference. With --through-megatron each cell is a short launch of the real
-pretraining script with the arguments after --, and so are Megatron's unfused and native losses; it reads
-milliseconds an iteration and the most memory allocated from the log, and compares the losses with unfused's
-(bound: twice native's difference, or 5e-4, fp32 1e-6).
-
-Every time is kept as its ratio to one reference, `auto` without further flags: a cell's turn stands between
-two of the reference, and each call that launches Megatron launches the reference too. So cells of an
-interrupted sweep, which goes on where it stopped, compare with those measured later; milliseconds in
-the table are the ratio times the reference's in the last call. Where `auto` does not fit, the reference is
-`recompute` with the most chunks. Settings, sources or a device that differ make another sweep.
+The head alone, a training step of forward and backward, runs on this machine's GPUs or CPU, measured as
+`scripts.bench` does: checked against fp64 and, at the timed size, against a blockwise fp32 reference before
+anything is timed, then in interleaved blocks. With --through-megatron each cell is a short launch of the
+real pretraining script with the arguments after --, and so are Megatron's unfused and native losses; it
+reads milliseconds an iteration and the most memory allocated from the log, and compares the losses with
+unfused's (bound: twice native's difference, or 5e-4, fp32 1e-6). Launches that an earlier call with the
+same arguments and sources left in --out are kept.
 
 Times are the slowest rank's, peaks the largest of any rank: of the head above its inputs, grad_hidden and
 the wgrad accumulator, by the allocator on a GPU, by live storages on a CPU; of a launch the whole
 model's. Out of memory is a row. Recommended is the smallest peak among those within --tolerance of the
 fastest.
 
-Writes sweep.json, .csv, .md and .png and the state to --out. Exit code 1: a wrong result or a launch that
+Writes sweep.json, .csv, .md and .png to --out. Exit code 1: a wrong result or a launch that
 failed; 2: arguments that do not fit.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from megatron_fused_ce.command_line import (
     Parser,
+    UsageError,
     command,
     num_gpus,
     number,
@@ -49,15 +44,26 @@ from megatron_fused_ce.command_line import (
     writable_folder,
 )
 from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.scripts.bench.cases import Cell as Shape
 from megatron_fused_ce.scripts.bench.cases import world_size
+from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.runs import sweep_launches, sweep_report
 from megatron_fused_ce.scripts.runs.sweep_launches import Launches
-from megatron_fused_ce.scripts.runs.sweep_rows import OK, OUT_OF_MEMORY, Cell, State, row_of
+from megatron_fused_ce.scripts.runs.sweep_report import Result
+from megatron_fused_ce.scripts.runs.sweep_rows import (
+    OK,
+    OUT_OF_MEMORY,
+    STOCK,
+    Cell,
+    cells_of,
+    rows_of,
+)
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STRATEGIES = [name for name in STRATEGY_CHOICES if name != "auto"]
 #: Launches take a minute or so each: fewer of them.
 CHUNKS, LAUNCHED_CHUNKS = [1, 2, 4, 8, 16, 32], [1, 4, 16]
+LESS = "use fewer tokens, more --chunks or more ranks"
 
 
 def _parser() -> Parser:
@@ -75,7 +81,6 @@ def _parser() -> Parser:
         metavar="PERCENT",
         help="recommend the smallest peak among those that take so much longer than the fastest [1]",
     )
-    add("--fresh", action="store_true", help="measure again what an earlier sweep left")
     add("--out", type=Path, default=Path("build/sweep"))
     head = parser.add_argument_group("the head alone, on one process or under torchrun")
     add = head.add_argument
@@ -111,6 +116,7 @@ def _parser() -> Parser:
     add("--iterations", type=whole(), default=10, metavar="N", help="of a launch [10]")
     add("--warmup", type=whole(0), default=3, metavar="N", help="of them not timed [3]")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of a launch [900]")
+    add("--fresh", action="store_true", help="launch again what an earlier call left")
     return parser
 
 
@@ -186,114 +192,108 @@ def _say(text: str) -> None:
     print(f"sweep: {text}", file=sys.stderr, flush=True)
 
 
-class _Bar:
-    """A bar of cells on a terminal; a line for each where there is none."""
+def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Result:
+    import torch
 
-    def __init__(self, console: Console, cells: Sequence[Cell], state: State, shown: bool) -> None:
-        self._on_terminal, self._shown = console.is_terminal, shown
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not (shown and self._on_terminal),
-        )
-        there = sum(state.has(cell.key) for cell in cells)
-        self._task = self._progress.add_task("checks", total=len(cells), completed=there)
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def begin(self, cell: Cell) -> None:
-        self._progress.update(self._task, description=cell.name)
-
-    def done(self, cell: Cell) -> None:
-        self._progress.update(self._task, description=cell.key, advance=1)
-        if self._shown and not self._on_terminal:
-            print(f"{cell.key}: done", flush=True)
-
-
-def sweep_head_alone(given: argparse.Namespace, console: Console) -> sweep_report.Result:
-    from megatron_fused_ce.scripts.bench.measure import DeviceLost, WrongVariant
+    from megatron_fused_ce import FusedCEConfig
+    from megatron_fused_ce.scripts.bench.measure import (
+        DeviceLost,
+        Settings,
+        WrongVariant,
+        is_out_of_memory,
+        measure_cell,
+    )
     from megatron_fused_ce.scripts.bench.problem import DTYPES, World
-    from megatron_fused_ce.scripts.runs import sweep_head
+    from megatron_fused_ce.scripts.bench.variants import of_config
 
     world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
-    try:
-        settings = sweep_head.HeadSettings(
-            num_tokens=given.tokens,
-            hidden_size=given.hidden,
-            vocab=given.vocab,
-            dtype=DTYPES[given.dtype],
-            wgrad_accumulator=given.wgrad_accumulator,
-            blocks=given.blocks,
-            sample_ms=given.sample_ms,
+    cells = cells_of(given.strategies, given.chunks)
+    shape = Shape("head", given.tokens, given.hidden, given.vocab, world.sequence_parallel)
+    settings = Settings(
+        dtype=DTYPES[given.dtype],
+        wgrad_accumulator=given.wgrad_accumulator,
+        blocks=given.blocks,
+        sample_ms=given.sample_ms,
+        roofs=(),
+    )
+    device = f"{source['device']}, {torch.get_num_threads()} threads"
+    facts = source | {
+        "what": "head",
+        "dtype": given.dtype,
+        "tp": world.size,
+        "wgrad_accumulator": given.wgrad_accumulator,
+        "blocks": given.blocks,
+        "sample_ms": given.sample_ms,
+        "device": torch.cuda.get_device_name() if world.on_gpu else device,
+    }
+    variants = [
+        of_config(
+            world, cell.name, FusedCEConfig(strategy=cell.strategy, num_chunks=cell.num_chunks)
         )
-        cells = sweep_head.cells_of(given.strategies, given.chunks)
-        first = world.rank == 0
-        state = _state(given, settings.facts(world), cells, writes=first)
-        world.slowest([0.0])  # every rank has read the state before the first one writes
-        with _Bar(console, cells, state, shown=first) as bar:
-            sweep_head.measure(settings, cells, world, state, bar.done)
-        return _result(given, state, {cell: state.cells[cell.key] for cell in cells})
+        for cell in cells
+    ]
+    try:
+        measured = measure_cell(shape, variants, settings, world, facts, {})
     except (WrongVariant, DeviceLost) as error:
         raise Failed(str(error)) from None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(f"the operands alone do not fit {given.device}'s memory: {LESS}") from None
     finally:
         world.close()
+    facts |= {name: measured[0][name] for name in ("T", "H", "V", "sp")}
+    records = {}
+    for cell, row in zip(cells, measured, strict=True):
+        ran = row["time_ms"] is not None
+        num_chunks = math.ceil(given.tokens / row["chunk_tokens"])
+        plan = f"{num_chunks} chunk{'s' * (num_chunks > 1)} of {row['chunk_tokens']} tokens"
+        records[cell] = {
+            **{name: row[name] for name in ("time_ms", "spread", "peak_mib")},
+            "plan": f"{row['plan']}, {plan}",
+            "status": OK if ran else str(row["error"]),
+            "error": row["error"] if ran else None,
+        }
+    return _result(given, records, facts)
 
 
-def sweep_through(given: argparse.Namespace, console: Console) -> sweep_report.Result:
+def sweep_through(given: argparse.Namespace, source: dict[str, Any]) -> Result:
     launches: sweep_launches.Launches = given.launches
-    cells = sweep_launches.cells_of(given.strategies, given.chunks)
-    state = _state(given, launches.facts(), cells)
-    folder = given.out.resolve() / f"launches-{state.digest}"
-    with _Bar(console, cells, state, shown=True) as bar:
-        sweep_launches.measure(launches, cells, state, folder, bar.begin, bar.done)
-    records, bound = sweep_launches.judged(launches, cells, state)
-    return _result(given, state, records, loss_bound=bound)
-
-
-def _state(
-    given: argparse.Namespace, facts: dict[str, Any], cells: Sequence[Cell], writes: bool = True
-) -> State:
-    state = State(given.out, facts, fresh=given.fresh, writes=writes)
-    said = state.said([cell.key for cell in cells])
-    if said and writes and not given.fresh:
-        _say(said)
-    return state
+    auto, *counted = cells_of(given.strategies, given.chunks)
+    cells = [auto, *map(Cell, STOCK), *counted]
+    folder = given.out.resolve() / "launches"
+    records = sweep_launches.measure(
+        launches, cells, folder, given.fresh, partial(print, flush=True)
+    )
+    facts = source | launches.facts() | {"loss_bound": records[auto]["loss_bound"]}
+    return _result(given, records, facts)
 
 
 def _result(
-    given: argparse.Namespace, state: State, records: dict[Cell, dict[str, Any]], **more: float
-) -> sweep_report.Result:
-    rows = [
-        row_of(cell, record, state.reference.get(cell.kind)) for cell, record in records.items()
-    ]
-    return sweep_report.Result.of(
-        rows, state.facts | more, state.reference["name"], given.tolerance / 100
-    )
+    given: argparse.Namespace, records: dict[Cell, dict[str, Any]], facts: dict[str, Any]
+) -> Result:
+    rows, reference = rows_of(records)
+    if reference is None:
+        raise UsageError(f"nothing of this package ran to its end: {LESS}")
+    return Result.of(rows, facts, reference, given.tolerance / 100)
 
 
 @command("sweep")
 def main(words: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
-    console = Console(highlight=False)
     given = parse_arguments(words)
     if rank == 0:
         writable_folder(given.out)
+    device = results.device_name() if given.launches and given.device == "cuda" else ""
+    source = results.made_by(device, ["sweep", *words])
     try:
-        result = (sweep_head_alone if given.launches is None else sweep_through)(given, console)
+        result = (sweep_head_alone if given.launches is None else sweep_through)(given, source)
     except Failed as error:
         if rank == 0:
             _say(str(error))
         return 1
     if rank == 0:
-        written = sweep_report.write(result, given.out, ["sweep", *words])
+        written = sweep_report.write(result, given.out)
         print(sweep_report.markdown(result))
         print(f"written to {given.out}: {', '.join(written)}")
     failed = [row for row in result.rows if row.status not in (OK, OUT_OF_MEMORY)]

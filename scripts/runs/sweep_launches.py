@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 import statistics
 from collections.abc import Callable, Sequence
@@ -32,18 +31,12 @@ from megatron_fused_ce.scripts.lib.losses import (
     YARDSTICK_FACTOR,
     loss_difference,
 )
-from megatron_fused_ce.scripts.lib.results import version
 from megatron_fused_ce.scripts.runs.sweep_rows import (
-    AUTO,
     OK,
     OUT_OF_MEMORY,
-    PRETRAIN,
     STOCK,
     Cell,
-    State,
-    source_digest,
 )
-from megatron_fused_ce.testing.provenance import commit
 
 _SWEPT = (
     FLAG,
@@ -118,21 +111,15 @@ class Launches:
         )
 
     def facts(self) -> dict[str, Any]:
-        on_gpu = self.device == "cuda"
         return {
             "what": "pretrain",
             "megatron": self.checkout.label,
-            "checkout": str(self.checkout.path),
             "script": self.script,
             "nproc": self.nproc,
             "args": shlex.join(self.args),
             "plugin_args": shlex.join(self.plugin_args),
             "iterations": self.iterations,
             "warmup": self.warmup,
-            "device": _gpu_name() if on_gpu else f"{platform.machine()} CPU",
-            "torch": version("torch"),
-            "commit": commit(),
-            "sources": source_digest(),
         }
 
     @property
@@ -158,12 +145,6 @@ class Launches:
         )
 
 
-def _gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name()
-
-
 def _options(words: Sequence[str]) -> list[list[str]]:
     """Each ``--option`` with its values."""
     options: list[list[str]] = []
@@ -179,72 +160,31 @@ def _without(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for option in kept for word in option)
 
 
-def cells_of(strategies: Sequence[str], chunks: Sequence[int]) -> list[Cell]:
-    """``auto``, which is the reference, and the stock launches first."""
-    counted = [Cell(PRETRAIN, name, num) for name in strategies for num in chunks]
-    return [*(Cell(PRETRAIN, name) for name in (AUTO, *STOCK)), *counted]
-
-
 def measure(
-    launches: Launches,
-    cells: Sequence[Cell],
-    state: State,
-    folder: Path,
-    begin: Callable[[Cell], None],
-    done: Callable[[Cell], None],
-) -> None:
-    """Launch the cells that ``state`` lacks, logs in ``folder``.
+    launches: Launches, cells: Sequence[Cell], folder: Path, fresh: bool, say: Callable[[str], None]
+) -> dict[Cell, dict[str, Any]]:
+    """What became of each cell's launch, logs in ``folder``; those there from an earlier call are kept.
 
-    The reference is launched in every call that launches anything, so that each ratio is of one call.
-    Raises UsageError where it fails: then the arguments do not fit, or the GPU is too small.
+    Raises UsageError where the first one fails: then the arguments do not fit.
     """
-    if all(state.has(cell.key) for cell in cells):
-        return
-    reference_ms = _launch_reference(launches, cells, state, folder, begin)
+    records: dict[Cell, dict[str, Any]] = {}
     for cell in cells:
-        if not state.has(cell.key):
-            begin(cell)
-            record = _record(launches, cell, folder)
-            if record["ms"] is not None:
-                record["ratio"] = record["ms"] / reference_ms
-            state.add(cell.key, record)
-        done(cell)
-
-
-def _launch_reference(
-    launches: Launches,
-    cells: Sequence[Cell],
-    state: State,
-    folder: Path,
-    begin: Callable[[Cell], None],
-) -> float:
-    """Its ms an iteration: ``auto``'s, else what needs least; what an earlier call took."""
-    most = max(cell.num_chunks or 1 for cell in cells)
-    known = [Cell(PRETRAIN, AUTO), Cell(PRETRAIN, "recompute", most)]
-    if "name" in state.reference:
-        known = [cell for cell in known if cell.name == state.reference["name"]]
-    for cell in known:
-        begin(cell)
-        record = _record(launches, cell, folder)
-        ms = record["ms"]
-        if ms is not None:
-            state.reference = {"name": cell.name, PRETRAIN: ms}
-            state.add(cell.key, record | {"ratio": 1.0})
-            return float(ms)
-        if record["status"] != OUT_OF_MEMORY:
+        run = launches.run_of(cell)
+        figures = None if fresh else run.earlier(folder)
+        came = "" if figures is None else " (kept; --fresh launches again)"
+        figures = figures or run.finish(run.start(folder))
+        record = records[cell] = _record(launches, cell, figures)
+        if len(records) == 1 and record["status"] not in (OK, OUT_OF_MEMORY):
             raise UsageError(
                 f"the launch with {cell.flags}: {record['status']}; its logs are in {folder}"
             )
-        state.add(cell.key, record)
-    raise UsageError(
-        f"even {known[-1].name} runs out of memory: use a smaller micro-batch, more --chunks or more ranks"
-    )
+        record["command"] = run.command
+        say(f"{cell.name}: {record['status']}{came}")
+    return _judged(launches, records)
 
 
-def _record(launches: Launches, cell: Cell, folder: Path) -> dict[str, Any]:
-    """What the state keeps of a launch; ``ms`` None where it did not run to its end."""
-    run = launches.run_of(cell)
-    figures = run.finish(run.start(folder))
+def _record(launches: Launches, cell: Cell, figures: Figures) -> dict[str, Any]:
+    """What is known of a launch; no ``time_ms`` where it did not run to its end."""
     times = figures.iteration_times_ms[launches.warmup :]
     status = figures.status
     if status == OK and not times:
@@ -253,39 +193,39 @@ def _record(launches: Launches, cell: Cell, folder: Path) -> dict[str, Any]:
         status = "the head was not fused"
     elif status not in (OK, OUT_OF_MEMORY):
         status = f"{status}: {figures.error}".removesuffix(": ")
-    record: dict[str, Any] = {"status": status, "ms": None, "command": run.command}
-    if status == OK:
-        ms = statistics.median(times)
-        record |= {"ms": ms, "spread": round((max(times) - min(times)) / ms, 4)}
-        record |= {"peak_mib": figures.max_allocated_mb, "losses": figures.losses}
-    return record
+    if status != OK:
+        return {"status": status}
+    ms = statistics.median(times)
+    return {
+        "status": status,
+        "time_ms": ms,
+        "spread": round((max(times) - min(times)) / ms, 4),
+        "peak_mib": figures.max_allocated_mb,
+        "figures": figures,
+    }
 
 
 def _is_fused(figures: Figures) -> bool:
     return bool(figures.heads_fused) and not figures.logits_materialised
 
 
-def judged(
-    launches: Launches, cells: Sequence[Cell], state: State
-) -> tuple[dict[Cell, dict[str, Any]], float]:
-    """Records with their ``error``, the largest relative difference of any loss from the stock launch's.
+def _judged(launches: Launches, records: dict[Cell, dict[str, Any]]) -> dict[Cell, dict[str, Any]]:
+    """With ``error``, the largest relative difference of any loss from the stock launch's.
 
-    A launch of ours above the bound is no longer "ok". The bound, which is returned too: twice what native
-    differs from unfused by, or what `compare_loss` allows a run's first iterations, whichever is larger.
-    Where neither stock launch ran, the reference stands for it.
+    A launch of ours above the bound is no longer "ok". The bound: twice what native differs from unfused
+    by, or what `compare` allows a run's first iterations, whichever is larger. Where neither stock launch
+    ran, the first that did stands for it.
     """
-    records = {cell: dict(state.cells[cell.key]) for cell in cells}
-    losses = {
-        cell.name: Figures(losses=r["losses"]) for cell, r in records.items() if "losses" in r
-    }
-    stock = next(name for name in (*STOCK, state.reference["name"]) if name in losses)
+    losses = {cell.name: r.pop("figures") for cell, r in records.items() if "figures" in r}
+    stock = next((name for name in (*STOCK, *losses) if name in losses), None)
     bound = launches.loss_bound
     if {REFERENCE, YARDSTICK} <= losses.keys():
         noise = loss_difference(losses[YARDSTICK], losses[REFERENCE])
         bound = max(bound, YARDSTICK_FACTOR * noise)
     for cell, record in records.items():
-        if cell.name in losses and cell.name != stock:
+        record["loss_bound"] = bound
+        if stock is not None and cell.name in losses and cell.name != stock:
             record["error"] = loss_difference(losses[cell.name], losses[stock])
             if cell.strategy not in STOCK and not record["error"] <= bound:
                 record["status"] = f"losses differ from {stock}'s by {record['error']:.1e}"
-    return records, bound
+    return records

@@ -14,11 +14,8 @@ from megatron_fused_ce.scripts.lib import pictures, results, tables
 from megatron_fused_ce.scripts.lib.results import write_whole
 from megatron_fused_ce.scripts.runs.sweep_rows import (
     AUTO,
-    EVALUATION,
     OK,
-    PRETRAIN,
     STOCK,
-    TRAINING,
     Recommendation,
     Row,
     cells_on_front,
@@ -27,15 +24,13 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
 )
 
 TITLES = {
-    TRAINING: "Training step: forward and backward",
-    EVALUATION: "Evaluation: forward alone",
-    PRETRAIN: "Training iteration of the launch",
+    "head": "Training step: forward and backward",
+    "pretrain": "Training iteration of the launch",
 }
 COLOURS = {
     "store": "#08306b",
     "grad_in_forward": "#31a354",
     "recompute": "#e6550d",
-    "any": "#756bb1",
     "auto": "#cb181d",
     "unfused": "#252525",
     "native": "#8c6d31",
@@ -58,10 +53,9 @@ class Result:
 
     @staticmethod
     def of(rows: list[Row], facts: dict[str, Any], reference: str, tolerance: float) -> Result:
-        """Marks each kind's Pareto front and the recommended row: of training, not of evaluation."""
-        kinds = _kinds(rows)
-        best = recommend([row for row in rows if row.kind != EVALUATION], tolerance)
-        front = set().union(*(cells_on_front(_of_kind(rows, kind)) for kind in kinds))
+        """Marks the Pareto front and the recommended row."""
+        best = recommend(rows, tolerance)
+        front = cells_on_front(rows)
         marked = [
             replace(
                 row,
@@ -70,20 +64,11 @@ class Result:
             )
             for row in rows
         ]
-        shown = {name: value for name, value in facts.items() if name != "checkout"}
-        return Result(marked, shown, reference, tolerance, best)
+        return Result(marked, facts, reference, tolerance, best)
 
     @property
     def on_cpu(self) -> bool:
         return "CPU" in self.facts["device"]
-
-
-def _kinds(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row.kind for row in rows))
-
-
-def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
-    return [row for row in rows if row.kind == kind]
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -102,15 +87,12 @@ def about(result: Result) -> str:
 
 def markdown(result: Result) -> str:
     facts = result.facts
-    versions = f"torch {facts['torch']}"
-    if "triton" in facts:
-        versions += f", triton {facts['triton']}"
+    versions = f"torch {facts['torch']}, triton {facts['triton']}"
     lines = [f"{about(result)}; {facts['device']}, {versions}, commit {facts['commit']}.", ""]
     if facts["what"] == "pretrain":
         lines += [f"    {facts['args']} {facts['plugin_args']}".rstrip(), ""]
     lines += [_legend(result), ""]
-    for kind in _kinds(result.rows):
-        lines += [f"## {TITLES[kind]}", "", _table(result, kind), ""]
+    lines += [f"## {TITLES[facts['what']]}", "", _table(result), ""]
     lines += [said(result)]
     return "\n".join(lines) + "\n"
 
@@ -125,14 +107,12 @@ def said(result: Result) -> str:
 
 def _legend(result: Result) -> str:
     reference, is_head = result.reference, result.facts["what"] == "head"
-    beside = "measured beside it" if is_head else "launched in the same call"
-    words = [f"Over {reference}: the time over that of `{reference}`, {beside}."]
+    words = [f"Over {reference}: the time over that of `{reference}`."]
     if is_head:
         by = "live storages" if result.on_cpu else "the allocator"
         words += [
             f"Peaks are above inputs, `grad_hidden` and the wgrad accumulator, by {by}.",
-            "Errors: the larger gradient's, norm-relative to fp64; in evaluation the loss's to fp32.",
-            "In evaluation all strategies run the same code.",
+            "Errors: the larger gradient's, norm-relative to fp64.",
         ]
     else:
         bound = result.facts["loss_bound"]
@@ -143,20 +123,21 @@ def _legend(result: Result) -> str:
     return " ".join([*words, "Front: nothing else is as good in both time and peak."])
 
 
-def _table(result: Result, kind: str) -> str:
+def _table(result: Result) -> str:
+    launched = result.facts["what"] == "pretrain"
     head = ["strategy", "chunks", "what ran", "ms", f"over {result.reference}", "spread"]
     head += ["peak, MiB", "error", "front"]
-    if kind == PRETRAIN:
+    if launched:
         head.remove("what ran")
     lines = []
-    for row in _of_kind(result.rows, kind):
+    for row in result.rows:
         ok = row.status == OK
         unknown = "unknown" if ok else ""
         lines.append(
             [
                 row.strategy,
                 row.num_chunks,
-                *([row.plan] if kind != PRETRAIN else []),
+                *([] if launched else [row.plan]),
                 tables.cell(row.time_ms, ".2f", "") if ok else row.status,
                 tables.cell(row.ratio, ".3f", ""),
                 tables.cell(row.spread, ".3f", ""),
@@ -176,11 +157,10 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def write(result: Result, out: Path, command: Sequence[str]) -> list[str]:
+def write(result: Result, out: Path) -> list[str]:
     """Names of what was written; no picture without matplotlib, or where nothing was timed."""
     best = result.recommendation
-    source = results.made_by(result.facts["device"], command) | result.facts
-    source |= {"reference": result.reference, "tolerance": result.tolerance}
+    source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
     source["recommended"] = best and {"flags": best.flags, "why": best.why}
     shape = about(result)
     rows = [{"shape": shape, "variant": row.cell.name, **asdict(row)} for row in result.rows]
@@ -197,7 +177,9 @@ def read(path: Path) -> Result:
     try:
         source = content["made_by"] if "schema" in content else content["facts"] | content
         names = [field.name for field in fields(Row)]
-        rows = [Row(**{name: row[name] for name in names}) for row in content["rows"]]
+        # Until 2026-11-22 the forward alone was measured too.
+        training = [row for row in content["rows"] if row.get("kind") != "evaluation"]
+        rows = [Row(**{name: row[name] for name in names}) for row in training]
         return Result.of(rows, source, source["reference"], source["tolerance"])
     except (KeyError, TypeError) as error:
         raise UsageError(f"{path} is no result of a sweep: {error}") from None
@@ -207,37 +189,24 @@ def read(path: Path) -> Result:
 
 
 def draw(result: Result, path: Path) -> bool:
-    """A panel a kind: peak over time, or time over chunks without peaks. False without matplotlib."""
+    """Peak over time, or time over chunks without peaks. False without matplotlib."""
     plt = pictures.pyplot()
     if plt is None:
         return False
-
-    kinds = [kind for kind in _kinds(result.rows) if timed(_of_kind(result.rows, kind))]
-    figure, panels = plt.subplots(
-        1, len(kinds), squeeze=False, figsize=(5 * len(kinds) + 0.6, 4.8), layout="constrained"
-    )
-    for axes, kind in zip(panels[0], kinds, strict=True):
-        rows = timed(_of_kind(result.rows, kind))
-        if any(row.peak_mib is not None for row in rows):
-            _draw_front(axes, [row for row in rows if row.peak_mib is not None])
-        else:
-            _draw_times(axes, rows)
-        axes.set_title(TITLES[kind], fontsize=10)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    device = result.facts["device"]
-    figure.suptitle(f"{about(result)}; {device}", fontsize=10)
-    shown: dict[str, Any] = {}
-    for axes in panels[0]:
-        handles, labels = axes.get_legend_handles_labels()
-        shown |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        shown.values(), shown.keys(), loc="outside lower center", ncols=min(8, len(shown)),
-        frameon=False, fontsize=8, markerscale=0.6,
-    )  # fmt: skip
+    figure, axes = plt.subplots(figsize=(7, 4.8), layout="constrained")
+    rows = timed(result.rows)
+    known = [row for row in rows if row.peak_mib is not None]
+    if known:
+        _draw_front(axes, known)
+    else:
+        _draw_times(axes, rows)
+    axes.set_title(TITLES[result.facts["what"]], fontsize=10)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{about(result)}; {result.facts['device']}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=8, frameon=False, fontsize=8, markerscale=0.6)
     figure.draw_without_rendering()  # where the points are, is known only then
-    for axes, kind in zip(panels[0], kinds, strict=True):
-        _label_points(axes, [row for row in timed(_of_kind(result.rows, kind)) if row.peak_mib])
+    _label_points(axes, known)
     pictures.save(figure, path)
     return True
 
@@ -250,7 +219,7 @@ def _draw_front(axes: Any, rows: Sequence[Row]) -> None:
         size = 13 if strategy == AUTO else 6
         axes.plot(
             [row.time_ms for row in points], [row.peak_mib for row in points], marker, ms=size,
-            color=COLOURS[strategy], label="any strategy" if strategy == "any" else strategy,
+            color=COLOURS[strategy], label=strategy,
             zorder=4 if strategy == AUTO else 3,
         )  # fmt: skip
     front = sorted((row for row in rows if row.on_front), key=lambda row: row.time_ms or 0.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, command_line
+from megatron_fused_ce import command_line
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
 from megatron_fused_ce.scripts.bench import cases, measure, report
 from megatron_fused_ce.scripts.bench import variants as benchmark_variants
@@ -286,7 +286,6 @@ def test_same_bits_sees_one_bit():
         ["--tp", "5", "--shapes", "tiny"],
         ["--chunk-tokens", "some"],
         ["--blocks", "0"],
-        ["--preset", "reach", "--shape", "8", "16"],
         ["--preset", "million", "--tokens", "8"],
         ["--shapes", "llama"],
     ],
@@ -315,9 +314,7 @@ def test_chunks_of_the_plan_beside_others():
     ]
 
 
-def test_merges(monkeypatch):
-    """Where the package knows several; a config is asked for one only where the strategy names it."""
-    monkeypatch.setattr(cases, "MERGES", ("auto", "packed", "all_reduce"))
+def test_merges():
     words = [
         "--strategies",
         "grad_in_forward:32/scaled_exp",
@@ -340,25 +337,10 @@ def test_merges(monkeypatch):
     for wrong in ("store/packed/scaled_exp", "store/packed/packed", "store/scaled_exp/max"):
         with pytest.raises(ValueError, match="merges auto, packed, all_reduce"):
             cases.parse_strategy(wrong)
-    made = []
-
-    def config(**words):
-        made.append(words)
-        return FusedCEConfig(**words)
-
-    monkeypatch.setattr(benchmark_variants, "FusedCEConfig", config)
-    assert (
-        benchmark_variants.ours(None, "grad_in_forward:32/packed").key
-        == "grad_in_forward/packed:32"
-    )
-    benchmark_variants.ours(None, "grad_in_forward")
-    assert made[0]["merge"] == "packed" and "merge" not in made[1]
-
-
-def test_a_package_without_merges_says_so(monkeypatch):
-    monkeypatch.setattr(cases, "MERGES", ())
-    with pytest.raises(ValueError, match="merges none: FusedCEConfig has no merge"):
-        cases.parse_strategy("grad_in_forward/packed")
+    variant = benchmark_variants.ours(None, "grad_in_forward:32/packed")
+    assert variant.key == "grad_in_forward/packed:32" and variant.config.merge == "packed"
+    variant = benchmark_variants.ours(None, "auto", 64)
+    assert (variant.config.merge, variant.config.memory_mb) == ("auto", 64)
 
 
 def test_presets_over_ranks(monkeypatch):
@@ -387,6 +369,71 @@ def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
         benchmark.expected_seconds(given.cells[0], variants, given, ranks) for ranks in (1, 4)
     )
     assert 15 < four < one and four - 15 < 0.6 * (one - 15)
+
+
+SMALL = ["--preset", "small", "--device", "cpu", "--shape", "32", "256", "--tokens", "32", "64"]
+SMALL += ["--runs", "2", "--blocks", "3", "--sample-ms", "1", "--dtype", "float32"]
+SMALL += ["--logits-backend", "gemm_rows"]
+
+
+def test_small_heads_over_runs(tmp_path, monkeypatch, capsys):
+    """Medians over runs, the time and the host's time over those of Megatron's layer with TE's loss."""
+    standard = Variant("megatron-te", "megatron", run=plain_run)
+    with_foreign(monkeypatch, standard)
+    path = tmp_path / "small.json"
+    assert benchmark.main([*SMALL, "--out", str(path)]) == 0
+    rows = results.rows(path, report.KEYS)
+    names = [
+        "roof",
+        "auto/gemm_rows",
+        "store/gemm_rows",
+        "grad_in_forward/gemm_rows",
+        "megatron-te",
+    ]
+    assert [(row["T"], row["variant"]) for row in rows] == [(T, n) for T in (32, 64) for n in names]
+    for row in rows:
+        assert len(row["runs_ms"]) == 2
+        assert min(row["runs_ms"]) <= row["time_ms"] <= max(row["runs_ms"]) + 1e-4
+        if row["family"] == "ours":
+            assert row["host_ms"] > 0 and row["over_te"] > 0 and row["host_over_te"] > 0
+    text = path.with_suffix(".md").read_text()
+    printed = capsys.readouterr().out
+    for shown in (text, printed):
+        line = next(line for line in shown.splitlines() if line.startswith("| T=64 H=32 V=256"))
+        assert f"| {rows[6]['over_te']:.3f} |" in line and f"{rows[6]['host_over_te']:.2f}" in line
+        assert "medians over 2 runs" in shown
+
+
+def test_small_heads_without_transformer_engine_say_so(tmp_path, capsys):
+    assert benchmark.main([*SMALL[:-6], "--blocks", "1", "--runs", "1", "--sample-ms", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "megatron-te: not measured: needs a GPU." in printed
+    assert "medians over 1 run." in printed
+
+
+def test_medians_over_runs():
+    def row(variant, time, host, family="ours", **more):
+        keys = {"variant": variant, "family": family, "time_ms": time, "host_ms": host}
+        return {**keys, "peak_mib": 1.0, "error": None} | more
+
+    def run(own, te):
+        return [row("auto", own, 1.0), row("megatron-te", te, 2.0, "megatron")]
+
+    auto, te = report.over_runs([run(1.0, 2.0), run(3.0, 3.0), run(2.0, 1.0)])
+    assert (auto["time_ms"], auto["over_te"], auto["host_over_te"]) == (2.0, 1.0, 0.5)
+    assert auto["runs_ms"] == [1.0, 3.0, 2.0] and "over_te" not in te
+    broken = [row("auto", None, None, error="out of memory"), *run(1.0, 2.0)[1:]]
+    auto, te = report.over_runs([run(1.0, 2.0), broken])
+    assert auto["error"] == "out of memory" and auto["time_ms"] is None and te["time_ms"] == 2.0
+
+
+def test_small_heads_of_each_rank():
+    given = cases.parse_arguments("", ["--preset", "small", "--tp", "2"])
+    assert len(given.cells) == 18 and all(cell.sequence_parallel for cell in given.cells)
+    assert {cell.vocab // 2 for cell in given.cells} == {16032, 32064, 64128}
+    assert (given.runs, given.blocks) == (3, 15)
+    given = cases.parse_arguments("", ["--preset", "small", "--tokens", "1024"])
+    assert len(given.cells) == 6 and {cell.num_tokens for cell in given.cells} == {1024}
 
 
 def test_presets_name_shapes_that_exist():

@@ -1,28 +1,27 @@
-"""The benchmark and the sweep over two ranks: references, errors, times, peers, records."""
+"""The benchmark over two ranks: references, errors, times, peers."""
 
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.scripts.bench import measure, peers
+from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.problem import Problem, World, full_reference
+from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, backward, of_config
 from megatron_fused_ce.scripts.bench.variants import peers as peer_variants
-from megatron_fused_ce.scripts.runs import sweep_head as sweep_measure
-from megatron_fused_ce.scripts.runs.sweep_rows import State
 from megatron_fused_ce.testing.reference import relative_error, truth
 from tests.support.ranks import Rank, on_ranks
 
@@ -228,46 +227,29 @@ def test_times_are_the_slowest_ranks(rank: Rank):
     assert all(other == said[0] for other in said)
 
 
-# --- the sweep -------------------------------------------------------------------------------
-
-SETTINGS = sweep_measure.HeadSettings(
-    num_tokens=32,
-    hidden_size=8,
-    vocab=64,
-    dtype=torch.float32,
-    wgrad_accumulator="main_grad",
-    blocks=1,
-    sample_ms=0.0,
-)
-
-
 @on_ranks(2)
 def test_out_of_memory_on_the_last_rank(rank: Rank):
-    """Behind a step's collectives: every rank's record says it, and all go on together."""
+    """Behind a step's collectives: every rank's row says it, and all go on together."""
 
-    def broken(world, name, config):
+    def broken(name, config):
         variant = of_config(world, name, config)
 
         def run(problem, mark):
             loss = variant.run(problem, mark)
-            if name == "store x 2" and rank.rank == rank.size - 1:
+            if name == "broken" and rank.rank == rank.size - 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return loss
 
-        return Variant(name, "ours", run=run, config=config)
+        return replace(variant, run=run)
 
     world = world_of(rank, sequence_parallel=True)
-    cells = sweep_measure.cells_of(["store"], [1, 2])
-    with (
-        patch.object(sweep_measure, "of_config", broken),
-        tempfile.TemporaryDirectory() as folder,
-    ):
-        state = State(Path(folder), SETTINGS.facts(world), writes=rank.rank == 0)
-        sweep_measure.measure(SETTINGS, cells, world, state, lambda cell: None)
-        assert len(list(Path(folder).iterdir())) == (rank.rank == 0)
-    statuses = {key: record["status"] for key, record in state.cells.items()}
-    assert statuses.pop("training store x 2") == "out of memory"
-    assert len(statuses) == 5 and set(statuses.values()) == {"ok"}
+    variants = [broken(name, FusedCEConfig(num_chunks=2)) for name in ("right", "broken")]
+    settings = measure.Settings(dtype=torch.float32, blocks=1, sample_ms=0.0, roofs=())
+    facts = dict.fromkeys(KEYS)
+    cell = Cell("head", 32, 8, 64, True)
+    rows = measure.measure_cell(cell, variants, settings, world, facts, {})
+    assert [row["error"] for row in rows][1] == "out of memory"
+    assert rows[0]["time_ms"] > 0 and rows[1]["time_ms"] is None
     everywhere: list[object] = [None] * rank.size
-    dist.all_gather_object(everywhere, state.cells)
+    dist.all_gather_object(everywhere, rows)
     assert everywhere[0] == everywhere[-1], "figures are the slowest rank's, the same on each"

@@ -266,7 +266,8 @@ def test_nan_that_is_not_printed():
     both = verdict(log, log)
     assert both.verdict == "SAME"
     assert both.notes == ["lm loss is nan in both runs on 2 lines, from 12 on"]
-    json.dumps(results.finite(compare_loss.to_json(found, Judge())), allow_nan=False)
+    rows = results.finite(compare_loss.rows_of(found))
+    json.dumps([rows, compare_loss.facts_of(found, Judge())], allow_nan=False)
     for curve in log.curves.values():
         curve[:] = [dataclasses.replace(point, value=math.nan) for point in curve]
     with pytest.raises(UsageError, match="no loss is finite in both"):
@@ -541,15 +542,14 @@ def test_same_and_different(logs):
     assert same.returncode == 0 and same.stdout.splitlines()[-1] == "SAME", (
         same.stdout + same.stderr
     )
-    content = json.loads((out / "compare_loss.json").read_text())
-    curve = content["curves"][0]
-    assert (content["verdict"], curve["name"], curve["at_iteration"]) == ("SAME", "lm loss", 22)
+    (curve, *_) = results.rows(out / "compare_loss.json")
+    assert (curve["verdict"], curve["variant"], curve["at_iteration"]) == ("SAME", "lm loss", 22)
     assert curve["difference"] == pytest.approx(1e-4, rel=0.01)
     assert (out / "compare_loss.png").read_bytes().startswith(b"\x89PNG")
     different = run_script(logs / "off.log", logs / "bad.log", f"--out={out}")
     assert different.returncode == 1 and different.stdout.splitlines()[-1] == "DIFFERENT"
     assert "lm loss differs by iteration 10: 1.0e-02, bound 5.0e-04" in different.stdout
-    assert json.loads((out / "compare_loss.json").read_text())["verdict"] == "DIFFERENT"
+    assert results.rows(out / "compare_loss.json")[0]["verdict"] == "DIFFERENT"
     assert sorted(file.name for file in out.iterdir()) == ["compare_loss.json", "compare_loss.png"]
     words = (logs / "off.log", logs / "bad.log", f"--out={out}", "--first-bound=0.02")
     assert run_script(*words).returncode == 0
@@ -647,7 +647,7 @@ def test_two_launches_of_its_own(fake, tmp_path):
         f"{start}{fake} {flags}",
         f"{start}-m megatron_fused_ce.launch {fake} {flags} --fused-ce-num-chunks 3 --fused-chunked-ce",
     ]
-    content = json.loads((tmp_path / "out" / "compare_loss.json").read_text())
+    content = json.loads((tmp_path / "out" / "compare_loss.json").read_text())["made_by"]
     assert content["other"]["heads_fused"] == 12 and content["noise"]["last_iteration"] == 12
     assert launched(fake, tmp_path).returncode == 0  # again, into the same folder
 
@@ -738,8 +738,8 @@ def test_two_launches_of_pretrain_gpt(checkout, tmp_path, extra):
         *words, *case.args, *extra.split(), env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     )
     assert run.returncode == bool(extra), run.stdout + run.stderr
-    content = json.loads((tmp_path / "compare_loss.json").read_text())
-    names = {curve["name"] for curve in content["curves"]}
+    rows = results.rows(tmp_path / "compare_loss.json")
+    content, names = rows[0], {row["variant"] for row in rows}
     assert names == {"lm loss", "mtp_1 loss", GRAD_NORM, "lm loss validation", "lm loss test"}
     assert content["other"]["heads_fused"] == 64 and content["reference"]["precision"] == "float32"
 

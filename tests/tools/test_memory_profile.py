@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce.scripts.lib import launches, runner
+from megatron_fused_ce.scripts.lib import launches, results, runner
 from megatron_fused_ce.scripts.lib.runner import StepWatch
 from megatron_fused_ce.scripts.runs import memory as memory_profile
 from megatron_fused_ce.scripts.runs import snapshots as memory_snapshots
@@ -31,9 +31,9 @@ from megatron_fused_ce.scripts.runs.snapshots import (
     WEIGHTS,
     Timeline,
     category_of,
-    from_json,
+    read,
     timeline_of,
-    to_json,
+    write,
 )
 from tests.support.storage_trace import StorageRecording, snapshot
 
@@ -352,7 +352,7 @@ def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
         )
         assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
         assert "iteration        2/" not in run.stdout
-        (timelines[name],) = from_json((tmp_path / name / "memory.json").read_text())
+        (timelines[name],) = read(tmp_path / name / "memory.json")
         assert (tmp_path / name / "snapshot.pickle").is_file()
     off, on = timelines["off"], timelines["on"]
     logits = 4 * T * V // 2  # fp32, of one of two ranks
@@ -371,12 +371,14 @@ def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
 # --- files, pictures -----------------------------------------------------------------------------
 
 
-def test_the_file_keeps_everything():
+def test_the_file_keeps_everything(tmp_path):
     timeline, _ = a_step()
     timeline.marks, timeline.facts = [(0, "forward")], {"device": "x"}
-    (again,) = from_json(to_json([timeline]))
+    write([timeline], tmp_path / "x.json", ["memory"])
+    (again,) = read(tmp_path / "x.json")
     assert again == timeline
-    json.loads(to_json([timeline]))
+    (row,) = results.rows(tmp_path / "x.json")
+    assert row["commit"] and row["peak_mib"] == timeline.peak()[0] / 2**20
 
 
 @pytest.mark.parametrize(
@@ -386,7 +388,7 @@ def test_the_file_keeps_everything():
         "[]",
         "{}",
         '{"categories": ["head"], "timelines": []}',
-        '{"categories": ["head"], "timelines": [{"name": "x", "other": 1}]}',
+        '{"categories": ["head"], "timelines": [{"other": 1}]}',
         '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 7]]}]}',
         '{"categories": ["else"], "timelines": [{"name": "x"}]}',
         '{"categories": ["head"], "timelines": [{"name": "x", "base": {"else": 1}}]}',
@@ -423,7 +425,7 @@ def test_the_table():
 def test_draw_makes_the_picture_again(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "memory_profile.json"
-    path.write_text(to_json(two_timelines()))
+    write(two_timelines(), path, ["memory"])
     assert memory_profile.main(["--draw", str(path)]) == 0
     assert (tmp_path / "memory_profile.png").read_bytes().startswith(b"\x89PNG")
     assert "flag on" in capsys.readouterr().out
@@ -500,7 +502,7 @@ def test_one_step_is_recorded_and_the_launch_ends(tmp_path, monkeypatch, recordi
         return
     assert recording.said == ["begin", ("end", 64 * 256)]
     assert {file.name for file in tmp_path.iterdir()} == {"memory.json", "snapshot.pickle"}
-    (timeline,) = from_json((tmp_path / "memory.json").read_text())
+    (timeline,) = read(tmp_path / "memory.json")
     phases = [what for _, what in timeline.marks]
     assert phases == ["forward", "backward", "forward", "backward", "optimizer"]
 
@@ -546,11 +548,11 @@ def test_a_launch_is_made_off_and_on(fake, tmp_path, capsys):
         said, blocking = json.loads((out / name / "said").read_text())
         assert said == [*through, str(out / name), "4", "-1", *fake[1:], *flags]
         assert blocking == "1"
-    off, on = from_json((out / "memory_profile.json").read_text())
+    off, on = read(out / "memory_profile.json")
     assert (off.name, on.name) == ("flag off", "flag on")
     assert (off.peak(HEAD)[0], on.peak(HEAD)[0]) == (1000, 10)
     assert "99% of it" in capsys.readouterr().out
-    assert off.facts["what"] == "pretrain.py, step 4" and off.facts["commit"]
+    assert off.facts["what"] == "pretrain.py, step 4"
 
 
 def test_the_head_alone(tmp_path, monkeypatch, capsys):
@@ -560,7 +562,7 @@ def test_the_head_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     words = ["--shape", "tiny", "--tokens", "64", "--out", str(tmp_path), "--variants"]
     assert memory_profile.main([*words, "store", "recompute:16"]) == 0
-    store, recompute = from_json((tmp_path / "memory_profile.json").read_text())
+    store, recompute = read(tmp_path / "memory_profile.json")
     assert (store.name, recompute.name) == ("store", "recompute:16")
     assert store.facts["what"] == "head of tiny, T = 64"
     for timeline in (store, recompute):

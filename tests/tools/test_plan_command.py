@@ -427,6 +427,22 @@ def test_the_page_names_every_model_and_option():
             assert action.option_strings[-1] in page
 
 
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [
+        ("llama-3-8b", []),
+        ("deepseek-v3", ["latent attention", "experts"]),
+    ],
+)
+def test_tables_say_what_was_never_measured(model, kinds, capsys):
+    words = ["--model", model, "--seq-length", "4096"]
+    command.main([*words, "--json"])
+    assert json.loads(capsys.readouterr().out)["not_measured"] == kinds
+    command.main(words)
+    out = capsys.readouterr().out
+    assert out.count(f"{' and '.join(kinds)}: not measured") == (2 if kinds else 0)
+
+
 def test_json_has_the_sums(capsys):
     words = ["--model", "llama-3.2-1b", "--seq-length", "8192", "--gpus", "2", "--json"]
     assert command.main(words) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 
 from megatron_fused_ce import planner
 from megatron_fused_ce.scripts.dev import soak
+from megatron_fused_ce.scripts.lib import results
 from tests.support import forked_launches
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,15 +53,15 @@ def run(_, ranks, folder, *words, timeout_s=600):
 
 @pytest.mark.parametrize(("ranks", "launch"), [(2, run), (4, run_forked)])
 def test_a_short_soak(forks, ranks, launch, tmp_path):
-    results = tmp_path / "soak.json"
+    path = tmp_path / "soak.json"
     status, said = launch(
         *(forks, ranks, tmp_path),
         *("-m", "scripts.dev.soak", "--steps", "48", "--check-every", "8", "--pool", "8"),
-        *("--delay-share", "0.1", "--delay-ms", "2", "--json", str(results)),
+        *("--delay-share", "0.1", "--delay-ms", "2", "--json", str(path)),
     )
     assert status == 0, said[-3000:]
     assert "soak: 48 steps" in said and "no drift, hang or leak" in said
-    record = json.loads(results.read_text())
+    (record,) = results.rows(path)
     assert record["failure"] is None and record["ranks"] == ranks
     assert record["tp"] == ([2] if ranks == 2 else [2, 4])
     assert record["steps"] == 48 and record["problems"] >= 6
