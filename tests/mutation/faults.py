@@ -324,8 +324,8 @@ FAULTS = (
     Fault(
         "nobody waits for the reduction of grad_hidden",
         f"{PACKAGE}/pipeline.py",
-        "for pending in self._pending:\n                pending.wait()",
-        "pass",
+        "self._pending.popleft().wait()",
+        "self._pending.popleft()",
         (f"{CALLS} -k collectives_at_their",),
     ),
     Fault(

@@ -60,14 +60,14 @@ def test_a_wrong_result_and_a_kernel_that_never_ran_are_told(device, monkeypatch
     monkeypatch.setattr(workload, "checks_of_exp", lambda device: {"wrong": wrong})
     failed = workload.run("portable", device)["failed"]
     assert failed["wrong"] == "AssertionError: loss: error 1 above 0"
-    assert failed["_seal_rows_kernel"] == "was never launched"
+    assert failed["_finalize_rows_kernel"] == "was never launched"
 
 
 MEMCHECK = """\
 ========= COMPUTE-SANITIZER
 portable: 10 checks, failed: {}
 ========= Invalid __global__ read of size 4 bytes
-=========     at _seal_rows_kernel+0x1d0 in exp_rows.py:301
+=========     at _finalize_rows_kernel+0x1d0 in exp_rows.py:301
 =========     by thread (100,0,0) in block (0,0,0)
 =========     Address 0x7f2b7f400190 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f2b7f400000 of size 400 bytes
@@ -104,7 +104,7 @@ def child(folder, tool, log, group="portable", failed=None):
     made = sanitize.Child(tool, group, folder, "compute-sanitizer", ended="status 0")
     made.stem.with_suffix(".log").write_text(log)
     if failed is not None:
-        launches = {"_seal_rows_kernel": 12, "_exp_product_kernel": 17}
+        launches = {"_finalize_rows_kernel": 12, "_exp_product_kernel": 17}
         results = {"group": group, "checks": 9, "failed": failed, "launches": launches}
         results["asynchronous"] = {"_exp_product_kernel": ["TMA", "wgmma"]}
         made.stem.with_suffix(".json").write_text(json.dumps(results))
@@ -113,10 +113,10 @@ def child(folder, tool, log, group="portable", failed=None):
 
 def test_findings_are_told_from_controls(tmp_path):
     made = child(tmp_path, "memcheck", MEMCHECK, failed={})
-    assert [one.kernel for one in made.found] == ["_seal_rows_kernel", "void at::native::fill"]
+    assert [one.kernel for one in made.found] == ["_finalize_rows_kernel", "void at::native::fill"]
     assert made.control_seen
     assert made.problems() == [
-        "1 findings in _seal_rows_kernel",
+        "1 findings in _finalize_rows_kernel",
         "1 findings in void at::native::fill",
     ]
     raced = child(tmp_path, "racecheck", RACECHECK, failed={})
@@ -124,7 +124,7 @@ def test_findings_are_told_from_controls(tmp_path):
     clean = child(tmp_path, "initcheck", INITCHECK, failed={})
     assert clean.problems() == []
     table = sanitize.markdown([made, raced, clean], {"commit": "abc"})
-    assert "| `exp_rows._seal_rows_kernel` | 12 / 1 | 12 / 0 | 12 / 0 |  |" in table
+    assert "| `exp_rows._finalize_rows_kernel` | 12 / 1 | 12 / 0 | 12 / 0 |  |" in table
     assert "| `exp_product._exp_product_kernel` | 17 / 0 | 17 / 0 | 17 / 0 | TMA, wgmma |" in table
 
 
