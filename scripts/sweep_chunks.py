@@ -7,4 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need
 
 from megatron_fused_ce.scripts.runs.sweep import main
 
-sys.exit(main())
+status = main()
+from megatron_fused_ce.testing import gloo  # noqa: E402  torch comes when it is needed
+
+gloo.end(status)

@@ -19,6 +19,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -52,9 +53,16 @@ def use_threads(number: int) -> None:
     gloo.__init__ = threaded
 
 
-def leave() -> None:
-    """End this process, which succeeded, before a worker thread can meet an interpreter that ends."""
+def leave(status: int = 0) -> None:
+    """End this process before a worker thread can meet an interpreter that ends."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
+
+
+def end(status: int) -> None:
+    """``sys.exit``; :func:`leave` where this process was one of several on a CPU."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.cuda.is_available():
+        leave(status)
+    sys.exit(status)

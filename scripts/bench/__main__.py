@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from dataclasses import replace
 from itertools import product
@@ -234,4 +233,7 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    from megatron_fused_ce.testing import gloo  # torch comes when it is needed
+
+    gloo.end(status)

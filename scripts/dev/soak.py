@@ -760,4 +760,4 @@ if __name__ == "__main__":
     # A normal exit would wait for collectives that a failure left under way.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code) if code else sys.exit(0)
+    os._exit(code) if code else gloo.end(0)
