@@ -436,6 +436,8 @@ def backward_memory(
     # Beside the chunk that waited, which stays as it is: those that are gathered, and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks)
     ring = (count - stored_chunks if frozen else count) - waiting
+    if exp and not frozen and not again:
+        ring += waiting
     gathered, scaled = min(ring, 2) * chunk.gathered, chunk.scaled if stored_chunks else 0
     if wgrad_at_once:
         # Hidden states of all tokens, scaled, beside E of all.
