@@ -107,7 +107,9 @@ def mixed_plans(stored_chunks: int) -> Iterator[None]:
         with patch.object(
             planner,
             "plan",
-            lambda inputs: replace(plan(inputs), strategy="mixed", stored_chunks=stored_chunks),
+            lambda inputs: replace(
+                plan(inputs), strategy="mixed", stored_chunks=stored_chunks, wgrad_at_once=False
+            ),
         ):
             yield
     finally:
