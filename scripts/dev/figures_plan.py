@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_fused_ce import planner
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import command, heads
 from megatron_fused_ce.estimate.advice import Gpu
@@ -20,7 +21,7 @@ from megatron_fused_ce.estimate.heads import Head, plugin_head, stock_heads
 from megatron_fused_ce.estimate.peaks import estimate
 from megatron_fused_ce.estimate.setting import Model, Parallel, Setting, Training
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import MIB
+from megatron_fused_ce.planner import MIB, Plan, PlanInputs
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
 from megatron_fused_ce.scripts.lib.tables import markdown as table
@@ -155,10 +156,29 @@ def compare_head(name: str, row: dict[str, Any]) -> Compared:
         grad_hidden = setting.itemsize * row["T"] * row["H"] // setting.parallel.sequence_parts
         planned = found.peak - grad_hidden - CUBLAS_WORKSPACE
     else:
-        planned = found.predicted
+        asked = {"strategy": row["variant"], "chunk_tokens": int(row["chunk_tokens"])}
+        ranks = {"tp_size": row["tp"], "num_parts": row["tp"] if row["sp"] else 1}
+        inputs = PlanInputs(row["T"], row["H"], row["V"], device=h200().device, **asked, **ranks)
+        planned = chunk_by_chunk(inputs).predicted_peak_bytes
     sp = ", SP" if row["sp"] else ""
     what = f"{name}: {row['shape']}, {row['T']}, TP {row['tp']}{sp}"
     return Compared(what, row["variant"], row["peak_mib"], planned / MIB)
+
+
+def chunk_by_chunk(inputs: PlanInputs) -> Plan:
+    """The plan with grad_weight made chunk by chunk, as every commit did before 22 November 2026."""
+    chosen = planner.plan(inputs)
+    if not chosen.wgrad_at_once:
+        return chosen
+    cut = (chosen.count, chosen.capacity, chosen.stored_chunks, inputs.num_tokens)
+    return replace(
+        chosen,
+        wgrad_at_once=False,
+        memory=planner.peak_memory(inputs, chosen.strategy, *cut),
+        relative_time=planner.relative_time(
+            inputs, chosen.strategy, chosen.count, inputs.num_tokens
+        ),
+    )
 
 
 def _head_alone(row: dict[str, Any]) -> Setting:

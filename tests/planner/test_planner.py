@@ -18,7 +18,8 @@ from megatron_fused_ce import FusedCEConfig, planner
 from megatron_fused_ce.adapter import arguments, report
 from megatron_fused_ce.chunking import plan_chunks
 from megatron_fused_ce.estimate import head_command
-from megatron_fused_ce.planner import Plan, PlanInputs, alternatives, plan
+from megatron_fused_ce.planner import PlanInputs, alternatives, plan
+from megatron_fused_ce.scripts.dev.figures_plan import chunk_by_chunk
 from megatron_fused_ce.scripts.lib import results as committed_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -278,22 +279,6 @@ def test_predicted_bytes_over_ranks(strategy, others, expected):
     asked = PlanInputs(num_rows=1000, strategy=strategy, **facts)
     each = 32 * 5000 + 40 * plan(asked).capacity + 64 * MIB
     assert plan(asked).predicted_peak_bytes == expected + each
-
-
-def chunk_by_chunk(inputs: PlanInputs) -> Plan:
-    """The plan with grad_weight made chunk by chunk, as every commit did before 22 November 2026."""
-    chosen = plan(inputs)
-    cut = (chosen.count, chosen.capacity, chosen.stored_chunks, inputs.num_tokens)
-    if not chosen.wgrad_at_once:
-        return chosen
-    return replace(
-        chosen,
-        wgrad_at_once=False,
-        memory=planner.peak_memory(inputs, chosen.strategy, *cut),
-        relative_time=planner.relative_time(
-            inputs, chosen.strategy, chosen.count, inputs.num_tokens
-        ),
-    )
 
 
 @st.composite
