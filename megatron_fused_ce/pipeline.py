@@ -7,8 +7,11 @@ it; under each GEMM the collective that starts just before it::
     forward of store    P(c)                          P(c+1)
     and recompute       stats(c-1) + gather X(c+1)    stats(c) + gather X(c+2)
 
-    backward of both,   [P(c)]                        dH(c)          dW(c)
-    chunks in reverse   gather X(c+1), or under dH                   reduce(c)
+    backward of recompute,   [P(c)]                     dH(c)                      dW(c)
+    last chunk first         gather X(next)                                        reduce(c)
+
+    backward of store        dH(c)                      dH(next)                   dW of all chunks
+    (scaled-exp GEMM)                                   reduce(c), gather X(next)  reduce(last)
 
     grad_in_forward               P(c)              dH(c-1)          dW(c-1)
                         gather X(c+1)     stats(c)         reduce(c-1)
