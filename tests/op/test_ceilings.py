@@ -1,7 +1,7 @@
 """What a warm call may ask of the host: operators of torch, kernel launches, new buffers, no waiting.
 
-Counted on a CPU, where Triton's interpreter stands in for the scaled-exp kernels, so that a launch that creeps in
-fails here and not in a benchmark of small heads.
+Counted on a CPU, where Triton's interpreter stands in for a GPU: a launch that creeps in fails here, and not in
+a benchmark of small heads.
 """
 
 from __future__ import annotations
