@@ -1,6 +1,6 @@
 """What a warm call may ask of the host: operators of torch, kernel launches, new buffers, no waiting.
 
-Counted on a CPU, where Triton's interpreter stands in for a GPU: a launch that creeps in fails here, and not in
+Counted on a CPU, where Triton's interpreter stands in for a GPU: a launch that creeps in fails here, not in
 a benchmark of small heads.
 """
 
