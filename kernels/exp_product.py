@@ -3,7 +3,7 @@
 A persistent GEMM with TMA loads computes one tile of logits in fp32 registers and, before it leaves
 them, either
 
-* exponentiates it against a per-row row_shift and writes ``E = 2**(z2 - row_shift2 - tile_shift)`` in the
+* exponentiates it against a shift of its row and writes ``E = 2**(z2 - row_shift2 - tile_shift)`` in the
   operands' dtype (or nothing at all) with the tile's row sums and maxima (:func:`exp_product`), or
 * turns it into gradients of the logits with statistics that are known already
   (:func:`gradient_product`).
@@ -39,7 +39,7 @@ from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_d
 from megatron_fused_ce.kernels.records import LOG2_E, NO_OPTIONS, RowOptions, TileStatistics
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
-#: A tile is exponentiated against its own maximum once that exceeds the row's row_shift by more than
+#: A tile is exponentiated against its own maximum once that exceeds the row's shift by more than
 #: this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is below
 #: ``2**-126`` of the row's largest.
 HEADROOM = tl.constexpr(64.0)
@@ -84,7 +84,7 @@ def _exp_product_kernel(
     tile_sum_ptr,  # [num_n, C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     label_logit_ptr,  # [C] fp32
-    valid_columns_ptr,  # [1] int64: valid columns
+    valid_columns_ptr,  # [1] int64: how many columns are valid
     num_rows,
     num_columns,
     hidden_size,
@@ -155,7 +155,7 @@ def _gradient_product_kernel(
     max2_ptr,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
     factor_ptr,  # [C] fp32: upstream times logit_scale over the sum of exponentials
     at_label_ptr,  # [C] fp32: the label's gradient, before the softcap's gradient
-    valid_columns_ptr,  # [1] int64: valid columns
+    valid_columns_ptr,  # [1] int64: how many columns are valid
     num_rows,
     num_columns,
     hidden_size,
@@ -228,8 +228,7 @@ def exp_product(
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     row_shift2: Tensor,  # [C] fp32
-    table: Tensor
-    | None,  # unused here: every program has its own tiles and looks for labels in each
+    table: Tensor | None,  # unused here: every program has its own tiles
     logit_scale: float,
     out: Tensor | None,  # [C, V]
     with_argmax: bool = False,
@@ -238,7 +237,7 @@ def exp_product(
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both.
 
     The label's own entry of ``out`` is 0 afterwards; see :func:`.exp_rows.finalize_rows`. So are masked
-    columns; with a softcap ``out`` is times its softcap_grad (the statistics are not).
+    columns; with a softcap ``out`` is times the softcap's gradient (the statistics are not).
     """
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]

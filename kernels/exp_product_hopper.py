@@ -120,7 +120,7 @@ def _reciprocal(x):
 def _softcapped(z, to_exponent, softcap2):
     """Softcapped logits in powers of two, and the softcap's gradient: softcap.tanh_and_grad.
 
-    ``tanh(x) = 1 - 2 r`` and its softcap_grad ``4 e r**2`` with ``e = exp(2 x)``, ``r = 1 / (1 + e)``; ``e``
+    ``tanh(x) = 1 - 2 r`` and its gradient ``4 e r**2`` with ``e = exp(2 x)``, ``r = 1 / (1 + e)``; ``e``
     stays below ``2**60``, where both have long reached their ends.
     """
     e = gl.exp2(gl.minimum(z * to_exponent, 60.0, propagate_nan=PROPAGATE_NAN))
@@ -379,7 +379,7 @@ def _consume_tile(
         shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + row_shift
         gl.store(tile_max_ptr + at, tile_max, mask=inside)
         if SOFTCAP:
-            # By halves: registers hold no more than one of them beside its softcap_grad.
+            # By halves: registers hold no more than one of them beside the softcap's gradient.
             left, right = _halves(z)
             left_sum, left = _softcapped_exponentials(left, shift, to_exponent, softcap2)
             right_sum, right = _softcapped_exponentials(right, shift, to_exponent, softcap2)

@@ -161,7 +161,7 @@ def _row_statistics_kernel(
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
     target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.ExtraStatistics
-    valid_columns_ptr,  # [1] int64: valid columns
+    valid_columns_ptr,  # [1] int64: how many columns are valid
     row_stride,
     num_rows,
     num_columns,
@@ -239,7 +239,7 @@ def _row_gradients_kernel(
     smoothing_ptr,  # [C] or [] fp32
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
-    valid_columns_ptr,  # [1] int64: valid columns
+    valid_columns_ptr,  # [1] int64: how many columns are valid
     row_stride,
     out_row_stride,
     smoothing_stride,

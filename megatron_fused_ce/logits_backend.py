@@ -5,7 +5,7 @@
     statistics and write their gradients. Any device, any dtype.
 ``scaled_exp``
     The GEMM's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
-    Hopper and newer. Its output is ``E = exp(logit - the row's row_shift)``.
+    Hopper and newer. Its output is ``E = exp(logit - the row's shift)``.
 
 Both give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
 (:class:`LogitsGrad`), for any upstream gradient per token.

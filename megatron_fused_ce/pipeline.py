@@ -165,8 +165,6 @@ class HiddenStates:
 
         With sequence parallelism their own slot of the ring.
         """
-        if self.all_tokens is not None:
-            return self._context.all_rows(self.all_tokens, chunk)
         index = self._chunks.index(chunk) if self._gathers else 0
         return self._slot(index, chunk)
 

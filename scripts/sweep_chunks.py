@@ -6,8 +6,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
 from megatron_fused_ce.scripts.runs.sweep import main
+from megatron_fused_ce.testing import gloo
 
-status = main()
-from megatron_fused_ce.testing import gloo  # noqa: E402  torch comes when it is needed
-
-gloo.end(status)
+gloo.end(main())

@@ -19,9 +19,6 @@ import os
 import sys
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 
 def use_one_thread() -> None:
     """Give every gloo group made from now on, in this process, one worker thread. Idempotent.
@@ -33,6 +30,8 @@ def use_one_thread() -> None:
 
 def use_threads(number: int) -> None:
     """The same with any number: torch's own two and more show what is wrong with them."""
+    import torch.distributed as dist
+
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)
     if gloo is None:
         return
@@ -62,7 +61,13 @@ def leave(status: int = 0) -> None:
 
 
 def end(status: int) -> None:
-    """``sys.exit``; :func:`leave` where this process was one of several on a CPU."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.cuda.is_available():
-        leave(status)
+    """``sys.exit``; :func:`leave` where this process was one of several on a CPU.
+
+    A command that ends before it needs torch does not wait for it here.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "torch" in sys.modules:
+        import torch
+
+        if not torch.cuda.is_available():
+            leave(status)
     sys.exit(status)

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from dataclasses import replace
 from itertools import product
@@ -55,6 +54,7 @@ from megatron_fused_ce.command_line import UsageError, command, writable_file
 from megatron_fused_ce.scripts.bench import cases, report
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.lib import results
+from megatron_fused_ce.testing import gloo
 
 if TYPE_CHECKING:
     from megatron_fused_ce.scripts.bench.problem import World
@@ -234,9 +234,4 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
 
 
 if __name__ == "__main__":
-    status = main()
-    if "torch" in sys.modules:  # without a GPU it is not waited for
-        from megatron_fused_ce.testing import gloo
-
-        gloo.end(status)
-    sys.exit(status)
+    gloo.end(main())
