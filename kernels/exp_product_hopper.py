@@ -391,9 +391,7 @@ def _consume_tile(
     else:
         if SOFTCAP:
             left, right = _halves(z)
-            left = _softcapped_gradients(
-                left, row_shift, factor, at_label, label, to_exponent, softcap2
-            )
+            left = _softcapped_gradients(left, row_shift, factor, at_label, label, to_exponent, softcap2)
             right = _softcapped_gradients(
                 right, row_shift, factor, at_label, label - BLOCK_N // 2, to_exponent, softcap2
             )
@@ -503,9 +501,7 @@ def _product_kernel(
     token_layout: gl.constexpr = tokens_desc.layout
     upper_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, HALF_M, BLOCK_K], token_layout)
     lower_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, HALF_M, BLOCK_K], token_layout)
-    weight_slots = gl.allocate_shared_memory(
-        dtype, [NUM_SLOTS, BLOCK_N, BLOCK_K], weight_desc.layout
-    )
+    weight_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, BLOCK_N, BLOCK_K], weight_desc.layout)
     staged: gl.constexpr = [HALF_M, BLOCK_N // 2] if WRITE else [HALF_M, BLOCK_K]
     upper_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
     lower_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)

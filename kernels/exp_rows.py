@@ -80,9 +80,7 @@ def _fill_table(
     marks_ptr = table_ptr + _HEADER + half
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
-        tl.store(
-            marks_ptr + tiles * halves, tl.zeros((BLOCK_TILES,), tl.int32), mask=tiles < num_tiles
-        )
+        tl.store(marks_ptr + tiles * halves, tl.zeros((BLOCK_TILES,), tl.int32), mask=tiles < num_tiles)
     if half == 0:
         tl.store(table_ptr, 0)
     tl.debug_barrier()  # zeros before ones
@@ -246,9 +244,7 @@ def _combine_tiles_kernel(
         tl.store(argmax_ptr + rows, tl.where(own_wins, label, best.to(tl.int64)), mask=inside)
     if ALONE:
         row_shift = (row_shift + row_tile_shift) * LN2
-        sum_exp_nonlabel, of_label, shifted = addends(
-            row_shift, sum_exp_nonlabel, label_logit, row_max
-        )
+        sum_exp_nonlabel, of_label, shifted = addends(row_shift, sum_exp_nonlabel, label_logit, row_max)
         store_loss(
             sum_exp_nonlabel,
             of_label,
@@ -565,9 +561,7 @@ def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:
     ``add_`` 1.47 ms; this form should stand at the latter.
     """
     block = 4096
-    _add_scaled(
-        (ceil_div(total.numel(), block),), (total, addend, scale), (total.numel(),), BLOCK=block
-    )
+    _add_scaled((ceil_div(total.numel(), block),), (total, addend, scale), (total.numel(),), BLOCK=block)
 
 
 def scaled_copy(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

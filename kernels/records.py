@@ -58,9 +58,7 @@ class ExtraStatistics(NamedTuple):
     logit_sum: Tensor | None = None  # sum of z: label smoothing
     #: sum of exp(z - row_shift) * (z - row_shift), without the label's own column: entropy
     weighted: Tensor | None = None
-    target_sum: Tensor | None = (
-        None  # sum of q * (z - row_shift) over the soft targets that are here
-    )
+    target_sum: Tensor | None = None  # sum of q * (z - row_shift) over the soft targets that are here
     target_mass: Tensor | None = None  # sum of their q
     #: global id of the largest logit, lowest on a tie (exact below 2**24): predicted ids
     best: Tensor | None = None

@@ -359,9 +359,7 @@ def row_statistics(
         SOFTCAP=form.softcap is not None,
     )
     target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
-    return RowStatistics(
-        shard, argmax, ExtraStatistics(logit_sum, weighted, target_sum, target_mass)
-    )
+    return RowStatistics(shard, argmax, ExtraStatistics(logit_sum, weighted, target_sum, target_mass))
 
 
 def row_gradients(

@@ -33,9 +33,7 @@ def addends(row_shift, sum_exp_nonlabel, label_logit, row_max):
     """One shard's addends to (sum_exp_nonlabel, label, z_y - m): row_ops.shard_addends."""
     shifted = label_logit - row_max
     here = label_logit != _NOT_HERE
-    rescaled = tl.where(
-        sum_exp_nonlabel == 0.0, 0.0, sum_exp_nonlabel * tl.exp(row_shift - row_max)
-    )
+    rescaled = tl.where(sum_exp_nonlabel == 0.0, 0.0, sum_exp_nonlabel * tl.exp(row_shift - row_max))
     rescaled = tl.where(row_max == float("inf"), float("nan"), rescaled)
     return rescaled, tl.where(here, tl.exp(shifted), 0.0), tl.where(here, shifted, 0.0)
 
@@ -66,9 +64,7 @@ def _log1p(x):
 
 
 @triton.jit
-def store_loss(
-    sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows
-):
+def store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
     """Loss and terms of tokens whose addends were summed over the shards: row_ops.token_loss."""
     total = sum_exp_nonlabel + label
     confident = label > sum_exp_nonlabel
@@ -97,9 +93,7 @@ def _token_loss_kernel(
     sum_exp_nonlabel = tl.load(terms_ptr + rows, mask=inside, other=0.0)
     label = tl.load(terms_ptr + num_rows + rows, mask=inside, other=1.0)
     shifted = tl.load(terms_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
-    store_loss(
-        sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows
-    )
+    store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
 @triton.jit
@@ -138,9 +132,7 @@ def _merge_shards_kernel(
         label += b
         shifted += c
     tl.store(row_shift_ptr + rows, largest_row_shift, mask=inside)
-    store_loss(
-        sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows
-    )
+    store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows)
 
 
 _shard_addends = Launch(_shard_addends_kernel)

@@ -95,9 +95,7 @@ def scaled_weights(weights: Tensor, bits: int, factor: float) -> Tensor:
     return out
 
 
-def fit_scalar(
-    grad_loss: Tensor, token_weights: Tensor, rtol: float, atol: float
-) -> tuple[Tensor, Tensor]:
+def fit_scalar(grad_loss: Tensor, token_weights: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:
     """:func:`.grad_guard.fit_scalar` of contiguous fp32 tensors: the scalar [], and int64 [] for mismatch."""
     scale = torch.empty((), dtype=torch.float32, device=grad_loss.device)
     mismatch = torch.empty((), dtype=torch.int64, device=grad_loss.device)

@@ -46,9 +46,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 out = loop.forward(context, flat, weight, targets)
                 saved, tensors = out.saved, out.saved.tensors()
                 if phases is not UNTIMED:
-                    phases.waits(
-                        saved.last_hidden, saved.matrix, *tensors, *(saved.gradients or ())
-                    )
+                    phases.waits(saved.last_hidden, saved.matrix, *tensors, *(saved.gradients or ()))
         except BaseException:
             spec.comm.settle(device)
             raise
@@ -65,9 +63,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
             ctx.save_for_backward(*once, saved.last_hidden, saved.matrix, *tensors)
         outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
-        of_shard = [
-            None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)
-        ]
+        of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
         without_grad = [*of_shard, outputs.predicted, outputs.correct]
         if not spec.form.differentiable:
             without_grad += [outputs.log_prob, outputs.lse, outputs.entropy]
@@ -80,9 +76,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         grad_outputs = grads[2:6]  # no gradient comes for predicted and correct
         if all(grad is None for grad in grad_outputs):
             return (None,) * 5
-        hidden, weight, ignored, ids, probs, entropy, last_hidden, matrix, *chunks = (
-            ctx.saved_tensors
-        )
+        hidden, weight, ignored, ids, probs, entropy, last_hidden, matrix, *chunks = ctx.saved_tensors
         saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients, matrix)
         ctx.gradients = None
         soft, device = None if ids is None else SoftTargets(ids, probs), weight.device

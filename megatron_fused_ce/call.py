@@ -306,9 +306,7 @@ def _choose(args: Arguments, why_not_here: str) -> tuple[LogitsBackend, str]:
 
 
 def _check_token_weights(args: Arguments) -> None:
-    needs_grad = torch.is_grad_enabled() and (
-        args.hidden.requires_grad or args.weight.requires_grad
-    )
+    needs_grad = torch.is_grad_enabled() and (args.hidden.requires_grad or args.weight.requires_grad)
     if args.config.strategy == "grad_in_forward" and args.token_weights is None and needs_grad:
         raise ValueError(
             "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
@@ -331,9 +329,7 @@ def _device_in_plans(device: torch.device) -> str:
     return next((name for name in _DEVICES[1:-1] if name in words), "")
 
 
-def _plan(
-    args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend
-) -> planner.Plan:
+def _plan(args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend) -> planner.Plan:
     inputs = planner.PlanInputs.of(
         args.config,
         num_tokens=args.hidden.shape[:-1].numel() * comm.num_parts,
@@ -344,9 +340,7 @@ def _plan(
         num_parts=comm.num_parts,
         tp_size=comm.size,
         wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
-        token_weights_known=args.guard.allowed
-        and args.token_weights is not None
-        and not args.differentiable,
+        token_weights_known=args.guard.allowed and args.token_weights is not None and not args.differentiable,
         logits_backend=logits.name,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=args.uses_in_flight,
@@ -400,24 +394,18 @@ _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
     "logit_softcap (bits)": lambda args, comm: _bits(args.config.logit_softcap or 0.0),
     "z_loss (bits)": lambda args, comm: _bits(args.config.z_loss),
     "label_smoothing (bits)": lambda args, comm: _bits(args.config.label_smoothing),
-    "label_smoothing_form": lambda args, comm: SMOOTHING_FORM_CHOICES.index(
-        args.config.label_smoothing_form
-    ),
+    "label_smoothing_form": lambda args, comm: SMOOTHING_FORM_CHOICES.index(args.config.label_smoothing_form),
     "ignore_index": lambda args, comm: (
         -(2**62) if args.config.ignore_index is None else args.config.ignore_index
     ),
     "true_vocab_size": lambda args, comm: args.config.true_vocab_size or 0,
-    "logit_precision": lambda args, comm: LOGIT_PRECISION_CHOICES.index(
-        args.config.logit_precision
-    ),
+    "logit_precision": lambda args, comm: LOGIT_PRECISION_CHOICES.index(args.config.logit_precision),
     "skip_masked": lambda args, comm: args.config.skip_masked,
     "outputs beside the loss": lambda args, comm: (
         sum(2**i for i, name in enumerate(OUTPUT_CHOICES, start=1) if name in args.outputs)
         + args.differentiable
     ),
-    "teacher's classes": lambda args, comm: (
-        0 if args.teacher is None else args.teacher.ids.shape[-1]
-    ),
+    "teacher's classes": lambda args, comm: 0 if args.teacher is None else args.teacher.ids.shape[-1],
 }
 
 

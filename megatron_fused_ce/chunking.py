@@ -51,7 +51,5 @@ def plan_chunks(num_tokens: int, num_parts: int, config: FusedCEConfig) -> tuple
 def first_tokens(chunks: tuple[Chunk, ...], num_tokens: int) -> tuple[Chunk, ...]:
     """The chunks of the first ``num_tokens`` tokens of each part, cut where they were."""
     return tuple(
-        replace(chunk, stop=min(chunk.stop, num_tokens))
-        for chunk in chunks
-        if chunk.start < num_tokens
+        replace(chunk, stop=min(chunk.stop, num_tokens)) for chunk in chunks if chunk.start < num_tokens
     )

@@ -106,9 +106,7 @@ def whole(least: int = 1, most: int = BILLION) -> Callable[[str], int]:
     return parse
 
 
-def number(
-    least: float = 0.0, most: float = BILLION, *, above: bool = False
-) -> Callable[[str], float]:
+def number(least: float = 0.0, most: float = BILLION, *, above: bool = False) -> Callable[[str], float]:
     """Type of an argument: a finite number from ``least`` (``above``: greater than it) to ``most``."""
 
     def parse(text: str) -> float:

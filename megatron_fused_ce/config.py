@@ -85,9 +85,7 @@ class FusedCEConfig:
             ("logit_precision", LOGIT_PRECISION_CHOICES),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}"
-                )
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         if self.num_chunks is not None and self.chunk_tokens is not None:
             raise ValueError(
                 f"both num_chunks={self.num_chunks} and chunk_tokens={self.chunk_tokens} are given; "
@@ -106,17 +104,13 @@ class FusedCEConfig:
         if not math.isfinite(self.z_loss) or self.z_loss < 0:
             raise ValueError(f"z_loss must be finite and 0 or more, got {self.z_loss}")
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"label_smoothing must be 0 or more and below 1, got {self.label_smoothing}"
-            )
+            raise ValueError(f"label_smoothing must be 0 or more and below 1, got {self.label_smoothing}")
         if self.true_vocab_size == 1 and self.label_smoothing:
             raise ValueError("label_smoothing needs two classes or more, true_vocab_size is 1")
         cap = self.logit_softcap
         if cap is not None and not (math.isfinite(cap) and cap > 0):
             raise ValueError(f"logit_softcap must be finite and above 0, got {cap}")
-        if isinstance(self.ignore_index, bool) or not isinstance(
-            self.ignore_index, (int, type(None))
-        ):
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, (int, type(None))):
             raise ValueError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
 
     @property

@@ -44,9 +44,7 @@ _FIX = (
 )
 
 #: What a CUDA graph's assertion prints; torch takes at most 254 characters there.
-_ASSERTION = (
-    "fused-ce grad_in_forward: upstream gradient is not a scalar times the token weights; " + _FIX
-)
+_ASSERTION = "fused-ce grad_in_forward: upstream gradient is not a scalar times the token weights; " + _FIX
 
 
 class UpstreamMismatch(RuntimeError):
@@ -62,9 +60,7 @@ class _Flag:
     """Of one device. ``seen`` is bool [2]: fitting and mismatching upstream gradients."""
 
     seen: Tensor
-    in_graph: bool = (
-        False  # some CUDA graph writes it: a replay does so without calling `record_mismatch`
-    )
+    in_graph: bool = False  # some CUDA graph writes it: a replay does so without calling `record_mismatch`
     unread: bool = False
 
 
@@ -241,9 +237,7 @@ def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor
     if grad_loss.is_cuda and grad_loss.dtype == token_weights.dtype == torch.float32:
         from megatron_fused_ce.kernels import upstream_kernels
 
-        return upstream_kernels.fit_scalar(
-            grad_loss.contiguous(), token_weights.contiguous(), RTOL, ATOL
-        )
+        return upstream_kernels.fit_scalar(grad_loss.contiguous(), token_weights.contiguous(), RTOL, ATOL)
     g, w = grad_loss.double(), token_weights.double()
     norm = (w * w).sum()
     c = torch.where(norm > 0, (g * w).sum() / norm, 0.0)
@@ -331,9 +325,7 @@ def _hook_optimizers() -> None:
 def _before_step(optimizer: object, args: object, kwargs: object) -> None:
     """torch's hook before every optimizer step."""
     groups = getattr(optimizer, "param_groups", None)
-    raise_if_mismatch(
-        None if groups is None else [one for group in groups for one in group["params"]]
-    )
+    raise_if_mismatch(None if groups is None else [one for group in groups for one in group["params"]])
 
 
 def _any_in(tensors: list[Tensor], modules: list[torch.nn.Module]) -> bool:

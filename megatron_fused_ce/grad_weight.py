@@ -72,9 +72,7 @@ class HeldGradWeight:
         """Add one chunk, as :meth:`GradWeight.add`."""
         first = self.sum is None
         if self.sum is None:
-            self.sum = torch.empty(
-                self._weight.shape, dtype=torch.float32, device=self._weight.device
-            )
+            self.sum = torch.empty(self._weight.shape, dtype=torch.float32, device=self._weight.device)
         accumulate_(self.sum, grad_logits, hidden, overwrite=first)
 
     def total(self, inv_scale: Tensor | None) -> Tensor:

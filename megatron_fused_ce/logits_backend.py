@@ -85,9 +85,7 @@ class LogitsBackend(Protocol):
     def token_ops(self) -> ModuleType:
         """``merge_shards``, ``shard_addends`` and ``token_loss``: row_ops, or its kernels."""
 
-    def logits_gemm(
-        self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
-    ) -> Callable[[], Scores]:
+    def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         """Launches the GEMM into ``out`` ``[C, V]`` and returns a closure that computes row statistics.
 
         Two steps, so that they can be timed apart.
@@ -99,9 +97,7 @@ class LogitsBackend(Protocol):
         None where :meth:`logits_gemm` needs no sample.
         """
 
-    def finalize(
-        self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
-    ) -> Tensor | None:
+    def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor | None:
         """Make ``matrix`` ``[C, V]``, in place, what :meth:`grad_from_saved` reads; its row scale ``[C]``."""
 
     def grad_from_saved(
@@ -135,9 +131,7 @@ class GemmThenRows:
     def token_ops(self) -> ModuleType:
         return row_ops if self.rows is row_ops_torch else _token_kernels()
 
-    def logits_gemm(
-        self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
-    ) -> Callable[[], Scores]:
+    def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         assert chunk.hidden is not None and out is not None
         torch.mm(chunk.hidden, chunk.weight.t(), out=out)
 
@@ -195,9 +189,7 @@ class ScaledExp:
         rows: Tensor = exp_rows.sample_rows(weight, -(-exp_rows.SAMPLED_ROWS // num_ranks), form)
         return rows
 
-    def logits_gemm(
-        self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool
-    ) -> Callable[[], Scores]:
+    def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         tokens, weight, labels, logit_scale, sample, form, _, alone = chunk
         assert sample is not None
         exp_rows = _exp_rows()
@@ -221,9 +213,7 @@ class ScaledExp:
 
         return statistics
 
-    def finalize(
-        self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged
-    ) -> Tensor:
+    def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
         row_scale: Tensor = _exp_rows().finalize_rows(
             matrix,
             chunk.labels,

@@ -169,9 +169,7 @@ def forward(
     spec, phases = context.spec, context.phases
     lag = 1 if spec.comm.size > 1 else 0
     makes_gradients = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
-    hidden_states = HiddenStates(
-        context, hidden, context.chunks, depth=lag + 2 if makes_gradients else 2
-    )
+    hidden_states = HiddenStates(context, hidden, context.chunks, depth=lag + 2 if makes_gradients else 2)
     strategy_class = _GradInForward if makes_gradients else _Save
     strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states)
     sample = _begin(context, weight, hidden_states)
@@ -448,9 +446,7 @@ def backward(
         accumulator = context.open_grad_weight(weight, num_gemms, inv_scale is not None)
     chunks = context.chunks[::-1]
     read = [chunk for chunk in chunks if _reads_hidden(spec, chunk, needs_grad)]
-    hidden_states = HiddenStates(
-        context, hidden, read, depth=None if at_once else 2, first=saved.last_hidden
-    )
+    hidden_states = HiddenStates(context, hidden, read, depth=None if at_once else 2, first=saved.last_hidden)
     workspace = Workspace(spec, hidden, weight.shape[0])
     gemms = GradientGemms(
         context,
@@ -538,9 +534,7 @@ def _scale_precomputed(
         return grad_hidden, accumulator.close(None)
 
 
-def _scaled(
-    upstream: Upstream, logit_scale: float, weight: Tensor
-) -> tuple[Upstream, Tensor | None]:
+def _scaled(upstream: Upstream, logit_scale: float, weight: Tensor) -> tuple[Upstream, Tensor | None]:
     """``upstream * logit_scale``, for fp16 times a power of two whose inverse comes second."""
     if logit_scale != 1.0:
         upstream = upstream.scaled(logit_scale)

@@ -170,9 +170,7 @@ class LossForm(RowOptions):
             lse=lse if "lse" in wanted else None,
             entropy=entropy,
             predicted=predicted,
-            correct=(terms.label_shift == 0) & (merged.loss == merged.loss)
-            if "correct" in wanted
-            else None,
+            correct=(terms.label_shift == 0) & (merged.loss == merged.loss) if "correct" in wanted else None,
         )
 
     def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
@@ -212,9 +210,7 @@ class LossForm(RowOptions):
         return scale, neg_label_grad
 
     @staticmethod
-    def _with_outputs(
-        plain: GradCoefficients, terms: TokenTerms, upstream: Upstream
-    ) -> GradCoefficients:
+    def _with_outputs(plain: GradCoefficients, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
         """``plain`` times its upstream gradient, and the other outputs' gradients added to it."""
         loss, log_prob, lse, entropy, made_entropy = upstream
         scale, neg_label_grad = plain.scale * loss, plain.neg_label_grad * loss
@@ -234,9 +230,7 @@ class LossForm(RowOptions):
             scale = scale + entropy_scale * (log_inv + made_entropy)
             pull = p_label * (terms.label_shift + log_inv + made_entropy)
             neg_label_grad = neg_label_grad + entropy * torch.where(p_label > 0, pull, 0.0)
-        smoothing_per_class = (
-            None if plain.smoothing_per_class is None else plain.smoothing_per_class * loss
-        )
+        smoothing_per_class = None if plain.smoothing_per_class is None else plain.smoothing_per_class * loss
         return GradCoefficients(
             plain.row_max,
             scale,

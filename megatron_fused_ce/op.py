@@ -223,10 +223,7 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
     call = _completed(Arguments(*args, **kwargs))
     # Triton's launches and the collectives' streams are the current device's. Autograd's thread for a
     # backward sees to it by itself.
-    if (
-        getattr(call.hidden, "is_cuda", False)
-        and call.hidden.get_device() != torch.cuda.current_device()
-    ):
+    if getattr(call.hidden, "is_cuda", False) and call.hidden.get_device() != torch.cuda.current_device():
         with torch.cuda.device(call.hidden.device):
             return _evaluate(call)
     return _evaluate(call)
@@ -285,9 +282,7 @@ def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
     # The plan and the buffers are those of all tokens: the same in every step.
     chunks = first_tokens(spec.chunks, num_kept)
     context = Context(spec, chunks, args.open_grad_weight, args.phases, args.guard)
-    outputs = FusedLinearCrossEntropy.apply(
-        flat, args.weight, _targets(args, spec, kept), context, None
-    )
+    outputs = FusedLinearCrossEntropy.apply(flat, args.weight, _targets(args, spec, kept), context, None)
     whole = [None if each is None else kept.put_back(each, args.guard) for each in outputs]
     if args.labels.dim() == 2:
         b, s = args.labels.shape
@@ -317,9 +312,7 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
     return Targets(labels, soft, ignored, weights)
 
 
-def _soft_targets(
-    args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept: Kept | None
-) -> SoftTargets:
+def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept: Kept | None) -> SoftTargets:
     k, parts = teacher.ids.shape[-1], spec.comm.num_parts
     ids, log_probs = (
         (part if part.dim() == 2 else part.transpose(0, 1)).reshape(-1, k).t()

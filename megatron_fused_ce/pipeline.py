@@ -288,9 +288,7 @@ class GradientGemms:
         with self._context.phases("grad-weight"):
             if grad.row_scale is not None:
                 scaled = self._hidden_states.buffer(chunk)
-                logits_backend.scale_rows(
-                    hidden, grad.row_scale, scaled, grad.upstream, also=grad_hidden
-                )
+                logits_backend.scale_rows(hidden, grad.row_scale, scaled, grad.upstream, also=grad_hidden)
                 hidden = scaled
             if self._saved is None:
                 self._grad_weight.add(grad.matrix, hidden)

@@ -51,9 +51,7 @@ class Device:
 
     def chunk_tokens(self, strategy: str) -> int:
         """``mixed`` recomputes too: it takes what ``recompute`` does."""
-        return {"store": self.store, "grad_in_forward": self.grad_in_forward}.get(
-            strategy, self.recompute
-        )
+        return {"store": self.store, "grad_in_forward": self.grad_in_forward}.get(strategy, self.recompute)
 
 
 #: The pinned table, one row per device that was measured.
@@ -154,9 +152,7 @@ class PlanInputs:
         }
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}"
-                )
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         for name in (
             *("num_tokens", "hidden_size", "num_rows", "num_parts", "tp_size"),
             *("memory_mb", "uses_in_flight"),
@@ -283,9 +279,7 @@ class Plan:
     @property
     def chunks_in_words(self) -> str:
         words = f"{self.count} chunk{'' if self.count == 1 else 's'} of {self.capacity} tokens"
-        return words + (
-            f", the first {self.stored_chunks} stored" if self.strategy == "mixed" else ""
-        )
+        return words + (f", the first {self.stored_chunks} stored" if self.strategy == "mixed" else "")
 
 
 @lru_cache(maxsize=512)
@@ -405,17 +399,13 @@ def forward_memory(
     return Memory(
         chunk_logits=rooms * chunk.logits,
         kept_logits=_kept_bytes(inputs, stored_tokens),
-        grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight
-        if grad_in_forward and trained
-        else 0,
+        grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
         tile_statistics=(under_way if sealed else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
         unreduced_grad_hidden=chunk.gathered if grad_in_forward else 0,
         merge_buffers=under_way * SHARD_BYTES * (1 + ranks) * capacity if ranks > 1 else 0,
-        sampled_rows=inputs.itemsize * sampled * inputs.hidden_size
-        if exp and ranks > 1 and count
-        else 0,
+        sampled_rows=inputs.itemsize * sampled * inputs.hidden_size if exp and ranks > 1 and count else 0,
         **_always(inputs, capacity, chunk, stored_chunks, rooms),
     )
 
@@ -543,9 +533,7 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
     if inputs.wgrad_accumulator == "returned":
         # Without a chunk the sum is zeros.
         return inputs.dtype != "float32" and (count != 1 or scaled)
-    return inputs.wgrad_accumulator == "low_main_grad" or (
-        inputs.wgrad_accumulator == "main_grad" and scaled
-    )
+    return inputs.wgrad_accumulator == "low_main_grad" or (inputs.wgrad_accumulator == "main_grad" and scaled)
 
 
 class _Cut(NamedTuple):
@@ -623,9 +611,7 @@ def _may_be_at_once(inputs: PlanInputs, strategy: str) -> bool:
     saved and read as it is.
     """
     return (
-        strategy == "store"
-        and inputs.logits_backend == "scaled_exp"
-        and inputs.wgrad_accumulator != "none"
+        strategy == "store" and inputs.logits_backend == "scaled_exp" and inputs.wgrad_accumulator != "none"
     )
 
 
@@ -642,9 +628,7 @@ def _option(
         count=cut.num,
         capacity=capacity,
         wgrad_at_once=wgrad_at_once,
-        memory=peak_memory(
-            inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens, wgrad_at_once
-        ),
+        memory=peak_memory(inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens, wgrad_at_once),
         relative_time=relative_time(inputs, strategy, cut.num, stored_tokens, wgrad_at_once),
     )
 
@@ -717,9 +701,7 @@ def _by_name(inputs: PlanInputs) -> Plan:
 
 def _why(inputs: PlanInputs, chosen: Plan) -> str:
     if inputs.strategy != "auto":
-        within = (
-            "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
-        )
+        within = "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
         return f"asked for by name{within}"
     budget = budget_bytes(inputs)
     if chosen.predicted_peak_bytes > budget:

@@ -62,9 +62,7 @@ def shard_addends(
     here = label_logit != NOT_HERE
     shifted_label = label_logit - global_max
     zero = torch.zeros_like(global_max)
-    rescaled = torch.where(
-        sum_exp_nonlabel == 0, zero, sum_exp_nonlabel * torch.exp(row_shift - global_max)
-    )
+    rescaled = torch.where(sum_exp_nonlabel == 0, zero, sum_exp_nonlabel * torch.exp(row_shift - global_max))
     return torch.stack(
         (
             torch.where(global_max == torch.inf, torch.nan, rescaled),
@@ -108,9 +106,7 @@ def merge_extra(
     """Over the whole vocabulary."""
     if not names:
         return NO_EXTRA
-    addends = extra_addends(
-        ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0)
-    )
+    addends = extra_addends(ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0))
     return ExtraStatistics.of(
         names,
         (
@@ -134,18 +130,14 @@ def token_loss(
     )
     known = (label > 0) | (shifted_label != 0)
     label_shift = torch.where(known, shifted_label, NOT_HERE)
-    return loss, torch.stack(
-        (global_max, total.reciprocal(), sum_exp_nonlabel / total, label_shift)
-    )
+    return loss, torch.stack((global_max, total.reciprocal(), sum_exp_nonlabel / total, label_shift))
 
 
 def merge_shards(shards: Tensor) -> Merged:
     """From the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
     if len(shards) == 1:
         shard = shards[0]
-        return Merged(
-            *token_loss(shard_addends(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[ROW_SHIFT]
-        )
+        return Merged(*token_loss(shard_addends(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[ROW_SHIFT])
     global_max = shards[:, ROW_MAX].amax(0)
     loss, terms = token_loss(shard_addends(shards, global_max).sum(0), global_max)
     return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))

@@ -129,9 +129,7 @@ def row_gradients(
         shifted.sub_(terms.row_max[rows].unsqueeze(-1))
         e = shifted.exp() if terms.entropy_scale is not None else shifted.exp_()
         if terms.entropy_scale is not None:
-            shifted.mul_(terms.entropy_scale[rows].unsqueeze(-1)).add_(
-                terms.scale[rows].unsqueeze(-1)
-            )
+            shifted.mul_(terms.entropy_scale[rows].unsqueeze(-1)).add_(terms.scale[rows].unsqueeze(-1))
             e = shifted.mul_(e).masked_fill_(e == 0, 0.0)
         else:
             e.mul_(terms.scale[rows].unsqueeze(-1))

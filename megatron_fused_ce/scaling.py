@@ -49,9 +49,7 @@ def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.
         from megatron_fused_ce.kernels import upstream_kernels
 
         return upstream_kernels.scaled_weights(token_weights.contiguous(), bits, logit_scale)
-    return torch.ldexp(
-        token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale))
-    )
+    return torch.ldexp(token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale)))
 
 
 def _shift_to(bits: int | Tensor, largest: Tensor) -> Tensor:

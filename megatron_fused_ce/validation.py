@@ -55,14 +55,10 @@ def check_call(
     if hidden.dim() == 3:
         expected = (hidden.shape[1], *expected)
     if tuple(labels.shape) != expected:
-        raise ValueError(
-            _wrong_shapes(tuple(hidden.shape), tuple(labels.shape), expected, num_parts)
-        )
+        raise ValueError(_wrong_shapes(tuple(hidden.shape), tuple(labels.shape), expected, num_parts))
     if token_weights is not None and getattr(token_weights, "shape", None) != labels.shape:
         came = getattr(token_weights, "shape", token_weights)
-        raise ValueError(
-            f"token_weights are {came}; expected a tensor of the labels' shape {expected}"
-        )
+        raise ValueError(f"token_weights are {came}; expected a tensor of the labels' shape {expected}")
     if vocab_start is not None and (
         isinstance(vocab_start, bool) or not isinstance(vocab_start, int) or vocab_start < 0
     ):

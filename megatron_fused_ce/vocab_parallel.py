@@ -83,9 +83,7 @@ class _SideStream:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._together: list[_OnSideStream] | None = None
 
-    def start(
-        self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any
-    ) -> Pending:
+    def start(self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any) -> Pending:
         pending = _OnSideStream(self.device, tensors)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -149,9 +147,7 @@ class VocabParallel:
     merge: str = "packed"
 
     @staticmethod
-    def of(
-        group: dist.ProcessGroup | None, sequence_parallel: bool, merge: str = "auto"
-    ) -> VocabParallel:
+    def of(group: dist.ProcessGroup | None, sequence_parallel: bool, merge: str = "auto") -> VocabParallel:
         """Describe ``group``; ``None`` or a group of one rank runs no collective at all."""
         size = 1 if group is None else dist.get_world_size(group)
         if size == 1:
@@ -290,9 +286,7 @@ class _Packed:
 class _AllReduced:
     """The maxima first, then the sums relative to them, then the lowest id where one is asked for."""
 
-    def __init__(
-        self, stats: RowStatistics, token_ops: ModuleType, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, stats: RowStatistics, token_ops: ModuleType, group: dist.ProcessGroup | None) -> None:
         self._token_ops, self._group = token_ops, group
         self._shard = shard = stats.shard
         self._extra = stats.extra
@@ -467,9 +461,7 @@ def agree(
     history = history_of(group)
     history.unequal = history.unequal or len(set(sizes)) > 1
     ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
-    if vocab_start is not None and any(
-        left[1] > right[0] for left, right in pairwise(sorted(ranges))
-    ):
+    if vocab_start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
         raise RankDisagreement(
             f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
             "vocab_start must be the first global id of this rank's rows"

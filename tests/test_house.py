@@ -90,8 +90,7 @@ def test_only_the_front_doors_read_command_lines():
     readers = {
         file.relative_to(ROOT).as_posix()
         for file in SOURCES
-        if room(file) != "testing"
-        and ("argparse" in imports(file) or "sys.argv" in file.read_text())
+        if room(file) != "testing" and ("argparse" in imports(file) or "sys.argv" in file.read_text())
     }
     assert readers == {
         "megatron_fused_ce/adapter/arguments.py",
@@ -219,9 +218,7 @@ def test_lint_sees_what_runs_its_input(line):
 
 
 def python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout
 
 

@@ -105,9 +105,7 @@ def patch(module: ModuleType) -> None:
     setattr(module, SEAM, forward_step_calc_loss)
 
 
-def _reporting(
-    loss_func: Callable[..., Any], evaluated: _Evaluated, output: Any
-) -> Callable[..., Any]:
+def _reporting(loss_func: Callable[..., Any], evaluated: _Evaluated, output: Any) -> Callable[..., Any]:
     counts, unknown = evaluated.counts, evaluated.unknown
     if not _in_one_memory(evaluated.loss, output):
         counts, unknown = None, "the loss function gets something else than the loss of the head"
@@ -130,9 +128,7 @@ def _reporting(
 
 def _in_one_memory(loss: Tensor, output: Any) -> bool:
     return (
-        isinstance(output, Tensor)
-        and output.data_ptr() == loss.data_ptr()
-        and output.numel() == loss.numel()
+        isinstance(output, Tensor) and output.data_ptr() == loss.data_ptr() and output.numel() == loss.numel()
     )
 
 

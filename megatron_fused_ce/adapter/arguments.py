@@ -27,9 +27,7 @@ _above_zero = number(above=True)
 def _share(text: str) -> float:
     value = _zero_or_more(text)
     if value >= 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a number of 0 or more and below 1, got {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected a number of 0 or more and below 1, got {text!r}")
     return value
 
 

@@ -82,9 +82,7 @@ def _patch(module: ModuleType) -> None:
         return
     setattr(module, _MARK, True)
     module_name, function_name = TARGETS[module.__name__]
-    patch: Callable[[ModuleType], None] = getattr(
-        importlib.import_module(module_name), function_name
-    )
+    patch: Callable[[ModuleType], None] = getattr(importlib.import_module(module_name), function_name)
     patch(module)
 
 

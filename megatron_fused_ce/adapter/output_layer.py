@@ -37,9 +37,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_timed: bool
 
     @staticmethod
-    def adopt(
-        layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, timed: bool
-    ) -> None:
+    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, timed: bool) -> None:
         """Make a stock layer defer its logits from now on.
 
         What it gets can be copied and pickled with the model: no CUDA event, no recorder of times.
@@ -78,9 +76,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
         request = _LossRequest(labels, token_weights, deferred.logit_scale)
         # The call's output, not what `forward` made: a hook of FSDP's may have put a view in its place.
-        loss, _ = super().__call__(
-            deferred.hidden, weight=deferred.weight, fused_ce_request=request
-        )
+        loss, _ = super().__call__(deferred.hidden, weight=deferred.weight, fused_ce_request=request)
         if self.fused_ce_log_accuracy:
             ignore_index = self.fused_ce_config.ignore_index
             counts = accuracy.count(labels, token_weights, request.correct, ignore_index)

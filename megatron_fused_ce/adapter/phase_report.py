@@ -57,9 +57,7 @@ def patch(module: ModuleType) -> None:
 
 def missing(module: Any) -> str:
     """What of the trainer's module the report needs and does not find; empty where all is there."""
-    names = [
-        name for name in (SEAM, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)
-    ]
+    names = [name for name in (SEAM, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)]
     if not names:
         timers = module.get_timers()
         of_timers = ("log", "write", "_timers", "_log_levels")
@@ -190,9 +188,7 @@ class Reporting:
         tallies = times.read()
         told = [in_words(tallies, of_pass, iterations) for of_pass in passes if of_pass in tallies]
         if times.captured:
-            told.append(
-                f"{times.captured} passes were captured in CUDA graphs, whose replays are not timed"
-            )
+            told.append(f"{times.captured} passes were captured in CUDA graphs, whose replays are not timed")
         return "; ".join(told)
 
     def _write_bytes(self) -> None:
@@ -224,6 +220,4 @@ def in_words(tallies: dict[str, Tally], of_pass: str, iterations: int) -> str:
         "sent to other ranks": whole.moved_bytes / iterations,
     }
     told = [f"{what} {value / 2**20:.1f} MiB" for what, value in held.items() if value]
-    return ", ".join(
-        [f"{of_pass} {whole.seconds * 1e3 / iterations:.2f} ms ({', '.join(phases)})", *told]
-    )
+    return ", ".join([f"{of_pass} {whole.seconds * 1e3 / iterations:.2f} ms ({', '.join(phases)})", *told])

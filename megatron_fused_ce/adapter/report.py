@@ -94,9 +94,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
         # Stand-ins with what the choice of the logits backend looks at.
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hidden = torch.empty(1, layer.input_size, dtype=_dtype(model.config, weight), device=device)
-        score, why = _logits_backend(
-            layer, hidden, hidden.expand(layer.output_size_per_partition, -1)
-        )
+        score, why = _logits_backend(layer, hidden, hidden.expand(layer.output_size_per_partition, -1))
         layer._fused_ce_expected = plan(
             _plan_inputs(
                 layer,
@@ -137,9 +135,7 @@ def evaluation_once(
     tokens = hidden.shape[0] * hidden.shape[1] * num_parts
     score, why = served or _logits_backend(layer, hidden.flatten(0, 1), weight)
     if ran is None:
-        wgrad_accumulator = kind_of(
-            open_grad_weight_for(weight, layer.gradient_accumulation_fusion)
-        )
+        wgrad_accumulator = kind_of(open_grad_weight_for(weight, layer.gradient_accumulation_fusion))
         if not weight.requires_grad:
             wgrad_accumulator = "none"
         ran = plan(_plan_inputs(layer, tokens, hidden.dtype, score, wgrad_accumulator))
@@ -184,9 +180,7 @@ def _plan_inputs(
     )
 
 
-def _say_plan(
-    layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, before: str = "on"
-) -> None:
+def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, before: str = "on") -> None:
     """One line on what runs and what it holds; one on why, and on what else differs from a plain head."""
     if not _speaks(layer.tp_group.rank()):
         return

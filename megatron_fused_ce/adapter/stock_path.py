@@ -134,9 +134,7 @@ def _config_logger_on(config: Any) -> bool:
 
 def _is_sharding_hook(hook: Any) -> bool:
     """Hooks of FSDP2 and Megatron-FSDP gather and free parameters; they read no logits."""
-    module = getattr(hook, "__module__", None) or getattr(
-        getattr(hook, "func", None), "__module__", ""
-    )
+    module = getattr(hook, "__module__", None) or getattr(getattr(hook, "func", None), "__module__", "")
     return str(module).startswith("torch.distributed.") or (
         str(module).startswith("megatron") and "fsdp" in str(module)
     )

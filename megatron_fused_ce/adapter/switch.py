@@ -34,9 +34,7 @@ def counters() -> Counters:
     return _counters
 
 
-def enable(
-    config: FusedCEConfig | None = None, *, log_accuracy: bool = False, report: bool = False
-) -> None:
+def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, report: bool = False) -> None:
     """Turn the fused head on for models built from now on, whatever launched them.
 
     The same as ``--fused-chunked-ce`` for launches without Megatron's command line (Megatron-Bridge,

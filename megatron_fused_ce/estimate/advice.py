@@ -101,9 +101,7 @@ def advise(
     Raises:
         ValueError: the strategy that the launch asks for does not fit the launch's budget.
     """
-    stock = [
-        stock_way(setting, gpu, head.name, others) for head in heads.stock_heads(setting, others)
-    ]
+    stock = [stock_way(setting, gpu, head.name, others) for head in heads.stock_heads(setting, others)]
     ours = [_plugin_way(setting, gpu, strategy) for strategy in STRATEGY_CHOICES]
     ways = (*stock, *ours)
     recommended = recommended_way(setting, gpu)

@@ -366,9 +366,7 @@ def layers(model: Model) -> list[Layer]:
         return [(block,) for block in _by_letters(model, model.pattern)]
     dense, mixed = (_attention(model), MLP(model)), (_attention(model), Experts(model))
     mixture = model.mixture
-    return [
-        mixed if mixture and mixture.layers[index] else dense for index in range(model.num_layers)
-    ]
+    return [mixed if mixture and mixture.layers[index] else dense for index in range(model.num_layers)]
 
 
 def _attention(model: Model) -> Block:

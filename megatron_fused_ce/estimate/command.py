@@ -158,9 +158,7 @@ def plan_of(words: Sequence[str]) -> Result:
             return {}
         return {
             "flag": _fewest_gpus(given, setting, lambda one: recommended_way(one, gpu)),
-            "baseline": _fewest_gpus(
-                given, setting, lambda one: stock_way(one, gpu, baseline, others)
-            ),
+            "baseline": _fewest_gpus(given, setting, lambda one: stock_way(one, gpu, baseline, others)),
         }
 
     return Result(given.model or "the launch", setting, advice, notes, fits_from)
@@ -194,8 +192,7 @@ def _more_gpus(given: argparse.Namespace, gpus: int) -> list[int]:
     return [
         size
         for size in range(unit, MOST_GPUS + 1, unit)
-        if size > gpus
-        and (batch is None or batch % (given.micro_batch_size * size // replica) == 0)
+        if size > gpus and (batch is None or batch % (given.micro_batch_size * size // replica) == 0)
     ]
 
 

@@ -25,9 +25,7 @@ def _parser() -> Parser:
     size = whole()
     add("--tokens", type=size, required=True, help="T: tokens of a micro-batch over the TP group")
     add("--hidden", type=size, required=True, help="H: hidden size")
-    add(
-        "--vocab", type=size, required=True, help="vocabulary of the model, padded as it is trained"
-    )
+    add("--vocab", type=size, required=True, help="vocabulary of the model, padded as it is trained")
     add("--tp", type=whole(most=10**5), default=1, help="ranks of the tensor-parallel group")
     add("--sequence-parallel", action="store_true")
     add("--dtype", choices=tuple(DTYPES), default="bf16")

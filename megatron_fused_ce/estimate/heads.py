@@ -165,9 +165,7 @@ def _flags(config: FusedCEConfig) -> str:
             words.append(f"--fused-ce-{name}")
         else:
             words.append(
-                f"--fused-ce-{name} {value:g}"
-                if isinstance(value, float)
-                else f"--fused-ce-{name} {value}"
+                f"--fused-ce-{name} {value:g}" if isinstance(value, float) else f"--fused-ce-{name} {value}"
             )
     return " ".join(words)
 

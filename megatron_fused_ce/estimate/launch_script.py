@@ -124,11 +124,7 @@ def _missing(words: Sequence[str], read: Collection[str]) -> list[str]:
             continue
         name, equals, _ = word.word.partition("=")
         option = name if equals else before
-        if (
-            option.startswith("--")
-            and option not in read
-            and not (_LIST.fullmatch(word) and not equals)
-        ):
+        if option.startswith("--") and option not in read and not (_LIST.fullmatch(word) and not equals):
             continue
         missing.append(str(word))
     return list(dict.fromkeys(missing))

@@ -52,9 +52,7 @@ NOT_COUNTED = {
     "--use-torch-fsdp2": "give --sharding full as well",
 }
 #: Layers and experts are counted one by one, and a size of a parallelism is one of ranks.
-_MOST = dict.fromkeys(
-    ("num-layers", "num-experts", "mtp-num-layers", "make-vocab-size-divisible-by"), 10**5
-)
+_MOST = dict.fromkeys(("num-layers", "num-experts", "mtp-num-layers", "make-vocab-size-divisible-by"), 10**5)
 _MOST |= {f"{name}-model-parallel-size": 10**5 for name in ("tensor", "pipeline", "expert")} | {
     "context-parallel-size": 10**5,
     "expert-tensor-parallel-size": 10**5,
@@ -285,10 +283,7 @@ def _model(given: argparse.Namespace) -> Model:
 
 
 def _is_rotary(given: argparse.Namespace) -> bool:
-    return (
-        given.position_embedding_type in ("rope", "yarn", "mrope")
-        or given.use_rotary_position_embeddings
-    )
+    return given.position_embedding_type in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
 
 
 def _latent(given: argparse.Namespace) -> Latent | None:

@@ -79,16 +79,13 @@ MODELS = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, "8.19", "Qwen3-8B"),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40, "14.77", "Qwen3-14B"),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64, "32.76", "Qwen3-32B"),
-    "qwen3-30b-a3b": _qwen3(
-        48, 2048, 6144, 32, "30.53", "Qwen3-30B-A3B", groups=4, more=_qwen3_experts(768)
-    ),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 6144, 32, "30.53", "Qwen3-30B-A3B", groups=4, more=_qwen3_experts(768)),
     "qwen3-235b-a22b": _qwen3(
         94, 4096, 12288, 64, "235.09", "Qwen3-235B-A22B", groups=4, more=_qwen3_experts(1536)
     ),
     "gemma-2-2b": NamedModel(
         # Its gate is GELU's; counted as SwiGLU. Its head bends the logits.
-        f"{_sizes(26, 2304, 9216, 8, 4, 256000)} --kv-channels 256 --post-norms"
-        " --fused-ce-logit-softcap 30",
+        f"{_sizes(26, 2304, 9216, 8, 4, 256000)} --kv-channels 256 --post-norms --fused-ce-logit-softcap 30",
         "2.61",
         "google/gemma-2-2b",
     ),
@@ -132,7 +129,5 @@ def known_name(text: str, names: Collection[str] = tuple(MODELS)) -> str:
 def head_sizes(name: str) -> tuple[int, int]:
     """``H`` and the vocabulary of a named model's head."""
     words = MODELS[name].arguments.split()
-    hidden_size, vocab = (
-        int(words[words.index(flag) + 1]) for flag in ("--hidden-size", "--vocab-size")
-    )
+    hidden_size, vocab = (int(words[words.index(flag) + 1]) for flag in ("--hidden-size", "--vocab-size"))
     return hidden_size, vocab

@@ -152,10 +152,7 @@ class _Activations:
         """The layer at whose backward most is held, those before it still waiting."""
         others = self._other_chunks()
         waiting, working = max(
-            (
-                (others + sum(self.kept[:index]), self._backward(index))
-                for index in range(len(self.last))
-            ),
+            ((others + sum(self.kept[:index]), self._backward(index)) for index in range(len(self.last))),
             key=sum,
         )
         return {"activations": self._bytes(waiting), "layer at work": self._bytes(working)}

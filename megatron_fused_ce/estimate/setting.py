@@ -124,9 +124,7 @@ class Model:
                 "give 1 or more, and no more than there are"
             )
         if self.mixture and len(self.mixture.layers) != self.num_layers:
-            raise ValueError(
-                f"--moe-layer-freq lists {len(self.mixture.layers)} layers of {self.num_layers}"
-            )
+            raise ValueError(f"--moe-layer-freq lists {len(self.mixture.layers)} layers of {self.num_layers}")
 
     @property
     def norm_size(self) -> int:

@@ -59,9 +59,7 @@ class Unknown(str):
         return new
 
 
-def commands(
-    text: str, given: Mapping[str, str], folder: Path | None = None
-) -> Iterator[list[str]]:
+def commands(text: str, given: Mapping[str, str], folder: Path | None = None) -> Iterator[list[str]]:
     """The words of each command that runs, or may run.
 
     Args:
@@ -361,12 +359,7 @@ class _Reader:
             if not value and words[:1] == ["("]:
                 end = words.index(")")
                 parts, words = words[1:end], words[end + 1 :]
-            found = [
-                new
-                for part in parts
-                for piece in _split(part)
-                for new in self.variables.expand(piece)
-            ]
+            found = [new for part in parts for piece in _split(part) for new in self.variables.expand(piece)]
             known = not adds or name not in self.variables.uncertain
             old = self.variables.values.get(name, []) if adds else []
             self.variables.assign(name, [*old, *found], certain and known)

@@ -47,9 +47,7 @@ def stages(setting: Setting) -> list[Stage]:
         for index, size in enumerate(sizes):
             held[index].append(tuple(next(rest) for _ in range(size)))
     last = parallel.pipeline - 1
-    return [
-        Stage(index, tuple(chunks), index == 0, index == last) for index, chunks in enumerate(held)
-    ]
+    return [Stage(index, tuple(chunks), index == 0, index == last) for index, chunks in enumerate(held)]
 
 
 def stage_weights(setting: Setting, stage: Stage) -> Iterator[Weight]:
@@ -90,10 +88,7 @@ def parameters(setting: Setting) -> int:
 
 def _layer_parameters(layer: Layer) -> int:
     return sum(
-        weight.count
-        for block in layer
-        for part in (block.weights(), block.norms())
-        for weight in part
+        weight.count for block in layer for part in (block.weights(), block.norms()) for weight in part
     )
 
 

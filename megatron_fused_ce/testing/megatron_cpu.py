@@ -270,13 +270,9 @@ def compile_dataset_helpers() -> None:
         importlib.import_module("megatron.core.datasets.helpers_cpp")
         return
     folder = os.path.dirname(sys.modules["megatron.core.datasets.utils"].__file__ or "")
-    found = subprocess.run(
-        [sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True
-    )
+    found = subprocess.run([sys.executable, "-m", "pybind11", "--includes"], capture_output=True, text=True)
     if found.returncode != 0:
-        sys.exit(
-            "megatron_cpu: Megatron's dataset helpers are built with pybind11: pip install pybind11"
-        )
+        sys.exit("megatron_cpu: Megatron's dataset helpers are built with pybind11: pip install pybind11")
     includes = found.stdout.strip()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     command = ["make", "-C", folder, f"LIBEXT={suffix}", f"CPPFLAGS={includes}"]
@@ -419,9 +415,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def install_fused_wgrad() -> None:
     """Offer apex's ``fused_weight_gradient_mlp_cuda`` in plain PyTorch: ``main_grad += dYᵀ·X``."""
 
-    def accumulate(
-        hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
-    ) -> None:
+    def accumulate(hidden: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         with torch.no_grad():
             main_grad.addmm_(grad_output.t().to(main_grad.dtype), hidden.to(main_grad.dtype))
 

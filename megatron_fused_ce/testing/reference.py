@@ -158,9 +158,7 @@ class _Moving(torch.autograd.Function):
         return ctx.change(grads[0]), None, None
 
 
-def plain_head(
-    inputs: HeadInputs, dtype: torch.dtype, roundings: Roundings | None = None
-) -> HeadResult:
+def plain_head(inputs: HeadInputs, dtype: torch.dtype, roundings: Roundings | None = None) -> HeadResult:
     """The definition, evaluated by autograd in ``dtype`` (the loss in fp32 or wider, as Megatron's).
 
     ``loss = logsumexp(z) - z_y`` with ``z = logit_scale * hidden @ weight.T``; for a label outside the
@@ -330,9 +328,7 @@ def assert_close(result: HeadResult, inputs: HeadInputs) -> dict[str, float]:
 
     Returns the errors. Raises ``AssertionError`` naming the part, its error and its bound.
     """
-    return assert_within(
-        result, truth(inputs), plain_head(inputs, inputs.hidden.dtype), inputs.hidden.dtype
-    )
+    return assert_within(result, truth(inputs), plain_head(inputs, inputs.hidden.dtype), inputs.hidden.dtype)
 
 
 def assert_within(

@@ -90,9 +90,7 @@ def roofs_of(given: argparse.Namespace, variants: list[Variant]) -> tuple[str, .
     return tuple(name for name in cases.ROOFS if four or name != "roof-4")
 
 
-def expected_seconds(
-    cell: Cell, variants: list[Variant], given: argparse.Namespace, num_ranks: int
-) -> float:
+def expected_seconds(cell: Cell, variants: list[Variant], given: argparse.Namespace, num_ranks: int) -> float:
     """A cell's time on GPUs of 600 TFLOP/s, within a factor of two; 4 s for a peer to compile."""
     one = 2.0 * cell.num_tokens * cell.hidden_size * cell.vocab / num_ranks / 6e14  # product
 

@@ -119,9 +119,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """torch's allocator's, and what cuBLAS, NCCL and foreign launchers say in words."""
     text = str(error)
     return (
-        isinstance(error, torch.OutOfMemoryError)
-        or "out of memory" in text.lower()
-        or "ALLOC_FAILED" in text
+        isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower() or "ALLOC_FAILED" in text
     )
 
 
@@ -351,9 +349,7 @@ def _judge(outcome: Outcome, where: str, loss_bound: float, bound: float) -> Non
         outcome.reason = f"wrong result{where}: error {worst:.1e}"
 
 
-def full_errors(
-    variant: Variant, problem: Problem, reference: FullReference
-) -> tuple[float, float, bool]:
+def full_errors(variant: Variant, problem: Problem, reference: FullReference) -> tuple[float, float, bool]:
     """Errors of loss and gradients at the timed size, and whether all of them is finite."""
     assert variant.run is not None
     problem.zero_wgrad_accumulator()
@@ -584,9 +580,7 @@ def measure_times(
             if name in roofs:
                 spans, reason = roof_turn(name, warm, outcome.steps)
             else:
-                take_turn = partial(
-                    turn, outcome.variant, problem, world, warm, outcome.steps, host
-                )
+                take_turn = partial(turn, outcome.variant, problem, world, warm, outcome.steps, host)
                 spans, reason = attempt(take_turn, world)
                 if reason == OUT_OF_MEMORY and roof.resident:
                     roof.release(for_good=True)
@@ -631,9 +625,7 @@ def results_of(problem: Problem, loss: Tensor) -> list[Tensor]:
 
 def same_bits(one: list[Tensor], other: list[Tensor]) -> str:
     names = ("loss", "grad_hidden", "grad_weight")
-    differing = [
-        name for name, a, b in zip(names, one, other, strict=True) if not torch.equal(a, b)
-    ]
+    differing = [name for name, a, b in zip(names, one, other, strict=True) if not torch.equal(a, b)]
     return "ok" if not differing else f"differs: {', '.join(differing)}"
 
 
@@ -676,9 +668,7 @@ def check_graph(variant: Variant, problem: Problem) -> str:
     return answer
 
 
-def further_checks(
-    outcome: Outcome, problem: Problem, settings: Settings, world: World
-) -> dict[str, str]:
+def further_checks(outcome: Outcome, problem: Problem, settings: Settings, world: World) -> dict[str, str]:
     """The chosen ones of ``sync``, ``graph``, ``determinism``: "ok", or what went wrong in one line."""
     checks = {
         "determinism": (settings.check_determinism, check_determinism),
@@ -713,9 +703,7 @@ def measure_cell(
     started = time.monotonic()
     world.sequence_parallel = cell.sequence_parallel
     outcomes = {v.key: Outcome(v, v.why_not, chunk_tokens=v.chunk_tokens) for v in variants}
-    plain_loss, plain, check_facts = check_small(
-        list(outcomes.values()), cell, settings, world, known
-    )
+    plain_loss, plain, check_facts = check_small(list(outcomes.values()), cell, settings, world, known)
     checked = time.monotonic()
     problem = Problem.of(
         cell,
@@ -821,8 +809,7 @@ def rows_of(
         total = median_ms(outcome)
         if total is not None and outcome.reason is None:
             forward, backward = (
-                statistics.median([sample[column] for sample in outcome.samples])
-                for column in (0, 1)
+                statistics.median([sample[column] for sample in outcome.samples]) for column in (0, 1)
             )
             totals = [sample[-1] for sample in outcome.samples]
             flop = 2.0 * variant.products * cell.num_tokens * cell.hidden_size * facts["V"]

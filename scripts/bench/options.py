@@ -70,10 +70,7 @@ def options_of(vocab: int) -> list[Option]:
         Option("log-probability with gradient", {}, ("log_prob",), True),
         Option("entropy with gradient", {}, ("entropy",), True, target=1.15),
         Option(f"teacher's top {TEACHER_CLASSES}", {}, teacher=True),
-        *(
-            Option(f"{share:.0%} masked", {"skip_masked": True}, masked=share)
-            for share in MASKED_SHARES
-        ),
+        *(Option(f"{share:.0%} masked", {"skip_masked": True}, masked=share) for share in MASKED_SHARES),
         Option("nothing masked, skipping on", {"skip_masked": True}),
     ]
 
@@ -145,9 +142,7 @@ def measure(
     def watch(option: Option) -> Callable[[], float]:
         variant = variant_of(option, strategy, problem, cell.vocab)
         turn(variant, problem, world, 1, 1)  # compiles
-        return lambda: statistics.median(
-            sum(span) for span in turn(variant, problem, world, 1, given.steps)
-        )
+        return lambda: statistics.median(sum(span) for span in turn(variant, problem, world, 1, given.steps))
 
     plain = watch(options[0])
     rows = []

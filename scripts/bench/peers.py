@@ -195,9 +195,7 @@ def _torch_lce(reduction: str) -> Callable[[torch.device], Loss]:
             raise RuntimeError(f"torch {torch.__version__} has no F.linear_cross_entropy")
         options: Any = getattr(torch.nn, "LinearCrossEntropyOptions", None)
         extra = {} if options is None else {"options": options()}
-        return lambda hidden, weight, labels: function(
-            hidden, weight, labels, reduction=reduction, **extra
-        )
+        return lambda hidden, weight, labels: function(hidden, weight, labels, reduction=reduction, **extra)
 
     return build
 
@@ -318,9 +316,7 @@ def _liger_cute_scaled(device: torch.device) -> Loss:
 
 def _quack(device: torch.device) -> Loss:
     """Untuned: tuning takes minutes in the first step."""
-    function: Any = importlib.import_module(
-        "quack.linear_cross_entropy"
-    ).chunked_linear_cross_entropy
+    function: Any = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
     return lambda hidden, weight, labels: function(
         hidden, weight, labels, CHUNK_TOKENS, reduction="sum", tuned=False, use_scaled_exp=False
     )
@@ -381,9 +377,7 @@ def _cce(impl: str) -> Callable[[torch.device], Loss]:
             version = getattr(module, "__version__", _version("cut-cross-entropy"))
             raise RuntimeError(f"cut-cross-entropy {version} has no impl {impl!r}")
         function: Any = module.linear_cross_entropy
-        return lambda hidden, weight, labels: function(
-            hidden, weight, labels, reduction="none", impl=impl
-        )
+        return lambda hidden, weight, labels: function(hidden, weight, labels, reduction="none", impl=impl)
 
     return build
 
@@ -446,9 +440,7 @@ def _liger_tp(native: bool) -> Callable[[torch.device, Parallel], Loss]:
             importlib.import_module("liger_cute_kernels")
             setup = importlib.import_module("liger_kernel.ops.configure")
             size = setup.FusedLinearCrossEntropyConfig(*parallel.largest, group="tp")
-            if not setup.configure(
-                process_groups={"tp": parallel.group}, device=device, flsce=size
-            ):
+            if not setup.configure(process_groups={"tp": parallel.group}, device=device, flsce=size):
                 raise RuntimeError("Liger's native kernels do not take this device")
             if module._load_native_tp_function() is None:
                 raise RuntimeError("Liger's native library lacks the cross entropy's functions")
@@ -703,9 +695,7 @@ def main(words: list[str]) -> int:
             peer = try_out(peer, options.device)
         upstream = "one upstream for all tokens" if peer.scalar_only else "per token"
         state = "ready" if peer.why_not is None else f"NO: {peer.why_not}"
-        print(
-            f"{peer.name:18} {peer.gemms} GEMMs, {upstream:27} {state} [{peer.title}]", flush=True
-        )
+        print(f"{peer.name:18} {peer.gemms} GEMMs, {upstream:27} {state} [{peer.title}]", flush=True)
     return 0
 
 

@@ -212,9 +212,7 @@ class Problem:
         self.num_rows = vocab // world.size
         self.vocab_start = world.rank * self.num_rows
         mine = world.rank if world.parts > 1 else 0
-        self.tokens = slice(
-            mine * (num_tokens // world.parts), (mine + 1) * (num_tokens // world.parts)
-        )
+        self.tokens = slice(mine * (num_tokens // world.parts), (mine + 1) * (num_tokens // world.parts))
         self.whole: HeadInputs | None = None
         if keep_whole:
             self.whole = HeadInputs(

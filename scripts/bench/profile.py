@@ -366,8 +366,7 @@ def _kernels(row: Row, most: int) -> list[str]:
     if most == 0:
         return []
     of_kernels = [
-        [short(name), kind, f"{count:g}", f"{ms:.3f}"]
-        for kind, name, count, ms in row["kernels"][:most]
+        [short(name), kind, f"{count:g}", f"{ms:.3f}"] for kind, name, count, ms in row["kernels"][:most]
     ]
     text = [f"{_name(row)}:", ""]
     text.append(tables.markdown(["kernel", "kind", "a step", "ms"], of_kernels, left=2))
@@ -398,9 +397,7 @@ def draw(cell: str, rows: Sequence[Row], path: Path) -> bool:
     for axis, row in zip(axes[:, 0], rows, strict=True):
         bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for kind, _, start, time in row["timeline"]:
-            bars.setdefault((int(kind in COLLECTIVES), kind), []).append(
-                (1e-3 * start, 1e-3 * time)
-            )
+            bars.setdefault((int(kind in COLLECTIVES), kind), []).append((1e-3 * start, 1e-3 * time))
         for (lane, kind), spans in bars.items():
             used.add(kind)
             colour = COLOURS[kind]  # the edge parts a kernel from the next

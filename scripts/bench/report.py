@@ -218,9 +218,7 @@ def over_runs(runs: list[list[Row]]) -> list[Row]:
             for key in MEDIANS:
                 if all(one.get(key) is not None for one in same):
                     row[key] = round(statistics.median(one[key] for one in same), 4)
-            row["peak_mib"] = max(
-                (one["peak_mib"] for one in same if one["peak_mib"]), default=None
-            )
+            row["peak_mib"] = max((one["peak_mib"] for one in same if one["peak_mib"]), default=None)
             row["runs_ms"] = [one["time_ms"] for one in same]
         merged.append(row)
     return merged

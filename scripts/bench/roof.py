@@ -41,9 +41,7 @@ class Roof:
 
     def plan(self, free_bytes: float, resident_bytes: float) -> None:
         """Decide from what is free without any variant and beside the largest of them."""
-        free_bytes, resident_bytes = (
-            -x for x in self.world.slowest([-free_bytes, -resident_bytes])
-        )
+        free_bytes, resident_bytes = (-x for x in self.world.slowest([-free_bytes, -resident_bytes]))
         item = self.problem.weight.element_size()
         num_tokens, hidden_size = self.problem.num_tokens, self.problem.weight.shape[1]
         need = 2 * num_tokens * self.problem.num_rows * item + 2 * num_tokens * hidden_size * item

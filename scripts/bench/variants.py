@@ -92,9 +92,7 @@ def loss_of(problem: Problem, world: World, config: FusedCEConfig) -> Tensor:
         problem.labels,
         tp_group=world.group if world.size > 1 else None,
         sequence_parallel=world.sequence_parallel,
-        token_weights=problem.token_weights
-        if config.strategy in ("auto", "grad_in_forward")
-        else None,
+        token_weights=problem.token_weights if config.strategy in ("auto", "grad_in_forward") else None,
         vocab_start=problem.vocab_start,
         config=config,
         open_grad_weight=problem.open_grad_weight,
@@ -133,9 +131,7 @@ def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
             device=torch.cuda.get_device_name() if world.on_gpu else "cpu",
         )
     )
-    return Chosen(
-        plan.strategy, plan.capacity, logits.name, round(plan.predicted_peak_bytes / MIB, 1)
-    )
+    return Chosen(plan.strategy, plan.capacity, logits.name, round(plan.predicted_peak_bytes / MIB, 1))
 
 
 def megatron(world: World) -> list[Variant]:

@@ -236,9 +236,7 @@ def failures(job: Job, runs: list[Run]) -> list[str]:
         found.append("heads evaluated fused: expected one for each step, got 0")
     if fused.logits_materialised > 0:
         found.append(f"logits materialised: expected 0, got {fused.logits_materialised}")
-    found += [
-        f"{run.name}: the tracker saw no logits at all" for run in runs if not run.logits_storages
-    ]
+    found += [f"{run.name}: the tracker saw no logits at all" for run in runs if not run.logits_storages]
     if not fused.logits_peak_bytes < stock.logits_peak_bytes:
         found.append(
             f"peak bytes of logits: expected fewer than stock's {stock.logits_peak_bytes}, got "
@@ -248,8 +246,7 @@ def failures(job: Job, runs: list[Run]) -> list[str]:
     end = float(np.mean(fused.losses[-10:]))
     if job.num_steps >= CPU_JOB.num_steps and not end < uniform - LEARNT_NATS:
         found.append(
-            f"loss: expected to fall by {LEARNT_NATS} from ln(vocabulary) = {uniform:.2f}, "
-            f"ended at {end:.2f}"
+            f"loss: expected to fall by {LEARNT_NATS} from ln(vocabulary) = {uniform:.2f}, ended at {end:.2f}"
         )
     return found
 
@@ -257,9 +254,7 @@ def failures(job: Job, runs: list[Run]) -> list[str]:
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = Parser("python -m scripts.demo", __doc__ or "")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument(
-        "--steps", type=whole(NUM_FIRST_STEPS, 10**6), help="training steps of each run"
-    )
+    parser.add_argument("--steps", type=whole(NUM_FIRST_STEPS, 10**6), help="training steps of each run")
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     arguments = parser.parse_args(words)
     here = num_gpus()

@@ -266,8 +266,7 @@ class Progress:
             disable=self._quiet or not self._console.is_terminal,
         )
         self._tasks = {
-            name: self._bars.add_task(name, total=job.num_steps, state="", start=False)
-            for name in names
+            name: self._bars.add_task(name, total=job.num_steps, state="", start=False) for name in names
         }
 
     def __enter__(self) -> Progress:

@@ -41,9 +41,7 @@ def draw_results() -> None:
 @command("figures")
 def main(words: list[str]) -> int:
     parser = Parser("python -m scripts.dev.figures", __doc__ or "")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing, say what is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing, say what is out of date")
     parser.add_argument("--readme", type=Path, help="of these figures alone, into another file")
     given = parser.parse_args(words)
     chosen = {given.readme: figures_readme} if given.readme else PAGES

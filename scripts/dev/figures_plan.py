@@ -175,9 +175,7 @@ def chunk_by_chunk(inputs: PlanInputs) -> Plan:
         chosen,
         wgrad_at_once=False,
         memory=planner.peak_memory(inputs, chosen.strategy, *cut),
-        relative_time=planner.relative_time(
-            inputs, chosen.strategy, chosen.count, inputs.num_tokens
-        ),
+        relative_time=planner.relative_time(inputs, chosen.strategy, chosen.count, inputs.num_tokens),
     )
 
 
@@ -222,9 +220,7 @@ def case() -> list[list[str]]:
     lines = []
     for name in CASE_MODELS:
         sums = _case_sums(name)
-        lines.append(
-            [name, *(f"{value:.2f}" for value in sums[:7]), *(f"{x:.1%}" for x in sums[7:])]
-        )
+        lines.append([name, *(f"{value:.2f}" for value in sums[:7]), *(f"{x:.1%}" for x in sums[7:])])
     return lines
 
 
@@ -276,8 +272,7 @@ def heads_table(found: Sequence[Compared]) -> str:
     for one in found:
         off.setdefault(one.variant.removeprefix("megatron-"), []).append(one.off)
     rows = [
-        [name, str(len(values)), _percent(min(values)), _percent(max(values))]
-        for name, values in off.items()
+        [name, str(len(values)), _percent(min(values)), _percent(max(values))] for name, values in off.items()
     ]
     return table(["loss", "heads", "planned at least", "at most"], rows)
 

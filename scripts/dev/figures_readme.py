@@ -45,9 +45,7 @@ HEADS = (
 )
 #: On four GPUs neither native fusion was run, nor what has no tensor parallelism; verl's was run there alone.
 ONE_GPU, FOUR_GPUS = (name for name, _ in HEADS)
-NOT_MEASURED = {(FOUR_GPUS, name) for name in ("megatron-native", "liger", "cce")} | {
-    (ONE_GPU, "verl-tp")
-}
+NOT_MEASURED = {(FOUR_GPUS, name) for name in ("megatron-native", "liger", "cce")} | {(ONE_GPU, "verl-tp")}
 #: Label and variant of each row, and what it can do, in the columns' order (docs/features.md has sources).
 ROWS = (
     ("Megatron unfused", "megatron-unfused", "yes", "yes", "yes", "yes"),

@@ -235,9 +235,7 @@ def fit_rate(rows: Iterable[Row]) -> tuple[float, tuple[float, float]]:
             flop = 6.0 * row["T"] * row["H"] * row["V"]
             rates.append(flop / (row["time_ms"] * 1e-3))
     if not rates:
-        raise ValueError(
-            "no row named 'roof', whose products tell the rate; give benchmark results"
-        )
+        raise ValueError("no row named 'roof', whose products tell the rate; give benchmark results")
     return median(rates), (min(rates), max(rates))
 
 
@@ -335,9 +333,7 @@ def constants_table(model: Model) -> str:
     lines = [["`P`", f"{model.rate / 1e12:.0f} ({low} to {high})", "TFLOP/s of the products"]]
     link = model.link
     lines.append(["`a`", f"{link.latency_s * 1e6:.1f}", f"us a collective ({link.source})"])
-    lines.append(
-        ["`s`", f"{link.step_s * 1e6:.1f}", "us a step of a ring (NCCL's own model, not fitted)"]
-    )
+    lines.append(["`s`", f"{link.step_s * 1e6:.1f}", "us a step of a ring (NCCL's own model, not fitted)"])
     lines.append(["`b`", f"{link.bytes_per_s / 1e9:.0f}", "GB/s of a rank's link"])
     for name, letter, unit, scale in CONSTANTS:
         value = f"{model.constants[name] * scale:.3g}"
@@ -439,9 +435,7 @@ def limits_table(model: Model, head: tuple[int, int], ranks: Sequence[int], shar
 
 
 def root_mean_square(found: Sequence[tuple[Row, Case, float, float]]) -> float:
-    return math.sqrt(
-        sum((measured - modelled) ** 2 for *_, measured, modelled in found) / len(found)
-    )
+    return math.sqrt(sum((measured - modelled) ** 2 for *_, measured, modelled in found) / len(found))
 
 
 def tables(
@@ -476,9 +470,7 @@ def tables(
     ]
     for head in options.heads:
         lines += [f"H = {head[0]}, V = {head[1]} over all ranks:", ""]
-        lines.append(
-            carried_table(model, head, options.ranks, options.tokens, chunk_tokens, device)
-        )
+        lines.append(carried_table(model, head, options.ranks, options.tokens, chunk_tokens, device))
     lines += [
         "**Where chunking stops paying**: rows of a shard from which on a product hides the bytes of a "
         "chunk's hidden states, whatever C is, and tokens of a chunk whose latencies and accumulation take "

@@ -79,9 +79,7 @@ def findings(log: str) -> list[Finding]:
     """What a tool reported, each with the kernel it happened in."""
     made: list[Finding] = []
     header, kernel = "", ""
-    lines = [
-        line.removeprefix("=========") for line in log.splitlines() if line.startswith("=====")
-    ]
+    lines = [line.removeprefix("=========") for line in log.splitlines() if line.startswith("=====")]
     for line in [*lines, " end"]:
         words = line.strip()
         if header and not kernel and (found := WHERE.search(words)):
@@ -182,9 +180,7 @@ class Child:
     @property
     def found(self) -> list[Finding]:
         """Without the control's and those of the right kernels beside it."""
-        return [
-            one for one in findings(self.log) if not one.kernel.startswith(("_control_", "_right_"))
-        ]
+        return [one for one in findings(self.log) if not one.kernel.startswith(("_control_", "_right_"))]
 
     @property
     def reported_right(self) -> Counter[str]:
@@ -299,9 +295,7 @@ def sanitizer(named: str | None) -> str:
     for place in places:
         if path := shutil.which(place):
             return path
-    raise UsageError(
-        f"no {places[0]} here; it comes with the CUDA toolkit: name it with --sanitizer"
-    )
+    raise UsageError(f"no {places[0]} here; it comes with the CUDA toolkit: name it with --sanitizer")
 
 
 def environment(tool: str, words: Sequence[str]) -> dict[str, Any]:
@@ -321,15 +315,10 @@ def main(words: list[str]) -> int:
     writable_folder(options.out).mkdir(parents=True, exist_ok=True)
     for path in filter(None, (options.json, options.markdown)):
         writable_file(path)
-    children = [
-        Child(name, group, options.out, tool) for group in options.groups for name in options.tools
-    ]
+    children = [Child(name, group, options.out, tool) for group in options.groups for name in options.tools]
     deadline = time.monotonic() + options.time_limit
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = [
-            pool.submit(child.run, 49152 + 32 * index, deadline)
-            for index, child in enumerate(children)
-        ]
+        runs = [pool.submit(child.run, 49152 + 32 * index, deadline) for index, child in enumerate(children)]
     for run in runs:
         run.result()
     facts = environment(tool, words)

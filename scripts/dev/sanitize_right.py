@@ -84,9 +84,7 @@ def run(tool: str, device: torch.device) -> list[str]:
             tokens = torch.randn(rows, 256, device=device, dtype=torch.bfloat16)
             made = torch.mm(tokens, weight.t())
             copy = torch.zeros_like(made)
-            _right_reader_kernel[(triton.cdiv(made.numel(), 256),)](
-                made, copy, made.numel(), BLOCK=256
-            )
+            _right_reader_kernel[(triton.cdiv(made.numel(), 256),)](made, copy, made.numel(), BLOCK=256)
             # The copy is looked at, not the product, which torch's kernels would read as well.
             expected = tokens.float() @ weight.float().t()
             if float((copy.float() - expected).norm()) > 1e-2 * float(expected.norm()):

@@ -114,9 +114,7 @@ class Launches:
 def watched(modules: tuple[str, ...]) -> Iterator[Launches]:
     """Counts the launches of every entry kernel of some modules."""
     kernels = {
-        name: getattr(kernels_module(module), name)
-        for module in modules
-        for name in entry_kernels()[module]
+        name: getattr(kernels_module(module), name) for module in modules for name in entry_kernels()[module]
     }
     launches = Launches(Counter(dict.fromkeys(kernels, 0)), {name: set() for name in kernels})
     usual = {name: kernel.run for name, kernel in kernels.items()}
@@ -330,12 +328,8 @@ def checks_of_exp(device: torch.device) -> dict[str, Check]:
             "odd-labels", sizes, z_loss=1e-3, logit_softcap=30.0, true_vocab_size=45, **exp
         )
     small = {**sizes, "s": 1, "b": 1, "vocab": 8}
-    made["one token, 8 columns"] = head(
-        "plain", small, strategy="recompute", logits_backend="scaled_exp"
-    )
-    made["from id 1000"] = head(
-        "odd-labels", sizes, 1000, strategy="store", logits_backend="scaled_exp"
-    )
+    made["one token, 8 columns"] = head("plain", small, strategy="recompute", logits_backend="scaled_exp")
+    made["from id 1000"] = head("odd-labels", sizes, 1000, strategy="store", logits_backend="scaled_exp")
     return made
 
 
@@ -461,9 +455,7 @@ def main() -> int:
         # Compiles for Hopper alone.
         from megatron_fused_ce.scripts.dev import sanitize_right
 
-        results["failed"] |= dict.fromkeys(
-            sanitize_right.run(options.control, device), "a wrong result"
-        )
+        results["failed"] |= dict.fromkeys(sanitize_right.run(options.control, device), "a wrong result")
     options.results.write_text(json.dumps(results))
     print(f"{options.group}: {results['checks']} checks, failed: {results['failed']}", flush=True)
     if options.control and device.type == "cuda":

@@ -285,9 +285,7 @@ class Issued:
     def note(self, call: Call) -> None:
         self.last_call, self.progress = call, time.monotonic()
         self.num_calls += 1
-        if call.group.startswith(
-            BESIDE
-        ):  # of the shard's own shape, which other groups do not share
+        if call.group.startswith(BESIDE):  # of the shard's own shape, which other groups do not share
             call = call._replace(shapes=())
         self.digest = zlib.crc32(repr(call).encode(), self.digest)
 
@@ -391,9 +389,7 @@ def against_tp_1(entry: Entry, layout: Layout, results: list[Tensor]) -> float:
                 f"in the first run of {problem}"
             )
         worst = max(worst, error / bound)
-    if not torch.equal(
-        gathered, torch.full_like(gathered, sum(1.0 + r for r in layout.beside_ranks))
-    ):
+    if not torch.equal(gathered, torch.full_like(gathered, sum(1.0 + r for r in layout.beside_ranks))):
         raise Stop(f"drift: the second communicator's own sum is wrong beside {problem}")
     return worst
 
@@ -641,9 +637,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=whole(), default=2000)
     parser.add_argument("--seed", type=whole(0), default=1)
     parser.add_argument("--time-limit", type=seconds, default=NO_LIMIT, metavar="S")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), help="[cuda where there are GPUs enough]"
-    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="[cuda where there are GPUs enough]")
     parser.add_argument(
         "--tp",
         type=whole(most=4096),
@@ -657,9 +651,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--fresh", type=whole(0), default=1, metavar="N", help="of them replaced after a window [1]"
     )
-    parser.add_argument(
-        "--check-every", type=whole(), default=50, metavar="K", help="steps of a window [50]"
-    )
+    parser.add_argument("--check-every", type=whole(), default=50, metavar="K", help="steps of a window [50]")
     parser.add_argument("--delay-ms", type=number(), default=4.0, help="the longest sleep [4]")
     parser.add_argument(
         "--delay-share",
@@ -678,9 +670,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the tally here")
     options = parser.parse_args(words)
     if WORLD < 2:
-        parser.error(
-            "start it over 2 ranks or more: torchrun --nproc-per-node 4 -m scripts.dev.soak"
-        )
+        parser.error("start it over 2 ranks or more: torchrun --nproc-per-node 4 -m scripts.dev.soak")
     if options.tp is None:
         options.tp = sorted({WORLD, WORLD // 2 if WORLD % 2 == 0 and WORLD > 2 else WORLD})
     for tp in options.tp:
@@ -750,9 +740,7 @@ def _report(soak: Soak, options: argparse.Namespace, words: str) -> None:
                 for key, value in vars(tally).items()
             },
         }
-        results.write(
-            options.json, [record], results.made_by(gpu, ["scripts.dev.soak", *sys.argv[1:]])
-        )
+        results.write(options.json, [record], results.made_by(gpu, ["scripts.dev.soak", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

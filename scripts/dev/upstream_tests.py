@@ -336,9 +336,7 @@ def rendered(files: Sequence[Path]) -> str:
             rows[row.file, row.test, row.ranks] = row
         incomplete += told.pop("incomplete")
         for name, value in told.items():
-            facts[name] = " and ".join(
-                dict.fromkeys((*facts.get(name, value).split(" and "), value))
-            )
+            facts[name] = " and ".join(dict.fromkeys((*facts.get(name, value).split(" and "), value)))
     return markdown(list(rows.values()), facts) + _unfinished(incomplete)
 
 
@@ -396,9 +394,7 @@ def _parser() -> Parser:
     parser = Parser("python -m scripts.dev.upstream_tests", __doc__ or "")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--megatron", type=Path, help="a checkout with its tests/")
-    what.add_argument(
-        "--render", type=Path, nargs="+", metavar="JSON", help="print results written before"
-    )
+    what.add_argument("--render", type=Path, nargs="+", metavar="JSON", help="print results written before")
     add = parser.add_argument
     add("--ranks", type=whole(most=4096), nargs="+", default=[1, 2], metavar="R", help="[1 2]")
     add("--files", nargs="+", metavar="F", help=f"below {TESTS} [those known]")
@@ -424,10 +420,7 @@ def planned(options: argparse.Namespace) -> list[Job]:
         writable_file(path)
     out = writable_folder(options.out.resolve())
     return [
-        Job(checkout, file, ranks, hook, out)
-        for file in files
-        for ranks in options.ranks
-        for hook in HOOKS
+        Job(checkout, file, ranks, hook, out) for file in files for ranks in options.ranks for hook in HOOKS
     ]
 
 

@@ -36,9 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         megatron_fused_ce.enable()
     folder: Path = config.getoption("--fused-ce-results")
     folder.mkdir(parents=True, exist_ok=True)
-    config.pluginmanager.register(
-        Recorder((folder / f"rank{os.environ.get('RANK', '0')}.jsonl").open("a"))
-    )
+    config.pluginmanager.register(Recorder((folder / f"rank{os.environ.get('RANK', '0')}.jsonl").open("a")))
 
 
 def pytest_collection() -> None:

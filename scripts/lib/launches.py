@@ -140,9 +140,7 @@ def start(
     Raises UsageError where the folder holds something else, or there is no such program.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / LAUNCHER_LOG).is_file():
-        raise UsageError(
-            f"{folder} holds something that is no launch of this tool: choose another --out"
-        )
+        raise UsageError(f"{folder} holds something that is no launch of this tool: choose another --out")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / RECORD).write_text(json.dumps({"command": shlex.join(words)}) + "\n")
@@ -166,9 +164,7 @@ def start(
     return Started(process, folder, list(words), turn)
 
 
-def launch(
-    words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]
-) -> Figures:
+def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]) -> Figures:
     """Run a user's launch to its end. Raises UsageError, with the log's own error, where it fails."""
     started = start(words, folder)
     figures = started.finish(timeout_s, progress)

@@ -55,6 +55,5 @@ def loss_difference(ours: Figures, reference: Figures) -> float:
     if ours.losses.keys() != reference.losses.keys():
         return math.inf
     return max(
-        largest_relative_difference(ours.losses[name], values)
-        for name, values in reference.losses.items()
+        largest_relative_difference(ours.losses[name], values) for name, values in reference.losses.items()
     )

@@ -151,9 +151,7 @@ def check(content: Any) -> None:
                 raise ValueError(f"row {at}: {key} is no name: {row[key]!r}")
         for key in _NUMBERS:
             value = row[key]
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float)
-            ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
                 raise ValueError(f"row {at}: {key} is no number: {value!r}")
             if value is not None and value < 0:
                 raise ValueError(f"row {at}: {key} is below 0: {value!r}")

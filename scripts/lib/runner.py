@@ -173,9 +173,7 @@ def parse(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
         own[words[0]], words = words[1:end], words[end:]
     is_module = words[:1] == ["-m"] and len(words) > 1
     if not is_module and not (words and os.path.isfile(words[0])):
-        sys.exit(
-            f"usage: runner.py OPTION... (-m MODULE | SCRIPT) args..., no {' '.join(words[:1])}"
-        )
+        sys.exit(f"usage: runner.py OPTION... (-m MODULE | SCRIPT) args..., no {' '.join(words[:1])}")
     return own, words
 
 

@@ -217,9 +217,7 @@ class Judge:
     grad_norm_bound: float | None = None
     atol: float = 0.0
 
-    def bounds(
-        self, name: str, precisions: set[str], noise: tuple[float | None, float | None]
-    ) -> Bounds:
+    def bounds(self, name: str, precisions: set[str], noise: tuple[float | None, float | None]) -> Bounds:
         """``noise``: the largest difference of two runs that are the same, first and over all.
 
         A gradient norm's noise only widens its fixed bound for the first iterations: three digits behind
@@ -238,14 +236,10 @@ class Judge:
             bound if own is None else max(YARDSTICK_FACTOR * own, floor)
             for bound, own in zip((usual.first, usual.all), noise, strict=True)
         )
-        return Bounds(
-            first if given[0] is None else given[0], whole if given[1] is None else given[1]
-        )
+        return Bounds(first if given[0] is None else given[0], whole if given[1] is None else given[1])
 
 
-def compare(
-    reference: Record, other: Record, noise: Record | None, judge: Judge = Judge()
-) -> Comparison:
+def compare(reference: Record, other: Record, noise: Record | None, judge: Judge = Judge()) -> Comparison:
     """Raises UsageError where the runs have no loss of the same iterations."""
     names = [name for name in reference.curves if name in other.curves]
     pairs = {name: pairs_of(reference, other, name, judge.atol) for name in names}
@@ -286,12 +280,8 @@ def _first_iteration(curve: Sequence[Point], pair: Pair) -> int:
 
 
 def _nothing_shared(reference: Record, other: Record) -> str:
-    ranges = [
-        f"{run.name} {run.iterations()[0]} to {run.iterations()[1]}" for run in (reference, other)
-    ]
-    text = (
-        f"nothing to compare: the runs have no loss over the same iterations ({', '.join(ranges)})"
-    )
+    ranges = [f"{run.name} {run.iterations()[0]} to {run.iterations()[1]}" for run in (reference, other)]
+    text = f"nothing to compare: the runs have no loss over the same iterations ({', '.join(ranges)})"
     if reference.kind != other.kind:
         text += "; beside a log, TensorBoard needs every iteration: --tensorboard-log-interval 1"
     return text
@@ -375,9 +365,7 @@ def _notes(found: Comparison) -> list[str]:
     for curve in found.curves:
         both = [p.iteration for p in curve.pairs if math.isnan(p.reference) and math.isnan(p.other)]
         if both:
-            notes.append(
-                f"{curve.name} is nan in both runs on {len(both)} lines, from {both[0]} on"
-            )
+            notes.append(f"{curve.name} is nan in both runs on {len(both)} lines, from {both[0]} on")
     return notes
 
 
@@ -500,9 +488,7 @@ def draw(found: Comparison, path: Path) -> bool:
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     names = f"{found.other.name} (thin) against {found.reference.name} (wide)"
     figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
-    figure.legend(
-        handles=_legend(losses), loc="outside lower center", ncols=3, fontsize=8, frameon=False
-    )
+    figure.legend(handles=_legend(losses), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
 
@@ -564,8 +550,7 @@ def _draw_differences(axes: Any, curves: Sequence[Curve]) -> None:
 def _plot_positive(axes: Any, pairs: Sequence[Pair], style: dict[str, Any]) -> None:
     """A log axis has no zero: where there is no difference, there is a gap."""
     values = [
-        pair.difference if pair.difference and math.isfinite(pair.difference) else math.nan
-        for pair in pairs
+        pair.difference if pair.difference and math.isfinite(pair.difference) else math.nan for pair in pairs
     ]
     axes.plot([pair.iteration for pair in pairs], values, marker=".", ms=4, **style)
 
@@ -587,9 +572,7 @@ def _draw_ratio(axes: Any, norm: Curve) -> None:
 def _parser() -> Parser:
     parser = Parser("python -m megatron_fused_ce compare", __doc__ or "")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="the reference, and the other run")
-    parser.add_argument(
-        "--names", nargs=2, metavar=("A", "B"), help="of the two [their paths' ends]"
-    )
+    parser.add_argument("--names", nargs=2, metavar=("A", "B"), help="of the two [their paths' ends]")
     parser.add_argument("--out", type=Path, default=Path("build/compare_loss"))
     bounds = parser.add_argument_group("bounds")
     add = bounds.add_argument
@@ -644,9 +627,7 @@ def _given_runs(given: argparse.Namespace) -> list[Record]:
     return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-def _launched_runs(
-    given: argparse.Namespace, words: Sequence[str], console: Console
-) -> list[Record]:
+def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Console) -> list[Record]:
     if given.runs or given.against_noise:
         raise UsageError("--launch makes the runs itself: give the command after --, and no run")
     command = Command.of(words)
@@ -661,9 +642,7 @@ def _launched_runs(
             figures = launch(line, folder, given.timeout, partial(_show, status, name))
         console.print(f"launch {name}: done, logs in {folder}", soft_wrap=True)
         if name == "on" and not figures.heads_fused:
-            raise UsageError(
-                f"the launch with the flag evaluated no head fused: see its logs in {folder}"
-            )
+            raise UsageError(f"the launch with the flag evaluated no head fused: see its logs in {folder}")
         records.append(read_run(folder, names.get(name, "the other stock run")))
     return records
 

@@ -114,8 +114,7 @@ class Model:
             f" --vocab-size {self.vocab - 1} --tokenizer-type NullTokenizer"
             " --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear"
             " --position-embedding-type rope --rotary-base 500000"
-            " --use-rope-scaling --rope-scaling-factor 32"
-            + (f" {launches.UNTIED}" if self.untied else "")
+            " --use-rope-scaling --rope-scaling-factor 32" + (f" {launches.UNTIED}" if self.untied else "")
         )
 
     def flop(self, num_tokens: int, recompute: bool) -> float:
@@ -251,9 +250,7 @@ def script_args(
     return words + (shlex.split(FULL_RECOMPUTE) if recompute else [])
 
 
-def in_order(
-    variants: Sequence[str], lengths: Iterable[int], repeats: int
-) -> list[tuple[str, int, int]]:
+def in_order(variants: Sequence[str], lengths: Iterable[int], repeats: int) -> list[tuple[str, int, int]]:
     """(variant, length, repeat): length by length, each second repeat backwards."""
     return [
         (variant, length, repeat)
@@ -505,9 +502,7 @@ def markdown(rows: Sequence[Row]) -> str:
             if good and unfused and name != "unfused":
                 # Launches of one length may be given different numbers of iterations.
                 shared = min(len(shown["loss"]), len(unfused["loss"]))
-                difference = largest_relative_difference(
-                    shown["loss"][:shared], unfused["loss"][:shared]
-                )
+                difference = largest_relative_difference(shown["loss"][:shared], unfused["loss"][:shared])
             states = list(dict.fromkeys(row["status"] for row in mine))
             lines.append(
                 [
@@ -608,9 +603,7 @@ def _parser() -> Parser:
     add("--recompute", choices=("full", "none"), default="full")
     add("--iterations", type=whole(), help="[20 at 16384 tokens ... 4 at 131072]")
     add("--warmup", type=whole(0), help="of them left out of the time [about a quarter]")
-    add(
-        "--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="start no launch too many"
-    )
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="start no launch too many")
     add("--launch-timeout", type=seconds, default=300.0, metavar="S", help="[300]")
     add(
         "--preload",
@@ -652,9 +645,7 @@ def plugin_options(flags: Sequence[str]) -> None:
 def plan(options: argparse.Namespace, checkout: Checkout) -> list[LongRun]:
     """Every launch, in order."""
     if checkout.version < (0, 16):
-        raise UsageError(
-            "Megatron-LM 0.15 has no --log-memory-interval: give a checkout of 0.16 or newer"
-        )
+        raise UsageError("Megatron-LM 0.15 has no --log-memory-interval: give a checkout of 0.16 or newer")
     own = launches.named_flags(options.variant)
     known, chosen = VARIANTS | own, [*options.variants, *own]
     wanted = in_order(chosen, options.lengths, options.repeat)

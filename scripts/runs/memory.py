@@ -94,18 +94,14 @@ def table(timelines: Sequence[Timeline]) -> str:
         if any(sizes):
             rows.append((f"  {category}", sizes))
     rows.append(("head at most, MiB", [timeline.peak(HEAD)[0] for timeline in timelines]))
-    rows.append(
-        ("max_memory_allocated, MiB", [timeline.allocator_peak_bytes for timeline in timelines])
-    )
+    rows.append(("max_memory_allocated, MiB", [timeline.allocator_peak_bytes for timeline in timelines]))
     width = max(12, *(len(timeline.name) + 2 for timeline in timelines))
     lines = ["".ljust(34) + "".join(timeline.name.rjust(width) for timeline in timelines)]
     for name, sizes in rows:
         lines.append(name.ljust(34) + "".join(f"{size / MIB:.1f}".rjust(width) for size in sizes))
     if len(timelines) == 2:
         off, on = (size for size, _, _ in peaks)
-        lines.append(
-            f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {_share(off, on)} of it"
-        )
+        lines.append(f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {_share(off, on)} of it")
     for timeline in timelines:
         if timeline.unaccounted_bytes:
             lines.append(
@@ -143,9 +139,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     panels[-1, 0].set_xlim(left=0)
     about = [facts[name] for name in ("what", "device") if facts.get(name)]
     figure.suptitle(": ".join(["Memory of one step", ", ".join(about)]), fontsize=10)
-    patches = [
-        Patch(color=COLOURS[name], label=name) for name in reversed(CATEGORIES) if name in used
-    ]
+    patches = [Patch(color=COLOURS[name], label=name) for name in reversed(CATEGORIES) if name in used]
     figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
@@ -166,9 +160,7 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int) -> set[str]:
         below = above
     size, at, at_peak = timeline.peak()
     axes.plot([0, times[-1]], [size / scale] * 2, color="black", lw=0.8, ls=":")
-    text = (
-        f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
-    )
+    text = f"{timeline.name}: peak {size / scale:.2f} {unit}, of it head {at_peak[HEAD] / scale:.2f}"
     axes.text(0.005, 0.985, text, transform=axes.transAxes, ha="left", va="top", fontsize=9)
     axes.plot([at / 1e3], [size / scale], "v", color="black", ms=4)
     if len(timeline.marks) <= MOST_MARKS:
@@ -185,9 +177,7 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int) -> set[str]:
 def report(timelines: Sequence[Timeline], out: Path) -> None:
     print(table(timelines), end="")
     drawn = draw(timelines, out / "memory_profile.png")
-    print(
-        f"{out}: " + ("memory_profile.png" if drawn else "no picture: matplotlib is not installed")
-    )
+    print(f"{out}: " + ("memory_profile.png" if drawn else "no picture: matplotlib is not installed"))
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -205,9 +195,7 @@ def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timelin
         if not (folder / TIMELINE).is_file():
             raise UsageError(f"the launch ended before step {given.step}: raise --train-iters")
         if flag and not figures.heads_fused:
-            raise UsageError(
-                f"the launch with the flag evaluated no head fused: see its logs in {folder}"
-            )
+            raise UsageError(f"the launch with the flag evaluated no head fused: see its logs in {folder}")
         (timeline,) = read(folder / TIMELINE)
         timeline.name = name
         timeline.facts["what"] = f"{Path(asked.script[0]).name}, step {given.step}"

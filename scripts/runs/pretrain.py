@@ -332,9 +332,7 @@ class Row:
     problems: list[str] = field(default_factory=list)
 
 
-def compare(
-    run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out: Sequence[str]
-) -> Row:
+def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out: Sequence[str]) -> Row:
     """One variant's row; `all_figures` are the figures of this case's variants."""
     figures = all_figures[run.variant]
     row = Row(
@@ -363,18 +361,14 @@ def compare(
     stock, native = all_figures.get(REFERENCE), all_figures.get(YARDSTICK)
     if stock and native and stock.status == native.status == "ok" and run.variant != REFERENCE:
         row.native_loss_difference = loss_difference(native, stock)
-        row.native_grad_norm_difference = largest_relative_difference(
-            native.grad_norms, stock.grad_norms
-        )
+        row.native_grad_norm_difference = largest_relative_difference(native.grad_norms, stock.grad_norms)
     reference = all_figures.get(row.against)
     others = reference.iteration_times_ms[warmup:] if reference else []
     if times and others:
         row.ratio = round(statistics.median(times) / statistics.median(others), 4)
     if reference and reference.status == "ok" and run.variant != row.against:
         row.loss_difference = loss_difference(figures, reference)
-        row.grad_norm_difference = largest_relative_difference(
-            figures.grad_norms, reference.grad_norms
-        )
+        row.grad_norm_difference = largest_relative_difference(figures.grad_norms, reference.grad_norms)
         if run.uses_plugin and figures.skipped != reference.skipped:
             skipped = f"iterations {figures.skipped} skipped"
             row.problems.append(f"{skipped}, by {row.against} {reference.skipped}")

@@ -70,9 +70,7 @@ def _parser() -> Parser:
     parser = Parser("python -m megatron_fused_ce sweep", __doc__ or "")
     add = parser.add_argument
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add(
-        "--chunks", type=whole(), nargs="+", metavar="N", help="[1 2 4 8 16 32; of launches 1 4 16]"
-    )
+    add("--chunks", type=whole(), nargs="+", metavar="N", help="[1 2 4 8 16 32; of launches 1 4 16]")
     add("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="[all]")
     add(
         "--tolerance",
@@ -227,9 +225,7 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Resul
         "device": torch.cuda.get_device_name() if world.on_gpu else device,
     }
     variants = [
-        of_config(
-            world, cell.name, FusedCEConfig(strategy=cell.strategy, num_chunks=cell.num_chunks)
-        )
+        of_config(world, cell.name, FusedCEConfig(strategy=cell.strategy, num_chunks=cell.num_chunks))
         for cell in cells
     ]
     try:
@@ -262,16 +258,12 @@ def sweep_through(given: argparse.Namespace, source: dict[str, Any]) -> Result:
     auto, *counted = cells_of(given.strategies, given.chunks)
     cells = [auto, *map(Cell, STOCK), *counted]
     folder = given.out.resolve() / "launches"
-    records = sweep_launches.measure(
-        launches, cells, folder, given.fresh, partial(print, flush=True)
-    )
+    records = sweep_launches.measure(launches, cells, folder, given.fresh, partial(print, flush=True))
     facts = source | launches.facts() | {"loss_bound": records[auto]["loss_bound"]}
     return _result(given, records, facts)
 
 
-def _result(
-    given: argparse.Namespace, records: dict[Cell, dict[str, Any]], facts: dict[str, Any]
-) -> Result:
+def _result(given: argparse.Namespace, records: dict[Cell, dict[str, Any]], facts: dict[str, Any]) -> Result:
     rows, reference = rows_of(records)
     if reference is None:
         raise UsageError(f"nothing of this package ran to its end: {LESS}")

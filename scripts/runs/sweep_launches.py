@@ -140,9 +140,7 @@ class Launches:
         if cell.strategy not in STOCK:
             flags += self.plugin_args
         name = cell.name.replace(" ", "")
-        return Run(
-            self.checkout, "gpt", self._case, name, tuple(flags), self.device, self.timeout_s
-        )
+        return Run(self.checkout, "gpt", self._case, name, tuple(flags), self.device, self.timeout_s)
 
 
 def _options(words: Sequence[str]) -> list[list[str]]:
@@ -175,9 +173,7 @@ def measure(
         figures = figures or run.finish(run.start(folder))
         record = records[cell] = _record(launches, cell, figures)
         if len(records) == 1 and record["status"] not in (OK, OUT_OF_MEMORY):
-            raise UsageError(
-                f"the launch with {cell.flags}: {record['status']}; its logs are in {folder}"
-            )
+            raise UsageError(f"the launch with {cell.flags}: {record['status']}; its logs are in {folder}")
         record["command"] = run.command
         say(f"{cell.name}: {record['status']}{came}")
     return _judged(launches, records)

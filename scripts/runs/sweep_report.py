@@ -77,9 +77,7 @@ class Result:
 def about(result: Result) -> str:
     facts = result.facts
     if facts["what"] == "head":
-        sizes = (
-            f"T = {facts['T']}, H = {facts['H']}, V = {facts['V']} rows a rank, {facts['dtype']}"
-        )
+        sizes = f"T = {facts['T']}, H = {facts['H']}, V = {facts['V']} rows a rank, {facts['dtype']}"
         parallel = f"TP {facts['tp']}{', sequence parallel' if facts['sp'] else ''}"
         return f"{sizes}, {parallel}"
     return f"{facts['script']} of {facts['megatron']}, {facts['nproc']} ranks"
@@ -264,9 +262,7 @@ def _label_points(axes: Any, rows: Sequence[Row]) -> None:
             )
         ]
         boxes = [(x + dx, y + dy, x + dx + width, y + dy + height) for dx, dy in places]
-        free = (
-            i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken)
-        )
+        free = (i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken))
         chosen = next(free, 0)
         place = places[chosen]
         taken.append(boxes[chosen])

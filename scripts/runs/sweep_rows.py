@@ -155,9 +155,7 @@ def recommend(rows: Sequence[Row], tolerance: float) -> Recommendation | None:
         within = within if best is not fastest else "the fastest"
         why = f"Peaks are unknown here; it is {within}"
     if best is not fastest:
-        why += (
-            f" ({fastest.cell.name}) and takes {_ratio(best) / _ratio(fastest) - 1:.1%} more time"
-        )
+        why += f" ({fastest.cell.name}) and takes {_ratio(best) / _ratio(fastest) - 1:.1%} more time"
     return Recommendation(best, f"{why}. {_beside_auto(best, rows)}{_scatter(ours, tolerance)}")
 
 

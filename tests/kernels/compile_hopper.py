@@ -83,9 +83,7 @@ def compiled(mode: int, write: bool, with_argmax: bool, masked: bool, softcap: b
         GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax, MASKED=masked, SOFTCAP=softcap
     )
     names = hopper._product_kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names
-    }
+    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
     source = GluonASTSource(
         hopper._product_kernel,
         signature=signature,

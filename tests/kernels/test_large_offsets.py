@@ -218,9 +218,7 @@ def test_a_larger_weight(name, strategy, monkeypatch):
     # The rows beyond 2**31 elements by themselves.
     last = slice(FAR // inputs.weight.shape[1], None)
     results = (made, exact, eager)
-    assert_within(
-        *(one._replace(grad_weight=one.grad_weight[last]) for one in results), torch.bfloat16
-    )
+    assert_within(*(one._replace(grad_weight=one.grad_weight[last]) for one in results), torch.bfloat16)
 
 
 @needs(30)

@@ -47,9 +47,7 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     out = torch.empty_like(logits)
     gradient = PLAIN.grad_coefficients(terms, Upstream(factor))
     row_kernels.row_gradients(logits, labels, gradient, 0.7, out=out)
-    expected = row_ops_torch.row_gradients(
-        logits, labels, gradient, 0.7, out=torch.empty_like(logits)
-    )
+    expected = row_ops_torch.row_gradients(logits, labels, gradient, 0.7, out=torch.empty_like(logits))
     assert torch.equal(logits, kept), "out of place must leave the logits alone"
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=1e-7)
@@ -149,9 +147,7 @@ def test_argmax_takes_the_lowest_column_of_a_tie(backend, device):
 @pytest.mark.parametrize("strategy", ["recompute", "store"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_op_on_the_triton_path(kind, strategy, device):
-    inputs = make_inputs(
-        kind, s=7, b=2, hidden_size=32, vocab=150, dtype=torch.bfloat16, device=device
-    )
+    inputs = make_inputs(kind, s=7, b=2, hidden_size=32, vocab=150, dtype=torch.bfloat16, device=device)
     config = FusedCEConfig(strategy=strategy, num_chunks=2, row_backend="triton")
     assert_close(run(inputs, config), inputs)
 

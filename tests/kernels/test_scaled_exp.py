@@ -72,18 +72,14 @@ def assert_right(result, inputs, largest):
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_tokens(num_tokens, strategy, product, device):
-    inputs = make_inputs(
-        "plain", s=num_tokens, b=1, hidden_size=40, vocab=72, dtype=EXP_DTYPE, device=device
-    )
+    inputs = make_inputs("plain", s=num_tokens, b=1, hidden_size=40, vocab=72, dtype=EXP_DTYPE, device=device)
     assert_close(run(inputs, exp_config(strategy)), inputs)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
     """Labels in every column, the last ones too; a vocabulary of fewer rows than are sampled."""
-    inputs = make_inputs(
-        "plain", s=vocab, b=1, hidden_size=64, vocab=vocab, dtype=EXP_DTYPE, device=device
-    )
+    inputs = make_inputs("plain", s=vocab, b=1, hidden_size=64, vocab=vocab, dtype=EXP_DTYPE, device=device)
     labels = torch.arange(vocab, device=device).view(1, -1)
     inputs = dataclasses.replace(inputs, labels=labels)
     for strategy in STRATEGIES:
@@ -186,9 +182,7 @@ def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
     weight = weight + 0.25 * noise.to(device, EXP_DTYPE)
     weight[column] = 0
     weight[column, 0] = outlier
-    inputs = make_inputs(
-        "plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=EXP_DTYPE, device=device
-    )
+    inputs = make_inputs("plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=EXP_DTYPE, device=device)
     inputs = dataclasses.replace(inputs, hidden=hidden, weight=weight, labels=labels)
     assert_right(run(inputs, exp_config(strategy)), inputs, largest=outlier)
 
@@ -197,9 +191,7 @@ def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
 def test_shards_far_apart(gap, product, device):
     """A vocabulary in two halves ``gap`` nats apart, labels on either: by hand, without ranks."""
     vocab, tokens = (512, 70) if ON_GPU else (144, 35)
-    inputs = make_inputs(
-        "plain", s=tokens, b=1, hidden_size=32, vocab=vocab, dtype=EXP_DTYPE, device=device
-    )
+    inputs = make_inputs("plain", s=tokens, b=1, hidden_size=32, vocab=vocab, dtype=EXP_DTYPE, device=device)
     hidden, weight = inputs.hidden.flatten(0, 1), inputs.weight
     hidden[:, 0] = 1.0
     weight[: vocab // 2, 0], weight[vocab // 2 :, 0] = gap / 2, -gap / 2
@@ -226,9 +218,7 @@ def test_shards_far_apart(gap, product, device):
     for index, shard in enumerate(shards):
         row_scale = passes.finalize(kept[index], chunks[index], scores[index], merged)
         units.append(row_scale)
-        grad = passes.grad_from_saved(
-            kept[index], row_scale, chunks[index], terms, Upstream(factor), None
-        )
+        grad = passes.grad_from_saved(kept[index], row_scale, chunks[index], terms, Upstream(factor), None)
         part = grad.matrix.double() * grad.row_scale.double()[:, None]
         assert torch.isfinite(grad.matrix.float()).all()
         columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
@@ -239,9 +229,7 @@ def test_shards_far_apart(gap, product, device):
             assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)
         grad_hidden += part @ shard.double()
     assert relative_error(grad_hidden, expected @ weight.double()) < 4e-3
-    assert torch.equal(*units), (
-        "grad_hidden is reduced before its rows are multiplied by their unit"
-    )
+    assert torch.equal(*units), "grad_hidden is reduced before its rows are multiplied by their unit"
 
 
 def test_argmax_of_ties_outliers_and_labels(product, device):
@@ -297,8 +285,7 @@ def test_backward_twice_is_bitwise_equal(strategy, product, device):
     weight = inputs.weight.clone().requires_grad_()
     loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=exp_config(strategy))
     first, again = (
-        torch.autograd.grad(loss, (hidden, weight), inputs.grad_loss, retain_graph=True)
-        for _ in range(2)
+        torch.autograd.grad(loss, (hidden, weight), inputs.grad_loss, retain_graph=True) for _ in range(2)
     )
     for one, same in zip(first, again, strict=True):
         assert torch.equal(one, same)
@@ -329,9 +316,7 @@ def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
 
 def test_a_weight_that_tma_cannot_load(device):
     """Rows of every second column; rows that begin between multiples of 16 bytes."""
-    inputs = make_inputs(
-        "plain", s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE, device=device
-    )
+    inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=EXP_DTYPE, device=device)
     spread = inputs.weight.repeat_interleave(2, dim=1)[:, ::2]
     moved = torch.nn.functional.pad(inputs.weight, (1, 15))[:, 1:49]
     for weight in (spread, moved):
@@ -340,9 +325,7 @@ def test_a_weight_that_tma_cannot_load(device):
 
 
 @pytest.mark.skipif(ON_GPU, reason="there it takes bf16, and auto takes it")
-@pytest.mark.parametrize(
-    "backend, dtype", [("auto", torch.float32), ("scaled_exp", torch.bfloat16)]
-)
+@pytest.mark.parametrize("backend, dtype", [("auto", torch.float32), ("scaled_exp", torch.bfloat16)])
 def test_on_a_cpu_it_serves_by_name_and_not_in_bf16(backend, dtype, device):
     """Whose products Triton's interpreter gets wrong."""
     inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=dtype, device=device)

@@ -352,9 +352,7 @@ def test_launch_without_a_script():
 def test_autoload_makes_the_plain_command_work(tmp_path):
     """In an environment of its own: one line in site-packages, active only with the flag."""
     env_dir = tmp_path / "env"
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", env_dir], check=True, capture_output=True
-    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env_dir], check=True, capture_output=True)
     python = env_dir / "bin" / "python"
     script = fake_megatron(tmp_path)
     env = {

@@ -194,9 +194,7 @@ def test_micro_batches_in_flight_keep_their_masks():
     model, masks = GPT(), [torch.rand(B, S) for _ in range(3)]
     for mask in masks:
         model(torch.ones(3), labels=labels(), loss_mask=mask)
-    assert all(
-        torch.equal(found.values, mask) for found, mask in zip(model.found, masks, strict=True)
-    )
+    assert all(torch.equal(found.values, mask) for found, mask in zip(model.found, masks, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -204,9 +202,7 @@ def test_a_forward_run_again_in_the_backward(reentrant):
     """Activation checkpointing around the model: the second run is on autograd's thread."""
     model, mask = GPT(), torch.rand(B, S)
     x = torch.ones(3, requires_grad=True)
-    out = checkpoint(
-        lambda x: model(x, labels=labels(), loss_mask=mask), x, use_reentrant=reentrant
-    )
+    out = checkpoint(lambda x: model(x, labels=labels(), loss_mask=mask), x, use_reentrant=reentrant)
     model(torch.ones(3), labels=labels())  # another call between
     out.backward()
     assert [found.values is None for found in model.found] == [False, True, False]

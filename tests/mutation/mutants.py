@@ -58,9 +58,7 @@ def _of_area(area: Area, root: Path) -> list[Change]:
         kind = next(kinds)
         while by_kind[kind]:
             file, edit = by_kind[kind].pop()
-            change = _change(
-                f"{area.name}-{len(drawn) + 1}", file, edit, source[file], area.files[file]
-            )
+            change = _change(f"{area.name}-{len(drawn) + 1}", file, edit, source[file], area.files[file])
             if _differs(source[file], change.text):
                 drawn.append(change)
                 break
@@ -224,9 +222,7 @@ class _Finder(ast.NodeVisitor):
         between = self.source[first:last].decode()
         before = between[: len(between) - len(between.lstrip(") \n"))]
         after = between[len(between.rstrip("( \n")) :]
-        words = (
-            f"{self._text(left)}{before.rstrip(' ')} {new} {after.lstrip(' ')}{self._text(right)}"
-        )
+        words = f"{self._text(left)}{before.rstrip(' ')} {new} {after.lstrip(' ')}{self._text(right)}"
         self._cut(kind, start, stop, words)
 
     def _replace(self, kind: str, node: ast.expr | ast.stmt, new: str) -> None:

@@ -129,9 +129,7 @@ class Trials:
             known = self._unchanged.get(tests)
         if known is None:
             run = run_tests(tree, tests, UNCHANGED_LIMIT_S)
-            known = (
-                "" if run.outcome == "passed" else f"without the change: {run.outcome}, {run.words}"
-            )
+            known = "" if run.outcome == "passed" else f"without the change: {run.outcome}, {run.words}"
             print(f"unchanged {run.seconds:6.1f} s  {tests}: {run.words}", flush=True)
             with self._lock:
                 self._unchanged[tests] = known
@@ -140,9 +138,7 @@ class Trials:
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(
-        command, cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _digest(change: Change) -> str:
@@ -163,13 +159,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mutation.run", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation.run", description=__doc__.split("\n")[0])
     parser.add_argument("kind", choices=("faults", "mutants"))
-    parser.add_argument(
-        "--only", action="append", default=[], help="part of a name or of its words"
-    )
+    parser.add_argument("--only", action="append", default=[], help="part of a name or of its words")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="try what has a result already")
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="time limit of one change")

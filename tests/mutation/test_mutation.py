@@ -114,9 +114,7 @@ def test_passed_and_failed(tree):
 
 
 def test_a_test_that_is_skipped_proves_nothing(tree):
-    assert (
-        run_tests(tree, "test_it.py -k 'skipped and not hangs'", limit_s=300).outcome == "nothing"
-    )
+    assert run_tests(tree, "test_it.py -k 'skipped and not hangs'", limit_s=300).outcome == "nothing"
 
 
 @pytest.mark.rest

@@ -125,17 +125,11 @@ def test_the_same_memory_is_the_same_loss(schedules, told, moved):
     assert told == []
 
 
-@pytest.mark.parametrize(
-    "other", [lambda loss: loss * 2, lambda loss: loss[:1], lambda loss: loss.clone()]
-)
+@pytest.mark.parametrize("other", [lambda loss: loss * 2, lambda loss: loss[:1], lambda loss: loss.clone()])
 def test_another_loss_is_told_and_nan(schedules, told, other):
-    reported = calc_loss(
-        schedules, other(head()), lambda output: (0, 1, {"lm loss": torch.ones(2)})
-    )
+    reported = calc_loss(schedules, other(head()), lambda output: (0, 1, {"lm loss": torch.ones(2)}))
     assert reported[KEY].shape == (2,) and reported[KEY].isnan().all()
-    assert told == [
-        "the lm accuracy is NaN: the loss function gets something else than the loss of the head"
-    ]
+    assert told == ["the lm accuracy is NaN: the loss function gets something else than the loss of the head"]
 
 
 def test_the_main_head_comes_last(schedules):

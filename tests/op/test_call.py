@@ -127,9 +127,7 @@ class Kind:
                     logits_backend=self.backend,
                     **dict([self.cut, *self.options]),
                 ),
-                token_weights={"given": weights, "none": None, "short": weights[:-1]}[
-                    self.token_weights
-                ],
+                token_weights={"given": weights, "none": None, "short": weights[:-1]}[self.token_weights],
                 vocab_start=self.vocab_start,
                 outputs=self.outputs,
                 differentiable=self.differentiable,
@@ -234,9 +232,7 @@ DIFFER_IN = {
         for strategy in STRATEGIES
         for needs_grad in itertools.product((True, False), repeat=2)
     ],
-    "grad mode": [
-        replace(Kind(), strategy=strategy, mode=mode) for strategy in STRATEGIES for mode in MODES
-    ],
+    "grad mode": [replace(Kind(), strategy=strategy, mode=mode) for strategy in STRATEGIES for mode in MODES],
     "autocast": [replace(Kind(), autocast=autocast) for autocast in (True, False)],
     "token weights": [replace(MANY, token_weights=kind) for kind in ("given", "none", "short")],
     "model": [MANY, replace(MANY, forbidden=True)],
@@ -247,8 +243,7 @@ DIFFER_IN = {
     "teacher": [replace(Kind(), teacher=k) for k in (0, 2, 3)],
     "argmax": [replace(Kind(), with_argmax=argmax) for argmax in (True, False)],
     "accumulator": [
-        replace(Kind(), main_grad=of, dtype=torch.bfloat16)
-        for of in (None, torch.float32, torch.bfloat16)
+        replace(Kind(), main_grad=of, dtype=torch.bfloat16) for of in (None, torch.float32, torch.bfloat16)
     ],
 }
 

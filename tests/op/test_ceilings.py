@@ -31,9 +31,7 @@ class Counted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU"
-)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 @pytest.mark.parametrize(
     ("strategy", "launches", "operators", "buffers"),
     # Two GEMMs are operators, views too. The scaled-exp GEMM is a launch.
@@ -63,7 +61,5 @@ def test_a_warm_call(strategy, launches, operators, buffers, monkeypatch):
     names = counted.operators
     assert seen["launches"] <= launches
     assert sum(names.values()) <= operators, names
-    assert (
-        sum(count for name, count in names.items() if any(w in name for w in BUFFERS)) <= buffers
-    ), names
+    assert sum(count for name, count in names.items() if any(w in name for w in BUFFERS)) <= buffers, names
     assert not names["_local_scalar_dense"] and not names["item"], "the host waits"

@@ -255,9 +255,7 @@ def test_a_mismatch_in_the_first_iteration_raises():
         "try: training.step()\n"
         "except UpstreamMismatch: print('raised')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "raised"
 
 

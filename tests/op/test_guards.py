@@ -45,9 +45,7 @@ def test_its_own_optimizer_stops_and_another_models_does_not(models):
     actor, critic, _, of_critic = models
     mismatch(of_critic)
     sgd(actor.parameters()).step()
-    with pytest.raises(
-        UpstreamMismatch, match="the per-token loss of the head of the critic is not"
-    ):
+    with pytest.raises(UpstreamMismatch, match="the per-token loss of the head of the critic is not"):
         sgd(critic.parameters()).step()
     sgd(critic.parameters()).step()
 

@@ -64,9 +64,7 @@ def test_in_a_graph(name, dtype, strategy):
 
     def iteration():
         hidden.grad = weight.grad = None
-        loss = fused_linear_cross_entropy(
-            hidden, weight, labels, token_weights=upstream / 1.5, config=config
-        )
+        loss = fused_linear_cross_entropy(hidden, weight, labels, token_weights=upstream / 1.5, config=config)
         loss.backward(upstream)
         return loss.detach()
 
@@ -108,9 +106,7 @@ def test_as_torch_defines_them(smoothing, device):
         "odd-labels", s=23, b=3, hidden_size=48, vocab=331, dtype=torch.float32, device=device
     )
     inputs.labels.masked_fill_((inputs.labels < 0) | (inputs.labels >= 331), -100)
-    config = FusedCEConfig(
-        label_smoothing=smoothing, label_smoothing_form="pytorch", ignore_index=-100
-    )
+    config = FusedCEConfig(label_smoothing=smoothing, label_smoothing_form="pytorch", ignore_index=-100)
     result = run(inputs, config)
     hidden = inputs.hidden.double().requires_grad_()
     weight = inputs.weight.double().requires_grad_()
@@ -133,17 +129,13 @@ def test_as_megatron_smooths_labels_on_one_rank(tmp_path):
 
     os.environ.setdefault("MASTER_ADDR", "localhost")
     gloo.use_one_thread()
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
         inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32)
         result = run(inputs, FusedCEConfig(label_smoothing=0.1))
         hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
-        loss = vocab_parallel_cross_entropy(
-            hidden @ weight.t(), inputs.labels.t().contiguous(), 0.1
-        ).t()
+        loss = vocab_parallel_cross_entropy(hidden @ weight.t(), inputs.labels.t().contiguous(), 0.1).t()
         loss.backward(inputs.grad_loss)
     finally:
         parallel_state.destroy_model_parallel()
@@ -222,9 +214,7 @@ def test_bad_options(options, words):
 def test_what_the_exponentiating_product_leaves_to_the_rows(name, device):
     """Smoothing, whose share of the gradient is no multiple of an exponential; tested beside it: the rest."""
     config = FusedCEConfig(**LOSS_OPTIONS[name])
-    inputs = make_inputs(
-        "plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device
-    )
+    inputs = make_inputs("plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device)
     flat = inputs.hidden.flatten(0, 1)
     by_name = replace(config, logits_backend="scaled_exp")
     if config.label_smoothing:
@@ -244,9 +234,7 @@ def test_logits_rounded_as_a_plain_layer_rounds_them(dtype, device):
     plain = F.cross_entropy(logits.float(), labels, reduction="none").view(23, 3).t()
     torch.testing.assert_close(run(inputs, config).loss, plain, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="cannot serve here"):
-        choose(
-            replace(config, logits_backend="scaled_exp"), inputs.hidden.flatten(0, 1), inputs.weight
-        )
+        choose(replace(config, logits_backend="scaled_exp"), inputs.hidden.flatten(0, 1), inputs.weight)
 
 
 def test_more_real_tokens_than_there_are_rows(device):

@@ -92,9 +92,7 @@ def test_the_others_are_as_before_and_masked_ones_zero(share, strategy, device, 
     assert_close(whole, inputs)
     assert relative_error(result.grad_hidden, whole.grad_hidden) < 2e-6
     assert relative_error(result.grad_weight, whole.grad_weight) < 2e-6
-    torch.testing.assert_close(
-        result.loss, whole.loss.masked_fill(masked, 0.0), rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(result.loss, whole.loss.masked_fill(masked, 0.0), rtol=1e-6, atol=1e-6)
     grad_guard.raise_if_mismatch()
 
 
@@ -150,12 +148,9 @@ def test_outputs_and_teachers(device):
     loss = fused_linear_distillation(hidden, weight, ids, log_probs, **settings)
     loss.backward(inputs.grad_loss)
     truth, plain = (
-        plain_distillation(inputs, ids, log_probs, dtype)
-        for dtype in (torch.float64, torch.float32)
+        plain_distillation(inputs, ids, log_probs, dtype) for dtype in (torch.float64, torch.float32)
     )
-    truth, plain = (
-        part._replace(loss=part.loss.masked_fill(masked, 0.0)) for part in (truth, plain)
-    )
+    truth, plain = (part._replace(loss=part.loss.masked_fill(masked, 0.0)) for part in (truth, plain))
     result = HeadResult(loss.detach(), hidden.grad, weight.grad)
     assert_within(result, truth, plain, torch.float32)
 

@@ -45,16 +45,12 @@ def test_against_fp64(kind, dtype, strategy, device):
 )
 def test_any_chunking(chunking, strategy, device):
     """33 tokens: one chunk, ragged last chunks, more chunks than tokens, chunks beyond the end."""
-    inputs = make_inputs(
-        "plain", s=11, b=3, hidden_size=16, vocab=67, dtype=torch.bfloat16, device=device
-    )
+    inputs = make_inputs("plain", s=11, b=3, hidden_size=16, vocab=67, dtype=torch.bfloat16, device=device)
     assert_close(run(inputs, FusedCEConfig(strategy=strategy, **chunking)), inputs)
 
 
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize(
-    ("s", "b", "hidden_size", "vocab"), [(1, 1, 1, 1), (5, 1, 3, 2), (2, 9, 8, 1)]
-)
+@pytest.mark.parametrize(("s", "b", "hidden_size", "vocab"), [(1, 1, 1, 1), (5, 1, 3, 2), (2, 9, 8, 1)])
 def test_smallest_shapes(s, b, hidden_size, vocab, flat, device):
     inputs = make_inputs(
         "plain", s=s, b=b, hidden_size=hidden_size, vocab=vocab, dtype=torch.float32, device=device
@@ -99,9 +95,7 @@ def test_logit_scale(scale, strategy, device):
 @pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["hidden", "weight"])
 def test_frozen_operand(needs, strategy, device, monkeypatch):
     """A frozen operand gets no gradient and costs no product."""
-    inputs = make_inputs(
-        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     hidden = inputs.hidden.clone().requires_grad_(needs[0])
     weight = inputs.weight.clone().requires_grad_(needs[1])
     config = FusedCEConfig(strategy=strategy, num_chunks=3, logits_backend="gemm_rows")
@@ -128,9 +122,7 @@ def test_frozen_operand(needs, strategy, device, monkeypatch):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
     """One product a chunk and no buffer of a gradient; the token weights need not be known."""
-    inputs = make_inputs(
-        "plain", s=32, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=32, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
     for made_for_gradients in ("HeldGradWeight", "GradientGemms"):
         monkeypatch.delattr(loop, made_for_gradients)
@@ -163,9 +155,7 @@ def test_backward_twice(strategy, dtype, device):
 
 
 def test_backward_twice_through_grad_in_forward_says_so(device):
-    inputs = make_inputs(
-        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     hidden = inputs.hidden.clone().requires_grad_()
     loss = fused_linear_cross_entropy(
         hidden,
@@ -180,18 +170,14 @@ def test_backward_twice_through_grad_in_forward_says_so(device):
 
 
 def test_grad_in_forward_without_token_weights_names_the_fix(device):
-    inputs = make_inputs(
-        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     config = FusedCEConfig(strategy="grad_in_forward")
     with pytest.raises(ValueError, match=r"token_weights.*'store' or 'recompute'"):
         fused_linear_cross_entropy(
             inputs.hidden.requires_grad_(), inputs.weight, inputs.labels, config=config
         )
     with torch.no_grad():  # an evaluation makes no gradients
-        loss = fused_linear_cross_entropy(
-            inputs.hidden, inputs.weight, inputs.labels, config=config
-        )
+        loss = fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, config=config)
     assert relative_error(loss, truth(inputs).loss) < 2e-6
 
 
@@ -236,22 +222,16 @@ def test_auto_within_a_budget_mixes(device):
 
 def test_grad_weight_does_not_lose_precision_with_chunks(device):
     """bf16 accumulation would be at 9e-3 with 64 chunks; fp32 stays where one chunk is."""
-    inputs = make_inputs(
-        "plain", s=256, b=1, hidden_size=64, vocab=97, dtype=torch.bfloat16, device=device
-    )
+    inputs = make_inputs("plain", s=256, b=1, hidden_size=64, vocab=97, dtype=torch.bfloat16, device=device)
     exact = truth(inputs).grad_weight
-    errors = [
-        relative_error(run(inputs, FusedCEConfig(num_chunks=n)).grad_weight, exact) for n in (1, 64)
-    ]
+    errors = [relative_error(run(inputs, FusedCEConfig(num_chunks=n)).grad_weight, exact) for n in (1, 64)]
     assert errors[1] < 1.2 * errors[0] + 1e-4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_token_weights_never_change_the_loss(strategy, device):
     """Non-binary weights, and the upstream they promise: a scalar times them."""
-    inputs = make_inputs(
-        "plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=9, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     weights = torch.rand_like(inputs.grad_loss) * 3
     inputs = inputs.__class__(inputs.hidden, inputs.weight, inputs.labels, 0.37 * weights)
     config = FusedCEConfig(strategy=strategy, num_chunks=3)
@@ -288,35 +268,27 @@ def test_confident_tokens_keep_their_gradient(strategy, device):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_hidden_states_give_nan_like_stock(bad, strategy, device):
-    inputs = make_inputs(
-        "plain", s=4, b=1, hidden_size=8, vocab=20, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=4, b=1, hidden_size=8, vocab=20, dtype=torch.float32, device=device)
     inputs.hidden[2, 0, 3] = bad
     loss = run(inputs, FusedCEConfig(strategy=strategy, num_chunks=2)).loss
     assert torch.isnan(loss[0]).tolist() == [False, False, True, False]
 
 
 def test_expanded_and_strided_operands(device):
-    inputs = make_inputs(
-        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     hidden = inputs.hidden.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
     weight = inputs.weight.t().contiguous().t().requires_grad_()
     labels = inputs.labels.t().contiguous().t().to(torch.int32)
     loss = fused_linear_cross_entropy(hidden, weight, labels, config=FusedCEConfig(num_chunks=3))
     loss.sum().backward()  # upstream: one expanded scalar
-    ones = inputs.__class__(
-        inputs.hidden, inputs.weight, inputs.labels, torch.ones_like(inputs.grad_loss)
-    )
+    ones = inputs.__class__(inputs.hidden, inputs.weight, inputs.labels, torch.ones_like(inputs.grad_loss))
     assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), ones)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_column_major_hidden_states(strategy, device):
     """Gradients are rows whatever the hidden states' layout: kernels scale them row by row."""
-    inputs = make_inputs(
-        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.float32, device=device
-    )
+    inputs = make_inputs("plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     flat = inputs.hidden.flatten(0, 1).t().contiguous().t().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     upstream = inputs.grad_loss.t().flatten()
@@ -331,18 +303,14 @@ def test_column_major_hidden_states(strategy, device):
 
 def test_autocast(device):
     """Under autocast fp32 parameters are used in its dtype, as torch's own linear does."""
-    inputs = make_inputs(
-        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.bfloat16, device=device
-    )
+    inputs = make_inputs("plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.bfloat16, device=device)
     # What bf16 rounds to the inputs, and fp32 does not.
     hidden = (inputs.hidden.float() * (1 + 2.0**-12)).requires_grad_()
     weight = (inputs.weight.float() * (1 - 2.0**-12)).requires_grad_()
     config = FusedCEConfig(num_chunks=3)
     with torch.autocast(device.type, torch.bfloat16):
         loss = fused_linear_cross_entropy(hidden, weight, inputs.labels, config=config)
-    of_rounded = fused_linear_cross_entropy(
-        inputs.hidden, inputs.weight, inputs.labels, config=config
-    )
+    of_rounded = fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, config=config)
     assert torch.equal(loss, of_rounded)
     loss.backward(inputs.grad_loss)
     assert weight.grad.dtype == torch.float32
@@ -351,12 +319,8 @@ def test_autocast(device):
 
 def test_fp16_small_upstream_does_not_vanish(device):
     """An upstream of 2**-20 would leave nothing of most softmax gradients in plain fp16."""
-    inputs = make_inputs(
-        "plain", s=16, b=1, hidden_size=16, vocab=2000, dtype=torch.float16, device=device
-    )
-    tiny = inputs.__class__(
-        inputs.hidden, inputs.weight, inputs.labels, inputs.grad_loss * 2.0**-14
-    )
+    inputs = make_inputs("plain", s=16, b=1, hidden_size=16, vocab=2000, dtype=torch.float16, device=device)
+    tiny = inputs.__class__(inputs.hidden, inputs.weight, inputs.labels, inputs.grad_loss * 2.0**-14)
     result = run(tiny, FusedCEConfig(num_chunks=3))
     exact = truth(tiny)
     # The outputs are fp16 and partly subnormal there: their own rounding is what is left.
@@ -380,9 +344,7 @@ def test_fp16_small_probabilities_do_not_vanish(strategy, device):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fp16_large_weights_do_not_overflow(strategy, device):
     """Gradients of logits stand at 2**8: a wrong token's, times weights of 250, would be beyond 65504."""
-    inputs = make_inputs(
-        "plain", s=16, b=1, hidden_size=4, vocab=60, dtype=torch.float16, device=device
-    )
+    inputs = make_inputs("plain", s=16, b=1, hidden_size=4, vocab=60, dtype=torch.float16, device=device)
     inputs.hidden.fill_(0.05)
     inputs.weight[:30], inputs.weight[30:] = 250.0, -250.0
     inputs.labels.remainder_(30).add_(30)
@@ -393,9 +355,7 @@ def test_fp16_large_weights_do_not_overflow(strategy, device):
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20])
 @pytest.mark.parametrize("log2_promise", [-60, -24, 16, 30])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_grad_in_forward_keeps_gradients_whatever_size_the_weights_have(
-    dtype, log2_promise, scale, device
-):
+def test_grad_in_forward_keeps_gradients_whatever_size_the_weights_have(dtype, log2_promise, scale, device):
     """A mask divided by its sum, say, and a loss scale: the product is what counts."""
     inputs = make_inputs(
         *("plain",), s=16, b=1, hidden_size=16, vocab=60, dtype=dtype, device=device,
@@ -416,9 +376,7 @@ def test_grad_in_forward_keeps_gradients_whatever_size_the_weights_have(
 
 
 def test_deterministic(device):
-    inputs = make_inputs(
-        "plain", s=32, b=2, hidden_size=32, vocab=500, dtype=torch.bfloat16, device=device
-    )
+    inputs = make_inputs("plain", s=32, b=2, hidden_size=32, vocab=500, dtype=torch.bfloat16, device=device)
     one, two = (run(inputs, FusedCEConfig(num_chunks=3)) for _ in range(2))
     assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
 
@@ -545,16 +503,12 @@ class WeightCasts(TorchDispatchMode):
 
 def test_autocast_copies_the_weight_once(device):
     """As of torch's own linear: one copy for all calls while the context is on, and none is stale after."""
-    inputs = make_inputs(
-        "plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.bfloat16, device=device
-    )
+    inputs = make_inputs("plain", s=10, b=4, hidden_size=16, vocab=50, dtype=torch.bfloat16, device=device)
     hidden = inputs.hidden.float()
     weight = torch.nn.Parameter(inputs.weight.float())
 
     def loss():
-        return fused_linear_cross_entropy(
-            hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3)
-        )
+        return fused_linear_cross_entropy(hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3))
 
     with WeightCasts(weight) as casts, torch.autocast(device.type, torch.bfloat16):
         with torch.inference_mode():

@@ -200,9 +200,7 @@ class Timers:
 
     def _seconds(self, names, reset):
         assert len(set(names)) == len(names)
-        found = {
-            name: self._timers[name].elapsed(reset=reset) for name in names if name in self._timers
-        }
+        found = {name: self._timers[name].elapsed(reset=reset) for name in names if name in self._timers}
         return {name: seconds for name, seconds in found.items() if seconds > 0}
 
     def log(self, names, rank=None, normalizer=1.0, reset=True, barrier=False):

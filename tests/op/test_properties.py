@@ -173,9 +173,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
     inside = (labels >= 0) & (labels < z.shape[1])
     column = labels.where(inside, 0).unsqueeze(-1)
     e = shifted.exp()
-    others = e.scatter(-1, column, e.gather(-1, column).masked_fill(inside.unsqueeze(-1), 0.0)).sum(
-        -1
-    )
+    others = e.scatter(-1, column, e.gather(-1, column).masked_fill(inside.unsqueeze(-1), 0.0)).sum(-1)
     label = shifted.gather(-1, column).squeeze(-1).where(inside, 0.0)
     real = torch.isfinite(largest)  # a row of -inf alone has no softmax
     assert torch.equal(row_max, logits.amax(-1))
@@ -192,9 +190,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
         made = form.finish(merged._replace(extra=merge_extra(("weighted",), extra, sent)))
         p = e / e.sum(-1, keepdim=True)
         true = -torch.where(p > 0, p * p.log(), 0.0).sum(-1)
-        torch.testing.assert_close(
-            made.entropy[real].double(), true[real], rtol=ulps, atol=4 * ulps
-        )
+        torch.testing.assert_close(made.entropy[real].double(), true[real], rtol=ulps, atol=4 * ulps)
 
 
 def loss_resolution(inputs: HeadInputs):
@@ -258,9 +254,7 @@ def test_one_way_against_another(problem, other, order):
     assert_same_losses(made["loss"][:, tokens], moved["loss"], permuted)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU"
-)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 @share(0.08)
 @given(problems(), st.booleans())
 def test_triton_kernels(problem, exponentiating):

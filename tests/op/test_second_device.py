@@ -68,9 +68,7 @@ def results_on_its_device_and_from_another(device: torch.device, *given, **setti
 def test_another_device_is_current(strategy, logits_backend):
     device = torch.device("cuda", 1)
     settings = {"logits_backend": logits_backend}
-    assert all(
-        map(torch.equal, *results_on_its_device_and_from_another(device, strategy, **settings))
-    )
+    assert all(map(torch.equal, *results_on_its_device_and_from_another(device, strategy, **settings)))
 
 
 @on_ranks(2)

@@ -63,8 +63,7 @@ def problem(kind, dtype, device, options=None, **shape):
 def upstreams_of(inputs, names):
     generator = torch.Generator().manual_seed(5)
     return {
-        name: torch.randn(inputs.labels.shape, generator=generator).to(inputs.labels.device)
-        for name in names
+        name: torch.randn(inputs.labels.shape, generator=generator).to(inputs.labels.device) for name in names
     }
 
 
@@ -115,8 +114,7 @@ def test_all_outputs_against_fp64(kind, dtype, strategy, device):
     eager, *eager_grads = plain_outputs(inputs, upstreams, dtype)
     assert_outputs(made, inputs, exact, eager)
     bounds = [
-        max(2 * relative_error(a, b), FLOOR[dtype])
-        for a, b in zip(eager_grads, true_grads, strict=True)
+        max(2 * relative_error(a, b), FLOOR[dtype]) for a, b in zip(eager_grads, true_grads, strict=True)
     ]
     for value, true, bound in zip((grad_hidden, grad_weight), true_grads, bounds, strict=True):
         assert relative_error(value, true) <= bound
@@ -146,9 +144,7 @@ def test_one_output_alone_with_options(only, name, backend, device):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_gradients_of_loss_and_outputs_add_up(backend, device):
-    inputs = problem(
-        "plain", torch.float32, device, {"label_smoothing": 0.1, "z_loss": 1e-2}, s=7, b=2
-    )
+    inputs = problem("plain", torch.float32, device, {"label_smoothing": 0.1, "z_loss": 1e-2}, s=7, b=2)
     upstreams = upstreams_of(inputs, DIFFERENTIABLE)
     config = replace(inputs.config, num_chunks=3, row_backend=backend)
     _, *grads = run(inputs, config, DIFFERENTIABLE, {**upstreams, "loss": inputs.grad_loss})
@@ -195,9 +191,7 @@ def test_without_gradients_every_strategy_serves(kind, strategy, device):
     made.loss.backward(inputs.grad_loss)
     exact = truth(inputs)
     eager = plain_head(inputs, torch.float32)
-    assert_within(
-        HeadResult(made.loss.detach(), hidden.grad, weight.grad), exact, eager, torch.float32
-    )
+    assert_within(HeadResult(made.loss.detach(), hidden.grad, weight.grad), exact, eager, torch.float32)
     assert torch.equal(made.log_prob, -made.loss.detach())
     if kind == "odd-labels":
         outside = (inputs.labels < 0) | (inputs.labels >= inputs.weight.shape[0])
@@ -247,9 +241,7 @@ def test_a_tie_over_shards_predicts_the_lowest_id():
 def test_nan_predicts_nothing(device):
     inputs = problem("plain", torch.float32, device, s=2, b=1)
     inputs.hidden[0, 0, 0] = torch.nan
-    made = fused_linear_token_outputs(
-        inputs.hidden, inputs.weight, inputs.labels, ("predicted", "correct")
-    )
+    made = fused_linear_token_outputs(inputs.hidden, inputs.weight, inputs.labels, ("predicted", "correct"))
     assert made.predicted[0, 0] == -1 and not made.correct[0, 0]
     assert made.predicted[0, 1] >= 0
 
@@ -300,10 +292,7 @@ def test_ids_that_fp32_cannot_hold():
 def test_which_outputs_leave_the_exponentiating_product(device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     by_name = FusedCEConfig(logits_backend="scaled_exp")
-    assert (
-        choose(by_name, x, x, RequestedOutputs(("lse", "predicted", "correct")))[0].name
-        == "scaled_exp"
-    )
+    assert choose(by_name, x, x, RequestedOutputs(("lse", "predicted", "correct")))[0].name == "scaled_exp"
     for asked, words in (
         (RequestedOutputs(("entropy",)), "entropy"),
         (RequestedOutputs(("lse",), differentiable=True), "outputs with gradients"),
@@ -336,9 +325,7 @@ def check_distillation(inputs, k, config):
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     weights = inputs.grad_loss / 1.5 if config.strategy == "grad_in_forward" else None
-    loss = fused_linear_distillation(
-        hidden, weight, ids, log_probs, token_weights=weights, config=config
-    )
+    loss = fused_linear_distillation(hidden, weight, ids, log_probs, token_weights=weights, config=config)
     loss.backward(inputs.grad_loss)
     assert_within(
         HeadResult(loss.detach(), hidden.grad, weight.grad),
@@ -380,9 +367,7 @@ def eager_by_chunks(inputs, ids, log_probs, num_chunks):
 
 def test_entries_of_one_id_add_up():
     ids = torch.tensor([[7, 7, -1, 3], [5, 7, -1, 3], [7, 2, 4, 3]])
-    log_probs = torch.tensor(
-        [[0.25, 0.5, 0.9, 0.1], [0.5, 0.25, 0.9, 0.1], [0.25, 0.25, 0.5, 0.1]]
-    ).log()
+    log_probs = torch.tensor([[0.25, 0.5, 0.9, 0.1], [0.5, 0.25, 0.9, 0.1], [0.25, 0.25, 0.5, 0.1]]).log()
     once = merge_duplicates(ids, log_probs)
     assert once.ids.tolist() == [[7, 7, -1, 3], [5, -1, -1, -1], [-1, 2, 4, -1]]
     expected = [[0.5, 0.75, 0.0, 0.3], [0.5, 0.0, 0.0, 0.0], [0.0, 0.25, 0.5, 0.0]]
@@ -444,9 +429,7 @@ def test_outputs_without_gradients_take_nothing_away(names, device, monkeypatch)
     """grad_in_forward serves them, and so does every logits backend, whatever differentiable says."""
     asked = []
     chosen = logits_backend.choose
-    monkeypatch.setattr(
-        logits_backend, "choose", lambda *args: asked.append(args[3]) or chosen(*args)
-    )
+    monkeypatch.setattr(logits_backend, "choose", lambda *args: asked.append(args[3]) or chosen(*args))
     inputs = problem("plain", torch.float32, device)
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()

@@ -59,9 +59,7 @@ def test_two_models_in_one_process(rank: Rank, sp):
 #: Every pair of what is asked for, strategy and SP.
 ASKED = [
     pytest.param(asked, strategy, sp, id="-".join([asked, strategy, *["sp"] * sp]))
-    for (i, asked), (j, strategy) in itertools.product(
-        enumerate(orders.ASKED), enumerate(STRATEGIES)
-    )
+    for (i, asked), (j, strategy) in itertools.product(enumerate(orders.ASKED), enumerate(STRATEGIES))
     for sp in [bool((i + j) % 2)]
 ]
 

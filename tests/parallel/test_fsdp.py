@@ -167,10 +167,7 @@ CASES = {
     **{f"FSDP2, {name}": (Model(strategy=name), FSDP2) for name in STRATEGIES},
     **{f"FSDP2, {name}, own unit": (Model(strategy=name), FSDP2_OWN_UNIT) for name in STRATEGIES},
     **{f"Megatron-FSDP, {name}": (Model(strategy=name), MEGATRON) for name in STRATEGIES},
-    **{
-        f"Megatron-FSDP, {name}, tied": (Model(strategy=name, tied=True), MEGATRON)
-        for name in STRATEGIES
-    },
+    **{f"Megatron-FSDP, {name}, tied": (Model(strategy=name, tied=True), MEGATRON) for name in STRATEGIES},
     **{
         f"Megatron-FSDP, {what}": (Model(), Sharding("megatron", what=what))
         for what in ("no_shard", "optim", "optim_grads")

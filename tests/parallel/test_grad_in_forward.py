@@ -77,9 +77,7 @@ class Training:
 
         import megatron_fused_ce
 
-        megatron_fused_ce.enable(
-            megatron_fused_ce.FusedCEConfig(strategy=setup.strategy, num_chunks=3)
-        )
+        megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(strategy=setup.strategy, num_chunks=3))
         self.rank = rank
         self.model = build(setup.model, rank)
         megatron_fused_ce.disable()
@@ -129,9 +127,7 @@ class Training:
         used = mask if right else one_token_changed(mask)
         return self.backward_of(losses, used, scale)
 
-    def backward_of(
-        self, losses: torch.Tensor, used: torch.Tensor, scale: float = 1.0
-    ) -> torch.Tensor:
+    def backward_of(self, losses: torch.Tensor, used: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
         loss_scale = self.optimizer.get_loss_scale()
@@ -194,9 +190,7 @@ def notes(said: io.StringIO) -> list[str]:
 def test_a_wrong_loss(rank: Rank, optimizer):
     """In the first iteration, and again after right ones; right steps are taken before and after."""
     if optimizer == "hybrid":
-        needs_core(
-            0, 17
-        )  # MambaModel took no loss_mask before: grad_in_forward is never used for it
+        needs_core(0, 17)  # MambaModel took no loss_mask before: grad_in_forward is never used for it
     have_groups(rank.size)
     training = Training(rank, OPTIMIZERS[optimizer])
     for _ in range(2):

@@ -121,9 +121,7 @@ def against_fp64(rank: Rank, **changes: Any) -> None:
         result, earlier = call(rank, case, inputs, exact)
     loss = torch.where(skipped, 0.0, exact.loss)
     exact = HeadResult(loss, exact.grad_hidden, exact.grad_weight + earlier)
-    eager = HeadResult(
-        eager.loss.where(~skipped, 0.0), eager.grad_hidden, eager.grad_weight + earlier
-    )
+    eager = HeadResult(eager.loss.where(~skipped, 0.0), eager.grad_hidden, eager.grad_weight + earlier)
     if case["grad_weight"] == "frozen":
         result = result._replace(grad_weight=exact.grad_weight)
     assert_within(result, exact, eager, dtype)
@@ -131,9 +129,7 @@ def against_fp64(rank: Rank, **changes: Any) -> None:
     assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))
 
 
-def call(
-    rank: Rank, case: dict[str, Any], inputs: Any, exact: HeadResult
-) -> tuple[HeadResult, Any]:
+def call(rank: Rank, case: dict[str, Any], inputs: Any, exact: HeadResult) -> tuple[HeadResult, Any]:
     """The whole result, on every rank, and what was in ``main_grad`` before."""
     rows = rows_of(rank, case["shards"], inputs.weight.shape[0])
     s, b, _ = inputs.hidden.shape

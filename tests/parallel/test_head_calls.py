@@ -70,9 +70,7 @@ def fused_result(rank: Rank, inputs, config, *, sp=False, shards="equal"):
 
 def whole(rank: Rank, loss, hidden, weight, sp) -> HeadResult:
     same_on_all_ranks(rank, loss)
-    return HeadResult(
-        loss.detach(), whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad)
-    )
+    return HeadResult(loss.detach(), whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad))
 
 
 # --- data that differs from shard to shard ---------------------------------------------------
@@ -116,9 +114,7 @@ def test_an_outlier_in_one_shard(rank: Rank, strategy, sp):
     """A logit of 100 that the sampled rows miss: the other shards' rows follow into its unit."""
     dtype, outlier = scaled_exp_dtype(rank), 100.0
     s = num_tokens(rank)
-    inputs = make_inputs(
-        "plain", s=s, b=1, hidden_size=16, vocab=512, dtype=dtype, device=rank.device
-    )
+    inputs = make_inputs("plain", s=s, b=1, hidden_size=16, vocab=512, dtype=dtype, device=rank.device)
     inputs.hidden[..., 0] = 1.0
     inputs.weight[:, 0] = 0.0
     inputs.weight[301] = 0.0
@@ -164,9 +160,7 @@ def test_argmax_of_each_shard(rank: Rank, sp):
     inputs = plain_inputs(rank, s=8, b=2, vocab=100)
     hidden, weight, settings = shard_of(rank, inputs, sp, "equal")
     config = FusedCEConfig(num_chunks=3)
-    out = linear_cross_entropy(
-        hidden, weight, inputs.labels, **settings, config=config, with_argmax=True
-    )
+    out = linear_cross_entropy(hidden, weight, inputs.labels, **settings, config=config, with_argmax=True)
     expected = (inputs.hidden @ weight.t()).flatten(0, 1).max(-1)
     assert torch.equal(out.local_argmax, expected.indices)
     torch.testing.assert_close(out.local_max, expected.values)
@@ -207,9 +201,7 @@ def test_empty_batch(rank: Rank):
     hidden = torch.empty(0, 2, 8, device=rank.device, requires_grad=True)
     weight = torch.randn(5, 8, device=rank.device, requires_grad=True)
     labels = torch.empty(2, 0, dtype=torch.int64, device=rank.device)
-    loss = fused_linear_cross_entropy(
-        hidden, weight, labels, tp_group=rank.group, sequence_parallel=True
-    )
+    loss = fused_linear_cross_entropy(hidden, weight, labels, tp_group=rank.group, sequence_parallel=True)
     loss.sum().backward()
     assert loss.shape == (2, 0) and weight.grad.abs().sum() == 0
 
@@ -325,9 +317,7 @@ def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, me
     goes into a slot that is still read.
     """
     inputs = plain_inputs(rank, b=2, vocab=512)
-    config = FusedCEConfig(
-        strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows"
-    )
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
     with patch.object(vocab_parallel, "_start", lambda c, *t, **o: moment(c, t, o)):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)

@@ -68,9 +68,7 @@ def test_a_rank_that_stays(tmp_path, strategy, phase, sp):
 
 @pytest.mark.rest
 @pytest.mark.skipif(torchrun.IS_RANK, reason="starts torchrun itself")
-@pytest.mark.parametrize(
-    ("how", "words"), [("killed", "Signal 9 (SIGKILL)"), ("raised and gone", "Defect")]
-)
+@pytest.mark.parametrize(("how", "words"), [("killed", "Signal 9 (SIGKILL)"), ("raised and gone", "Defect")])
 def test_a_launch_ends(how, words):
     """Under torchrun: status 1, and the rank that was lost is named."""
     began = time.monotonic()

@@ -123,9 +123,7 @@ def peaks_are_as_predicted(
     # The same on every rank.
     labels = torch.arange(num_tokens, device=rank.device) % (rank.size * V)
     weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(9)).to(rank.device)
-    config = FusedCEConfig(
-        strategy=strategy, chunk_tokens=C, logits_backend=logits_backend, merge=merge
-    )
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=C, logits_backend=logits_backend, merge=merge)
     inputs = planner.PlanInputs.of(
         config,
         num_tokens=num_tokens,

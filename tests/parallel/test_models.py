@@ -178,9 +178,7 @@ def test_off_against_on(rank: Rank, name):
     assert (counters.fused, counters.materialised, counters.stock) == (2 * (1 + model.mtp), 0, 0)
     # Of each micro-batch the main loss, and no other head, was grad_in_forward, and left its masked tokens
     # out.
-    promises = int(model.strategy == "grad_in_forward" and takes_mask(model)) + int(
-        model.skip_masked
-    )
+    promises = int(model.strategy == "grad_in_forward" and takes_mask(model)) + int(model.skip_masked)
     assert watched == [False] * (2 * promises)
     assert len(kept) == (2 if model.skip_masked else 0)
     assert all(0 < count < BATCH * SEQUENCE for count in kept)
@@ -373,9 +371,7 @@ def test_start_up_line(rank: Rank):
     have_groups(rank.size)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(arguments, "megatron_args", lambda: sizes)
-        config = megatron_fused_ce.FusedCEConfig(
-            "recompute", num_chunks=3, logits_backend="gemm_rows"
-        )
+        config = megatron_fused_ce.FusedCEConfig("recompute", num_chunks=3, logits_backend="gemm_rows")
         megatron_fused_ce.enable(config)
         for dtype in (torch.float32, None):
             build(Model(dtype=dtype), rank)
@@ -436,9 +432,7 @@ def test_options_of_the_loss(rank: Rank):
             forward(on, rank, True)
         forward(on, rank, False)  # logits for inference are no loss
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test"
-            )
+            patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")
             with pytest.raises(ValueError, match=r"ignore_index.*a test"):
                 build(Model(), rank)
     megatron_fused_ce.disable()

@@ -149,9 +149,7 @@ def train_step(rank: Rank, groups: Groups, setup: Setup, data: Data) -> list[tor
         return _train_step(rank, groups, setup, data, strategy)
 
 
-def _train_step(
-    rank: Rank, groups: Groups, setup: Setup, data: Data, strategy: str
-) -> list[torch.Tensor]:
+def _train_step(rank: Rank, groups: Groups, setup: Setup, data: Data, strategy: str) -> list[torch.Tensor]:
     torch.manual_seed(9)
     layer = (torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5).to(data.source).requires_grad_()
     weight = data.weight.clone().requires_grad_()
@@ -214,9 +212,7 @@ def test_disturbed_timing(rank: Rank, setup):
         with Collectives(groups.names) as quiet:
             expected = train_step(rank, groups, setup, data)
         for repeat in range(NUM_DISTURBED_STEPS):
-            delays = RandomDelays(
-                1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device
-            )
+            delays = RandomDelays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
             with Collectives(groups.names, before=delays) as disturbed:
                 got = train_step(rank, groups, setup, data)
             assert disturbed.calls == quiet.calls

@@ -199,9 +199,7 @@ def test_off_against_on(rank: Rank, name):
         megatron_fused_ce.disable()
         off = train_one_step(pipeline, rank)
         counters.reset()
-        megatron_fused_ce.enable(
-            megatron_fused_ce.FusedCEConfig(strategy=pipeline.strategy, num_chunks=3)
-        )
+        megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(strategy=pipeline.strategy, num_chunks=3))
         stack.callback(megatron_fused_ce.disable)
         on = train_one_step(pipeline, rank)
         grad_guard.raise_if_mismatch()

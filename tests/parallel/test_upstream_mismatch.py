@@ -116,8 +116,7 @@ class Training:
         for name, parameter in self.model.named_parameters():
             if (
                 launch.frozen
-                and launch.frozen
-                in f"{name} stage {parallel_state.get_pipeline_model_parallel_rank()}"
+                and launch.frozen in f"{name} stage {parallel_state.get_pipeline_model_parallel_rank()}"
             ):
                 parameter.requires_grad_(False)
         ddp_config = distributed.DistributedDataParallelConfig(
@@ -168,9 +167,7 @@ class Training:
             used.view(-1)[mask.view(-1).argmin()] = 1.0
         positions = torch.arange(SEQUENCE, device=self.rank.device).expand(BATCH, -1)
         causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool, device=self.rank.device).triu(1)
-        output = model(
-            ids[:, :-1], positions, causal[None, None], labels=ids[:, 1:], loss_mask=mask
-        )
+        output = model(ids[:, :-1], positions, causal[None, None], labels=ids[:, 1:], loss_mask=mask)
 
         def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             return (losses.float() * used).sum() / used.sum().clamp(min=1), {}
@@ -260,9 +257,7 @@ def test_what_it_costs(rank: Rank, pp):
         with Collectives({dist.group.WORLD: "world"}) as issued:
             training.forward_backward()
         training.assert_steps()
-        return sum(
-            (made.dtype, made.op, made.shapes) == ("int32", "MAX", ((1,),)) for made in issued.calls
-        )
+        return sum((made.dtype, made.op, made.shapes) == ("int32", "MAX", ((1,),)) for made in issued.calls)
 
     used = Training(rank, Launch(pp=pp))
     assert [told(used) for _ in range(3)] == [2, 1, 1]

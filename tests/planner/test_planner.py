@@ -351,9 +351,7 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
 @many
 @given(heads(), budgets, budgets, CHUNKINGS)
 def test_more_budget_is_never_slower(inputs, one, other, chunking):
-    low, high = (
-        plan(replace(inputs, memory_mb=memory_mb, **chunking)) for memory_mb in sorted((one, other))
-    )
+    low, high = (plan(replace(inputs, memory_mb=memory_mb, **chunking)) for memory_mb in sorted((one, other)))
     assert high.relative_time <= low.relative_time
 
 
@@ -477,9 +475,7 @@ def test_predicted_time_of_worked_examples():
     # Half of the bytes: the sum is read and bf16 is written.
     returned = time(strategy="grad_in_forward", wgrad_accumulator="returned", **one)
     assert returned == pytest.approx(1 + 355 / 2 / 32768)
-    assert time(strategy="store", logits_backend="gemm_rows", **one) == pytest.approx(
-        1 + 172 / 4096
-    )
+    assert time(strategy="store", logits_backend="gemm_rows", **one) == pytest.approx(1 + 172 / 4096)
     # Two products are the roof of a frozen weight, three with the logits again.
     assert time(strategy="recompute", wgrad_accumulator="none", **four) == pytest.approx(3 / 2)
     half = plan(llama(32768, 5150, num_chunks=8, **UNWEIGHTED))
@@ -547,9 +543,7 @@ LINE = "--tokens 32768 --hidden 4096 --vocab 128256 --device Pinned"
 def test_command_line(capsys):
     line = f"{LINE} --tp 4 --sequence-parallel --dtype bf16 --memory-mb 1000 --no-token-weights"
     assert head_command.main(line.split()) == 0
-    chosen = plan(
-        PlanInputs(32768, 4096, 32064, tp_size=4, num_parts=4, memory_mb=1000, device="Pinned")
-    )
+    chosen = plan(PlanInputs(32768, 4096, 32064, tp_size=4, num_parts=4, memory_mb=1000, device="Pinned"))
     said = capsys.readouterr().out
     assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}\n")
     assert f"{chosen.predicted_peak_bytes / MIB:.1f} MiB" in said
@@ -737,9 +731,7 @@ def test_start_up_line(said, planned):
 
 def test_start_up_line_of_auto_says_why(said):
     head = megatron_head(FusedCEConfig(memory_mb=7, z_loss=1e-4, skip_masked=True))
-    head.output_layer.fused_ce_config = replace(
-        head.output_layer.fused_ce_config, logits_backend="auto"
-    )
+    head.output_layer.fused_ce_config = replace(head.output_layer.fused_ce_config, logits_backend="auto")
     report.adopted(head, LAUNCH)
     assert said[0].startswith("on: strategy store (chosen by auto), 1 chunk of 128 tokens; about")
     assert said[1] == (
@@ -752,9 +744,7 @@ def test_start_up_line_of_auto_says_why(said):
 
 def test_start_up_line_expects_the_loss_mask(said, planned):
     """pretrain_gpt.py's model is called with one: grad_in_forward is possible."""
-    report.adopted(
-        megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2)
-    )
+    report.adopted(megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2))
     assert said[0] == (
         "on: strategy grad_in_forward (chosen by auto), 8 chunks of 4096 tokens; about 18 MiB for the head, "
         "where the logits alone would be 62 MiB"
@@ -823,9 +813,7 @@ def test_a_budget_that_a_named_strategy_cannot_meet_ends_the_launch(said):
         (False, False, {}, 0),
     ],
 )
-def test_start_up_line_counts_the_sum_of_grad_weight(
-    said, planned, fusion, trained, launch, summed_bytes
-):
+def test_start_up_line_counts_the_sum_of_grad_weight(said, planned, fusion, trained, launch, summed_bytes):
     model = megatron_head(trained=trained)
     model.output_layer.gradient_accumulation_fusion = fusion
     report.adopted(model, SimpleNamespace(**vars(LAUNCH), **launch))
@@ -852,9 +840,7 @@ def test_first_evaluation_tells_what_differs(said):
     other = replace(expected, strategy="recompute", stored_chunks=0, chosen_for=by_name)
     report.evaluation_once(layer, hidden, layer.weight, other)
     assert len(said) == 4
-    assert said[2].startswith(
-        "as it runs: strategy recompute (chosen by auto), 1 chunk of 128 tokens"
-    )
+    assert said[2].startswith("as it runs: strategy recompute (chosen by auto), 1 chunk of 128 tokens")
     assert said[3].startswith("why: asked for by name")
     # The main head comes after those of multi-token prediction; batches may differ in length.
     report.evaluation_once(layer, hidden, layer.weight, expected)

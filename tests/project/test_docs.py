@@ -97,9 +97,7 @@ def anchors(page: Path) -> set[str]:
         if opening.type == "heading_open":
             words = "".join(child.content for child in inline.children)
             slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
-            count = sum(
-                re.fullmatch(rf"{re.escape(slug)}(-\d+)?", one) is not None for one in found
-            )
+            count = sum(re.fullmatch(rf"{re.escape(slug)}(-\d+)?", one) is not None for one in found)
             found.append(f"{slug}-{count}" if count else slug)
     return set(found)
 
@@ -107,9 +105,7 @@ def anchors(page: Path) -> set[str]:
 def broken_links(page: Path) -> list[str]:
     """Relative links of a page that lead nowhere: no such file, or no such heading in it."""
     inlines = [child for token in tokens_of(page) for child in token.children or ()]
-    links = [
-        child.attrs[name] for child in inlines for name in ("href", "src") if name in child.attrs
-    ]
+    links = [child.attrs[name] for child in inlines for name in ("href", "src") if name in child.attrs]
     broken = []
     for link in links:
         if re.match(r"[a-z]+:", link):

@@ -60,10 +60,7 @@ def test_no_option_is_missing():
 
 def test_the_cell_that_is_refused():
     assert [
-        (case, strategy)
-        for case, row in table().items()
-        for strategy, cell in row.items()
-        if cell != "Y"
+        (case, strategy) for case, row in table().items() for strategy, cell in row.items() if cell != "Y"
     ] == [("outputs", "grad_in_forward")]
     x = torch.zeros(4, 8, requires_grad=True)
     with pytest.raises(ValueError, match="use 'store', 'recompute' or 'auto'"):

@@ -127,11 +127,7 @@ def test_the_sdist_holds_plain_files(sdist):
     assert all(member.isfile() or member.isdir() for member in members)
     names = {member.name.partition("/")[2] for member in members if member.isfile()}
     assert modules_of_the_tree() | {"setup.py", "pyproject.toml", "README.md"} <= names
-    others = {
-        name
-        for name in names
-        if not name.startswith(("megatron_fused_ce/", "megatron_fused_ce.egg"))
-    }
+    others = {name for name in names if not name.startswith(("megatron_fused_ce/", "megatron_fused_ce.egg"))}
     assert MARKER in names
     assert others == {"setup.py", "pyproject.toml", "README.md", "LICENSE", "setup.cfg", "PKG-INFO"}
 
@@ -140,9 +136,7 @@ def test_the_wheel_holds_the_modules_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-        assert inside == modules_of_the_tree() | {
-            MARKER
-        }  # a top-level kernels/ would shadow PyPI's
+        assert inside == modules_of_the_tree() | {MARKER}  # a top-level kernels/ would shadow PyPI's
         for name in inside:
             assert archive.read(name) == (ROOT / name).read_bytes(), name
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -153,9 +147,7 @@ def test_the_wheel_of_the_tree_is_the_same(wheel, tree, tmp_path):
     built = run(sys.executable, "-c", BUILD, "build_wheel", tmp_path, cwd=tree).stdout.split()[-1]
     with zipfile.ZipFile(tmp_path / built) as one, zipfile.ZipFile(wheel) as other:
         assert built == wheel.name
-        assert {i.filename: i.CRC for i in one.infolist()} == {
-            i.filename: i.CRC for i in other.infolist()
-        }
+        assert {i.filename: i.CRC for i in one.infolist()} == {i.filename: i.CRC for i in other.infolist()}
 
 
 def test_the_metadata(wheel):
@@ -190,9 +182,7 @@ def test_every_module_imports_from_elsewhere(python, tmp_path):
         "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('megatron_fused_ce')), sep='\\n')"
     )
     done = run(python, "-c", code, *sorted(names), cwd=tmp_path)
-    files = {
-        Path(line) for line in done.stdout.splitlines() if line != "None"
-    }  # kernels/ has no __init__
+    files = {Path(line) for line in done.stdout.splitlines() if line != "None"}  # kernels/ has no __init__
     assert len(files) == len(names)
     assert all(python.parents[1] in file.parents for file in files)
 
@@ -204,9 +194,7 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     plan = "plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768"
     assert json.loads(command(f"{plan} --json").stdout)
     assert "Flags: --fused-chunked-ce" in command(plan).stdout
-    assert (
-        "grad_in_forward" in command("plan-head --tokens 32768 --hidden 4096 --vocab 128256").stdout
-    )
+    assert "grad_in_forward" in command("plan-head --tokens 32768 --hidden 4096 --vocab 128256").stdout
     log = (
         " [2026-01-01 00:00:00.0] iteration        1/       1 | lm loss: 5.537932E+00 | grad norm: 2.586 |"
         " number of skipped iterations:   0 | number of nan iterations:   0 |\n"
@@ -215,9 +203,7 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
         (tmp_path / name).write_text(log)
     assert command("compare off.log on.log --out compared").stdout.splitlines()[-1] == "SAME"
     assert (tmp_path / "compared" / "compare_loss.json").is_file()
-    profile = (
-        '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 0], [9, -1, 0]]}]}'
-    )
+    profile = '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 0], [9, -1, 0]]}]}'
     (tmp_path / "profile.json").write_text(profile)
     assert "peak, MiB" in command("memory --draw profile.json --out drawn").stdout
     refused = command("memory --shape llama-3-8b", ok=False)

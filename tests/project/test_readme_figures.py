@@ -60,17 +60,12 @@ def test_figures_come_from_the_results(tmp_path, monkeypatch):
     table = readme_figures.speed_and_memory()
     assert "| **this, `--fused-chunked-ce`** | 157 | 4.0 | 42 | 1.8 |" in table
     with_results(tmp_path, monkeypatch, "reach-llama3-8b", slower)
-    assert (
-        "| **this, `--fused-chunked-ce`** | 313 | 4.0 | 42 | 1.8 |"
-        in readme_figures.speed_and_memory()
-    )
+    assert "| **this, `--fused-chunked-ce`** | 313 | 4.0 | 42 | 1.8 |" in readme_figures.speed_and_memory()
 
 
 def test_what_the_flag_takes_is_the_planners_choice(monkeypatch):
     """Not a strategy that is named in the script."""
-    monkeypatch.setattr(
-        readme_figures, "plan", lambda inputs: plan(replace(inputs, strategy="recompute"))
-    )
+    monkeypatch.setattr(readme_figures, "plan", lambda inputs: plan(replace(inputs, strategy="recompute")))
     assert "| 204 | 2.0 | 54 | 0.8 |" in readme_figures.speed_and_memory()
 
 

@@ -80,9 +80,7 @@ def test_the_files_were_read():
     assert {"torch", "megatron-core", "triton", "ruff", "furo"} <= NAMES
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "reason"), REQUIREMENTS, ids=lambda words: str(words)[:40]
-)
+@pytest.mark.parametrize(("file", "line", "reason"), REQUIREMENTS, ids=lambda words: str(words)[:40])
 def test_each_line_is_pinned_and_says_why(file, line, reason):
     assert re.fullmatch(r"[\w-]+==[\d.]+(; .+)?", line), f"{file}: {line} is not pinned"
     assert len(reason.split()) >= 3, f"{file}: no reason beside or above {line}"
@@ -92,9 +90,7 @@ def test_each_is_used():
     ours = imported()
     for name in NAMES - MEGATRONS:
         if name in TOOLS:
-            assert re.search(rf"\b{MODULES.get(name, name)}\b", (ROOT / TOOLS[name]).read_text()), (
-                name
-            )
+            assert re.search(rf"\b{MODULES.get(name, name)}\b", (ROOT / TOOLS[name]).read_text()), name
         else:
             assert MODULES.get(name, name) in ours, f"{name} is listed and nothing imports it"
     assert MEGATRONS <= NAMES and set(TOOLS) <= NAMES
@@ -115,11 +111,7 @@ def test_the_package_itself_needs_little():
 def test_setup_says_why():
     """Each dependency of the wheel has a comment above it."""
     lines = (ROOT / "setup.py").read_text().splitlines()
-    asked = [
-        number
-        for number, line in enumerate(lines)
-        if re.match(r'\s+"[\w-]+(>=.*)?"|\s+"plan":', line)
-    ]
+    asked = [number for number, line in enumerate(lines) if re.match(r'\s+"[\w-]+(>=.*)?"|\s+"plan":', line)]
     wanted = [n for n in asked if ">=" in lines[n]]
     assert len(wanted) == 4
     for number in wanted:

@@ -66,9 +66,7 @@ UNKNOWN = {
 }  # fmt: skip
 
 
-def run(
-    folder: Path, changed: dict[str, str | None], *words: str
-) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, changed: dict[str, str | None], *words: str) -> subprocess.CompletedProcess[str]:
     files = {
         "torch.py": "__version__ = '2.6.0a0+nv25.01'",
         "megatron/core/__init__.py": "import torch",
@@ -119,9 +117,7 @@ def test_a_known_one_is_patched(tmp_path):
 
 def test_an_old_torch_under_the_op(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.5.1")
-    with pytest.raises(
-        ImportError, match=r"^megatron_fused_ce needs torch 2.6 or newer and found 2.5.1"
-    ):
+    with pytest.raises(ImportError, match=r"^megatron_fused_ce needs torch 2.6 or newer and found 2.5.1"):
         megatron_fused_ce.fused_linear_cross_entropy  # noqa: B018
 
 
@@ -159,11 +155,7 @@ def test_versions_as_they_are_written(version, ours):
 
 def setup_words() -> dict[str, ast.expr]:
     tree = ast.parse((ROOT / "setup.py").read_text())
-    (call,) = (
-        n
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup"
-    )
+    (call,) = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup")
     return {word.arg: word.value for word in call.keywords if word.arg}
 
 
@@ -175,10 +167,7 @@ def test_pip_asks_for_the_same_versions():
 
 def test_the_page_says_the_same():
     page = PAGE.read_text()
-    assert (
-        f"| Python | {ast.literal_eval(setup_words()['python_requires']).removeprefix('>=')} |"
-        in page
-    )
+    assert f"| Python | {ast.literal_eval(setup_words()['python_requires']).removeprefix('>=')} |" in page
     for name, oldest in versions.OLDEST.items():
         assert f"| {name} | {versions.words(oldest)} |" in page
 

@@ -40,9 +40,7 @@ def snapshot(tmp_path, trap) -> Path:
     """As torch's allocator writes one, if it were evil; it does run where it is unpickled."""
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps({"segments": [MakesAFolder(trap)], "device_traces": [[]]}))
-    subprocess.run(
-        [sys.executable, "-m", "pickle", str(path)], check=True, capture_output=True, cwd=tmp_path
-    )
+    subprocess.run([sys.executable, "-m", "pickle", str(path)], check=True, capture_output=True, cwd=tmp_path)
     assert trap.is_dir()
     trap.rmdir()
     return path

@@ -46,9 +46,7 @@ def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     model_parallel_cuda_manual_seed(1)
-    kind = (
-        MLATransformerConfig if case["config"].get("multi_latent_attention") else TransformerConfig
-    )
+    kind = MLATransformerConfig if case["config"].get("multi_latent_attention") else TransformerConfig
     config = kind(
         **case["config"],
         use_cpu_initialization=True,
@@ -67,9 +65,7 @@ def _build(case: dict[str, Any], parallel_state: Any) -> torch.nn.Module:
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     prediction = None
     if config.mtp_num_layers and last:
-        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, spec, use_transformer_engine=False
-        )
+        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,

@@ -88,9 +88,7 @@ class Step:
         self.config = FusedCEConfig(strategy=strategy, num_chunks=2, **(options or {}))
         self.main_grad = None
         if end != "returned":
-            self.main_grad = torch.zeros_like(
-                self.weight, dtype=torch.float32 if end == "fp32" else dtype
-            )
+            self.main_grad = torch.zeros_like(self.weight, dtype=torch.float32 if end == "fp32" else dtype)
 
     def run(self) -> None:
         """A forward and a backward; gradients are added to those that are there."""

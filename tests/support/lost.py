@@ -83,9 +83,7 @@ def lose_and_stay(rank: Rank, case: Case, ended: str) -> dict[str, Any] | None:
 
 def lose(rank: Rank, case: Case) -> dict[str, Any]:
     """Both ranks: a whole step, then steps until an error. What the survivor has seen."""
-    step = Step(
-        torch.float32, case.strategy, "fp32", rank=rank, sequence_parallel=case.sequence_parallel
-    )
+    step = Step(torch.float32, case.strategy, "fp32", rank=rank, sequence_parallel=case.sequence_parallel)
     step.run()
     first = step.gradients()
     counted = {phase: AtOperator(_raised) for phase in PHASES}

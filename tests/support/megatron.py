@@ -117,9 +117,7 @@ def have_groups(tensor: int, pipeline: int = 1, virtual: int | None = None) -> N
     for group in [group for group in dist.distributed_c10d._world.pg_map if group in _kept]:
         dist.destroy_process_group(group)
     others = set(dist.distributed_c10d._world.pg_map)
-    parallel_state.initialize_model_parallel(
-        tensor, pipeline, virtual_pipeline_model_parallel_size=virtual
-    )
+    parallel_state.initialize_model_parallel(tensor, pipeline, virtual_pipeline_model_parallel_size=virtual)
     _kept.clear()
     _kept.update(set(dist.distributed_c10d._world.pg_map) - others)
     _layout = wanted
@@ -204,9 +202,7 @@ def build(model: Model, rank: Rank) -> Any:
         spec = gpt_layer_specs.get_gpt_layer_local_spec()
         mtp_spec = None
         if model.mtp:
-            mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
-                config, spec, use_transformer_engine=False
-            )
+            mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         built = GPTModel(
             config, spec, vocab_size=VOCAB, max_sequence_length=SEQUENCE,
             share_embeddings_and_output_weights=model.tied, mtp_block_spec=mtp_spec,
@@ -301,9 +297,7 @@ def run_schedule(built: Any, batches: list[Batch], rank: Rank, forward_only: boo
 
     def forward_step(data: Any, model: Any) -> Any:
         batch = next(data)
-        losses = model(
-            batch.ids, *positions_and_mask(rank), labels=batch.labels, loss_mask=batch.mask
-        )
+        losses = model(batch.ids, *positions_and_mask(rank), labels=batch.labels, loss_mask=batch.mask)
         return losses, functools.partial(pretrain_loss, batch.mask)
 
     return list(

@@ -39,9 +39,7 @@ def weights_for(strategy: str, upstream: torch.Tensor) -> dict[str, torch.Tensor
     return {"token_weights": upstream / 1.5} if strategy == "grad_in_forward" else {}
 
 
-def run(
-    inputs: HeadInputs, config: FusedCEConfig, *, flat: bool = False, **kwargs: Any
-) -> HeadResult:
+def run(inputs: HeadInputs, config: FusedCEConfig, *, flat: bool = False, **kwargs: Any) -> HeadResult:
     """The op on whole inputs; returns its result in the inputs' shapes.
 
     ``grad_in_forward`` gets token weights that the upstream gradient is 1.5 times of.

@@ -140,9 +140,7 @@ def generate(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
         row = dict(next(iter(left)))
         for axis in [name for name in axes if name not in row]:
             candidates = [
-                value
-                for value in axes[axis]
-                if all(allowed((axis, value), item) for item in row.items())
+                value for value in axes[axis] if all(allowed((axis, value), item) for item in row.items())
             ]
             row[axis] = max(candidates, key=partial(_num_new, axes, left, row, axis))
         rows.append({axis: row[axis] for axis in axes})
@@ -169,10 +167,7 @@ def written(rows_of: dict[str, list[dict[str, Any]]]) -> str:
 def committed() -> dict[str, list[dict[str, Any]]]:
     """The file's rows, by axis."""
     rows_of = json.loads(FILE.read_text())
-    return {
-        name: [dict(zip(AXES[name], row, strict=True)) for row in rows]
-        for name, rows in rows_of.items()
-    }
+    return {name: [dict(zip(AXES[name], row, strict=True)) for row in rows] for name, rows in rows_of.items()}
 
 
 def parametrize(name: str) -> pytest.MarkDecorator:

@@ -247,17 +247,14 @@ def run_on_shards(problem: Problem) -> Parts:
     with World(len(problem.shards)) as world:
         sent = world.run(run_part, problem)
     received = [
-        {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()}
-        for part in sent
+        {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()} for part in sent
     ]
     first, *others = received
     whole = ["loss"] if problem.sequence_parallel else ["loss", "grad_hidden"]
     for name in whole:
         for other in others:
             assert same_bits(first[name], other[name]), f"the ranks' {name} differs"
-    parts = {
-        name: [one[name] for one in received] for name in ("grad_hidden", "grad_weight", "loss")
-    }
+    parts = {name: [one[name] for one in received] for name in ("grad_hidden", "grad_weight", "loss")}
     cut = {name: torch.cat(values) for name, values in parts.items() if name not in whole}
     return {**{name: first[name] for name in whole}, **cut}
 
@@ -267,9 +264,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
 
 
-def open_main_grad(
-    main_grad: Tensor, weight: Tensor, num_chunks: int, scaled: bool
-) -> InPlaceGradWeight:
+def open_main_grad(main_grad: Tensor, weight: Tensor, num_chunks: int, scaled: bool) -> InPlaceGradWeight:
     return InPlaceGradWeight(main_grad, num_chunks, scaled, lambda: None)
 
 
@@ -335,9 +330,7 @@ def floor(name: str, true: Tensor, dtype: torch.dtype) -> float:
     return FLOOR[dtype] * max(1.0, true.numel() ** 0.5 / (float(true.norm()) or 1.0))
 
 
-def comparable(
-    inputs: HeadInputs, result: Parts, eager: Parts
-) -> dict[str, Callable[[Tensor], Tensor]]:
+def comparable(inputs: HeadInputs, result: Parts, eager: Parts) -> dict[str, Callable[[Tensor], Tensor]]:
     """Of each part the entries that have a right answer.
 
     A token whose logits the dtype cannot hold has no gradient to be held against; its loss is right or not

@@ -372,9 +372,7 @@ class Ranks:
 _worlds: dict[Ranks, World] = {}
 
 
-def run_on_ranks(
-    ranks: Ranks, function: Callable[..., Any], *arguments: Any, **options: Any
-) -> list[Any]:
+def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`World.run`."""
     __tracebackhide__ = True
     if not ranks.on_gpus:

@@ -68,9 +68,7 @@ class StorageRecording(TorchDispatchMode):
             "frames": python_stack(),
         }
         self._blocks[address] = block
-        self._known[storage._cdata] = weakref.ref(
-            storage, partial(self._free, storage._cdata, address)
-        )
+        self._known[storage._cdata] = weakref.ref(storage, partial(self._free, storage._cdata, address))
         self._note("alloc", address)
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -88,11 +86,7 @@ class StorageRecording(TorchDispatchMode):
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    return [
-        leaf
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
-    ]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
 
 
 def python_stack() -> list[dict[str, Any]]:
@@ -102,9 +96,7 @@ def python_stack() -> list[dict[str, Any]]:
     while frame is not None:
         code = frame.f_code
         if code.co_filename != __file__:
-            found.append(
-                {"filename": code.co_filename, "name": code.co_name, "line": frame.f_lineno}
-            )
+            found.append({"filename": code.co_filename, "name": code.co_name, "line": frame.f_lineno})
         frame = frame.f_back
     return found
 

@@ -346,9 +346,7 @@ def test_merges():
 def test_presets_over_ranks(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     given = cases.parse_arguments("", ["--preset", "tp", "--tp", "4"])
-    assert [
-        (cell.hidden_size, cell.num_tokens, cell.sequence_parallel) for cell in given.cells
-    ] == [
+    assert [(cell.hidden_size, cell.num_tokens, cell.sequence_parallel) for cell in given.cells] == [
         *((4096, 8192, True), (4096, 8192, False)),
         *((4096, 32768, True), (4096, 32768, False)),
         *((8192, 32768, True), (8192, 32768, False)),
@@ -365,9 +363,7 @@ def test_presets_over_ranks(monkeypatch):
 def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
     given = cases.parse_arguments("", ["--shapes", "llama-3-8b", "--tokens", "32768"])
     variants = [Variant("store", "ours")]
-    one, four = (
-        benchmark.expected_seconds(given.cells[0], variants, given, ranks) for ranks in (1, 4)
-    )
+    one, four = (benchmark.expected_seconds(given.cells[0], variants, given, ranks) for ranks in (1, 4))
     assert 15 < four < one and four - 15 < 0.6 * (one - 15)
 
 
@@ -512,9 +508,7 @@ def test_a_wrong_peer_is_a_row_without_times(tmp_path, monkeypatch):
             problem.main_grad[3, 3] = float("nan")
         return loss
 
-    code, rows = bench_foreign(
-        tmp_path, monkeypatch, foreign("wrong", wrong), foreign("nan", nan_later)
-    )
+    code, rows = bench_foreign(tmp_path, monkeypatch, foreign("wrong", wrong), foreign("nan", nan_later))
     assert code == 0
     assert rows["wrong"]["error"].startswith("wrong result: error 5")
     assert rows["nan"]["error"] == "wrong result at T = 96: error inf"
@@ -593,9 +587,7 @@ def test_turns_follow_the_order(tmp_path, monkeypatch):
         return foreign(name, run)
 
     real = Roof.turn
-    monkeypatch.setattr(
-        Roof, "turn", lambda self, name, *rest: seen.append(name) or real(self, name, *rest)
-    )
+    monkeypatch.setattr(Roof, "turn", lambda self, name, *rest: seen.append(name) or real(self, name, *rest))
 
     def known_order(names, blocks, seed):
         assert sorted(names) == ["a", "b", "roof", "roof"] and blocks == 2

@@ -92,10 +92,7 @@ def numbers_of(name: str) -> list[argparse.Action]:
             try:
                 action.type("x")  # type: ignore[operator]
             except (argparse.ArgumentTypeError, ValueError):
-                if (
-                    not any(hint in str(action.dest) for hint in ("shapes",))
-                    or name == "bench.commits"
-                ):
+                if not any(hint in str(action.dest) for hint in ("shapes",)) or name == "bench.commits":
                     found.append(action)
     return found
 
@@ -134,9 +131,7 @@ def test_every_number_is_bounded(name):
 def test_the_bounds_themselves():
     assert [whole()(text) for text in ("1", "1000000000", " 7 ", "+3")] == [1, 10**9, 7, 3]
     assert whole(-3, 3)("-3") == -3 and whole(0)("0") == 0
-    assert (
-        number()("0") == 0.0 and number(above=True)("1e-9") == 1e-9 and number(most=1)("1") == 1.0
-    )
+    assert number()("0") == 0.0 and number(above=True)("1e-9") == 1e-9 and number(most=1)("1") == 1.0
     for parse, text in ((whole(), "0"), (whole(), "1.0"), (whole(), "1000000001"), (number(), "-1e-9"),
                         (number(above=True), "0"), (number(most=1), "1.1"), (number(), "nan")):  # fmt: skip
         with pytest.raises(argparse.ArgumentTypeError, match="expected a"):
@@ -146,9 +141,7 @@ def test_the_bounds_themselves():
 # --- whole processes -------------------------------------------------------------------------
 
 
-def run(
-    *words: str, cwd: Path, stdin: object = subprocess.DEVNULL
-) -> subprocess.CompletedProcess[str]:
+def run(*words: str, cwd: Path, stdin: object = subprocess.DEVNULL) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it, timed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
@@ -274,10 +267,7 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 #: Module -> its name in READERS.
 MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "longest")}
-MODULES |= {
-    f"scripts.dev.{name}": name
-    for name in ("soak", "sanitize", "upstream_tests", "figures_scaling")
-}
+MODULES |= {f"scripts.dev.{name}": name for name in ("soak", "sanitize", "upstream_tests", "figures_scaling")}
 NOT_READ = {"scripts.dev.figures", "autoload"}
 
 
@@ -322,6 +312,4 @@ def test_make_help_is_one_screen():
     lines = done.stdout.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 120
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert targets - {"help", "setup"} <= set(
-        re.findall(r"^make ([a-z-]+)", done.stdout, re.MULTILINE)
-    )
+    assert targets - {"help", "setup"} <= set(re.findall(r"^make ([a-z-]+)", done.stdout, re.MULTILINE))

@@ -161,8 +161,7 @@ def test_pairs_of_rows_with_gaps():
         (8, 7.5, 7.5),
     ]
     assert pairs == [
-        dataclasses.replace(p, reference=p.other, other=p.reference)
-        for p in paired(b, a, alike=True)
+        dataclasses.replace(p, reference=p.other, other=p.reference) for p in paired(b, a, alike=True)
     ]
 
 
@@ -193,9 +192,7 @@ def test_a_run_in_two_starts_that_follow_each_other():
         assert not found.other.restarts and len(found.curves[0].pairs) >= 38
 
 
-EVALUATION = (
-    " validation loss at iteration {} | lm loss value: 4.000000E+00 | lm loss PPL: 5E+01 |\n"
-)
+EVALUATION = " validation loss at iteration {} | lm loss value: 4.000000E+00 | lm loss PPL: 5E+01 |\n"
 
 
 @pytest.mark.parametrize("kind", ["log", "tensorboard"])
@@ -279,9 +276,7 @@ def test_nan_in_tensorboard(tmp_path):
     run.tensorboard(tmp_path / "a")
     Trained({**run.losses, 12: math.nan}, run.norms).tensorboard(tmp_path / "b")
     found = verdict(read_run(tmp_path / "a", "a"), read_run(tmp_path / "b", "b"))
-    assert [problem.split(":")[0] for problem in found.problems] == [
-        "lm loss differs at iteration 12"
-    ]
+    assert [problem.split(":")[0] for problem in found.problems] == ["lm loss differs at iteration 12"]
 
 
 # --- lines of the versions -----------------------------------------------------------------------
@@ -360,9 +355,7 @@ def test_a_cut_line_has_no_wrong_figure():
 
 
 def test_exact_figures_of_the_cpu_harness():
-    exact = (
-        '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}\n'
-    )
+    exact = '[megatron_cpu] exact {"iteration": 3, "grad norm": 2.58612345, "lm loss": 5.53793219}\n'
     line = " iteration        3/ 5 | lm loss: 5.537932E+00 | grad norm: 2.586 |\n"
     record = of_log(exact + line)
     assert record.curves["lm loss"] == [Point(3, 5.53793219, 3)]
@@ -419,8 +412,7 @@ def of_figures(figures, name, loss_factor=1.0, norm_factor=1.0):
             Point(i, float(value) * loss_factor, i, 1e-6) for i, value in enumerate(values, 1)
         ]
     record.curves[GRAD_NORM] = [
-        Point(i, float(value) * norm_factor, i, 1e-3)
-        for i, value in enumerate(figures["grad_norms"], 1)
+        Point(i, float(value) * norm_factor, i, 1e-3) for i, value in enumerate(figures["grad_norms"], 1)
     ]
     return record
 
@@ -429,9 +421,7 @@ def test_the_committed_launches_are_there():
     assert len(LAUNCHES) >= 10 and sum(native is not None for _, _, native, _ in LAUNCHES) >= 6
 
 
-@pytest.mark.parametrize(
-    ("label", "unfused", "native", "flag"), LAUNCHES, ids=[x[0] for x in LAUNCHES]
-)
+@pytest.mark.parametrize(("label", "unfused", "native", "flag"), LAUNCHES, ids=[x[0] for x in LAUNCHES])
 def test_bounds_on_the_committed_launches(label, unfused, native, flag):
     """Each is the same training; a loss or a gradient norm that is off by little is not."""
     reference = of_figures(unfused, "unfused")
@@ -442,9 +432,7 @@ def test_bounds_on_the_committed_launches(label, unfused, native, flag):
         # 2e-3 of ln 2 is 1.4e-3 of a bit; a forgotten factor of the head's gradient moves the norm by far
         # more than a twentieth.
         for wrong in ({"loss_factor": 1.002}, {"norm_factor": 1.05}):
-            assert (
-                verdict(reference, of_figures(flag, "flag", **wrong), noise).verdict == "DIFFERENT"
-            )
+            assert verdict(reference, of_figures(flag, "flag", **wrong), noise).verdict == "DIFFERENT"
 
 
 def test_what_the_bounds_are_from():
@@ -539,9 +527,7 @@ def test_same_and_different(logs):
     pytest.importorskip("matplotlib")
     out = logs / "out"
     same = run_script(logs / "off.log", logs / "on.log", f"--out={out}")
-    assert same.returncode == 0 and same.stdout.splitlines()[-1] == "SAME", (
-        same.stdout + same.stderr
-    )
+    assert same.returncode == 0 and same.stdout.splitlines()[-1] == "SAME", same.stdout + same.stderr
     (curve, *_) = results.rows(out / "compare_loss.json")
     assert (curve["verdict"], curve["variant"], curve["at_iteration"]) == ("SAME", "lm loss", 22)
     assert curve["difference"] == pytest.approx(1e-4, rel=0.01)
@@ -700,9 +686,7 @@ def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
     ],
 )
 def test_the_flag_and_nothing_else_differs(fake, before, on_before):
-    given = (
-        f"{before} {fake} --bf16 --fused-ce-strategy grad_in_forward --fused-chunked-ce --lr 1e-3"
-    )
+    given = f"{before} {fake} --bf16 --fused-ce-strategy grad_in_forward --fused-chunked-ce --lr 1e-3"
     command = launches.Command.of(given.split())
     assert command.off() == f"{before} {fake} --bf16 --lr 1e-3".split()
     plugin = "--fused-ce-strategy grad_in_forward --fused-chunked-ce"

@@ -122,18 +122,14 @@ def test_flash_attention_grouped_queries_and_a_gate():
     ],
 )
 def test_selective_recompute_drops_its_modules(modules, saves):
-    dropped = kept_by_a_layer(setting()) - kept_by_a_layer(
-        setting(recompute=Recompute(modules=modules))
-    )
+    dropped = kept_by_a_layer(setting()) - kept_by_a_layer(setting(recompute=Recompute(modules=modules)))
     assert dropped == saves
 
 
 def test_experts_keep_the_tokens_they_are_sent():
     """Hand-computed: 3 of 8 experts of 40 rows, and a shared one of 24, in place of the MLP's 160."""
     mixture = Mixture(8, 3, 40, 24, (True,) * 4)
-    inner = blocks.Experts(replace(MODERN, mixture=mixture)).inner(
-        setting(replace(MODERN, mixture=mixture))
-    )
+    inner = blocks.Experts(replace(MODERN, mixture=mixture)).inner(setting(replace(MODERN, mixture=mixture)))
     assert inner == {
         "router": 2 * 4 * 8,
         "dispatched tokens": 2 * 3 * 64,
@@ -156,9 +152,7 @@ def test_a_layer_at_work_holds_what_measured_runs_showed():
     """Hand-computed: all that a layer keeps, its output, the gradient of it, and of the first product."""
     one = setting(recompute=Recompute(full=True, num_layers=1))
     whole = kept_by_a_layer(setting())
-    assert native(one).moment("layers").parts["layer at work"] == 256 * (
-        whole + 2 * 2 * 64 + 2 * 2 * 160
-    )
+    assert native(one).moment("layers").parts["layer at work"] == 256 * (whole + 2 * 2 * 64 + 2 * 2 * 160)
 
 
 def test_uniform_units_and_block():
@@ -167,10 +161,7 @@ def test_uniform_units_and_block():
     assert in_pairs.moment("head").parts["activations"] == 2 * row
     # Both layers of a unit are there while its second runs backward.
     alone = native(setting(recompute=Recompute(full=True, num_layers=1)))
-    more = (
-        in_pairs.moment("layers").parts["layer at work"]
-        - alone.moment("layers").parts["layer at work"]
-    )
+    more = in_pairs.moment("layers").parts["layer at work"] - alone.moment("layers").parts["layer at work"]
     whole = kept_by_a_layer(setting()) * 256
     assert more == whole - row
     block = native(setting(recompute=Recompute(full=True, num_layers=3, block=True)))
@@ -429,9 +420,7 @@ def _drawn(sizes: dict) -> Setting:
     model = replace(
         MODERN, num_layers=sizes["layers"], vocab_size=sizes["vocab"], mtp_num_layers=sizes["mtp"]
     )
-    parallel = Parallel(
-        gpus=4, tensor=sizes["tensor"], sequence=sizes["parts"] and sizes["tensor"] > 1
-    )
+    parallel = Parallel(gpus=4, tensor=sizes["tensor"], sequence=sizes["parts"] and sizes["tensor"] > 1)
     recompute = Recompute(full=sizes["full"], num_layers=1)
     return setting(
         model, parallel,
@@ -443,9 +432,7 @@ def _drawn(sizes: dict) -> Setting:
 @given(_SIZES, st.sampled_from(["sequence", "micro_batch", "layers", "vocab"]))
 def test_more_of_anything_takes_no_less(sizes, grown):
     more = {**sizes, grown: 2 * sizes[grown]}
-    for before, after in zip(
-        heads.stock_heads(_drawn(sizes)), heads.stock_heads(_drawn(more)), strict=True
-    ):
+    for before, after in zip(heads.stock_heads(_drawn(sizes)), heads.stock_heads(_drawn(more)), strict=True):
         assert estimate(_drawn(more), after).peak >= estimate(_drawn(sizes), before).peak
 
 

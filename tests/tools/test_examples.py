@@ -81,9 +81,7 @@ def run(megatron, tmp_path):
         asked = get_args_parser().parse_args(words)  # torchrun's own
         environment["WORLD_SIZE"] = str(int(asked.nproc_per_node) * int(asked.nnodes))
         script = [*(["-m"] if asked.module else []), asked.training_script]
-        return megatron.launch(
-            [*script, *asked.training_script_args], tmp_path, ranks=[0], **environment
-        )
+        return megatron.launch([*script, *asked.training_script_args], tmp_path, ranks=[0], **environment)
 
     return run_example
 
@@ -134,9 +132,7 @@ def test_an_argument_that_megatron_does_not_know_ends_the_launch(run):
 
 def test_transformer_engines_loss_fusion_is_refused_by_megatron(run):
     """What docs/migration says of it."""
-    status, output = run(
-        "llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"
-    )
+    status, output = run("llama3_8b", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
     assert status == 1 and "disabled due to stability issues" in output
 
 
@@ -144,9 +140,7 @@ def test_transformer_engines_loss_fusion_is_refused_by_megatron(run):
 @pytest.mark.parametrize("path", ["", "/nowhere"])
 def test_no_checkout_is_one_line_and_status_2(name, path):
     environment = os.environ | {"MEGATRON_LM_PATH": path}
-    done = subprocess.run(
-        [str(EXAMPLES / f"{name}.sh")], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([str(EXAMPLES / f"{name}.sh")], env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and "set it to a checkout" in done.stderr
 

@@ -49,9 +49,7 @@ def rows_of(model: Model, noise: float = 0.0) -> list[dict]:
                 for sp in (False, True) if ranks > 1 else (False,):
                     for strategy in fit_scaling.STRATEGIES:
                         for chunk_tokens in (4096, 8192):
-                            case = Case(
-                                num_tokens, roof["H"], roof["V"], ranks, sp, strategy, chunk_tokens
-                            )
+                            case = Case(num_tokens, roof["H"], roof["V"], ranks, sp, strategy, chunk_tokens)
                             roof_ms = roof["time_ms"] * case.products / 3
                             time_ms = 1e3 * model.time_s(case, roof_ms * 1e-3)
                             time_ms *= 1 + noise * random.standard_normal()
@@ -181,11 +179,7 @@ def test_command_line_prints_every_table(tmp_path, capsys):
     path = result_file(tmp_path, rows_of(MODEL) + profile_rows(LINK))
     assert fit_scaling.main([str(path), "--ranks", "2", "16", "--tokens", "32768"]) == 0
     said = capsys.readouterr().out
-    assert (
-        "| `K` | 0.3 ± " in said
-        and "| `b` | 300 |" in said
-        and "| `P` | 700 (700 to 700) |" in said
-    )
+    assert "| `K` | 0.3 ± " in said and "| `b` | 300 |" in said and "| `P` | 700 (700 to 700) |" in said
     case = Case(32768, 4096, 8016, 16, True, "store", 8192)
     fitted = fit_scaling.fit(json.loads(path.read_text()))
     assert f"| 32768 | 16 | 8016 | {fitted.ratio(case):.2f} |" in said
@@ -204,9 +198,7 @@ def test_tables_go_between_the_markers(tmp_path, capsys):
         made = fit_scaling.made(fit_scaling.parse_arguments([str(path)]), every_row=False)
         marked_document.rewrite(document, {"scaling": made})
         text = document.read_text()
-        assert text.startswith(f"before\n{begin}\n\nFitted to ") and text.endswith(
-            f"\n{end}\nafter\n"
-        )
+        assert text.startswith(f"before\n{begin}\n\nFitted to ") and text.endswith(f"\n{end}\nafter\n")
         assert "old" not in text and text.count("**Carried on**") == 1
     # Residuals of one rank's rows stay out of the document.
     assert "| 2 SP | store |" in text and "| 1 | store |" not in text
@@ -222,10 +214,7 @@ def test_the_document_is_what_the_script_writes():
     paths = [fit_scaling.RESULTS / name for name in names]
     rows = fit_scaling.read(paths)
     options = fit_scaling.parse_arguments([])
-    assert (
-        fit_scaling.tables(fit_scaling.fit(rows), rows, names, options, False)
-        == block.strip() + "\n"
-    )
+    assert fit_scaling.tables(fit_scaling.fit(rows), rows, names, options, False) == block.strip() + "\n"
 
 
 @pytest.mark.parametrize(

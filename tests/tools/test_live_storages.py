@@ -150,9 +150,7 @@ def test_what_outlives_the_block_leaves_the_count_when_freed() -> None:
 
 
 @pytest.mark.parametrize(("vocab_rows", "hidden_size"), [(0, 4), (4, 0), (4, 4)])
-def test_sizes_that_cannot_tell_logits_from_weights_are_refused(
-    vocab_rows: int, hidden_size: int
-) -> None:
+def test_sizes_that_cannot_tell_logits_from_weights_are_refused(vocab_rows: int, hidden_size: int) -> None:
     with pytest.raises(ValueError, match="differ"):
         LogitStorages(vocab_rows=vocab_rows, hidden_size=hidden_size)
 

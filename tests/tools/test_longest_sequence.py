@@ -39,9 +39,7 @@ ITERATION = (
     "max allocated: {peak} | reserved: 41000.00 | max reserved: 42000.00\n"
 )
 PLAN = "[fused-ce] on: strategy grad_in_forward (chosen by auto), 4 chunks of 4096 tokens\n"
-COUNTS = (
-    "[fused-ce] heads evaluated fused: 4, logits materialised: {n}, heads on the stock path: 0\n"
-)
+COUNTS = "[fused-ce] heads evaluated fused: 4, logits materialised: {n}, heads on the stock path: 0\n"
 OUT_OF_MEMORY_LOG = """\
 [rank0]: Traceback (most recent call last):
 [rank0]:   File "/anywhere/pretrain_gpt.py", line 530, in <module>
@@ -70,9 +68,7 @@ def checkout(tmp_path):
     """A folder that passes for a checkout."""
     folder = tmp_path / "megatron-lm"
     (folder / "megatron" / "core").mkdir(parents=True)
-    (folder / "megatron" / "core" / "package_info.py").write_text(
-        "MAJOR = 0\nMINOR = 19\nPATCH = 1\n"
-    )
+    (folder / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 1\n")
     (folder / "pretrain_gpt.py").touch()
     return folder
 
@@ -111,9 +107,7 @@ def after(words, flag):
 def test_default_launches_are_the_most_telling_first(checkout):
     runs = planned(checkout, "--variants", "auto", "native")
     assert [(run.num_tokens, run.variant) for run in runs] == [
-        (length, variant)
-        for length in (16384, 131072, 32768, 65536)
-        for variant in ("auto", "native")
+        (length, variant) for length in (16384, 131072, 32768, 65536) for variant in ("auto", "native")
     ]
 
 

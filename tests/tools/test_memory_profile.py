@@ -646,10 +646,7 @@ def test_draw_writes_to_out(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.json").write_text(source.read_text())
     assert (
-        memory_profile.main(
-            ["--draw", str(tmp_path / "in" / "x.json"), "--out", str(tmp_path / "out")]
-        )
-        == 0
+        memory_profile.main(["--draw", str(tmp_path / "in" / "x.json"), "--out", str(tmp_path / "out")]) == 0
     )
     assert [file.name for file in (tmp_path / "in").iterdir()] == ["x.json"]
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["memory_profile.png"]

@@ -196,8 +196,7 @@ def test_a_failing_peer_is_a_reason():
     with pytest.raises(RuntimeError, match="peer x is absent: not installed"):
         absent.forward(*problem()[:3])
     assert (
-        peers.try_out(peers.Peer("x", "x", loss_of=fails), CPU).why_not
-        == "TypeError: no such tile at line 3"
+        peers.try_out(peers.Peer("x", "x", loss_of=fails), CPU).why_not == "TypeError: no such tile at line 3"
     )
     nan = peers.Peer("x", "x", loss_of=lambda h, w, y: F.linear(h, w).sum(-1) * float("nan"))
     assert "not finite" in (peers.try_out(nan, CPU).why_not or "")

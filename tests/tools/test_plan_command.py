@@ -216,9 +216,7 @@ def test_functions_and_sourced_scripts(tmp_path):
     assert (one.parallel.gpus, one.training.micro_batch, one.model.num_layers) == (4, 2, 2)
 
 
-EXAMPLES = sorted(
-    path for path in (ROOT / "scripts" / "examples").glob("*.sh") if path.stem != "launch"
-)
+EXAMPLES = sorted(path for path in (ROOT / "scripts" / "examples").glob("*.sh") if path.stem != "launch")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -264,9 +262,7 @@ def test_other_commands_are_no_trainings():
 
 
 def test_a_launch_as_a_string():
-    text = (
-        f"torchrun --nproc-per-node=4 pretrain_gpt.py {TINY} --tensor-model-parallel-size 2 --bf16"
-    )
+    text = f"torchrun --nproc-per-node=4 pretrain_gpt.py {TINY} --tensor-model-parallel-size 2 --bf16"
     one = setting_of(["--from-launch", text])
     assert (one.parallel.gpus, one.parallel.tensor, one.parallel.data) == (4, 2, 2)
     assert one.training.dtype == "bfloat16"
@@ -279,10 +275,7 @@ def test_the_command_line_comes_last():
     one = setting_of(["--from-launch", f"{TINY} --bf16", "--seq-length", "256", "--gpus", "2"])
     assert (one.training.sequence, one.parallel.gpus) == (256, 2)
     assert (
-        setting_of(
-            ["--model", "llama-3-8b", "--seq-length", "64", "--num-layers", "2"]
-        ).model.num_layers
-        == 2
+        setting_of(["--model", "llama-3-8b", "--seq-length", "64", "--num-layers", "2"]).model.num_layers == 2
     )
 
 
@@ -370,9 +363,7 @@ def test_what_is_not_counted_is_said(capsys):
     assert "not counted: --num-query-groups: Megatron ignores it" in out
 
 
-@pytest.mark.skipif(
-    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
-)
+@pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder")
 @pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
     code = (
@@ -383,9 +374,7 @@ def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
         "print('found', json.dumps({n: [a.nargs, a.default if isinstance(a.default, (int, float)) else"
         " str(a.default)] for a in parser._actions for n in a.option_strings}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, checkout], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, checkout], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
     theirs = json.loads(line.removeprefix("found "))
@@ -400,11 +389,7 @@ def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
             flag = action.nargs == 0
             usual = name in ("--micro-batch-size", "--attention-backend")
             if not flag and not usual:
-                expected = (
-                    action.default
-                    if isinstance(action.default, (int, float))
-                    else str(action.default)
-                )
+                expected = action.default if isinstance(action.default, (int, float)) else str(action.default)
                 assert default == expected, name
 
 
@@ -472,9 +457,7 @@ def test_every_named_model_can_be_planned(capsys):
     """Enough GPUs for the largest; what is printed ends with flags."""
     for name in MODELS:
         assert (
-            command.main(
-                ["--model", name, "--gpus", "512", "--sharding", "full", "--seq-length", "4096"]
-            )
+            command.main(["--model", name, "--gpus", "512", "--sharding", "full", "--seq-length", "4096"])
             == 0
         )
         assert "Flags: --fused-chunked-ce" in capsys.readouterr().out
@@ -505,9 +488,7 @@ def test_a_strategy_beyond_the_budget_says_so(capsys):
     words = ["--model", "llama-3-8b", "--gpus", "8", "--tp", "4", "--sequence-parallel"]
     words += ["--seq-length", "32768", "--fused-chunked-ce", "--fused-ce-memory-mb", "416"]
     assert command.main(words) == 0
-    rows = {
-        line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "flag: " in line
-    }
+    rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if "flag: " in line}
     assert "over budget" in rows["store"] and "over budget" not in rows["auto"]
     assert "over budget" not in rows["recompute"]
     # The launch itself would stop.
@@ -626,9 +607,7 @@ def run(*words: str, before: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_it_needs_neither_torch_nor_rich_for_json():
-    blocked = (
-        "import sys; sys.modules.update(torch=None, rich=None, matplotlib=None, megatron=None)"
-    )
+    blocked = "import sys; sys.modules.update(torch=None, rich=None, matplotlib=None, megatron=None)"
     done = run("plan", "--model", "llama-3.2-1b", "--seq-length", "8192", "--json", before=blocked)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parameters"] == 1_235_814_400

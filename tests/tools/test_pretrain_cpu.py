@@ -127,9 +127,7 @@ def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
 @pytest.mark.parametrize("wrong", [False, True], ids=["right loss", "wrong loss"])
 @pytest.mark.parametrize("under", UNDER)
 @pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(
-    harness, tmp_path, checkout, under, wrong
-):
+def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(harness, tmp_path, checkout, under, wrong):
     """One token of pretrain_gpt.py's loss counts twice: no iteration ends."""
     source = (Path(checkout) / "pretrain_gpt.py").read_text()
     sum_of_losses = "torch.sum(losses * loss_mask)"
@@ -138,9 +136,7 @@ def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(
         source = source.replace(sum_of_losses, f"{sum_of_losses} + losses[3]")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(source)
-    run = launch(
-        harness, checkout, tmp_path, script, *UNDER[under].split(), *GRAD_IN_FORWARD.split()
-    )
+    run = launch(harness, checkout, tmp_path, script, *UNDER[under].split(), *GRAD_IN_FORWARD.split())
     output = run.stdout + run.stderr
     iterations = output.count("[megatron_cpu] exact")
     if wrong:
@@ -182,9 +178,7 @@ def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
         "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5 "
         "--fused-ce-log-accuracy"
     )
-    changed, output = exact_losses(
-        harness, checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split()
-    )
+    changed, output = exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split())
     assert "loss with label_smoothing, z_loss, logit_softcap" in output
     assert output.count('"lm accuracy": ') == 2
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
@@ -232,11 +226,7 @@ def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
     fp16 = ["--fp16", "--initial-loss-scale", "8388608", "--hysteresis", "1", "--train-iters", "10"]
     off, *on = (
         megatron_logs.parse_logs(
-            [
-                launch(
-                    harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags
-                ).stdout
-            ]
+            [launch(harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags).stdout]
         )
         for flags in ([], ["--fused-chunked-ce"], GRAD_IN_FORWARD.split())
     )
@@ -674,29 +664,21 @@ def test_gpu_cases_name_their_cut(tmp_path):
         assert harness.gpu_case(name).num_processes == 2
     checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
     vpp, lifted = (
-        launches.Run(
-            checkout, "gpt", harness.gpu_case("vpp"), name, tuple(flags.split()), "cuda", 9.0
-        )
+        launches.Run(checkout, "gpt", harness.gpu_case("vpp"), name, tuple(flags.split()), "cuda", 9.0)
         for name, flags in harness.VARIANTS.items()
         if name in ("auto", "many-connections")
     )
     assert "-m megatron_fused_ce.launch MEGATRON_LM/pretrain_gpt.py" in vpp.command
-    assert (
-        "4 scripts/lib/runner.py --many-connections MEGATRON_LM/pretrain_gpt.py" in lifted.command
-    )
+    assert "4 scripts/lib/runner.py --many-connections MEGATRON_LM/pretrain_gpt.py" in lifted.command
     assert lifted.command.endswith("--fused-chunked-ce")
 
 
 def test_cases_on_two_gpus(fake_checkout, tmp_path):
     """Launched so that every digit is known; with the connections that either FSDP insists on."""
     options = (f"--megatron={fake_checkout}", "--device=cuda", "--cases=fsdp")
-    ((*_, fsdp2),) = harness.plan(
-        harness._parser().parse_args([*options, "--variants=unfused,fsdp2"])
-    )
+    ((*_, fsdp2),) = harness.plan(harness._parser().parse_args([*options, "--variants=unfused,fsdp2"]))
     assert fsdp2.command.startswith("CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 2 ")
-    run = run_harness(
-        *(*options, f"--out={tmp_path / 'out'}", "--variants=unfused,megatron-fsdp-fused-ce")
-    )
+    run = run_harness(*(*options, f"--out={tmp_path / 'out'}", "--variants=unfused,megatron-fsdp-fused-ce"))
     assert run.returncode == 1 and "printed no count of fused heads" in run.stderr
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["ok"] * 2

@@ -207,14 +207,10 @@ def test_a_long_file_loses_timelines_from_the_end():
 
 
 def test_the_page_says_what_of_which_collective_is_exposed():
-    row = row_of("grad_in_forward", num_spans=2) | {
-        "kernels": []
-    }  # products until 19, the scatter until 25
+    row = row_of("grad_in_forward", num_spans=2) | {"kernels": []}  # products until 19, the scatter until 25
     page = profile_head.markdown([row, row | {"variant": "roof", "exposed_by_kind": {}}], 5, {})
     lines = page.splitlines()
-    assert (
-        "| grad_in_forward, rank 0 | 0.020 | 0.007 |" in lines
-    )  # 1 us between products, 6 after them
+    assert "| grad_in_forward, rank 0 | 0.020 | 0.007 |" in lines  # 1 us between products, 6 after them
     assert sum(line.startswith("| roof, rank 0 |") for line in lines) == 1
 
 
@@ -226,10 +222,7 @@ def test_render_draws_the_page_and_the_picture_again(tmp_path):
     assert bench.main(["--render", str(path)]) == 0
     assert path.read_text() == before
     page = (tmp_path / "result.md").read_text()
-    assert (
-        "![Rank 0's last step](result-tiny-64.png)" in page
-        and "| grad_in_forward, rank 1 |" in page
-    )
+    assert "![Rank 0's last step](result-tiny-64.png)" in page and "| grad_in_forward, rank 1 |" in page
     assert (tmp_path / "result-tiny-64.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -307,9 +300,7 @@ def test_an_unknown_strategy_is_one_line(capsys):
     assert capsys.readouterr().err.startswith("bench: no strategy 'fastest'")
 
 
-@pytest.mark.parametrize(
-    "words", [["--tokens", "63", "--tp", "2"], ["--steps", "0"], ["--tp", "0"]]
-)
+@pytest.mark.parametrize("words", [["--tokens", "63", "--tp", "2"], ["--steps", "0"], ["--tp", "0"]])
 def test_arguments_that_do_not_fit(words):
     assert bench.main(["--preset", "profile", "--shapes", "tiny", *words]) == 2
 
@@ -318,9 +309,7 @@ def test_the_axis_reaches_the_end_of_the_longest_step(tmp_path, monkeypatch):
     """The panels share it: what is drawn after the first must not be cut off."""
     pytest.importorskip("matplotlib")
     figures = []
-    monkeypatch.setattr(
-        profile_head.pictures, "save", lambda figure, *more, **how: figures.append(figure)
-    )
+    monkeypatch.setattr(profile_head.pictures, "save", lambda figure, *more, **how: figures.append(figure))
     rows = [row_of("store", num_spans=3), row_of("recompute", num_spans=9)]
     assert profile_head.draw("x", rows, tmp_path / "x.png")
     ends = [axes.get_xlim() for axes in figures[0].axes]

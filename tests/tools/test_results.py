@@ -29,9 +29,7 @@ def test_what_is_written_is_read_with_its_source(tmp_path):
     results.write(path, [ROW, ROW | {"loss": [math.nan]}], source)
     first, second = results.rows(path, ("T",))
     assert first == {**source, **dict.fromkeys(results.ROW), **ROW}
-    assert (
-        first["commit"] and first["device"].endswith("CPU") and first["command"] == "bench --tp 2"
-    )
+    assert first["commit"] and first["device"].endswith("CPU") and first["command"] == "bench --tp 2"
     assert second["loss"] == ["nan"]
     assert [file.name for file in path.parent.iterdir()] == ["x.json"]
 

@@ -109,9 +109,7 @@ def test_pareto_front_against_brute_force():
     for _ in range(300):
         size = generator.randrange(0, 9)
         # Few values: many ties and equal points.
-        points = [
-            (float(generator.randrange(4)), float(generator.randrange(4))) for _ in range(size)
-        ]
+        points = [(float(generator.randrange(4)), float(generator.randrange(4))) for _ in range(size)]
 
         def dominated(one, points=points):
             return any(a <= one[0] and b <= one[1] and (a, b) != one for a, b in points)
@@ -342,9 +340,7 @@ def point(strategy, num_chunks, ms, peak):
 @pytest.mark.parametrize("peaks", [[32 + 32 / n for n in (1, 2, 4)], [4096, 1024, 256]])
 def test_the_axis_has_ticks_that_can_be_read(tmp_path, monkeypatch, peaks):
     """Peaks of 34 to 64 MiB had one power of two between them."""
-    rows = [
-        point("recompute", n, 23 + n / 5, peak) for n, peak in zip((1, 2, 4), peaks, strict=True)
-    ]
+    rows = [point("recompute", n, 23 + n / 5, peak) for n, peak in zip((1, 2, 4), peaks, strict=True)]
     (axes,) = drawn(rows, tmp_path, monkeypatch).axes
     low, high = axes.get_ylim()
     labels = [tick.get_text() for tick in axes.get_yticklabels()]
@@ -374,9 +370,7 @@ def test_lines_of_equal_times_do_not_hide_each_other(tmp_path, monkeypatch):
     counted = lines["store"]
     patterns = [lines[name]._dash_pattern for name in ("auto", "unfused", "native")]
     assert len({offset for offset, _ in patterns}) == 3
-    assert all(
-        lines[name].get_zorder() > counted.get_zorder() for name in ("auto", "unfused", "native")
-    )
+    assert all(lines[name].get_zorder() > counted.get_zorder() for name in ("auto", "unfused", "native"))
 
 
 def test_a_picture_without_peaks(tmp_path):
@@ -553,9 +547,7 @@ def test_words_that_are_no_arguments(fake):
     assert "--fused" not in kept.run_of(Cell("unfused")).command.split("pretrain_gpt.py")[1]
 
 
-@pytest.mark.skipif(
-    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
-)
+@pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder")
 @pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_through_a_real_megatron(checkout, tmp_path):
     """TP 2 with sequence parallelism, gloo: losses agree with the stock launch's, peaks are unknown."""

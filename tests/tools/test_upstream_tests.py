@@ -115,9 +115,7 @@ def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
 def results(path, incomplete=(), **tests):
     """A file of results: by test, its outcomes without and with the flag."""
     outcomes = {
-        name: [
-            vars(upstream_tests.Outcome(one, f"call: {name}" * (one == "failed"))) for one in pair
-        ]
+        name: [vars(upstream_tests.Outcome(one, f"call: {name}" * (one == "failed"))) for one in pair]
         for name, pair in tests.items()
     }
     rows = [
@@ -132,9 +130,7 @@ def results(path, incomplete=(), **tests):
 def test_render_joins_results(tmp_path, capsys):
     """The last run of a test counts; failures without the flag are told by their words."""
     first = results(tmp_path / "1.json", x=("passed", "failed"), y=("failed", "failed"))
-    second = results(
-        tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped")
-    )
+    second = results(tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped"))
     assert upstream_tests.main(["--render", str(first), str(second)]) == 0
     page = capsys.readouterr().out
     assert page.startswith("commit 1 and 2, device H.")

@@ -22,8 +22,6 @@ for rank in range(int(number)):
     with open(folder / "stdout.log", "w") as out, open(folder / "stderr.log", "w") as err:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": number}
         ranks.append(
-            subprocess.Popen(
-                [sys.executable, *words], env={**os.environ, **place}, stdout=out, stderr=err
-            )
+            subprocess.Popen([sys.executable, *words], env={**os.environ, **place}, stdout=out, stderr=err)
         )
 sys.exit(max(abs(rank.wait()) for rank in ranks) and 1)
