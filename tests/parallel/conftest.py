@@ -27,3 +27,6 @@ if torchrun.IS_RANK:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(items: list[Any]) -> None:
         items[:] = torchrun.in_order(items, _environment_of)
+
+    def pytest_unconfigure() -> None:
+        torchrun.LAUNCH.end()

@@ -51,6 +51,17 @@ class Launch:
         if words:
             pytest.skip(words)
 
+    def end(self) -> None:
+        """Wait until rank 0 has printed its report: torchrun kills the others when one rank fails."""
+        if self._store is None:
+            return
+        if RANK == 0:
+            sys.stdout.flush()
+            self._store.set("reported", "")
+        else:
+            with contextlib.suppress(Exception):  # rank 0 was killed
+                self._store.wait(["reported"], datetime.timedelta(seconds=60))
+
     def _join(self, environment: Environment, on_gpus: bool) -> Rank:
         import torch.distributed as dist
 
