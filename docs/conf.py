@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import TextLexer, get_lexer_for_filename
-from pygments.util import ClassNotFound
 from sphinx.addnodes import download_reference
 from sphinx.application import Sphinx
 
@@ -40,8 +36,8 @@ highlight_language = "none"
 
 #: A line of index.md that stands for README.md.
 README_HERE = "<!-- README.md -->"
-#: Longer files are shown without colours.
-MAX_HIGHLIGHTED_CHARS = 100_000
+#: Suffix of a file -> how it is highlighted; files of results are too long for that.
+LANGUAGES = {".py": "python", ".sh": "bash"}
 
 
 def edit_source(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -89,11 +85,8 @@ def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     for file in sorted(file for file in app.env.dlfiles if Path(file).suffix != ".png"):
         page = page_of(app, file)
         name, text = page.removeprefix("files/"), Path(app.srcdir, file).read_text()
-        try:
-            lexer = get_lexer_for_filename(name) if len(text) < MAX_HIGHLIGHTED_CHARS else TextLexer()
-        except ClassNotFound:
-            lexer = TextLexer()
-        body = f"<h1>{html.escape(name)}</h1>\n" + highlight(text, lexer, HtmlFormatter(cssclass="highlight"))
+        code = app.builder.highlighter.highlight_block(text, LANGUAGES.get(Path(file).suffix, "none"))
+        body = f"<h1>{html.escape(name)}</h1>\n{code}"
         yield page, {"title": name, "body": body}, "page.html"
 
 
