@@ -509,8 +509,8 @@ FAULTS = (
     Fault(
         "a second multiplier of the logits replaces the first",
         f"{PACKAGE}/adapter/deferred_logits.py",
-        "(*self.scales, float(other))",
-        "(float(other),)",
+        "logit_scale=self.logit_scale * other)",
+        "logit_scale=other)",
         (f"{ADAPTER} -k scales_are_remembered",),
     ),
     Fault(

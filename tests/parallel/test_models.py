@@ -31,6 +31,7 @@ from tests.support.megatron import (
     needs_core,
     of_core,
     positions_and_mask,
+    rollout,
     run_schedule,
     takes_mask,
 )
@@ -504,8 +505,6 @@ def test_accuracy_that_cannot_be_had(rank: Rank):
 @pytest.mark.parametrize(("mtp", "strategy"), [(0, "recompute"), (1, "grad_in_forward")])
 def test_generation_and_evaluation(rank: Rank, mtp, strategy):
     """A rollout step is Megatron's; a labelled evaluation under inference mode is fused, options and all."""
-    from megatron.core.inference.contexts import StaticInferenceContext
-
     import megatron_fused_ce
 
     have_groups(rank.size)
@@ -513,21 +512,6 @@ def test_generation_and_evaluation(rank: Rank, mtp, strategy):
     model = Model(mtp=mtp)
     off = build(model, rank)
     counters = megatron_fused_ce.counters()
-
-    def rollout(built: Any) -> Any:
-        gathers = {"runtime_gather_output": True}
-        context = functools.partial(StaticInferenceContext, BATCH, SEQUENCE)
-        engine: Any = contextlib.nullcontext
-        if core_version() >= (0, 19):
-            from megatron.core.inference.utils import InferenceMode
-
-            engine = InferenceMode.active
-        built.eval()
-        with torch.inference_mode(), engine():
-            logits = forward(built, rank, False, inference_context=context(), **gathers)
-        with torch.no_grad(), engine():
-            forward(built, rank, False, inference_context=context(), **gathers)
-        return logits
 
     def evaluation(built: Any, mask: torch.Tensor) -> torch.Tensor:
         built.eval()
@@ -547,7 +531,7 @@ def test_generation_and_evaluation(rank: Rank, mtp, strategy):
         can_roll_out = not mtp or core_version() >= (0, 19)
         for _ in range(2):
             if can_roll_out:
-                torch.testing.assert_close(rollout(on), rollout(off))
+                torch.testing.assert_close(rollout(on, rank), rollout(off, rank))
             loss, expected = evaluation(on, mask), evaluation(off, mask)
             if "z_loss" not in options:
                 torch.testing.assert_close(loss * mask, expected * mask)
