@@ -91,6 +91,7 @@ class DeferredLogits:
     Args:
         shape: of the logits that the call asked for; ``V`` is this rank's part, or all where ``gathered``.
         gathered: the caller asked for the whole vocabulary on every tensor-parallel rank.
+        dtype: of the logits; None for the hidden states'.
     """
 
     def __init__(
@@ -100,13 +101,14 @@ class DeferredLogits:
         weight: Tensor | None,
         shape: torch.Size,
         gathered: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.head = head
         self.hidden = hidden
         self.weight = weight
         self.shape = shape
         self.gathered = gathered
-        self.dtype = hidden.dtype
+        self.dtype = dtype or hidden.dtype
         #: What these logits were multiplied by in all: MuP's output multiplier, 1 / temperature.
         self.logit_scale = 1.0
         self._batch_first = False

@@ -69,7 +69,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         num_parts = self.tp_group.size() if self.sequence_parallel else 1
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))
-        return DeferredLogits(self, input_, weight, shape, gathered=gathers), None
+        dtype = getattr(self, "output_dtype", None)  # --output-logit-dtype
+        return DeferredLogits(self, input_, weight, shape, gathers, dtype), None
 
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights

@@ -91,10 +91,11 @@ def adopted(model: Any, megatron_args: Any) -> None:
     dtype = _dtype(model.config, weight)
     trains_by_rl = bool(getattr(megatron_args, "perform_rl_step", False))
     if trains_by_rl:
+        of_logits = str(getattr(layer, "output_dtype", None) or dtype).removeprefix("torch.")
         say_once(
             layer.tp_group.rank(),
-            f"get_logprobs makes no logits; its log-probabilities are {str(dtype).removeprefix('torch.')} on "
-            "every pipeline stage, as without the flag; generation stays on Megatron's own path",
+            f"get_logprobs makes no logits; its log-probabilities are {of_logits} on every pipeline "
+            "stage, as without the flag; generation stays on Megatron's own path",
         )
     if all(hasattr(megatron_args, name) for name in ("seq_length", "micro_batch_size")):
         context_parallel = getattr(megatron_args, "context_parallel_size", 1) or 1

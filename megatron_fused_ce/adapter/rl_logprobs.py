@@ -39,6 +39,6 @@ def patch(module: Any) -> None:
 
     module.selective_log_softmax = selective_log_softmax
     other: Any
-    for other in list(sys.modules.values()):
+    for other in (module, *sys.modules.values()):
         if getattr(other, "__dict__", {}).get("get_logprobs") is stock_get_logprobs:
             other.get_logprobs = get_logprobs

@@ -364,17 +364,18 @@ def test_start_up_line(rank: Rank):
     import argparse
 
     import megatron_fused_ce
-    from megatron_fused_ce.adapter import arguments
+    from megatron_fused_ce.adapter import arguments, report
     from megatron_fused_ce.planner import size_in_words
 
-    sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH)
+    sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH, perform_rl_step=True)
     said = io.StringIO()
     have_groups(rank.size)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(arguments, "megatron_args", lambda: sizes)
+        patch.setattr(report, "_said", set())
         config = megatron_fused_ce.FusedCEConfig("recompute", num_chunks=3, logits_backend="gemm_rows")
         megatron_fused_ce.enable(config)
-        for dtype in (torch.float32, None):
+        for dtype in (torch.float32, None, torch.bfloat16):
             build(Model(dtype=dtype), rank)
         build(Model(tied=True), rank)
         megatron_fused_ce.disable()
@@ -390,8 +391,11 @@ def test_start_up_line(rank: Rank):
         peak_bytes += 64 * 2**20  # cuBLAS, forward and backward
     expected = f"strategy recompute (asked for), 3 chunks of {tokens // 3} tokens; "
     expected += f"about {size_in_words(peak_bytes)} for the head"
-    assert len(lines) == 3
-    assert all(expected in line for line in lines), lines
+    assert len(lines) == 4
+    assert all(expected in line for line in (*lines[:2], lines[3])), lines
+    for dtype in ("float32", "bfloat16"):  # of train_rl.py, once each
+        words = f"get_logprobs makes no logits; its log-probabilities are {dtype} on every pipeline stage"
+        assert said.getvalue().count(words) == 1
 
 
 @on_ranks(*MODELS)
