@@ -42,3 +42,19 @@ def patch(module: Any) -> None:
     for other in (module, *sys.modules.values()):
         if getattr(other, "__dict__", {}).get("get_logprobs") is stock_get_logprobs:
             other.get_logprobs = get_logprobs
+
+
+def patch_upcast(module: Any) -> None:
+    """Let ``Float16Module`` upcast deferred logits too, where its caller does not ask it to leave that out.
+
+    ``get_logprobs`` does ask, in half precision.
+    """
+    stock_upcast = getattr(module, "float16_to_fp32", None)
+    if stock_upcast is None:
+        return
+
+    @wraps(stock_upcast)
+    def float16_to_fp32(value: Any) -> Any:
+        return value.float() if isinstance(value, DeferredLogits) else stock_upcast(value)
+
+    module.float16_to_fp32 = float16_to_fp32

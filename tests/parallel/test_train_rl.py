@@ -264,3 +264,27 @@ def test_gathered_logits_of_a_shard(rank: Rank):
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     assert torch.equal(logits.max(dim=-1).values, expected.max(dim=-1).values)
     assert logits.shape == (BATCH, SEQUENCE, VOCAB)
+
+
+@on_ranks(of_core(2, NEWEST), of_core(2, INSTALLED))
+def test_float16_module_upcasts(rank: Rank):
+    """Where its caller does not ask for the model's own dtype: fp32 log-probabilities of bf16 logits."""
+    from megatron.core.transformer.module import Float16Module
+
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import deferred_logits
+
+    have_groups(rank.size)
+    model = Model(dtype=torch.bfloat16)
+    tokens, positions, _ = tokens_of(rank)
+    found = []
+    for turn in (megatron_fused_ce.disable, megatron_fused_ce.enable):
+        turn()
+        built = build(model, rank)
+        with deferred_logits.returned_to_caller(), patched_caller():
+            logits = Float16Module(built.config, built)(tokens, positions, None, runtime_gather_output=True)
+            found.append(rl_utils.selective_log_softmax(logits[:, :-1], tokens[:, 1:]))
+    megatron_fused_ce.disable()
+    assert isinstance(logits, deferred_logits.DeferredLogits)
+    assert found[0].dtype == torch.float32
+    assert_same(found[1], found[0])
