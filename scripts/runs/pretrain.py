@@ -32,7 +32,6 @@ import argparse
 import contextlib
 import fcntl
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -348,10 +347,7 @@ def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out:
         heads_stock=figures.heads_stock,
         peak_mib=figures.max_allocated_mb,
     )
-    times = figures.iteration_times_ms[warmup:]
-    if times:
-        row.time_ms = round(statistics.median(times), 1)
-        row.spread = round((max(times) - min(times)) / statistics.median(times), 4)
+    row.time_ms, row.spread = figures.time_ms(warmup)
     row.last_lm_loss = figures.losses.get("lm loss", [None])[-1]  # type: ignore[list-item]
     if figures.status != "ok":
         if not (figures.status == "out of memory" and run.variant in may_run_out):
@@ -363,9 +359,9 @@ def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out:
         row.native_loss_difference = loss_difference(native, stock)
         row.native_grad_norm_difference = largest_relative_difference(native.grad_norms, stock.grad_norms)
     reference = all_figures.get(row.against)
-    others = reference.iteration_times_ms[warmup:] if reference else []
-    if times and others:
-        row.ratio = round(statistics.median(times) / statistics.median(others), 4)
+    other_ms = reference.time_ms(warmup)[0] if reference else None
+    if row.time_ms and other_ms:
+        row.ratio = round(row.time_ms / other_ms, 4)
     if reference and reference.status == "ok" and run.variant != row.against:
         row.loss_difference = loss_difference(figures, reference)
         row.grad_norm_difference = largest_relative_difference(figures.grad_norms, reference.grad_norms)
