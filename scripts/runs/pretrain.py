@@ -18,9 +18,9 @@ Each variant is one launch of the unmodified script; ``unfused`` is what the oth
 with, where AGAINST names no other variant. More variants:
 ``--variant 'c4096=--fused-chunked-ce --fused-ce-chunk-tokens 4096'``.
 
-Every run's logs, command line and figures stay in the output folder, and a run whose inputs
-have not changed since is not repeated. Exit status: 0 all within bounds, 1 a bound broken or a run
-failed, 2 a mistake in the arguments.
+Writes results.json and results.md to --out. Every run's logs, command line and figures stay there too, and a
+run whose inputs have not changed since is not repeated. Exit status: 0 all within bounds, 1 a bound broken or
+a run failed, 2 a mistake in the arguments.
 
 The bound on losses is relative: twice what Megatron's own native fused cross entropy differs from
 its unfused one by, or 1e-6 (what the log's seven digits can tell apart), whichever is larger.
@@ -48,7 +48,6 @@ from megatron_fused_ce.command_line import (
     read_text,
     seconds,
     whole,
-    writable_file,
     writable_folder,
 )
 from megatron_fused_ce.scripts.lib import results, tables
@@ -545,9 +544,7 @@ def _parser() -> Parser:
         metavar="N",
         help="let the next N runs load their modules while one trains [0]",
     )
-    add("--out", type=Path, default=Path("build/pretrain"), help="folder of the logs")
-    add("--json", type=Path, help="[OUT/results.json]")
-    add("--markdown", type=Path, help="[OUT/results.md]")
+    add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
     add("script_args", nargs="*", metavar="-- ARGS", help="arguments of your own for the script")
     return parser
 
@@ -625,8 +622,6 @@ def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     groups = plan(options)
     output = writable_folder(options.out.resolve())
-    json_file = writable_file(options.json or output / "results.json")
-    page = writable_file(options.markdown or output / "results.md")
     output.mkdir(parents=True, exist_ok=True)
     lock = open(output / "lock", "w")  # noqa: SIM115 (held until the process ends)
     try:
@@ -666,8 +661,8 @@ def main(words: list[str]) -> int:
                 records.append({**record, "figures": asdict(all_figures[run.variant])})
 
     source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
-    results.write(json_file, records, source)
-    results.write_whole(page, report(rows, options.device, source))
+    results.write(output / "results.json", records, source)
+    results.write_whole(output / "results.md", report(rows, options.device, source))
     print(markdown(rows, options.device))
     broken = [row for row in rows if row.problems]
     for row in broken:

@@ -48,7 +48,6 @@ needs_checkout = pytest.mark.skipif(
 @needs_checkout
 @pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
-    results = tmp_path / "results.json"
     run = run_harness(
         f"--megatron={checkout}",
         "--models=gpt",
@@ -56,10 +55,9 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         "--variants=unfused,native,fused-ce,fused-ce-store",
         f"--variant=fused-ce-grad-in-forward={GRAD_IN_FORWARD}",
         f"--out={tmp_path}",
-        f"--json={results}",
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads(results.read_text())["rows"]
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     flag_rows = [row for row in rows if row["variant"].startswith("fused-ce")]
     assert [row["case"] for row in flag_rows] == [case for case in NUM_HEADS for _ in range(3)]
     for row in flag_rows:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.scripts.dev import upstream_tests
+from megatron_fused_ce.scripts.lib import results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,11 +73,11 @@ def test_every_way_to_end(checkout, tmp_path):
     """And a second call, which finds everything done."""
     files = ("test_ends.py", "test_imports.py")
     words = ("--megatron", checkout, "--ranks", 1, "--out", tmp_path / "out", "--jobs", 4)
-    words += ("--test-timeout", 10, "--json", tmp_path / "j.json", "--files", *files)
+    words += ("--test-timeout", 10, "--files", *files)
     done = run(*words)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
-    told = json.loads((tmp_path / "j.json").read_text())
-    rows = {(row["file"], row["test"]): row for row in told["tests"]}
+    told = results.rows(tmp_path / "out" / "upstream_tests.json")
+    rows = {(row["file"], row["test"]): row for row in told}
     verdicts = {test: row["verdict"] for (file, test), row in rows.items() if file == files[0]}
     assert verdicts == {
         "test_passes": "passed",
@@ -101,10 +102,13 @@ def test_every_way_to_end(checkout, tmp_path):
     lost = rows[files[1], "(the file)"]
     assert lost["verdict"] == "not importable in both"
     assert "a_module_that_nobody_has" in lost["off"]["message"]
-    assert told["incomplete"] == [] and told["Megatron-LM"] == "0.19.0"
+    assert told[0]["incomplete"] == [] and told[0]["megatron"] == "0.19.0"
+    page = (tmp_path / "out" / "upstream_tests.md").read_text()
+    assert page in done.stdout and upstream_tests.page_of([tmp_path / "out" / "upstream_tests.json"]) == page
     assert "| test_evaluates | 1 | passed | passed | 3 / 0 / 0 |" in done.stdout
     again = run(*words)
-    assert again.returncode == 1 and json.loads((tmp_path / "j.json").read_text()) == told
+    assert again.returncode == 1
+    assert results.rows(tmp_path / "out" / "upstream_tests.json") == told
 
 
 def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
@@ -113,8 +117,8 @@ def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
     assert done.returncode == 0 and "Not done within the time limit: test_ends.py" in done.stdout
 
 
-def results(path, incomplete=(), **tests):
-    """A file of results: by test, its outcomes without and with the flag."""
+def written(path, incomplete=(), **tests):
+    """A file of results of before the schema: by test, its outcomes without and with the flag."""
     outcomes = {
         name: [vars(upstream_tests.Outcome(one, f"call: {name}" * (one == "failed"))) for one in pair]
         for name, pair in tests.items()
@@ -123,26 +127,21 @@ def results(path, incomplete=(), **tests):
         {"file": "a.py", "test": name, "ranks": 2, "off": off, "on": on, "verdict": ""}
         for name, (off, on) in outcomes.items()
     ]
-    told = {"commit": path.stem, "device": "H", "incomplete": list(incomplete), "tests": rows}
-    path.write_text(json.dumps(told))
+    told = dict.fromkeys(upstream_tests.SHOWN, "x") | {"commit": path.stem}
+    path.write_text(json.dumps(told | {"incomplete": list(incomplete), "tests": rows}))
     return path
 
 
-def test_render_joins_results(tmp_path, capsys):
+def test_a_page_joins_results(tmp_path):
     """The last run of a test counts; failures without the flag are told by their words."""
-    first = results(tmp_path / "1.json", x=("passed", "failed"), y=("failed", "failed"))
-    second = results(tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped"))
-    assert upstream_tests.main(["--render", str(first), str(second)]) == 0
-    page = capsys.readouterr().out
-    assert page.startswith("commit 1 and 2, device H.")
+    first = written(tmp_path / "1.json", x=("passed", "failed"), y=("failed", "failed"))
+    second = written(tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped"))
+    page = upstream_tests.page_of([first, second])
+    assert page.startswith("commit 1 and 2, Megatron-LM x, device x,")
     assert "| a.py | 2 | 3 | 1 | 1 | 1 | 0 |" in page
     assert "Different with the flag: 0" in page
     assert "Fail without the flag too: 1" in page and "| 1 | y |" in page
     assert "Not done within the time limit: b.py." in page
-    (tmp_path / "3.json").write_text("[]")
-    status = upstream_tests.main(["--render", str(tmp_path / "3.json")])
-    assert status == 2
-    assert "no results of this script" in capsys.readouterr().err
 
 
 def test_ranks_that_disagree():
