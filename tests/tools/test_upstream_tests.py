@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.scripts.dev import upstream_tests
 from megatron_fused_ce.scripts.lib import results
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import run_here
 
 TESTS_OF_IT = """
 import os, time
@@ -59,14 +54,7 @@ def checkout(tmp_path_factory):
 
 
 def run(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.dev.upstream_tests", *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_here(upstream_tests.main, *words)
 
 
 def test_every_way_to_end(checkout, tmp_path):
