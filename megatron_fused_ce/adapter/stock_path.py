@@ -29,6 +29,7 @@ LAYER_ATTRIBUTES = (
 
 def reason_at_build(model: Any, megatron_args: Any) -> str | None:
     """Why this model's head stays on the stock path, or None."""
+    import torch
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
@@ -62,7 +63,7 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
             "depend on the batch",
         ),
         (
-            output_dtype is not None and output_dtype != config.params_dtype,
+            output_dtype not in (None, config.params_dtype, torch.float32),
             f"--output-logit-dtype asks for {output_dtype} logits",
         ),
         (_config_logger_on(config), "the config logger writes the logits to disk"),
