@@ -347,11 +347,11 @@ def verdict(rows: Sequence[Row]) -> str:
         ours, stock, lifted = (fastest(here, name) for name in ("flag", "stock", "lifted"))
         if ours and not stock:
             ratios.append(f"{length} no stock variant trained, {ours['variant']} did")
-        flagged = [ours, *(row for row in here if row["variant"] == "auto" and row["status"] == OK)]
-        for mine in (row for i, row in enumerate(flagged) if row and row not in flagged[:i]):
+        autos = [row for row in here if row["variant"] == "auto" and row["status"] == OK]
+        for flagged in filter(None, [ours, *(row for row in autos if row is not ours)]):
             for other in filter(None, (stock, lifted)):
-                ratio = mine["tokens_per_s"] / other["tokens_per_s"]
-                ratios.append(f"{length} {ratio:.3f} ({mine['variant']} / {other['variant']})")
+                ratio = flagged["tokens_per_s"] / other["tokens_per_s"]
+                ratios.append(f"{length} {ratio:.3f} ({flagged['variant']} / {other['variant']})")
     return (
         f"Longest that trains, of {', '.join(map(str, lengths))} tokens: {', '.join(longest)}. "
         f"Tokens/s with the flag over the fastest without: {'; '.join(ratios) or '–'}."
