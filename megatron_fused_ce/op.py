@@ -20,6 +20,7 @@ from megatron_fused_ce.loss_form import TeacherTargets, merge_duplicates
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE, TokenOutputs
+from megatron_fused_ce.vocab_parallel import raise_if_any
 
 
 class HeadOutputs(NamedTuple):
@@ -250,8 +251,9 @@ def _completed(args: Arguments) -> Arguments:
 def _evaluate(args: Arguments) -> HeadOutputs:
     spec = spec_of(args)
     # From here on every rank runs the same collectives.
+    inv_temperature = _inv_temperature(args, spec)
     skips = args.config.skip_masked and args.token_weights is not None
-    outputs = _skipping_masked(args, spec) if skips else _all_tokens(args, spec)
+    outputs = (_skipping_masked if skips else _all_tokens)(args, spec, inv_temperature)
     local_max, local_argmax, *per_token = outputs
     return HeadOutputs(
         *(TokenOutputs(*per_token), local_max, local_argmax, spec.plan, spec.logits.name),
@@ -259,16 +261,30 @@ def _evaluate(args: Arguments) -> HeadOutputs:
     )
 
 
-def _all_tokens(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
+def _inv_temperature(args: Arguments, spec: CallSpec) -> Tensor | None:
+    """Of a temperature per token: its inverse ``[parts, n]``, fp32.
+
+    Collectives: those of :func:`.vocab_parallel.raise_if_any`, with a temperature per token.
+    """
+    if not isinstance(args.temperature, Tensor):
+        return None
+    inverse = args.temperature.detach().double().reciprocal().float()
+    wrong = ~(torch.isfinite(inverse) & (inverse > 0)).all()
+    words = "temperatures are not all above 0 and finite; give a token that does not count the temperature 1"
+    raise_if_any(wrong, words, spec.comm.group)
+    return _in_token_order(inverse, args, spec.comm.num_parts)
+
+
+def _all_tokens(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
     b_s = tuple(args.labels.shape) if args.labels.dim() == 2 else None
     context = Context(spec, spec.chunks, args.open_grad_weight, args.phases, args.guard)
     outputs: tuple[Any, ...] = FusedLinearCrossEntropy.apply(
-        args.hidden, args.weight, _targets(args, spec, None), context, b_s
+        args.hidden, args.weight, _targets(args, spec, None, inv_temperature), context, b_s
     )
     return outputs
 
 
-def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
+def _skipping_masked(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
     """The same with the tokens of weight 0 left out. Collectives: :func:`.masked_tokens.count`'s, here or
     where ``args.unmasked`` was started.
     """
@@ -284,7 +300,8 @@ def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
     # The plan and the buffers are those of all tokens: the same in every step.
     chunks = first_tokens(spec.chunks, num_kept)
     context = Context(spec, chunks, args.open_grad_weight, args.phases, args.guard)
-    outputs = FusedLinearCrossEntropy.apply(flat, args.weight, _targets(args, spec, kept), context, None)
+    targets = _targets(args, spec, kept, inv_temperature)
+    outputs = FusedLinearCrossEntropy.apply(flat, args.weight, targets, context, None)
     whole = [None if each is None else kept.put_back(each, args.guard) for each in outputs]
     if args.labels.dim() == 2:
         b, s = args.labels.shape
@@ -292,7 +309,7 @@ def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
     return tuple(whole)
 
 
-def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
+def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature: Tensor | None) -> Targets:
     """Columns of this shard for the labels or the teacher's targets, in token order."""
     config, parts = args.config, spec.comm.num_parts
     ids = _in_token_order(args.labels, args, parts).to(torch.int64)
@@ -311,7 +328,9 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
         if ignored is not None:
             weights = weights.masked_fill(ignored, 0.0)
     soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec, kept)
-    return Targets(labels, soft, ignored, weights)
+    if inv_temperature is not None and kept is not None:
+        inv_temperature = kept.of_tokens(inv_temperature)
+    return Targets(labels, soft, ignored, weights, inv_temperature)
 
 
 def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept: Kept | None) -> SoftTargets:

@@ -145,15 +145,23 @@ class VocabParallel:
     sequence_parallel: bool
     #: how statistics travel: "packed" or "all_reduce"
     merge: str = "packed"
+    #: whether ``grad_hidden`` is summed over the ranks here; else by the caller
+    reduces_grad_hidden: bool = True
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None, sequence_parallel: bool, merge: str = "auto") -> VocabParallel:
+    def of(
+        group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+        merge: str = "auto",
+        reduces_grad_hidden: bool = True,
+    ) -> VocabParallel:
         """Describe ``group``; ``None`` or a group of one rank runs no collective at all."""
         size = 1 if group is None else dist.get_world_size(group)
         if size == 1:
             return VocabParallel(None, 1, 0, False)
         merge = "packed" if merge == "auto" else merge
-        return VocabParallel(group, size, dist.get_rank(group), sequence_parallel, merge)
+        rank = dist.get_rank(group)
+        return VocabParallel(group, size, rank, sequence_parallel, merge, reduces_grad_hidden)
 
     @property
     def num_parts(self) -> int:
@@ -208,9 +216,9 @@ class VocabParallel:
         """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
 
         Collectives, asynchronous: one reduce-scatter with sequence parallelism, else one all-reduce
-        (``partial`` is then ``out`` itself), in the dtype of the hidden states.
+        (``partial`` is then ``out`` itself), in the dtype of the hidden states. None where the caller sums.
         """
-        if self.size == 1:
+        if self.size == 1 or not self.reduces_grad_hidden:
             return DONE
         if self.sequence_parallel:
             return _start(_reduce_scatter, out, partial, group=self.group)
@@ -318,6 +326,24 @@ def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value
+
+
+def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank where ``wrong`` (bool ``[]``) holds on one of them. The host waits.
+
+    Nothing is checked while a CUDA graph is captured.
+
+    Collectives: one MAX all-reduce of an int64 (R > 1).
+
+    Raises:
+        ValueError: ``words``; on ranks where nothing is wrong, that it is another's.
+    """
+    if wrong.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    here = wrong.to(torch.int64).reshape(1)
+    if largest_over_ranks(here.clone(), group).item():
+        where = "" if here.item() else "on another rank of the tensor-parallel group: "
+        raise ValueError(where + words)
 
 
 def joining(axes: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
