@@ -210,7 +210,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
         settled = agree(
             comm.group,
             local.head,
-            _must_agree(args, comm, local.error),
+            must_agree(args, comm, local.error),
             local.facts,
             args.vocab_start if local.error is None else None,
             args.weight.shape[0] if local.error is None else 0,
@@ -231,7 +231,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
     cut = replace(args.config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens)
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(args, comm, settled)
-    logit_scale, softcap = _at_temperature(args)
+    logit_scale, softcap = at_temperature(args)
     return CallSpec(
         comm=comm,
         num_tokens=num_tokens,
@@ -261,7 +261,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
     )
 
 
-def _at_temperature(args: Arguments) -> tuple[float, float | None]:
+def at_temperature(args: Arguments) -> tuple[float, float | None]:
     """The scale of the logits and the softcap, divided by the temperature of all tokens.
 
     That divides what the softcap leaves: ``cap * tanh(z / cap) / t`` is the softcap ``cap / t`` of ``z / t``.
@@ -288,32 +288,7 @@ class _LocalView(NamedTuple):
     def of(args: Arguments, comm: VocabParallel, history: GroupHistory) -> _LocalView:
         config, weight = args.config, args.weight
         try:
-            if args.caller_error is not None:
-                raise args.caller_error
-            check_call(
-                args.hidden,
-                weight,
-                args.labels,
-                args.token_weights,
-                args.vocab_start,
-                comm.num_parts,
-            )
-            check_requested(
-                config,
-                weight,
-                comm.size,
-                args.outputs,
-                args.differentiable,
-                args.labels,
-                args.teacher,
-            )
-            check_temperature(args.temperature, args.labels, args.teacher)
-            if comm.sequence_parallel and not args.reduce_grad_hidden:
-                raise ValueError(
-                    "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
-                    "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
-                )
-            _check_token_weights(args)
+            check_arguments(args, comm)
             head = (
                 *(args.guard.number, weight.shape, weight.dtype, weight.requires_grad),
                 config.logits_backend,
@@ -337,6 +312,40 @@ class _LocalView(NamedTuple):
             "without_scaled_exp": int(bool(here)),
         }
         return _LocalView(None, head, None, choice, facts)
+
+
+def check_arguments(args: Arguments, comm: VocabParallel) -> None:
+    """Check what this rank was called with, by itself.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    if args.caller_error is not None:
+        raise args.caller_error
+    check_call(
+        args.hidden,
+        args.weight,
+        args.labels,
+        args.token_weights,
+        args.vocab_start,
+        comm.num_parts,
+    )
+    check_requested(
+        args.config,
+        args.weight,
+        comm.size,
+        args.outputs,
+        args.differentiable,
+        args.labels,
+        args.teacher,
+    )
+    check_temperature(args.temperature, args.labels, args.teacher)
+    if comm.sequence_parallel and not args.reduce_grad_hidden:
+        raise ValueError(
+            "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
+            "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
+        )
+    _check_token_weights(args)
 
 
 def _choose(args: Arguments, why_not_here: str) -> tuple[LogitsBackend, str]:
@@ -458,8 +467,11 @@ _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
 }
 
 
-def _must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
-    """The names alone count where this rank's arguments are bad."""
+def must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
+    """What must be equal on every rank, for :func:`.vocab_parallel.compare`.
+
+    The names alone count where this rank's arguments are bad.
+    """
     return {
         name: 0 if error is not None else int(number(args, comm))
         for name, number in _SAME_ON_ALL_RANKS.items()

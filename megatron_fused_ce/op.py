@@ -20,7 +20,7 @@ from megatron_fused_ce.loss_form import TeacherTargets, merge_duplicates
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE, TokenOutputs
-from megatron_fused_ce.vocab_parallel import raise_if_any
+from megatron_fused_ce.vocab_parallel import VocabParallel, raise_if_any
 
 
 class HeadOutputs(NamedTuple):
@@ -251,7 +251,7 @@ def _completed(args: Arguments) -> Arguments:
 def _evaluate(args: Arguments) -> HeadOutputs:
     spec = spec_of(args)
     # From here on every rank runs the same collectives.
-    inv_temperature = _inv_temperature(args, spec)
+    inv_temperature = inv_temperature_of(args, spec.comm)
     skips = args.config.skip_masked and args.token_weights is not None
     outputs = (_skipping_masked if skips else _all_tokens)(args, spec, inv_temperature)
     local_max, local_argmax, *per_token = outputs
@@ -261,7 +261,7 @@ def _evaluate(args: Arguments) -> HeadOutputs:
     )
 
 
-def _inv_temperature(args: Arguments, spec: CallSpec) -> Tensor | None:
+def inv_temperature_of(args: Arguments, comm: VocabParallel) -> Tensor | None:
     """Of a temperature per token: its inverse ``[parts, n]``, fp32.
 
     Collectives: those of :func:`.vocab_parallel.raise_if_any`, with a temperature per token.
@@ -271,8 +271,8 @@ def _inv_temperature(args: Arguments, spec: CallSpec) -> Tensor | None:
     inverse = args.temperature.detach().double().reciprocal().float()
     wrong = ~(torch.isfinite(inverse) & (inverse > 0)).all()
     words = "temperatures are not all above 0 and finite; give a token that does not count the temperature 1"
-    raise_if_any(wrong, words, spec.comm.group)
-    return _in_token_order(inverse, args, spec.comm.num_parts)
+    raise_if_any(wrong, words, comm.group)
+    return in_token_order(inverse, args, comm.num_parts)
 
 
 def _all_tokens(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
@@ -290,7 +290,7 @@ def _skipping_masked(args: Arguments, spec: CallSpec, inv_temperature: Tensor | 
     """
     assert args.token_weights is not None
     comm = spec.comm
-    weights = _in_token_order(args.token_weights.detach(), args, comm.num_parts)
+    weights = in_token_order(args.token_weights.detach(), args, comm.num_parts)
     unmasked = args.unmasked or masked_tokens.count(weights, comm.group)
     num_kept = spec.num_tokens
     if unmasked is not None:
@@ -312,7 +312,7 @@ def _skipping_masked(args: Arguments, spec: CallSpec, inv_temperature: Tensor | 
 def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature: Tensor | None) -> Targets:
     """Columns of this shard for the labels or the teacher's targets, in token order."""
     config, parts = args.config, spec.comm.num_parts
-    ids = _in_token_order(args.labels, args, parts).to(torch.int64)
+    ids = in_token_order(args.labels, args, parts).to(torch.int64)
     ids = ids if kept is None else kept.of_tokens(ids)
     labels = _local(ids, spec, config)
     ignored = None
@@ -323,7 +323,7 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature
         labels = labels.clone()
     weights = None
     if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
-        weights = _in_token_order(args.token_weights.detach(), args, parts)
+        weights = in_token_order(args.token_weights.detach(), args, parts)
         weights = (weights if kept is None else kept.of_tokens(weights)).float()
         if ignored is not None:
             weights = weights.masked_fill(ignored, 0.0)
@@ -347,7 +347,7 @@ def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept
     return SoftTargets(local, probs)
 
 
-def _in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:
+def in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:
     """``[parts, n]``, s-major, of a tensor in the labels' shape."""
     if args.labels.dim() == 2:
         per_token = per_token.t()

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce import sampling_mask
+from megatron_fused_ce.call import Arguments
+from megatron_fused_ce.config import FusedCEConfig, check_config, takes_config
 from megatron_fused_ce.op import linear_cross_entropy
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
@@ -82,9 +84,6 @@ def token_log_probs(
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
-    error = None
-    if entropy not in ENTROPY_CHOICES:
-        error = ValueError(f"entropy is {entropy!r}; choose one of {', '.join(ENTROPY_CHOICES)}")
     made = linear_cross_entropy(
         _widened(hidden, weight),
         weight,
@@ -93,18 +92,32 @@ def token_log_probs(
         sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
         config=config,
-        outputs=("log_prob",) if entropy == "none" else ("log_prob", "entropy"),
+        outputs=_outputs(entropy),
         differentiable=True,
         temperature=temperature,
         zero_unknown=zero_unknown,
         reduce_grad_hidden=reduce_grad_hidden,
-        caller_error=error,
+        caller_error=_wrong_entropy(entropy),
     ).outputs
-    assert made.log_prob is not None
-    of_entropy = made.entropy
+    return _named((made.log_prob, made.entropy), entropy)
+
+
+def _outputs(entropy: str) -> tuple[str, ...]:
+    return ("log_prob",) if entropy == "none" else ("log_prob", "entropy")
+
+
+def _wrong_entropy(entropy: str) -> ValueError | None:
+    if entropy in ENTROPY_CHOICES:
+        return None
+    return ValueError(f"entropy is {entropy!r}; choose one of {', '.join(ENTROPY_CHOICES)}")
+
+
+def _named(made: tuple[Tensor | None, Tensor | None], entropy: str) -> TokenLogProbs:
+    log_prob, of_entropy = made
+    assert log_prob is not None
     if of_entropy is not None and entropy == "detached":
         of_entropy = of_entropy.detach()
-    return TokenLogProbs(made.log_prob, of_entropy)
+    return TokenLogProbs(log_prob, of_entropy)
 
 
 def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -113,3 +126,75 @@ def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden  # what is wrong, the checks will say
     half = hidden.dtype in (torch.bfloat16, torch.float16)
     return hidden.float() if half and weight.dtype == torch.float32 else hidden
+
+
+@takes_config
+def masked_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mask_ids: Tensor,
+    mask_offsets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: str = "none",
+    reduce_grad_hidden: bool = True,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> TokenLogProbs:
+    """Log-probability and entropy among the ids that top-p or top-k kept when a token was sampled.
+
+    The softmax is over those ids alone; gradients are exactly 0 outside. Only their columns are computed
+    (:mod:`.sampling_mask`): meant for sets of some tens of ids a token. A token whose set is empty was not
+    filtered: its softmax is over the vocabulary, by the head, which leaves all other tokens out.
+
+    Args:
+        mask_ids: int64 or int32 ``[N]``, global ids, each once for a token, in any order.
+        mask_offsets: int64 or int32 ``[T + 1]``: token ``t`` of ``labels.flatten()`` has
+            ``mask_ids[mask_offsets[t] : mask_offsets[t + 1]]``. Both the same on every rank.
+        entropy: over the kept ids; :func:`token_log_probs` has it over the vocabulary.
+        config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
+            With ``ignore_index`` a token with that label and an empty set has log-probability 0 and costs no
+            product; with a set its label is outside of it.
+
+    The other arguments are those of :func:`token_log_probs`; its cast to fp32 is not made, since all products
+    are fp32.
+
+    Returns:
+        fp32, in the labels' shape. A label outside its set has log-probability ``-inf``, without a gradient.
+
+    Raises:
+        TypeError, ValueError: on every rank, in every call: what :func:`token_log_probs` refuses; ids outside
+            the vocabulary or twice for a token; offsets that do not begin at 0, end at N or ascend;
+            ranks with different masks.
+
+    Memory above inputs and outputs: 160 MiB of blocks (bf16; a set of more than ``2**24 / H`` ids:
+    ``10 * H`` bytes an id), some 50 bytes an id, and in the backward ``4 * H`` bytes for each id of this
+    shard that any token has kept. With sequence parallelism all hidden states of the group, ``[T, H]``, and
+    their gradients.
+
+    Collectives: one all-gather of a few int64, for which the host waits; those of
+    :class:`.sampling_mask.MaskedLogProbs`; where a set is empty those of the head with ``skip_masked``.
+
+    Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
+    """
+    check_config(config)
+    args = Arguments(
+        _widened(hidden, weight),
+        weight,
+        labels,
+        tp_group,
+        sequence_parallel,
+        None,
+        vocab_start,
+        config or FusedCEConfig(),
+        _outputs(entropy),
+        torch.is_grad_enabled(),
+        temperature=temperature,
+        reduce_grad_hidden=reduce_grad_hidden,
+        caller_error=_wrong_entropy(entropy),
+    )
+    made = sampling_mask.evaluate(args, mask_ids, mask_offsets)
+    return _named(made, entropy)

@@ -448,11 +448,34 @@ def agree(
     from rank to rank, and later from call to call on one of them, but plans and collectives depend on it: the
     largest number of any rank is what all use from now on.
 
+    Args:
+        head: as for :meth:`GroupHistory.compares`.
+
+    The other arguments, collectives and errors are those of :func:`compare`.
+    """
+    settled = compare(group, same, of_rank, vocab_start, num_rows, error)
+    history = history_of(group)
+    history.unequal = history.unequal or len(set(settled.shard_sizes)) > 1
+    if history.heads.get(head) != settled:
+        history.specs.clear()  # they follow what was settled before
+    history.heads[head] = settled
+    return settled
+
+
+def compare(
+    group: dist.ProcessGroup,
+    same: dict[str, int],
+    of_rank: dict[str, int],
+    vocab_start: int | None,
+    num_rows: int,
+    error: Exception | None,
+) -> Settled:
+    """Raise on every rank when one rank's input is bad or ``same`` differs; what holds for all.
+
     Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its words. The
     host waits for both.
 
     Args:
-        head: as for :meth:`GroupHistory.compares`.
         same: what must be equal on every rank, as whole numbers.
         of_rank: what may differ, as whole numbers; the largest is right for all.
         vocab_start: where the caller named it: named shards must not overlap.
@@ -484,19 +507,13 @@ def agree(
                 "call the head with the same shapes and options on every rank"
             )
     check_true_vocab_size(same["true_vocab_size"], sum(sizes))
-    history = history_of(group)
-    history.unequal = history.unequal or len(set(sizes)) > 1
     ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
     if vocab_start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
         raise RankDisagreement(
             f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
             "vocab_start must be the first global id of this rank's rows"
         )
-    settled = Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
-    if history.heads.get(head) != settled:
-        history.specs.clear()  # they follow what was settled before
-    history.heads[head] = settled
-    return settled
+    return Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
 
 
 def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:

@@ -39,6 +39,8 @@ class HeadInputs:
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
     #: ``[b, s]`` fp32: what divides the logits of a token, after the softcap; None for 1
     temperature: Tensor | None = None
+    #: ``[b, s, K]`` bool: the classes that the softmax of a token is over; None for all
+    kept: Tensor | None = None
 
 
 Change = Callable[[Tensor], Tensor]
@@ -251,7 +253,12 @@ def _logits(
         z = options.logit_softcap * torch.tanh(z / options.logit_softcap)
     if inputs.temperature is not None:
         z = z / inputs.temperature.t().unsqueeze(-1).to(z.dtype)
-    return hidden, weight, z[..., : options.true_vocab_size]
+    z = z[..., : options.true_vocab_size]
+    return (
+        hidden,
+        weight,
+        z if inputs.kept is None else z.masked_fill(~inputs.kept.transpose(0, 1), -torch.inf),
+    )
 
 
 def plain_outputs(
@@ -281,7 +288,7 @@ def plain_outputs(
     made = {
         "log_prob": log_prob,
         "lse": term(z).logsumexp(-1),
-        "entropy": -(log_p.exp() * in_fp32).sum(-1),
+        "entropy": -(log_p.exp() * in_fp32.masked_fill(log_p == -torch.inf, 0.0)).sum(-1),
     }
     by_name = {name: upstream.t().to(log_p.dtype) for name, upstream in upstreams.items()}
     torch.autograd.backward([made[name] for name in by_name], list(by_name.values()))

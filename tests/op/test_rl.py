@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
@@ -62,3 +62,38 @@ def test_bad_arguments(what, device):
     hidden = torch.ones(3, 4, device=device, requires_grad=True)
     with pytest.raises(error, match=words):
         token_log_probs(hidden, hidden, torch.arange(3, device=device), **given)
+
+
+def test_ignored_tokens_without_a_set(device):
+    """Prompts: log-probability 0 and no gradient."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    inputs.labels[:, :5] = -100
+    hidden = inputs.hidden.clone().requires_grad_()
+    offsets = torch.zeros(inputs.labels.numel() + 1, dtype=torch.int64, device=device)
+    ids = offsets[:0]
+    config = FusedCEConfig(ignore_index=-100)
+    made = masked_token_log_probs(hidden, inputs.weight, inputs.labels, ids, offsets, config=config)
+    made.log_prob.backward(inputs.grad_loss)
+    assert not made.log_prob[:, :5].any() and not hidden.grad[:5].any()
+    alone = token_log_probs(inputs.hidden[5:], inputs.weight, inputs.labels[:, 5:].contiguous())
+    assert relative_error(made.log_prob[:, 5:].detach(), alone.log_prob) < FLOOR[torch.float32]
+
+
+def test_a_mask_in_half_precision(device):
+    """Logits of kept ids are fp32: the error is that of the operands' own products."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.bfloat16, device=device)
+    kept = torch.zeros(2, 12, 53, dtype=torch.bool, device=device)
+    kept[..., :7] = True
+    kept.scatter_(-1, inputs.labels.unsqueeze(-1), True)
+    offsets = torch.zeros(25, dtype=torch.int64, device=device)
+    offsets[1:] = kept.sum(-1).flatten().cumsum(0)
+    ids = kept.flatten(0, 1).nonzero()[:, 1]
+    inputs = replace(inputs, kept=kept)
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):  # changes nothing
+        made = masked_token_log_probs(hidden, weight, inputs.labels, ids, offsets)
+    made.log_prob.backward(inputs.grad_loss)
+    exact, grad_hidden, grad_weight = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
+    assert relative_error(made.log_prob.detach(), exact.log_prob) < FLOOR[torch.float32]
+    assert relative_error(hidden.grad, grad_hidden) < FLOOR[torch.bfloat16]
+    assert relative_error(weight.grad, grad_weight) < FLOOR[torch.bfloat16]
