@@ -17,7 +17,7 @@ ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
 LOGITS_BACKEND_CHOICES = ("auto", "scaled_exp", "gemm_rows")
 MERGE_CHOICES = ("auto", "packed", "all_reduce")
 SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
-LOGIT_PRECISION_CHOICES = ("auto", "activations")
+LOGIT_PRECISION_CHOICES = ("auto", "activations", "fp32")
 
 #: Tokens of a chunk for :func:`.chunking.plan_chunks` when neither ``num_chunks`` nor ``chunk_tokens``
 #: is given. The op and the adapter always give one: the planner's choice (:mod:`.planner`).
@@ -57,8 +57,8 @@ class FusedCEConfig:
     #: Columns from this global id on (the padding) take no part in the softmax; None: all take part, as
     #: in stock Megatron.
     true_vocab_size: int | None = None
-    #: ``activations``: logits are rounded to the hidden states' dtype, as by a plain output layer; ``auto``:
-    #: they stay in fp32 where the scaled-exp GEMM serves, and are rounded where the rows do.
+    #: ``activations``: logits are rounded to the hidden states' dtype, as by a plain output layer; ``fp32``:
+    #: they are not; ``auto``: not where the scaled-exp GEMM serves, but where the row kernels do.
     logit_precision: str = "auto"
     #: Tokens of weight 0 (``token_weights``) take part in no product; needs those, and the host to know how
     #: many there are (:mod:`.masked_tokens`). All tokens do while a CUDA graph is captured.

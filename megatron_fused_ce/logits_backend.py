@@ -83,6 +83,10 @@ class LogitsBackend(Protocol):
     reads_saved_in_place: bool
 
     @property
+    def logits_dtype(self) -> torch.dtype | None:
+        """dtype of the matrix that :meth:`logits_gemm` writes; None for the hidden states'."""
+
+    @property
     def token_ops(self) -> ModuleType:
         """``merge_shards``, ``shard_addends`` and ``token_loss``: row_ops, or its kernels."""
 
@@ -113,9 +117,11 @@ class LogitsBackend(Protocol):
         """Gradients of the logits from a matrix that was finalized."""
 
     def grad_recomputed(
-        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
+        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
     ) -> LogitsGrad:
-        """Gradients of the logits from the GEMM again, into ``out`` ``[C, V]``."""
+        """Gradients of the logits from the GEMM again, into ``out`` ``[C, V]``; ``logits``, of
+        :attr:`logits_dtype`, may be the same buffer.
+        """
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class GemmThenRows:
     """A plain GEMM, then row kernels over its logits."""
 
     rows: ModuleType  # kernels.row_kernels or row_ops_torch
+    logits_dtype: torch.dtype | None = None
 
     name = "gemm_rows"
     needs_logits_buffer = True
@@ -134,7 +141,7 @@ class GemmThenRows:
 
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         assert chunk.hidden is not None and out is not None
-        torch.mm(chunk.hidden, chunk.weight.t(), out=out)
+        _product(chunk.hidden, chunk.weight, out)
 
         def statistics() -> Scores:
             args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form, chunk.soft)
@@ -164,11 +171,21 @@ class GemmThenRows:
         return LogitsGrad(out)
 
     def grad_recomputed(
-        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
+        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
     ) -> LogitsGrad:
         assert chunk.hidden is not None
-        torch.mm(chunk.hidden, chunk.weight.t(), out=out)
-        return self.grad_from_saved(out, None, chunk, terms, upstream, out)
+        _product(chunk.hidden, chunk.weight, logits)
+        return self.grad_from_saved(logits, None, chunk, terms, upstream, out)
+
+
+def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out = hidden @ weight.T``, ``out`` in their dtype or in fp32."""
+    if out.dtype == hidden.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+    else:  # torch has that for GPUs alone
+        torch.mm(hidden.to(out.dtype), weight.t().to(out.dtype), out=out)
 
 
 @dataclass(frozen=True)
@@ -178,6 +195,7 @@ class ScaledExp:
     product: ModuleType  # kernels.exp_product or kernels.exp_product_hopper
 
     name = "scaled_exp"
+    logits_dtype: torch.dtype | None = None  # E has the hidden states'
     needs_logits_buffer = False
     reads_saved_in_place = True
 
@@ -239,7 +257,7 @@ class ScaledExp:
         return LogitsGrad(matrix, row_scale, upstream.loss)
 
     def grad_recomputed(
-        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, out: Tensor
+        self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
     ) -> LogitsGrad:
         tokens, weight, labels, logit_scale, _, form, *_ = chunk
         gradient = form.grad_coefficients(terms, upstream)
@@ -279,20 +297,31 @@ def _exp_rows() -> Any:
     return exp_rows
 
 
-def row_pass(device: torch.device, requested: str = "auto") -> GemmThenRows:
+def row_pass(
+    device: torch.device, requested: str = "auto", logits_dtype: torch.dtype | None = None
+) -> GemmThenRows:
     """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested.
 
     Raises:
-        ImportError: there is no triton, or an old one.
+        ImportError: there is no triton, or an old one; a torch whose GEMM writes no ``logits_dtype``.
     """
+    if (
+        logits_dtype is not None
+        and device.type == "cuda"
+        and "dtype_out" not in torch.ops.aten.mm.overloads()
+    ):
+        raise ImportError(
+            f"logit_precision='fp32' without the scaled-exp GEMM needs torch 2.8 or newer, whose GEMM writes "
+            f"fp32, and found {torch.__version__}: upgrade torch, or use 'auto'"
+        )
     if requested == "auto":
         requested = "triton" if device.type == "cuda" else "torch"
     if requested == "triton":
         versions.require("triton", _forms().triton_version())
         from megatron_fused_ce.kernels import row_kernels
 
-        return GemmThenRows(row_kernels)
-    return GemmThenRows(row_ops_torch)
+        return GemmThenRows(row_kernels, logits_dtype)
+    return GemmThenRows(row_ops_torch, logits_dtype)
 
 
 class RequestedOutputs(NamedTuple):
@@ -334,7 +363,8 @@ def choose(
         raise ValueError(
             f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
         )
-    return row_pass(tokens.device, config.row_backend), reason
+    in_fp32 = config.logit_precision == "fp32" and tokens.dtype != torch.float32
+    return row_pass(tokens.device, config.row_backend, torch.float32 if in_fp32 else None), reason
 
 
 def why_not_exp(

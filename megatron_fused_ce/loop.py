@@ -237,7 +237,7 @@ def _inputs(
     sample: Tensor | None = None,
 ) -> ChunkInputs:
     if soft is not None:
-        soft = SoftTargets(*(context.split(part, chunk).contiguous() for part in soft))
+        soft = SoftTargets(*(context.split(part, chunk) for part in soft))
     spec = context.spec
     alone = spec.comm.size == 1
     if inv_temperature is not None:
@@ -314,7 +314,8 @@ class _Save:
         if _stored(spec, chunk):
             parts = spec.comm.num_parts
             if not spec.wgrad_at_once:
-                return self._hidden.new_empty(parts * chunk.num_tokens, self._num_rows)
+                num_tokens = parts * chunk.num_tokens
+                return self._hidden.new_empty(num_tokens, self._num_rows, dtype=spec.logits.logits_dtype)
             if self._matrix is None:
                 num_tokens = parts * context.chunks[-1].stop
                 self._matrix = self._hidden.new_empty(num_tokens, self._num_rows)
@@ -411,7 +412,8 @@ class _GradInForward:
             terms = None
             if row_scale is None:
                 terms = TokenTerms.of(merged.terms, merged.extra.target_mass)
-            grad = logits.grad_from_saved(matrix, row_scale, inputs, terms, upstream, matrix)
+            out = self._workspace.grad_logits(scored.chunk)
+            grad = logits.grad_from_saved(matrix, row_scale, inputs, terms, upstream, out)
         self._gemms.add(scored.chunk, grad, inputs.hidden)
 
     def finish(self) -> Saved:
@@ -503,8 +505,9 @@ def _grad_logits(
     with context.phases("grad-logits"):
         if saved.matrix is None:
             assert terms is not None
-            return logits.grad_recomputed(inputs, terms, upstream, workspace.logits(chunk))
-        out = None if logits.reads_saved_in_place else workspace.logits(chunk)
+            buffers = workspace.logits(chunk), workspace.grad_logits(chunk)
+            return logits.grad_recomputed(inputs, terms, upstream, *buffers)
+        out = None if logits.reads_saved_in_place else workspace.grad_logits(chunk)
         return logits.grad_from_saved(saved.matrix, saved.row_scale, inputs, terms, upstream, out)
 
 

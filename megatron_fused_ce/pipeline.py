@@ -63,10 +63,11 @@ class Context(NamedTuple):
     guard: Guard
 
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank."""
+        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
         if len(self.chunks) > 1:
             per_token = per_token[..., chunk.start : chunk.stop]
-        return per_token.flatten(-2)
+        # Of one token a rank, flatten gives a strided view.
+        return per_token.flatten(-2).contiguous()
 
     def rows(self, of_rank: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's rows of this rank's ``[n, ...]``."""
@@ -191,16 +192,26 @@ class Workspace:
         self._hidden = hidden
         self._num_rows = num_rows
         self._logits: list[Tensor | None] = [None] * depth
+        self._grad_logits: Tensor | None = None
         self._grad_hidden: list[Tensor | None] = [None] * 2
 
     def logits(self, chunk: Chunk) -> Tensor:
-        """``[C, V]`` in the hidden states' dtype; of ``depth`` chunks at a time."""
+        """``[C, V]`` in the dtype of the logits; of ``depth`` chunks at a time."""
         slot = chunk.index % len(self._logits)
         buffer = self._logits[slot]
         if buffer is None:
-            buffer = _chunk_buffer(self._spec, self._hidden, self._num_rows)
+            dtype = self._spec.logits.logits_dtype
+            buffer = _chunk_buffer(self._spec, self._hidden, self._num_rows, dtype)
             self._logits[slot] = buffer
         return _first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
+
+    def grad_logits(self, chunk: Chunk) -> Tensor:
+        """``[C, V]`` in the hidden states' dtype: :meth:`logits`, where these have it."""
+        if self._spec.logits.logits_dtype is None:
+            return self.logits(chunk)
+        if self._grad_logits is None:
+            self._grad_logits = _chunk_buffer(self._spec, self._hidden, self._num_rows)
+        return _first_rows(self._grad_logits, self._spec.comm.num_parts * chunk.num_tokens)
 
     def grad_hidden(self, chunk: Chunk, slot: int) -> Tensor:
         """``[C, H]`` in the hidden states' dtype; ``slot`` is 0 or 1."""
@@ -211,8 +222,8 @@ class Workspace:
         return _first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
 
 
-def _chunk_buffer(spec: CallSpec, like: Tensor, width: int) -> Tensor:
-    return like.new_empty(spec.plan.capacity, width)
+def _chunk_buffer(spec: CallSpec, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(spec.plan.capacity, width, dtype=dtype)
 
 
 def _first_rows(buffer: Tensor, num_rows: int) -> Tensor:

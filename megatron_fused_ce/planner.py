@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 
 MIB = 2**20
 
@@ -63,6 +63,12 @@ DEVICES = (
 )
 #: Not measured: 4096 tokens lose 1 to 3 % against 8192 on an H200, with half of the memory.
 UNKNOWN_DEVICE = Device("", recompute=4096, grad_in_forward=4096, store=8192)
+
+
+def row_of(device: str) -> Device:
+    """The row of the table for ``torch.cuda.get_device_name()``, or :data:`UNKNOWN_DEVICE`."""
+    return next((row for row in DEVICES if row.name in device.split()), UNKNOWN_DEVICE)
+
 
 #: No shorter for speed: 1024 tokens lose 13 to 20 % to the passes over grad_weight.
 SHORTEST_FAST_CHUNK = 1024
@@ -134,6 +140,7 @@ class PlanInputs:
     #: ``torch.cuda.get_device_name()``, or "cpu"
     device: str = ""
     #: what was asked for, as in :class:`FusedCEConfig`
+    logit_precision: str = "auto"
     strategy: str = "auto"
     num_chunks: int | None = None
     chunk_tokens: int | None = None
@@ -149,6 +156,7 @@ class PlanInputs:
             "wgrad_accumulator": WGRAD_ACCUMULATORS,
             "logits_backend": LOGITS_BACKENDS,
             "strategy": STRATEGY_CHOICES,
+            "logit_precision": LOGIT_PRECISION_CHOICES,
         }
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
@@ -172,6 +180,7 @@ class PlanInputs:
         """The inputs for what ``config`` asks, all else by keyword."""
         return cls(
             strategy=config.strategy,
+            logit_precision=config.logit_precision,
             num_chunks=config.num_chunks,
             chunk_tokens=config.chunk_tokens,
             memory_mb=config.memory_mb,
@@ -186,12 +195,18 @@ class PlanInputs:
         return ITEMSIZES[self.dtype]
 
     @property
+    def logits_itemsize(self) -> int:
+        """Of a matrix of logits as the GEMM writes it: ``E`` has the hidden states' dtype."""
+        fp32 = self.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
+        return 4 if fp32 else self.itemsize
+
+    @property
     def chunks_asked(self) -> bool:
         return self.num_chunks is not None or self.chunk_tokens is not None
 
     @property
     def table_row(self) -> Device:
-        return next((row for row in DEVICES if row.name in self.device.split()), UNKNOWN_DEVICE)
+        return row_of(self.device)
 
 
 class OverBudget(ValueError):
@@ -208,8 +223,8 @@ class OverBudget(ValueError):
 class Memory(NamedTuple):
     """Bytes of the head's own buffers at one time, part by part."""
 
-    #: logits of the chunk at work, then their gradient; of two chunks in ``grad_in_forward`` over several
-    #: ranks (the exponentiating ``store`` works in what it keeps)
+    #: logits of the chunk at work, then their gradient (beside them where they are fp32); of two chunks in
+    #: ``grad_in_forward`` over several ranks (the exponentiating ``store`` works in what it keeps)
     chunk_logits: int
     #: logits that wait for the backward
     kept_logits: int
@@ -397,7 +412,7 @@ def forward_memory(
     if grad_in_forward:
         gathered = min(count, 3)
     return Memory(
-        chunk_logits=rooms * chunk.logits,
+        chunk_logits=rooms * chunk.logits + (chunk.gradients if grad_in_forward else 0),
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
@@ -434,8 +449,10 @@ def backward_memory(
         every = inputs.itemsize * inputs.num_tokens * inputs.hidden_size
         gathered, scaled = (every, 0) if inputs.num_parts > 1 else (0, every)
     sums = _sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count)
+    # Beside gradients of another dtype there are logits only where they are computed again.
+    logits = (rooms if again or not chunk.gradients else 0) * chunk.logits
     return Memory(
-        chunk_logits=rooms * chunk.logits,
+        chunk_logits=logits + chunk.gradients,
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) if sums else 0,
         scaled_hidden=scaled,
@@ -452,6 +469,7 @@ class _ChunkBytes(NamedTuple):
     """One buffer of each kind, of the largest chunk."""
 
     logits: int
+    gradients: int  # of the logits; 0 where they take the logits' buffer
     gathered: int  # 0 without sequence parallelism
     scaled: int  # 0 where gathered hidden states are scaled in place, or nothing is scaled
     tiles: int
@@ -462,8 +480,10 @@ class _ChunkBytes(NamedTuple):
         exp, gathers = inputs.logits_backend == "scaled_exp", inputs.num_parts > 1
         hidden = inputs.itemsize * capacity * inputs.hidden_size
         tiles = capacity * math.ceil(inputs.num_rows / TILE_COLUMNS) if exp else 0
+        entries, shared = capacity * inputs.num_rows, inputs.logits_itemsize == inputs.itemsize
         return _ChunkBytes(
-            logits=inputs.itemsize * capacity * inputs.num_rows,
+            logits=inputs.logits_itemsize * entries,
+            gradients=0 if shared else inputs.itemsize * entries,
             gathered=hidden if gathers else 0,
             scaled=hidden if exp and inputs.wgrad_accumulator != "none" and not gathers else 0,
             tiles=TILE_BYTES * tiles,
@@ -477,7 +497,7 @@ def _waiting(inputs: PlanInputs, count: int, stored_chunks: int) -> int:
 
 
 def _kept_bytes(inputs: PlanInputs, stored_tokens: int) -> int:
-    return inputs.itemsize * stored_tokens * inputs.num_rows * inputs.uses_in_flight
+    return inputs.logits_itemsize * stored_tokens * inputs.num_rows * inputs.uses_in_flight
 
 
 def _sum_bytes(inputs: PlanInputs) -> int:
@@ -514,7 +534,8 @@ def relative_time(
     if strategy in ("recompute", "mixed"):
         time += (tokens - stored_tokens) / tokens / 3
     if inputs.logits_backend == "gemm_rows":
-        time += ROWS_HIDDEN_SIZE / inputs.hidden_size
+        moved = (2 * inputs.logits_itemsize + inputs.itemsize) / (3 * inputs.itemsize)
+        time += ROWS_HIDDEN_SIZE / inputs.hidden_size * moved
     if not frozen:
         num_gemms = min(count, 1) if wgrad_at_once else count
         time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, num_gemms - 1) / tokens

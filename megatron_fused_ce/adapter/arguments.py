@@ -157,7 +157,8 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         choices=LOGIT_PRECISION_CHOICES,
         default="auto",
         help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
-        "auto (default): fp32 with the scaled-exp GEMM (bf16 on Hopper and newer), rounded elsewhere",
+        "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM "
+        "(bf16 on Hopper and newer), rounded elsewhere",
     )
     group.add_argument(
         "--fused-ce-debug-checks",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import wraps
 from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 
 from megatron_fused_ce.adapter import (
@@ -44,7 +46,11 @@ def patch(module: ModuleType) -> None:
     @wraps(stock_loss)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, DeferredLogits):
-            return logits.loss(labels, token_weights.of_loss(self, labels))
+            if not logits.gathered or self.output_layer.tp_group.size() == 1:
+                return logits.loss(labels, token_weights.of_loss(self, labels))
+            # Multi-token prediction in get_logprobs (since 0.19) hands the whole vocabulary to a loss that
+            # takes one rank's part. What comes of that is Megatron's.
+            logits = logits.materialise()
         layer = getattr(self, "output_layer", None)
         adopted: FusedCEConfig | None = getattr(layer, "fused_ce_config", None)
         if adopted is not None:
@@ -84,13 +90,29 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         stock_path.refuse_accuracy(missing)
     ColumnParallelLinear.adopt(
         model.output_layer,
-        config,
+        of_layer(config, model.output_layer),
         with_argmax=_counts_mtp_acceptance(model.config),
         log_accuracy=log_accuracy,
         timed=phase_report.times_heads(model.output_layer.tp_group.rank()),
     )
     model_guard.adopt(model, model.output_layer, config)
     report.adopted(model, args)
+
+
+def of_layer(config: FusedCEConfig, layer: Any) -> FusedCEConfig:
+    """With the precision that Megatron's ``--output-logit-dtype fp32`` asks for.
+
+    Raises:
+        ValueError: this package's flag asks for another one.
+    """
+    if getattr(layer, "output_dtype", None) != torch.float32:
+        return config
+    if config.logit_precision == "activations":
+        raise ValueError(
+            "--output-logit-dtype fp32 and --fused-ce-logit-precision activations contradict each other: "
+            "leave one of them out"
+        )
+    return replace(config, logit_precision="fp32")
 
 
 def _counts_mtp_acceptance(config: Any) -> bool:

@@ -53,8 +53,9 @@ EOF
     present_torch=
 fi
 
-pip_install() { # quietly: its words go to pip.log
-    $VENV/bin/python -m pip --disable-pip-version-check install "$@" >>$VENV/pip.log 2>&1
+# Quietly: its words go to pip.log. Modules are compiled when first imported: all of torch's take 40 seconds.
+pip_install() {
+    $VENV/bin/python -m pip --disable-pip-version-check install --no-compile "$@" >>$VENV/pip.log 2>&1
 }
 
 # make_venv true|false: whether it sees $PYTHON's packages. One that fits is kept and brought up to

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import stock_path
+from megatron_fused_ce.adapter import language_module, stock_path
 
 LAYER = {
     **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
@@ -72,7 +72,7 @@ def at_build(where, name, value):
         ("layer", "is_expert", True, "expert layer"),
         ("layer", "disable_grad_reduce", True, "LoRA"),
         ("layer", "gtp_remat_size", 2, "gtp_remat"),
-        ("layer", "output_dtype", torch.float32, "--output-logit-dtype"),
+        ("layer", "output_dtype", torch.float16, "--output-logit-dtype"),
         ("config", "defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
         ("config", "batch_invariant_mode", True, "--batch-invariant-mode"),
         ("config", "config_logger_dir", "folder", "config logger"),
@@ -91,12 +91,28 @@ def test_each_reason_at_build(where, name, value, words):
     [
         ("layer", "gtp_remat_size", 1),
         ("layer", "output_dtype", torch.bfloat16),
+        ("layer", "output_dtype", torch.float32),
         ("layer", "output_dtype", None),
         ("config", "config_logger_dir", ""),
     ],
 )
 def test_what_is_set_as_by_default_is_no_reason(where, name, value):
     assert at_build(where, name, value) is None
+
+
+def test_fp32_logits_are_the_heads_own_matter():
+    """Megatron's --output-logit-dtype fp32 is served, and contradicts a flag of ours."""
+    layer, rounded = (
+        types.SimpleNamespace(output_dtype=torch.float32),
+        FusedCEConfig(logit_precision="activations"),
+    )
+    assert language_module.of_layer(FusedCEConfig("store"), layer) == FusedCEConfig(
+        "store", logit_precision="fp32"
+    )
+    with pytest.raises(ValueError, match="--output-logit-dtype fp32 and --fused-ce-logit-precision"):
+        language_module.of_layer(rounded, layer)
+    for other in (torch.bfloat16, None):
+        assert language_module.of_layer(rounded, types.SimpleNamespace(output_dtype=other)) is rounded
 
 
 def hook(*arguments):
@@ -129,6 +145,25 @@ def test_each_reason_at_a_call():
     assert "test_stock_path.hook" in at_call(hooks=[sharding_hook, hook])
     with torch.inference_mode():
         assert at_call() == "inference mode, and no labels in the model's call"
+
+
+def test_gathered_logits_are_deferred_for_their_log_probs_alone():
+    """FSDP's models return real ones: weights are gone, and hooks lost, after the model's call."""
+    from megatron_fused_ce.adapter import deferred_logits
+
+    model = torch.nn.Linear(2, 2)
+    with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
+        assert at_call(gather_output=True) is None
+    assert "runtime_gather_output" in at_call(gather_output=True)
+    for mark in ("placements", "__fsdp_param__"):
+        model = torch.nn.Linear(2, 2)
+        setattr(model.bias, mark, True)
+        with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
+            assert "FSDP frees weights" in at_call(gather_output=True)
+    stock_path.refuse_log_probs(FusedCEConfig(logit_scale=0.5, skip_masked=True))
+    for options in ({"label_smoothing": 0.1}, {"logit_softcap": 30.0}, {"ignore_index": -100}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: get_logprobs' log-probabilities"):
+            stock_path.refuse_log_probs(FusedCEConfig(**options))
 
 
 def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):

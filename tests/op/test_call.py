@@ -216,6 +216,7 @@ OPTIONS = (
     ("true_vocab_size", 20),
     ("true_vocab_size", 23),
     ("logit_precision", "activations"),
+    ("logit_precision", "fp32"),
     ("skip_masked", True),
     ("memory_mb", 1),
     ("row_backend", "triton"),
@@ -348,8 +349,8 @@ def sequences(draw: Any, interpreted: bool) -> list[Kind]:
     ("interpreted", "examples"),
     [
         (False, 40),
-        pytest.param(False, 120, marks=pytest.mark.rest),
-        pytest.param(True, 10, marks=pytest.mark.rest),
+        pytest.param(False, 80, marks=pytest.mark.rest),
+        pytest.param(True, 5, marks=pytest.mark.rest),
     ],
 )
 def test_a_call_that_is_looked_up_is_the_call(interpreted, examples, device):

@@ -237,6 +237,20 @@ def test_logits_rounded_as_a_plain_layer_rounds_them(dtype, device):
         choose(replace(config, logits_backend="scaled_exp"), inputs.hidden.flatten(0, 1), inputs.weight)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_that_are_never_rounded(dtype, strategy, device):
+    """Losses are those of fp32 logits, as gradients are to the operands' dtype."""
+    inputs = make_inputs("plain", s=23, b=3, hidden_size=48, vocab=331, dtype=dtype, device=device)
+    config = FusedCEConfig(strategy, logit_precision="fp32", num_chunks=4)
+    logits = inputs.hidden.flatten(0, 1).float() @ inputs.weight.float().t()
+    labels = inputs.labels.t().flatten()
+    plain = F.cross_entropy(logits, labels, reduction="none").view(23, 3).t()
+    result = run(inputs, config)
+    torch.testing.assert_close(result.loss, plain, rtol=2e-6, atol=2e-6)
+    assert_close(result, inputs)
+
+
 def test_more_real_tokens_than_there_are_rows(device):
     """Label smoothing would spread over columns that nobody has."""
     inputs = problem("plain", torch.float32, device, {"true_vocab_size": 332})

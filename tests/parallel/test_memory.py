@@ -18,7 +18,7 @@ from tests.support.ranks import Rank, on_ranks
 
 #: A shard and a chunk whose buffers differ in shape: seven tiles of columns on a CPU and on a GPU.
 H, V, C = 16, 1600 if torch.cuda.is_available() else 448, 24
-Shape = tuple[int, ...]
+Shape = tuple[Any, ...]  # a dtype and the lengths
 
 
 #: Keyword arguments of a case. Four chunks: more than any ring of buffers has room for.
@@ -39,6 +39,12 @@ for _strategy in ("recompute", "store", "grad_in_forward"):
             "num_chunks": 4,
             "trained": False,
         }
+    CASES[f"{_strategy} logits in fp32"] = {
+        "strategy": _strategy,
+        "logits_backend": "gemm_rows",
+        "num_chunks": 4,
+        "logit_precision": "fp32",
+    }
     CASES[f"{_strategy} two all-reduces"] = {
         "strategy": _strategy,
         "logits_backend": "scaled_exp",
@@ -57,7 +63,7 @@ def test_buffers(rank: Rank, case):
 
 
 class Storages(TorchDispatchMode):
-    """The most storages that were alive together, by the shape that each was made for."""
+    """The most storages that were alive together, by the dtype and shape that each was made for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +80,7 @@ class Storages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
         for tensor in tensors(result):
-            storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+            storage, shape = tensor.untyped_storage(), (tensor.dtype, *tensor.shape)
             key = storage._cdata
             if key in self._seen or key in given:
                 continue
@@ -109,10 +115,12 @@ def peaks_are_as_predicted(
     merge: str = "packed",
     num_chunks: int,
     trained: bool = True,
+    logit_precision: str = "auto",
 ) -> None:
     """Forward and backward each by itself, buffer by buffer."""
     # What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
-    dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
+    lower = rank.device.type == "cuda" or logit_precision == "fp32"
+    dtype = torch.bfloat16 if lower else torch.float32
     num_tokens = num_chunks * C
     parts = rank.size if sequence_parallel else 1
     generator = torch.Generator().manual_seed(rank.rank)
@@ -123,7 +131,13 @@ def peaks_are_as_predicted(
     # The same on every rank.
     labels = torch.arange(num_tokens, device=rank.device) % (rank.size * V)
     weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(9)).to(rank.device)
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=C, logits_backend=logits_backend, merge=merge)
+    config = FusedCEConfig(
+        strategy=strategy,
+        chunk_tokens=C,
+        logits_backend=logits_backend,
+        merge=merge,
+        logit_precision=logit_precision,
+    )
     inputs = planner.PlanInputs.of(
         config,
         num_tokens=num_tokens,
@@ -183,7 +197,7 @@ def compare(
     saved_terms: int = 0,
 ) -> None:
     """``saved_terms``: chunks whose merged terms are alive together."""
-    ranks, e = inputs.tp_size, inputs.itemsize
+    ranks, e, dtype, fp32 = inputs.tp_size, inputs.itemsize, getattr(torch, inputs.dtype), torch.float32
     tile_columns = planner.TILE_COLUMNS
     if not torch.cuda.is_available():
         from megatron_fused_ce.kernels import exp_product
@@ -197,22 +211,23 @@ def compare(
 
     def of_tokens(width: int) -> int:
         """Buffers of a chunk, and those of all chunks in one."""
-        return seen[C, width] + (chunks * seen[chunks * C, width] if chunks > 1 else 0)
+        return seen[dtype, C, width] + (chunks * seen[dtype, chunks * C, width] if chunks > 1 else 0)
 
+    logits_in_fp32 = 0 if dtype == fp32 else seen[fp32, C, V]
     counted = {
-        "[C, V]": (of_tokens(V), logits / (e * C * V)),
+        "[C, V]": (of_tokens(V) + 4 / e * logits_in_fp32, logits / (e * C * V)),
         "[C, H]": (of_tokens(H) - alike, hidden / (e * C * H)),
     }
     # Triton's interpreter and gloo hold on to the last arguments that they were given.
     if when == "forward":
         # A sum and a maximum of each tile; what is left of the division are the marks.
-        counted["[tiles, C]"] = seen[num_tiles, C], 2 * (predicted.tile_statistics // tiles)
+        counted["[tiles, C]"] = seen[fp32, num_tiles, C], 2 * (predicted.tile_statistics // tiles)
     if ranks > 1:
         sampled = ranks * -(-planner.SAMPLED_ROWS // ranks)
-        counted["[S, H]"] = (seen[sampled, H], predicted.sampled_rows / (e * sampled * H))
+        counted["[S, H]"] = (seen[dtype, sampled, H], predicted.sampled_rows / (e * sampled * H))
         if merge == "packed" and when == "forward":
             # A shard's statistics by the scaled-exp GEMM have a fifth row, which stays on this rank.
-            merges = 16 * C * (ranks * seen[ranks, 4, C] + seen[4, C] + seen[5, C])
+            merges = 16 * C * (ranks * seen[fp32, ranks, 4, C] + seen[fp32, 4, C] + seen[fp32, 5, C])
             # A merged chunk's terms have that shape too; they are counted among the tokens' floats.
             terms = 16 * C * saved_terms
             counted["[R, 4, C] and [4, C]"] = (merges, predicted.merge_buffers + terms)

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **LOSS_OPTIONS,
     "logit scale": {"logit_scale": 0.25},
     "logits rounded": {"logit_precision": "activations"},
+    "logits in fp32": {"logit_precision": "fp32"},
 }
 #: What the scaled-exp GEMM's epilogue cannot make.
 BEYOND_SCALED_EXP = ("smoothing", "smoothing as PyTorch", "all", "logits rounded")
