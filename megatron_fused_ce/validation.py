@@ -171,3 +171,34 @@ def check_requested(
             "label_smoothing and ignore_index belong to labels; with a teacher smooth its probabilities, and "
             "give ignored tokens the id -1 throughout"
         )
+
+
+def check_temperature(
+    temperature: float | Tensor,
+    labels: Tensor,
+    teacher: TeacherTargets | None,
+) -> None:
+    """Check a number, or the kind of a tensor: its values are the op's matter.
+
+    Raises:
+        TypeError: neither a number nor a tensor of floats.
+        ValueError: a number that is not above 0 and finite, a tensor of a wrong shape or device, or one
+            beside a teacher's targets.
+    """
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
+        raise TypeError(
+            f"temperature is {temperature!r}; expected a number, or a tensor in the labels' shape"
+        )
+    if not isinstance(temperature, Tensor):
+        if not 2.0**-126 <= temperature <= 2.0**126:
+            raise ValueError(f"temperature must be above 0 and finite, also in fp32, got {temperature}")
+        return
+    if not temperature.is_floating_point():
+        raise TypeError(f"temperature has dtype {temperature.dtype}; expected floats, one a token")
+    if temperature.shape != labels.shape or temperature.device != labels.device:
+        raise ValueError(
+            f"temperature is {tuple(temperature.shape)} on {temperature.device}; expected a number, or one a "
+            f"token in the labels' shape {tuple(labels.shape)} on {labels.device}"
+        )
+    if teacher is not None:
+        raise ValueError("a teacher's targets take one temperature for all tokens, a number")

@@ -78,6 +78,9 @@ class Kind:
     main_grad: torch.dtype | None = None
     uses_in_flight: int = 1
     forbidden: bool = False
+    #: a number, or how many temperatures a token has
+    temperature: float | str = 1.0
+    zero_unknown: bool = False
     #: which tensor is refused for its class, and which has a token less than the others
     sharded: str = ""
     shorter: str = ""
@@ -116,6 +119,9 @@ class Kind:
         if self.shorter:
             tensors[self.shorter] = tensors[self.shorter][:-1]
         GUARD.allowed = not self.forbidden
+        temperature = self.temperature
+        if isinstance(temperature, str):
+            temperature = {"per token": weights, "short": weights[:-1]}[temperature].abs() + 0.5
         main_grad = None
         if self.main_grad is not None:
             main_grad = torch.zeros(weight.shape, dtype=self.main_grad, device=device)
@@ -132,6 +138,8 @@ class Kind:
                 outputs=self.outputs,
                 differentiable=self.differentiable,
                 teacher=teacher,
+                temperature=temperature,
+                zero_unknown=self.zero_unknown,
                 with_argmax=self.with_argmax,
                 uses_in_flight=self.uses_in_flight,
                 guard=GUARD,
@@ -242,6 +250,8 @@ DIFFER_IN = {
     "outputs": [replace(Kind(), outputs=outputs) for outputs in ((), *OUTPUTS)],
     "gradients of outputs": [replace(Kind(), outputs=("lse",), differentiable=of) for of in (0, 1)],
     "teacher": [replace(Kind(), teacher=k) for k in (0, 2, 3)],
+    "temperature": [replace(Kind(), temperature=of) for of in (1.0, 2, 0.5, "per token", "short", -1.0)],
+    "unknown labels": [replace(Kind(), outputs=("log_prob",), zero_unknown=of) for of in (0, 1)],
     "argmax": [replace(Kind(), with_argmax=argmax) for argmax in (True, False)],
     "accumulator": [
         replace(Kind(), main_grad=of, dtype=torch.bfloat16) for of in (None, torch.float32, torch.bfloat16)
@@ -305,6 +315,8 @@ FIELDS = {
     "main_grad": st.sampled_from([None, torch.float32, torch.bfloat16]),
     "uses_in_flight": st.sampled_from([1, 3]),
     "forbidden": st.booleans(),
+    "temperature": st.sampled_from([1.0, 2, "per token"]),
+    "zero_unknown": st.booleans(),
 }
 
 

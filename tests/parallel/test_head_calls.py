@@ -405,6 +405,13 @@ DIFFERENCES = {
         lambda device: {"config": FusedCEConfig(num_chunks=2, z_loss=1e-4)},
         "disagree on z_loss",
     ),
+    "temperature": (lambda device: {"temperature": 0.5}, "disagree on temperature"),
+    "temperatures": (
+        lambda device: {"temperature": ones(device, 1, 8)},
+        "disagree on temperature",
+    ),
+    "reduction": (lambda device: {"reduce_grad_hidden": False}, "disagree on reduce_grad_hidden"),
+    "temperature below 0": (lambda device: {"temperature": -1.0}, "above 0 and finite"),
     "bad shape": (lambda device: {"hidden": ones(device, 8, 1, 3)}, "H = 3"),
     "bad dtype": (lambda device: {"labels": ones(device, 1, 8)}, "expected int64"),
 }
