@@ -162,7 +162,7 @@ def _tile_table_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # a row's order of summation would depend on it
 def _combine_tiles_kernel(
     row_shift_ptr,  # [C] fp32, powers of two
     tile_max_ptr,  # [num_tiles, C]
@@ -475,7 +475,7 @@ def combine_tiles(
         merged = Merged(loss, saved, None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
-    block_rows = 16 if num_rows > 4096 else 8
+    block_rows = 8
     _combine_tiles(
         (ceil_div(num_rows, block_rows),),
         (

@@ -235,7 +235,7 @@ def _inputs(
     sample: Tensor | None = None,
 ) -> ChunkInputs:
     if soft is not None:
-        soft = SoftTargets(*(context.split(part, chunk).contiguous() for part in soft))
+        soft = SoftTargets(*(context.split(part, chunk) for part in soft))
     spec = context.spec
     alone = spec.comm.size == 1
     return ChunkInputs(hidden, weight, labels, spec.logit_scale, sample, spec.form, soft, alone)

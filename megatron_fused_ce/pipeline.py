@@ -63,10 +63,11 @@ class Context(NamedTuple):
     guard: Guard
 
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank."""
+        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
         if len(self.chunks) > 1:
             per_token = per_token[..., chunk.start : chunk.stop]
-        return per_token.flatten(-2)
+        # Of one token a rank, flatten gives a strided view.
+        return per_token.flatten(-2).contiguous()
 
     def rows(self, of_rank: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's rows of this rank's ``[n, ...]``."""

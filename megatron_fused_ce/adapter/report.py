@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logits_backend, versions
+from megatron_fused_ce import logits_backend, planner, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -184,9 +184,13 @@ def _plan_inputs(
         tp_size=tp_size,
         wgrad_accumulator=wgrad_accumulator,
         logits_backend=score,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        device=_device_name(),
         **facts,
     )
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, before: str = "on") -> None:
@@ -205,6 +209,13 @@ def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, bef
         notes.append("logits backend gemm_rows (asked for)")
     elif why_not_exp:
         notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not_exp}")
+    device = _device_name()
+    if device != "cpu" and planner.row_of(device) is planner.UNKNOWN_DEVICE:
+        measured = ", ".join(row.name for row in planner.DEVICES)
+        notes.append(
+            f"no constants measured on this GPU ({device}), only on {measured}: "
+            "python -m megatron_fused_ce sweep finds its best chunks"
+        )
     if config.skip_masked:
         notes.append("masked tokens are skipped, the sizes are for none")
     if config.loss_options:

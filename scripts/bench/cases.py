@@ -246,7 +246,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         choices=LOGITS_BACKEND_CHOICES,
         help="each strategy that names no pass, with each of these",
     )
-    add("--merge", nargs="+", metavar="MERGE", help="each strategy that names none, with each")
     add(
         "--chunk-tokens",
         nargs="+",
@@ -366,7 +365,7 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
 
 
 def strategies_of(given: argparse.Namespace) -> list[str]:
-    """Each strategy with each number of chunk tokens, logits backend and merge.
+    """Each strategy with each number of chunk tokens and logits backend.
 
     ``grad_in_forward`` only where the upstream gradient lets it; ``auto`` chooses its chunks itself.
     """
@@ -383,8 +382,7 @@ def strategies_of(given: argparse.Namespace) -> list[str]:
         fixed = own.chunk_tokens or own.name == "auto"
         sizes = [own.chunk_tokens] if fixed else given.chunk_tokens or [None]
         passes = [own.logits_backend] if own.logits_backend else given.logits_backend or [None]
-        merges = [own.merge] if own.merge else given.merge or [None]
-        for logits_backend, merge, size in product(passes, merges, sizes):
-            chosen.append(str(Strategy(own.name, size, logits_backend, merge)))
+        for logits_backend, size in product(passes, sizes):
+            chosen.append(str(Strategy(own.name, size, logits_backend, own.merge)))
             parse_strategy(chosen[-1])
     return list(dict.fromkeys(chosen))

@@ -42,19 +42,13 @@ PARALLEL_EXPLANATION = (
 )
 
 
-def ratio_text(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def cell(value: Any, digits: int) -> str:
+    return tables.cell(value, f".{digits}f", "")
 
 
 def small(value: Any) -> str:
     """A relative error, or the words in its place."""
-    if value is None:
-        return ""
-    return f"{value:.1e}" if isinstance(value, float | int) else str(value)
-
-
-def number(value: Any, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    return tables.cell(value, ".1e" if isinstance(value, float | int) else "", "")
 
 
 def cell_of(row: Row) -> tuple[Any, ...]:
@@ -101,15 +95,15 @@ def table(rows: list[Row]) -> str:
         words = [
             name_of(row),
             row["chunk_tokens"],
-            number(row["forward_ms"], 2),
-            number(row["backward_ms"], 2),
-            number(row["time_ms"], 2),
+            cell(row["forward_ms"], 2),
+            cell(row["backward_ms"], 2),
+            cell(row["time_ms"], 2),
             "" if spread is None else f"{100 * spread:.1f} %",
             str(row.get("roof_products", 3)) if row["ratio"] is not None else "",
-            ratio_text(row["ratio"]),
-            ratio_text(row.get("ratio_raw")),
-            number(row.get("tflops"), 0),
-            number(row["peak_mib"], 1),
+            cell(row["ratio"], 3),
+            cell(row.get("ratio_raw"), 3),
+            cell(row.get("tflops"), 0),
+            cell(row["peak_mib"], 1),
             small(row["error"]),
             *(small(row.get(key)) for key in checks),
         ]
@@ -187,14 +181,14 @@ def summary(rows: list[Row]) -> str:
         if group[0]["tp"] > 1:
             words[0] += f" TP {group[0]['tp']}{' SP' if group[0]['sp'] else ''}"
         if best is not None:
-            ratios = (ratio_text(best["ratio"]), ratio_text(best["ratio_raw"]))
-            words[1:5] = [name_of(best), number(best["time_ms"], 2), *ratios]
+            ratios = (cell(best["ratio"], 3), cell(best["ratio_raw"], 3))
+            words[1:5] = [name_of(best), cell(best["time_ms"], 2), *ratios]
         if other is not None:
-            words[5:7] = [other["variant"], number(other["time_ms"], 2)]
+            words[5:7] = [other["variant"], cell(other["time_ms"], 2)]
             if best is not None:
-                words[7] = ratio_text(best["time_ms"] / other["time_ms"])
+                words[7] = cell(best["time_ms"] / other["time_ms"], 3)
         if lean is not None:
-            words[8:] = [ratio_text(lean["ratio"]), str(lean["chunk_tokens"] or "")]
+            words[8:] = [cell(lean["ratio"], 3), str(lean["chunk_tokens"] or "")]
         lines.append(words)
     return tables.markdown(head, lines) + "\n"
 

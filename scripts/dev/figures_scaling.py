@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fused_ce.command_line import Parser, UsageError, command, number, whole
+from megatron_fused_ce.command_line import Parser, UsageError, command, whole
 from megatron_fused_ce.planner import PlanInputs, plan
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
@@ -147,6 +147,9 @@ def collectives(case: Case, link: Link, rate: float) -> Collectives:
     late = (n - 1) * (too_long(gather, statistics) + too_long(gather)) + n * too_long(reduce)
     return Collectives(every, gather + statistics, late)
 
+
+#: Carried on with chunks of so many tokens; a chunk may lose this share of its three products.
+CHUNK_TOKENS, SHARE = 8192, 0.05
 
 #: What is fitted, in the order of the columns; unit and scale for the table.
 CONSTANTS = (
@@ -387,7 +390,6 @@ def carried_table(
     head: tuple[int, int],
     ranks: Sequence[int],
     tokens: Sequence[int],
-    chunk_tokens: int,
     device: str,
 ) -> str:
     """Ratio to the shard's roof on the fitted link and by adapters, and GiB, of each strategy."""
@@ -399,7 +401,7 @@ def carried_table(
             rows = -(-vocab // count)
             words = [str(num_tokens), str(count), str(rows)]
             for strategy in STRATEGIES:
-                case = Case(num_tokens, hidden_size, rows, count, True, strategy, chunk_tokens)
+                case = Case(num_tokens, hidden_size, rows, count, True, strategy, CHUNK_TOKENS)
                 words.append(f"{model.ratio(case):.2f}")
                 words.append(f"{slow.ratio(case):.2f}" if count > 1 else "")
                 words.append(f"{peak_gib(case, device):.2f}")
@@ -408,13 +410,13 @@ def carried_table(
     return markdown_table(["T", "R", "V", *names], lines)
 
 
-def shortest_chunk(model: Model, head: tuple[int, int], ranks: int, share: float) -> float:
-    """Tokens of a chunk whose latencies and accumulation take ``share`` of its three products."""
+def shortest_chunk(model: Model, head: tuple[int, int], ranks: int) -> float:
+    """Tokens of a chunk whose latencies and accumulation take ``SHARE`` of its three products."""
     hidden_size, vocab = head
     rows = vocab / ranks
     each = model.constants["accumulation"] * 8.0 * rows * hidden_size + model.constants["chunk"]
     each += 3 * model.link.latencies_s(ranks)  # gather, statistics, reduce-scatter
-    return each * model.rate / (6.0 * hidden_size * rows * share)
+    return each * model.rate / (6.0 * hidden_size * rows * SHARE)
 
 
 def smallest_shard(model: Model, ranks: int) -> float:
@@ -422,15 +424,15 @@ def smallest_shard(model: Model, ranks: int) -> float:
     return model.rate / model.link.bytes_per_s * (ranks - 1) / ranks
 
 
-def limits_table(model: Model, head: tuple[int, int], ranks: Sequence[int], share: float) -> str:
+def limits_table(model: Model, head: tuple[int, int], ranks: Sequence[int]) -> str:
     lines = []
     for count in ranks:
         words = [str(count), str(-(-head[1] // count))]
         for one in (model, model.on_adapters()):
             words.append(f"{smallest_shard(one, count):.0f}")
-            words.append(f"{shortest_chunk(one, head, count, share):.0f}")
+            words.append(f"{shortest_chunk(one, head, count):.0f}")
         lines.append(words)
-    names = ("V that hides the bytes", f"C at {100 * share:g} %")
+    names = ("V that hides the bytes", f"C at {100 * SHARE:g} %")
     return markdown_table(["R", "V", *names, *(f"{name}, adapter" for name in names)], lines)
 
 
@@ -446,7 +448,6 @@ def tables(
     every_row: bool,
 ) -> str:
     """All, in Markdown; residuals of every row, or of those over several ranks alone."""
-    chunk_tokens, share = options.chunk_tokens, options.share
     found = residuals(model, rows)
     device = next((str(row["device"]) for row in rows if row.get("device")), "")
     parts = {
@@ -463,23 +464,23 @@ def tables(
         f"Fitted to {fitted}, {device}. From " + ", ".join(f"`{name}`" for name in sources) + ".",
         "",
         constants_table(model),
-        f"**Carried on**, with sequence parallelism and C = {chunk_tokens}: time over the shard's own "
+        f"**Carried on**, with sequence parallelism and C = {CHUNK_TOKENS}: time over the shard's own "
         f"products on the fitted link; the same where one adapter carries the ring ({adapter}; assumed); "
         "the predicted peak.",
         "",
     ]
     for head in options.heads:
         lines += [f"H = {head[0]}, V = {head[1]} over all ranks:", ""]
-        lines.append(carried_table(model, head, options.ranks, options.tokens, chunk_tokens, device))
+        lines.append(carried_table(model, head, options.ranks, options.tokens, device))
     lines += [
         "**Where chunking stops paying**: rows of a shard from which on a product hides the bytes of a "
         "chunk's hidden states, whatever C is, and tokens of a chunk whose latencies and accumulation take "
-        f"{100 * share:g} % of its three products.",
+        f"{100 * SHARE:g} % of its three products.",
         "",
     ]
     for head in options.heads:
         lines += [f"H = {head[0]}, V = {head[1]} over all ranks:", ""]
-        lines.append(limits_table(model, head, options.ranks, share))
+        lines.append(limits_table(model, head, options.ranks))
     shown = found if every_row else parts["several"]
     if shown:
         lines += ["**Row by row**, over the row's own roof:", "", residual_table(shown)]
@@ -526,9 +527,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--heads", nargs="+", type=head_of, default=[(4096, 128256), (8192, 128256)], metavar="H:V")
     add("--ranks", nargs="+", type=whole(most=10**6), default=[1, 2, 4, 8, 16, 32, 64])
     add("--tokens", nargs="+", type=whole(), default=[32768, 1048576])
-    add("--chunk-tokens", type=whole(), default=8192)
-    share = number(above=True, most=1)
-    add("--share", type=share, default=0.05, help="what a chunk may lose (default 0.05)")
     return parser.parse_args(words)
 
 

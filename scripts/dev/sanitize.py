@@ -1,6 +1,6 @@
 """Every kernel under compute-sanitizer: memcheck, racecheck, initcheck.
 
-    python -m scripts.dev.sanitize --out build/sanitize --json sanitize.json --markdown sanitize.md
+    python -m scripts.dev.sanitize
 
 One process for each tool and group of kernels runs sanitize_workload.py: odd sizes, results against fp64,
 and at its end a control, a kernel with the error that the tool looks for. A tool that misses its
@@ -17,6 +17,7 @@ memory, so where kernels use it every ``torch.empty`` is filled with NaN first: 
 then spoils a result instead. memcheck does not check addresses of tensor copies, which the hardware bounds
 by their descriptors.
 
+Writes sanitize.json and .md, and the tools' logs, to --out.
 Exit status: 0 clean, 1 a finding or a run that proves nothing, 2 a mistake in the arguments.
 """
 
@@ -44,7 +45,6 @@ from megatron_fused_ce.command_line import (
     require_gpus,
     seconds,
     whole,
-    writable_file,
     writable_folder,
 )
 from megatron_fused_ce.scripts.dev.sanitize_workload import CONTROLS, GROUPS, MODULES, entry_kernels
@@ -284,8 +284,6 @@ def _parser() -> Parser:
     add("--out", type=Path, default=Path("build/sanitize"), metavar="DIR")
     add("--jobs", type=whole(most=1024), default=12, metavar="N", help="at a time [12]")
     add("--time-limit", type=seconds, default=600.0, metavar="S", help="[600]")
-    add("--json", type=Path)
-    add("--markdown", type=Path)
     return parser
 
 
@@ -313,8 +311,6 @@ def main(words: list[str]) -> int:
     require_gpus()
     tool = sanitizer(options.sanitizer)
     writable_folder(options.out).mkdir(parents=True, exist_ok=True)
-    for path in filter(None, (options.json, options.markdown)):
-        writable_file(path)
     children = [Child(name, group, options.out, tool) for group in options.groups for name in options.tools]
     deadline = time.monotonic() + options.time_limit
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -324,10 +320,8 @@ def main(words: list[str]) -> int:
     facts = environment(tool, words)
     text = markdown(children, facts)
     print(text, flush=True)
-    if options.markdown:
-        write_whole(options.markdown, text)
-    if options.json:
-        write(options.json, [child.record() for child in children], facts)
+    write_whole(options.out / "sanitize.md", text)
+    write(options.out / "sanitize.json", [child.record() for child in children], facts)
     return 1 if any(child.problems() for child in children) else 0
 
 

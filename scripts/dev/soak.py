@@ -88,6 +88,9 @@ BESIDE = "beside"
 #: What may be allocated late without being a leak: workspaces and caches of libraries.
 SLACK = {"device MiB": 4.0, "host MiB": 24.0, "tensors": 40.0}
 
+#: Between two lines of progress.
+SAY_EVERY_S = 10.0
+
 #: Share of the run after which no problem is new. Only then the host's memory says something: libraries
 #: keep what they made for a shape (2.4 MiB a problem on a CPU, kernels' code on a GPU).
 QUIET_AFTER = 0.6
@@ -538,7 +541,7 @@ class Soak:
                         self.tally.seconds / self.options.time_limit,
                     )
                 )
-                if RANK == 0 and (now - said > self.options.say_every or over):
+                if RANK == 0 and (now - said > SAY_EVERY_S or over):
                     said = now
                     print(self.line(), flush=True)
                 for _ in range(0 if self.quiet else self.options.fresh):
@@ -570,7 +573,7 @@ class Soak:
             self.tally.problems += 1
             name = str(problem.dtype).removeprefix("torch.")
             self.tally.settings[f"{name} {'sp' if problem.sequence_parallel else 'no sp'}"] += 1
-        elif self.options.bitwise:
+        else:
             self.differ |= bits_differ(results, entry.first)
 
     def _verdict(self, done: float) -> bool:
@@ -660,13 +663,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="of collectives that sleep before [0.01]",
     )
     parser.add_argument("--hang-timeout", type=seconds, default=60.0, metavar="S", help="[60]")
-    parser.add_argument(
-        "--no-bitwise",
-        dest="bitwise",
-        action="store_false",
-        help="do not compare bits (where collectives themselves are not reproducible)",
-    )
-    parser.add_argument("--say-every", type=seconds, default=10.0, metavar="S", help="[10]")
     parser.add_argument("--json", type=Path, help="write the tally here")
     options = parser.parse_args(words)
     if WORLD < 2:

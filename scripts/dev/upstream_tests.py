@@ -1,7 +1,6 @@
 """Megatron-LM's own unit tests around the output layer and the loss, without the flag and with it.
 
-    python -m scripts.dev.upstream_tests --megatron ~/Megatron-LM --ranks 1 2 --json out.json
-    python -m scripts.dev.upstream_tests --render docs/benchmarks/results/*upstream*.json
+    python -m scripts.dev.upstream_tests --megatron ~/Megatron-LM --ranks 1 2
 
 The checkout (with its ``tests/``) is not changed: a pytest plugin turns the flag on, in processes that know
 nothing of it. Each file runs twice for each number of ranks, under torchrun; a test counts against the flag
@@ -9,8 +8,13 @@ only where its outcome differs. Heads evaluated fused are counted test by test, 
 came near the head is not taken for one that passed with it.
 
 A file that makes no progress for --test-timeout seconds (four times that until it begins), or whose processes
-die, loses the test it was in; its other tests are run in new processes. What is done stays in --out, and is
-not run again. Exit status: 0 no difference, 1 a test that the flag changes, 2 a mistake in the arguments.
+die, loses the test it was in; its other tests are run in new processes. That is why each rank writes a line
+when a test begins and when it ends: pytest's own junit files are written at a session's end, and a process
+that dies leaves none.
+
+Writes upstream_tests.json and .md to --out, where what is done stays, and is not run again. Exit status: 0 no
+difference, 1 a test that the flag changes, 2 a mistake in the arguments. `make figures` makes
+docs/upstream_tests.md of all committed results.
 """
 
 from __future__ import annotations
@@ -36,16 +40,15 @@ from megatron_fused_ce.command_line import (
     UsageError,
     command,
     num_gpus,
-    read_text,
     seconds,
     whole,
-    writable_file,
     writable_folder,
 )
-from megatron_fused_ce.scripts.lib import tables
+from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.launches import end_launch, full_version
-from megatron_fused_ce.scripts.lib.results import REPOSITORY, made_by, write_whole
+from megatron_fused_ce.scripts.lib.results import REPOSITORY, write_whole
 
+PAGE = REPOSITORY / "docs" / "upstream_tests.md"
 TESTS = "tests/unit_tests"
 PLUGIN = "megatron_fused_ce.scripts.dev.upstream_tests_plugin"
 #: What touches the output layer or the loss, in the order in which time is spent on it.
@@ -77,6 +80,11 @@ FILES = (
 HOOKS = ("off", "on")
 #: A test that ranks disagree about counts as the first of these.
 OUTCOMES = ("died", "hung", "not importable", "failed", "passed", "skipped", "not run")
+#: What the page says of where the results come from: its words and ours.
+SHOWN = {
+    **{"commit": "commit", "Megatron-LM": "megatron", "device": "device", "torch": "torch"},
+    **{"transformer-engine": "transformer_engine", "triton": "triton", "pytest": "pytest"},
+}
 #: Test timeouts that a process has before its first line: Megatron's import.
 STARTING = 4
 #: Processes of one file: each but the first leaves out a test that hung or died.
@@ -256,7 +264,13 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         off, on = (dict(vars(outcome)) for outcome in (self.off, self.on))
-        return {**vars(self), "off": off, "on": on, "verdict": self.verdict}
+        names = {"shape": f"{self.ranks} ranks", "variant": f"{self.file}::{self.test}"}
+        return {**names, **vars(self), "off": off, "on": on, "verdict": self.verdict}
+
+    @staticmethod
+    def of(record: dict[str, Any]) -> Row:
+        off, on = (Outcome(**record[hook]) for hook in HOOKS)
+        return Row(record["file"], record["test"], record["ranks"], off, on)
 
 
 def rows_of(jobs: Sequence[Job]) -> list[Row]:
@@ -286,10 +300,14 @@ def _cells(row: Row) -> list[Any]:
     ]
 
 
-def markdown(rows: Sequence[Row], facts: dict[str, Any]) -> str:
+def markdown(rows: Sequence[Row], sources: Sequence[dict[str, Any]]) -> str:
     """Counts a file, then the tests: those that differ, those that met the head, those that fail anyway."""
     verdicts = sorted({row.verdict for row in rows})
-    lines = [", ".join(f"{name} {value}" for name, value in facts.items()) + ".", ""]
+    told = {
+        name: " and ".join(dict.fromkeys(str(source[key] or "absent") for source in sources))
+        for name, key in SHOWN.items()
+    }
+    lines = [", ".join(f"{name} {value}" for name, value in told.items()) + ".", ""]
     files = []
     for file, ranks in dict.fromkeys((row.file, row.ranks) for row in rows):
         here = [row for row in rows if (row.file, row.ranks) == (file, ranks)]
@@ -315,6 +333,8 @@ def markdown(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         reasons = Counter(_reason(row) for row in failing)
         said = [[count, reason] for reason, count in reasons.most_common()]
         lines += [tables.markdown(["tests", "what they say"], said, left=2)]
+    if incomplete := [name for source in sources for name in source["incomplete"]]:
+        lines += ["", f"Not done within the time limit: {'; '.join(incomplete)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -323,40 +343,38 @@ def _reason(row: Row) -> str:
     return said.split(". ")[0][:110]
 
 
-def rendered(files: Sequence[Path]) -> str:
+def page_of(files: Sequence[Path]) -> str:
     """The page of results written before; of a test that is in several files the last one's row."""
-    facts: dict[str, str] = {}
+    sources: list[dict[str, Any]] = []
     rows: dict[tuple[str, str, int], Row] = {}
-    incomplete: list[str] = []
     for file in files:
-        told = json.loads(read_text(file))
-        for test in told.pop("tests"):
-            off, on = (Outcome(**test[hook]) for hook in HOOKS)
-            row = Row(test["file"], test["test"], test["ranks"], off, on)
-            rows[row.file, row.test, row.ranks] = row
-        incomplete += told.pop("incomplete")
-        for name, value in told.items():
-            facts[name] = " and ".join(dict.fromkeys((*facts.get(name, value).split(" and "), value)))
-    return markdown(list(rows.values()), facts) + _unfinished(incomplete)
+        content = results.load(file)
+        if "schema" in content:
+            results.check(content)
+            source, records = content["made_by"], content["rows"]
+        else:  # of before the schema
+            source, records = {key: content[name] for name, key in SHOWN.items()}, content["tests"]
+            source["incomplete"] = content["incomplete"]
+        sources.append(source)
+        rows |= {(row.file, row.test, row.ranks): row for row in map(Row.of, records)}
+    return markdown(list(rows.values()), sources)
 
 
-def _unfinished(incomplete: Sequence[str]) -> str:
-    return f"\nNot done within the time limit: {'; '.join(incomplete)}.\n" if incomplete else ""
+def parts() -> dict[str, str]:
+    """What `PAGE` has of it, by the name of its markers."""
+    return {"upstream's tests": page_of(sorted((REPOSITORY / results.RESULTS).glob("*-upstream-*.json")))}
 
 
-def environment(checkout: Path) -> dict[str, Any]:
-    """What ran."""
+def source_of(jobs: Sequence[Job], words: Sequence[str]) -> dict[str, Any]:
+    """What ran, and what did not."""
     import torch
 
     gpus = torch.cuda.device_count()
-    source = made_by(f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "no GPU", ())
-    return {
-        "commit": source["commit"],
-        "Megatron-LM": full_version(checkout),
-        **{key: source[key] or "absent" for key in ("device", "torch")},
-        "transformer-engine": source["transformer_engine"] or "absent",
-        "triton": source["triton"] or "absent",
+    device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else ""
+    return results.made_by(device, ["scripts.dev.upstream_tests", *words]) | {
+        "megatron": full_version(jobs[0].checkout),
         "pytest": importlib.metadata.version("pytest"),
+        "incomplete": [job.name for job in jobs if not job.done()],
     }
 
 
@@ -392,18 +410,14 @@ def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> None:
 
 def _parser() -> Parser:
     parser = Parser("python -m scripts.dev.upstream_tests", __doc__ or "")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--megatron", type=Path, help="a checkout with its tests/")
-    what.add_argument("--render", type=Path, nargs="+", metavar="JSON", help="print results written before")
     add = parser.add_argument
+    add("--megatron", type=Path, required=True, help="a checkout with its tests/")
     add("--ranks", type=whole(most=4096), nargs="+", default=[1, 2], metavar="R", help="[1 2]")
     add("--files", nargs="+", metavar="F", help=f"below {TESTS} [those known]")
     add("--out", type=Path, default=Path("build/upstream_tests"), metavar="DIR")
     add("--jobs", type=whole(most=1024), default=2, metavar="N", help="at a time [2]")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S")
     add("--test-timeout", type=seconds, default=120.0, metavar="S", help="[120]")
-    add("--json", type=Path)
-    add("--markdown", type=Path)
     return parser
 
 
@@ -416,8 +430,6 @@ def planned(options: argparse.Namespace) -> list[Job]:
     missing = [file for file in files if not (checkout / TESTS / file).is_file()]
     if missing or not files:
         raise UsageError(f"no {TESTS}/{missing[0] if missing else FILES[0]} in {checkout}")
-    for path in filter(None, (options.json, options.markdown)):
-        writable_file(path)
     out = writable_folder(options.out.resolve())
     return [
         Job(checkout, file, ranks, hook, out) for file in files for ranks in options.ranks for hook in HOOKS
@@ -427,23 +439,13 @@ def planned(options: argparse.Namespace) -> list[Job]:
 @command("upstream_tests")
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
-    if options.render:
-        try:
-            print(rendered(options.render), end="")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"no results of this script: {error}") from None
-        return 0
     jobs = planned(options)
     run_all(jobs, options)
-    rows, facts = rows_of(jobs), environment(jobs[0].checkout)
-    incomplete = [job.name for job in jobs if not job.done()]
-    text = markdown(rows, facts) + _unfinished(incomplete)
+    rows, source = rows_of(jobs), source_of(jobs, words)
+    text = markdown(rows, [source])
     print(text, flush=True)
-    if options.markdown:
-        write_whole(options.markdown, text)
-    if options.json:
-        told = {**facts, "incomplete": incomplete, "tests": [row.record() for row in rows]}
-        write_whole(options.json, json.dumps(told, indent=1) + "\n")
+    write_whole(options.out / "upstream_tests.md", text)
+    results.write(options.out / "upstream_tests.json", [row.record() for row in rows], source)
     return 1 if any(row.verdict == "differs" for row in rows) else 0
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -33,7 +32,7 @@ from megatron_fused_ce.scripts.lib.logs import (
     log_texts,
     parse_logs,
 )
-from megatron_fused_ce.scripts.lib.results import PACKAGE, REPOSITORY, SCRIPTS, write_whole
+from megatron_fused_ce.scripts.lib.results import PACKAGE, REPOSITORY, SCRIPTS, version, write_whole
 
 #: Stands where torchrun expects the training script, and runs that one with something changed.
 RUNNER = SCRIPTS / "lib" / "runner.py"
@@ -384,7 +383,8 @@ class Run:
         ]
         if self.uses_plugin:
             files += package_sources()
-        software = f"{sys.version} {importlib.metadata.version('torch')}"
+        names = ("torch", "triton", "transformer-engine")
+        software = f"{sys.version} {[version(name) for name in names]} {allocator_settings()}"
         digest = hashlib.sha256(f"{self.checkout.path} {self.command} {software}".encode())
         for file in sorted(files):
             digest.update(file.read_bytes())
@@ -422,6 +422,11 @@ class Run:
         text = json.dumps({**record, "figures": asdict(figures)}, indent=1)
         write_whole(started.folder / RECORD, f"{text}\n")
         return figures
+
+
+def allocator_settings() -> str | None:
+    """Of torch's caching allocator, from the environment."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
 
 
 def package_sources() -> list[Path]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,19 @@ class Figures:
     heads_stock: int | None = None
     wall_s: float = 0.0
     error: str = ""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether heads were evaluated fused, and no logits materialised."""
+        return bool(self.heads_fused) and not self.logits_materialised
+
+    def time_ms(self, warmup: int) -> tuple[float, float] | tuple[None, None]:
+        """An iteration's median after the first ``warmup``, and its spread: largest less smallest over it."""
+        times = self.iteration_times_ms[warmup:]
+        if not times:
+            return None, None
+        median = statistics.median(times)
+        return round(median, 3), round((max(times) - min(times)) / median, 4)
 
 
 def parse_logs(texts: Iterable[str]) -> Figures:

@@ -4,7 +4,7 @@
     python -m scripts.runs.longest --megatron ~/Megatron-LM --time-limit 560
     python -m scripts.runs.longest --megatron ~/Megatron-LM --only auto:131072 native:65536
     python -m scripts.runs.longest --megatron ~/Megatron-LM --variants unfused auto \\
-        --fused-ce-memory-mb 4096 -- --no-gradient-accumulation-fusion
+        --variant 'mine=--fused-chunked-ce --fused-ce-memory-mb 4096' -- --no-gradient-accumulation-fusion
     python -m scripts.runs.longest --megatron ~/Megatron-LM --gpus 4 --model llama-3-8b-2-layers \\
         --recompute none --lengths 32768 16384 --variants auto native unfused te-lifted
 
@@ -21,17 +21,14 @@ most memory allocated, the losses. Variants:
     many-connections
               ``auto`` without CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron refuses as well
     auto, grad_in_forward, store, recompute
-              ``--fused-chunked-ce`` with that strategy; every ``--fused-ce-...`` flag given to this
-              script goes to them
+              ``--fused-chunked-ce`` with that strategy
     NAME=FLAGS by ``--variant``
 
 Running out of memory is a row. A variant that did not train is not tried with more tokens, one that
-Megatron refuses is not tried again. Launches run one after another, in the order of ``--lengths``;
-with ``--repeat`` the variants of a length alternate, forwards and backwards. Rows are written after
-each launch, and launches whose rows are there already are skipped: for a variant with the flag only
-rows of this commit, for the others of any.
+Megatron refuses is not tried again. Launches run one after another, in the order of ``--lengths``. A launch
+whose command line and sources have not changed is kept from an earlier call: its record is in ``--out``.
 
-Output: ``docs/benchmarks/results/<date>-<device>-<name>.json`` and ``.md``, logs under ``--logs``.
+Writes longest.json and longest.md, anew after each launch, and the launches' logs to ``--out``.
 Exit status: 0 all launches gave a row, 1 one failed otherwise than by memory or refusal, or hung,
 2 a mistake in the arguments, 3 the time limit left launches out.
 
@@ -42,20 +39,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import math
-import os
 import re
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from megatron_fused_ce.adapter.arguments import FLAG, add_arguments
+from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
     Parser,
@@ -63,7 +56,6 @@ from megatron_fused_ce.command_line import (
     command,
     seconds,
     whole,
-    writable_file,
     writable_folder,
 )
 from megatron_fused_ce.estimate.command import setting_of as planned_setting
@@ -71,24 +63,14 @@ from megatron_fused_ce.scripts.lib import launches, results, tables
 from megatron_fused_ce.scripts.lib.launches import STOCK, Checkout, Launcher
 from megatron_fused_ce.scripts.lib.logs import Figures, is_error, log_texts
 from megatron_fused_ce.scripts.lib.losses import largest_relative_difference
-from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
+from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
 from megatron_fused_ce.scripts.runs.pretrain import CPU_ONLY_ARGS
 
 DEFAULT_LENGTHS = (16384, 131072, 32768, 65536)  # speed and reach first: time may run out
 DEFAULT_VARIANTS = ("auto", "native", "unfused", "store", "grad_in_forward", "recompute", "te")
 
-KEYS = (
-    *("commit", "device", "torch", "triton", "megatron", "transformer_engine", "shape", "T", "H"),
-    *("V", "dtype", "tp", "sp", "gpus", "activation_recompute", "variant", "repeat", "status"),
-    *("tokens_per_s", "time_ms", "times_ms", "peak_mib", "loss", "error", "where", "plan"),
-    *("heads_fused", "logits_materialised", "iterations", "warmup", "wall_s", "alloc_conf"),
-    "command",
-)
 OK, OUT_OF_MEMORY, REFUSED = "ok", "out of memory", "refused"
 CUT = "cut by the time limit"
-FINAL = (OK, OUT_OF_MEMORY, REFUSED)  # a launch that ended otherwise is tried again
-
-Row = dict[str, Any]
 
 
 # --- what is launched ------------------------------------------------------------------------
@@ -116,15 +98,6 @@ class Model:
             " --position-embedding-type rope --rotary-base 500000"
             " --use-rope-scaling --rope-scaling-factor 32" + (f" {launches.UNTIED}" if self.untied else "")
         )
-
-    def flop(self, num_tokens: int, recompute: bool) -> float:
-        """Of one iteration over a sequence of ``num_tokens``, causal attention counted by half."""
-        H, kv = self.hidden_size, self.hidden_size // self.num_heads * self.num_query_groups
-        weights = self.num_layers * H * (2 * H + 2 * kv + 3 * self.ffn_hidden_size)
-        linear = 2 * num_tokens * weights * (4 if recompute else 3)
-        # Its backward computes the scores again: 2.5 times its forward.
-        attention = self.num_layers * 2 * num_tokens**2 * H * (4.5 if recompute else 3.5)
-        return linear + attention + 6 * num_tokens * H * self.vocab
 
 
 def _named(name: str, layers: int | None = None) -> Model:
@@ -202,62 +175,29 @@ def default_iterations(num_tokens: int) -> tuple[int, int]:
 class LongRun(launches.Run):
     """One launch: a variant at a length."""
 
-    shape: Model
     num_tokens: int
-    repeat: int
+    sequences: int  # of one iteration: one for each data-parallel rank
     iterations: int
     warmup: int
-    num_gpus: int
-    tp: int
-    sequence_parallel: bool
-    recompute: bool
-
-    @property
-    def sequences(self) -> int:
-        """Of one iteration: one for each data-parallel rank."""
-        return self.num_gpus // self.tp
 
     @property
     def title(self) -> str:
-        return f"{self.variant}, {self.num_tokens} tokens, repeat {self.repeat}"
-
-    def estimate_s(self) -> float:
-        """Before anything was measured; 30 s of start-up, 350 TFLOP/s (H200) on each GPU."""
-        flop = self.shape.flop(self.num_tokens, self.recompute) / self.tp
-        return 30.0 + self.iterations * flop / 350e12
+        return f"{self.variant}, {self.num_tokens} tokens"
 
 
-def script_args(
-    shape: Model,
-    num_tokens: int,
-    *,
-    iterations: int,
-    gpus: int,
-    tp: int,
-    sequence_parallel: bool,
-    recompute: bool,
-    device: str,
-) -> list[str]:
+def script_args(options: argparse.Namespace, num_tokens: int, iterations: int) -> list[str]:
     """The command line of pretrain_gpt.py but for the variant's flags."""
-    words = [*shape.args(), *shlex.split(COMMON_ARGS)]
-    words += shlex.split(GPU_ARGS if device == "cuda" else CPU_ARGS)
+    tp = options.tp
+    words = [*MODELS[options.model].args(), *shlex.split(COMMON_ARGS)]
+    words += shlex.split(GPU_ARGS if options.device == "cuda" else CPU_ARGS)
     words += ["--seq-length", str(num_tokens), "--max-position-embeddings", str(num_tokens)]
-    words += ["--train-iters", str(iterations), "--global-batch-size", str(gpus // tp)]
+    words += ["--train-iters", str(iterations), "--global-batch-size", str(options.gpus // tp)]
     words += ["--tensor-model-parallel-size", str(tp)]
     # Megatron pads the vocabulary to a multiple of this times the TP size: 128 as with one GPU.
     words += ["--make-vocab-size-divisible-by", str(max(1, 128 // tp))]
-    words += ["--sequence-parallel"] if sequence_parallel else []
-    return words + (shlex.split(FULL_RECOMPUTE) if recompute else [])
-
-
-def in_order(variants: Sequence[str], lengths: Iterable[int], repeats: int) -> list[tuple[str, int, int]]:
-    """(variant, length, repeat): length by length, each second repeat backwards."""
-    return [
-        (variant, length, repeat)
-        for length in lengths
-        for repeat in range(repeats)
-        for variant in (variants if repeat % 2 == 0 else reversed(variants))
-    ]
+    words += ["--sequence-parallel"] if options.sequence_parallel else []
+    words += shlex.split(FULL_RECOMPUTE) if options.recompute == "full" else []
+    return [*words, *options.megatron_args]
 
 
 # --- what a launch's logs say ----------------------------------------------------------------
@@ -280,11 +220,7 @@ def raised_at(text: str) -> str:
     return ""
 
 
-def _is_fused(figures: Figures) -> bool:
-    return bool(figures.heads_fused) and not figures.logits_materialised
-
-
-def row_of(run: LongRun, figures: Figures, texts: Sequence[str], facts: dict[str, Any]) -> Row:
+def row_of(run: LongRun, figures: Figures, texts: Sequence[str]) -> Row:
     """The row of one launch, from what `logs` read from its logs and the logs."""
     where = next(filter(None, map(raised_at, texts)), "") if figures.status != OK else ""
     status = figures.status
@@ -294,28 +230,24 @@ def row_of(run: LongRun, figures: Figures, texts: Sequence[str], facts: dict[str
         status = f"ended after {len(times)} of {run.iterations} iterations"
     elif status == OK and not all(map(math.isfinite, losses)):
         status = "a loss is not finite"
-    elif status == OK and run.uses_plugin and not _is_fused(figures):
+    elif status == OK and run.uses_plugin and not figures.is_fused:
         status = "the head was not fused"
     elif status == "failed" and not times and where.endswith(" validate_args"):
         status = REFUSED
-    measured = times[run.warmup :]
-    time_ms = statistics.median(measured) if measured else None
-    return dict.fromkeys(KEYS) | {
-        **facts,
-        **setting_of(run, facts),
+    time_ms, spread = figures.time_ms(run.warmup)
+    error = figures.error.replace(str(run.checkout.path), "MEGATRON_LM").replace(f"{REPOSITORY}/", "")
+    return {
+        "shape": run.model,
         "T": run.num_tokens,
-        "H": run.shape.hidden_size,
-        "V": run.shape.vocab,
-        "dtype": "bfloat16" if run.device == "cuda" else "float32",
         "variant": run.variant,
-        "repeat": run.repeat,
         "status": status,
         "tokens_per_s": time_ms and round(1e3 * run.num_tokens * run.sequences / time_ms, 1),
-        "time_ms": time_ms and round(time_ms, 1),
+        "time_ms": time_ms,
+        "spread": spread,
         "times_ms": times,
         "peak_mib": figures.max_allocated_mb,
         "loss": losses,
-        "error": _without_paths(figures.error, run),
+        "error": error,
         "where": where,
         "plan": next((match[1] for text in texts if (match := _PLAN.search(text))), None),
         "heads_fused": figures.heads_fused,
@@ -327,42 +259,14 @@ def row_of(run: LongRun, figures: Figures, texts: Sequence[str], facts: dict[str
     }
 
 
-def _without_paths(text: str, run: LongRun) -> str:
-    return text.replace(str(run.checkout.path), "MEGATRON_LM").replace(f"{REPOSITORY}/", "")
-
-
 # --- one after another -----------------------------------------------------------------------
-
-_SOFTWARE = ("torch", "triton", "megatron", "transformer_engine", "alloc_conf")
-
-
-def setting_of(run: LongRun, facts: Row) -> Row:
-    """What all rows of one file have in common."""
-    return {
-        "device": facts["device"],
-        "shape": run.shape.name,
-        "gpus": run.num_gpus,
-        "tp": run.tp,
-        "sp": run.sequence_parallel,
-        "activation_recompute": "full" if run.recompute else "none",
-    }
-
-
-def speaks_for(row: Row, run: LongRun, facts: Row) -> bool:
-    """Whether ``row`` is of the variant that ``run`` would launch, with the same software."""
-    return (
-        row["variant"] == run.variant
-        and str(row["command"]).endswith(shlex.join(run.variant_args))
-        and all(row[key] == facts[key] for key in _SOFTWARE)
-        and (row["commit"] == facts["commit"] or not run.uses_plugin)
-    )
 
 
 def reason_to_skip(run: LongRun, rows: Sequence[Row]) -> str:
-    """Why a launch would tell nothing new, '' where it would; ``rows`` are of its variant."""
+    """Why a launch would tell nothing new, '' where it would."""
     for row in rows:
-        if row["command"] == run.command and row["repeat"] == run.repeat:
-            return f"there already: {row['status']}"
+        if row["variant"] != run.variant or row["status"] == CUT:
+            continue
         if row["status"] == REFUSED:
             return "not tried: Megatron refuses it"
         if row["status"] != OK and row["T"] <= run.num_tokens:
@@ -370,57 +274,40 @@ def reason_to_skip(run: LongRun, rows: Sequence[Row]) -> str:
     return ""
 
 
-def seconds_needed(run: LongRun, rows: Sequence[Row]) -> float:
-    """What the slowest launch of this length took, or the estimate."""
-    seen = [row["wall_s"] for row in rows if row["T"] == run.num_tokens and row["status"] == OK]
-    return float(max(seen)) if seen else run.estimate_s()
-
-
 def run_all(
     runs: Sequence[LongRun],
-    rows: list[Row],
-    facts: dict[str, Any],
     *,
     time_limit_s: float,
-    execute: Callable[[LongRun], tuple[Figures, list[str]]],
+    execute: Callable[[LongRun], tuple[Figures, Sequence[str]]],
     write: Callable[[list[Row]], None],
     now: Callable[[], float] = time.monotonic,
-) -> int:
-    """Launch what has no row yet, adding to ``rows`` and writing them after each launch.
+) -> tuple[list[Row], int]:
+    """The rows of what was launched, and how many launches the time limit cut or left out.
 
-    ``execute`` gives a launch's figures and logs. Returns how many launches the time limit left out.
+    ``execute`` gives a launch's figures and logs; ``write`` is given all rows after each launch.
     """
     started, left_out = now(), 0
-    here: list[Row] = []
+    rows: list[Row] = []
     for run in runs:
-        # A launch that ended in no final way speaks for this call only; the next one tries again.
-        known = [row for row in rows if row["status"] in FINAL and row not in here] + here
-        known = [row for row in known if row["status"] != CUT and speaks_for(row, run, facts)]
-        if reason := reason_to_skip(run, known):
+        if reason := reason_to_skip(run, rows):
             print(f"{run.title}: {reason}", flush=True)
             continue
         left = time_limit_s - (now() - started)
-        if left < seconds_needed(run, rows):
+        if left <= 0:
             left_out += 1
-            print(f"{run.title}: left out, {left:.0f} s are left", flush=True)
+            print(f"{run.title}: left out by the time limit", flush=True)
             continue
-        figures, texts = execute(dataclasses.replace(run, timeout_s=min(left, run.timeout_s)))
-        row = row_of(run, figures, texts, facts)
+        row = row_of(run, *execute(replace(run, timeout_s=min(left, run.timeout_s))))
         if left < run.timeout_s and row["status"].startswith("timed out"):
             row["status"] = CUT
             left_out += 1
-        rows[:] = [old for old in rows if _place(old) != _place(row)] + [row]
-        here.append(row)
+        rows.append(row)
         write(rows)
         rate = f", {row['tokens_per_s']:.0f} tokens/s" if row["tokens_per_s"] else ""
         peak = f", {row['peak_mib']:.0f} MiB" if row["peak_mib"] else ""
         said = f"{run.title}: {row['status']}{rate}{peak}, {row['wall_s']:.0f} s"
         print(f"{said} {row['error'] or ''}".rstrip(), flush=True)
-    return left_out
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    return row["T"], row["variant"], row["repeat"]
+    return rows, left_out
 
 
 # --- tables ----------------------------------------------------------------------------------
@@ -432,13 +319,10 @@ def kind(row: Row) -> str:
     return "lifted" if row["variant"] == "te-lifted" else "stock"
 
 
-def _rates(rows: Sequence[Row], num_tokens: int) -> dict[str, float]:
-    """variant -> median tokens/s over its repeats of that length that trained."""
-    rates: dict[str, list[float]] = {}
-    for row in rows:
-        if row["T"] == num_tokens and row["status"] == OK and row["tokens_per_s"]:
-            rates.setdefault(row["variant"], []).append(row["tokens_per_s"])
-    return {variant: statistics.median(values) for variant, values in rates.items()}
+def fastest(rows: Iterable[Row], of_kind: str) -> Row | None:
+    """Of those that trained."""
+    trained = [row for row in rows if row["status"] == OK and kind(row) == of_kind]
+    return max(trained, key=lambda row: row["tokens_per_s"], default=None)
 
 
 def verdict(rows: Sequence[Row]) -> str:
@@ -447,30 +331,27 @@ def verdict(rows: Sequence[Row]) -> str:
     Of the variants with the flag the fastest, and ``auto`` where that is another.
     """
     lengths = sorted({row["T"] for row in rows})
-    kinds = {row["variant"]: kind(row) for row in rows}
     longest = []
-    for variant in kinds:
+    for variant in dict.fromkeys(row["variant"] for row in rows):
         mine = [row for row in rows if row["variant"] == variant]
-        trained = max((row["T"] for row in mine if row["status"] == OK), default=None)
-        ended = [row for row in mine if row["status"] not in (OK, CUT)]
-        ended = [row for row in ended if trained is None or row["T"] > trained]
-        words = [f"{variant} {trained or 'none'}"]
+        trained = max((row["T"] for row in mine if row["status"] == OK), default=0)
+        ended = [row for row in mine if row["status"] not in (OK, CUT) and row["T"] > trained]
+        words = f"{variant} {trained or 'none'}"
         if ended:
             first = min(ended, key=lambda row: row["T"])
-            words.append(f"({first['status']} at {first['T']})")
-        longest.append(" ".join(words))
+            words += f" ({first['status']} at {first['T']})"
+        longest.append(words)
     ratios = []
     for length in lengths:
-        rates = _rates(rows, length)
-        ours, stock, lifted = (
-            max((name for name in rates if kinds[name] == k), key=rates.__getitem__, default=None)
-            for k in ("flag", "stock", "lifted")
-        )
+        here = [row for row in rows if row["T"] == length]
+        ours, stock, lifted = (fastest(here, name) for name in ("flag", "stock", "lifted"))
         if ours and not stock:
-            ratios.append(f"{length} no stock variant trained, {ours} did")
-        for flag in dict.fromkeys(name for name in (ours, "auto") if name in rates):
+            ratios.append(f"{length} no stock variant trained, {ours['variant']} did")
+        autos = [row for row in here if row["variant"] == "auto" and row["status"] == OK]
+        for flagged in filter(None, [ours, *(row for row in autos if row is not ours)]):
             for other in filter(None, (stock, lifted)):
-                ratios.append(f"{length} {rates[flag] / rates[other]:.3f} ({flag} / {other})")
+                ratio = flagged["tokens_per_s"] / other["tokens_per_s"]
+                ratios.append(f"{length} {ratio:.3f} ({flagged['variant']} / {other['variant']})")
     return (
         f"Longest that trains, of {', '.join(map(str, lengths))} tokens: {', '.join(longest)}. "
         f"Tokens/s with the flag over the fastest without: {'; '.join(ratios) or '–'}."
@@ -478,78 +359,52 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """One line for each (length, variant); where there are repeats, medians and the spread."""
+    """One line for each launch."""
     cell = tables.cell
     head = ["T", "variant", "tokens/s", "over the best stock", "ms per iteration", "peak MiB"]
     head += ["last lm loss", "largest loss difference to unfused", "heads fused"]
-    head += ["logits materialised", "", "launches"]
+    head += ["logits materialised", ""]
     lines = []
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    for length in sorted({row["T"] for row in rows}):
-        here = [row for row in rows if row["T"] == length]
-        rates = _rates(here, length)
-        stock = {row["variant"] for row in here if kind(row) == "stock"}
-        best = max((rate for name, rate in rates.items() if name in stock), default=None)
+    for row in sorted(rows, key=lambda row: row["T"]):
+        here = [other for other in rows if other["T"] == row["T"]]
+        trains = row["status"] == OK
+        stock = fastest(here, "stock")
         unfused = next((r for r in here if r["variant"] == "unfused" and r["status"] == OK), None)
-        for name in names:
-            mine = [row for row in here if row["variant"] == name]
-            if not mine:
-                continue
-            good = [row for row in mine if row["status"] == OK]
-            rate = rates.get(name)
-            shown = (good or mine)[-1]
-            difference = None
-            if good and unfused and name != "unfused":
-                # Launches of one length may be given different numbers of iterations.
-                shared = min(len(shown["loss"]), len(unfused["loss"]))
-                difference = largest_relative_difference(shown["loss"][:shared], unfused["loss"][:shared])
-            states = list(dict.fromkeys(row["status"] for row in mine))
-            lines.append(
-                [
-                    length,
-                    name,
-                    _with_spread([row["tokens_per_s"] for row in good]),
-                    cell(rate / best if rate and best else None, ".3f"),
-                    cell(statistics.median(r["time_ms"] for r in good) if good else None, ".1f"),
-                    cell(shown["peak_mib"], ".0f"),
-                    cell(shown["loss"][-1] if shown["loss"] else None, ".6f"),
-                    cell(difference, ".1e"),
-                    cell(shown["heads_fused"]),
-                    cell(shown["logits_materialised"]),
-                    "trains" if states == [OK] else "; ".join(states),
-                    len(mine),
-                ]
-            )
+        difference = None
+        if trains and unfused and row is not unfused:
+            difference = largest_relative_difference(row["loss"], unfused["loss"])
+        ratio = row["tokens_per_s"] / stock["tokens_per_s"] if trains and stock else None
+        lines.append(
+            [
+                row["T"],
+                row["variant"],
+                cell(row["tokens_per_s"] if trains else None, ".0f"),
+                cell(ratio, ".3f"),
+                cell(row["time_ms"] if trains else None, ".1f"),
+                cell(row["peak_mib"], ".0f"),
+                cell(row["loss"][-1] if row["loss"] else None, ".6f"),
+                cell(difference, ".1e"),
+                cell(row["heads_fused"]),
+                cell(row["logits_materialised"]),
+                "trains" if trains else row["status"],
+            ]
+        )
     return tables.markdown(head, lines, left=2) + "\n"
 
 
-def _with_spread(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    middle = f"{statistics.median(values):.0f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):.0f}–{max(values):.0f})"
-
-
-def report(rows: Sequence[Row]) -> str:
+def report(rows: Sequence[Row], source: Row) -> str:
     rows = sorted(rows, key=lambda row: row["T"])
-    first = rows[0]
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
-    where = f"{first['gpus']} × {first['device']}"
     versions = ", ".join(
-        f"{name} {first[key]}"
+        f"{name} {source[key]}"
         for name, key in (
             ("torch", "torch"),
             ("triton", "triton"),
             ("Megatron-LM", "megatron"),
             ("Transformer Engine", "transformer_engine"),
         )
-        if first[key]
+        if source[key]
     )
-    plans = [
-        f"- {row['T']}, {row['variant']}: {row['plan']}\n"
-        for row in rows
-        if row["plan"] and row["repeat"] == 0
-    ]
+    plans = [f"- {row['T']}, {row['variant']}: {row['plan']}\n" for row in rows if row["plan"]]
     ends = [
         f"- {row['T']}, {row['variant']}: {row['error'] or row['status']}"
         + (f" (raised in `{row['where']}`)\n" if row["where"] else "\n")
@@ -557,12 +412,12 @@ def report(rows: Sequence[Row]) -> str:
         if row["status"] != OK
     ]
     return (
-        f"# Longest sequence that trains: {first['shape']}\n\n"
-        f"By `scripts/runs/longest.py` on {where} (TP {first['tp']}), {versions}, package at "
-        f"{commits}. Unmodified `pretrain_gpt.py`, {first['dtype']}, micro-batch 1, activation "
-        f"recompute: {first['activation_recompute']}. Iteration times are medians after the warm-up; "
-        "peak is Megatron's `max allocated`, of everything on the GPU. The JSON file beside this one "
-        "has each launch's command line and figures.\n\n"
+        f"# Longest sequence that trains: {rows[0]['shape']}\n\n"
+        f"By `scripts/runs/longest.py` on {source['gpus']} × {source['device']} (TP {source['tp']}), "
+        f"{versions}, package at {source['commit']}. Unmodified `pretrain_gpt.py`, {source['dtype']}, "
+        f"micro-batch 1, activation recompute: {source['activation_recompute']}. Iteration times are "
+        "medians after the warm-up; peak is Megatron's `max allocated`, of everything on the GPU. The JSON "
+        "file beside this one has each launch's command line and figures.\n\n"
         f"{verdict(rows)}\n\n{markdown(rows)}"
         + (f"\nWhat the flag chose:\n\n{''.join(plans)}" if plans else "")
         + (f"\nHow the others ended:\n\n{''.join(ends)}" if ends else "")
@@ -574,7 +429,6 @@ def report(rows: Sequence[Row]) -> str:
 
 def _parser() -> Parser:
     parser = Parser("python -m scripts.runs.longest", __doc__ or "")
-    parser.usage = "%(prog)s --megatron PATH [options] [--fused-ce-... VALUE] [-- MEGATRON FLAGS]"
     add = parser.add_argument
     add("--megatron", required=True, metavar="PATH", help="a Megatron-LM checkout")
     add("--model", type=str.lower, choices=MODELS, default="llama-3.2-1b")
@@ -599,12 +453,11 @@ def _parser() -> Parser:
         help="one more variant, after those of --variants (write --variant='NAME=FLAGS'); repeatable",
     )
     add("--only", nargs="+", metavar="VARIANT:T", help="these launches alone, in this order")
-    add("--repeat", type=whole(most=1000), default=1, metavar="N", help="launches of each")
     add("--recompute", choices=("full", "none"), default="full")
     add("--iterations", type=whole(), help="[20 at 16384 tokens ... 4 at 131072]")
     add("--warmup", type=whole(0), help="of them left out of the time [about a quarter]")
-    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="start no launch too many")
-    add("--launch-timeout", type=seconds, default=300.0, metavar="S", help="[300]")
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last launch")
+    add("--timeout", type=seconds, default=300.0, metavar="S", help="of one launch [300]")
     add(
         "--preload",
         type=whole(0, 64),
@@ -612,34 +465,19 @@ def _parser() -> Parser:
         metavar="N",
         help="let the next N launches load their modules while one trains [0]",
     )
-    add("--name", default="longest-sequence", help="in the names of the results")
-    add("--out", type=Path, help="the JSON file, read first where it exists")
-    add("--logs", type=Path, default=Path("build/longest_sequence"), help="folder of the logs")
-    add("--dry-run", action="store_true", help="print the launches and their cost")
+    add("--out", type=Path, default=Path("build/longest"), help="folder of results and logs")
+    add("--dry-run", action="store_true", help="print the launches")
+    add("megatron_args", nargs="*", metavar="-- FLAGS", help="flags of Megatron's for every launch")
     return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; ``fused_ce`` and ``megatron_args`` hold the flags that are passed on."""
-    own = list(argv)
-    end = own.index("--") if "--" in own else len(own)
-    options, fused_ce = _parser().parse_known_args(own[:end])
-    options.fused_ce, options.megatron_args = fused_ce, own[end + 1 :]
-    plugin_options(fused_ce)
-    if {FLAG, "--fused-ce-strategy"} & {word.partition("=")[0] for word in fused_ce}:
-        raise UsageError("the flag and its strategy are chosen by --variants")
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    options = _parser().parse_args(words)
     options.tp = options.tp or options.gpus
     if options.gpus % options.tp:
         raise UsageError(f"--tp {options.tp} does not divide --gpus {options.gpus}")
+    options.sequence_parallel = options.tp > 1 and not options.no_sequence_parallel
     return options
-
-
-def plugin_options(flags: Sequence[str]) -> None:
-    """Refuse flags that the package's own parser would refuse in the launch."""
-    parser = Parser("longest", add_help=False)
-    _, unknown = add_arguments(parser).parse_known_args(list(flags))
-    if unknown:
-        raise UsageError(f"unknown arguments: {shlex.join(unknown)}")
 
 
 def plan(options: argparse.Namespace, checkout: Checkout) -> list[LongRun]:
@@ -648,30 +486,24 @@ def plan(options: argparse.Namespace, checkout: Checkout) -> list[LongRun]:
         raise UsageError("Megatron-LM 0.15 has no --log-memory-interval: give a checkout of 0.16 or newer")
     own = launches.named_flags(options.variant)
     known, chosen = VARIANTS | own, [*options.variants, *own]
-    wanted = in_order(chosen, options.lengths, options.repeat)
+    wanted = [(name, length) for length in options.lengths for name in chosen]
     if options.only:
         wanted = []
         for text in options.only:
             name, _, length = text.rpartition(":")
             if not name or not length.isdigit():
                 raise UsageError(f"--only takes VARIANT:T, got {text!r}")
-            wanted += [(name, int(length), repeat) for repeat in range(options.repeat)]
-        wanted.sort(key=lambda launch: launch[2])  # stable: repeats alternate
+            wanted.append((name, int(length)))
     runs = []
-    for name, length, repeat in wanted:
+    for name, length in wanted:
         if name not in known:
             raise UsageError(f"no variant {name!r}; there are {', '.join(known)}")
-        runs.append(_run(options, checkout, name, shlex.split(known[name]), length, repeat))
+        runs.append(_run(options, checkout, name, shlex.split(known[name]), length))
     return runs
 
 
 def _run(
-    options: argparse.Namespace,
-    checkout: Checkout,
-    name: str,
-    flags: list[str],
-    length: int,
-    repeat: int,
+    options: argparse.Namespace, checkout: Checkout, name: str, flags: list[str], length: int
 ) -> LongRun:
     iterations, warmup = default_iterations(length)
     if options.iterations is not None:
@@ -679,81 +511,41 @@ def _run(
         warmup = max(1, iterations // 4) if iterations > 1 else 0
     if options.warmup is not None:
         warmup = options.warmup
-    if not 0 <= warmup < iterations:
+    if warmup >= iterations:
         raise UsageError(f"--warmup {warmup} leaves none of {iterations} iterations to measure")
-    if FLAG in flags:
-        flags = [*flags, *options.fused_ce]
-        plugin_options(flags)
-    sequence_parallel = options.tp > 1 and not options.no_sequence_parallel
-    args = script_args(
-        MODELS[options.model],
-        length,
-        iterations=iterations,
-        gpus=options.gpus,
-        tp=options.tp,
-        sequence_parallel=sequence_parallel,
-        recompute=options.recompute == "full",
-        device=options.device,
-    )
     case = launches.Case(
-        f"{length}-{repeat}", "pretrain_gpt.py", options.gpus, [*args, *options.megatron_args]
+        str(length), "pretrain_gpt.py", options.gpus, script_args(options, length, iterations)
     )
     return LongRun(
         checkout,
-        MODELS[options.model].name,
+        options.model,
         case,
         name,
         tuple(flags),
         options.device,
-        options.launch_timeout,
-        shape=MODELS[options.model],
+        options.timeout,
         num_tokens=length,
-        repeat=repeat,
+        sequences=options.gpus // options.tp,
         iterations=iterations,
         warmup=warmup,
-        num_gpus=options.gpus,
-        tp=options.tp,
-        sequence_parallel=sequence_parallel,
-        recompute=options.recompute == "full",
     )
 
 
-def facts_of(checkout: Checkout, words: Sequence[str]) -> dict[str, Any]:
-    """Where the figures come from: device, versions, commit."""
-    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    facts = results.made_by(results.device_name(), ["scripts.runs.longest", *words])
-    facts["megatron"] = launches.full_version(checkout.path)
-    return {**facts, "alloc_conf": allocator}
-
-
-def write_results(rows: list[Row], out: Path, facts: Row) -> None:
-    """Both files, each complete at any time."""
-    results.write(out, rows, {key: facts[key] for key in results.MADE_BY})
-    results.write_whole(out.with_suffix(".md"), report(rows))
-
-
-def read_rows(out: Path, setting: Row) -> list[Row]:
-    """The rows of an earlier call, none where there is no file.
-
-    Raises:
-        UsageError: where they are of another setting (`setting_of`), or no rows of this program.
-    """
-    if not out.is_file():
-        return []
-    try:
-        rows = [dict.fromkeys(KEYS) | row for row in results.rows(out, ("T", "variant", "loss"))]
-        for row in rows:
-            row["loss"] = [float(loss) for loss in row["loss"] or ()]
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{out} holds no results of this program: {error}") from error
-    for row in rows:
-        for key, value in setting.items():
-            if row[key] != value:
-                raise UsageError(
-                    f"{out} holds rows of {key} {row[key]!r}, this call is {value!r}: "
-                    "give another --name or --out"
-                )
-    return rows
+def source_of(options: argparse.Namespace, checkout: Checkout, words: Sequence[str]) -> Row:
+    """Where the figures come from, and what all launches have in common."""
+    source = results.made_by(results.device_name(), ["scripts.runs.longest", *words])
+    model = MODELS[options.model]
+    return source | {
+        "megatron": launches.full_version(checkout.path),
+        "alloc_conf": launches.allocator_settings(),
+        "H": model.hidden_size,
+        "V": model.vocab,
+        "dtype": "bfloat16" if options.device == "cuda" else "float32",
+        "gpus": options.gpus,
+        "tp": options.tp,
+        "sp": options.sequence_parallel,
+        "activation_recompute": options.recompute,
+    }
 
 
 @command("longest")
@@ -764,32 +556,26 @@ def main(words: list[str]) -> int:
     runs = plan(options, checkout)
     if options.dry_run:
         for run in runs:
-            print(f"# {run.title}: about {run.estimate_s():.0f} s\n{run.command}")
-        total = sum(run.estimate_s() for run in runs)
-        print(f"# {len(runs)} launches, about {total:.0f} s if all of them train")
+            print(f"# {run.title}\n{run.command}")
         return 0
-    folder = writable_folder(options.logs.resolve())
-    facts = facts_of(checkout, words)
-    out = options.out or results.default_path(RESULTS, facts["device"], options.name)
-    rows = read_rows(writable_file(out), setting_of(runs[0], facts))
-    launcher = Launcher(runs, folder, options.preload)
+    out = writable_folder(options.out.resolve())
+    source = source_of(options, checkout, words)
+    launcher = Launcher(runs, out, options.preload)
 
     def execute(run: LongRun) -> tuple[Figures, list[str]]:
         figures, _ = launcher.execute(run)
-        return figures, log_texts(folder / run.folder_name)
+        return figures, log_texts(out / run.folder_name)
+
+    def write(rows: list[Row]) -> None:
+        results.write(out / "longest.json", rows, source)
+        results.write_whole(out / "longest.md", report(rows, source))
 
     with contextlib.closing(launcher):
-        left_out = run_all(
-            runs,
-            rows,
-            facts,
-            time_limit_s=options.time_limit - (time.monotonic() - began),
-            execute=execute,
-            write=lambda rows: write_results(rows, out, facts),
-        )
+        left = options.time_limit - (time.monotonic() - began)
+        rows, left_out = run_all(runs, time_limit_s=left, execute=execute, write=write)
     if rows:
         print(f"\n{markdown(rows)}\n{verdict(rows)}")
-    failed = [row for row in rows if row["status"] not in (*FINAL, CUT)]
+    failed = [row for row in rows if row["status"] not in (OK, OUT_OF_MEMORY, REFUSED, CUT)]
     for row in failed:
         name = f"{row['variant']}, {row['T']} tokens"
         print(f"longest: {name}: {row['status']} {row['error']}", file=sys.stderr)

@@ -18,9 +18,9 @@ Each variant is one launch of the unmodified script; ``unfused`` is what the oth
 with, where AGAINST names no other variant. More variants:
 ``--variant 'c4096=--fused-chunked-ce --fused-ce-chunk-tokens 4096'``.
 
-Every run's logs, command line and figures stay in the output folder, and a run whose inputs
-have not changed since is not repeated. Exit status: 0 all within bounds, 1 a bound broken or a run
-failed, 2 a mistake in the arguments.
+Writes results.json and results.md to --out. Every run's logs, command line and figures stay there too, and a
+run whose inputs have not changed since is not repeated. Exit status: 0 all within bounds, 1 a bound broken or
+a run failed, 2 a mistake in the arguments.
 
 The bound on losses is relative: twice what Megatron's own native fused cross entropy differs from
 its unfused one by, or 1e-6 (what the log's seven digits can tell apart), whichever is larger.
@@ -32,7 +32,6 @@ import argparse
 import contextlib
 import fcntl
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -49,7 +48,6 @@ from megatron_fused_ce.command_line import (
     read_text,
     seconds,
     whole,
-    writable_file,
     writable_folder,
 )
 from megatron_fused_ce.scripts.lib import results, tables
@@ -348,10 +346,7 @@ def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out:
         heads_stock=figures.heads_stock,
         peak_mib=figures.max_allocated_mb,
     )
-    times = figures.iteration_times_ms[warmup:]
-    if times:
-        row.time_ms = round(statistics.median(times), 1)
-        row.spread = round((max(times) - min(times)) / statistics.median(times), 4)
+    row.time_ms, row.spread = figures.time_ms(warmup)
     row.last_lm_loss = figures.losses.get("lm loss", [None])[-1]  # type: ignore[list-item]
     if figures.status != "ok":
         if not (figures.status == "out of memory" and run.variant in may_run_out):
@@ -363,9 +358,9 @@ def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out:
         row.native_loss_difference = loss_difference(native, stock)
         row.native_grad_norm_difference = largest_relative_difference(native.grad_norms, stock.grad_norms)
     reference = all_figures.get(row.against)
-    others = reference.iteration_times_ms[warmup:] if reference else []
-    if times and others:
-        row.ratio = round(statistics.median(times) / statistics.median(others), 4)
+    other_ms = reference.time_ms(warmup)[0] if reference else None
+    if row.time_ms and other_ms:
+        row.ratio = round(row.time_ms / other_ms, 4)
     if reference and reference.status == "ok" and run.variant != row.against:
         row.loss_difference = loss_difference(figures, reference)
         row.grad_norm_difference = largest_relative_difference(figures.grad_norms, reference.grad_norms)
@@ -549,9 +544,7 @@ def _parser() -> Parser:
         metavar="N",
         help="let the next N runs load their modules while one trains [0]",
     )
-    add("--out", type=Path, default=Path("build/pretrain"), help="folder of the logs")
-    add("--json", type=Path, help="[OUT/results.json]")
-    add("--markdown", type=Path, help="[OUT/results.md]")
+    add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
     add("script_args", nargs="*", metavar="-- ARGS", help="arguments of your own for the script")
     return parser
 
@@ -629,8 +622,6 @@ def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     groups = plan(options)
     output = writable_folder(options.out.resolve())
-    json_file = writable_file(options.json or output / "results.json")
-    page = writable_file(options.markdown or output / "results.md")
     output.mkdir(parents=True, exist_ok=True)
     lock = open(output / "lock", "w")  # noqa: SIM115 (held until the process ends)
     try:
@@ -670,8 +661,8 @@ def main(words: list[str]) -> int:
                 records.append({**record, "figures": asdict(all_figures[run.variant])})
 
     source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
-    results.write(json_file, records, source)
-    results.write_whole(page, report(rows, options.device, source))
+    results.write(output / "results.json", records, source)
+    results.write_whole(output / "results.md", report(rows, options.device, source))
     print(markdown(rows, options.device))
     broken = [row for row in rows if row.problems]
     for row in broken:

@@ -18,7 +18,7 @@ the wgrad accumulator, by the allocator on a GPU, by live storages on a CPU; of 
 model's. Out of memory is a row. Recommended is the smallest peak among those within --tolerance of the
 fastest.
 
-Writes sweep.json, .csv, .md and .png to --out. Exit code 1: a wrong result or a launch that
+Writes sweep.json, .md and .png to --out. Exit code 1: a wrong result or a launch that
 failed; 2: arguments that do not fit.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,28 +180,23 @@ def measure(
 
 def _record(launches: Launches, cell: Cell, figures: Figures) -> dict[str, Any]:
     """What is known of a launch; no ``time_ms`` where it did not run to its end."""
-    times = figures.iteration_times_ms[launches.warmup :]
+    time_ms, spread = figures.time_ms(launches.warmup)
     status = figures.status
-    if status == OK and not times:
+    if status == OK and time_ms is None:
         status = f"ended after {len(figures.iteration_times_ms)} iterations"
-    elif status == OK and cell.strategy not in STOCK and not _is_fused(figures):
+    elif status == OK and cell.strategy not in STOCK and not figures.is_fused:
         status = "the head was not fused"
     elif status not in (OK, OUT_OF_MEMORY):
         status = f"{status}: {figures.error}".removesuffix(": ")
     if status != OK:
         return {"status": status}
-    ms = statistics.median(times)
     return {
         "status": status,
-        "time_ms": ms,
-        "spread": round((max(times) - min(times)) / ms, 4),
+        "time_ms": time_ms,
+        "spread": spread,
         "peak_mib": figures.max_allocated_mb,
         "figures": figures,
     }
-
-
-def _is_fused(figures: Figures) -> bool:
-    return bool(figures.heads_fused) and not figures.logits_materialised
 
 
 def _judged(launches: Launches, records: dict[Cell, dict[str, Any]]) -> dict[Cell, dict[str, Any]]:

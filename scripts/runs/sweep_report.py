@@ -1,9 +1,7 @@
-"""The sweep's rows on disk: JSON, CSV, Markdown, and the picture with the Pareto front."""
+"""The sweep's rows on disk: JSON, Markdown, and the picture with the Pareto front."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -147,14 +145,6 @@ def _table(result: Result) -> str:
     return tables.markdown(head, lines)
 
 
-def to_csv(rows: Sequence[Row]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()
-
-
 def write(result: Result, out: Path) -> list[str]:
     """Names of what was written; no picture without matplotlib, or where nothing was timed."""
     best = result.recommendation
@@ -163,10 +153,9 @@ def write(result: Result, out: Path) -> list[str]:
     shape = about(result)
     rows = [{"shape": shape, "variant": row.cell.name, **asdict(row)} for row in result.rows]
     results.write(out / "sweep.json", rows, source)
-    write_whole(out / "sweep.csv", to_csv(result.rows))
     write_whole(out / "sweep.md", markdown(result))
     drawn = bool(timed(result.rows)) and draw(result, out / "sweep.png")
-    return ["sweep.json", "sweep.csv", "sweep.md", *(["sweep.png"] if drawn else [])]
+    return ["sweep.json", "sweep.md", *(["sweep.png"] if drawn else [])]
 
 
 def read(path: Path) -> Result:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, model_guard, phase_report, switch
+from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce.adapter import arguments, model_guard, phase_report, report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -661,3 +661,18 @@ def test_what_can_mismatch_is_known_before_its_first_use(options, expected):
     model.output_layer = torch.nn.Linear(2, 2)
     model_guard.adopt(model, model.output_layer, FusedCEConfig(**options))
     assert model_guard.guard_of(model.output_layer).expected is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "told"), [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA H200", False), ("cpu", False)]
+)
+def test_a_gpu_that_nobody_measured_is_told(device, told, monkeypatch, capsys):
+    monkeypatch.setattr(report, "_device_name", lambda: device)
+    monkeypatch.setattr(report, "_speaks", lambda rank: True)
+    layer = types.SimpleNamespace(
+        tp_group=types.SimpleNamespace(rank=lambda: 0), fused_ce_config=FusedCEConfig()
+    )
+    chosen = planner.plan(planner.PlanInputs(8192, 4096, 128256, device=device))
+    report._say_plan(layer, chosen, 2**31, "")
+    said = capsys.readouterr()
+    assert (f"no constants measured on this GPU ({device}), only on H200" in said.out + said.err) == told

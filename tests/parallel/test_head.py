@@ -87,6 +87,16 @@ def test_a_group_of_one(rank: Rank, strategy, sequence_parallel):
     against_fp64(rank, strategy=strategy, sequence_parallel=sequence_parallel)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_last_chunk_of_one_token_a_rank(rank: Rank, strategy):
+    """What is cut out for it lies in memory as far apart as the ranks' parts."""
+    # On a CPU both numbers are halved: see `fewer`.
+    chunk_tokens = SIZES["s"] * SIZES["b"] - (2 if rank.device.type == "cuda" else 4)
+    changes = {"backend": "scaled_exp", "sequence_parallel": True, "chunk_tokens": chunk_tokens}
+    against_fp64(rank, strategy=strategy, **changes)
+
+
 def against_fp64(rank: Rank, **changes: Any) -> None:
     """One call, and its backward, of a case: ``USUAL`` with changes."""
     case = {**USUAL, **changes}

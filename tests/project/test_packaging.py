@@ -211,7 +211,7 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     sizes = "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"
     assert "Recommended:" in command(f"sweep {sizes} --strategies store --out swept").stdout
     made = {path.name for path in (tmp_path / "swept").iterdir()}
-    assert {"sweep.json", "sweep.csv", "sweep.md"} <= made
+    assert {"sweep.json", "sweep.md"} <= made
     bad = command("paln", ok=False)
     assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
 

@@ -53,7 +53,6 @@ READERS = {
     "plan of a launch script": "-m megatron_fused_ce plan --from-launch {0}",
     "benchmark": "-m scripts.bench --render {0}",
     "figures": "-m scripts.dev.figures_scaling {0}",
-    "upstream's tests": "-m scripts.dev.upstream_tests --render {0}",
 }
 
 

@@ -315,19 +315,8 @@ def test_chunks_of_the_plan_beside_others():
 
 
 def test_merges():
-    words = [
-        "--strategies",
-        "grad_in_forward:32/scaled_exp",
-        "store/all_reduce",
-        "--merge",
-        "packed",
-        "all_reduce",
-    ]
-    given = cases.parse_arguments("", words)
-    assert given.strategies == [
-        *("grad_in_forward:32/scaled_exp/packed", "grad_in_forward:32/scaled_exp/all_reduce"),
-        "store/all_reduce",
-    ]
+    given = cases.parse_arguments("", ["--strategies", "store/all_reduce", "--chunk-tokens", "16"])
+    assert given.strategies == ["store:16/all_reduce"]
     assert cases.parse_strategy("grad_in_forward:32/scaled_exp/packed") == (
         "grad_in_forward",
         32,

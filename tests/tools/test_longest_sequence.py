@@ -22,9 +22,9 @@ import pytest
 
 from megatron_fused_ce.scripts.lib import results, runner
 from megatron_fused_ce.scripts.runs import longest as script
+from tests.support.commands import launches_without_torch, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = ("-m", "scripts.runs.longest")
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 needs_a_checkout = pytest.mark.skipif(
     not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
@@ -73,9 +73,9 @@ def checkout(tmp_path):
     return folder
 
 
-FACTS = {
-    **{"commit": "abc", "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"},
-    **{"megatron": "0.19.1", "transformer_engine": "2.20.2", "alloc_conf": None},
+SOURCE = dict.fromkeys(results.MADE_BY, "") | {
+    **{"commit": "abc", "device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "megatron": "0.19.1"},
+    **{"gpus": 1, "tp": 1, "dtype": "bfloat16", "activation_recompute": "full"},
 }
 
 
@@ -93,7 +93,7 @@ def row_of(run, log, status="ok"):
     figures = script.launches.parse_logs([log])
     if figures.status == "ok":
         figures.status = status
-    return script.row_of(run, figures, [log], FACTS)
+    return script.row_of(run, figures, [log])
 
 
 def after(words, flag):
@@ -146,14 +146,13 @@ def test_parallel_sizes(checkout):
     assert "--sequence-parallel" not in without.words("M", [])
 
 
-def test_flags_of_the_package_go_to_its_variants_and_megatrons_to_all(checkout):
-    words = ("--fused-ce-chunk-tokens", "8192", "--", "--no-gradient-accumulation-fusion")
-    flagged = one_run(checkout, "recompute", 16384, *words).words("M", ["torchrun"])
+def test_flags_of_a_variant_are_its_own_and_megatrons_go_to_all(checkout):
+    mine = "--variant=mine=--fused-chunked-ce --fused-ce-chunk-tokens 8192"
+    words = (mine, "--", "--no-gradient-accumulation-fusion")
+    flagged = one_run(checkout, "mine", 16384, *words).words("M", ["torchrun"])
     stock = one_run(checkout, "unfused", 16384, *words).words("M", ["torchrun"])
     assert flagged[3:6] == ["-m", "megatron_fused_ce.launch", "M/pretrain_gpt.py"]
-    assert "--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-chunk-tokens 8192" in (
-        " ".join(flagged)
-    )
+    assert flagged[-3:] == ["--fused-chunked-ce", "--fused-ce-chunk-tokens", "8192"]
     assert "--no-gradient-accumulation-fusion" in flagged
     assert "--no-gradient-accumulation-fusion" in stock
     assert not any("fused-ce" in word or "fused_ce" in word for word in stock)
@@ -166,30 +165,10 @@ def test_lifted_refusal_runs_the_script_through_its_launcher(checkout):
     assert "launch_te_loss" not in one_run(checkout, "te").command
 
 
-def test_repeats_alternate(checkout):
-    words = ("--variants", "auto", "native", "--lengths", "16384", "--repeat=3")
-    assert [run.variant for run in planned(checkout, *words)] == [
-        *("auto", "native"), *("native", "auto"), *("auto", "native")
-    ]  # fmt: skip
-    words = ("--only", "auto:16384", "native:16384", "--repeat=2")
-    assert [(run.variant, run.repeat) for run in planned(checkout, *words)] == [
-        *(("auto", 0), ("native", 0)), *(("auto", 1), ("native", 1))
-    ]  # fmt: skip
-
-
-def test_real_sizes():
-    """1.24 billion parameters; the FLOP of one forward and backward are about 6 for each of them."""
-    model = script.MODELS["llama-3.2-1b"]
-    few = 128  # attention is next to nothing there
-    assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(1.236e9, rel=0.01)
-
-
 def test_llama_3_8b_and_its_first_layers(checkout):
-    """8.03 billion parameters, untied; the models of fewer layers have the same head."""
+    """Untied; the models of fewer layers have the same head."""
     model = script.MODELS["llama-3-8b"]
     assert model.untied and "--untie-embeddings-and-output-weights" in model.args()
-    few = 128
-    assert model.flop(few, recompute=False) / (6 * few) == pytest.approx(8.03e9 - 0.525e9, rel=0.01)
     two = script.MODELS["llama-3-8b-2-layers"]
     assert dataclasses.replace(two, name=model.name, num_layers=32) == model
     run = one_run(checkout, "auto", 32768, "--gpus=4", "--model=llama-3-8b-2-layers")
@@ -219,9 +198,6 @@ def test_a_launch_that_waits_has_the_same_command(checkout, tmp_path):
         (["--only", "autumn:16384"], "no variant 'autumn'"),
         (["--variants", "autumn"], "no variant 'autumn'"),
         (["--variant=mine"], "NAME=FLAGS"),
-        (["--fused-ce-nonsense", "1"], "unknown arguments: --fused-ce-nonsense 1"),
-        (["--fused-ce-strategy", "store"], "chosen by --variants"),
-        (["--fused-ce-chunk-tokens", "0"], "number from 1 to"),
         (["--gpus=2", "--tp=4"], "does not divide"),
         (["--only", "native:64", "--iterations=2", "--warmup=2"], "leaves none"),
         (["--lengths", "many"], "expected a whole number"),
@@ -242,10 +218,9 @@ def test_old_megatron_is_refused(checkout, capsys):
 
 def test_dry_run_prints_launches(checkout, capsys):
     assert script.main([f"--megatron={checkout}", "--dry-run", "--only", "native:16384"]) == 0
-    first, command, total = capsys.readouterr().out.splitlines()
-    assert first.startswith("# native, 16384 tokens")
+    first, command = capsys.readouterr().out.splitlines()
+    assert first == "# native, 16384 tokens"
     assert command.startswith("torchrun --nproc-per-node 1 MEGATRON_LM/pretrain_gpt.py")
-    assert total.startswith("# 1 launches")
 
 
 # --- logs ------------------------------------------------------------------------------------
@@ -254,7 +229,6 @@ def test_dry_run_prints_launches(checkout, capsys):
 def test_row_of_a_launch_that_trains(checkout):
     run = one_run(checkout, "auto")
     row = row_of(run, training_log([5000.0, 410.0, 400.0, 390.0]))
-    assert tuple(row) == script.KEYS
     assert row["status"] == "ok"
     assert row["time_ms"] == 400.0  # the first of the four warms up
     assert row["tokens_per_s"] == pytest.approx(16384 / 0.4)
@@ -262,7 +236,7 @@ def test_row_of_a_launch_that_trains(checkout):
     assert row["loss"] == [9.0, 8.5, 8.0, 7.5]
     assert row["plan"] == "strategy grad_in_forward (chosen by auto), 4 chunks of 4096 tokens"
     assert (row["heads_fused"], row["logits_materialised"]) == (4, 0)
-    assert (row["T"], row["V"], row["dtype"], row["tp"]) == (16384, 128256, "bfloat16", 1)
+    assert (row["T"], row["shape"], row["spread"]) == (16384, "llama-3.2-1b", 0.05)
 
 
 def test_tokens_of_every_data_parallel_rank_count(checkout):
@@ -324,15 +298,15 @@ def test_what_does_not_count_as_training(checkout, log, status):
     assert row_of(one_run(checkout, "auto"), log)["status"] == status
 
 
-# --- order, skipping, resuming ---------------------------------------------------------------
+# --- order and skipping ----------------------------------------------------------------------
 
 
 class World:
     """Stands in for the GPU: a longest length per variant, seconds per launch, a clock."""
 
     def __init__(self, longest, seconds=40.0):
-        self.script, self.longest, self.seconds = script, longest, seconds
-        self.launched, self.clock, self.rows = [], 0.0, []
+        self.longest, self.seconds = longest, seconds
+        self.launched, self.clock = [], 0.0
 
     def execute(self, run):
         self.launched.append(f"{run.variant}:{run.num_tokens}")
@@ -340,11 +314,9 @@ class World:
         log, status = training_log([400.0] * run.iterations), "ok"
         if longest == "refused":
             log, status = REFUSED_LOG, "failed"
-        elif longest == "broken":
-            log, status = "RuntimeError: no\n", "failed"
         elif run.num_tokens > longest:
             log, status = OUT_OF_MEMORY_LOG, "out of memory"
-        figures = self.script.launches.parse_logs([log])
+        figures = script.launches.parse_logs([log])
         figures.status = status if figures.status == "ok" else figures.status
         figures.wall_s = min(self.seconds, run.timeout_s)
         if self.seconds > run.timeout_s:
@@ -352,119 +324,55 @@ class World:
         self.clock += figures.wall_s
         return figures, [log]
 
-    def run(self, runs, time_limit_s=math.inf, facts=None):
-        self.launched = []
-        self.clock = 0.0
-        self.left_out = self.script.run_all(
+    def run(self, runs, time_limit_s=math.inf):
+        self.written = []
+        rows, self.left_out = script.run_all(
             runs,
-            self.rows,
-            facts or FACTS,
             time_limit_s=time_limit_s,
             execute=self.execute,
-            write=lambda rows: None,
+            write=lambda rows: self.written.append(len(rows)),
             now=lambda: self.clock,
         )
-        return self.launched
+        assert self.written == list(range(1, len(rows) + 1))
+        return rows
 
 
 def test_no_longer_length_after_a_failure(checkout):
     words = ("--variants", "auto", "unfused", "--lengths", "16384", "131072", "32768", "65536")
     world = World({"unfused": 20000})
-    assert world.run(planned(checkout, *words)) == [
+    world.run(planned(checkout, *words))
+    assert world.launched == [
         *("auto:16384", "unfused:16384", "auto:131072", "unfused:131072"),
         *("auto:32768", "unfused:32768", "auto:65536"),  # 65536 is more than 32768, which failed
     ]
 
 
-def test_refused_is_asked_once_and_a_failure_has_no_repeat(checkout):
-    words = ("--variants", "te", "unfused", "--lengths", "131072", "16384", "--repeat=2")
+def test_refused_is_asked_once(checkout):
     world = World({"te": "refused", "unfused": 20000})
-    assert world.run(planned(checkout, *words)) == [
-        *("te:131072", "unfused:131072"), *("unfused:16384", "unfused:16384")
-    ]  # fmt: skip
+    world.run(planned(checkout, "--variants", "te", "unfused", "--lengths", "131072", "16384"))
+    assert world.launched == ["te:131072", "unfused:131072", "unfused:16384"]
 
 
-def test_resume_launches_only_what_is_missing(checkout):
-    runs = planned(checkout, "--variants", "auto", "native", "te", "--lengths", "16384")
-    world = World({"native": 1000, "te": "refused"})
-    assert len(world.run(runs)) == 3
-    assert world.run(runs) == []
-    world.rows[0]["status"] = "failed"
-    assert world.run(runs) == ["auto:16384"]
-    assert len(world.rows) == 3
-    assert world.run(planned(checkout, "--only", "native:32768")) == []
-
-
-def test_earlier_failure_is_tried_again_and_hides_nothing(checkout):
-    world = World({"auto": "broken"})
-    world.run(planned(checkout, "--only", "auto:16384"))
-    world.longest = {}
-    assert world.run(planned(checkout, "--only", "auto:65536")) == ["auto:65536"]
-
-
-def test_new_commit_repeats_only_the_flags_variants(checkout):
-    runs = planned(checkout, "--variants", "auto", "native", "--lengths", "16384")
-    world = World({"auto": 1000, "native": 1000})
-    world.run(runs)
-    assert world.run(runs, facts=FACTS | {"commit": "def"}) == ["auto:16384"]
-    assert world.run(runs, facts=FACTS | {"torch": "2.13.0"}) == ["auto:16384", "native:16384"]
-
-
-def test_other_flags_are_another_launch(checkout):
-    world = World({"auto": 1000})
-    words = ("--only", "auto:16384")
-    world.run(planned(checkout, *words))
-    words += ("--fused-ce-chunk-tokens", "2048")
-    assert world.run(planned(checkout, *words)) == ["auto:16384"]
-
-
-def test_time_limit_starts_nothing_that_would_not_end(checkout):
+def test_the_time_limit_cuts_one_launch_and_leaves_out_the_rest(checkout):
     runs = planned(checkout, "--variants", "auto", "native", "unfused", "--lengths", "16384")
     world = World({}, seconds=60.0)
-    assert len(world.run(runs, time_limit_s=130.0)) == 2  # a third would end at 180 s
-    assert world.left_out == 1
-    assert len(world.run(runs, time_limit_s=130.0)) == 1
+    rows = world.run(runs, time_limit_s=100.0)
+    assert [row["status"] for row in rows] == ["ok", "cut by the time limit"]
+    assert world.left_out == 2
 
 
-def test_launch_cut_by_the_time_limit_says_nothing_about_its_length(checkout):
-    runs = planned(checkout, "--only", "auto:16384", "auto:32768")
-    world = World({}, seconds=1000.0)
-    first = dataclasses.replace(runs[0], timeout_s=2000.0)
-    world.run([first], time_limit_s=500.0)
-    assert [row["status"] for row in world.rows] == ["cut by the time limit"]
-    assert world.left_out == 1
-    world.seconds = 40.0
-    assert world.run(runs) == ["auto:16384", "auto:32768"]
-    assert [row["status"] for row in world.rows] == ["ok", "ok"]
+def test_a_launch_that_was_cut_says_nothing_about_its_length(checkout):
+    (short,) = planned(checkout, "--only", "auto:16384")
+    row = row_of(short, "", status="failed") | {"status": script.CUT}
+    assert script.reason_to_skip(one_run(checkout, "auto", 32768), [row]) == ""
 
 
 def test_hung_launch_is_a_failure_at_its_length(checkout):
-    runs = planned(checkout, "--only", "auto:16384", "auto:32768", "--launch-timeout=200")
+    runs = planned(checkout, "--only", "auto:16384", "auto:32768", "--timeout=200")
     world = World({}, seconds=1000.0)
-    assert world.run(runs) == ["auto:16384"]
-    assert world.rows[0]["status"] == "timed out after 200 s"
-
-
-def test_results_survive_the_disk(checkout, tmp_path):
-    run = one_run(checkout, "native")
-    log = training_log([400.0] * 4, losses=[9.0, math.nan, math.inf, 7.0])
-    rows = [row_of(run, log), row_of(one_run(checkout), REFUSED_LOG)]
-    out = tmp_path / "folder" / "rows.json"
-    source = dict.fromkeys(results.MADE_BY, "") | FACTS
-    script.write_results(rows, out, source)
-    json.loads(out.read_text(), parse_constant=pytest.fail)  # no nan: it is no JSON
-    read = script.read_rows(out, script.setting_of(run, FACTS))
-    seen = [{key: row[key] for key in script.KEYS} for row in read]
-    assert str(seen) == str(rows)  # as text: nan is not nan
-    assert script.report(rows) == out.with_suffix(".md").read_text()
-    assert [file.name for file in out.parent.iterdir() if "partial" in file.name] == []
-
-    other = script.setting_of(one_run(checkout, "native", 64, "--gpus=2"), FACTS)
-    with pytest.raises(script.UsageError, match="rows of gpus 1, this call is 2"):
-        script.read_rows(out, other)
-    out.write_text("{")
-    with pytest.raises(script.UsageError, match="holds no results"):
-        script.read_rows(out, other)
+    rows = world.run(runs)
+    assert world.launched == ["auto:16384"]
+    assert rows[0]["status"] == "timed out after 200 s"
 
 
 # --- tables ----------------------------------------------------------------------------------
@@ -472,18 +380,16 @@ def test_results_survive_the_disk(checkout, tmp_path):
 
 @pytest.fixture
 def table_rows(checkout):
-    def row(variant, length, ms=None, repeat=0, log=None, losses=None):
-        run = dataclasses.replace(one_run(checkout, variant, length), repeat=repeat)
+    def row(variant, length, ms=None, log=None, losses=None):
         log = log or training_log([9000.0, ms, ms, ms], losses=losses)
-        return row_of(run, log, status="ok" if ms else "failed")
+        return row_of(one_run(checkout, variant, length), log, status="ok" if ms else "failed")
 
     return [
         row("unfused", 16384, 500.0, losses=[9.0, 8.0, 7.0, 6.0]),
         row("native", 16384, 400.0, losses=[9.0, 8.0, 7.0, 6.06]),
         row("te", 16384, log=REFUSED_LOG),
         row("te-lifted", 16384, 320.0),
-        row("auto", 16384, 400.0),
-        row("auto", 16384, 200.0, repeat=1),
+        row("auto", 16384, 300.0),
         row("store", 16384, 250.0),
         row("unfused", 131072, log=OUT_OF_MEMORY_LOG),
         row("native", 131072, log=OUT_OF_MEMORY_LOG),
@@ -497,11 +403,9 @@ def test_verdict_is_one_line(table_rows):
     assert "unfused 16384 (out of memory at 131072)" in said
     assert "te none (refused at 16384)" in said
     assert "auto 131072," in said
-    # Medians: auto's two launches are 40960 and 81920 tokens/s, store's one 65536, native's 40960.
-    assert "16384 1.600 (store / native)" in said
-    assert "16384 1.280 (store / te-lifted)" in said
-    assert "16384 1.500 (auto / native)" in said
-    assert "131072 no stock variant trained, auto did" in said
+    assert "16384 1.600 (store / native); 16384 1.280 (store / te-lifted); " in said
+    assert "16384 1.333 (auto / native); 16384 1.067 (auto / te-lifted); " in said
+    assert said.endswith("131072 no stock variant trained, auto did.")
 
 
 def test_table(table_rows):
@@ -514,9 +418,7 @@ def test_table(table_rows):
     by_name = {(line[0], line[1]): dict(zip(head, line, strict=True)) for line in body}
     assert len(by_name) == 9
     auto = by_name["16384", "auto"]
-    assert auto["tokens/s"] == "61440 (40960–81920)"
-    assert auto["over the best stock"] == "1.500"
-    assert (auto[""], auto["launches"]) == ("trains", "2")
+    assert (auto["tokens/s"], auto["over the best stock"], auto[""]) == ("54613", "1.333", "trains")
     native = by_name["16384", "native"]
     assert native["largest loss difference to unfused"] == "1.0e-02"
     assert by_name["131072", "native"][""] == "out of memory"
@@ -524,7 +426,7 @@ def test_table(table_rows):
 
 
 def test_report_has_the_reasons_and_no_path_of_a_machine(table_rows):
-    text = script.report(table_rows)
+    text = script.report(table_rows, SOURCE)
     assert script.verdict(table_rows) in text
     assert "Tried to allocate 62.62 GiB" in text
     assert "cross_entropy.py:35 forward" in text
@@ -572,20 +474,33 @@ for i in 1, 2:
 
 
 def test_from_command_line_to_files(checkout, tmp_path):
+    """A second call launches nothing but what failed."""
     (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
-    out = tmp_path / "rows.json"
-    command = [
-        *(sys.executable, *SCRIPT, f"--megatron={checkout}", f"--logs={tmp_path / 'logs'}"),
-        *(f"--out={out}", "--iterations=2", "--lengths", "128", "64", "256"),
-        *("--variants", "unfused", "--"),
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["T"], row["status"]) for row in rows] == [(128, "out of memory"), (64, "ok")]
-    assert rows[1]["time_ms"] == 2.5
-    assert "unfused 64 (out of memory at 128)" in done.stdout
-    assert "unfused, 256 tokens, repeat 0: not tried: out of memory at 128 tokens" in done.stdout
+    words = (f"--megatron={checkout}", f"--out={tmp_path}", "--iterations=2", "--warmup=0")
+    words += ("--lengths", "128", "64", "256", "--variants", "unfused", "--", "--some-flag")
+    with launches_without_torch():
+        done = run_here(script.main, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = results.rows(tmp_path / "longest.json")
+        assert [(row["T"], row["status"]) for row in rows] == [(128, "out of memory"), (64, "ok")]
+        assert (rows[1]["time_ms"], rows[1]["spread"]) == (2.0, 0.5)
+        assert (rows[1]["V"], rows[1]["megatron"]) == (128256, "0.19.1")
+        assert "unfused 64 (out of memory at 128)" in done.stdout
+        assert "unfused, 256 tokens: not tried: out of memory at 128 tokens" in done.stdout
+        page = (tmp_path / "longest.md").read_text()
+        assert script.verdict(rows) in page and str(tmp_path) not in page
+        (checkout / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
+        again = run_here(script.main, *words)
+    assert again.returncode == 0, again.stdout + again.stderr
+    kept = results.rows(tmp_path / "longest.json")
+    assert [row["wall_s"] for row in kept] == [row["wall_s"] for row in rows]
+
+
+def test_results_have_no_nan(checkout, tmp_path):
+    """It is no JSON."""
+    log = training_log([400.0] * 4, losses=[9.0, math.nan, math.inf, 7.0])
+    results.write(tmp_path / "rows.json", [row_of(one_run(checkout), log)], SOURCE)
+    json.loads((tmp_path / "rows.json").read_text(), parse_constant=pytest.fail)
 
 
 # --- on a real checkout ----------------------------------------------------------------------
@@ -594,20 +509,19 @@ def test_from_command_line_to_files(checkout, tmp_path):
 @needs_a_checkout
 @pytest.mark.parametrize("path", CHECKOUTS)
 def test_real_pretrain_on_a_cpu(path, tmp_path):
-    out = tmp_path / "rows.json"
-    command = [
-        *(sys.executable, *SCRIPT, f"--megatron={path}", "--device=cpu", "--model=tiny"),
-        *(f"--out={out}", f"--logs={tmp_path / 'logs'}", "--iterations=3", "--lengths", "64"),
-        *("--variants", "unfused", "recompute", "--fused-ce-chunk-tokens", "16"),
-    ]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    done = run_here(
+        script.main,
+        *(f"--megatron={path}", "--device=cpu", "--model=tiny", f"--out={tmp_path}", "--iterations=3"),
+        *("--lengths", "64", "--variants", "unfused"),
+        "--variant=mine=--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-chunk-tokens 16",
+    )
     if " 0.16 or newer" in done.stderr:
         pytest.skip("the script needs Megatron-LM 0.16 or newer")
     assert done.returncode == 0, done.stdout + done.stderr
-    unfused, recompute = json.loads(out.read_text())["rows"]
-    assert (unfused["status"], recompute["status"]) == ("ok", "ok")
-    assert recompute["loss"] == pytest.approx(unfused["loss"], rel=1e-6)
-    assert recompute["heads_fused"] == 3
+    unfused, mine = results.rows(tmp_path / "longest.json")
+    assert (unfused["status"], mine["status"]) == ("ok", "ok")
+    assert mine["loss"] == pytest.approx(unfused["loss"], rel=1e-6)
+    assert mine["heads_fused"] == 3
 
 
 def test_lifted_refusal_leaves_the_rest_of_the_check():

@@ -48,7 +48,6 @@ needs_checkout = pytest.mark.skipif(
 @needs_checkout
 @pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
-    results = tmp_path / "results.json"
     run = run_harness(
         f"--megatron={checkout}",
         "--models=gpt",
@@ -56,10 +55,9 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         "--variants=unfused,native,fused-ce,fused-ce-store",
         f"--variant=fused-ce-grad-in-forward={GRAD_IN_FORWARD}",
         f"--out={tmp_path}",
-        f"--json={results}",
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads(results.read_text())["rows"]
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     flag_rows = [row for row in rows if row["variant"].startswith("fused-ce")]
     assert [row["case"] for row in flag_rows] == [case for case in NUM_HEADS for _ in range(3)]
     for row in flag_rows:
@@ -676,18 +674,16 @@ def test_gpu_cases_name_their_cut(tmp_path):
 def test_cases_on_two_gpus(fake_checkout, tmp_path):
     """Launched so that every digit is known; with the connections that either FSDP insists on."""
     options = (f"--megatron={fake_checkout}", "--device=cuda", "--cases=fsdp")
-    ((*_, fsdp2),) = harness.plan(harness._parser().parse_args([*options, "--variants=unfused,fsdp2"]))
-    assert fsdp2.command.startswith("CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 2 ")
-    run = run_harness(*(*options, f"--out={tmp_path / 'out'}", "--variants=unfused,megatron-fsdp-fused-ce"))
+    variants = "--variants=unfused,fsdp2,megatron-fsdp-fused-ce"
+    (runs,) = harness.plan(harness._parser().parse_args([*options, variants]))
+    launcher = "torchrun --nproc-per-node 2 scripts/lib/runner.py --every-digit MEGATRON_LM/pretrain_gpt.py "
+    for run, connections in zip(runs, ("", *["CUDA_DEVICE_MAX_CONNECTIONS=8 "] * 2), strict=True):
+        assert run.command.startswith(f"{connections}{launcher}")
+    run = run_harness(*options, f"--out={tmp_path / 'out'}", "--variants=megatron-fsdp-fused-ce")
     assert run.returncode == 1 and "printed no count of fused heads" in run.stderr
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert [row["status"] for row in rows] == ["ok"] * 2
-    for row in rows:
-        start = "CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun" if "fsdp" in row["variant"] else "torchrun"
-        assert row["command"].startswith(
-            f"{start} --nproc-per-node 2 scripts/lib/runner.py --every-digit MEGATRON_LM/pretrain_gpt.py"
-        )
-        assert row["figures"]["losses"]["lm loss"] == [5.0] * 4  # of two ranks
+    (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert (row["status"], row["command"]) == ("ok", runs[2].command)
+    assert row["figures"]["losses"]["lm loss"] == [5.0] * 4  # of two ranks
     text = (tmp_path / "out" / "results.md").read_text()
     assert "- `fsdp`: DP 2" in text and "on four GPUs" not in text
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import random
@@ -210,9 +209,6 @@ def test_what_a_sweep_writes(tmp_path, capsys):
     for r in rows.values():
         assert r["ratio"] == r["time_ms"] / rows["auto"]["time_ms"]
 
-    table = list(csv.DictReader((tmp_path / "sweep.csv").open()))
-    assert [line["flags"] for line in table] == [r["flags"] for r in rows.values()]
-    assert float(table[1]["peak_mib"]) == rows["store x 1"]["peak_mib"]
     text = (tmp_path / "sweep.md").read_text()
     assert f"    {best['flags']}\n" in text and text in capsys.readouterr().out
     assert (tmp_path / "sweep.png").stat().st_size > 10_000

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.scripts.dev import upstream_tests
-
-ROOT = Path(__file__).resolve().parents[2]
+from megatron_fused_ce.scripts.lib import results
+from tests.support.commands import run_here
 
 TESTS_OF_IT = """
 import os, time
@@ -30,7 +26,7 @@ def test_breaks(breaks_afterwards): pass
 def test_only_without(): assert switch.active_config() is None, "the flag is on"
 def test_only_with(): assert switch.active_config() is not None, "the flag is off"
 def test_evaluates(): switch.counters().fused += 3 * (switch.active_config() is not None)
-def test_dies(): os._exit(3)
+def test_dies(): switch.active_config() is None or os._exit(3)
 def test_between(): pass
 def test_hangs(): time.sleep(1000 if switch.active_config() is not None else 0)
 @pytest.mark.skip(reason="not here")
@@ -58,25 +54,18 @@ def checkout(tmp_path_factory):
 
 
 def run(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.dev.upstream_tests", *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_here(upstream_tests.main, *words)
 
 
 def test_every_way_to_end(checkout, tmp_path):
     """And a second call, which finds everything done."""
     files = ("test_ends.py", "test_imports.py")
     words = ("--megatron", checkout, "--ranks", 1, "--out", tmp_path / "out", "--jobs", 4)
-    words += ("--test-timeout", 15, "--json", tmp_path / "j.json", "--files", *files)
+    words += ("--test-timeout", 10, "--files", *files)
     done = run(*words)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
-    told = json.loads((tmp_path / "j.json").read_text())
-    rows = {(row["file"], row["test"]): row for row in told["tests"]}
+    told = results.rows(tmp_path / "out" / "upstream_tests.json")
+    rows = {(row["file"], row["test"]): row for row in told}
     verdicts = {test: row["verdict"] for (file, test), row in rows.items() if file == files[0]}
     assert verdicts == {
         "test_passes": "passed",
@@ -85,7 +74,7 @@ def test_every_way_to_end(checkout, tmp_path):
         "test_only_without": "differs",
         "test_only_with": "differs",
         "test_evaluates": "passed",
-        "test_dies": "died in both",
+        "test_dies": "differs",
         "test_between": "passed",
         "test_hangs": "differs",
         "test_skipped": "skipped",
@@ -97,13 +86,17 @@ def test_every_way_to_end(checkout, tmp_path):
     assert "the flag is on" in of_file["test_only_without"]["on"]["message"]
     assert "teardown: ValueError: at the end" in of_file["test_breaks"]["off"]["message"]
     assert of_file["test_hangs"]["on"]["outcome"] == "hung"
+    assert of_file["test_dies"]["on"]["outcome"] == "died"
     lost = rows[files[1], "(the file)"]
     assert lost["verdict"] == "not importable in both"
     assert "a_module_that_nobody_has" in lost["off"]["message"]
-    assert told["incomplete"] == [] and told["Megatron-LM"] == "0.19.0"
+    assert told[0]["incomplete"] == [] and told[0]["megatron"] == "0.19.0"
+    page = (tmp_path / "out" / "upstream_tests.md").read_text()
+    assert page in done.stdout and upstream_tests.page_of([tmp_path / "out" / "upstream_tests.json"]) == page
     assert "| test_evaluates | 1 | passed | passed | 3 / 0 / 0 |" in done.stdout
     again = run(*words)
-    assert again.returncode == 1 and json.loads((tmp_path / "j.json").read_text()) == told
+    assert again.returncode == 1
+    assert results.rows(tmp_path / "out" / "upstream_tests.json") == told
 
 
 def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
@@ -112,8 +105,8 @@ def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
     assert done.returncode == 0 and "Not done within the time limit: test_ends.py" in done.stdout
 
 
-def results(path, incomplete=(), **tests):
-    """A file of results: by test, its outcomes without and with the flag."""
+def written(path, incomplete=(), **tests):
+    """A file of results of before the schema: by test, its outcomes without and with the flag."""
     outcomes = {
         name: [vars(upstream_tests.Outcome(one, f"call: {name}" * (one == "failed"))) for one in pair]
         for name, pair in tests.items()
@@ -122,26 +115,21 @@ def results(path, incomplete=(), **tests):
         {"file": "a.py", "test": name, "ranks": 2, "off": off, "on": on, "verdict": ""}
         for name, (off, on) in outcomes.items()
     ]
-    told = {"commit": path.stem, "device": "H", "incomplete": list(incomplete), "tests": rows}
-    path.write_text(json.dumps(told))
+    told = dict.fromkeys(upstream_tests.SHOWN, "x") | {"commit": path.stem}
+    path.write_text(json.dumps(told | {"incomplete": list(incomplete), "tests": rows}))
     return path
 
 
-def test_render_joins_results(tmp_path, capsys):
+def test_a_page_joins_results(tmp_path):
     """The last run of a test counts; failures without the flag are told by their words."""
-    first = results(tmp_path / "1.json", x=("passed", "failed"), y=("failed", "failed"))
-    second = results(tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped"))
-    assert upstream_tests.main(["--render", str(first), str(second)]) == 0
-    page = capsys.readouterr().out
-    assert page.startswith("commit 1 and 2, device H.")
+    first = written(tmp_path / "1.json", x=("passed", "failed"), y=("failed", "failed"))
+    second = written(tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped"))
+    page = upstream_tests.page_of([first, second])
+    assert page.startswith("commit 1 and 2, Megatron-LM x, device x,")
     assert "| a.py | 2 | 3 | 1 | 1 | 1 | 0 |" in page
     assert "Different with the flag: 0" in page
     assert "Fail without the flag too: 1" in page and "| 1 | y |" in page
     assert "Not done within the time limit: b.py." in page
-    (tmp_path / "3.json").write_text("[]")
-    status = upstream_tests.main(["--render", str(tmp_path / "3.json")])
-    assert status == 2
-    assert "no results of this script" in capsys.readouterr().err
 
 
 def test_ranks_that_disagree():

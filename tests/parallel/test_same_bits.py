@@ -1,0 +1,59 @@
+"""A token's loss is the same to the bit wherever it stands, whatever is beside it, however chunks are cut.
+
+The promise is the scaled-exp GEMM's, at a fixed tensor-parallel degree (docs/math.md). A GPU can break it in
+ways that Triton's interpreter cannot.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from tests.support.head import scaled_exp_dtype
+from tests.support.ranks import Rank, on_ranks
+
+H = 64
+#: Numbers of tokens: odd ones, tiles of the GEMM and their neighbours; on a GPU up to a long sequence.
+LENGTHS = (6, 10, 34) if not torch.cuda.is_available() else (6, 66, 128, 1000, 4094, 4096, 4098, 8192, 32768)
+PLACEMENTS = 1 if not torch.cuda.is_available() else 25
+PROBES = 5
+
+
+@on_ranks(pytest.param(1, marks=pytest.mark.rest), 2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("strategy", ["store", "recompute", "grad_in_forward"])
+def test_bits_of_a_token(rank: Rank, strategy, sequence_parallel):
+    if sequence_parallel and rank.size == 1:
+        pytest.skip("one rank has no sequence parallelism")
+    vocab = 2000 if rank.device.type == "cuda" else 80
+    dtype = scaled_exp_dtype(rank)
+    draw = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    weight = (normal(rank.size * vocab, H) * 0.5)[rank.rank * vocab :][:vocab].to(rank.device, dtype)
+    probes, probe_labels = normal(PROBES, H), torch.randint(0, rank.size * vocab, (PROBES,), generator=draw)
+    first = None
+    for length in LENGTHS:
+        for _ in range(PLACEMENTS):
+            hidden = normal(length, H) * 10 ** float(torch.empty(()).uniform_(-1, 1, generator=draw))
+            labels = torch.randint(-1, rank.size * vocab, (length,), generator=draw)
+            places = torch.randperm(length, generator=draw)[:PROBES]
+            hidden[places], labels[places] = probes, probe_labels
+            chunk = int(torch.randint(1, length + 1, (), generator=draw))
+            part = hidden.chunk(rank.size)[rank.rank] if sequence_parallel else hidden
+            loss = fused_linear_cross_entropy(
+                part.to(rank.device, dtype).requires_grad_(),
+                weight,
+                labels.to(rank.device),
+                tp_group=rank.group,
+                sequence_parallel=sequence_parallel,
+                token_weights=torch.ones(length, device=rank.device),
+                vocab_start=rank.rank * vocab,
+                config=FusedCEConfig(strategy, chunk_tokens=max(2, chunk), logits_backend="scaled_exp"),
+            )
+            of_probes = loss[places.to(rank.device)].detach()
+            first = of_probes if first is None else first
+            assert torch.equal(of_probes, first), (length, chunk, of_probes - first)
