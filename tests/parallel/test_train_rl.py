@@ -5,6 +5,7 @@ The caller is tests/support/rl_utils.py. What was run with Megatron-LM's own: do
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
