@@ -80,7 +80,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients, matrix)
         ctx.gradients = None
         soft, device = None if ids is None else SoftTargets(ids, probs), weight.device
-        upstream = _upstream(grad_outputs, ctx.token_shape, ignored, entropy)
+        is_neg_loss = ctx.context.spec.form.log_prob_is_neg_loss
+        upstream = _upstream(grad_outputs, ctx.token_shape, ignored, entropy, is_neg_loss)
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
         try:
@@ -132,8 +133,9 @@ def _upstream(
     token_shape: torch.Size,
     ignored: Tensor | None,
     entropy: Tensor | None,
+    log_prob_is_neg_loss: bool,
 ) -> Upstream:
-    """Upstream gradients in token order, ``[parts, n]`` fp32."""
+    """Upstream gradients in token order, ``[parts, n]`` fp32; ``log_prob``'s is taken into the loss's."""
     given = []
     for at, grad in enumerate(grads):
         if grad is not None:
@@ -143,6 +145,8 @@ def _upstream(
                 grad = grad.masked_fill(ignored, 0.0)
         given.append(grad)
     loss, log_prob, lse, grad_entropy = given
+    if log_prob is not None and log_prob_is_neg_loss:
+        loss, log_prob = -log_prob if loss is None else loss - log_prob, None
     if loss is None:
         loss = torch.zeros_like(next(grad for grad in given if grad is not None))
     return Upstream(loss, log_prob, lse, grad_entropy, entropy)

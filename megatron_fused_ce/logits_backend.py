@@ -455,12 +455,18 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    # -smoothing_per_class is no multiple of E, and further outputs' gradients are none when the loss's is 0.
+    # -smoothing_per_class is no multiple of E; gradients of lse, and of log_prob beside a z_loss, are no
+    # multiples of the loss's.
+    outputs, differentiable = requested.outputs, requested.differentiable
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
         (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
-        (requested.differentiable, "outputs with gradients"),
-        ("entropy" in requested.outputs, "entropy"),
+        (differentiable and "lse" in outputs, "lse with a gradient"),
+        (
+            differentiable and "log_prob" in outputs and config.z_loss > 0,
+            "log_prob with a gradient beside z_loss",
+        ),
+        ("entropy" in outputs, "entropy"),
         (requested.soft, "the loss of a teacher's targets"),
     )
     return ", ".join(name for applies, name in names if applies)

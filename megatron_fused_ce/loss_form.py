@@ -92,6 +92,11 @@ class LossForm(RowOptions):
     #: whether soft targets stand in the labels' place
     soft: bool = False
 
+    @property
+    def log_prob_is_neg_loss(self) -> bool:
+        """Whether ``log_prob`` is ``-loss``, label by label: one upstream gradient then stands for both."""
+        return self.sigma is None and not self.z_loss and not self.soft
+
     @staticmethod
     def of(
         config: FusedCEConfig,
@@ -134,7 +139,7 @@ class LossForm(RowOptions):
 
     def finish(self, merged: Merged) -> TokenOutputs:
         """The loss in this form and what was asked for beside it, fp32 ``[C]``."""
-        if self.sigma is None and not self.z_loss and not self.outputs and not self.soft:
+        if self.log_prob_is_neg_loss and not self.outputs:
             return TokenOutputs(merged.loss)
         terms, extra = TokenTerms.of(merged.terms), merged.extra
         assert terms.label_shift is not None

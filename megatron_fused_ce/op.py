@@ -131,8 +131,10 @@ def fused_linear_token_outputs(
         outputs: names out of ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``; see
             :class:`.TokenOutputs` for what they are, in the labels' shape.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
-            of its own. They then need the row kernels and a strategy other than ``grad_in_forward``, which
-            cannot know those upstreams; without, every strategy and pass serves (``entropy`` needs the rows).
+            of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
+            upstreams. ``entropy``, a differentiable ``lse`` and a differentiable ``log_prob`` beside
+            ``z_loss`` or ``label_smoothing`` need the row kernels. Else ``log_prob`` is ``-loss``, made by
+            either logits backend.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
     and ``predicted`` add a float a token to the merge of the statistics (``predicted`` with

@@ -64,6 +64,12 @@ DEVICES = (
 #: Not measured: 4096 tokens lose 1 to 3 % against 8192 on an H200, with half of the memory.
 UNKNOWN_DEVICE = Device("", recompute=4096, grad_in_forward=4096, store=8192)
 
+
+def row_of(device: str) -> Device:
+    """The row of the table for ``torch.cuda.get_device_name()``, or :data:`UNKNOWN_DEVICE`."""
+    return next((row for row in DEVICES if row.name in device.split()), UNKNOWN_DEVICE)
+
+
 #: No shorter for speed: 1024 tokens lose 13 to 20 % to the passes over grad_weight.
 SHORTEST_FAST_CHUNK = 1024
 #: What ``recompute`` goes down to when nothing else fits; below, the products starve.
@@ -200,7 +206,7 @@ class PlanInputs:
 
     @property
     def table_row(self) -> Device:
-        return next((row for row in DEVICES if row.name in self.device.split()), UNKNOWN_DEVICE)
+        return row_of(self.device)
 
 
 class OverBudget(ValueError):

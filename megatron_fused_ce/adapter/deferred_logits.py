@@ -3,11 +3,19 @@
 Megatron's models call the output layer, perhaps scale the result, and only then call the loss with
 labels; with multi-token prediction the labels are rolled in between. A :class:`DeferredLogits` travels
 that road. Handed to the loss it is evaluated fused; touched in any other way it becomes real logits.
+
+Without labels Megatron transposes the logits and returns them. They become real then, unless the caller is
+known to want log-probabilities only (:func:`returned_to_caller`): for that one they stay deferred, and
+transpose, slice of positions, dtype and scale are remembered until its log-softmax takes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,7 +32,37 @@ class DeferredHead(Protocol):
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
     ) -> LossAndArgmax: ...
 
+    def fused_log_probs(self, deferred: DeferredLogits, labels: Tensor) -> Tensor: ...
+
     def stock_logits(self, deferred: DeferredLogits) -> Tensor: ...
+
+
+class _Caller(threading.local):
+    """Of the model, in this thread."""
+
+    why_logits = "the caller gathers the logits (runtime_gather_output)"
+
+
+_caller = _Caller()
+
+
+@contextmanager
+def returned_to_caller(why_not: str = "") -> Iterator[None]:
+    """While open, a model called for gathered logits returns deferred ones, for their ``log_probs``.
+
+    Args:
+        why_not: a reason for it to return real ones.
+    """
+    before, _caller.why_logits = _caller.why_logits, why_not
+    try:
+        yield
+    finally:
+        _caller.why_logits = before
+
+
+def why_caller_needs_logits() -> str:
+    """Why gathered logits are to leave the model as real ones; empty within :func:`returned_to_caller`."""
+    return _caller.why_logits
 
 
 class LossAndArgmax(NamedTuple):
@@ -45,9 +83,15 @@ class MaxAndIndices(NamedTuple):
 class DeferredLogits:
     """Logits ``[s, b, V]`` of one head use that have not been computed.
 
-    Reading ``shape``, ``dtype``, ``device`` costs nothing; multiplying by a number is remembered;
-    after a fused loss the maximum over the last dimension is served from that pass. Everything else
-    materialises the logits through Megatron's own layer, once, and counts it.
+    Reading ``shape``, ``dtype``, ``device`` costs nothing; multiplying or dividing by a number is remembered;
+    after a fused loss the maximum over the last dimension is served from that pass. Of gathered logits
+    ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``) and ``float()`` are
+    remembered too. Everything else materialises the logits through Megatron's own layer, once, and counts it.
+
+    Args:
+        shape: of the logits that the call asked for; ``V`` is this rank's part, or all where ``gathered``.
+        gathered: the caller asked for the whole vocabulary on every tensor-parallel rank.
+        dtype: of the logits; None for the hidden states'.
     """
 
     def __init__(
@@ -56,30 +100,67 @@ class DeferredLogits:
         hidden: Tensor,
         weight: Tensor | None,
         shape: torch.Size,
-        scales: tuple[float, ...] = (),
+        gathered: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.head = head
         self.hidden = hidden
         self.weight = weight
         self.shape = shape
-        self.scales = scales
+        self.gathered = gathered
+        self.dtype = dtype or hidden.dtype
+        #: What these logits were multiplied by in all: MuP's output multiplier, 1 / temperature.
+        self.logit_scale = 1.0
+        self._batch_first = False
+        self._num_positions = shape[0]
+        self._positions = range(shape[0])  # of them, those that are left
+        self._steps: tuple[Callable[[Any], Any], ...] = ()  # what makes of the layer's logits these
         self._needs_grad = torch.is_grad_enabled()
         self._evaluated: LossAndArgmax | None = None
         self._real: Tensor | None = None
 
-    @property
-    def logit_scale(self) -> float:
-        """The product of the numbers these logits were multiplied by (MuP's output multiplier)."""
-        product = 1.0
-        for scale in self.scales:
-            product *= scale
-        return product
+    def _after(self, step: Callable[[Any], Any], **changed: Any) -> DeferredLogits:
+        """These logits after one more step, which changes the attributes ``changed``."""
+        after = copy.copy(self)
+        vars(after).update(changed)
+        after._steps = (*self._steps, step)
+        after._needs_grad = self._needs_grad and torch.is_grad_enabled()
+        after._evaluated = after._real = None
+        return after
 
     def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
         """Per-token loss ``[b, s]`` for labels ``[b, s]``, without logits."""
         self._evaluated = self.head.fused_loss(self, labels, token_weights)
         counters().fused += 1
         return self._evaluated.loss
+
+    def log_probs(self, labels: Tensor) -> Tensor | None:
+        """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None where only real ones serve.
+
+        With a gradient if the layer was called with one, as of real logits: the caller's ``no_grad`` may have
+        ended by now.
+
+        Args:
+            labels: global ids, one for each of the ``n`` positions that are left.
+
+        Returns:
+            ``[b, n]`` in the dtype of these logits.
+
+        Raises:
+            ValueError: the head has options that make another loss than the plain one.
+        """
+        if not self.gathered or not self._batch_first or labels.shape != self.shape[:-1]:
+            return None
+        everywhere = labels.new_zeros(self.shape[0], self._num_positions)
+        left = slice(self._positions.start, self._positions.stop, self._positions.step)
+        everywhere[:, left] = labels
+        with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
+            # All positions: sequence parallelism needs a multiple of its ranks. What is sliced off gets the
+            # upstream gradient 0.
+            log_probs = self.head.fused_log_probs(self, everywhere)[:, left]
+            counters().fused += 1
+            # No view: pipeline schedules free what is sent on.
+            return log_probs.to(self.dtype, copy=True)
 
     def materialise(self) -> Tensor:
         """Real logits, as Megatron's layer computes them.
@@ -91,16 +172,12 @@ class DeferredLogits:
             counters().materialised += 1
             with torch.set_grad_enabled(self._needs_grad):
                 real = self.head.stock_logits(self)
-                for scale in self.scales:
-                    real = real * scale
+                for step in self._steps:
+                    real = step(real)
             self._real = real
         return self._real
 
     # What costs nothing.
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
 
     @property
     def device(self) -> torch.device:
@@ -122,12 +199,53 @@ class DeferredLogits:
     # What is remembered.
 
     def __mul__(self, other: Any) -> Any:
-        if isinstance(other, (int, float)) and not isinstance(other, bool) and other != 0:
-            scales = (*self.scales, float(other))
-            return DeferredLogits(self.head, self.hidden, self.weight, self.shape, scales)
-        return self.materialise() * other
+        if not _is_scale(other):
+            return self.materialise() * other
+        return self._after(lambda real: real * other, logit_scale=self.logit_scale * other)
 
     __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        if not _is_scale(other):
+            return self.materialise() / other
+        return self._after(lambda real: real / other, logit_scale=self.logit_scale / other)
+
+    def transpose(self, first: int, second: int) -> Any:
+        if not self.gathered or {first % self.ndim, second % self.ndim} != {0, 1}:
+            return self.materialise().transpose(first, second)
+        shape = torch.Size((self.shape[1], self.shape[0], self.shape[2]))
+        step = operator.methodcaller("transpose", 0, 1)
+        return self._after(step, shape=shape, _batch_first=not self._batch_first)
+
+    def contiguous(self) -> Any:
+        if not self.gathered:
+            return self.materialise().contiguous()
+        return self._after(operator.methodcaller("contiguous"))
+
+    def float(self) -> Any:
+        if not self.gathered:
+            return self.materialise().float()
+        return self._after(operator.methodcaller("float"), dtype=torch.float32)
+
+    def __getitem__(self, index: Any) -> Any:
+        """``[:, some positions]`` of gathered logits ``[b, s, V]``; else real logits."""
+        which = self._positions_of(index)
+        if which is None:
+            return self.materialise()[real(index)]
+        left = self._positions[which]
+        shape = torch.Size((self.shape[0], len(left), self.shape[2]))
+        return self._after(operator.itemgetter(index), shape=shape, _positions=left)
+
+    def _positions_of(self, index: Any) -> slice | None:
+        """The slice of positions that ``index`` takes, where that is all it does."""
+        if not (self.gathered and self._batch_first and isinstance(index, tuple) and len(index) in (2, 3)):
+            return None
+        if not all(isinstance(part, slice) for part in index):
+            return None
+        which: slice = index[1]
+        if any(part != slice(None) for part in (index[0], *index[2:])) or (which.step or 1) < 1:
+            return None
+        return which
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
         """``max(dim=-1)`` as Megatron's acceptance counts ask for it; else real logits."""
@@ -166,32 +284,37 @@ class DeferredLogits:
             return args[0].argmax(*args[1:], **kwargs)
         if func is torch.max and args and isinstance(args[0], cls):
             return args[0].max(*args[1:], **kwargs)
-        return func(*_real(args), **_real(kwargs))
+        return func(*real(args), **real(kwargs))
 
 
-def _real(value: Any) -> Any:
+def real(value: Any) -> Any:
+    """``value`` with real logits in the place of deferred ones."""
     if isinstance(value, DeferredLogits):
         return value.materialise()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_real, value))
+        return type(value)(*map(real, value))
     if isinstance(value, (tuple, list)):
-        return type(value)([_real(item) for item in value])
+        return type(value)([real(item) for item in value])
     if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
+        return {key: real(item) for key, item in value.items()}
     return value
+
+
+def _is_scale(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value != 0
 
 
 def _forward_operator(name: str) -> None:
     def operator(self: DeferredLogits, *args: Any) -> Any:
-        return getattr(self.materialise(), name)(*_real(args))
+        return getattr(self.materialise(), name)(*real(args))
 
     operator.__name__ = name
     setattr(DeferredLogits, name, operator)
 
 
 for _name in (
-    *("add", "radd", "sub", "rsub", "truediv", "rtruediv", "floordiv", "mod", "pow", "matmul"),
-    *("neg", "abs", "getitem", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
+    *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "matmul"),
+    *("neg", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
     # Without these two objects compare by identity, in silence. Hashing stays by identity, as of tensors.
     *("eq", "ne"),
     *("iadd", "isub", "imul", "itruediv", "contains", "array"),

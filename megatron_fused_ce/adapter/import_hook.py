@@ -3,8 +3,9 @@
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the
 flags), the language module (the seams in the model), the schedules (where the accuracy joins the loss), the
-trainer (it logs the head's phases), ``finalize_model_grads`` and the optimizers (they tell all ranks, and
-check, what strategy ``grad_in_forward`` was promised).
+trainer (it logs the head's phases), ``rl_utils`` and ``Float16Module`` (log-probabilities without logits),
+``finalize_model_grads`` and the optimizers (they tell all ranks, and check, what strategy
+``grad_in_forward`` was promised).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ TARGETS = {
         "megatron_fused_ce.adapter.model_guard",
         "patch",
     ),
+    "megatron.rl.rl_utils": ("megatron_fused_ce.adapter.rl_logprobs", "patch"),
+    "megatron.core.transformer.module": ("megatron_fused_ce.adapter.rl_logprobs", "patch_upcast"),
     "megatron.training.training": ("megatron_fused_ce.adapter.phase_report", "patch"),
     "megatron.core.optimizer.optimizer": ("megatron_fused_ce.adapter.optimizer_guard", "patch"),
     "megatron.core.optimizer.optimizer_cuda_graph": (

@@ -46,7 +46,11 @@ def patch(module: ModuleType) -> None:
     @wraps(stock_loss)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, DeferredLogits):
-            return logits.loss(labels, token_weights.of_loss(self, labels))
+            if not logits.gathered or self.output_layer.tp_group.size() == 1:
+                return logits.loss(labels, token_weights.of_loss(self, labels))
+            # Multi-token prediction in get_logprobs (since 0.19) hands the whole vocabulary to a loss that
+            # takes one rank's part. What comes of that is Megatron's.
+            logits = logits.materialise()
         layer = getattr(self, "output_layer", None)
         adopted: FusedCEConfig | None = getattr(layer, "fused_ce_config", None)
         if adopted is not None:

@@ -67,8 +67,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
         num_parts = self.tp_group.size() if self.sequence_parallel else 1
-        shape = (input_.shape[0] * num_parts, input_.shape[1], self.output_size_per_partition)
-        return DeferredLogits(self, input_, weight, torch.Size(shape)), None
+        vocabulary = self.output_size if gathers else self.output_size_per_partition
+        shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))
+        dtype = getattr(self, "output_dtype", None)  # --output-logit-dtype
+        return DeferredLogits(self, input_, weight, shape, gathers, dtype), None
 
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
@@ -83,10 +85,17 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             accuracy.remember(loss, counts, token_weights.unknown, self.tp_group.rank())
         return LossAndArgmax(loss, request.local_max, request.local_argmax)
 
+    def fused_log_probs(self, deferred: DeferredLogits, labels: Tensor) -> Tensor:
+        """Log-probabilities ``[b, s]`` (fp32) of ``labels`` in the vocabulary: the loss's negative."""
+        stock_path.refuse_log_probs(self.fused_ce_config)
+        unknown = TokenWeights(None, "get_logprobs' caller weighs each token as it likes")
+        return self.fused_loss(deferred, labels, unknown).loss.neg()
+
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
-        logits: Tensor = super().__call__(deferred.hidden, weight=deferred.weight)[0]
-        return logits
+        gathers = deferred.gathered or None
+        logits, _ = super().__call__(deferred.hidden, weight=deferred.weight, runtime_gather_output=gathers)
+        return logits  # type: ignore[no-any-return]
 
     def forward(
         self,

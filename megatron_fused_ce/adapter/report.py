@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logits_backend, versions
+from megatron_fused_ce import logits_backend, planner, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -86,14 +86,23 @@ def adopted(model: Any, megatron_args: Any) -> None:
     if not _tells_totals and _speaks(layer.tp_group.rank()):
         _tells_totals = True
         atexit.register(_say_totals)
+    # The weight's, not config.params_dtype: a YAML launch leaves that unset.
+    weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+    dtype = _dtype(model.config, weight)
+    trains_by_rl = bool(getattr(megatron_args, "perform_rl_step", False))
+    if trains_by_rl:
+        of_logits = str(getattr(layer, "output_dtype", None) or dtype).removeprefix("torch.")
+        say_once(
+            layer.tp_group.rank(),
+            f"get_logprobs makes no logits; its log-probabilities are {of_logits} on every pipeline "
+            "stage, as without the flag; generation stays on Megatron's own path",
+        )
     if all(hasattr(megatron_args, name) for name in ("seq_length", "micro_batch_size")):
         context_parallel = getattr(megatron_args, "context_parallel_size", 1) or 1
         tokens = megatron_args.seq_length * megatron_args.micro_batch_size // context_parallel
-        # The weight's, not config.params_dtype: a YAML launch leaves that unset.
-        weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
         # Stand-ins with what the choice of the logits backend looks at.
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        hidden = torch.empty(1, layer.input_size, dtype=_dtype(model.config, weight), device=device)
+        hidden = torch.empty(1, layer.input_size, dtype=dtype, device=device)
         score, why = _logits_backend(layer, hidden, hidden.expand(layer.output_size_per_partition, -1))
         layer._fused_ce_expected = plan(
             _plan_inputs(
@@ -102,8 +111,8 @@ def adopted(model: Any, megatron_args: Any) -> None:
                 hidden.dtype,
                 score,
                 _wgrad_accumulator_to_be(layer, weight, megatron_args),
-                # As pretrain_gpt.py calls its model; the first evaluation knows.
-                token_weights_known=True,
+                # As pretrain_gpt.py and train_rl.py call their models; the first evaluation knows.
+                token_weights_known=not trains_by_rl,
                 uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
             )
         )
@@ -175,9 +184,13 @@ def _plan_inputs(
         tp_size=tp_size,
         wgrad_accumulator=wgrad_accumulator,
         logits_backend=score,
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        device=_device_name(),
         **facts,
     )
+
+
+def _device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, before: str = "on") -> None:
@@ -196,6 +209,13 @@ def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, bef
         notes.append("logits backend gemm_rows (asked for)")
     elif why_not_exp:
         notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not_exp}")
+    device = _device_name()
+    if device != "cpu" and planner.row_of(device) is planner.UNKNOWN_DEVICE:
+        measured = ", ".join(row.name for row in planner.DEVICES)
+        notes.append(
+            f"no constants measured on this GPU ({device}), only on {measured}: "
+            "python -m megatron_fused_ce sweep finds its best chunks"
+        )
     if config.skip_masked:
         notes.append("masked tokens are skipped, the sizes are for none")
     if config.loss_options:

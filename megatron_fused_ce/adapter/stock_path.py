@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_fused_ce.adapter import token_weights
+from megatron_fused_ce.adapter import deferred_logits, token_weights
 from megatron_fused_ce.config import FusedCEConfig
 
 #: Model classes whose head is understood, by name: they are found in different modules in different
@@ -100,6 +100,30 @@ def refuse_options(config: FusedCEConfig, reason: str) -> None:
         )
 
 
+def refuse_log_probs(config: FusedCEConfig) -> None:
+    """Raise where ``config`` asks for a loss that is not the negative log-probability of its label.
+
+    Raises:
+        ValueError: saying which options.
+    """
+    if config.loss_options:
+        raise ValueError(
+            f"{config.loss_options}: get_logprobs' log-probabilities are those of the plain softmax that "
+            "Megatron samples from, and the head's loss would be another. Leave these options out"
+        )
+
+
+def reason_for_log_probs(model: Any) -> str:
+    """Why ``model``, as its caller holds it, must compute logits for log-probabilities; empty where not."""
+    sharded = ("placements", "__fsdp_param__")  # of FSDP2's and Megatron-FSDP's parameters
+    if any(hasattr(parameter, name) for parameter in model.parameters() for name in sharded):
+        return (
+            "get_logprobs asks for log-probabilities after the model's call, and FSDP frees weights at its "
+            "end and hooks the tensors that it returns"
+        )
+    return ""
+
+
 def refuse_accuracy(reason: str) -> None:
     """Raise where a model whose accuracy was asked for has no head that could count it.
 
@@ -117,8 +141,8 @@ def reason_at_call(layer: Any, hidden: Any, gather_output: bool) -> str | None:
     no_loss = token_weights.why_no_loss(layer)
     if no_loss:
         return no_loss
-    if gather_output:
-        return "the caller gathers the logits (runtime_gather_output)"
+    if gather_output and deferred_logits.why_caller_needs_logits():
+        return deferred_logits.why_caller_needs_logits()
     if layer.sequence_parallel != layer.fused_ce_sequence_parallel:
         return "inference turned sequence parallelism off for this call"
     if hidden.dim() != 3:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import arguments, model_guard, phase_report, switch
+from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce.adapter import arguments, model_guard, phase_report, report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -94,7 +94,7 @@ def test_a_metric_of_logits_leaves_their_gradient(deferred):
     """Real logits first made under no_grad, for a metric, and then used by a loss."""
     weight = torch.ones(6, requires_grad=True)
     deferred.head.stock_logits = lambda of: deferred.head.logits * weight
-    deferred = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape, (0.5,))
+    deferred = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape) * 0.5
     with torch.no_grad():
         deferred.float().mean()
     deferred.square().sum().backward()
@@ -131,6 +131,106 @@ def test_acceptance_counts_are_served_from_the_fused_pass(deferred):
     assert (materialised(), megatron_fused_ce.counters().fused) == (0, 1)
     assert torch.equal(deferred.max(dim=0).values, deferred.head.logits.max(dim=0).values)
     assert materialised() == 1
+
+
+@pytest.fixture
+def gathered(deferred):
+    """What Megatron's models return where ``returned_to_caller`` is open: ``[b, s, V]``."""
+    made = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape, gathered=True)
+    return made.transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("use", "scale", "positions", "dtype"),
+    [
+        (lambda z: z, 1.0, slice(None), torch.float32),
+        (lambda z: z[:, :-1], 1.0, slice(-1), torch.float32),
+        (lambda z: (z * 3)[:, :-1, :] / 1.5, 2.0, slice(-1), torch.float32),
+        (lambda z: z.float()[:, 1:][:, ::2], 1.0, slice(1, None, 2), torch.float32),
+    ],
+)
+def test_log_probs_of_what_is_remembered(gathered, use, scale, positions, dtype):
+    """Labels and log-probabilities of the positions that are left, of the whole sequence in the head."""
+    seen = []
+
+    def fused_log_probs(deferred, labels):
+        seen.append((deferred.logit_scale, labels))
+        return torch.arange(8.0).view(2, 4)
+
+    gathered.head.fused_log_probs = fused_log_probs
+    left = use(gathered)
+    labels = torch.arange(8).view(2, 4)[:, positions] + 1
+    assert left.shape == (*labels.shape, 6) and left.dtype == dtype
+    log_probs = left.log_probs(labels)
+    assert torch.equal(log_probs, torch.arange(8.0).view(2, 4)[:, positions])
+    assert log_probs._base is None  # pipeline schedules free no view
+    (given,) = seen
+    assert given[0] == scale and given[1].shape == (2, 4) and torch.equal(given[1][:, positions], labels)
+    assert (materialised(), megatron_fused_ce.counters().fused) == (0, 1)
+    # Real ones after all: what the same steps make of the layer's.
+    assert torch.equal(left.exp(), use(gathered.head.logits.transpose(0, 1)).exp())
+    assert materialised() == 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda z: z.transpose(1, 2),
+        lambda z: z[0],
+        lambda z: z[:, -1],
+        lambda z: z[:1, :-1],
+        lambda z: z[:, :, :3],
+        lambda z: z[..., :-1, :],
+        lambda z: z[:, torch.tensor([0, 2])],
+        lambda z: z[z > 0],
+        lambda z: z / torch.tensor([[2.0], [3.0], [1.0], [4.0]]),
+        lambda z: z.argmax(-1),
+        lambda z: z.max(dim=-1).values,
+        lambda z: (z / 2).log_softmax(-1),
+    ],
+)
+def test_any_other_use_of_gathered_logits(gathered, use):
+    real = gathered.head.logits.transpose(0, 1)
+    assert torch.equal(use(gathered), use(real))
+    assert materialised() == 1
+
+
+def test_log_probs_that_only_real_logits_have(gathered, deferred):
+    labels = torch.zeros(2, 4, dtype=torch.long)
+    assert gathered.log_probs(labels[:, 1:]) is None  # not one label for each position
+    assert gathered.transpose(0, 1).log_probs(labels) is None
+    assert deferred.log_probs(labels) is None  # of this rank's part of the vocabulary
+    assert materialised() == 0
+
+
+def test_train_rls_functions_are_patched(monkeypatch, deferred):
+    """By the import hook, also where train_rl.py has one by name already; deferred logits never get out."""
+    from megatron_fused_ce.adapter import deferred_logits, import_hook
+
+    rl_utils, train_rl = types.ModuleType("megatron.rl.rl_utils"), types.ModuleType("train_rl")
+    model = torch.nn.Linear(1, 1)
+
+    def get_logprobs(model, gathers):
+        assert deferred_logits.why_caller_needs_logits() == ""
+        made = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape, gathered=gathers)
+        return rl_utils.selective_log_softmax(made, None) if gathers else made
+
+    rl_utils.get_logprobs = train_rl.get_logprobs = get_logprobs
+    rl_utils.selective_log_softmax = lambda logits, index: logits.log_softmax(-1)
+    for module in (rl_utils, train_rl):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(DeferredLogits, "log_probs", lambda self, index: "served")
+    monkeypatch.setattr(import_hook, "_asked_for", None)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    import_hook.install(lambda: False)
+    for caller in (train_rl, rl_utils):
+        assert caller.get_logprobs(model, gathers=True) == "served"
+        assert caller.get_logprobs(model=model, gathers=False) is deferred.head.logits
+    monkeypatch.setattr(DeferredLogits, "log_probs", lambda self, index: None)
+    expected = deferred.head.logits.log_softmax(-1)
+    assert torch.equal(train_rl.get_logprobs(model, True), expected)
+    assert torch.equal(rl_utils.selective_log_softmax(deferred.head.logits, None), expected)
+    assert "gathers the logits" in deferred_logits.why_caller_needs_logits()
 
 
 def test_flags_in_a_group_of_their_own():
@@ -561,3 +661,18 @@ def test_what_can_mismatch_is_known_before_its_first_use(options, expected):
     model.output_layer = torch.nn.Linear(2, 2)
     model_guard.adopt(model, model.output_layer, FusedCEConfig(**options))
     assert model_guard.guard_of(model.output_layer).expected is expected
+
+
+@pytest.mark.parametrize(
+    ("device", "told"), [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA H200", False), ("cpu", False)]
+)
+def test_a_gpu_that_nobody_measured_is_told(device, told, monkeypatch, capsys):
+    monkeypatch.setattr(report, "_device_name", lambda: device)
+    monkeypatch.setattr(report, "_speaks", lambda rank: True)
+    layer = types.SimpleNamespace(
+        tp_group=types.SimpleNamespace(rank=lambda: 0), fused_ce_config=FusedCEConfig()
+    )
+    chosen = planner.plan(planner.PlanInputs(8192, 4096, 128256, device=device))
+    report._say_plan(layer, chosen, 2**31, "")
+    said = capsys.readouterr()
+    assert (f"no constants measured on this GPU ({device}), only on H200" in said.out + said.err) == told

@@ -147,6 +147,25 @@ def test_each_reason_at_a_call():
         assert at_call() == "inference mode, and no labels in the model's call"
 
 
+def test_gathered_logits_are_deferred_for_their_log_probs_alone():
+    """FSDP's models return real ones: weights are gone, and hooks lost, after the model's call."""
+    from megatron_fused_ce.adapter import deferred_logits
+
+    model = torch.nn.Linear(2, 2)
+    with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
+        assert at_call(gather_output=True) is None
+    assert "runtime_gather_output" in at_call(gather_output=True)
+    for mark in ("placements", "__fsdp_param__"):
+        model = torch.nn.Linear(2, 2)
+        setattr(model.bias, mark, True)
+        with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
+            assert "FSDP frees weights" in at_call(gather_output=True)
+    stock_path.refuse_log_probs(FusedCEConfig(logit_scale=0.5, skip_masked=True))
+    for options in ({"label_smoothing": 0.1}, {"logit_softcap": 30.0}, {"ignore_index": -100}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: get_logprobs' log-probabilities"):
+            stock_path.refuse_log_probs(FusedCEConfig(**options))
+
+
 def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
     from megatron_fused_ce.adapter import output_layer, report
     from megatron_fused_ce.adapter.switch import counters

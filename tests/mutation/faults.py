@@ -41,6 +41,7 @@ HEAD = "tests/parallel/test_head.py -k '2ranks and not scaled_exp'"
 CALLS = "tests/parallel/test_head_calls.py"
 MISMATCH = "tests/parallel/test_upstream_mismatch.py"
 MODELS = "tests/parallel/test_models.py"
+TRAIN_RL = "tests/parallel/test_train_rl.py"
 
 FAULTS = (
     # One token's maths.
@@ -509,9 +510,23 @@ FAULTS = (
     Fault(
         "a second multiplier of the logits replaces the first",
         f"{PACKAGE}/adapter/deferred_logits.py",
-        "(*self.scales, float(other))",
-        "(float(other),)",
+        "logit_scale=self.logit_scale * other)",
+        "logit_scale=other)",
         (f"{ADAPTER} -k scales_are_remembered",),
+    ),
+    Fault(
+        "log-probabilities of a model called under no_grad have a gradient",
+        f"{PACKAGE}/adapter/deferred_logits.py",
+        "torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled())",
+        "torch.set_grad_enabled(torch.is_grad_enabled())",
+        (f"{TRAIN_RL} -k 'gpt-2ranks'",),
+    ),
+    Fault(
+        "a loss takes the whole vocabulary's logits for one rank's",
+        f"{PACKAGE}/adapter/language_module.py",
+        "if not logits.gathered or self.output_layer.tp_group.size() == 1:",
+        "if True:",
+        (f"{TRAIN_RL} -k mtp",),
     ),
     Fault(
         "a tied embedding's gradient is summed with memory",

@@ -25,6 +25,7 @@ from megatron_fused_ce import (
     row_ops_torch,
 )
 from megatron_fused_ce.loss_form import LossForm
+from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.row_ops import merge_extra, merge_shards
 from megatron_fused_ce.testing.reference import (
     UNIT_32,
@@ -256,9 +257,11 @@ def test_one_way_against_another(problem, other, order):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is off where there is a GPU")
 @share(0.08)
-@given(problems(), st.booleans())
-def test_triton_kernels(problem, exponentiating):
-    """Row kernels with every option, and the scaled-exp GEMM, by Triton's interpreter."""
+@given(problems(), st.booleans(), st.booleans())
+def test_triton_kernels(problem, exponentiating, negated):
+    """Row kernels with every option, and the scaled-exp GEMM, by Triton's interpreter; also of a negated
+    log-probability with its gradient, where that is the loss.
+    """
     problem = replace(problem, b=1, config=replace(problem.config, row_backend="triton"))
     if exponentiating:
         options = {name: getattr(FusedCEConfig(), name) for name in ("z_loss", "logit_softcap")}
@@ -276,4 +279,16 @@ def test_triton_kernels(problem, exponentiating):
         # fp32, which it serves here alone, shows that in gradients that are small differences.
         assume(float(largest_logits(problem.inputs()).max()) < 2.0**6)
     tried("scaled-exp GEMM" if exponentiating else "row kernels", problem)
-    check(problem, run(problem, loss_of), definition(problem))
+    head = loss_of
+    if negated and not problem.config.z_loss and not problem.config.label_smoothing:
+        if problem.config.strategy == "grad_in_forward":
+            problem = replace(problem, config=replace(problem.config, strategy="auto"))
+        head = neg_log_prob
+    check(problem, run(problem, head), definition(problem))
+
+
+def neg_log_prob(*args, **options):
+    """The loss as two outputs whose upstream gradients add up."""
+    options["token_weights"] = None  # those of the loss, whose upstream is another one here
+    made = linear_cross_entropy(*args, outputs=("log_prob",), differentiable=True, **options).outputs
+    return {"loss": -1.5 * made.log_prob - 0.5 * made.loss}

@@ -292,15 +292,21 @@ def test_ids_that_fp32_cannot_hold():
 def test_which_outputs_leave_the_exponentiating_product(device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     by_name = FusedCEConfig(logits_backend="scaled_exp")
-    assert choose(by_name, x, x, RequestedOutputs(("lse", "predicted", "correct")))[0].name == "scaled_exp"
-    for asked, words in (
-        (RequestedOutputs(("entropy",)), "entropy"),
-        (RequestedOutputs(("lse",), differentiable=True), "outputs with gradients"),
-        (RequestedOutputs(soft=True), "teacher"),
+    with_z_loss = replace(by_name, z_loss=1e-4)
+    for asked in (
+        RequestedOutputs(("lse", "predicted", "correct")),
+        RequestedOutputs(("log_prob", "predicted"), differentiable=True),
+    ):
+        assert choose(by_name, x, x, asked)[0].name == "scaled_exp"
+    for config, asked, words in (
+        (by_name, RequestedOutputs(("entropy",)), "entropy"),
+        (by_name, RequestedOutputs(("log_prob", "lse"), differentiable=True), "lse with a gradient"),
+        (with_z_loss, RequestedOutputs(("log_prob",), differentiable=True), "log_prob with a gradient"),
+        (by_name, RequestedOutputs(soft=True), "teacher"),
     ):
         with pytest.raises(ValueError, match=words):
-            choose(by_name, x, x, asked)
-        assert choose(FusedCEConfig(), x, x, asked)[0].name == "gemm_rows"
+            choose(config, x, x, asked)
+        assert choose(replace(config, logits_backend="auto"), x, x, asked)[0].name == "gemm_rows"
 
 
 # Distillation

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import megatron
+from tests.support import megatron, rl_utils
 from tests.support.megatron import (
     BATCH,
     SEQUENCE,
@@ -264,6 +264,40 @@ def test_accuracy_beside_the_loss(rank: Rank, sharding):
         training.model.zero_grad_buffer()
         reports = megatron.run_schedule(training.model, batches, alone, forward_only)
         megatron.check_accuracy(reports, batches, corrects)
+
+
+@on_ranks(*BOTH)
+@pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
+def test_log_probs_of_a_sharded_model(rank: Rank, sharding):
+    """Megatron's own: after the model's call weights are sharded again, and hooks wait for its output."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import rl_logprobs
+
+    def step(how: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
+        training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
+        training.model.zero_grad_buffer()
+        tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=training.generator).to(rank.device)
+        positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
+        log_probs = rl_utils.get_logprobs(training.model, tokens, positions)
+        log_probs.mean().backward()
+        training.model.finish_grad_sync()
+        return log_probs.detach(), torch.as_tensor(training.optimizer.step()[1])
+
+    have_groups(1)
+    megatron_fused_ce.disable()
+    expected = step(Sharding())
+    counters = megatron_fused_ce.counters()
+    counters.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_logprobs", "selective_log_softmax"):
+            patch.setattr(rl_utils, name, getattr(rl_utils, name))
+        rl_logprobs.patch(rl_utils)
+        megatron_fused_ce.enable()
+        got = step(sharding)
+    megatron_fused_ce.disable()
+    assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 1)
+    for value, right in zip(got, expected, strict=True):
+        assert (value - right).norm() <= BOUND * right.norm() > 0
 
 
 @on_ranks(*BOTH)

@@ -31,6 +31,7 @@ from tests.support.megatron import (
     needs_core,
     of_core,
     positions_and_mask,
+    rollout,
     run_schedule,
     takes_mask,
 )
@@ -363,17 +364,18 @@ def test_start_up_line(rank: Rank):
     import argparse
 
     import megatron_fused_ce
-    from megatron_fused_ce.adapter import arguments
+    from megatron_fused_ce.adapter import arguments, report
     from megatron_fused_ce.planner import size_in_words
 
-    sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH)
+    sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH, perform_rl_step=True)
     said = io.StringIO()
     have_groups(rank.size)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(arguments, "megatron_args", lambda: sizes)
+        patch.setattr(report, "_said", set())
         config = megatron_fused_ce.FusedCEConfig("recompute", num_chunks=3, logits_backend="gemm_rows")
         megatron_fused_ce.enable(config)
-        for dtype in (torch.float32, None):
+        for dtype in (torch.float32, None, torch.bfloat16):
             build(Model(dtype=dtype), rank)
         build(Model(tied=True), rank)
         megatron_fused_ce.disable()
@@ -389,8 +391,11 @@ def test_start_up_line(rank: Rank):
         peak_bytes += 64 * 2**20  # cuBLAS, forward and backward
     expected = f"strategy recompute (asked for), 3 chunks of {tokens // 3} tokens; "
     expected += f"about {size_in_words(peak_bytes)} for the head"
-    assert len(lines) == 3
-    assert all(expected in line for line in lines), lines
+    assert len(lines) == 4
+    assert all(expected in line for line in (*lines[:2], lines[3])), lines
+    for dtype in ("float32", "bfloat16"):  # of train_rl.py, once each
+        words = f"get_logprobs makes no logits; its log-probabilities are {dtype} on every pipeline stage"
+        assert said.getvalue().count(words) == 1
 
 
 @on_ranks(*MODELS)
@@ -504,8 +509,6 @@ def test_accuracy_that_cannot_be_had(rank: Rank):
 @pytest.mark.parametrize(("mtp", "strategy"), [(0, "recompute"), (1, "grad_in_forward")])
 def test_generation_and_evaluation(rank: Rank, mtp, strategy):
     """A rollout step is Megatron's; a labelled evaluation under inference mode is fused, options and all."""
-    from megatron.core.inference.contexts import StaticInferenceContext
-
     import megatron_fused_ce
 
     have_groups(rank.size)
@@ -513,21 +516,6 @@ def test_generation_and_evaluation(rank: Rank, mtp, strategy):
     model = Model(mtp=mtp)
     off = build(model, rank)
     counters = megatron_fused_ce.counters()
-
-    def rollout(built: Any) -> Any:
-        gathers = {"runtime_gather_output": True}
-        context = functools.partial(StaticInferenceContext, BATCH, SEQUENCE)
-        engine: Any = contextlib.nullcontext
-        if core_version() >= (0, 19):
-            from megatron.core.inference.utils import InferenceMode
-
-            engine = InferenceMode.active
-        built.eval()
-        with torch.inference_mode(), engine():
-            logits = forward(built, rank, False, inference_context=context(), **gathers)
-        with torch.no_grad(), engine():
-            forward(built, rank, False, inference_context=context(), **gathers)
-        return logits
 
     def evaluation(built: Any, mask: torch.Tensor) -> torch.Tensor:
         built.eval()
@@ -547,7 +535,7 @@ def test_generation_and_evaluation(rank: Rank, mtp, strategy):
         can_roll_out = not mtp or core_version() >= (0, 19)
         for _ in range(2):
             if can_roll_out:
-                torch.testing.assert_close(rollout(on), rollout(off))
+                torch.testing.assert_close(rollout(on, rank), rollout(off, rank))
             loss, expected = evaluation(on, mask), evaluation(off, mask)
             if "z_loss" not in options:
                 torch.testing.assert_close(loss * mask, expected * mask)

@@ -44,6 +44,7 @@ class Pipeline:
     fused_wgrad: bool = False
     overlap: bool = False
     strategy: str = "recompute"
+    dtype: torch.dtype = torch.float32
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -58,6 +59,7 @@ def build(pipeline: Pipeline, rank: Rank) -> list[Any]:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module
 
     if pipeline.fused_wgrad:
         needs_fused_wgrad()
@@ -72,7 +74,9 @@ def build(pipeline: Pipeline, rank: Rank) -> list[Any]:
         virtual_pipeline_model_parallel_size=pipeline.virtual if pipeline.virtual > 1 else None,
         overlap_p2p_comm=pipeline.virtual > 1,
         batch_p2p_comm=pipeline.virtual == 1,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=pipeline.dtype,
+        params_dtype=pipeline.dtype,
+        bf16=pipeline.dtype == torch.bfloat16,
         deallocate_pipeline_outputs=True,
         sequence_parallel=pipeline.sequence_parallel,
         mtp_num_layers=pipeline.mtp or None,
@@ -101,8 +105,10 @@ def build(pipeline: Pipeline, rank: Rank) -> list[Any]:
                 mtp_block_spec=mtp_spec,
                 position_embedding_type="rope",
                 vp_stage=of["vp_stage"],
-            ).to(rank.device)
+            ).to(rank.device, pipeline.dtype)
         )
+    if config.bf16:
+        stages = [Float16Module(config, stage) for stage in stages]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=pipeline.overlap, bucket_size=1
     )

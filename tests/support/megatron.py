@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -244,6 +245,24 @@ def forward(built: Any, rank: Rank, labels: bool, **kwargs: Any) -> Any:
     ids = torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE).to(rank.device) % VOCAB
     targets = ids.roll(-1, 1) if labels else None
     return built(ids, *positions_and_mask(rank), labels=targets, **kwargs)
+
+
+def rollout(built: Any, rank: Rank) -> torch.Tensor:
+    """Gathered logits of two generation steps of Megatron's: under inference mode, and under ``no_grad``."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    engine: Any = contextlib.nullcontext
+    if core_version() >= (0, 19):
+        from megatron.core.inference.utils import InferenceMode
+
+        engine = InferenceMode.active
+    built.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), engine():
+            context = StaticInferenceContext(BATCH, SEQUENCE)
+            logits = forward(built, rank, False, inference_context=context, runtime_gather_output=True)
+    assert isinstance(logits, torch.Tensor)
+    return logits
 
 
 class Batch(NamedTuple):

@@ -1,0 +1,60 @@
+"""Megatron-LM's ``train_rl.py``: log-probabilities of tokens without their logits.
+
+``megatron.rl.rl_utils.get_logprobs`` calls the model for the logits of the whole vocabulary, and hands those
+of all positions but the last to ``selective_log_softmax``: so in 0.15 to 0.19 and main. Both are patched.
+While the first runs its model returns deferred logits, and the second evaluates them. Nothing else sees
+deferred logits: generation, the check of copied weights and callers unknown here get real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from megatron_fused_ce.adapter import deferred_logits, stock_path
+from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
+
+
+def patch(module: Any) -> None:
+    """Wrap both functions of ``rl_utils``, the first also where it was imported by name before."""
+    stock_get_logprobs = getattr(module, "get_logprobs", None)
+    stock_log_softmax = getattr(module, "selective_log_softmax", None)
+    if stock_get_logprobs is None or stock_log_softmax is None:
+        return  # the logits are real then, and the head says why once
+
+    @wraps(stock_get_logprobs)
+    def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
+            return deferred_logits.real(stock_get_logprobs(model, *args, **kwargs))
+
+    @wraps(stock_log_softmax)
+    def selective_log_softmax(logits: Any, index: Tensor) -> Any:
+        log_probs = logits.log_probs(index) if isinstance(logits, DeferredLogits) else None
+        if log_probs is not None:
+            return log_probs
+        return stock_log_softmax(deferred_logits.real(logits), index)
+
+    module.selective_log_softmax = selective_log_softmax
+    other: Any
+    for other in (module, *sys.modules.values()):
+        if getattr(other, "__dict__", {}).get("get_logprobs") is stock_get_logprobs:
+            other.get_logprobs = get_logprobs
+
+
+def patch_upcast(module: Any) -> None:
+    """Let ``Float16Module`` upcast deferred logits too, where its caller does not ask it to leave that out.
+
+    ``get_logprobs`` does ask, in half precision.
+    """
+    stock_upcast = getattr(module, "float16_to_fp32", None)
+    if stock_upcast is None:
+        return
+
+    @wraps(stock_upcast)
+    def float16_to_fp32(value: Any) -> Any:
+        return value.float() if isinstance(value, DeferredLogits) else stock_upcast(value)
+
+    module.float16_to_fp32 = float16_to_fp32
