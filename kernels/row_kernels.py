@@ -102,6 +102,7 @@ def _add_block(
     label,  # int32, -1 where not here
     logit_scale,
     softcap,
+    inv_temperature,
     running_max,
     sums,  # [BLOCK], of exponentials relative to running_max (0 while that is -inf)
     weighted,  # [BLOCK] or scalar
@@ -113,6 +114,7 @@ def _add_block(
     WITH_SUM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
 ):
     """One block of columns into what is kept of a row, slot by slot: one reduction a block, the maximum."""
     columns = start + tl.arange(0, BLOCK)
@@ -124,6 +126,8 @@ def _add_block(
     if SOFTCAP:
         tanh, _ = tanh_and_grad(z / softcap)
         z = softcap * tanh
+    if TEMPERATURE:
+        z = z * inv_temperature
     if WITH_SUM:
         logit_sums += z  # 0 outside
     if RAGGED:
@@ -162,6 +166,7 @@ def _row_statistics_kernel(
     target_prob_ptr,  # [k, C] fp32
     target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.ExtraStatistics
     valid_columns_ptr,  # [1] int64: how many columns are valid
+    inv_temperature_ptr,  # [C] fp32
     row_stride,
     num_rows,
     num_columns,
@@ -175,6 +180,7 @@ def _row_statistics_kernel(
     TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
 ):
     """One program per row: online maximum and sums, the label's column left out of those."""
     row = tl.program_id(0).to(tl.int64)
@@ -184,6 +190,7 @@ def _row_statistics_kernel(
     label = tl.load(label_ptr + row)
     here = (label >= 0) & (label < num_columns)
     label = tl.where(here, label, -1).to(tl.int32)
+    inv_temperature = tl.load(inv_temperature_ptr + row) if TEMPERATURE else 1.0
     running_max = tl.full((), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32) if WEIGHTED else tl.full((), 0.0, tl.float32)
@@ -192,20 +199,22 @@ def _row_statistics_kernel(
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         running_max, sums, weighted, logit_sums, best = _add_block(
-            row_ptr, start, num_columns, label, logit_scale, softcap,
+            row_ptr, start, num_columns, label, logit_scale, softcap, inv_temperature,
             running_max, sums, weighted, logit_sums, best,
-            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP,
+            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE,
         )  # fmt: skip
     if whole < num_columns:
         running_max, sums, weighted, logit_sums, best = _add_block(
-            row_ptr, whole, num_columns, label, logit_scale, softcap,
+            row_ptr, whole, num_columns, label, logit_scale, softcap, inv_temperature,
             running_max, sums, weighted, logit_sums, best,
-            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP,
+            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE,
         )  # fmt: skip
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
         tanh_label, _ = tanh_and_grad(label_logit / softcap)
         label_logit = softcap * tanh_label
+    if TEMPERATURE:
+        label_logit = label_logit * inv_temperature
     if WITH_SUM:
         tl.store(sum_ptr + row, tl.sum(logit_sums, axis=0))
     if WEIGHTED:
@@ -240,6 +249,7 @@ def _row_gradients_kernel(
     target_id_ptr,  # [k, C] int64
     target_prob_ptr,  # [k, C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
+    inv_temperature_ptr,  # [C] fp32
     row_stride,
     out_row_stride,
     smoothing_stride,
@@ -254,6 +264,7 @@ def _row_gradients_kernel(
     TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
 ):
     """One program per row and block of columns; each element is read once, then written."""
     row = tl.program_id(0).to(tl.int64)
@@ -272,6 +283,8 @@ def _row_gradients_kernel(
     if SOFTCAP:
         tanh, softcap_grad = tanh_and_grad(z / softcap)
         z = softcap * tanh
+    if TEMPERATURE:
+        z = z * tl.load(inv_temperature_ptr + row)
     e = _exp(z - row_max, logits_ptr.dtype.element_ty == tl.float32)
     if WITH_ENTROPY:
         entropy_scale = tl.load(entropy_scale_ptr + row)
@@ -327,6 +340,7 @@ def row_statistics(
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap; without targets
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit (fp32)."""
     num_rows, num_columns = logits.shape
@@ -345,6 +359,7 @@ def row_statistics(
             *((local_labels, shard) if targets is None else targets),
             of_targets,
             local_labels if form.valid_columns is None else form.valid_columns,
+            shard if inv_temperature is None else inv_temperature,
         ),
         (
             *(logits.stride(0), num_rows, num_columns, num_targets),
@@ -357,6 +372,7 @@ def row_statistics(
         TARGETS=padded_targets,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
+        TEMPERATURE=inv_temperature is not None,
     )
     target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
     return RowStatistics(shard, argmax, ExtraStatistics(logit_sum, weighted, target_sum, target_mass))
@@ -370,6 +386,7 @@ def row_gradients(
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
+    inv_temperature: Tensor | None = None,  # [C] fp32; ``terms`` have its factor of the gradient
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
@@ -385,6 +402,7 @@ def row_gradients(
             unused if terms.smoothing_per_class is None else terms.smoothing_per_class,
             *((local_labels, unused) if targets is None else targets),
             local_labels if form.valid_columns is None else form.valid_columns,
+            unused if inv_temperature is None else inv_temperature,
         ),
         (
             *(
@@ -400,5 +418,6 @@ def row_gradients(
         TARGETS=padded_targets,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
+        TEMPERATURE=inv_temperature is not None,
     )
     return out

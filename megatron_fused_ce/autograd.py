@@ -57,16 +57,18 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # grad_in_forward made are handed over by the first backward.
             ctx.context, ctx.gradients = context, saved.gradients
             ctx.token_shape = targets.labels.shape
-            entropy = outputs.entropy if spec.form.differentiable else None
+            entropy = outputs.entropy if "entropy" in spec.form.differentiable else None
             # Gradients made in the forward need the hidden states no more.
             reread = flat if saved.gradients is None else None
             once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
-            ctx.save_for_backward(*once, saved.last_hidden, saved.matrix, *tensors)
+            ctx.save_for_backward(*once, targets.inv_temperature, saved.last_hidden, saved.matrix, *tensors)
         outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
         of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
-        without_grad = [*of_shard, outputs.predicted, outputs.correct]
-        if not spec.form.differentiable:
-            without_grad += [outputs.log_prob, outputs.lse, outputs.entropy]
+        beside_the_loss = outputs._asdict().items()
+        without_grad = [
+            *of_shard,
+            *(made for name, made in beside_the_loss if name not in ("loss", *spec.form.differentiable)),
+        ]
         ctx.mark_non_differentiable(*(tensor for tensor in without_grad if tensor is not None))
         return *of_shard, *outputs
 
@@ -76,7 +78,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         grad_outputs = grads[2:6]  # no gradient comes for predicted and correct
         if all(grad is None for grad in grad_outputs):
             return (None,) * 5
-        hidden, weight, ignored, ids, probs, entropy, last_hidden, matrix, *chunks = ctx.saved_tensors
+        hidden, weight, ignored, ids, probs, entropy, *others = ctx.saved_tensors
+        inv_temperature, last_hidden, matrix, *chunks = others
         saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients, matrix)
         ctx.gradients = None
         soft, device = None if ids is None else SoftTargets(ids, probs), weight.device
@@ -91,6 +94,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     hidden,
                     weight,
                     soft,
+                    inv_temperature,
                     saved,
                     upstream,
                     needs_grad=ctx.needs_input_grad[:2],

@@ -36,7 +36,7 @@ from megatron_fused_ce.loss_form import LossForm, TeacherTargets
 from megatron_fused_ce.masked_tokens import Count
 from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
-from megatron_fused_ce.validation import check_call, check_requested
+from megatron_fused_ce.validation import check_call, check_requested, check_temperature
 from megatron_fused_ce.vocab_parallel import (
     GroupHistory,
     Settled,
@@ -65,9 +65,15 @@ class Arguments(NamedTuple):
     config: FusedCEConfig = DEFAULT_CONFIG
     #: see :func:`.op.fused_linear_token_outputs`
     outputs: tuple[str, ...] = ()
-    differentiable: bool = False
+    differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
     #: see :func:`.op.fused_linear_distillation`; the labels are then outside the vocabulary
     teacher: TeacherTargets | None = None
+    #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
+    temperature: float | Tensor = 1.0
+    zero_unknown: bool = False
+    reduce_grad_hidden: bool = True
+    #: what the caller found wrong with its own arguments, to be raised on every rank
+    caller_error: Exception | None = None
     #: also give each token's largest logit in this shard and its row
     with_argmax: bool = False
     #: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these token weights;
@@ -142,6 +148,8 @@ def _key(args: Arguments) -> Hashable | None:
     Under a CUDA graph's capture none is: the loss form's constants would be the graph's.
     """
     hidden, weight, labels, weights = args.hidden, args.weight, args.labels, args.token_weights
+    if args.caller_error is not None:
+        return None
     try:
         key = (
             hidden.shape,
@@ -171,6 +179,9 @@ def _key(args: Arguments) -> Hashable | None:
             args.outputs,
             args.differentiable,
             args.teacher and args.teacher.kind,
+            _kind_of_temperature(args.temperature),
+            args.zero_unknown,
+            args.reduce_grad_hidden,
             args.with_argmax,
             args.uses_in_flight,
             args.guard.number,
@@ -185,14 +196,21 @@ def _key(args: Arguments) -> Hashable | None:
     return key
 
 
+def _kind_of_temperature(temperature: float | Tensor) -> Hashable:
+    if isinstance(temperature, Tensor):
+        return temperature.shape, temperature.dtype, temperature.device
+    return type(temperature), temperature
+
+
 def _make(args: Arguments, history: GroupHistory) -> CallSpec:
-    comm = VocabParallel.of(args.tp_group, args.sequence_parallel, args.config.merge)
+    reduces = args.reduce_grad_hidden
+    comm = VocabParallel.of(args.tp_group, args.sequence_parallel, args.config.merge, reduces)
     local = _LocalView.of(args, comm, history)
     if comm.group is not None and history.compares(local.head, args.config.debug_checks):
         settled = agree(
             comm.group,
             local.head,
-            _must_agree(args, comm, local.error),
+            must_agree(args, comm, local.error),
             local.facts,
             args.vocab_start if local.error is None else None,
             args.weight.shape[0] if local.error is None else 0,
@@ -213,6 +231,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
     cut = replace(args.config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens)
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(args, comm, settled)
+    logit_scale, softcap = at_temperature(args)
     return CallSpec(
         comm=comm,
         num_tokens=num_tokens,
@@ -222,7 +241,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
         why_not_scaled_exp=why_not,
         copies=logits_backend.must_copy(logits, args.hidden, args.weight),
         form=LossForm.of(
-            args.config,
+            replace(args.config, logit_softcap=softcap),
             num_rows=args.weight.shape[0],
             vocab_size=_vocab_size(args, comm, settled),
             vocab_start=vocab_start,
@@ -230,8 +249,9 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
             outputs=args.outputs,
             differentiable=args.differentiable,
             soft=args.teacher is not None,
+            zero_unknown=args.zero_unknown,
         ),
-        logit_scale=args.config.logit_scale,
+        logit_scale=logit_scale,
         with_argmax=args.with_argmax,
         vocab_start=vocab_start,
         needs_grad=(
@@ -239,6 +259,17 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
             needs_grad and args.weight.requires_grad,
         ),
     )
+
+
+def at_temperature(args: Arguments) -> tuple[float, float | None]:
+    """The scale of the logits and the softcap, divided by the temperature of all tokens.
+
+    That divides what the softcap leaves: ``cap * tanh(z / cap) / t`` is the softcap ``cap / t`` of ``z / t``.
+    """
+    scale, cap = args.config.logit_scale, args.config.logit_softcap
+    if isinstance(args.temperature, Tensor):
+        return scale, cap
+    return scale / args.temperature, None if cap is None else cap / args.temperature
 
 
 class _LocalView(NamedTuple):
@@ -257,24 +288,7 @@ class _LocalView(NamedTuple):
     def of(args: Arguments, comm: VocabParallel, history: GroupHistory) -> _LocalView:
         config, weight = args.config, args.weight
         try:
-            check_call(
-                args.hidden,
-                weight,
-                args.labels,
-                args.token_weights,
-                args.vocab_start,
-                comm.num_parts,
-            )
-            check_requested(
-                config,
-                weight,
-                comm.size,
-                args.outputs,
-                args.differentiable,
-                args.labels,
-                args.teacher,
-            )
-            _check_token_weights(args)
+            check_arguments(args, comm)
             head = (
                 *(args.guard.number, weight.shape, weight.dtype, weight.requires_grad),
                 config.logits_backend,
@@ -300,8 +314,47 @@ class _LocalView(NamedTuple):
         return _LocalView(None, head, None, choice, facts)
 
 
+def check_arguments(args: Arguments, comm: VocabParallel) -> None:
+    """Check what this rank was called with, by itself.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    if args.caller_error is not None:
+        raise args.caller_error
+    check_call(
+        args.hidden,
+        args.weight,
+        args.labels,
+        args.token_weights,
+        args.vocab_start,
+        comm.num_parts,
+    )
+    check_requested(
+        args.config,
+        args.weight,
+        comm.size,
+        args.outputs,
+        args.differentiable,
+        args.labels,
+        args.teacher,
+    )
+    check_temperature(args.temperature, args.labels, args.teacher)
+    if comm.sequence_parallel and not args.reduce_grad_hidden:
+        raise ValueError(
+            "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
+            "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
+        )
+    _check_token_weights(args)
+
+
 def _choose(args: Arguments, why_not_here: str) -> tuple[LogitsBackend, str]:
-    requested = RequestedOutputs(args.outputs, args.differentiable, args.teacher is not None)
+    requested = RequestedOutputs(
+        args.outputs,
+        args.differentiable,
+        soft=args.teacher is not None,
+        per_token_temperature=isinstance(args.temperature, Tensor),
+    )
     return logits_backend.choose(args.config, args.hidden, args.weight, requested, why_not_here)
 
 
@@ -401,16 +454,24 @@ _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
     "true_vocab_size": lambda args, comm: args.config.true_vocab_size or 0,
     "logit_precision": lambda args, comm: LOGIT_PRECISION_CHOICES.index(args.config.logit_precision),
     "skip_masked": lambda args, comm: args.config.skip_masked,
-    "outputs beside the loss": lambda args, comm: (
-        sum(2**i for i, name in enumerate(OUTPUT_CHOICES, start=1) if name in args.outputs)
-        + args.differentiable
+    "outputs beside the loss": lambda args, comm: sum(
+        2**i * (name in args.outputs) + 2 ** (i + 8) * (name in args.differentiable)
+        for i, name in enumerate(OUTPUT_CHOICES)
     ),
+    "temperature (bits; -1: per token)": lambda args, comm: (
+        -1 if isinstance(args.temperature, Tensor) else _bits(args.temperature)
+    ),
+    "zero_unknown": lambda args, comm: args.zero_unknown,
+    "reduce_grad_hidden": lambda args, comm: args.reduce_grad_hidden,
     "teacher's classes": lambda args, comm: 0 if args.teacher is None else args.teacher.ids.shape[-1],
 }
 
 
-def _must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
-    """The names alone count where this rank's arguments are bad."""
+def must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
+    """What must be equal on every rank, for :func:`.vocab_parallel.compare`.
+
+    The names alone count where this rank's arguments are bad.
+    """
     return {
         name: 0 if error is not None else int(number(args, comm))
         for name, number in _SAME_ON_ALL_RANKS.items()

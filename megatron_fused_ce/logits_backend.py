@@ -51,6 +51,7 @@ class ChunkInputs(NamedTuple):
     soft: SoftTargets | None = None  # in the labels' place
     #: whether this shard is the whole vocabulary
     alone: bool = False
+    inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
 
 
 class Scores(NamedTuple):
@@ -144,7 +145,7 @@ class GemmThenRows:
 
         def statistics() -> Scores:
             args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form, chunk.soft)
-            return Scores(self.rows.row_statistics(out, *args))
+            return Scores(self.rows.row_statistics(out, *args, chunk.inv_temperature))
 
         return statistics
 
@@ -166,7 +167,7 @@ class GemmThenRows:
         assert out is not None and terms is not None
         gradient = chunk.form.grad_coefficients(terms, upstream)
         scale, form, soft = chunk.logit_scale, chunk.form, chunk.soft
-        self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, soft)
+        self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, soft, chunk.inv_temperature)
         return LogitsGrad(out)
 
     def grad_recomputed(
@@ -208,7 +209,7 @@ class ScaledExp:
         return rows
 
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample, form, _, alone = chunk
+        tokens, weight, labels, logit_scale, sample, form, _, alone, _ = chunk
         assert sample is not None
         exp_rows = _exp_rows()
         num_columns = weight.shape[0]
@@ -258,7 +259,7 @@ class ScaledExp:
     def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
     ) -> LogitsGrad:
-        tokens, weight, labels, logit_scale, _, form, _, _ = chunk
+        tokens, weight, labels, logit_scale, _, form, *_ = chunk
         gradient = form.grad_coefficients(terms, upstream)
         self.product.gradient_product(
             tokens,
@@ -327,8 +328,9 @@ class RequestedOutputs(NamedTuple):
     """What of a call, beside its config, decides which backend can serve."""
 
     outputs: tuple[str, ...] = ()
-    differentiable: bool = False
+    differentiable: tuple[str, ...] = ()
     soft: bool = False
+    per_token_temperature: bool = False
 
 
 LOSS_ONLY = RequestedOutputs()
@@ -455,19 +457,20 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    # -smoothing_per_class is no multiple of E; gradients of lse, and of log_prob beside a z_loss, are no
-    # multiples of the loss's.
-    outputs, differentiable = requested.outputs, requested.differentiable
+    # -smoothing_per_class is no multiple of E; gradients of lse, of entropy, and of log_prob beside a z_loss
+    # are no multiples of the loss's.
+    with_grad = requested.differentiable
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
         (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
-        (differentiable and "lse" in outputs, "lse with a gradient"),
+        ("lse" in with_grad, "lse with a gradient"),
         (
-            differentiable and "log_prob" in outputs and config.z_loss > 0,
+            "log_prob" in with_grad and config.z_loss > 0,
             "log_prob with a gradient beside z_loss",
         ),
-        ("entropy" in outputs, "entropy"),
+        ("entropy" in with_grad, "entropy with a gradient"),
         (requested.soft, "the loss of a teacher's targets"),
+        (requested.per_token_temperature, "a temperature per token"),
     )
     return ", ".join(name for applies, name in names if applies)
 

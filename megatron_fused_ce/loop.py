@@ -52,6 +52,7 @@ class Targets(NamedTuple):
     soft: SoftTargets | None = None  # [k, parts, n] each; in the labels' place
     ignored: Tensor | None = None  # [parts, n] bool
     token_weights: Tensor | None = None  # [parts, n] fp32, for grad_in_forward
+    inv_temperature: Tensor | None = None  # [parts, n] fp32
 
 
 class SavedChunk(NamedTuple):
@@ -186,7 +187,7 @@ def forward(
     for chunk in context.chunks:
         labels = context.split(targets.labels, chunk)
         taken = hidden_states.take(chunk)
-        inputs = _inputs(context, chunk, taken, weight, labels, targets.soft, sample)
+        inputs = _inputs(context, chunk, taken, weight, labels, targets.soft, targets.inv_temperature, sample)
         if strategy.gathers_early and chunk.index > 1:
             hidden_states.start()
         matrix = strategy.matrix(chunk)
@@ -232,13 +233,18 @@ def _inputs(
     weight: Tensor,
     labels: Tensor,  # [C]
     soft: SoftTargets | None,  # [k, parts, n] each
+    inv_temperature: Tensor | None,  # [parts, n] fp32
     sample: Tensor | None = None,
 ) -> ChunkInputs:
     if soft is not None:
         soft = SoftTargets(*(context.split(part, chunk) for part in soft))
     spec = context.spec
     alone = spec.comm.size == 1
-    return ChunkInputs(hidden, weight, labels, spec.logit_scale, sample, spec.form, soft, alone)
+    if inv_temperature is not None:
+        inv_temperature = context.split(inv_temperature, chunk)
+    return ChunkInputs(
+        hidden, weight, labels, spec.logit_scale, sample, spec.form, soft, alone, inv_temperature
+    )
 
 
 class _Results:
@@ -373,7 +379,8 @@ class _GradInForward:
         context.guard.prepare(hidden.device)
         weights = scale_token_weights(targets.token_weights, spec.logit_scale, hidden.dtype)
         self._token_weights = weights
-        self._upstream, self._inv_scale = _scaled(Upstream(weights), spec.logit_scale, weight)
+        upstream, inv_temperature = Upstream(weights), targets.inv_temperature
+        self._upstream, self._inv_scale = _scaled(upstream, spec.logit_scale, inv_temperature, weight)
         wants_grad_hidden, wants_grad_weight = spec.needs_grad
         self._held = HeldGradWeight(weight) if wants_grad_weight else None
         depth = 2 if spec.comm.size > 1 else 1
@@ -422,6 +429,7 @@ def backward(
     hidden: Tensor | None,  # [n, H]; None with grad_in_forward
     weight: Tensor,  # [V, H]
     soft: SoftTargets | None,  # [k, parts, n] each
+    inv_temperature: Tensor | None,  # [parts, n] fp32
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32
     needs_grad: tuple[bool, bool],
@@ -440,7 +448,7 @@ def backward(
         return _scale_precomputed(context, weight, saved.gradients, upstream, needs_grad)
     assert hidden is not None
     wants_grad_hidden, wants_grad_weight = needs_grad
-    upstream, inv_scale = _scaled(upstream, spec.logit_scale, weight)
+    upstream, inv_scale = _scaled(upstream, spec.logit_scale, inv_temperature, weight)
     accumulator = None
     at_once = saved.matrix is not None and wants_grad_weight
     if wants_grad_weight:
@@ -469,7 +477,7 @@ def backward(
             delay_next_gemm(context, hidden.device)
         if saved.matrix is not None:
             of_chunk = of_chunk._replace(matrix=context.all_rows(saved.matrix, chunk))
-        inputs = _inputs(context, chunk, taken, weight, of_chunk.labels, soft)
+        inputs = _inputs(context, chunk, taken, weight, of_chunk.labels, soft, inv_temperature)
         of_chunk_upstream = upstream.map(partial(context.split, chunk=chunk))
         grad = _grad_logits(context, chunk, of_chunk, inputs, of_chunk_upstream, workspace)
         gemms.add(chunk, grad, taken)
@@ -537,10 +545,14 @@ def _scale_precomputed(
         return grad_hidden, accumulator.close(None)
 
 
-def _scaled(upstream: Upstream, logit_scale: float, weight: Tensor) -> tuple[Upstream, Tensor | None]:
-    """``upstream * logit_scale``, for fp16 times a power of two whose inverse comes second."""
+def _scaled(
+    upstream: Upstream, logit_scale: float, inv_temperature: Tensor | None, weight: Tensor
+) -> tuple[Upstream, Tensor | None]:
+    """``upstream * logit_scale / temperature``, for fp16 times a power of two whose inverse comes second."""
     if logit_scale != 1.0:
         upstream = upstream.scaled(logit_scale)
+    if inv_temperature is not None:
+        upstream = upstream.scaled(inv_temperature)
     if weight.dtype != torch.float16:
         return upstream, None
     scale, inv_scale = scale_for_fp16(upstream.gradients, weight)

@@ -87,10 +87,12 @@ class LossForm(RowOptions):
     smoothing_per_class: Tensor | None = None  # fp32 [], sigma / K; with smoothing
     #: outputs beside the loss, of token_outputs.OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
-    #: whether these may get upstream gradients
-    differentiable: bool = False
+    #: those of them that may get upstream gradients
+    differentiable: tuple[str, ...] = ()
     #: whether soft targets stand in the labels' place
     soft: bool = False
+    #: whether ``log_prob`` is 0 for a label outside the vocabulary; its gradient is the same
+    zero_unknown: bool = False
 
     @property
     def log_prob_is_neg_loss(self) -> bool:
@@ -169,9 +171,12 @@ class LossForm(RowOptions):
             found = torch.isfinite(extra.best) & (merged.loss == merged.loss)
             predicted = torch.where(found, extra.best, -1.0).long()
         wanted = self.outputs
+        log_prob = -merged.loss if "log_prob" in wanted else None
+        if log_prob is not None and self.zero_unknown:
+            log_prob = torch.where(known, log_prob, 0.0)
         return TokenOutputs(
             loss,
-            log_prob=-merged.loss if "log_prob" in wanted else None,
+            log_prob=log_prob,
             lse=lse if "lse" in wanted else None,
             entropy=entropy,
             predicted=predicted,

@@ -20,6 +20,7 @@ from megatron_fused_ce.loss_form import TeacherTargets, merge_duplicates
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE, TokenOutputs
+from megatron_fused_ce.vocab_parallel import VocabParallel, raise_if_any
 
 
 class HeadOutputs(NamedTuple):
@@ -132,8 +133,8 @@ def fused_linear_token_outputs(
             :class:`.TokenOutputs` for what they are, in the labels' shape.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
             of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
-            upstreams. ``entropy``, a differentiable ``lse`` and a differentiable ``log_prob`` beside
-            ``z_loss`` or ``label_smoothing`` need the row kernels. Else ``log_prob`` is ``-loss``, made by
+            upstreams. Differentiable ``entropy`` and ``lse``, and a differentiable ``log_prob`` beside
+            ``z_loss`` or ``label_smoothing``, need the row kernels. Else ``log_prob`` is ``-loss``, made by
             either logits backend.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
@@ -159,7 +160,7 @@ def fused_linear_token_outputs(
         vocab_start=vocab_start,
         config=config,
         outputs=tuple(outputs),
-        differentiable=differentiable,
+        differentiable=tuple(name for name in outputs if differentiable and name in DIFFERENTIABLE),
     )
     return head.outputs
 
@@ -235,10 +236,8 @@ def _completed(args: Arguments) -> Arguments:
     """With a config, autocast's dtypes, and ``differentiable`` only where a gradient can come."""
     if args.config is None:
         args = args._replace(config=DEFAULT_CONFIG)
-    if args.differentiable and not (
-        torch.is_grad_enabled() and any(name in DIFFERENTIABLE for name in args.outputs)
-    ):
-        args = args._replace(differentiable=False)
+    if args.differentiable and not torch.is_grad_enabled():
+        args = args._replace(differentiable=())
     hidden, weight = args.hidden, args.weight
     if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
         if isinstance(weight, Tensor):
@@ -250,8 +249,9 @@ def _completed(args: Arguments) -> Arguments:
 def _evaluate(args: Arguments) -> HeadOutputs:
     spec = spec_of(args)
     # From here on every rank runs the same collectives.
+    inv_temperature = inv_temperature_of(args, spec.comm)
     skips = args.config.skip_masked and args.token_weights is not None
-    outputs = _skipping_masked(args, spec) if skips else _all_tokens(args, spec)
+    outputs = (_skipping_masked if skips else _all_tokens)(args, spec, inv_temperature)
     local_max, local_argmax, *per_token = outputs
     return HeadOutputs(
         *(TokenOutputs(*per_token), local_max, local_argmax, spec.plan, spec.logits.name),
@@ -259,22 +259,36 @@ def _evaluate(args: Arguments) -> HeadOutputs:
     )
 
 
-def _all_tokens(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
+def inv_temperature_of(args: Arguments, comm: VocabParallel) -> Tensor | None:
+    """Of a temperature per token: its inverse ``[parts, n]``, fp32.
+
+    Collectives: those of :func:`.vocab_parallel.raise_if_any`, with a temperature per token.
+    """
+    if not isinstance(args.temperature, Tensor):
+        return None
+    inverse = args.temperature.detach().double().reciprocal().float()
+    wrong = ~(torch.isfinite(inverse) & (inverse > 0)).all()
+    words = "temperatures are not all above 0 and finite; give a token that does not count the temperature 1"
+    raise_if_any(wrong, words, comm.group)
+    return in_token_order(inverse, args, comm.num_parts)
+
+
+def _all_tokens(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
     b_s = tuple(args.labels.shape) if args.labels.dim() == 2 else None
     context = Context(spec, spec.chunks, args.open_grad_weight, args.phases, args.guard)
     outputs: tuple[Any, ...] = FusedLinearCrossEntropy.apply(
-        args.hidden, args.weight, _targets(args, spec, None), context, b_s
+        args.hidden, args.weight, _targets(args, spec, None, inv_temperature), context, b_s
     )
     return outputs
 
 
-def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
+def _skipping_masked(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
     """The same with the tokens of weight 0 left out. Collectives: :func:`.masked_tokens.count`'s, here or
     where ``args.unmasked`` was started.
     """
     assert args.token_weights is not None
     comm = spec.comm
-    weights = _in_token_order(args.token_weights.detach(), args, comm.num_parts)
+    weights = in_token_order(args.token_weights.detach(), args, comm.num_parts)
     unmasked = args.unmasked or masked_tokens.count(weights, comm.group)
     num_kept = spec.num_tokens
     if unmasked is not None:
@@ -284,7 +298,8 @@ def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
     # The plan and the buffers are those of all tokens: the same in every step.
     chunks = first_tokens(spec.chunks, num_kept)
     context = Context(spec, chunks, args.open_grad_weight, args.phases, args.guard)
-    outputs = FusedLinearCrossEntropy.apply(flat, args.weight, _targets(args, spec, kept), context, None)
+    targets = _targets(args, spec, kept, inv_temperature)
+    outputs = FusedLinearCrossEntropy.apply(flat, args.weight, targets, context, None)
     whole = [None if each is None else kept.put_back(each, args.guard) for each in outputs]
     if args.labels.dim() == 2:
         b, s = args.labels.shape
@@ -292,10 +307,10 @@ def _skipping_masked(args: Arguments, spec: CallSpec) -> tuple[Any, ...]:
     return tuple(whole)
 
 
-def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
+def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature: Tensor | None) -> Targets:
     """Columns of this shard for the labels or the teacher's targets, in token order."""
     config, parts = args.config, spec.comm.num_parts
-    ids = _in_token_order(args.labels, args, parts).to(torch.int64)
+    ids = in_token_order(args.labels, args, parts).to(torch.int64)
     ids = ids if kept is None else kept.of_tokens(ids)
     labels = _local(ids, spec, config)
     ignored = None
@@ -306,12 +321,14 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None) -> Targets:
         labels = labels.clone()
     weights = None
     if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
-        weights = _in_token_order(args.token_weights.detach(), args, parts)
+        weights = in_token_order(args.token_weights.detach(), args, parts)
         weights = (weights if kept is None else kept.of_tokens(weights)).float()
         if ignored is not None:
             weights = weights.masked_fill(ignored, 0.0)
     soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec, kept)
-    return Targets(labels, soft, ignored, weights)
+    if inv_temperature is not None and kept is not None:
+        inv_temperature = kept.of_tokens(inv_temperature)
+    return Targets(labels, soft, ignored, weights, inv_temperature)
 
 
 def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept: Kept | None) -> SoftTargets:
@@ -328,7 +345,7 @@ def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept
     return SoftTargets(local, probs)
 
 
-def _in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:
+def in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:
     """``[parts, n]``, s-major, of a tensor in the labels' shape."""
     if args.labels.dim() == 2:
         per_token = per_token.t()

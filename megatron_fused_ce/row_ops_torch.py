@@ -29,13 +29,21 @@ def _row_blocks(num_rows: int, num_columns: int) -> list[slice]:
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
-def _scaled(logits: Tensor, logit_scale: float, form: RowOptions) -> Tensor:
-    """A new fp32 tensor: the logits that the loss is made of."""
-    z = logits.to(torch.float32, copy=True)
+def _scaled(
+    logits: Tensor,  # [C, V]
+    rows: slice,
+    logit_scale: float,
+    form: RowOptions,
+    inv_temperature: Tensor | None,  # [C] fp32
+) -> Tensor:
+    """A new fp32 tensor: the logits of ``rows`` that the loss is made of."""
+    z = logits[rows].to(torch.float32, copy=True)
     if logit_scale != 1.0:
         z.mul_(logit_scale)
     if form.softcap is not None:
         z.div_(form.softcap).tanh_().mul_(form.softcap)
+    if inv_temperature is not None:
+        z.mul_(inv_temperature[rows].unsqueeze(-1))
     return z
 
 
@@ -65,6 +73,7 @@ def row_statistics(
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit."""
     num_rows, num_columns = logits.shape
@@ -76,7 +85,7 @@ def row_statistics(
     target_mass = None if targets is None else torch.empty_like(shard[0])
     masked = _masked(logits, form)
     for rows in _row_blocks(num_rows, num_columns):
-        z = _scaled(logits[rows], logit_scale, form)
+        z = _scaled(logits, rows, logit_scale, form, inv_temperature)
         if logit_sum is not None:
             valid = z if masked is None else z.masked_fill(masked, 0.0)
             logit_sum[rows] = valid.sum(dim=-1)
@@ -114,6 +123,7 @@ def row_gradients(
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
+    inv_temperature: Tensor | None = None,  # [C] fp32; ``terms`` have its factor of the gradient
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
@@ -125,7 +135,7 @@ def row_gradients(
             bent = logits[rows].to(torch.float32, copy=True).mul_(logit_scale / form.softcap)
             e = bent.abs_().mul_(-2).exp_()
             softcap_grad = 4 * e / (1 + e).square()
-        shifted = _scaled(logits[rows], logit_scale, form)
+        shifted = _scaled(logits, rows, logit_scale, form, inv_temperature)
         shifted.sub_(terms.row_max[rows].unsqueeze(-1))
         e = shifted.exp() if terms.entropy_scale is not None else shifted.exp_()
         if terms.entropy_scale is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.loss_form import TeacherTargets
-from megatron_fused_ce.token_outputs import DIFFERENTIABLE, OUTPUT_CHOICES
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -123,7 +123,7 @@ def check_requested(
     weight: Tensor,
     tp_size: int,
     outputs: tuple[str, ...],
-    differentiable: bool,
+    differentiable: tuple[str, ...],
     labels: Tensor,
     teacher: TeacherTargets | None,
 ) -> None:
@@ -144,10 +144,10 @@ def check_requested(
             "ranks are more"
         )
     if differentiable and config.strategy == "grad_in_forward":
-        carrying = ", ".join(name for name in outputs if name in DIFFERENTIABLE)
         raise ValueError(
             "strategy 'grad_in_forward' makes the gradients in the forward and cannot know the upstream "
-            f"gradients of {carrying}; use 'store', 'recompute' or 'auto', or differentiable=False"
+            f"gradients of {', '.join(differentiable)}; use 'store', 'recompute' or 'auto', or "
+            "differentiable=False"
         )
     if teacher is None:
         return
@@ -171,3 +171,34 @@ def check_requested(
             "label_smoothing and ignore_index belong to labels; with a teacher smooth its probabilities, and "
             "give ignored tokens the id -1 throughout"
         )
+
+
+def check_temperature(
+    temperature: float | Tensor,
+    labels: Tensor,
+    teacher: TeacherTargets | None,
+) -> None:
+    """Check a number, or the kind of a tensor: its values are the op's matter.
+
+    Raises:
+        TypeError: neither a number nor a tensor of floats.
+        ValueError: a number that is not above 0 and finite, a tensor of a wrong shape or device, or one
+            beside a teacher's targets.
+    """
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float, Tensor)):
+        raise TypeError(
+            f"temperature is {temperature!r}; expected a number, or a tensor in the labels' shape"
+        )
+    if not isinstance(temperature, Tensor):
+        if not 2.0**-126 <= temperature <= 2.0**126:
+            raise ValueError(f"temperature must be above 0 and finite, also in fp32, got {temperature}")
+        return
+    if not temperature.is_floating_point():
+        raise TypeError(f"temperature has dtype {temperature.dtype}; expected floats, one a token")
+    if temperature.shape != labels.shape or temperature.device != labels.device:
+        raise ValueError(
+            f"temperature is {tuple(temperature.shape)} on {temperature.device}; expected a number, or one a "
+            f"token in the labels' shape {tuple(labels.shape)} on {labels.device}"
+        )
+    if teacher is not None:
+        raise ValueError("a teacher's targets take one temperature for all tokens, a number")

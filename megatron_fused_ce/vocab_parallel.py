@@ -145,15 +145,23 @@ class VocabParallel:
     sequence_parallel: bool
     #: how statistics travel: "packed" or "all_reduce"
     merge: str = "packed"
+    #: whether ``grad_hidden`` is summed over the ranks here; else by the caller
+    reduces_grad_hidden: bool = True
 
     @staticmethod
-    def of(group: dist.ProcessGroup | None, sequence_parallel: bool, merge: str = "auto") -> VocabParallel:
+    def of(
+        group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+        merge: str = "auto",
+        reduces_grad_hidden: bool = True,
+    ) -> VocabParallel:
         """Describe ``group``; ``None`` or a group of one rank runs no collective at all."""
         size = 1 if group is None else dist.get_world_size(group)
         if size == 1:
             return VocabParallel(None, 1, 0, False)
         merge = "packed" if merge == "auto" else merge
-        return VocabParallel(group, size, dist.get_rank(group), sequence_parallel, merge)
+        rank = dist.get_rank(group)
+        return VocabParallel(group, size, rank, sequence_parallel, merge, reduces_grad_hidden)
 
     @property
     def num_parts(self) -> int:
@@ -208,9 +216,9 @@ class VocabParallel:
         """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
 
         Collectives, asynchronous: one reduce-scatter with sequence parallelism, else one all-reduce
-        (``partial`` is then ``out`` itself), in the dtype of the hidden states.
+        (``partial`` is then ``out`` itself), in the dtype of the hidden states. None where the caller sums.
         """
-        if self.size == 1:
+        if self.size == 1 or not self.reduces_grad_hidden:
             return DONE
         if self.sequence_parallel:
             return _start(_reduce_scatter, out, partial, group=self.group)
@@ -320,6 +328,24 @@ def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor
     return value
 
 
+def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank where ``wrong`` (bool ``[]``) holds on one of them. The host waits.
+
+    Nothing is checked while a CUDA graph is captured.
+
+    Collectives: one MAX all-reduce of an int64 (R > 1).
+
+    Raises:
+        ValueError: ``words``; on ranks where nothing is wrong, that it is another's.
+    """
+    if wrong.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    here = wrong.to(torch.int64).reshape(1)
+    if largest_over_ranks(here.clone(), group).item():
+        where = "" if here.item() else "on another rank of the tensor-parallel group: "
+        raise ValueError(where + words)
+
+
 def joining(axes: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
     """Groups over which one after another a value reaches all ranks of a grid with these axes.
 
@@ -422,11 +448,34 @@ def agree(
     from rank to rank, and later from call to call on one of them, but plans and collectives depend on it: the
     largest number of any rank is what all use from now on.
 
+    Args:
+        head: as for :meth:`GroupHistory.compares`.
+
+    The other arguments, collectives and errors are those of :func:`compare`.
+    """
+    settled = compare(group, same, of_rank, vocab_start, num_rows, error)
+    history = history_of(group)
+    history.unequal = history.unequal or len(set(settled.shard_sizes)) > 1
+    if history.heads.get(head) != settled:
+        history.specs.clear()  # they follow what was settled before
+    history.heads[head] = settled
+    return settled
+
+
+def compare(
+    group: dist.ProcessGroup,
+    same: dict[str, int],
+    of_rank: dict[str, int],
+    vocab_start: int | None,
+    num_rows: int,
+    error: Exception | None,
+) -> Settled:
+    """Raise on every rank when one rank's input is bad or ``same`` differs; what holds for all.
+
     Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its words. The
     host waits for both.
 
     Args:
-        head: as for :meth:`GroupHistory.compares`.
         same: what must be equal on every rank, as whole numbers.
         of_rank: what may differ, as whole numbers; the largest is right for all.
         vocab_start: where the caller named it: named shards must not overlap.
@@ -458,19 +507,13 @@ def agree(
                 "call the head with the same shapes and options on every rank"
             )
     check_true_vocab_size(same["true_vocab_size"], sum(sizes))
-    history = history_of(group)
-    history.unequal = history.unequal or len(set(sizes)) > 1
     ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
     if vocab_start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
         raise RankDisagreement(
             f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
             "vocab_start must be the first global id of this rank's rows"
         )
-    settled = Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
-    if history.heads.get(head) != settled:
-        history.specs.clear()  # they follow what was settled before
-    history.heads[head] = settled
-    return settled
+    return Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
 
 
 def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:

@@ -37,6 +37,10 @@ class HeadInputs:
     logit_scale: float = 1.0
     #: whose options of the loss count here: the softcap and all that follows it
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
+    #: ``[b, s]`` fp32: what divides the logits of a token, after the softcap; None for 1
+    temperature: Tensor | None = None
+    #: ``[b, s, K]`` bool: the classes that the softmax of a token is over; None for all
+    kept: Tensor | None = None
 
 
 Change = Callable[[Tensor], Tensor]
@@ -247,7 +251,14 @@ def _logits(
     z = wide * inputs.logit_scale
     if options.logit_softcap is not None:
         z = options.logit_softcap * torch.tanh(z / options.logit_softcap)
-    return hidden, weight, z[..., : options.true_vocab_size]
+    if inputs.temperature is not None:
+        z = z / inputs.temperature.t().unsqueeze(-1).to(z.dtype)
+    z = z[..., : options.true_vocab_size]
+    return (
+        hidden,
+        weight,
+        z if inputs.kept is None else z.masked_fill(~inputs.kept.transpose(0, 1), -torch.inf),
+    )
 
 
 def plain_outputs(
@@ -257,17 +268,27 @@ def plain_outputs(
     roundings: Roundings | None = None,
 ) -> tuple[TokenOutputs, Tensor, Tensor]:
     """Every output of :class:`.TokenOutputs` but the loss ``[b, s]``, and the gradients of both operands for
-    ``upstreams`` (by name, ``[b, s]``), by autograd in ``dtype``. All labels are in the vocabulary.
+    ``upstreams`` (by name, ``[b, s]``), by autograd in ``dtype``. For a label outside the vocabulary the
+    largest logit stands, without a gradient.
     """
     hidden, weight, z = _logits(inputs, dtype, roundings)
     term = _terms(roundings)
     log_p = term(z).log_softmax(-1)
     in_fp32 = log_p if roundings is None else roundings.of_log(log_p)
     labels = inputs.labels.t().unsqueeze(-1)
+    known = (labels >= 0) & (labels < z.shape[-1])
+    labels = labels.where(known, 0)
+    of_largest = z.detach().amax(-1, keepdim=True) - term(z).logsumexp(-1, keepdim=True)
+    of_label = term(z).log_softmax(-1).gather(-1, labels)
+    log_prob = torch.where(known, of_label, of_largest).squeeze(-1)
+    if dtype == torch.float64:
+        first = term(z)
+        picked = first.gather(-1, labels).squeeze(-1)
+        log_prob = -_of_sure_tokens(first, picked, labels.squeeze(-1), known.squeeze(-1), -log_prob)
     made = {
-        "log_prob": term(z).log_softmax(-1).gather(-1, labels).squeeze(-1),
+        "log_prob": log_prob,
         "lse": term(z).logsumexp(-1),
-        "entropy": -(log_p.exp() * in_fp32).sum(-1),
+        "entropy": -(log_p.exp() * in_fp32.masked_fill(log_p == -torch.inf, 0.0)).sum(-1),
     }
     by_name = {name: upstream.t().to(log_p.dtype) for name, upstream in upstreams.items()}
     torch.autograd.backward([made[name] for name in by_name], list(by_name.values()))
@@ -277,7 +298,7 @@ def plain_outputs(
         torch.zeros(()),
         **made,
         predicted=z.argmax(-1),
-        correct=(label_logit >= z.amax(-1, keepdim=True)).squeeze(-1),
+        correct=(known & (label_logit >= z.amax(-1, keepdim=True))).squeeze(-1),
     )
     return outputs.map(lambda given: given.detach().t()), hidden.grad, weight.grad
 

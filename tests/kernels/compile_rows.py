@@ -38,13 +38,13 @@ KERNELS = {
         row_kernels._row_statistics_kernel,
         row_kernels.STATISTICS_BLOCK,
         row_kernels.STATISTICS_WARPS,
-        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "TARGETS", "MASKED", "SOFTCAP"),
+        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "TARGETS", "MASKED", "SOFTCAP", "TEMPERATURE"),
     ),
     "gradients": (
         row_kernels._row_gradients_kernel,
         row_kernels.GRADIENT_BLOCK,
         row_kernels.GRADIENT_WARPS,
-        ("WITH_ENTROPY", "WITH_SMOOTHING", "TARGETS", "MASKED", "SOFTCAP"),
+        ("WITH_ENTROPY", "WITH_SMOOTHING", "TARGETS", "MASKED", "SOFTCAP", "TEMPERATURE"),
     ),
 }
 

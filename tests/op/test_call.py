@@ -78,9 +78,16 @@ class Kind:
     main_grad: torch.dtype | None = None
     uses_in_flight: int = 1
     forbidden: bool = False
+    #: a number, or how many temperatures a token has
+    temperature: float | str = 1.0
+    zero_unknown: bool = False
     #: which tensor is refused for its class, and which has a token less than the others
     sharded: str = ""
     shorter: str = ""
+
+    @property
+    def outputs_with_grad(self) -> tuple[str, ...]:
+        return tuple(name for name in self.outputs if self.differentiable and name in DIFFERENTIABLE)
 
     @property
     def is_interpreted(self) -> bool:
@@ -116,6 +123,9 @@ class Kind:
         if self.shorter:
             tensors[self.shorter] = tensors[self.shorter][:-1]
         GUARD.allowed = not self.forbidden
+        temperature = self.temperature
+        if isinstance(temperature, str):
+            temperature = {"per token": weights, "short": weights[:-1]}[temperature].abs() + 0.5
         main_grad = None
         if self.main_grad is not None:
             main_grad = torch.zeros(weight.shape, dtype=self.main_grad, device=device)
@@ -130,8 +140,10 @@ class Kind:
                 token_weights={"given": weights, "none": None, "short": weights[:-1]}[self.token_weights],
                 vocab_start=self.vocab_start,
                 outputs=self.outputs,
-                differentiable=self.differentiable,
+                differentiable=self.outputs_with_grad,
                 teacher=teacher,
+                temperature=temperature,
+                zero_unknown=self.zero_unknown,
                 with_argmax=self.with_argmax,
                 uses_in_flight=self.uses_in_flight,
                 guard=GUARD,
@@ -139,10 +151,7 @@ class Kind:
             )
         if head.loss.requires_grad:
             # As grad_in_forward was promised; 0 where tokens are skipped.
-            names = [
-                "loss",
-                *(set(self.outputs) & set(DIFFERENTIABLE) if self.differentiable else ()),
-            ]
+            names = ["loss", *self.outputs_with_grad]
             torch.autograd.backward(
                 [getattr(head.outputs, name) for name in names], [1.5 * weights] * len(names)
             )
@@ -242,6 +251,8 @@ DIFFER_IN = {
     "outputs": [replace(Kind(), outputs=outputs) for outputs in ((), *OUTPUTS)],
     "gradients of outputs": [replace(Kind(), outputs=("lse",), differentiable=of) for of in (0, 1)],
     "teacher": [replace(Kind(), teacher=k) for k in (0, 2, 3)],
+    "temperature": [replace(Kind(), temperature=of) for of in (1.0, 2, 0.5, "per token", "short", -1.0)],
+    "unknown labels": [replace(Kind(), outputs=("log_prob",), zero_unknown=of) for of in (0, 1)],
     "argmax": [replace(Kind(), with_argmax=argmax) for argmax in (True, False)],
     "accumulator": [
         replace(Kind(), main_grad=of, dtype=torch.bfloat16) for of in (None, torch.float32, torch.bfloat16)
@@ -305,6 +316,8 @@ FIELDS = {
     "main_grad": st.sampled_from([None, torch.float32, torch.bfloat16]),
     "uses_in_flight": st.sampled_from([1, 3]),
     "forbidden": st.booleans(),
+    "temperature": st.sampled_from([1.0, 2, "per token"]),
+    "zero_unknown": st.booleans(),
 }
 
 

@@ -12,10 +12,11 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce import (
@@ -23,9 +24,11 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     fused_linear_token_outputs,
     row_ops_torch,
+    sampling_mask,
 )
 from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.rl import ENTROPY_CHOICES, masked_token_log_probs, token_log_probs
 from megatron_fused_ce.row_ops import merge_extra, merge_shards
 from megatron_fused_ce.testing.reference import (
     UNIT_32,
@@ -37,6 +40,7 @@ from megatron_fused_ce.testing.reference import (
 )
 from tests.support.problems import (
     TRIED,
+    Problem,
     check,
     holds_logits,
     largest_logits,
@@ -76,7 +80,9 @@ DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 )
 def test_outputs_beside_the_loss(problem, names):
     """Values and gradients of any of them, each with upstream gradients of its own; what is predicted."""
-    problem = replace(problem, main_grad="", config=replace(problem.config, ignore_index=None))
+    problem = replace(
+        problem, main_grad="", temperature="", config=replace(problem.config, ignore_index=None)
+    )
     tried("outputs beside the loss", problem)
     inputs = problem.inputs()
     if problem.config.true_vocab_size is not None:
@@ -103,6 +109,113 @@ def test_outputs_beside_the_loss(problem, names):
     assert bool((correct | (predicted != inputs.labels))[held].all())
 
 
+#: A softcap, one temperature for all tokens, and labels of no class.
+OUTSIDE = Problem(
+    seed=1,
+    s=5,
+    b=2,
+    hidden_size=8,
+    shards=(19,),
+    dtype=torch.float32,
+    labels="some outside",
+    temperature="number",
+    config=FusedCEConfig(strategy="store", logit_softcap=2.0),
+)
+
+
+@share(0.1)
+@given(problems(strategies=("store", "recompute", "auto")), st.sampled_from(ENTROPY_CHOICES), st.booleans())
+@example(OUTSIDE, "differentiable", True)
+@example(replace(OUTSIDE, temperature="per token"), "detached", True)
+def test_token_log_probs(problem, entropy, zero_unknown):
+    """At any temperature, also of labels outside the vocabulary."""
+    problem = replace(problem, main_grad="", config=replace(problem.config, ignore_index=None))
+    tried("token_log_probs", problem)
+    inputs = problem.inputs()
+    names = ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
+    upstreams = {name: inputs.grad_loss.roll(i, 1) for i, name in enumerate(names)}
+
+    def head(*args, token_weights=None, **options):
+        made = token_log_probs(*args, entropy=entropy, zero_unknown=zero_unknown, **options)
+        assert made.entropy is None or made.entropy.requires_grad == (entropy == "differentiable")
+        return {name: value for name, value in made._asdict().items() if value is not None}
+
+    def evaluate(dtype, roundings):
+        made, grad_hidden, grad_weight = plain_outputs(inputs, upstreams, dtype, roundings)
+        num_classes = problem.config.true_vocab_size or problem.vocab
+        known = (inputs.labels >= 0) & (inputs.labels < num_classes)
+        log_prob = torch.where(known, made.log_prob, 0.0) if zero_unknown else made.log_prob
+        per_token = {"log_prob": log_prob, "entropy": made.entropy}
+        return {**per_token, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+
+    check(problem, run(problem, head, upstreams, inputs=inputs), evaluate)
+
+
+def random_mask(problem: Problem, kind: str):
+    """Kept ids ``[b, s, K]``; which sets ``[b, s]`` are empty, so keep all; the same as ids and offsets."""
+    inputs, generator = problem.inputs(), problem.generator(4)
+    num_classes = problem.config.true_vocab_size or problem.vocab
+    shape = (*inputs.labels.shape, num_classes)
+    kept = torch.rand(shape, generator=generator) < torch.rand((*shape[:2], 1), generator=generator) ** 2
+    known = (inputs.labels >= 0) & (inputs.labels < num_classes)
+    of_label = inputs.labels.where(known, 0).unsqueeze(-1)
+    if kind == "label alone":
+        kept[:] = False
+    if kind != "any":
+        kept = kept.scatter(-1, of_label, kept.gather(-1, of_label) | known.unsqueeze(-1))
+    if kind == "some empty":
+        kept &= torch.rand((*shape[:2], 1), generator=generator) < 0.5
+    # In the labels' layout, which is [T] of s-major tokens where the call is flat.
+    rows = kept.transpose(0, 1).flatten(0, 1) if problem.flat else kept.flatten(0, 1)
+    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), rows.sum(-1).cumsum(0)))
+    empty = ~kept.any(-1)
+    return kept | empty.unsqueeze(-1), empty, rows.nonzero()[:, 1], offsets
+
+
+@share(0.1)
+@given(
+    problems(strategies=("store", "recompute", "auto")),
+    st.sampled_from(ENTROPY_CHOICES),
+    st.sampled_from(("any", "with label", "label alone", "some empty")),
+    st.sampled_from((1, 1 << 24)),
+)
+@example(OUTSIDE, "differentiable", "some empty", 64)
+@example(replace(OUTSIDE, temperature="per token", flat=True), "detached", "with label", 64)
+def test_masked_token_log_probs(problem, entropy, kind, block_elements):
+    """Over kept ids alone; in blocks of a token and of all."""
+    problem = replace(problem, main_grad="", config=replace(problem.config, ignore_index=None))
+    tried("masked_token_log_probs", problem)
+    kept, unfiltered, ids, offsets = random_mask(problem, kind)
+    inputs = replace(problem.inputs(), kept=kept)
+    num_classes = kept.shape[-1]
+    known = (inputs.labels >= 0) & (inputs.labels < num_classes)
+    inside = kept.gather(-1, inputs.labels.where(known, 0).unsqueeze(-1)).squeeze(-1) & known
+    names = ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
+    upstreams = {name: inputs.grad_loss.roll(i, 1) for i, name in enumerate(names)}
+
+    def head(*args, token_weights=None, **options):
+        made = masked_token_log_probs(*args, ids, offsets, entropy=entropy, **options)
+        return {name: value for name, value in made._asdict().items() if value is not None}
+
+    def evaluate(dtype, roundings):
+        # A label outside its set has no gradient.
+        given = {**upstreams, "log_prob": torch.where(inside | unfiltered, upstreams["log_prob"], 0.0)}
+        made, grad_hidden, grad_weight = plain_outputs(inputs, given, dtype, roundings)
+        per_token = {
+            "log_prob": made.log_prob.where(inside | unfiltered, -torch.inf),
+            "entropy": made.entropy,
+        }
+        return {**per_token, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
+
+    with patch.object(sampling_mask, "BLOCK_ELEMENTS", block_elements):
+        made = run(problem, head, upstreams, inputs=inputs)
+    assert bool((made["log_prob"] == -torch.inf)[~inside & ~unfiltered].all())
+    check(problem, made, evaluate)
+    if not unfiltered.any():
+        untouched = ~kept.flatten(0, 1).any(0)
+        assert not made["grad_weight"][:num_classes][untouched].any()
+
+
 def logits_and_resolution(inputs: HeadInputs):
     """Logits ``[b, s, K]`` in fp64, and how far one may be off by rounding ``[b, s]``."""
     hidden, weight = inputs.hidden.double(), inputs.weight.double()
@@ -116,13 +229,16 @@ def logits_and_resolution(inputs: HeadInputs):
     if cap is not None:
         resolution += cap * 2.0**-149  # z / cap may be below the smallest number
         z = cap * torch.tanh(z / cap)
+    if inputs.temperature is not None:
+        z, resolution = z / inputs.temperature.unsqueeze(-1), resolution / inputs.temperature
+        resolution += z.abs().amax(-1) * 4 * UNIT_32
     return z[..., : inputs.config.true_vocab_size], resolution
 
 
 @share(0.1)
 @given(problems(labels=()), st.integers(1, 9))
 def test_distillation(problem, k):
-    problem = replace(problem, main_grad="")
+    problem = replace(problem, main_grad="", temperature="")
     tried("distillation", problem)
     inputs = problem.inputs()
     ids, log_probs = make_teacher(inputs, k)
@@ -250,6 +366,7 @@ def test_one_way_against_another(problem, other, order):
         hidden=inputs.hidden[tokens],
         labels=inputs.labels[:, tokens],
         grad_loss=inputs.grad_loss[:, tokens],
+        temperature=None if inputs.temperature is None else inputs.temperature[:, tokens],
     )
     moved = run(problem, loss_of, inputs=permuted)
     assert_same_losses(made["loss"][:, tokens], moved["loss"], permuted)
@@ -273,6 +390,7 @@ def test_triton_kernels(problem, exponentiating, negated):
             hidden_size=4 * (1 + problem.hidden_size // 4),
             shards=(4 * (1 + problem.vocab // 4),),
             strides=("contiguous", "contiguous", problem.strides[2]),
+            temperature=problem.temperature and "number",
             config=replace(problem.config, **options),
         )
         # Exponents are rounded in powers of two, a row's reference once for all columns: with larger logits
@@ -290,5 +408,5 @@ def test_triton_kernels(problem, exponentiating, negated):
 def neg_log_prob(*args, **options):
     """The loss as two outputs whose upstream gradients add up."""
     options["token_weights"] = None  # those of the loss, whose upstream is another one here
-    made = linear_cross_entropy(*args, outputs=("log_prob",), differentiable=True, **options).outputs
+    made = linear_cross_entropy(*args, outputs=("log_prob",), differentiable=("log_prob",), **options).outputs
     return {"loss": -1.5 * made.log_prob - 0.5 * made.loss}

@@ -59,6 +59,7 @@ class Problem:
     strides: tuple[str, str, str] = ("contiguous",) * 3  # of hidden, weight, labels and upstream
     flat: bool = False
     int32: bool = False
+    temperature: str = ""  # "number", "per token", or none
     main_grad: str = ""  # grad_weight is added to one, in fp32 or in the operands' dtype
     sequence_parallel: bool = False
     names_start: bool = False
@@ -95,11 +96,19 @@ class Problem:
             self._upstream() * 2.0**self.log2_upstream,
             self.config.logit_scale,
             self.config,
+            self._temperature(),
         )
 
     def token_weights(self, inputs: HeadInputs) -> Tensor:
         """What ``grad_in_forward`` is promised."""
         return inputs.grad_loss * -(2.0**-self.log2_promise)
+
+    def _temperature(self) -> Tensor | None:
+        if not self.temperature:
+            return None
+        shape = (1, 1) if self.temperature == "number" else (self.b, self.s)
+        drawn = torch.rand(shape, generator=self.generator(3))
+        return (2 * drawn - 0.7).exp().expand(self.b, self.s).contiguous()
 
     def _operands(self) -> tuple[Tensor, Tensor]:
         generator, kind = self.generator(0), self.values
@@ -201,10 +210,14 @@ def run(
     rows = inputs.weight.split(problem.shards if size > 1 else problem.vocab)
     weight = laid_out(rows[rank], of_weight).requires_grad_()
     labels = laid_out(inputs.labels.int() if problem.int32 else inputs.labels, of_labels)
-    weights, given = problem.token_weights(inputs), hidden
+    weights, given, temperature = problem.token_weights(inputs), hidden, inputs.temperature
     if problem.flat:
         given, labels, weights = hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().flatten()
+        temperature = None if temperature is None else temperature.t().flatten()
     options: dict[str, Any] = {"config": problem.config}
+    if temperature is not None:
+        one_number = problem.temperature == "number"
+        options["temperature"] = float(temperature.flatten()[0]) if one_number else temperature
     if size > 1:
         options |= {"tp_group": group, "sequence_parallel": problem.sequence_parallel}
     if problem.names_start:
@@ -345,7 +358,7 @@ def comparable(inputs: HeadInputs, result: Parts, eager: Parts) -> dict[str, Cal
             expected = held & torch.isfinite(eager[name])
             assert bool((finite | ~expected).all()), f"{name} is not finite"
             told = finite & (held | torch.isfinite(eager[name]))
-            if name == "loss":
+            if name in ("loss", "log_prob"):
                 told &= ~_ties_by_rounding(inputs)
             selected[name] = partial(_select, tokens=told)
         elif holds_gradients(inputs) and name == "grad_hidden":
@@ -368,9 +381,14 @@ def _ties_by_rounding(inputs: HeadInputs) -> Tensor:
 
 
 def largest_logits(inputs: HeadInputs) -> Tensor:
-    """Of each token ``[b, s]``, before and after the scale ``[2, b, s]``; fp64."""
+    """Of each token ``[b, s]``, before and after scale and temperature ``[2, b, s]``; fp64."""
     logits = (inputs.hidden.double() @ inputs.weight.double().t()).abs().amax(-1).t()
-    return torch.stack((logits, logits * abs(inputs.logit_scale)))
+    return torch.stack((logits, logits * abs(inputs.logit_scale) * _inv_temperature(inputs)))
+
+
+def _inv_temperature(inputs: HeadInputs) -> Tensor:
+    """``[b, s]``, or 1."""
+    return torch.ones(()) if inputs.temperature is None else inputs.temperature.double().reciprocal()
 
 
 def holds_logits(inputs: HeadInputs) -> Tensor:
@@ -384,14 +402,15 @@ def holds_gradients(inputs: HeadInputs) -> bool:
     """Whether there is room for what is on the way to the gradients (docs/math.md, Precision)."""
     options = inputs.config
     largest = float(inputs.weight.abs().max())
-    upstream = float(inputs.grad_loss.abs().max()) * max(1.0, abs(inputs.logit_scale))
+    scale = abs(inputs.logit_scale) * float(_inv_temperature(inputs).max())
+    upstream = float(inputs.grad_loss.abs().max()) * max(1.0, scale)
     waits = options.strategy in ("grad_in_forward", "auto")
     lse = float(largest_logits(inputs)[1].max()) + math.log(inputs.weight.shape[0])
     if inputs.hidden.dtype != torch.float16:
         # Shards' parts, which may cancel; eager's are of upstream gradients of about 1.
         summed = inputs.labels.numel() * float(inputs.hidden.abs().max())
         factor = (1 + 2 * options.z_loss * lse) * max(upstream, float(waits))
-        return factor * max(1.0, abs(inputs.logit_scale)) * max(largest, summed) < 2.0**126
+        return factor * max(1.0, scale) * max(largest, summed) < 2.0**126
     fits = 2 * upstream * largest < 2.0**14 and (largest <= 2.0**8 or not waits)
     return fits and 2 * options.z_loss * min(lse, options.logit_softcap or lse) <= 2
 
@@ -470,6 +489,7 @@ def problems(
         strides=draw(st.tuples(*[st.sampled_from(STRIDES)] * 3)),
         flat=draw(st.booleans()),
         int32=draw(st.booleans()),
+        temperature=draw(st.sampled_from(("", "", "number", "per token"))),
         main_grad=draw(st.sampled_from(("", "fp32", "low"))),
         sequence_parallel=sequence_parallel,
         names_start=draw(st.booleans()),

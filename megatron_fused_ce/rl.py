@@ -1,0 +1,205 @@
+"""Log-probabilities and entropy of given tokens, for reinforcement learning: a thin layer over :mod:`.op`.
+
+Sum of squared probabilities (verl's ``sum_pi_squared``) is not offered: it would be one statistic more in
+every kernel and merge.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fused_ce import sampling_mask
+from megatron_fused_ce.call import Arguments
+from megatron_fused_ce.config import FusedCEConfig, check_config, takes_config
+from megatron_fused_ce.op import linear_cross_entropy
+
+ENTROPY_CHOICES = ("none", "detached", "differentiable")
+
+
+class TokenLogProbs(NamedTuple):
+    """Of each token, fp32, in the labels' shape."""
+
+    log_prob: Tensor
+    entropy: Tensor | None = None  # where asked for
+
+
+@takes_config
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: str = "none",
+    zero_unknown: bool = False,
+    reduce_grad_hidden: bool = True,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> TokenLogProbs:
+    """Log-probability and entropy of each token, one sequence chunk at a time.
+
+    The same as::
+
+        logits = hidden @ weight.T / temperature          # over all ranks' rows: [s, b, sum of V]
+        log_p = logits.float().log_softmax(-1)
+        log_prob = log_p.gather(-1, labels.T[..., None])[..., 0].T
+        entropy = -(log_p.exp() * log_p).sum(-1).T
+
+    but in chunks. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token, where
+    gradients are enabled; under ``torch.no_grad`` the forward runs alone and saves nothing.
+
+    Args:
+        hidden, weight, labels, tp_group, sequence_parallel, vocab_start, config: as for
+            :func:`.fused_linear_cross_entropy`; labels are those of the tokens, shifted by the caller.
+            Hidden states in bf16 or fp16 with an fp32 weight are cast to fp32 (``4 * H`` bytes a token;
+            products, gathers and sums of ``grad_hidden`` are fp32 then); no other pair of dtypes is served.
+        temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
+            are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. A tensor
+            needs the row kernels; no gradient flows into it.
+        entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``, which needs the row
+            kernels.
+        zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else it
+            is the largest logit's. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives log
+            probability 0 and no gradient.
+        reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's
+            part, for a caller who gathered the hidden states and whose backward sums them; not with
+            ``sequence_parallel``.
+
+    Returns:
+        fp32 log-probability and, where asked for, entropy.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; on every rank as for
+            :func:`.fused_linear_cross_entropy`. Values of a temperature per token are checked in every call,
+            on every rank: the host waits for them.
+
+    Collectives: those of :func:`.fused_linear_cross_entropy`; with a temperature per token a MAX all-reduce
+    of an int64 before them, once per call; the merge has a float a token more with entropy; no reduction of
+    ``grad_hidden`` where it is left to the caller.
+
+    Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
+    """
+    made = linear_cross_entropy(
+        _widened(hidden, weight),
+        weight,
+        labels,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+        config=config,
+        outputs=_outputs(entropy),
+        differentiable=_with_grad(entropy),
+        temperature=temperature,
+        zero_unknown=zero_unknown,
+        reduce_grad_hidden=reduce_grad_hidden,
+        caller_error=_wrong_entropy(entropy),
+    ).outputs
+    return _named((made.log_prob, made.entropy), entropy)
+
+
+def _outputs(entropy: str) -> tuple[str, ...]:
+    return ("log_prob",) if entropy == "none" else ("log_prob", "entropy")
+
+
+def _with_grad(entropy: str) -> tuple[str, ...]:
+    return ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
+
+
+def _wrong_entropy(entropy: str) -> ValueError | None:
+    if entropy in ENTROPY_CHOICES:
+        return None
+    return ValueError(f"entropy is {entropy!r}; choose one of {', '.join(ENTROPY_CHOICES)}")
+
+
+def _named(made: tuple[Tensor | None, Tensor | None], entropy: str) -> TokenLogProbs:
+    log_prob, of_entropy = made
+    assert log_prob is not None
+    if of_entropy is not None and entropy == "detached":
+        of_entropy = of_entropy.detach()
+    return TokenLogProbs(log_prob, of_entropy)
+
+
+def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Half-precision hidden states in fp32 where the weight is."""
+    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
+        return hidden  # what is wrong, the checks will say
+    half = hidden.dtype in (torch.bfloat16, torch.float16)
+    return hidden.float() if half and weight.dtype == torch.float32 else hidden
+
+
+@takes_config
+def masked_token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mask_ids: Tensor,
+    mask_offsets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: str = "none",
+    reduce_grad_hidden: bool = True,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> TokenLogProbs:
+    """Log-probability and entropy among the ids that top-p or top-k kept when a token was sampled.
+
+    The softmax is over those ids alone; gradients are exactly 0 outside. Only their columns are computed
+    (:mod:`.sampling_mask`): meant for sets of some tens of ids a token. A token whose set is empty was not
+    filtered: its softmax is over the vocabulary, by the head, which leaves all other tokens out.
+
+    Args:
+        mask_ids: int64 or int32 ``[N]``, global ids, each once for a token, in any order.
+        mask_offsets: int64 or int32 ``[T + 1]``: token ``t`` of ``labels.flatten()`` has
+            ``mask_ids[mask_offsets[t] : mask_offsets[t + 1]]``. Both the same on every rank.
+        entropy: over the kept ids; :func:`token_log_probs` has it over the vocabulary.
+        config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
+            With ``ignore_index`` a token with that label and an empty set has log-probability 0 and costs no
+            product; with a set its label is outside of it.
+
+    The other arguments are those of :func:`token_log_probs`; its cast to fp32 is not made, since all products
+    are fp32.
+
+    Returns:
+        fp32, in the labels' shape. A label outside its set has log-probability ``-inf``, without a gradient.
+
+    Raises:
+        TypeError, ValueError: on every rank, in every call: what :func:`token_log_probs` refuses; ids outside
+            the vocabulary or twice for a token; offsets that do not begin at 0, end at N or ascend;
+            ranks with different masks.
+
+    Memory above inputs and outputs: 160 MiB of blocks (bf16; a set of more than ``2**24 / H`` ids:
+    ``10 * H`` bytes an id), some 50 bytes an id, and in the backward ``4 * H`` bytes for each id of this
+    shard that any token has kept. With sequence parallelism all hidden states of the group, ``[T, H]``, and
+    their gradients.
+
+    Collectives: one all-gather of a few int64, for which the host waits; those of
+    :class:`.sampling_mask.MaskedLogProbs`; where a set is empty those of the head with ``skip_masked``.
+
+    Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
+    """
+    check_config(config)
+    args = Arguments(
+        _widened(hidden, weight),
+        weight,
+        labels,
+        tp_group,
+        sequence_parallel,
+        None,
+        vocab_start,
+        config or FusedCEConfig(),
+        _outputs(entropy),
+        _with_grad(entropy),
+        temperature=temperature,
+        reduce_grad_hidden=reduce_grad_hidden,
+        caller_error=_wrong_entropy(entropy),
+    )
+    made = sampling_mask.evaluate(args, mask_ids, mask_offsets)
+    return _named(made, entropy)

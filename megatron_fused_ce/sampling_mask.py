@@ -1,0 +1,340 @@
+"""Log-probabilities over the ids that sampling kept of each token: their columns alone, no logits.
+
+For a few ids a token. A block of tokens is padded to the longest of its sets, rows of the weight are gathered
+for it, and batched products in fp32 make its logits; from there it is the maths of the head
+(:mod:`.row_ops_torch`, :mod:`.loss_form`), a set in the vocabulary's place. Every rank works on the ids that
+are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_fused_ce import row_ops, row_ops_torch
+from megatron_fused_ce.call import Arguments, at_temperature, check_arguments, must_agree
+from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, RowStatistics
+from megatron_fused_ce.loss_form import LossForm
+from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy
+from megatron_fused_ce.row_ops import TokenTerms
+from megatron_fused_ce.token_outputs import Upstream
+from megatron_fused_ce.vocab_parallel import VocabParallel, compare
+
+#: Entries of gathered rows of the weight in one block. A block holds them in their dtype and in fp32, and a
+#: backward that wants ``grad_weight`` their gradient in fp32: 160 MiB for bf16. A set of more ids than fit is
+#: a block of its own.
+BLOCK_ELEMENTS = 1 << 24
+
+
+class Mask(NamedTuple):
+    """The kept ids of all tokens; those of token ``t`` of ``labels.flatten()`` are ``offsets[t]`` and on."""
+
+    ids: Tensor  # int64 [N], global
+    offsets: Tensor  # int64 [T + 1]
+    token: Tensor  # int64 [N]: whose an id is
+    #: numbers that are the same on every rank, by the name that an error gives them
+    facts: dict[str, int]
+
+    @staticmethod
+    def of(ids: Tensor, offsets: Tensor, labels: Tensor) -> Mask:
+        """Checked but for the size of the vocabulary. The host waits.
+
+        Raises:
+            TypeError, ValueError: a dtype, shape, or value does not fit.
+        """
+        for name, tensor in (("mask_ids", ids), ("mask_offsets", offsets)):
+            if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int64, torch.int32):
+                raise TypeError(f"{name} must be an int64 or int32 tensor, got {tensor!r:.60}")
+            if tensor.dim() != 1 or tensor.device != labels.device:
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)} on {tensor.device}; expected one dimension, on "
+                    f"{labels.device}"
+                )
+        num_tokens, num_ids = labels.numel(), ids.numel()
+        if offsets.numel() != num_tokens + 1:
+            raise ValueError(
+                f"mask_offsets has {offsets.numel()} entries; expected one more than the {num_tokens} tokens"
+            )
+        ids, offsets = ids.to(torch.int64), offsets.to(torch.int64)
+        count = offsets.diff()
+        ends = torch.stack((offsets[0], offsets[-1], (count < 0).sum(), (count == 0).sum())).tolist()
+        if ends[:3] != [0, num_ids, 0]:
+            raise ValueError(
+                f"mask_offsets go from {ends[0]} to {ends[1]} and descend {ends[2]} times; expected 0 to "
+                f"{num_ids}, the number of mask_ids, never descending"
+            )
+        token = torch.repeat_interleave(count)
+        facts = {"kept ids": num_ids, "tokens without a set": ends[3], "smallest id": 0, "largest id": -1}
+        facts |= {"checksum of mask_ids": 0, "checksum of mask_offsets": 0}
+        if num_ids:
+            key = ((token << 31) + ids.clamp(0, 2**31 - 1)).sort().values
+            twice = (key[1:] == key[:-1]).any().to(torch.int64)
+            sums = (ids * (token % 8191 + 1)).sum(), (offsets * offsets).sum()
+            again, *numbers = torch.stack((twice, ids.amin(), ids.amax(), *sums)).tolist()
+            if again:
+                raise ValueError("mask_ids names an id twice for one token; give each once")
+            facts |= dict(zip(list(facts)[2:], numbers, strict=True))
+        return Mask(ids, offsets, token, facts)
+
+    @staticmethod
+    def unknown() -> dict[str, int]:
+        """The names of the facts, where this rank's mask is bad."""
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return Mask.of(nothing, torch.zeros(1, dtype=torch.int64), nothing).facts
+
+
+class Pairs(NamedTuple):
+    """Tokens and the kept ids of theirs that are in this shard, token after token."""
+
+    columns: Tensor  # int64 [P], of this shard
+    first: Tensor  # int64 [T]: where a token's begin
+    length: Tensor  # int64 [T]
+    labels: Tensor  # int64 [T], columns of this shard or outside of it
+
+    @staticmethod
+    def of(mask: Mask, order: Tensor, labels: Tensor, vocab_start: int, num_rows: int) -> Pairs:
+        """Of the tokens ``order`` ``[T]`` of a mask, with their labels, global ids ``[T]``."""
+        columns = mask.ids - vocab_start
+        here = (columns >= 0) & (columns < num_rows)
+        ends = torch.searchsorted(mask.token[here], torch.arange(len(order) + 1, device=order.device))
+        return Pairs(columns[here], ends[:-1][order], ends.diff()[order], labels - vocab_start)
+
+    def blocks(self, hidden_size: int) -> Iterator[_Block]:
+        """Of tokens with sets of about one length, the longest first. The host waits for their lengths."""
+        order = self.length.argsort(descending=True, stable=True)
+        lengths = [length for length in self.length[order].tolist() if length]
+        order, start = order[: len(lengths)], 0
+        while start < len(lengths):
+            stop = start + max(1, BLOCK_ELEMENTS // (lengths[start] * hidden_size))
+            yield self._block(order[start:stop], lengths[start])
+            start = stop
+
+    def _block(self, tokens: Tensor, size: int) -> _Block:
+        place = torch.arange(size, device=tokens.device)
+        real = place < self.length[tokens].unsqueeze(-1)
+        # The padding stands at the token's own last id, and its gradient is 0.
+        pairs = self.first[tokens].unsqueeze(-1) + torch.minimum(place, self.length[tokens].unsqueeze(-1) - 1)
+        columns = self.columns[pairs]
+        is_label = real & (columns == self.labels[tokens].unsqueeze(-1))
+        label = torch.where(is_label.any(-1), is_label.to(torch.uint8).argmax(-1), -1)
+        return _Block(tokens, pairs, columns, real, label)
+
+
+class _Block(NamedTuple):
+    """``B`` tokens with up to ``K`` kept ids."""
+
+    tokens: Tensor  # int64 [B]
+    pairs: Tensor  # int64 [B, K]
+    columns: Tensor  # int64 [B, K]
+    real: Tensor  # bool [B, K]: no padding
+    label: Tensor  # int64 [B]: which of the K is the label, -1 for none
+
+
+class Problem(NamedTuple):
+    """What a call has beside its operands; tokens in the order of the hidden states."""
+
+    comm: VocabParallel
+    pairs: Pairs
+    logit_scale: float
+    inv_temperature: Tensor | None  # [T] fp32
+    form: LossForm  # whose softcap is applied here
+
+    def logits(self, block: _Block, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """``[B, K]`` fp32, -inf in the padding, and the slope of each in ``hidden @ weight.T``."""
+        z = torch.bmm(weight, hidden.unsqueeze(-1)).squeeze(-1) * self.logit_scale
+        slope = torch.full_like(z, self.logit_scale)
+        cap = self.form.softcap
+        if cap is not None:
+            e = (z.abs() * (-2 / cap)).exp()
+            slope = slope * 4 * e / (1 + e).square()
+            z = cap * torch.tanh(z / cap)
+        if self.inv_temperature is not None:
+            factor = self.inv_temperature[block.tokens].unsqueeze(-1)
+            z, slope = z * factor, slope * factor
+        return z.masked_fill(~block.real, -torch.inf), slope
+
+    @property
+    def plain(self) -> LossForm:
+        return LossForm(outputs=self.form.outputs, with_weighted=self.form.with_weighted)
+
+
+class MaskedLogProbs(torch.autograd.Function):
+    """Log-probability and entropy over the kept ids, fp32 ``[T]``; without meaning where none is kept.
+
+    Collectives of the forward: the all-gather of all hidden states (sequence parallelism), then the merge of
+    all tokens' statistics. Of the backward: that gather again, and the reduction of ``grad_hidden``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [n, H]
+        weight: Tensor,  # [V, H]
+        problem: Problem,
+    ) -> tuple[Tensor, Tensor | None]:
+        pairs, form = problem.pairs, problem.plain
+        num_tokens = len(pairs.labels)
+        shard = torch.zeros(4, num_tokens, device=hidden.device)
+        shard[:2], shard[3] = -torch.inf, NOT_HERE
+        weighted = torch.zeros_like(shard[0]) if form.with_weighted else None
+        with _in_fp32(hidden):
+            all_hidden = _gathered(problem.comm, hidden)
+            for block in pairs.blocks(hidden.shape[1]):
+                rows = weight[block.columns].float()
+                z, _ = problem.logits(block, all_hidden[block.tokens].float(), rows)
+                stats = row_ops_torch.row_statistics(z, block.label, 1.0, form=form)
+                shard[:, block.tokens] = stats.shard
+                if weighted is not None and stats.extra.weighted is not None:
+                    weighted[block.tokens] = stats.extra.weighted
+            stats = RowStatistics(shard, extra=ExtraStatistics(weighted=weighted))
+            merged = problem.comm.start_merge(stats, row_ops).finish()
+            made = form.finish(merged)
+        assert made.log_prob is not None and merged.terms is not None
+        known = merged.terms[3] != NOT_HERE
+        ctx.problem = problem
+        ctx.save_for_backward(hidden, weight, merged.terms, known, made.entropy)
+        ctx.set_materialize_grads(False)
+        return torch.where(known, made.log_prob, -torch.inf), made.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, merged_terms, known, entropy = ctx.saved_tensors
+        problem, (of_log_prob, of_entropy) = ctx.problem, grads
+        wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
+        if of_log_prob is None and of_entropy is None:
+            return None, None, None
+        grad_loss = torch.zeros_like(merged_terms[0])
+        if of_log_prob is not None:
+            grad_loss = torch.where(known, -of_log_prob, 0.0)
+        terms, plain = TokenTerms.of(merged_terms), problem.plain
+        upstream = Upstream(grad_loss, None, None, of_entropy, None if of_entropy is None else entropy)
+        coefficients = plain.grad_coefficients(terms, upstream)
+        comm, pairs = problem.comm, problem.pairs
+        used, place = torch.unique(pairs.columns, return_inverse=True)
+        grad_used = (
+            torch.zeros(len(used), weight.shape[1], device=weight.device) if wants_grad_weight else None
+        )
+        with _in_fp32(hidden):
+            all_hidden = _gathered(comm, hidden)
+            partial = torch.zeros_like(all_hidden) if wants_grad_hidden else None
+            for block in pairs.blocks(hidden.shape[1]):
+                rows, taken = weight[block.columns].float(), all_hidden[block.tokens].float()
+                z, slope = problem.logits(block, taken, rows)
+                of_block = coefficients._replace(
+                    **{
+                        name: value[block.tokens]
+                        for name, value in coefficients._asdict().items()
+                        if value is not None
+                    }
+                )
+                grad = row_ops_torch.row_gradients(z, block.label, of_block, 1.0, z, plain)
+                grad = torch.where(block.real, grad * slope, 0.0)
+                if partial is not None:
+                    made = torch.bmm(grad.unsqueeze(1), rows).squeeze(1)
+                    partial[block.tokens] = made.to(partial.dtype)
+                del rows
+                if grad_used is not None:
+                    products = grad.unsqueeze(-1) * taken.unsqueeze(1)
+                    grad_used.index_put_((place[block.pairs],), products, accumulate=True)
+            grad_hidden = grad_weight = None
+            if partial is not None:
+                grad_hidden = hidden.new_empty(hidden.shape) if comm.num_parts > 1 else partial
+                comm.reduce_grad_hidden(partial, grad_hidden).wait()
+            if grad_used is not None:
+                grad_weight = torch.zeros_like(weight)
+                grad_weight[used] = grad_used.to(weight.dtype)
+        return grad_hidden, grad_weight, None
+
+
+def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """:func:`.rl.masked_token_log_probs`: log-probability and entropy in the labels' shape."""
+    config, reduces = args.config, args.reduce_grad_hidden
+    comm = VocabParallel.of(args.tp_group, args.sequence_parallel, config.merge, reduces)
+    mask, error, found = None, None, Mask.unknown()
+    try:
+        check_arguments(args, comm)
+        mask = Mask.of(ids, offsets, args.labels)
+        found = mask.facts
+    except (TypeError, ValueError) as one:
+        error = one
+    sizes: tuple[int, ...] = (0,) if error is not None else (args.weight.shape[0],)
+    if comm.group is not None:
+        same, start = must_agree(args, comm, error), None if error is not None else args.vocab_start
+        sizes = compare(comm.group, {**same, **found}, {}, start, sizes[0], error).shard_sizes
+    elif error is not None:
+        raise error
+    assert mask is not None
+    num_classes = config.true_vocab_size or sum(sizes)
+    smallest, largest = mask.facts["smallest id"], mask.facts["largest id"]
+    if smallest < 0 or largest >= num_classes:
+        raise ValueError(
+            f"mask_ids are {smallest} to {largest}; expected ids of the vocabulary, 0 to {num_classes - 1}"
+        )
+    vocab_start = sum(sizes[: comm.rank]) if args.vocab_start is None else args.vocab_start
+    made = _among_kept(args, mask, comm, vocab_start)
+    if mask.facts["tokens without a set"]:
+        made = _with_unfiltered(args, mask, made)
+    return made
+
+
+def _among_kept(
+    args: Arguments, mask: Mask, comm: VocabParallel, vocab_start: int
+) -> tuple[Tensor, Tensor | None]:
+    labels, hidden = args.labels, args.hidden
+    order = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
+    order, in_order = (in_token_order(x, args, 1).flatten() for x in (order, labels.to(torch.int64)))
+    inv_temperature = inv_temperature_of(args, comm)
+    logit_scale, softcap = at_temperature(args)
+    pairs = Pairs.of(mask, order, in_order, vocab_start, args.weight.shape[0])
+    form = LossForm(softcap=softcap, outputs=args.outputs, with_weighted="entropy" in args.outputs)
+    flat = None if inv_temperature is None else inv_temperature.flatten()
+    problem = Problem(comm, pairs, logit_scale, flat, form)
+    made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), args.weight, problem)
+    log_prob, entropy = (None if x is None else _in_labels_shape(x, labels) for x in made)
+    assert log_prob is not None
+    return log_prob, entropy
+
+
+def _in_labels_shape(per_token: Tensor, labels: Tensor) -> Tensor:
+    if labels.dim() == 1:
+        return per_token
+    b, s = labels.shape
+    return per_token.view(s, b).t().contiguous()
+
+
+def _with_unfiltered(
+    args: Arguments, mask: Mask, made: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens without a set over the whole vocabulary. Collectives: the head's, with ``skip_masked``."""
+    unfiltered = (mask.offsets.diff() == 0).view(args.labels.shape)
+    counts = unfiltered
+    if args.config.ignore_index is not None:
+        counts = counts & (args.labels != args.config.ignore_index)
+    head = linear_cross_entropy(
+        **args._replace(config=replace(args.config, skip_masked=True), token_weights=counts.float())._asdict()
+    ).outputs
+    assert head.log_prob is not None
+    log_prob = torch.where(unfiltered, head.log_prob, made[0])
+    if made[1] is None or head.entropy is None:
+        return log_prob, None
+    return log_prob, torch.where(unfiltered, head.entropy, made[1])
+
+
+def _gathered(comm: VocabParallel, hidden: Tensor) -> Tensor:
+    """``[T, H]``. Collectives: an all-gather with sequence parallelism."""
+    if comm.num_parts == 1:
+        return hidden
+    whole = hidden.new_empty(comm.size * hidden.shape[0], hidden.shape[1])
+    comm.gather(hidden, whole).wait()
+    return whole
+
+
+def _in_fp32(like: Tensor) -> AbstractContextManager[Any]:
+    return torch.autocast(like.device.type, enabled=False)

@@ -1,0 +1,99 @@
+"""What RL stacks hand in beside tokens: weights in fp32, temperatures that are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
+from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
+
+SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
+
+
+def test_half_hidden_states_and_an_fp32_weight(device):
+    """As SkyRL has them: the products are fp32, and each gradient has the dtype of its operand."""
+    inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=device)
+    inputs = replace(inputs, hidden=inputs.hidden.bfloat16().float())
+    hidden = inputs.hidden.bfloat16().requires_grad_()
+    weight = inputs.weight.clone().requires_grad_()
+    made = token_log_probs(hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3))
+    made.log_prob.backward(inputs.grad_loss)
+    exact, grad_hidden, grad_weight = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
+    assert relative_error(made.log_prob.detach(), exact.log_prob) < FLOOR[torch.float32]
+    assert hidden.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
+    assert relative_error(hidden.grad, grad_hidden) < FLOOR[torch.bfloat16]
+    assert relative_error(weight.grad, grad_weight) < FLOOR[torch.float32]
+
+
+def test_without_gradients_nothing_is_saved(device):
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    hidden = inputs.hidden.clone().requires_grad_()
+    with torch.no_grad():
+        made = token_log_probs(hidden, inputs.weight, inputs.labels, entropy="differentiable")
+    assert not made.log_prob.requires_grad and not made.entropy.requires_grad
+
+
+BAD = {
+    "zero": ({"temperature": 0}, ValueError, "above 0 and finite"),
+    "nan": ({"temperature": float("nan")}, ValueError, "above 0 and finite"),
+    "words": ({"temperature": "1"}, TypeError, "expected a number"),
+    "one of many zero": ({"temperature": torch.tensor([1.0, 1.0, 0.0])}, ValueError, "not all above 0"),
+    "one of many inf": ({"temperature": torch.tensor([1.0, torch.inf, 1.0])}, ValueError, "not all above 0"),
+    "a scalar tensor": ({"temperature": torch.tensor(1.0)}, ValueError, "one a token"),
+    "whole numbers": ({"temperature": torch.tensor([1, 2, 3])}, TypeError, "expected floats"),
+    "entropy": ({"entropy": True}, ValueError, "choose one of none, detached"),
+    "strategy": (
+        {"config": FusedCEConfig(strategy="grad_in_forward")},
+        ValueError,
+        "cannot know the upstream",
+    ),
+    "option": ({"strategy": "store"}, TypeError, "belongs to the config"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments(what, device):
+    given, error, words = BAD[what]
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    hidden = torch.ones(3, 4, device=device, requires_grad=True)
+    with pytest.raises(error, match=words):
+        token_log_probs(hidden, hidden, torch.arange(3, device=device), **given)
+
+
+def test_ignored_tokens_without_a_set(device):
+    """Prompts: log-probability 0 and no gradient."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    inputs.labels[:, :5] = -100
+    hidden = inputs.hidden.clone().requires_grad_()
+    offsets = torch.zeros(inputs.labels.numel() + 1, dtype=torch.int64, device=device)
+    ids = offsets[:0]
+    config = FusedCEConfig(ignore_index=-100)
+    made = masked_token_log_probs(hidden, inputs.weight, inputs.labels, ids, offsets, config=config)
+    made.log_prob.backward(inputs.grad_loss)
+    assert not made.log_prob[:, :5].any() and not hidden.grad[:5].any()
+    alone = token_log_probs(inputs.hidden[5:], inputs.weight, inputs.labels[:, 5:].contiguous())
+    assert relative_error(made.log_prob[:, 5:].detach(), alone.log_prob) < FLOOR[torch.float32]
+
+
+def test_a_mask_in_half_precision(device):
+    """Logits of kept ids are fp32: the error is that of the operands' own products."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.bfloat16, device=device)
+    kept = torch.zeros(2, 12, 53, dtype=torch.bool, device=device)
+    kept[..., :7] = True
+    kept.scatter_(-1, inputs.labels.unsqueeze(-1), True)
+    offsets = torch.zeros(25, dtype=torch.int64, device=device)
+    offsets[1:] = kept.sum(-1).flatten().cumsum(0)
+    ids = kept.flatten(0, 1).nonzero()[:, 1]
+    inputs = replace(inputs, kept=kept)
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):  # changes nothing
+        made = masked_token_log_probs(hidden, weight, inputs.labels, ids, offsets)
+    made.log_prob.backward(inputs.grad_loss)
+    exact, grad_hidden, grad_weight = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
+    assert relative_error(made.log_prob.detach(), exact.log_prob) < FLOOR[torch.float32]
+    assert relative_error(hidden.grad, grad_hidden) < FLOOR[torch.bfloat16]
+    assert relative_error(weight.grad, grad_weight) < FLOOR[torch.bfloat16]
