@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import download_reference
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,13 +34,63 @@ html_show_copyright = False
 html_copy_source = False
 highlight_language = "none"
 
+#: A line of index.md that stands for README.md.
+README_HERE = "<!-- README.md -->"
+#: Suffix of a file -> how it is highlighted; files of results are too long for that.
+LANGUAGES = {".py": "python", ".sh": "bash"}
 
-def name_results(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Title a page of results by its file: scripts write them, some without a heading, some with the same."""
+
+def edit_source(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put README.md into the index; title a page of results by its file.
+
+    README.md's links start from the repository's root, the index's from docs. Scripts write the pages of
+    results, some without a heading, some with the same.
+    """
+    if README_HERE in source[0]:
+        readme = ROOT / "README.md"
+        app.env.note_dependency(str(readme))
+        text = re.sub(r"\]\((?!#|\w+:|docs/)", "](path:../", readme.read_text()).replace("](docs/", "](")
+        source[0] = source[0].replace(README_HERE, text)
     if docname.startswith("benchmarks/results/2"):
         name = docname.rsplit("/", 1)[1]
         source[0] = f"# {name}\n\n" + re.sub(r"\A# ", "## ", source[0])
 
 
+def page_of(app: Sphinx, file: str) -> str:
+    """Name of the page that shows a file of the repository."""
+    return (
+        "files/" + Path(app.srcdir, file).resolve().relative_to(Path(app.srcdir).resolve().parent).as_posix()
+    )
+
+
+def link_to_pages(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Lead links to files to the pages that show them, or to the picture itself.
+
+    Sphinx would have the browser download the files.
+    """
+    for link in list(doctree.findall(download_reference)):
+        if "filename" not in link:
+            continue  # the file does not exist, which the build reports
+        _, path = app.env.relfn2path(link["reftarget"], docname)
+        if path.endswith(".png"):
+            to_root = app.builder.get_relative_uri(docname, "index").removesuffix("index.html")
+            uri = f"{to_root}_downloads/{link['filename']}"
+        else:
+            uri = app.builder.get_relative_uri(docname, page_of(app, path))
+        link.replace_self(nodes.reference("", "", *link.children, refuri=uri, internal=True))
+
+
+def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """One page for each text file that a document links to."""
+    for file in sorted(file for file in app.env.dlfiles if Path(file).suffix != ".png"):
+        page = page_of(app, file)
+        name, text = page.removeprefix("files/"), Path(app.srcdir, file).read_text()
+        code = app.builder.highlighter.highlight_block(text, LANGUAGES.get(Path(file).suffix, "none"))
+        body = f"<h1>{html.escape(name)}</h1>\n{code}"
+        yield page, {"title": name, "body": body}, "page.html"
+
+
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", name_results)
+    app.connect("source-read", edit_source)
+    app.connect("doctree-resolved", link_to_pages)
+    app.connect("html-collect-pages", pages_of_files)

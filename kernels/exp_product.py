@@ -44,6 +44,10 @@ from megatron_fused_ce.kernels.softcap import tanh_and_grad
 #: ``2**-126`` of the row's largest.
 HEADROOM = tl.constexpr(64.0)
 
+#: Exponents are no lower than this where they are summed times their exponential: 0 times -inf is NaN.
+LOWEST = tl.constexpr(-1000.0)
+_PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
 
 class Tiling(NamedTuple):
     """Compile-time choices of the product."""
@@ -83,6 +87,7 @@ def _exp_product_kernel(
     tile_max_ptr,  # [num_n, C] fp32
     tile_sum_ptr,  # [num_n, C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
+    tile_weighted_ptr,  # [num_n, C] fp32
     label_logit_ptr,  # [C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     num_rows,
@@ -98,6 +103,7 @@ def _exp_product_kernel(
     GROUP_M: tl.constexpr,
     WRITE: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
@@ -137,7 +143,12 @@ def _exp_product_kernel(
         else:
             tile_max = tl.max(z, axis=1)
         tile_shift = tl.where(tile_max > HEADROOM, tile_max, 0.0)
-        e = tl.exp2(z - tile_shift[:, None])
+        z -= tile_shift[:, None]
+        if WEIGHTED:
+            z = tl.maximum(z, LOWEST, propagate_nan=_PROPAGATE_NAN)
+        e = tl.exp2(z)
+        if WEIGHTED:
+            tl.store(tile_weighted_ptr + at, tl.sum(e * z, axis=1), mask=inside)
         tl.store(tile_max_ptr + at, tile_max, mask=inside)
         tl.store(tile_sum_ptr + at, tl.sum(e, axis=1), mask=inside)
         if WRITE:
@@ -247,6 +258,7 @@ def exp_product(
     tile_sum = torch.empty_like(tile_max)
     label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
+    tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
     tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc
     if out is not None:
@@ -255,7 +267,8 @@ def exp_product(
         (num_programs,),
         (
             *(labels, row_shift2, tile_max, tile_sum),
-            *(tile_max if tile_argmax is None else tile_argmax, label_logit),
+            tile_max if tile_argmax is None else tile_argmax,
+            *(tile_max if tile_weighted is None else tile_weighted, label_logit),
             labels if form.valid_columns is None else form.valid_columns,
         ),
         (
@@ -274,10 +287,11 @@ def exp_product(
         GROUP_M=tiling.group_m,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
+        WEIGHTED=form.with_weighted,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
-    return TileStatistics(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax)
+    return TileStatistics(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted)
 
 
 def gradient_product(

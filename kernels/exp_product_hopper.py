@@ -47,8 +47,9 @@ from megatron_fused_ce.kernels.records import (
     TileStatistics,
 )
 
-#: See exp_product.HEADROOM.
+#: See exp_product.HEADROOM and LOWEST.
 HEADROOM = gl.constexpr(64.0)
+LOWEST = gl.constexpr(-1000.0)
 _HEADER = gl.constexpr(TABLE_HEADER)
 
 #: A NaN logit must reach the sums.
@@ -142,11 +143,26 @@ def _rows_of(x, z):
 
 
 @gluon.jit
-def _softcapped_exponentials(z, shift, to_exponent, softcap2):
-    """Row sums of ``2**(softcapped z - shift)``, and these times softcap's gradient; 0 where z is -inf."""
-    softcapped, softcap_grad = _softcapped(z, to_exponent, softcap2)
-    e = gl.where(z == float("-inf"), 0.0, gl.exp2(softcapped - _rows_of(shift, z)))
-    return gl.reduce(e, 1, _plus), (e * softcap_grad).to(gl.bfloat16)
+def _exponentials(z, shift, scale2, to_exponent, softcap2, SOFTCAP: gl.constexpr, WEIGHTED: gl.constexpr):
+    """``E = 2**(z2 - shift)``, 0 where z is -inf, times the softcap's gradient, in bf16.
+
+    Before it, of each row: the sum of E, the sum of E times its exponent (where ``WEIGHTED``), without the
+    softcap's gradient.
+    """
+    if SOFTCAP:
+        softcapped, softcap_grad = _softcapped(z, to_exponent, softcap2)
+        exponent = gl.where(z == float("-inf"), LOWEST, softcapped - _rows_of(shift, z))
+    else:
+        exponent = z * scale2 - _rows_of(shift, z)
+        exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
+    e = gl.exp2(exponent)
+    total = gl.reduce(e, 1, _plus)
+    weighted = total
+    if WEIGHTED:
+        weighted = gl.reduce(e * exponent, 1, _plus)
+    if SOFTCAP:
+        e = e * softcap_grad
+    return total, weighted, e.to(gl.bfloat16)
 
 
 @gluon.jit
@@ -290,6 +306,7 @@ def _consume_tile(
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
+    tile_weighted_ptr,
     label_logit_ptr,
     token_slots,
     weight_slots,
@@ -309,6 +326,7 @@ def _consume_tile(
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    WEIGHTED: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
@@ -350,9 +368,8 @@ def _consume_tile(
     _barrier()
     mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
 
-    if SOFTCAP:
-        to_exponent = 2.0 * scale2 / softcap
-        softcap2 = softcap * 1.4426950408889634
+    to_exponent = 2.0 * scale2 / softcap
+    softcap2 = softcap * 1.4426950408889634
     if MODE == STATISTICS:
         if (holds_label != 0) | (first_column + BLOCK_N > valid_columns):
             columns = gl.arange(0, BLOCK_N, COLUMNS)
@@ -378,12 +395,19 @@ def _consume_tile(
             tile_max = row_max * scale2 - row_shift
         shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + row_shift
         gl.store(tile_max_ptr + at, tile_max, mask=inside)
-        if SOFTCAP:
-            # By halves: registers hold no more than one of them beside the softcap's gradient.
+        if SOFTCAP | WEIGHTED:
+            # By halves: registers hold no more than one of them beside what it is multiplied by.
             left, right = _halves(z)
-            left_sum, left = _softcapped_exponentials(left, shift, to_exponent, softcap2)
-            right_sum, right = _softcapped_exponentials(right, shift, to_exponent, softcap2)
+            left_sum, left_weighted, left = _exponentials(
+                left, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED
+            )
+            right_sum, right_weighted, right = _exponentials(
+                right, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED
+            )
             gl.store(tile_sum_ptr + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
+            if WEIGHTED:
+                weighted = gl.convert_layout(left_weighted + right_weighted, ROWS)
+                gl.store(tile_weighted_ptr + at, weighted, mask=inside)
         else:
             out = gl.exp2(z * scale2 - shift[:, None])
             gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
@@ -422,6 +446,7 @@ def _consumer(
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
+    tile_weighted_ptr,
     label_logit_ptr,
     token_slots,
     weight_slots,
@@ -442,6 +467,7 @@ def _consumer(
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    WEIGHTED: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
@@ -453,10 +479,10 @@ def _consumer(
         step = _consume_tile(
             tile, step,
             out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-            tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, token_slots,
+            tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr, label_logit_ptr, token_slots,
             weight_slots, staging, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
             logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX,
-            MASKED, SOFTCAP,
+            WEIGHTED, MASKED, SOFTCAP,
         )  # fmt: skip
         tile = _told(tile_ids, full, step)
     if WRITE:
@@ -477,6 +503,7 @@ def _product_kernel(
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
+    tile_weighted_ptr,
     label_logit_ptr,
     valid_columns_ptr,
     num_rows,
@@ -489,6 +516,7 @@ def _product_kernel(
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
+    WEIGHTED: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
@@ -518,17 +546,19 @@ def _product_kernel(
         [
             (_consumer, (
                 out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, upper_slots, weight_slots,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr, label_logit_ptr,
+                upper_slots, weight_slots,
                 upper_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
-                0, GROUP_M, MODE, WRITE, WITH_ARGMAX, MASKED, SOFTCAP,
+                0, GROUP_M, MODE, WRITE, WITH_ARGMAX, WEIGHTED, MASKED, SOFTCAP,
             )),
             (_consumer, (
                 out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, label_logit_ptr, lower_slots, weight_slots,
+                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr, label_logit_ptr,
+                lower_slots, weight_slots,
                 lower_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
-                64, GROUP_M, MODE, WRITE, WITH_ARGMAX, MASKED, SOFTCAP,
+                64, GROUP_M, MODE, WRITE, WITH_ARGMAX, WEIGHTED, MASKED, SOFTCAP,
             )),
             (_loader, (
                 tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, weight_slots,
@@ -565,7 +595,7 @@ def _launch(
     labels: Tensor,
     table: Tensor,
     rows: tuple[Tensor, Tensor, Tensor],
-    tiles: tuple[Tensor, Tensor, Tensor, Tensor],
+    tiles: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     logit_scale: float,
     mode: int,
     with_argmax: bool,
@@ -592,6 +622,7 @@ def _launch(
         MODE=mode,
         WRITE=out is not None,
         WITH_ARGMAX=with_argmax,
+        WEIGHTED=form.with_weighted and mode == int(STATISTICS),
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
@@ -614,6 +645,7 @@ def exp_product(
     tile_sum = torch.empty_like(tile_max)
     label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
+    tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
     _launch(
         tokens,
         weight,
@@ -621,13 +653,16 @@ def exp_product(
         labels,
         table,
         (row_shift2, row_shift2, row_shift2),
-        (tile_max, tile_sum, table if tile_argmax is None else tile_argmax, label_logit),
+        (
+            *(tile_max, tile_sum, table if tile_argmax is None else tile_argmax),
+            *(tile_max if tile_weighted is None else tile_weighted, label_logit),
+        ),
         logit_scale,
         int(STATISTICS),
         with_argmax,
         form,
     )
-    return TileStatistics(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax)
+    return TileStatistics(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted)
 
 
 def gradient_product(
@@ -650,7 +685,7 @@ def gradient_product(
         labels,
         table,
         (max2, factor, at_label),
-        (max2, max2, table, max2),
+        (max2, max2, table, max2, max2),
         logit_scale,
         int(GRADIENTS),
         False,

@@ -32,6 +32,7 @@ from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
     TABLE_HEADER,
+    ExtraStatistics,
     Merged,
     RowOptions,
     RowStatistics,
@@ -168,11 +169,13 @@ def _combine_tiles_kernel(
     tile_max_ptr,  # [num_tiles, C]
     tile_sum_ptr,  # [num_tiles, C]
     tile_argmax_ptr,  # [num_tiles, C] int32
+    tile_weighted_ptr,  # [num_tiles, C]
     label_ptr,  # [C] int64
     label_logit_ptr,  # [C] fp32
     shard_ptr,  # [4, C] fp32, out, natural units: records.RowStatistics.shard
     tile_shift_ptr,  # out: the row's tile_shift where its tiles differ in theirs, else -1
     argmax_ptr,  # out, int64
+    weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
     loss_ptr,  # [C] fp32, out
     saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
     num_rows,
@@ -182,6 +185,7 @@ def _combine_tiles_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALONE: tl.constexpr,
 ):
@@ -197,6 +201,7 @@ def _combine_tiles_kernel(
     slot_lowest = slots + float("inf")
     slot_shift = slots
     slot_sum_exp = slots
+    slot_weighted = slots
     slot_best = slots.to(tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
@@ -211,13 +216,22 @@ def _combine_tiles_kernel(
         tile_shift = tl.where(tile_max > HEADROOM, tile_max, 0.0)
         slot_lowest = tl.minimum(slot_lowest, tl.where(real, tile_shift, float("inf")))
         new_shift = tl.maximum(slot_shift, tile_shift)
-        slot_sum_exp = slot_sum_exp * tl.exp2(slot_shift - new_shift)
-        slot_sum_exp += tile_sum * tl.exp2(tile_shift - new_shift)
+        of_slot, of_tile = slot_shift - new_shift, tile_shift - new_shift
+        if WEIGHTED:
+            tile_weighted = tl.load(tile_weighted_ptr + at, mask=real, other=0.0)
+            slot_weighted = (slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot)
+            slot_weighted += (tile_weighted + tile_sum * of_tile) * tl.exp2(of_tile)
+        slot_sum_exp = slot_sum_exp * tl.exp2(of_slot)
+        slot_sum_exp += tile_sum * tl.exp2(of_tile)
         slot_shift = new_shift
     largest = tl.max(slot_max, axis=0)
     lowest_shift = tl.min(slot_lowest, axis=0)
     row_tile_shift = tl.max(slot_shift, axis=0)
-    sum_exp_nonlabel = tl.sum(slot_sum_exp * tl.exp2(slot_shift - row_tile_shift[None, :]), axis=0)
+    of_slot = slot_shift - row_tile_shift[None, :]
+    sum_exp_nonlabel = tl.sum(slot_sum_exp * tl.exp2(of_slot), axis=0)
+    if WEIGHTED:
+        weighted = tl.sum((slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot), axis=0)
+        tl.store(weighted_ptr + rows, weighted * LN2, mask=inside)
     row_shift = tl.load(row_shift_ptr + rows, mask=inside, other=0.0)
     label = tl.load(label_ptr + rows, mask=inside, other=-1)
     here = (label >= 0) & (label < num_columns)
@@ -474,6 +488,7 @@ def combine_tiles(
         loss, saved = torch.empty_like(tile_shift), statistics.new_empty((4, num_rows))
         merged = Merged(loss, saved, None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
+    weighted = None if tiles.tile_weighted is None else torch.empty_like(tile_shift)
     # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
     block_rows = 8
     _combine_tiles(
@@ -481,17 +496,20 @@ def combine_tiles(
         (
             *(prologue.row_shift2, tiles.tile_max, tiles.tile_sum),
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
+            tiles.tile_max if tiles.tile_weighted is None else tiles.tile_weighted,
             *(labels, tiles.label_logit, shard, tile_shift, labels if argmax is None else argmax),
+            tile_shift if weighted is None else weighted,
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
         ),
         (num_rows, num_columns, num_tiles, form.softcap or 1.0),
         BLOCK_ROWS=block_rows,
         BLOCK_TILES=64,
         WITH_ARGMAX=argmax is not None,
+        WEIGHTED=weighted is not None,
         SOFTCAP=form.softcap is not None,
         ALONE=alone,
     )
-    return RowStatistics(shard, argmax, tile_shift=tile_shift, merged=merged)
+    return RowStatistics(shard, argmax, ExtraStatistics(weighted=weighted), tile_shift, merged)
 
 
 def finalize_rows(

@@ -124,7 +124,9 @@ class TileStatistics(NamedTuple):
     tile_sum: Tensor  # fp32: sum of E over the tile, label left out
     #: fp32 [C]: logit_scale * z_y, before a softcap; undefined where the label is not here
     label_logit: Tensor
-    tile_argmax: Tensor | None  # int32: column of tile_max
+    tile_argmax: Tensor | None = None  # int32: column of tile_max
+    #: fp32: sum of E times its exponent, in powers of two, label left out; with RowOptions.with_weighted
+    tile_weighted: Tensor | None = None
 
 
 class Merged(NamedTuple):

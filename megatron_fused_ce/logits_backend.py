@@ -457,8 +457,8 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    # -smoothing_per_class is no multiple of E; gradients of lse, and of log_prob beside a z_loss, are no
-    # multiples of the loss's.
+    # -smoothing_per_class is no multiple of E; gradients of lse, of entropy, and of log_prob beside a z_loss
+    # are no multiples of the loss's.
     outputs, differentiable = requested.outputs, requested.differentiable
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
@@ -468,7 +468,7 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
             differentiable and "log_prob" in outputs and config.z_loss > 0,
             "log_prob with a gradient beside z_loss",
         ),
-        ("entropy" in outputs, "entropy"),
+        (differentiable and "entropy" in outputs, "entropy with a gradient"),
         (requested.soft, "the loss of a teacher's targets"),
         (requested.per_token_temperature, "a temperature per token"),
     )

@@ -25,11 +25,10 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from megatron_fused_ce.command_line import Parser, command, num_gpus, whole, writable_folder
 from megatron_fused_ce.scripts.demo.job import MIB, Job, Run
-from megatron_fused_ce.scripts.lib import pictures
+from megatron_fused_ce.scripts.lib import pictures, tables
 
 TP = 2
 NUM_FIRST_STEPS = 10
@@ -152,10 +151,8 @@ def tokens_per_second(job: Job, run: Run) -> float:
 def print_table(console: Console, job: Job, runs: list[Run]) -> None:
     stock, _, fused = runs
     titles = {"stock": "flag off", "native": "native fusion", "fused": "flag on"}
-    table = Table(title="Flag off, Megatron's native fusion, flag on", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for run in runs:
-        table.add_column(titles[run.name], justify="right", no_wrap=True)
+    title = "Flag off, Megatron's native fusion, flag on"
+    table = tables.terminal(title, ["", *(titles[run.name] for run in runs)])
 
     def against_stock(which: int, steps: slice) -> list[str]:
         return ["-"] + [f"{differences(run, stock)[which][steps].max():.2e}" for run in runs[1:]]

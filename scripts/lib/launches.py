@@ -163,8 +163,11 @@ def start(
     return Started(process, folder, list(words), turn)
 
 
-def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]) -> Figures:
-    """Run a user's launch to its end. Raises UsageError, with the log's own error, where it fails."""
+def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]) -> None:
+    """Run a user's launch to its end.
+
+    Raises UsageError, with the log's own error, where it fails, or has the flag and no head was fused.
+    """
     started = start(words, folder)
     figures = started.finish(timeout_s, progress)
     if status := started.process.returncode:
@@ -173,7 +176,8 @@ def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Calla
             ended = f"failed with status {status}"
         reason = f": {figures.error}" if figures.error else ""
         raise UsageError(f"the launch in {folder} {ended}{reason}; its logs are there")
-    return figures
+    if FLAG in words and not figures.heads_fused:
+        raise UsageError(f"the launch with the flag evaluated no head fused: see its logs in {folder}")
 
 
 # --- a launch that a user wrote --------------------------------------------------------------
@@ -234,6 +238,12 @@ class Command:
             raise UsageError(f"leave out {' '.join(self.runner)}: give the training script alone")
         flags = self._flags if flag else []
         return [*self.launcher, str(RUNNER), *runner, *self.script, *flags]
+
+
+def split_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A program's own words, and the command after ``--``."""
+    at = words.index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
 
 
 def refuse_shared_folders(words: Sequence[str]) -> None:

@@ -1,9 +1,12 @@
-"""Tables in Markdown, as the pages and the terminal show them."""
+"""Tables: in Markdown for the pages, by rich for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
@@ -20,3 +23,14 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) 
 def cell(value: Any, form: str = "", missing: str = "–") -> str:
     """A value as ``format`` writes it, ``missing`` for None."""
     return missing if value is None else format(value, form)
+
+
+def terminal(title: str, head: Sequence[str]) -> Table:
+    """An empty table for rich to print: the first column is text, the others align to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, name in enumerate(head):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    return table

@@ -24,9 +24,11 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
@@ -40,8 +42,8 @@ from megatron_fused_ce.command_line import (
 )
 from megatron_fused_ce.estimate.named_models import known_name
 from megatron_fused_ce.scripts.bench.cases import SHAPES, Cell
-from megatron_fused_ce.scripts.lib import pictures
-from megatron_fused_ce.scripts.lib.launches import Command, launch
+from megatron_fused_ce.scripts.lib import pictures, tables
+from megatron_fused_ce.scripts.lib.launches import Command, launch, split_command
 from megatron_fused_ce.scripts.lib.results import write_whole
 from megatron_fused_ce.scripts.lib.runner import SNAPSHOT, TIMELINE
 from megatron_fused_ce.scripts.runs.snapshots import (
@@ -63,6 +65,8 @@ from megatron_fused_ce.scripts.runs.snapshots import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megatron_fused_ce.scripts.bench.problem import World
     from megatron_fused_ce.scripts.bench.variants import Variant
 
@@ -85,30 +89,33 @@ NUM_COLUMNS = 1200  # of the picture, about a pixel each
 # --- what is printed and drawn -------------------------------------------------------------------
 
 
-def table(timelines: Sequence[Timeline]) -> str:
+def table(timelines: Sequence[Timeline]) -> Table:
     """MiB at each run's peak, by category, and the head's own peak."""
     peaks = [timeline.peak() for timeline in timelines]
-    rows = [("peak, MiB", [size for size, _, _ in peaks])]
+    rows = [("at the peak", [size for size, _, _ in peaks])]
     for category in reversed(CATEGORIES):
         sizes = [at_peak[category] for _, _, at_peak in peaks]
         if any(sizes):
             rows.append((f"  {category}", sizes))
-    rows.append(("head at most, MiB", [timeline.peak(HEAD)[0] for timeline in timelines]))
-    rows.append(("max_memory_allocated, MiB", [timeline.allocator_peak_bytes for timeline in timelines]))
-    width = max(12, *(len(timeline.name) + 2 for timeline in timelines))
-    lines = ["".ljust(34) + "".join(timeline.name.rjust(width) for timeline in timelines)]
+    rows.append(("head at most", [timeline.peak(HEAD)[0] for timeline in timelines]))
+    rows.append(("max_memory_allocated", [timeline.allocator_peak_bytes for timeline in timelines]))
+    result = tables.terminal("", ["MiB", *(timeline.name for timeline in timelines)])
     for name, sizes in rows:
-        lines.append(name.ljust(34) + "".join(f"{size / MIB:.1f}".rjust(width) for size in sizes))
+        result.add_row(name, *(f"{size / MIB:.1f}" for size in sizes))
+    return result
+
+
+def notes(timelines: Sequence[Timeline]) -> Iterator[str]:
+    """What a reader of the table must know."""
     if len(timelines) == 2:
-        off, on = (size for size, _, _ in peaks)
-        lines.append(f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {_share(off, on)} of it")
+        off, on = (timeline.peak()[0] for timeline in timelines)
+        yield f"the second's peak is {(off - on) / MIB:.1f} MiB lower, {_share(off, on)} of it"
     for timeline in timelines:
         if timeline.unaccounted_bytes:
-            lines.append(
+            yield (
                 f"{timeline.name}: events of {timeline.unaccounted_bytes} bytes are missing; what "
                 "is drawn is off by that much at the step's end"
             )
-    return "\n".join(lines) + "\n"
 
 
 def _share(off: int, on: int) -> str:
@@ -175,7 +182,9 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int) -> set[str]:
 
 
 def report(timelines: Sequence[Timeline], out: Path) -> None:
-    print(table(timelines), end="")
+    Console().print(table(timelines))
+    for note in notes(timelines):
+        print(note)
     drawn = draw(timelines, out / "memory_profile.png")
     print(f"{out}: " + ("memory_profile.png" if drawn else "no picture: matplotlib is not installed"))
 
@@ -191,11 +200,9 @@ def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timelin
         folder = given.out.resolve() / name.replace(" ", "-")
         line = asked.through("--memory", str(folder), str(given.step), str(given.rank), flag=flag)
         print(f"launch, {name}: logs in {folder}", flush=True)
-        figures = launch(line, folder, given.timeout, lambda now: print(now, flush=True))
+        launch(line, folder, given.timeout, lambda now: print(now, flush=True))
         if not (folder / TIMELINE).is_file():
             raise UsageError(f"the launch ended before step {given.step}: raise --train-iters")
-        if flag and not figures.heads_fused:
-            raise UsageError(f"the launch with the flag evaluated no head fused: see its logs in {folder}")
         (timeline,) = read(folder / TIMELINE)
         timeline.name = name
         timeline.facts["what"] = f"{Path(asked.script[0]).name}, step {given.step}"
@@ -296,8 +303,8 @@ def _parser() -> Parser:
 
 @command("memory")
 def main(words: list[str]) -> int:
-    cut = words.index("--") if "--" in words else len(words)
-    given, launched = _parser().parse_args(words[:cut]), words[cut + 1 :]
+    own, launched = split_command(words)
+    given = _parser().parse_args(own)
     if given.draw is not None:
         try:
             timelines = read(given.draw)

@@ -47,6 +47,7 @@ from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.scripts.bench.cases import Cell as Shape
 from megatron_fused_ce.scripts.bench.cases import world_size
 from megatron_fused_ce.scripts.lib import results
+from megatron_fused_ce.scripts.lib.launches import split_command
 from megatron_fused_ce.scripts.runs import sweep_launches, sweep_report
 from megatron_fused_ce.scripts.runs.sweep_launches import Launches
 from megatron_fused_ce.scripts.runs.sweep_report import Result
@@ -124,8 +125,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises UsageError where the checkout or its arguments do not fit, SystemExit for the rest.
     """
     parser = _parser()
-    cut = list(words).index("--") if "--" in words else len(words)
-    given, after = parser.parse_args(words[:cut]), list(words[cut + 1 :])
+    own, after = split_command(words)
+    given = parser.parse_args(own)
     through = given.through_megatron is not None
     given.chunks = sorted(set(given.chunks or (LAUNCHED_CHUNKS if through else CHUNKS)))
     given.strategies = list(dict.fromkeys(given.strategies))

@@ -26,17 +26,17 @@ from megatron_fused_ce.kernels import exp_product_hopper as hopper
 SHARED_MEMORY = 227 * 1024
 
 
-#: mode, write, with_argmax, masked, softcap
+#: mode, write, with_argmax, weighted, masked, softcap
 VARIANTS = (
-    (0, True, False, False, False),
-    (0, False, False, False, False),
-    (0, True, True, False, False),
-    (1, True, False, False, False),
-    (0, True, False, True, False),
-    (1, True, False, True, False),
-    (0, True, False, False, True),
-    (0, True, True, True, True),
-    (1, True, False, True, True),
+    (0, True, False, False, False, False),
+    (0, False, False, True, False, False),
+    (0, True, True, False, False, False),
+    (1, True, False, False, False, False),
+    (0, True, False, True, True, False),
+    (1, True, False, False, True, False),
+    (0, True, False, False, False, True),
+    (0, True, True, True, True, True),
+    (1, True, False, False, True, True),
 )
 #: By with_argmax and softcap: a few registers of row vectors, outside of the products' loop.
 SPILLED = {(True, True): 64}
@@ -62,7 +62,7 @@ def descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
 
 
-def compiled(mode: int, write: bool, with_argmax: bool, masked: bool, softcap: bool):
+def compiled(mode: int, write: bool, with_argmax: bool, weighted: bool, masked: bool, softcap: bool):
     half, block_n, block_k = (int(x) for x in (hopper.HALF_M, hopper.BLOCK_N, hopper.BLOCK_K))
     types = {
         "tokens_desc": descriptor(half, block_k),
@@ -80,7 +80,13 @@ def compiled(mode: int, write: bool, with_argmax: bool, masked: bool, softcap: b
         "softcap": "fp32",
     }
     constants = dict(
-        GROUP_M=16, MODE=mode, WRITE=write, WITH_ARGMAX=with_argmax, MASKED=masked, SOFTCAP=softcap
+        GROUP_M=16,
+        MODE=mode,
+        WRITE=write,
+        WITH_ARGMAX=with_argmax,
+        WEIGHTED=weighted,
+        MASKED=masked,
+        SOFTCAP=softcap,
     )
     names = hopper._product_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
@@ -95,12 +101,13 @@ def compiled(mode: int, write: bool, with_argmax: bool, masked: bool, softcap: b
 
 def main() -> int:
     variants = VARIANTS[:: len(VARIANTS) - 1] if "--some" in sys.argv[1:] else VARIANTS
-    for mode, write, with_argmax, masked, softcap in variants:
-        kernel = compiled(mode, write, with_argmax, masked, softcap)
+    for mode, write, with_argmax, weighted, masked, softcap in variants:
+        kernel = compiled(mode, write, with_argmax, weighted, masked, softcap)
         shared = kernel.metadata.shared
         spilled = spilled_bytes(kernel.asm["ptx"])
         print(
-            f"mode {mode} write {write} argmax {with_argmax} masked {masked} softcap {softcap}: "
+            f"mode {mode} write {write} argmax {with_argmax} weighted {weighted} masked {masked} "
+            f"softcap {softcap}: "
             f"{shared} bytes of shared memory, {spilled} bytes spilled"
         )
         if spilled > SPILLED.get((with_argmax, softcap), 0):

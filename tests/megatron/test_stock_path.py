@@ -166,6 +166,24 @@ def test_gathered_logits_are_deferred_for_their_log_probs_alone():
             stock_path.refuse_log_probs(FusedCEConfig(**options))
 
 
+def test_gathered_logits_look_as_megatrons():
+    """The whole vocabulary, in the dtype that --output-logit-dtype asks for."""
+    from megatron_fused_ce.adapter import deferred_logits, output_layer
+
+    layer = GPTModel().output_layer
+    layer.__class__ = output_layer.ColumnParallelLinear
+    layer.sequence_parallel = layer.fused_ce_sequence_parallel = True
+    layer.tp_group = types.SimpleNamespace(size=lambda: 2)
+    layer.output_size, layer.output_size_per_partition = 10, 5
+    hidden = torch.zeros(3, 1, 4, dtype=torch.bfloat16)
+    for dtype in (torch.float32, None):
+        layer.output_dtype = dtype
+        with deferred_logits.returned_to_caller():
+            logits, _ = layer(hidden, runtime_gather_output=True)
+        assert (logits.shape, logits.dtype) == ((6, 1, 10), dtype or torch.bfloat16)
+        assert layer(hidden)[0].shape == (6, 1, 5)
+
+
 def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
     from megatron_fused_ce.adapter import output_layer, report
     from megatron_fused_ce.adapter.switch import counters

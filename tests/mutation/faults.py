@@ -475,7 +475,7 @@ FAULTS = (
     Fault(
         "a call that gathers its logits is fused",
         f"{PACKAGE}/adapter/stock_path.py",
-        "if gather_output:",
+        "if gather_output and deferred_logits.why_caller_needs_logits():",
         "if False:",
         (f"{STOCK} -k reason_at_a_call",),
     ),

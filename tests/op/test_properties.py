@@ -152,7 +152,7 @@ def test_token_log_probs(problem, entropy, zero_unknown):
 
 
 def random_mask(problem: Problem, kind: str):
-    """Kept ids ``[b, s, K]``; which sets are empty and so keep all ``[b, s]``; ids and offsets."""
+    """Kept ids ``[b, s, K]``; which sets ``[b, s]`` are empty, so keep all; the same as ids and offsets."""
     inputs, generator = problem.inputs(), problem.generator(4)
     num_classes = problem.config.true_vocab_size or problem.vocab
     shape = (*inputs.labels.shape, num_classes)

@@ -271,7 +271,6 @@ def test_accuracy_beside_the_loss(rank: Rank, sharding):
 def test_log_probs_of_a_sharded_model(rank: Rank, sharding):
     """Megatron's own: after the model's call weights are sharded again, and hooks wait for its output."""
     import megatron_fused_ce
-    from megatron_fused_ce.adapter import rl_logprobs
 
     def step(how: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
         training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
@@ -288,10 +287,7 @@ def test_log_probs_of_a_sharded_model(rank: Rank, sharding):
     expected = step(Sharding())
     counters = megatron_fused_ce.counters()
     counters.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("get_logprobs", "selective_log_softmax"):
-            patch.setattr(rl_utils, name, getattr(rl_utils, name))
-        rl_logprobs.patch(rl_utils)
+    with rl_utils.patched_caller():
         megatron_fused_ce.enable()
         got = step(sharding)
     megatron_fused_ce.disable()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -259,6 +260,27 @@ def outputs_without_gradients(rank: Rank, strategy, sp, merge):
     assert made.predicted.max() == 0 and made.correct.all()
     assert (made.entropy - math.log(97)).abs().max() < 1e-5
     assert_close(whole(rank, made.loss, hidden, weight, sp), inputs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("merge", ["packed", "all_reduce"])
+def test_entropy_of_scaled_exp_shards(rank: Rank, merge):
+    """A gap of 30 between the shards' logits: tiles of one shard differ in their shifts from the other's."""
+    inputs = plain_inputs(rank, vocab=512, s=8)
+    inputs.hidden[..., 0] = 1.0
+    inputs.weight[300:, 0] += 30.0
+    dtype = scaled_exp_dtype(rank)
+    inputs = replace(inputs, hidden=inputs.hidden.to(dtype), weight=inputs.weight.to(dtype))
+    config = FusedCEConfig(chunk_tokens=14, merge=merge, logits_backend="scaled_exp")
+    hidden, weight, settings = shard_of(rank, inputs, True)
+    with torch.no_grad():
+        made = fused_linear_token_outputs(
+            hidden, weight, inputs.labels, ("log_prob", "entropy"), **settings, config=config
+        )
+    same_on_all_ranks(rank, *made)
+    exact, *_ = plain_outputs(inputs, {"entropy": inputs.grad_loss}, torch.float64)
+    assert (made.entropy.double() - exact.entropy).abs().max() < 2e-6 * 30
+    assert (made.log_prob.double() - exact.log_prob).abs().max() < 2e-6 * 30
 
 
 def distillation(rank: Rank, strategy, sp, merge):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import rl_utils
 from tests.support.megatron import (
     BATCH,
     GRADIENT_BOUND,
@@ -28,6 +29,7 @@ from tests.support.megatron import (
     transformer_config,
 )
 from tests.support.ranks import Rank, on_ranks
+from tests.support.rl_utils import assert_same, patched_caller, tokens_of
 
 TP, PP = 2, 2
 NUM_MICRO_BATCHES = 4  # a multiple of PP, as virtual stages need
@@ -225,3 +227,60 @@ def test_off_against_on(rank: Rank, name):
         difference = float((on[name].double() - expected.double()).norm()) / norm
         bound = LOSS_BOUND if "loss" in name else GRADIENT_BOUND
         assert difference <= bound, f"{name}: differs by {difference:.2e}, more than {bound:.0e}"
+
+
+@on_ranks(*both_cores(4))
+def test_log_probs_in_bf16(rank: Rank):
+    """As compute_logprobs_batch: what the last stage has fits the buffer that the first receives into."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    import megatron_fused_ce
+
+    pipeline = Pipeline(sequence_parallel=True, dtype=torch.bfloat16)
+    have_groups(TP, PP)
+    tokens, positions, upstream = tokens_of(rank)
+
+    def step(no_grad: bool, data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        log_probs = rl_utils.get_logprobs(model, tokens, positions, no_grad=no_grad)
+        if no_grad:
+            return log_probs, None
+        return log_probs, lambda output: ((output.float() * upstream).sum(), {})
+
+    def run(stage: Any, no_grad: bool) -> Any:
+        return get_forward_backward_func()(
+            forward_step_func=functools.partial(step, no_grad), data_iterator=None, model=stage,
+            num_microbatches=1, seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=no_grad,
+        )  # fmt: skip
+
+    def seen() -> dict[str, torch.Tensor]:
+        (stage,) = build(pipeline, rank)
+        stage.eval()
+        outputs = run(stage, no_grad=True)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        received = torch.empty(BATCH, SEQUENCE - 1, dtype=pipeline.dtype, device=rank.device)
+        if outputs:
+            assert outputs[0].dtype == received.dtype
+            received = outputs[0].detach()
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(received, src=last, group=group)
+        stage.train()
+        stage.zero_grad_buffer()
+        run(stage, no_grad=False)
+        gradients = {name: parameter.main_grad for name, parameter in stage.module.named_parameters()}
+        return {"log-probabilities": received, **gradients}
+
+    counters = megatron_fused_ce.counters()
+    megatron_fused_ce.disable()
+    off = seen()
+    counters.reset()
+    with patched_caller():
+        config = megatron_fused_ce.FusedCEConfig("recompute", num_chunks=3, logit_precision="activations")
+        megatron_fused_ce.enable(config)
+        on = seen()
+    megatron_fused_ce.disable()
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    assert (counters.fused, counters.materialised, counters.stock) == (2 * is_last, 0, 0)
+    assert_same(on.pop("log-probabilities"), off.pop("log-probabilities"))
+    for name, right in off.items():
+        assert (on[name] - right).norm() <= 2e-2 * right.norm() > 0, name

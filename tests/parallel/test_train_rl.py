@@ -5,7 +5,6 @@ The caller is tests/support/rl_utils.py. What was run with Megatron-LM's own: do
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import replace
 from typing import Any
@@ -15,8 +14,6 @@ import torch
 
 from megatron_fused_ce.testing.collectives import Call, Collectives
 from megatron_fused_ce.testing.live_storages import LogitStorages
-from tests.parallel.test_pipeline import Pipeline
-from tests.parallel.test_pipeline import build as build_pipeline
 from tests.support import rl_utils
 from tests.support.megatron import (
     BATCH,
@@ -27,7 +24,6 @@ from tests.support.megatron import (
     SEQUENCE,
     VOCAB,
     Model,
-    both_cores,
     build,
     core_version,
     have_groups,
@@ -36,9 +32,8 @@ from tests.support.megatron import (
     rollout,
 )
 from tests.support.ranks import Rank, on_ranks
+from tests.support.rl_utils import assert_same, patched_caller, tokens_of
 
-#: Norm-relative, of log-probabilities in fp32.
-BOUND = 2e-7
 CHUNKS = 6
 
 MODELS = {
@@ -50,27 +45,6 @@ MODELS = {
     # Since 0.19 heads of multi-token prediction are trained in get_logprobs too.
     "gpt mup mtp 1": Model(mup=True, mtp=1),
 }
-
-
-@contextlib.contextmanager
-def patched_caller() -> Any:
-    """The caller as the import hook leaves Megatron's."""
-    from megatron_fused_ce.adapter import rl_logprobs
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("get_logprobs", "selective_log_softmax"):
-            patch.setattr(rl_utils, name, getattr(rl_utils, name))
-        rl_logprobs.patch(rl_utils)
-        yield
-
-
-def tokens_of(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens and positions ``[b, s]``, and an upstream gradient for each log-probability."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
-    upstream = torch.randn(BATCH, SEQUENCE - 1, generator=generator)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    return tokens.to(rank.device), positions.to(rank.device), upstream.to(rank.device)
 
 
 def on_model(model: Model, built: Any) -> Any:
@@ -121,17 +95,6 @@ def largest(calls: list[Call]) -> int:
     return max((torch.Size(shape).numel() for call in calls for shape in call.shapes), default=0)
 
 
-def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within 2e-7 in fp32, within one ulp in bf16."""
-    assert got.dtype == expected.dtype and got.shape == expected.shape == (BATCH, SEQUENCE - 1)
-    if expected.dtype == torch.bfloat16:
-        # All are negative: neighbours in bf16 are neighbours as integers.
-        assert (got.view(torch.int16).int() - expected.view(torch.int16).int()).abs().max() <= 1
-    else:
-        difference = (got.double() - expected.double()).norm() / expected.double().norm()
-        assert difference <= BOUND, f"differs by {difference:.1e}"
-
-
 @on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest), of_core(2, INSTALLED))
 @pytest.mark.parametrize("name", MODELS)
 def test_off_against_on(rank: Rank, name):
@@ -148,7 +111,11 @@ def test_off_against_on(rank: Rank, name):
     off = Seen(model, rank)
     counters.reset()
     with patched_caller():
-        megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(strategy=model.strategy, num_chunks=CHUNKS))
+        megatron_fused_ce.enable(
+            megatron_fused_ce.FusedCEConfig(
+                strategy=model.strategy, num_chunks=CHUNKS, logit_precision="activations"
+            )
+        )
         on = Seen(model, rank)
     megatron_fused_ce.disable()
     # Of each pass one head, and over one rank that of multi-token prediction; over several Megatron's loss
@@ -180,62 +147,6 @@ def test_off_against_on(rank: Rank, name):
         assert off.gathered.num_storages > 0 and on.gathered.num_storages == 0
         assert largest(off.calls) == BATCH * SEQUENCE * VOCAB
         assert 0 < largest(on.calls) <= BATCH * SEQUENCE * HIDDEN
-
-
-@on_ranks(*both_cores(4))
-def test_bf16_over_two_pipeline_stages(rank: Rank):
-    """As compute_logprobs_batch: what the last stage has fits the buffer that the first receives into."""
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-
-    import megatron_fused_ce
-
-    pipeline = Pipeline(sequence_parallel=True, dtype=torch.bfloat16)
-    have_groups(2, 2)
-    tokens, positions, upstream = tokens_of(rank)
-
-    def forward_step(no_grad: bool, data: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        log_probs = rl_utils.get_logprobs(model, tokens, positions, no_grad=no_grad)
-        if no_grad:
-            return log_probs, None
-        return log_probs, lambda output: ((output.float() * upstream).sum(), {})
-
-    def run(stage: Any, no_grad: bool) -> Any:
-        return get_forward_backward_func()(
-            forward_step_func=functools.partial(forward_step, no_grad), data_iterator=None, model=stage,
-            num_microbatches=1, seq_length=SEQUENCE, micro_batch_size=BATCH, forward_only=no_grad,
-        )  # fmt: skip
-
-    def seen() -> dict[str, torch.Tensor]:
-        (stage,) = build_pipeline(pipeline, rank)
-        stage.eval()
-        outputs = run(stage, no_grad=True)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        received = torch.empty(BATCH, SEQUENCE - 1, dtype=pipeline.dtype, device=rank.device)
-        if outputs:
-            assert outputs[0].dtype == received.dtype
-            received = outputs[0].detach()
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        torch.distributed.broadcast(received, src=last, group=group)
-        stage.train()
-        stage.zero_grad_buffer()
-        run(stage, no_grad=False)
-        gradients = {name: parameter.main_grad for name, parameter in stage.module.named_parameters()}
-        return {"log-probabilities": received, **gradients}
-
-    counters = megatron_fused_ce.counters()
-    megatron_fused_ce.disable()
-    off = seen()
-    counters.reset()
-    with patched_caller():
-        megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig("recompute", num_chunks=CHUNKS))
-        on = seen()
-    megatron_fused_ce.disable()
-    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    assert (counters.fused, counters.materialised, counters.stock) == (2 * is_last, 0, 0)
-    assert_same(on.pop("log-probabilities"), off.pop("log-probabilities"))
-    for name, right in off.items():
-        assert (on[name] - right).norm() <= 2e-2 * right.norm() > 0, name
 
 
 @on_ranks(of_core(2, NEWEST))
@@ -278,7 +189,8 @@ def test_float16_module_upcasts(rank: Rank):
     model = Model(dtype=torch.bfloat16)
     tokens, positions, _ = tokens_of(rank)
     found = []
-    for turn in (megatron_fused_ce.disable, megatron_fused_ce.enable):
+    rounds = megatron_fused_ce.FusedCEConfig(logit_precision="activations")
+    for turn in (megatron_fused_ce.disable, functools.partial(megatron_fused_ce.enable, rounds)):
         turn()
         built = build(model, rank)
         with deferred_logits.returned_to_caller(), patched_caller():

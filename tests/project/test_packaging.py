@@ -205,7 +205,7 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     assert (tmp_path / "compared" / "compare_loss.json").is_file()
     profile = '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 0], [9, -1, 0]]}]}'
     (tmp_path / "profile.json").write_text(profile)
-    assert "peak, MiB" in command("memory --draw profile.json --out drawn").stdout
+    assert "at the peak" in command("memory --draw profile.json --out drawn").stdout
     refused = command("memory --shape llama-3-8b", ok=False)
     assert refused.returncode == 2 and "needs a GPU" in refused.stderr
     sizes = "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"

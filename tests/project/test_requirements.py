@@ -33,6 +33,7 @@ NOT_LISTED = {
     "transformer_engine": "looked up at run time",
     "typing_extensions": "torch's own",
     "packaging": "Megatron's and pytest's own",
+    "docutils": "Sphinx's own",
 }
 
 

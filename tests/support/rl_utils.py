@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from tests.support.megatron import BATCH, LOSS_BOUND, SEQUENCE, VOCAB
+from tests.support.ranks import Rank
+
+#: Norm-relative, of log-probabilities in fp32 on a CPU.
+BOUND = 2e-7
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
@@ -26,3 +35,37 @@ def get_logprobs(model: Any, tokens: Tensor, positions: Tensor, no_grad: bool = 
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return logits
     return selective_log_softmax(logits[:, :-1, :], tokens[:, 1:])
+
+
+@contextlib.contextmanager
+def patched_caller() -> Iterator[None]:
+    """The functions above as the import hook leaves Megatron's."""
+    from megatron_fused_ce.adapter import rl_logprobs
+
+    this = sys.modules[__name__]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_logprobs", "selective_log_softmax"):
+            patch.setattr(this, name, getattr(this, name))
+        rl_logprobs.patch(this)
+        yield
+
+
+def tokens_of(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens and positions ``[b, s]``, and an upstream gradient for each log-probability."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
+    upstream = torch.randn(BATCH, SEQUENCE - 1, generator=generator)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    return tokens.to(rank.device), positions.to(rank.device), upstream.to(rank.device)
+
+
+def assert_same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Within rounding in fp32, within one ulp in bf16, where both round their logits."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape == (BATCH, SEQUENCE - 1)
+    if expected.dtype == torch.bfloat16:
+        # All are negative: neighbours in bf16 are neighbours as integers.
+        assert (got.view(torch.int16).int() - expected.view(torch.int16).int()).abs().max() <= 1
+    else:
+        difference = (got.double() - expected.double()).norm() / expected.double().norm()
+        bound = BOUND if got.device.type == "cpu" else LOSS_BOUND
+        assert difference <= bound, f"differs by {difference:.1e}"

@@ -706,7 +706,7 @@ def test_launches_that_would_write_to_one_place(fake, flag):
 @pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH")
 @pytest.mark.parametrize("checkout", CHECKOUTS)
 @pytest.mark.parametrize("extra", ["", "--fused-ce-z-loss 1e-5"], ids=["same", "another loss"])
-def test_two_launches_of_pretrain_gpt(checkout, tmp_path, extra):
+def test_two_launches_of_pretrain_gpt(checkout, tmp_path, monkeypatch, extra):
     from megatron_fused_ce.scripts.lib.launches import Checkout
     from megatron_fused_ce.scripts.runs.pretrain import cpu_case
 
@@ -718,14 +718,14 @@ def test_two_launches_of_pretrain_gpt(checkout, tmp_path, extra):
         "--fused-wgrad",
         f"{checkout}/pretrain_gpt.py",
     ]
-    run = run_script(
-        *words, *case.args, *extra.split(), env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    run = run_script(*words, *case.args, *extra.split())
     assert run.returncode == bool(extra), run.stdout + run.stderr
-    rows = results.rows(tmp_path / "compare_loss.json")
-    content, names = rows[0], {row["variant"] for row in rows}
+    content = results.load(tmp_path / "compare_loss.json")
+    names, source = {row["variant"] for row in content["rows"]}, content["made_by"]
     assert names == {"lm loss", "mtp_1 loss", GRAD_NORM, "lm loss validation", "lm loss test"}
-    assert content["other"]["heads_fused"] == 64 and content["reference"]["precision"] == "float32"
+    assert source["other"]["heads_fused"] == 64 and source["reference"]["precision"] == "float32"
 
 
 # --- folders that are no run ------------------------------------------------------------------
