@@ -57,16 +57,18 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # grad_in_forward made are handed over by the first backward.
             ctx.context, ctx.gradients = context, saved.gradients
             ctx.token_shape = targets.labels.shape
-            entropy = outputs.entropy if spec.form.differentiable else None
+            entropy = outputs.entropy if "entropy" in spec.form.differentiable else None
             # Gradients made in the forward need the hidden states no more.
             reread = flat if saved.gradients is None else None
             once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
             ctx.save_for_backward(*once, targets.inv_temperature, saved.last_hidden, saved.matrix, *tensors)
         outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
         of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
-        without_grad = [*of_shard, outputs.predicted, outputs.correct]
-        if not spec.form.differentiable:
-            without_grad += [outputs.log_prob, outputs.lse, outputs.entropy]
+        beside_the_loss = outputs._asdict().items()
+        without_grad = [
+            *of_shard,
+            *(made for name, made in beside_the_loss if name not in ("loss", *spec.form.differentiable)),
+        ]
         ctx.mark_non_differentiable(*(tensor for tensor in without_grad if tensor is not None))
         return *of_shard, *outputs
 

@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     config: FusedCEConfig = DEFAULT_CONFIG
     #: see :func:`.op.fused_linear_token_outputs`
     outputs: tuple[str, ...] = ()
-    differentiable: bool = False
+    differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
     #: see :func:`.op.fused_linear_distillation`; the labels are then outside the vocabulary
     teacher: TeacherTargets | None = None
     #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
@@ -454,9 +454,9 @@ _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
     "true_vocab_size": lambda args, comm: args.config.true_vocab_size or 0,
     "logit_precision": lambda args, comm: LOGIT_PRECISION_CHOICES.index(args.config.logit_precision),
     "skip_masked": lambda args, comm: args.config.skip_masked,
-    "outputs beside the loss": lambda args, comm: (
-        sum(2**i for i, name in enumerate(OUTPUT_CHOICES, start=1) if name in args.outputs)
-        + args.differentiable
+    "outputs beside the loss": lambda args, comm: sum(
+        2**i * (name in args.outputs) + 2 ** (i + 8) * (name in args.differentiable)
+        for i, name in enumerate(OUTPUT_CHOICES)
     ),
     "temperature (bits; -1: per token)": lambda args, comm: (
         -1 if isinstance(args.temperature, Tensor) else _bits(args.temperature)

@@ -328,7 +328,7 @@ class RequestedOutputs(NamedTuple):
     """What of a call, beside its config, decides which backend can serve."""
 
     outputs: tuple[str, ...] = ()
-    differentiable: bool = False
+    differentiable: tuple[str, ...] = ()
     soft: bool = False
     per_token_temperature: bool = False
 
@@ -459,16 +459,16 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
     # -smoothing_per_class is no multiple of E; gradients of lse, of entropy, and of log_prob beside a z_loss
     # are no multiples of the loss's.
-    outputs, differentiable = requested.outputs, requested.differentiable
+    with_grad = requested.differentiable
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
         (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
-        (differentiable and "lse" in outputs, "lse with a gradient"),
+        ("lse" in with_grad, "lse with a gradient"),
         (
-            differentiable and "log_prob" in outputs and config.z_loss > 0,
+            "log_prob" in with_grad and config.z_loss > 0,
             "log_prob with a gradient beside z_loss",
         ),
-        (differentiable and "entropy" in outputs, "entropy with a gradient"),
+        ("entropy" in with_grad, "entropy with a gradient"),
         (requested.soft, "the loss of a teacher's targets"),
         (requested.per_token_temperature, "a temperature per token"),
     )

@@ -87,8 +87,8 @@ class LossForm(RowOptions):
     smoothing_per_class: Tensor | None = None  # fp32 [], sigma / K; with smoothing
     #: outputs beside the loss, of token_outputs.OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
-    #: whether these may get upstream gradients
-    differentiable: bool = False
+    #: those of them that may get upstream gradients
+    differentiable: tuple[str, ...] = ()
     #: whether soft targets stand in the labels' place
     soft: bool = False
     #: whether ``log_prob`` is 0 for a label outside the vocabulary; its gradient is the same

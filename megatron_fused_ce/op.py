@@ -133,8 +133,8 @@ def fused_linear_token_outputs(
             :class:`.TokenOutputs` for what they are, in the labels' shape.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
             of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
-            upstreams. ``entropy``, a differentiable ``lse`` and a differentiable ``log_prob`` beside
-            ``z_loss`` or ``label_smoothing`` need the row kernels. Else ``log_prob`` is ``-loss``, made by
+            upstreams. Differentiable ``entropy`` and ``lse``, and a differentiable ``log_prob`` beside
+            ``z_loss`` or ``label_smoothing``, need the row kernels. Else ``log_prob`` is ``-loss``, made by
             either logits backend.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
@@ -160,7 +160,7 @@ def fused_linear_token_outputs(
         vocab_start=vocab_start,
         config=config,
         outputs=tuple(outputs),
-        differentiable=differentiable,
+        differentiable=tuple(name for name in outputs if differentiable and name in DIFFERENTIABLE),
     )
     return head.outputs
 
@@ -236,10 +236,8 @@ def _completed(args: Arguments) -> Arguments:
     """With a config, autocast's dtypes, and ``differentiable`` only where a gradient can come."""
     if args.config is None:
         args = args._replace(config=DEFAULT_CONFIG)
-    if args.differentiable and not (
-        torch.is_grad_enabled() and any(name in DIFFERENTIABLE for name in args.outputs)
-    ):
-        args = args._replace(differentiable=False)
+    if args.differentiable and not torch.is_grad_enabled():
+        args = args._replace(differentiable=())
     hidden, weight = args.hidden, args.weight
     if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
         if isinstance(weight, Tensor):

@@ -62,7 +62,8 @@ def token_log_probs(
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. A tensor
             needs the row kernels; no gradient flows into it.
-        entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``. Both need the row kernels.
+        entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``, which needs the row
+            kernels.
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else it
             is the largest logit's. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives log
             probability 0 and no gradient.
@@ -93,7 +94,7 @@ def token_log_probs(
         vocab_start=vocab_start,
         config=config,
         outputs=_outputs(entropy),
-        differentiable=True,
+        differentiable=_with_grad(entropy),
         temperature=temperature,
         zero_unknown=zero_unknown,
         reduce_grad_hidden=reduce_grad_hidden,
@@ -104,6 +105,10 @@ def token_log_probs(
 
 def _outputs(entropy: str) -> tuple[str, ...]:
     return ("log_prob",) if entropy == "none" else ("log_prob", "entropy")
+
+
+def _with_grad(entropy: str) -> tuple[str, ...]:
+    return ("log_prob", "entropy") if entropy == "differentiable" else ("log_prob",)
 
 
 def _wrong_entropy(entropy: str) -> ValueError | None:
@@ -191,7 +196,7 @@ def masked_token_log_probs(
         vocab_start,
         config or FusedCEConfig(),
         _outputs(entropy),
-        torch.is_grad_enabled(),
+        _with_grad(entropy),
         temperature=temperature,
         reduce_grad_hidden=reduce_grad_hidden,
         caller_error=_wrong_entropy(entropy),

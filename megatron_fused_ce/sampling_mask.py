@@ -293,9 +293,7 @@ def _among_kept(
     inv_temperature = inv_temperature_of(args, comm)
     logit_scale, softcap = at_temperature(args)
     pairs = Pairs.of(mask, order, in_order, vocab_start, args.weight.shape[0])
-    form = LossForm(
-        softcap=softcap, outputs=args.outputs, with_weighted="entropy" in args.outputs, differentiable=True
-    )
+    form = LossForm(softcap=softcap, outputs=args.outputs, with_weighted="entropy" in args.outputs)
     flat = None if inv_temperature is None else inv_temperature.flatten()
     problem = Problem(comm, pairs, logit_scale, flat, form)
     made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), args.weight, problem)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.loss_form import TeacherTargets
-from megatron_fused_ce.token_outputs import DIFFERENTIABLE, OUTPUT_CHOICES
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -123,7 +123,7 @@ def check_requested(
     weight: Tensor,
     tp_size: int,
     outputs: tuple[str, ...],
-    differentiable: bool,
+    differentiable: tuple[str, ...],
     labels: Tensor,
     teacher: TeacherTargets | None,
 ) -> None:
@@ -144,10 +144,10 @@ def check_requested(
             "ranks are more"
         )
     if differentiable and config.strategy == "grad_in_forward":
-        carrying = ", ".join(name for name in outputs if name in DIFFERENTIABLE)
         raise ValueError(
             "strategy 'grad_in_forward' makes the gradients in the forward and cannot know the upstream "
-            f"gradients of {carrying}; use 'store', 'recompute' or 'auto', or differentiable=False"
+            f"gradients of {', '.join(differentiable)}; use 'store', 'recompute' or 'auto', or "
+            "differentiable=False"
         )
     if teacher is None:
         return

@@ -184,7 +184,7 @@ def outputs(device: torch.device) -> None:
         there.labels,
         config=FusedCEConfig(num_chunks=2, strategy="store", row_backend="triton"),
         outputs=(*names, "predicted"),
-        differentiable=True,
+        differentiable=names,
     ).outputs
     torch.autograd.backward(
         [getattr(made, name) for name in names], [x.to(device) for x in upstreams.values()]

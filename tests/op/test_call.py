@@ -86,6 +86,10 @@ class Kind:
     shorter: str = ""
 
     @property
+    def outputs_with_grad(self) -> tuple[str, ...]:
+        return tuple(name for name in self.outputs if self.differentiable and name in DIFFERENTIABLE)
+
+    @property
     def is_interpreted(self) -> bool:
         """Whether it may take long on a CPU."""
         return self.backend == "scaled_exp" or ("row_backend", "triton") in self.options
@@ -136,7 +140,7 @@ class Kind:
                 token_weights={"given": weights, "none": None, "short": weights[:-1]}[self.token_weights],
                 vocab_start=self.vocab_start,
                 outputs=self.outputs,
-                differentiable=self.differentiable,
+                differentiable=self.outputs_with_grad,
                 teacher=teacher,
                 temperature=temperature,
                 zero_unknown=self.zero_unknown,
@@ -147,10 +151,7 @@ class Kind:
             )
         if head.loss.requires_grad:
             # As grad_in_forward was promised; 0 where tokens are skipped.
-            names = [
-                "loss",
-                *(set(self.outputs) & set(DIFFERENTIABLE) if self.differentiable else ()),
-            ]
+            names = ["loss", *self.outputs_with_grad]
             torch.autograd.backward(
                 [getattr(head.outputs, name) for name in names], [1.5 * weights] * len(names)
             )
