@@ -41,11 +41,13 @@ LANGUAGES = {".py": "python", ".sh": "bash"}
 
 
 def edit_source(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put README.md into the index; title a page of results by its file.
+    """Put README.md into the index; title a page of results by its file; mark links out of docs as paths.
 
     README.md's links start from the repository's root, the index's from docs. Scripts write the pages of
-    results, some without a heading, some with the same.
+    results, some without a heading, some with the same. MyST takes every link to Markdown for one to a page.
     """
+    to_repository = "../" * (docname.count("/") + 1)
+    source[0] = source[0].replace(f"]({to_repository}", f"](path:{to_repository}")
     if README_HERE in source[0]:
         readme = ROOT / "README.md"
         app.env.note_dependency(str(readme))
