@@ -321,10 +321,12 @@ def _with_unfiltered(
         **args._replace(config=replace(args.config, skip_masked=True), token_weights=counts.float())._asdict()
     ).outputs
     assert head.log_prob is not None
-    log_prob = torch.where(unfiltered, head.log_prob, made[0])
+    # No upstream gradient reaches a token that the head has left out.
+    ignored = unfiltered & ~counts
+    log_prob = torch.where(counts, head.log_prob, made[0]).masked_fill(ignored, 0.0)
     if made[1] is None or head.entropy is None:
         return log_prob, None
-    return log_prob, torch.where(unfiltered, head.entropy, made[1])
+    return log_prob, torch.where(counts, head.entropy, made[1]).masked_fill(ignored, 0.0)
 
 
 def _gathered(comm: VocabParallel, hidden: Tensor) -> Tensor:
