@@ -286,13 +286,10 @@ class _LocalView(NamedTuple):
 
     @staticmethod
     def of(args: Arguments, comm: VocabParallel, history: GroupHistory) -> _LocalView:
-        config, weight = args.config, args.weight
+        config, weight, head = args.config, args.weight, None
         try:
+            head = _head_of(args)
             check_arguments(args, comm)
-            head = (
-                *(args.guard.number, weight.shape, weight.dtype, weight.requires_grad),
-                config.logits_backend,
-            )
             settled = None
             if comm.group is not None and not history.compares(head, config.debug_checks):
                 settled = history.heads.get(head)
@@ -303,7 +300,7 @@ class _LocalView(NamedTuple):
             here = logits_backend.why_not_here(config, args.hidden, weight)
             choice = _choose(args, here)
         except (TypeError, ValueError, ImportError) as error:
-            return _LocalView(error=error, facts=_NO_FACTS)
+            return _LocalView(error, head, facts=_NO_FACTS)
         accumulator = kind_of(args.open_grad_weight) if weight.requires_grad else "none"
         facts = {
             "device": _DEVICES.index(_device_in_plans(args.hidden.device)),
@@ -312,6 +309,22 @@ class _LocalView(NamedTuple):
             "without_scaled_exp": int(bool(here)),
         }
         return _LocalView(None, head, None, choice, facts)
+
+
+def _head_of(args: Arguments) -> Hashable | None:
+    """What a head is to its group's history; None where hidden states and weight do not fit each other.
+
+    A rank whose other arguments are bad compares a head's first call with the others.
+    """
+    hidden, weight = args.hidden, args.weight
+    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
+        return None
+    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
+        return None
+    return (
+        *(args.guard.number, weight.shape, weight.dtype, weight.requires_grad),
+        args.config.logits_backend,
+    )
 
 
 def check_arguments(args: Arguments, comm: VocabParallel) -> None:

@@ -6,11 +6,14 @@ Where the statistics come from is :mod:`.logits_backend`'s matter, how they trav
 
 For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
 
-    sum_exp_nonlabel = sum over j != y of exp(z_j - m)          kept apart from the label's own term, so that
-    label  = exp(z_y - m)                             a confident token does not cancel
-    loss   = log(sum_exp_nonlabel + label) - (z_y - m)          = log1p(sum_exp_nonlabel / label) where label
-    > sum_exp_nonlabel d loss / d z_j = exp(z_j - m) / (sum_exp_nonlabel + label)  for j != y d loss / d z_y =
-    -sum_exp_nonlabel / (sum_exp_nonlabel + label)       = p_y - 1 without the subtraction
+    sum_exp_nonlabel = sum over j != y of exp(z_j - m)
+    label = exp(z_y - m)
+    loss = log(sum_exp_nonlabel + label) - (z_y - m)
+         = log1p(sum_exp_nonlabel / label)                           where label > sum_exp_nonlabel
+    d loss / d z_j = exp(z_j - m) / (sum_exp_nonlabel + label)       for j != y
+    d loss / d z_y = -sum_exp_nonlabel / (sum_exp_nonlabel + label)  which is p_y - 1
+
+The label's term is kept apart from the sum, so that nothing cancels for a confident token.
 
 A label outside the vocabulary leaves no label term: ``loss = log(sum_exp_nonlabel) = lse - m``, which is what
 Megatron's unfused loss gives for it. See docs/math.md.

@@ -391,7 +391,7 @@ class GroupHistory:
 
         Args:
             head: what a head is, by values that are the same on every rank, whose shards of one head are of
-                one size; None where this rank's input is bad.
+                one size; None where this rank's weight does not fit its hidden states.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False

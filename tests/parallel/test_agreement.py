@@ -148,6 +148,18 @@ def test_a_weight_lies_badly_and_the_backend_was_named(rank: Rank) -> None:
 
 
 @on_ranks(2)
+def test_bad_labels_on_one_rank_where_a_head_is_new(rank: Rank) -> None:
+    """Both ranks compare the head's first call, though their group has seen another head."""
+    call = Call(rank)
+    call()
+    call.weight = call.weight[: ROWS // 2].clone()
+    if is_last(rank):
+        call.labels = call.labels[:-1]
+    with pytest.raises(ValueError, match="labels"):
+        call()
+
+
+@on_ranks(2)
 @everywhere
 def test_a_weight_moves_on_call_2(rank: Rank, place) -> None:
     """On call 2, on the last rank alone: copied there, and said."""
