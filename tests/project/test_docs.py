@@ -51,6 +51,11 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path):
     for page in (tmp_path / "site").rglob("*.html"):
         outside = [address for address in Loads(page).addresses if "//" in address]
         assert not outside, f"{page.name} loads {outside}"
+        assert ' download="' not in page.read_text(), f"a link of {page.name} downloads a file"
+    assert 'id="will-it-help-me"' in (tmp_path / "site" / "index.html").read_text(), "README.md is the index"
+    assert "def linear_cross_entropy" in re.sub(
+        "<[^>]+>", "", (tmp_path / "site/files/megatron_fused_ce/op.py.html").read_text()
+    )
 
 
 #: Words of a page -> what the build must say.
