@@ -1,0 +1,86 @@
+"""verl's fused log-probabilities and entropy (``use_fused_kernels``), made by this head.
+
+    from megatron_fused_ce.adapter.verl import serve_verl
+    serve_verl()  # on every rank, before its models are built
+
+Replaces verl's output processor, which GPTModel calls from megatron-core 0.18 on, after a look at its
+parameters. verl rolls the labels and packs the sequences before it; both stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.rl import TokenLogProbs, token_log_probs
+
+MODULE = "verl.models.mcore.model_forward_fused"
+FUNCTION = "fused_output_processor"
+#: What the processor is called with and this package reads.
+PARAMETERS = ("hidden_states", "output_layer", "output_weight", "labels", "context", "config")
+
+
+def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiable") -> None:
+    """Let verl's fused log-probabilities and entropy be this head's, with ``config``.
+
+    Args:
+        entropy: as of :func:`.rl.token_log_probs`. ``detached`` is faster, for runs whose entropy coefficient
+            is 0.
+
+    Raises:
+        ImportError: there is no verl.
+        RuntimeError: its output processor takes other parameters than those that this was written for.
+        ValueError: verl needs an entropy.
+    """
+    if entropy not in ("detached", "differentiable"):
+        raise ValueError(f"entropy is {entropy!r}; verl reads it: choose detached or differentiable")
+    module = import_module(MODULE)
+    found = getattr(module, FUNCTION, None)
+    parameters = [] if found is None else list(inspect.signature(found).parameters)
+    if found is None or not set(PARAMETERS) <= set(parameters):
+        raise RuntimeError(
+            f"{MODULE}.{FUNCTION} takes {parameters or 'nothing: it is not there'}; expected "
+            f"{list(PARAMETERS)}: leave serve_verl() out, verl then makes its log-probabilities itself"
+        )
+
+    @functools.wraps(found)
+    def process(*, hidden_states: Tensor, **given: Any) -> Any:
+        made = log_probs_of(hidden_states, **given, entropy=entropy, fused_ce_config=config)
+        output = module.CausalLMOutputForPPO(
+            loss=None, logits=None, past_key_values=None, hidden_states=hidden_states, attentions=None
+        )
+        assert made.entropy is not None
+        output.log_probs, output.entropy = made.log_prob.flatten(), made.entropy.flatten()
+        return output
+
+    setattr(module, FUNCTION, process)
+
+
+def log_probs_of(
+    hidden: Tensor,  # [s / R, 1, H] with sequence parallelism, else [s, 1, H]
+    *,
+    output_layer: Any,
+    output_weight: Tensor | None,  # of tied embeddings
+    labels: Tensor,  # [1, s]
+    context: Any,  # has the temperature
+    config: Any,  # Megatron's
+    entropy: str,
+    fused_ce_config: FusedCEConfig | None,
+    **unused: Any,
+) -> TokenLogProbs:
+    """Of each token, fp32 ``[1, s]``. Hidden states are gathered chunk by chunk, not as a whole."""
+    return token_log_probs(
+        hidden,
+        output_layer.weight if output_weight is None else output_weight,
+        labels,
+        temperature=context.temperature,
+        entropy=entropy,
+        tp_group=output_layer.tp_group,
+        sequence_parallel=config.sequence_parallel,
+        config=fused_ce_config,
+    )
