@@ -12,7 +12,12 @@ import warnings
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, logits_backend
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_token_outputs,
+    logits_backend,
+)
 from megatron_fused_ce.kernels import exp_product, exp_rows, forms
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.testing.reference import (
@@ -185,6 +190,29 @@ def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
     inputs = make_inputs("plain", s=tokens, b=1, hidden_size=16, vocab=vocab, dtype=EXP_DTYPE, device=device)
     inputs = dataclasses.replace(inputs, hidden=hidden, weight=weight, labels=labels)
     assert_right(run(inputs, exp_config(strategy)), inputs, largest=outlier)
+
+
+def test_entropy_of_tiles_that_differ_in_their_shift(product, device):
+    """Outliers that the sample misses, in tiles of one slot (64 tiles apart) and of another one."""
+    tile = 256 if ON_GPU else exp_product.INTERPRETER_TILING.block_n
+    vocab, tokens = 66 * tile, 3
+    noise = torch.randn(vocab, 16, generator=torch.Generator().manual_seed(2))
+    weight = (0.25 * noise).to(device, EXP_DTYPE)
+    for column, logit in ((tile + 1, 99.5), (2 * tile + 1, 100.0), (65 * tile + 1, 99.0)):
+        weight[column] = 0
+        weight[column, 0] = logit
+    hidden = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(3)).to(device, EXP_DTYPE)
+    hidden[:, 0] = 1.0
+    with torch.no_grad():
+        made = fused_linear_token_outputs(
+            hidden,
+            weight,
+            torch.tensor([5, tile + 1, -1], device=device),
+            ("entropy",),
+            config=exp_config("auto"),
+        )
+    log_p = (hidden.double() @ weight.double().t()).log_softmax(-1)
+    torch.testing.assert_close(made.entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("gap", [-600.0, -90.0, -50.0, 50.0, 90.0, 600.0])

@@ -203,8 +203,8 @@ FAULTS = (
     Fault(
         "scaled-exp GEMM: a tile far above its reference is not shifted",
         "kernels/exp_product.py",
-        "e = tl.exp2(z - tile_shift[:, None])",
-        "e = tl.exp2(z)",
+        "z -= tile_shift[:, None]",
+        "z -= 0.0",
         (f"{SCALED_EXP}::test_a_tile_far_above_the_reference[exp_product-300.0-store]",),
     ),
     Fault(
@@ -224,9 +224,30 @@ FAULTS = (
     Fault(
         "scaled-exp GEMM: tiles of one row that differ in their shift are summed as they are",
         "kernels/exp_rows.py",
-        "slot_sum_exp * tl.exp2(slot_shift - row_tile_shift[None, :])",
-        "slot_sum_exp",
+        "sum_exp_nonlabel = tl.sum(slot_sum_exp * tl.exp2(of_slot), axis=0)",
+        "sum_exp_nonlabel = tl.sum(slot_sum_exp, axis=0)",
         (f"{SCALED_EXP} -k 'far_above_the_reference and 100.0'",),
+    ),
+    Fault(
+        "scaled-exp GEMM: the entropy's sum stays at the tile's own shift",
+        "kernels/exp_rows.py",
+        "(tile_weighted + tile_sum * of_tile) * tl.exp2(of_tile)",
+        "tile_weighted * tl.exp2(of_tile)",
+        (f"{SCALED_EXP} -k entropy_of_tiles",),
+    ),
+    Fault(
+        "a chunk of one token a rank: kernels read the first rank's labels",
+        f"{PACKAGE}/pipeline.py",
+        "return per_token.flatten(-2).contiguous()",
+        "return per_token.flatten(-2)",
+        ("tests/parallel/test_head.py -k last_chunk_of_one_token",),
+    ),
+    Fault(
+        "fp32 logits are rounded on their way to the row kernels",
+        f"{PACKAGE}/logits_backend.py",
+        "torch.mm(hidden.to(out.dtype), weight.t().to(out.dtype), out=out)",
+        "out.copy_(hidden @ weight.t())",
+        ("tests/op/test_loss_options.py -k never_rounded",),
     ),
     Fault(
         "scaled-exp GEMM: only shards above the largest reference are brought to it",
