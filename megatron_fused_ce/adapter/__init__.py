@@ -5,6 +5,6 @@
 passes between them; ``main_grad`` is where ``grad_weight`` ends; ``token_weights`` finds the loss mask,
 which strategy ``grad_in_forward`` and the accuracy need; ``optimizer_guard`` stops a step for
 ``grad_in_forward``; ``accuracy`` joins the lm loss in the log; ``stock_path`` lists what is left to Megatron,
-and ``report`` tells the user; ``rl_logprobs`` serves Megatron-LM's ``train_rl.py``, ``verl`` and ``skyrl`` those
-stacks, on request. Importing this package imports none of Megatron.
+and ``report`` tells the user; ``rl_logprobs`` serves Megatron-LM's ``train_rl.py``; ``verl`` and ``skyrl``
+serve those stacks, on request. Importing this package imports none of Megatron.
 """
