@@ -159,13 +159,12 @@ def forward(
 
     Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
     logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
-    parallelism); the gather of the second's. Then per chunk, without ``grad_in_forward``: its merge, in one
-    launch with the gather of the next chunk but one. With it:
+    parallelism); the gather of the second's. Then for each chunk ``c``, counted from 0:
 
-    1. the gather of the next chunk's hidden states, before the GEMM (of the third: with the first merge),
-    2. the first step of its merge,
-    3. what is left of the merge of the chunk before,
-    4. the reduction of that chunk's ``grad_hidden``.
+    - ``store``, ``recompute``, ``mixed``: its merge and the gather of ``c + 2``, in one launch;
+    - ``grad_in_forward``: the gather of ``c + 1``, before the GEMM, from ``c = 2`` on (that of 2 leaves with
+      the merge of 0); the first step of its merge; what is left of the merge of ``c - 1``; the reduction of
+      the ``grad_hidden`` of ``c - 1``.
     """
     spec, phases = context.spec, context.phases
     lag = 1 if spec.comm.size > 1 else 0

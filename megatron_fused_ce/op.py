@@ -55,10 +55,12 @@ def fused_linear_cross_entropy(
     The same as::
 
         logits = hidden @ weight.T                        # over all ranks' rows: [s, b, sum of V]
-        loss = cross_entropy(logits.float(), labels.T, reduction="none").T
+        loss = cross_entropy(logits.float().flatten(0, 1), labels.T.flatten(), reduction="none")
+        loss = loss.view(s, b).T
 
     but in chunks: ``recompute`` holds one chunk ``[C, V]`` of logits, ``store`` keeps all of them until the
-    backward. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token.
+    backward. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token; with
+    ``token_weights`` and ``grad_in_forward`` for a scalar times these.
 
     Args:
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
@@ -92,9 +94,9 @@ def fused_linear_cross_entropy(
     (``skip_masked``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM serves). Per
     chunk of the forward: all-gather of hidden states (sequence parallelism); the merge of the statistics, one
     all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of
-    hidden states (sequence parallelism, but the first, unless neither GEMM needs them), one reduce-scatter of
-    ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this reduction is in
-    the forward, and the backward has none. Their order: :mod:`.loop`; the same on every rank.
+    hidden states (sequence parallelism, where a GEMM needs them; those of the first chunk are there), one
+    reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this
+    reduction is in the forward, and the backward has none. Their order: :mod:`.loop`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.

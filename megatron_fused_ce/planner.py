@@ -102,7 +102,7 @@ CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
-#: Rows of the weight that the scaled-exp GEMM's references are made from (kernels.exp_rows).
+#: Rows of the weight that the scaled-exp GEMM's row shifts are made from (kernels.exp_rows).
 SAMPLED_ROWS = 64
 #: cuBLAS's, as torch allocates it on Hopper: one in the thread of the forward and one in autograd's.
 #: Shared with the rest of the model.
@@ -233,7 +233,7 @@ class Memory(NamedTuple):
     #: hidden states of one chunk times their row factor, for the product with exponentials; with
     #: sequence parallelism the gathered ones are multiplied in place
     scaled_hidden: int
-    #: what the scaled-exp GEMM's epilogue leaves of each tile of each chunk that waits for its seal,
+    #: what the scaled-exp GEMM's epilogue leaves of each tile of each chunk that is not finalized yet,
     #: and what it is told of it
     tile_statistics: int
     #: with sequence parallelism: chunks of hidden states, read, on their way (3 in grad_in_forward, else 2)
@@ -243,7 +243,7 @@ class Memory(NamedTuple):
     unreduced_grad_hidden: int
     #: over several ranks: statistics of two chunks, own and of all ranks
     merge_buffers: int
-    #: over several ranks: the rows of the whole weight that references are made from
+    #: over several ranks: the rows of the whole weight that row shifts are made from
     sampled_rows: int
     #: labels, statistics, loss
     token_floats: int
@@ -405,7 +405,7 @@ def forward_memory(
     )
     trained = inputs.wgrad_accumulator != "none"
     under_way = min(count, 2 if ranks > 1 else 1)
-    sealed = grad_in_forward or stored_chunks > 0
+    finalizes = grad_in_forward or stored_chunks > 0
     rooms = under_way if grad_in_forward else int(not exp and stored_chunks < count)
     sampled = ranks * -(-SAMPLED_ROWS // ranks)
     gathered = min(count, 2) + _waiting(inputs, count, stored_chunks) * (inputs.uses_in_flight - 1)
@@ -416,7 +416,7 @@ def forward_memory(
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
-        tile_statistics=(under_way if sealed else min(count, 1)) * chunk.tiles + chunk.marks,
+        tile_statistics=(under_way if finalizes else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
         unreduced_grad_hidden=chunk.gathered if grad_in_forward else 0,
         merge_buffers=under_way * SHARD_BYTES * (1 + ranks) * capacity if ranks > 1 else 0,

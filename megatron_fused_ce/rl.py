@@ -64,9 +64,9 @@ def token_log_probs(
             needs the row kernels; no gradient flows into it.
         entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``, which needs the row
             kernels.
-        zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else it
-            is the largest logit's. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives log
-            probability 0 and no gradient.
+        zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
+            that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
+            log-probability 0 and no gradient.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's
             part, for a caller who gathered the hidden states and whose backward sums them; not with
             ``sequence_parallel``.
