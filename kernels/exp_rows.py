@@ -1,8 +1,8 @@
 """The small kernels around the scaled-exp GEMM (docs/math.md has its shifts and scales).
 
 Most touch ``[C]``, ``[C, H]`` or tile statistics; ``finalize_rows`` writes into ``E`` ``[C, V]``,
-``add_scaled_`` and ``scaled_copy`` pass over a tensor like ``grad_weight`` ``[V, H]``. A name that ends in 2 is in powers of
-two. A pointer that a kernel's constants leave unused gets any valid tensor.
+``add_scaled_`` and ``scaled_copy`` pass over a tensor like ``grad_weight`` ``[V, H]``. A name that ends in 2
+is in powers of two. A pointer that a kernel's constants leave unused gets any valid tensor.
 
 Bytes at ``C = 8192, H = 4096, V = 128256``, bf16; the three products of such a chunk take 38 ms on an
 H200, so all of it together should stay below 0.2 ms:
