@@ -57,6 +57,8 @@ for _strategy in ("recompute", "store", "grad_in_forward"):
 @on_ranks(pytest.param(1, marks=pytest.mark.rest), 2)
 @pytest.mark.parametrize("case", CASES)
 def test_buffers(rank: Rank, case):
+    if rank.size == 1 and CASES[case].get("sequence_parallel"):
+        pytest.skip("one rank has all tokens")
     # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.
     with patch.object(row_ops_torch, "BLOCK_ELEMENTS", 8 * V):
         peaks_are_as_predicted(rank, **CASES[case])

@@ -23,17 +23,17 @@ CALLS = {
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("strategy", ["store", "recompute"])
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "sp"), [("store", True), ("recompute", False)], ids=["store-sp", "recompute"]
+)
 @pytest.mark.parametrize("call", CALLS)
 def test_against_fp64(rank: Rank, call, strategy, sp):
-    """Some labels are outside the vocabulary."""
+    """Some labels are outside the vocabulary. Over one rank: tests/op/test_properties.py."""
     temperatures, entropy, backend, reduces = CALLS[call]
-    if sp and not reduces and rank.size > 1:
-        return  # refused: see below
+    sp = sp and reduces  # else refused: see below
     dtype = scaled_exp_dtype(rank) if backend == "scaled_exp" else torch.float32
-    inputs = make_inputs("odd-labels", **{**SIZES, "vocab": 512}, dtype=dtype, device=rank.device)
+    inputs = make_inputs("odd-labels", **{**SIZES, "s": 12, "vocab": 512}, dtype=dtype, device=rank.device)
     temperature = 0.7
     inputs = replace(inputs, temperature=torch.full_like(inputs.grad_loss, temperature))
     if temperatures == "per token":
@@ -50,7 +50,7 @@ def test_against_fp64(rank: Rank, call, strategy, sp):
         entropy=entropy,
         zero_unknown=True,
         reduce_grad_hidden=reduces,
-        config=FusedCEConfig(strategy=strategy, chunk_tokens=28, logits_backend=backend),
+        config=FusedCEConfig(strategy=strategy, chunk_tokens=14, logits_backend=backend),
         **settings,
     )
     torch.autograd.backward([getattr(made, name) for name in upstreams], list(upstreams.values()))
