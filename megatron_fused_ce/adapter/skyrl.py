@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.adapter.rl_stacks import function_of
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.rl import token_log_probs
 
@@ -34,13 +35,8 @@ def serve_skyrl(config: FusedCEConfig | None = None) -> None:
     """
     module = import_module(MODULE)
     expected = list(inspect.signature(log_probs_of).parameters)[:-1]
-    found = getattr(module, FUNCTION, None)
-    parameters = [] if found is None else list(inspect.signature(found).parameters)
-    if found is None or parameters != expected:
-        raise RuntimeError(
-            f"{MODULE}.{FUNCTION} takes {parameters or 'nothing: it is not there'}; expected {expected}: "
-            "leave serve_skyrl() out, SkyRL then makes its log-probabilities itself"
-        )
+    way_out = "leave serve_skyrl() out, SkyRL then makes its log-probabilities itself"
+    found = function_of(module, FUNCTION, expected, False, way_out)
 
     @functools.wraps(found)
     def apply(*args: Any, **kwargs: Any) -> Tensor:

@@ -10,12 +10,12 @@ parameters. verl rolls the labels and packs the sequences before it; both stay a
 from __future__ import annotations
 
 import functools
-import inspect
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
+from megatron_fused_ce.adapter.rl_stacks import function_of
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.rl import TokenLogProbs, token_log_probs
 
@@ -40,13 +40,8 @@ def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiab
     if entropy not in ("detached", "differentiable"):
         raise ValueError(f"entropy is {entropy!r}; verl reads it: choose detached or differentiable")
     module = import_module(MODULE)
-    found = getattr(module, FUNCTION, None)
-    parameters = [] if found is None else list(inspect.signature(found).parameters)
-    if found is None or not set(PARAMETERS) <= set(parameters):
-        raise RuntimeError(
-            f"{MODULE}.{FUNCTION} takes {parameters or 'nothing: it is not there'}; expected "
-            f"{list(PARAMETERS)}: leave serve_verl() out, verl then makes its log-probabilities itself"
-        )
+    way_out = "leave serve_verl() out, verl then makes its log-probabilities itself"
+    found = function_of(module, FUNCTION, PARAMETERS, True, way_out)
 
     @functools.wraps(found)
     def process(*, hidden_states: Tensor, **given: Any) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 
 from megatron_fused_ce.adapter import skyrl
 from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from tests.support import stand_in
 
 
 @pytest.fixture
@@ -29,13 +27,7 @@ def module(monkeypatch):
     ):
         raise AssertionError("not replaced")
 
-    module = ModuleType(skyrl.MODULE)
-    setattr(module, skyrl.FUNCTION, fused)
-    parts = skyrl.MODULE.split(".")
-    for end in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-    monkeypatch.setitem(sys.modules, skyrl.MODULE, module)
-    return module
+    return stand_in.module(monkeypatch, skyrl.MODULE, **{skyrl.FUNCTION: fused})
 
 
 def test_its_function_is_replaced(module, device):

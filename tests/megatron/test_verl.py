@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_fused_ce.adapter import verl
 from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from tests.support import stand_in
 
 
 class CausalLMOutputForPPO(SimpleNamespace):
@@ -28,14 +28,8 @@ def module(monkeypatch):
     ):  # fmt: skip
         raise AssertionError("not replaced")
 
-    module = ModuleType(verl.MODULE)
-    module.CausalLMOutputForPPO = CausalLMOutputForPPO
-    setattr(module, verl.FUNCTION, processor)
-    parts = verl.MODULE.split(".")
-    for end in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
-    monkeypatch.setitem(sys.modules, verl.MODULE, module)
-    return module
+    members = {verl.FUNCTION: processor, "CausalLMOutputForPPO": CausalLMOutputForPPO}
+    return stand_in.module(monkeypatch, verl.MODULE, **members)
 
 
 @pytest.mark.parametrize("tied", [False, True])
