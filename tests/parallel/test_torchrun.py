@@ -38,12 +38,12 @@ def test_of_four(rank):
 pytestmark = pytest.mark.skipif(torchrun.IS_RANK, reason="starts torchrun itself")
 
 
-def launch(size, *arguments, path=""):
+def launch(*arguments, path=""):
     """``torchrun -m pytest`` with these arguments; without pytest's cache, which is the tests' own."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(size), "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--nproc-per-node", "2", "-m", "pytest", "-q", "-p", "no:cacheprovider"),
             *arguments,
         ],
         cwd=ROOT,
@@ -59,7 +59,7 @@ def test_the_head_under_torchrun():
     """The calls of test_head.py with torchrun's ranks in the place of forked ones."""
     if NUM_GPUS == 1:
         pytest.skip("2 ranks: there is 1 GPU")
-    status, out, err = launch(2, "tests/parallel/test_head.py", "-k", "pairs and store")
+    status, out, err = launch("tests/parallel/test_head.py", "-k", "pairs and store")
     assert status == 0, out + err
     passed = re.search(r"^(\d+) passed", out, re.MULTILINE)
     assert passed and int(passed[1]) >= 6, out
@@ -75,7 +75,7 @@ def test_a_launch_with_a_failing_test(tmp_path):
     """It fails with that rank's words and waits for no time-out; the next test has new groups."""
     (tmp_path / "test_of_a_launch.py").write_text(TESTS)
     plugin = ("-p", "tests.parallel.conftest")
-    status, out, err = launch(2, *plugin, "-rs", str(tmp_path), path=str(tmp_path))
+    status, out, err = launch(*plugin, "-rs", str(tmp_path), path=str(tmp_path))
     assert status == 1, err
     assert "1 failed, 2 passed, 1 skipped" in out, out + err
     assert out.count(" failed, ") == 1
