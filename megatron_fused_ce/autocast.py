@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +21,13 @@ def cast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.get_autocast_dtype(device)
     cached = _cached(weight, dtype)
     return hidden.to(dtype), weight.to(dtype) if cached is None else cached
+
+
+def off(device: torch.device) -> AbstractContextManager[Any]:
+    """Without autocast: the call's tensors were cast before, and its sums are fp32."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _cached(weight: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fused_ce import loop
+from megatron_fused_ce import autocast, loop
 from megatron_fused_ce.grad_weight import OpenedAccumulators
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loop import Saved, SavedChunk, Targets
@@ -42,7 +41,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             weight = weight.clone(memory_format=torch.contiguous_format)
         kind = "forward" if any(spec.needs_grad) else "evaluation"
         try:
-            with _no_autocast(device), phases.of_pass(kind, device):
+            with autocast.off(device), phases.of_pass(kind, device):
                 out = loop.forward(context, flat, weight, targets)
                 saved, tensors = out.saved, out.saved.tensors()
                 if phases is not UNTIMED:
@@ -62,7 +61,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             reread = flat if saved.gradients is None else None
             once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
             ctx.save_for_backward(*once, targets.inv_temperature, saved.last_hidden, saved.matrix, *tensors)
-        outputs = outputs.map(lambda whole: _in_labels_layout(whole, in_batch))
+        outputs = outputs.map(lambda whole: in_labels_layout(whole, in_batch))
         of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
         beside_the_loss = outputs._asdict().items()
         without_grad = [
@@ -88,7 +87,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
         try:
-            with _no_autocast(device), context.phases.of_pass("backward", device):
+            with autocast.off(device), context.phases.of_pass("backward", device):
                 grad_hidden, grad_weight = loop.backward(
                     context,
                     hidden,
@@ -108,13 +107,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The call's tensors were cast before; the sums of its loops are fp32."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
 def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs:
     """Loss 0 of ignored tokens."""
     if ignored is not None:
@@ -124,7 +116,7 @@ def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs
     return outputs
 
 
-def _in_labels_layout(per_token: Tensor, in_batch: tuple[int, int] | None) -> Tensor:
+def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Tensor:
     """``[parts, n]`` as ``[T]``, or ``[b, s]`` of tokens in s-major order."""
     if in_batch is None:
         return per_token.flatten()

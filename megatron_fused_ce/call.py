@@ -41,8 +41,8 @@ from megatron_fused_ce.vocab_parallel import (
     GroupHistory,
     Settled,
     VocabParallel,
-    agree,
     check_true_vocab_size,
+    compare,
     history_of,
 )
 
@@ -123,7 +123,7 @@ def spec_of(args: Arguments) -> CallSpec:
     Whether the ranks compare a call depends on what its group has seen, never on whether a spec was there:
     one rank may have dropped it, or have a tensor at another alignment.
 
-    Collectives: those of :func:`.vocab_parallel.agree`, where :meth:`.GroupHistory.compares` says so.
+    Collectives: those of :func:`.vocab_parallel.compare`, where :meth:`.GroupHistory.compares` says so.
 
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
@@ -207,15 +207,8 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
     comm = VocabParallel.of(args.tp_group, args.sequence_parallel, args.config.merge, reduces)
     local = _LocalView.of(args, comm, history)
     if comm.group is not None and history.compares(local.head, args.config.debug_checks):
-        settled = agree(
-            comm.group,
-            local.head,
-            must_agree(args, comm, local.error),
-            local.facts,
-            args.vocab_start if local.error is None else None,
-            args.weight.shape[0] if local.error is None else 0,
-            local.error,
-        )
+        settled = compared(args, comm, local.error, local.facts)
+        history.remember(local.head, settled)
     elif local.error is not None:
         raise local.error
     else:
@@ -383,7 +376,7 @@ def _check_token_weights(args: Arguments) -> None:
 #: Devices that plans differ on; of ranks with several the last one counts, a GPU that is not in the table.
 _DEVICES = ("cpu", *(row.name for row in planner.DEVICES), "")
 
-#: What depends on this rank's machine and memory, and plans on it (see :func:`.vocab_parallel.agree`).
+#: What depends on this rank's machine and memory, and plans on it (see :func:`.vocab_parallel.compare`).
 _NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
 
 
@@ -480,11 +473,26 @@ _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
 }
 
 
-def must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
-    """What must be equal on every rank, for :func:`.vocab_parallel.compare`.
+def compared(
+    args: Arguments,
+    comm: VocabParallel,
+    error: Exception | None,
+    of_rank: dict[str, int] | None = None,
+    more: dict[str, int] | None = None,
+) -> Settled:
+    """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
 
-    The names alone count where this rank's arguments are bad.
+    ``of_rank``, collectives and errors are those of :func:`.vocab_parallel.compare`; ``more`` must be equal
+    on every rank, too.
     """
+    assert comm.group is not None
+    same = {**_must_agree(args, comm, error), **(more or {})}
+    start, num_rows = (None, 0) if error is not None else (args.vocab_start, args.weight.shape[0])
+    return compare(comm.group, same, of_rank or {}, start, num_rows, error)
+
+
+def _must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
+    """The names alone count where this rank's arguments are bad."""
     return {
         name: 0 if error is not None else int(number(args, comm))
         for name, number in _SAME_ON_ALL_RANKS.items()

@@ -398,7 +398,7 @@ def why_not_exp(
 def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     """What of the request, this rank's device and its shard keeps the scaled-exp GEMM from serving, or empty.
 
-    Other ranks of a group may find something else: :func:`.vocab_parallel.agree` settles it for all. The
+    Other ranks of a group may find something else: :func:`.vocab_parallel.compare` settles it for all. The
     memory of ``tokens`` is no reason: :func:`must_copy` copies them. Asked for by name, Triton's interpreter
     may serve on a CPU, in any dtype but bf16.
     """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce import autocast, masked_tokens, planner
-from megatron_fused_ce.autograd import FusedLinearCrossEntropy
+from megatron_fused_ce.autograd import FusedLinearCrossEntropy, in_labels_layout
 from megatron_fused_ce.call import DEFAULT_CONFIG, Arguments, CallSpec, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
@@ -19,7 +19,7 @@ from megatron_fused_ce.loop import Targets
 from megatron_fused_ce.loss_form import TeacherTargets, merge_duplicates
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.pipeline import Context
-from megatron_fused_ce.token_outputs import DIFFERENTIABLE, TokenOutputs
+from megatron_fused_ce.token_outputs import TokenOutputs, differentiable_of
 from megatron_fused_ce.vocab_parallel import VocabParallel, raise_if_any
 
 
@@ -162,7 +162,7 @@ def fused_linear_token_outputs(
         vocab_start=vocab_start,
         config=config,
         outputs=tuple(outputs),
-        differentiable=tuple(name for name in outputs if differentiable and name in DIFFERENTIABLE),
+        differentiable=differentiable_of(outputs) if differentiable else (),
     )
     return head.outputs
 
@@ -304,8 +304,8 @@ def _skipping_masked(args: Arguments, spec: CallSpec, inv_temperature: Tensor | 
     outputs = FusedLinearCrossEntropy.apply(flat, args.weight, targets, context, None)
     whole = [None if each is None else kept.put_back(each, args.guard) for each in outputs]
     if args.labels.dim() == 2:
-        b, s = args.labels.shape
-        whole[2:] = [None if t is None else t.view(s, b).t().contiguous() for t in whole[2:]]
+        b_s = tuple(args.labels.shape)
+        whole[2:] = [None if t is None else in_labels_layout(t, b_s) for t in whole[2:]]
     return tuple(whole)
 
 

@@ -100,7 +100,8 @@ def token_log_probs(
         reduce_grad_hidden=reduce_grad_hidden,
         caller_error=_wrong_entropy(entropy),
     ).outputs
-    return _named((made.log_prob, made.entropy), entropy)
+    assert made.log_prob is not None
+    return TokenLogProbs(made.log_prob, made.entropy)
 
 
 def _outputs(entropy: str) -> tuple[str, ...]:
@@ -115,14 +116,6 @@ def _wrong_entropy(entropy: str) -> ValueError | None:
     if entropy in ENTROPY_CHOICES:
         return None
     return ValueError(f"entropy is {entropy!r}; choose one of {', '.join(ENTROPY_CHOICES)}")
-
-
-def _named(made: tuple[Tensor | None, Tensor | None], entropy: str) -> TokenLogProbs:
-    log_prob, of_entropy = made
-    assert log_prob is not None
-    if of_entropy is not None and entropy == "detached":
-        of_entropy = of_entropy.detach()
-    return TokenLogProbs(log_prob, of_entropy)
 
 
 def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -201,5 +194,4 @@ def masked_token_log_probs(
         reduce_grad_hidden=reduce_grad_hidden,
         caller_error=_wrong_entropy(entropy),
     )
-    made = sampling_mask.evaluate(args, mask_ids, mask_offsets)
-    return _named(made, entropy)
+    return TokenLogProbs(*sampling_mask.evaluate(args, mask_ids, mask_offsets))

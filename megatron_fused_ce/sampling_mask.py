@@ -9,7 +9,6 @@ are its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fused_ce import row_ops, row_ops_torch
-from megatron_fused_ce.call import Arguments, at_temperature, check_arguments, must_agree
+from megatron_fused_ce import autocast, row_ops, row_ops_torch
+from megatron_fused_ce.autograd import in_labels_layout
+from megatron_fused_ce.call import Arguments, at_temperature, check_arguments, compared
 from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, RowStatistics
 from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy
 from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.token_outputs import Upstream
-from megatron_fused_ce.vocab_parallel import VocabParallel, compare
+from megatron_fused_ce.vocab_parallel import VocabParallel
 
 #: Entries of gathered rows of the weight in one block. A block holds them in their dtype and in fp32, and a
 #: backward that wants ``grad_weight`` their gradient in fp32: 160 MiB for bf16. A set of more ids than fit is
@@ -183,7 +183,7 @@ class MaskedLogProbs(torch.autograd.Function):
         shard = torch.zeros(4, num_tokens, device=hidden.device)
         shard[:2], shard[3] = -torch.inf, NOT_HERE
         weighted = torch.zeros_like(shard[0]) if form.with_weighted else None
-        with _in_fp32(hidden):
+        with autocast.off(hidden.device):
             all_hidden = _gathered(problem.comm, hidden)
             for block in pairs.blocks(hidden.shape[1]):
                 rows = weight[block.columns].float()
@@ -200,6 +200,8 @@ class MaskedLogProbs(torch.autograd.Function):
         ctx.problem = problem
         ctx.save_for_backward(hidden, weight, merged.terms, known, made.entropy)
         ctx.set_materialize_grads(False)
+        if made.entropy is not None and "entropy" not in problem.form.differentiable:
+            ctx.mark_non_differentiable(made.entropy)
         return torch.where(known, made.log_prob, -torch.inf), made.entropy
 
     @staticmethod
@@ -221,7 +223,7 @@ class MaskedLogProbs(torch.autograd.Function):
         grad_used = (
             torch.zeros(len(used), weight.shape[1], device=weight.device) if wants_grad_weight else None
         )
-        with _in_fp32(hidden):
+        with autocast.off(hidden.device):
             all_hidden = _gathered(comm, hidden)
             partial = torch.zeros_like(all_hidden) if wants_grad_hidden else None
             for block in pairs.blocks(hidden.shape[1]):
@@ -264,12 +266,12 @@ def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Ten
         found = mask.facts
     except (TypeError, ValueError) as one:
         error = one
-    sizes: tuple[int, ...] = (0,) if error is not None else (args.weight.shape[0],)
     if comm.group is not None:
-        same, start = must_agree(args, comm, error), None if error is not None else args.vocab_start
-        sizes = compare(comm.group, {**same, **found}, {}, start, sizes[0], error).shard_sizes
+        sizes = compared(args, comm, error, more=found).shard_sizes
     elif error is not None:
         raise error
+    else:
+        sizes = (args.weight.shape[0],)
     assert mask is not None
     num_classes = config.true_vocab_size or sum(sizes)
     smallest, largest = mask.facts["smallest id"], mask.facts["largest id"]
@@ -293,20 +295,19 @@ def _among_kept(
     inv_temperature = inv_temperature_of(args, comm)
     logit_scale, softcap = at_temperature(args)
     pairs = Pairs.of(mask, order, in_order, vocab_start, args.weight.shape[0])
-    form = LossForm(softcap=softcap, outputs=args.outputs, with_weighted="entropy" in args.outputs)
+    form = LossForm(
+        softcap=softcap,
+        outputs=args.outputs,
+        differentiable=args.differentiable,
+        with_weighted="entropy" in args.outputs,
+    )
     flat = None if inv_temperature is None else inv_temperature.flatten()
     problem = Problem(comm, pairs, logit_scale, flat, form)
     made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), args.weight, problem)
-    log_prob, entropy = (None if x is None else _in_labels_shape(x, labels) for x in made)
+    b_s = tuple(labels.shape) if labels.dim() == 2 else None
+    log_prob, entropy = (None if x is None else in_labels_layout(x, b_s) for x in made)
     assert log_prob is not None
     return log_prob, entropy
-
-
-def _in_labels_shape(per_token: Tensor, labels: Tensor) -> Tensor:
-    if labels.dim() == 1:
-        return per_token
-    b, s = labels.shape
-    return per_token.view(s, b).t().contiguous()
 
 
 def _with_unfiltered(
@@ -336,7 +337,3 @@ def _gathered(comm: VocabParallel, hidden: Tensor) -> Tensor:
     whole = hidden.new_empty(comm.size * hidden.shape[0], hidden.shape[1])
     comm.gather(hidden, whole).wait()
     return whole
-
-
-def _in_fp32(like: Tensor) -> AbstractContextManager[Any]:
-    return torch.autocast(like.device.type, enabled=False)

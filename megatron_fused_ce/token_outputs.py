@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +12,11 @@ DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 
 #: Names of :class:`TokenOutputs` beside the loss.
 OUTPUT_CHOICES = (*DIFFERENTIABLE, "predicted", "correct")
+
+
+def differentiable_of(outputs: Sequence[str]) -> tuple[str, ...]:
+    """Those that can carry a gradient."""
+    return tuple(name for name in outputs if name in DIFFERENTIABLE)
 
 
 def _of(change: Callable[[Tensor], Tensor], given: Tensor | None) -> Tensor | None:

@@ -399,6 +399,13 @@ class GroupHistory:
             return True
         return head is not None and head not in self.heads
 
+    def remember(self, head: Hashable | None, settled: Settled) -> None:
+        """What the ranks settled for a head: it holds for all its calls from now on."""
+        self.unequal = self.unequal or len(set(settled.shard_sizes)) > 1
+        if self.heads.get(head) != settled:
+            self.specs.clear()  # they follow what was settled before
+        self.heads[head] = settled
+
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, GroupHistory] = WeakKeyDictionary()
 _without_group = GroupHistory()
@@ -433,35 +440,6 @@ def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
         )
 
 
-def agree(
-    group: dist.ProcessGroup,
-    head: Hashable | None,
-    same: dict[str, int],
-    of_rank: dict[str, int],
-    vocab_start: int | None,
-    num_rows: int,
-    error: Exception | None,
-) -> Settled:
-    """Raise on every rank when one rank's input is bad or ``same`` differs; settle the rest for ``head``.
-
-    Called where :meth:`GroupHistory.compares` says so. What depends on a rank's machine and memory may differ
-    from rank to rank, and later from call to call on one of them, but plans and collectives depend on it: the
-    largest number of any rank is what all use from now on.
-
-    Args:
-        head: as for :meth:`GroupHistory.compares`.
-
-    The other arguments, collectives and errors are those of :func:`compare`.
-    """
-    settled = compare(group, same, of_rank, vocab_start, num_rows, error)
-    history = history_of(group)
-    history.unequal = history.unequal or len(set(settled.shard_sizes)) > 1
-    if history.heads.get(head) != settled:
-        history.specs.clear()  # they follow what was settled before
-    history.heads[head] = settled
-    return settled
-
-
 def compare(
     group: dist.ProcessGroup,
     same: dict[str, int],
@@ -471,6 +449,10 @@ def compare(
     error: Exception | None,
 ) -> Settled:
     """Raise on every rank when one rank's input is bad or ``same`` differs; what holds for all.
+
+    Called for a head where :meth:`GroupHistory.compares` says so. What depends on a rank's machine and memory
+    may differ from rank to rank, and later from call to call on one of them, but plans and collectives depend
+    on it: the largest number of any rank is what all use from then on.
 
     Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its words. The
     host waits for both.

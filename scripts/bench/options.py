@@ -26,7 +26,7 @@ from megatron_fused_ce.scripts.bench.problem import DTYPES, Problem, World
 from megatron_fused_ce.scripts.bench.variants import Variant, backward, config_of
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.results import Row
-from megatron_fused_ce.token_outputs import DIFFERENTIABLE
+from megatron_fused_ce.token_outputs import differentiable_of
 
 PLAIN = "plain"
 TEACHER_CLASSES = 64
@@ -116,9 +116,7 @@ def variant_of(option: Option, strategy: str, problem: Problem, vocab: int) -> V
             vocab_start=0,
             config=config,
             outputs=option.outputs,
-            differentiable=tuple(
-                name for name in option.outputs if option.differentiable and name in DIFFERENTIABLE
-            ),
+            differentiable=differentiable_of(option.outputs) if option.differentiable else (),
             teacher=teacher,
             unmasked=unmasked,
             open_grad_weight=problem.open_grad_weight,
