@@ -38,7 +38,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
+from megatron_fused_ce.kernels.launch import (
+    MAX_REMEMBERED,
+    Bound,
+    DescriptorTemplates,
+    Launch,
+    ceil_div,
+    num_sms,
+)
 from megatron_fused_ce.kernels.records import (
     LOG2_E,
     NO_OPTIONS,
@@ -582,7 +589,6 @@ _descriptor = DescriptorTemplates(
 _product = Launch(_product_kernel, num_warps=4, maxnreg=168)
 
 
-@lru_cache(maxsize=64)
 def group_m(hidden_size: int) -> int:
     """Row blocks of a group."""
     return max(1, min(LARGEST_GROUP, GROUP_BYTES // (int(BLOCK_M) * 2 * hidden_size)))
@@ -603,28 +609,47 @@ def _launch(
 ) -> None:
     half, half_n = int(HALF_M), int(BLOCK_N) // 2
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
-    _product(
-        (num_sms(tokens.device),),
-        (
-            *(labels, *rows, table, *tiles),
-            labels if form.valid_columns is None else form.valid_columns,
-        ),
-        (
-            *(tokens.shape[0], weight.shape[0], tokens.shape[1]),
-            *(logit_scale, logit_scale * LOG2_E, form.softcap or 1.0),
-        ),
+    launch = _bound_product(
+        *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, with_argmax),
+        *(form.with_weighted, form.valid_columns is not None, form.softcap),
+    )
+    launch(
+        (*(labels, *rows, table, *tiles), labels if form.valid_columns is None else form.valid_columns),
         descriptors=(
             tokens_desc,
             _descriptor(weight, (int(BLOCK_N), int(BLOCK_K))),
             tokens_desc if out is None else _descriptor(out, (half, half_n)),
         ),
-        GROUP_M=group_m(tokens.shape[1]),
+    )
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _bound_product(
+    device: torch.device,
+    tokens_shape: tuple[int, int],
+    num_columns: int,
+    logit_scale: float,
+    mode: int,
+    write: bool,
+    with_argmax: bool,
+    with_weighted: bool,
+    masked: bool,
+    softcap: float | None,
+) -> Bound:
+    num_rows, hidden_size = tokens_shape
+    return _product.bind(
+        (num_sms(device),),
+        (
+            *(num_rows, num_columns, hidden_size),
+            *(logit_scale, logit_scale * LOG2_E, softcap or 1.0),
+        ),
+        GROUP_M=group_m(hidden_size),
         MODE=mode,
-        WRITE=out is not None,
+        WRITE=write,
         WITH_ARGMAX=with_argmax,
-        WEIGHTED=form.with_weighted and mode == int(STATISTICS),
-        MASKED=form.valid_columns is not None,
-        SOFTCAP=form.softcap is not None,
+        WEIGHTED=with_weighted and mode == int(STATISTICS),
+        MASKED=masked,
+        SOFTCAP=softcap is not None,
     )
 
 

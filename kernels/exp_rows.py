@@ -23,6 +23,7 @@ dependent sweeps over the tiles; one program a row reading a column of the tile 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.exp_product import HEADROOM
-from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
+from megatron_fused_ce.kernels.launch import MAX_REMEMBERED, Bound, Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
@@ -182,20 +183,26 @@ def _combine_tiles_kernel(
     weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
     loss_ptr,  # [C] fp32, out
     saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
+    e_ptr,  # [C, V], in and out
+    row_scale_ptr,  # [C] fp32, out
     num_rows,
     num_columns,
     num_tiles,
+    e_stride,
     softcap,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
+    TILE: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALONE: tl.constexpr,
+    FINALIZE: tl.constexpr,
 ):
     """One sweep over the tiles of a block of rows; slots of tiles are reduced once, at its end.
 
-    ``ALONE``: the shard is the whole vocabulary, and the tokens' losses follow at once.
+    ``ALONE``: the shard is the whole vocabulary, and the tokens' losses follow at once; with ``FINALIZE`` so
+    does what :func:`_finalize_rows_kernel` does, for the plain loss.
     """
     LN2: tl.constexpr = 0.6931471805599453
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -240,8 +247,9 @@ def _combine_tiles_kernel(
     label = tl.load(label_ptr + rows, mask=inside, other=-1)
     here = (label >= 0) & (label < num_columns)
     label_logit = tl.load(label_logit_ptr + rows, mask=inside, other=0.0)
+    label_factor = tl.full((BLOCK_ROWS,), 1.0, tl.float32)
     if SOFTCAP:
-        tanh, _ = tanh_and_grad(label_logit / softcap)
+        tanh, label_factor = tanh_and_grad(label_logit / softcap)
         label_logit = softcap * tanh
     nonlabel_max = (row_shift + largest) * LN2
     own_wins = here & (label_logit >= nonlabel_max)
@@ -251,11 +259,9 @@ def _combine_tiles_kernel(
     tl.store(shard_ptr + num_rows + rows, (row_shift + row_tile_shift) * LN2, mask=inside)
     tl.store(shard_ptr + 2 * num_rows + rows, sum_exp_nonlabel, mask=inside)
     tl.store(shard_ptr + 3 * num_rows + rows, label_logit, mask=inside)
-    tl.store(
-        tile_shift_ptr + rows,
-        tl.where(lowest_shift < row_tile_shift, row_tile_shift, -1.0),
-        mask=inside,
-    )
+    mixed_shift = tl.where(lowest_shift < row_tile_shift, row_tile_shift, -1.0)
+    if not FINALIZE:
+        tl.store(tile_shift_ptr + rows, mixed_shift, mask=inside)
     if WITH_ARGMAX:
         first = tl.where(slot_max == largest[None, :], slot_best, num_columns)
         best = tl.min(first, axis=0)
@@ -263,7 +269,7 @@ def _combine_tiles_kernel(
     if ALONE:
         row_shift = (row_shift + row_tile_shift) * LN2
         sum_exp_nonlabel, of_label, shifted = addends(row_shift, sum_exp_nonlabel, label_logit, row_max)
-        store_loss(
+        scale, neg_label_grad = store_loss(
             sum_exp_nonlabel,
             of_label,
             shifted,
@@ -274,6 +280,12 @@ def _combine_tiles_kernel(
             inside,
             num_rows,
         )
+        if FINALIZE:
+            _finalize(
+                e_ptr, label, tile_max_ptr, row_scale_ptr,
+                row_shift, row_shift, mixed_shift, row_max, scale, neg_label_grad, label_factor,
+                rows, inside, e_stride, num_rows, num_columns, num_tiles, TILE,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -292,51 +304,85 @@ def _finalize_rows_kernel(
     num_columns,
     num_tiles,
     softcap,
+    BLOCK_ROWS: tl.constexpr,
     TILE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALONE: tl.constexpr,  # the shard is the whole vocabulary
 ):
-    """One program per row: ``E`` at one row scale over all tiles and shards, and the label's entry.
+    """A block of rows: ``E`` at one row scale over all tiles and shards, and the label's entry."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = rows < num_rows
+    mixed_shift = tl.load(tile_shift_ptr + rows, mask=inside, other=-1.0)
+    own_row_shift = tl.load(shard_ptr + num_rows + rows, mask=inside, other=0.0)
+    row_shift = own_row_shift if ALONE else tl.load(row_shift_ptr + rows, mask=inside, other=0.0)
+    row_max = tl.load(terms_ptr + rows, mask=inside, other=0.0)
+    scale = tl.load(terms_ptr + num_rows + rows, mask=inside, other=1.0)
+    neg_label_grad = tl.load(terms_ptr + 2 * num_rows + rows, mask=inside, other=0.0)
+    label = tl.load(label_ptr + rows, mask=inside, other=-1)
+    label_factor = tl.full((BLOCK_ROWS,), 1.0, tl.float32)
+    if SOFTCAP:
+        label_logit = tl.load(label_logit_ptr + rows, mask=inside, other=0.0)
+        _, label_factor = tanh_and_grad(label_logit / softcap)
+    _finalize(
+        e_ptr, label, tile_max_ptr, row_scale_ptr,
+        own_row_shift, row_shift, mixed_shift, row_max, scale, neg_label_grad, label_factor,
+        rows, inside, e_stride, num_rows, num_columns, num_tiles, TILE,
+    )  # fmt: skip
 
-    The row_scale has the sign of the scale, which a z-loss can make negative, or 0.
+
+@triton.jit
+def _finalize(
+    e_ptr,
+    label,
+    tile_max_ptr,
+    row_scale_ptr,
+    own_row_shift,
+    row_shift,
+    mixed_shift,  # the row's tile_shift where its tiles differ in theirs, else -1
+    row_max,
+    scale,
+    neg_label_grad,
+    label_factor,  # the softcap's gradient at the label's logit
+    rows,
+    inside,
+    e_stride,
+    num_rows,
+    num_columns,
+    num_tiles,
+    TILE: tl.constexpr,
+):
+    """What the two kernels above do with their rows, whose other arguments are ``[BLOCK_ROWS]``.
+
+    The row scale has the sign of ``scale``, which a z-loss can make negative, or 0. ``E`` itself is read and
+    written only in rows that stand at several shifts, or whose row scale would underflow.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = e_ptr + row * e_stride
-    row_tile_shift = tl.load(tile_shift_ptr + row)
-    own_row_shift = tl.load(shard_ptr + num_rows + row)
-    row_shift = own_row_shift if ALONE else tl.load(row_shift_ptr + row)
-    row_max = tl.load(terms_ptr + row)
-    scale = tl.load(terms_ptr + num_rows + row)
-    neg_label_grad = tl.load(terms_ptr + 2 * num_rows + row)
     sign = tl.where(scale < 0.0, -1.0, 1.0)
     log2_row_scale = (row_shift - row_max) * LOG2E + tl.log2(tl.abs(scale))
     far_below = log2_row_scale < FAR_BELOW
-    label = tl.load(label_ptr + row)
-    here = (label >= 0) & (label < num_columns)
     row_scale = tl.where(far_below, 1.0, sign * tl.exp2(log2_row_scale))
-    at_label = -neg_label_grad / row_scale
-    if SOFTCAP:
-        _, softcap_grad = tanh_and_grad(tl.load(label_logit_ptr + row) / softcap)
-        at_label *= softcap_grad
-    at_label = at_label.to(e_ptr.dtype.element_ty)
-    mixed = row_tile_shift >= 0.0
-    differs = own_row_shift != row_shift
-    if far_below | mixed | differs:
+    mixed = mixed_shift >= 0.0
+    moves = inside & (far_below | mixed | (own_row_shift != row_shift))
+    here = inside & (label >= 0) & (label < num_columns)
+    row_ptr = e_ptr + rows.to(tl.int64) * e_stride
+    if tl.max(moves.to(tl.int32), axis=0) > 0:
         shift = (own_row_shift - row_shift) * LOG2E
-        shift += tl.where(far_below, log2_row_scale, 0.0) - tl.where(mixed, row_tile_shift, 0.0)
-        tile_ptr = tile_max_ptr + row
+        shift += tl.where(far_below, log2_row_scale, 0.0) - tl.where(mixed, mixed_shift, 0.0)
+        sign = tl.where(far_below, sign, 1.0)
+        tile_ptr = tile_max_ptr + rows
         for tile in range(0, num_tiles):
-            tile_max = tl.load(tile_ptr)
+            tile_max = tl.load(tile_ptr, mask=moves, other=0.0)
             tile_ptr += num_rows
             tile_shift = tl.where(mixed & (tile_max > HEADROOM), tile_max, 0.0)
             columns = tile * TILE + tl.arange(0, TILE)
-            mask = (columns < num_columns) & (columns != label)
-            e = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            e = e * (tl.where(far_below, sign, 1.0) * tl.exp2(tile_shift + shift))
-            tl.store(row_ptr + columns, e.to(e_ptr.dtype.element_ty), mask=mask)
-    tl.store(row_ptr + tl.where(here, label, 0), at_label, mask=here)
-    tl.store(row_scale_ptr + row, row_scale)
+            mask = moves[:, None] & (columns < num_columns)[None, :] & (columns[None, :] != label[:, None])
+            at = row_ptr[:, None] + columns[None, :]
+            e = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            e = e * (sign * tl.exp2(tile_shift + shift))[:, None]
+            tl.store(at, e.to(e_ptr.dtype.element_ty), mask=mask)
+    at_label = -neg_label_grad / row_scale * label_factor
+    tl.store(row_ptr + tl.where(here, label, 0), at_label.to(e_ptr.dtype.element_ty), mask=here)
+    tl.store(row_scale_ptr + rows, row_scale, mask=inside)
 
 
 @triton.jit
@@ -392,18 +438,17 @@ def _scaled_copy_kernel(x_ptr, scale_ptr, out_ptr, numel, BLOCK: tl.constexpr):
 _tile_table = Launch(_tile_table_kernel, num_warps=4)
 _row_prologue = Launch(_row_prologue_kernel, num_warps=4, num_stages=4)
 _combine_tiles = Launch(_combine_tiles_kernel, num_warps=8)
-_finalize_rows = Launch(_finalize_rows_kernel, num_warps=4)
+_finalize_rows = Launch(_finalize_rows_kernel, num_warps=8)
 _scale_rows = Launch(_scale_rows_kernel, num_warps=4)
 _add_scaled = Launch(_add_scaled_kernel, num_warps=8)
 _scaled_copy = Launch(_scaled_copy_kernel, num_warps=8)
 
 
-def _empty_table(num_rows: int, num_columns: int, device: torch.device) -> tuple[Tensor, int, int]:
-    """:attr:`RowPrologue.table`, its half tiles of rows and its tiles of columns."""
+def _table_shape(num_rows: int, num_columns: int) -> tuple[int, int, int]:
+    """Entries of :attr:`RowPrologue.table`, its half tiles of rows and its tiles of columns."""
     halves = 2 * ceil_div(num_rows, 2 * HALF_TILE_ROWS)
     num_tiles = ceil_div(num_columns, TILE_COLUMNS)
-    size = TABLE_HEADER + num_tiles * halves
-    return torch.empty(size, dtype=torch.int32, device=device), halves, num_tiles
+    return TABLE_HEADER + num_tiles * halves, halves, num_tiles
 
 
 def tile_table(
@@ -412,7 +457,8 @@ def tile_table(
 ) -> Tensor:
     """:attr:`RowPrologue.table` alone."""
     num_rows = labels.shape[0]
-    table, halves, num_tiles = _empty_table(num_rows, num_columns, labels.device)
+    size, halves, num_tiles = _table_shape(num_rows, num_columns)
+    table = torch.empty(size, dtype=torch.int32, device=labels.device)
     _tile_table(
         (halves,),
         (labels, table),
@@ -441,6 +487,34 @@ def sample_rows(weight: Tensor, num_sampled: int, form: RowOptions = NO_OPTIONS)
     return weight.as_strided((num_sampled, weight.shape[1]), (step, 1))
 
 
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _bound_prologue(
+    tokens_shape: tuple[int, int],
+    num_sampled: int,
+    num_columns: int,
+    tokens_stride: int,
+    sample_stride: int,
+    logit_scale: float,
+    softcap: float | None,
+) -> tuple[int, Bound]:
+    """Entries of the table, and the launch."""
+    num_rows, hidden_size = tokens_shape
+    size, halves, num_tiles = _table_shape(num_rows, num_columns)
+    return size, _row_prologue.bind(
+        (halves,),
+        (
+            *(tokens_stride, sample_stride, num_rows, num_columns, hidden_size, num_sampled),
+            *(halves, num_tiles, logit_scale, softcap or 1.0),
+        ),
+        HALF_TILE=HALF_TILE_ROWS,
+        SAMPLED=max(16, next_power_of_2(num_sampled)),
+        BLOCK_K=128,
+        TILE=TILE_COLUMNS,
+        BLOCK_TILES=256,
+        SOFTCAP=softcap is not None,
+    )
+
+
 def row_prologue(
     tokens: Tensor,  # [C, H]
     sample: Tensor,  # [S, H]: rows of the weight, unit column stride
@@ -454,25 +528,45 @@ def row_prologue(
     ``2CH`` bytes read once, and the sample from L2 by every program. Predicted 0.02 ms at C = 8192, H = 4096;
     measured with the labels' marks 0.029, a cuBLAS GEMM with a memset and a kernel after it 0.033 (H200).
     """
-    num_rows, hidden_size = tokens.shape
-    row_shift2 = torch.empty(num_rows, dtype=torch.float32, device=tokens.device)
-    table, halves, num_tiles = _empty_table(num_rows, num_columns, tokens.device)
-    num_sampled = sample.shape[0]
-    _row_prologue(
-        (halves,),
-        (tokens, sample, labels, row_shift2, table),
-        (
-            *(tokens.stride(0), sample.stride(0), num_rows, num_columns, hidden_size, num_sampled),
-            *(halves, num_tiles, logit_scale, form.softcap or 1.0),
-        ),
-        HALF_TILE=HALF_TILE_ROWS,
-        SAMPLED=max(16, next_power_of_2(num_sampled)),
-        BLOCK_K=128,
-        TILE=TILE_COLUMNS,
-        BLOCK_TILES=256,
-        SOFTCAP=form.softcap is not None,
+    row_shift2 = torch.empty(tokens.shape[0], dtype=torch.float32, device=tokens.device)
+    size, launch = _bound_prologue(
+        *(tokens.shape, sample.shape[0], num_columns, tokens.stride(0), sample.stride(0)),
+        *(logit_scale, form.softcap),
     )
+    table = torch.empty(size, dtype=torch.int32, device=tokens.device)
+    launch((tokens, sample, labels, row_shift2, table))
     return RowPrologue(row_shift2, table)
+
+
+#: Rows of a program of the two kernels below: each walks all tiles of its rows, and more programs with fewer
+#: rows hide that latency.
+BLOCK_ROWS = 8
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _bound_combine(
+    num_rows: int,
+    num_columns: int,
+    num_tiles: int,
+    tile_columns: int,
+    e_stride: int | None,
+    with_argmax: bool,
+    weighted: bool,
+    softcap: float | None,
+    alone: bool,
+) -> Bound:
+    return _combine_tiles.bind(
+        (ceil_div(num_rows, BLOCK_ROWS),),
+        (num_rows, num_columns, num_tiles, e_stride or 0, softcap or 1.0),
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_TILES=64,
+        TILE=tile_columns,
+        WITH_ARGMAX=with_argmax,
+        WEIGHTED=weighted,
+        SOFTCAP=softcap is not None,
+        ALONE=alone,
+        FINALIZE=e_stride is not None,
+    )
 
 
 def combine_tiles(
@@ -482,38 +576,39 @@ def combine_tiles(
     num_columns: int,
     form: RowOptions = NO_OPTIONS,
     alone: bool = False,
-) -> RowStatistics:
-    """Statistics of every row from those of its tiles; merged already where the shard is ``alone``."""
+    e: Tensor | None = None,  # [C, V], in place; where alone
+) -> tuple[RowStatistics, Tensor | None]:
+    """Statistics of every row from those of its tiles; merged already where the shard is ``alone``.
+
+    With ``e`` given, :func:`finalize_rows` for the plain loss in the same launch: its row scale comes second.
+    """
     num_tiles, num_rows = tiles.tile_max.shape
-    statistics = torch.empty((5, num_rows), dtype=torch.float32, device=labels.device)
-    shard, tile_shift = statistics[:4], statistics[4]
-    merged = None
+    statistics = torch.empty((4 if e is not None else 5, num_rows), dtype=torch.float32, device=labels.device)
+    shard, tile_shift, merged, row_scale = statistics, None, None, None
+    if e is None:
+        shard, tile_shift = statistics[:4], statistics[4]
+    else:
+        row_scale = torch.empty_like(tiles.label_logit)
     if alone:
-        loss, saved = torch.empty_like(tile_shift), statistics.new_empty((4, num_rows))
-        merged = Merged(loss, saved, None)
+        merged = Merged(torch.empty_like(tiles.label_logit), torch.empty_like(shard), None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
-    weighted = None if tiles.tile_weighted is None else torch.empty_like(tile_shift)
-    # Each program walks all tiles of its rows: more programs with fewer rows hide its latency.
-    block_rows = 8
-    _combine_tiles(
-        (ceil_div(num_rows, block_rows),),
+    weighted = None if tiles.tile_weighted is None else torch.empty_like(tiles.label_logit)
+    launch = _bound_combine(
+        *(num_rows, num_columns, num_tiles, tiles.tile_columns, None if e is None else e.stride(0)),
+        *(argmax is not None, weighted is not None, form.softcap, alone),
+    )
+    launch(
         (
             *(prologue.row_shift2, tiles.tile_max, tiles.tile_sum),
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
             tiles.tile_max if tiles.tile_weighted is None else tiles.tile_weighted,
-            *(labels, tiles.label_logit, shard, tile_shift, labels if argmax is None else argmax),
-            tile_shift if weighted is None else weighted,
+            *(labels, tiles.label_logit, shard, shard if tile_shift is None else tile_shift),
+            *(labels if argmax is None else argmax, shard if weighted is None else weighted),
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
+            *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
         ),
-        (num_rows, num_columns, num_tiles, form.softcap or 1.0),
-        BLOCK_ROWS=block_rows,
-        BLOCK_TILES=64,
-        WITH_ARGMAX=argmax is not None,
-        WEIGHTED=weighted is not None,
-        SOFTCAP=form.softcap is not None,
-        ALONE=alone,
     )
-    return RowStatistics(shard, argmax, ExtraStatistics(weighted=weighted), tile_shift, merged)
+    return RowStatistics(shard, argmax, ExtraStatistics(weighted=weighted), tile_shift, merged), row_scale
 
 
 def finalize_rows(
@@ -534,17 +629,40 @@ def finalize_rows(
     num_rows, num_columns = e.shape
     row_scale = torch.empty_like(stats.tile_shift)
     _finalize_rows(
-        (num_rows,),
+        (ceil_div(num_rows, BLOCK_ROWS),),
         (
             *(e, labels, tiles.tile_max, stats.shard, stats.tile_shift),
             *(stats.shard if row_shift is None else row_shift, terms, tiles.label_logit, row_scale),
         ),
         (e.stride(0), num_rows, num_columns, tiles.tile_max.shape[0], form.softcap or 1.0),
+        BLOCK_ROWS=BLOCK_ROWS,
         TILE=tiles.tile_columns,
         SOFTCAP=form.softcap is not None,
         ALONE=row_shift is None,
     )
     return row_scale
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def _bound_scale(
+    shape: tuple[int, int],
+    x_stride: int,
+    out_stride: int,
+    also_stride: int | None,
+    row_scale_dim: int,
+    upstream_dim: int | None,
+) -> Bound:
+    num_rows, num_columns = shape
+    return _scale_rows.bind(
+        (num_rows,),
+        (
+            *(num_columns, x_stride, out_stride, also_stride or 0),
+            *(row_scale_dim, upstream_dim or 0),
+        ),
+        BLOCK=min(2048, next_power_of_2(num_columns)),
+        WITH_UPSTREAM=upstream_dim is not None,
+        WITH_ALSO=also_stride is not None,
+    )
 
 
 def scale_rows(
@@ -558,21 +676,12 @@ def scale_rows(
 
     In the same launch: ``also *= factor[:, None]``.
     """
-    num_rows, num_columns = x.shape
-    _scale_rows(
-        (num_rows,),
-        (
-            *(x, out, x if also is None else also, row_scale),
-            row_scale if upstream is None else upstream,
-        ),
-        (
-            *(num_columns, x.stride(0), out.stride(0), 0 if also is None else also.stride(0)),
-            *(row_scale.dim(), 0 if upstream is None else upstream.dim()),
-        ),
-        BLOCK=min(2048, next_power_of_2(num_columns)),
-        WITH_UPSTREAM=upstream is not None,
-        WITH_ALSO=also is not None,
+    launch = _bound_scale(
+        *(x.shape, x.stride(0), out.stride(0), None if also is None else also.stride(0)),
+        *(row_scale.dim(), None if upstream is None else upstream.dim()),
     )
+    upstream = row_scale if upstream is None else upstream
+    launch((x, out, x if also is None else also, row_scale, upstream))
     return out
 
 

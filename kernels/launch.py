@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from functools import lru_cache
 from typing import Any
 
@@ -18,20 +20,13 @@ CALLED_DIRECTLY_SINCE = (3, 6)
 
 
 class Launch:
-    """A kernel whose arguments are, in this order, descriptors, tensors, numbers and constants.
-
-    Its compiled forms are found again by all that Triton specialises on: dtypes, constants, and which whole
-    numbers are 1 or multiples of 16. They serve tensors that begin at multiples of 16 bytes; any others go
-    through Triton.
-    """
+    """A kernel whose arguments are, in this order, descriptors, tensors, numbers and constants."""
 
     def __init__(self, kernel: Any, **options: int) -> None:
         """``options``: num_warps and its like."""
-        self._kernel = kernel
-        self._options = options
-        #: by the numbers themselves, which is quicker to look up
-        self._by_numbers: dict[tuple[Any, ...], Any] = {}
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self.kernel = kernel
+        self.options = options
+        self._bound: dict[tuple[Any, ...], Bound] = {}
 
     def __call__(
         self,
@@ -42,48 +37,76 @@ class Launch:
         **constants: Any,
     ) -> None:
         """Launch it on the current stream; ``constants`` in the order of the kernel's arguments."""
-        addresses = 0
-        for tensor in tensors:
-            addresses |= tensor.data_ptr()
-        device = tensors[0].device
-        key = (
-            device,
-            numbers,
-            tuple([tensor.dtype for tensor in tensors]),
-            tuple([(made.base.dtype, *made.block_shape) for made in descriptors]),
-            tuple(constants.values()),
-        )
-        compiled = self._by_numbers.get(key)
-        if compiled is None or addresses % 16 or _watched():
-            self._through_triton(grid, tensors, numbers, descriptors, constants, key, addresses)
+        key = grid, numbers, tuple(constants.values())
+        bound = self._bound.get(key)
+        if bound is None:
+            if len(self._bound) >= MAX_REMEMBERED:
+                self._bound.clear()
+            bound = self._bound[key] = self.bind(grid, numbers, **constants)
+        bound(tensors, descriptors)
+
+    def bind(self, grid: tuple[int, ...], numbers: tuple[int | float, ...], **constants: Any) -> Bound:
+        """All but the tensors, for callers that remember it."""
+        return Bound(self, grid, numbers, constants)
+
+
+class Bound:
+    """A launch that lacks its tensors.
+
+    Its compiled forms are found again by the device and the dtypes. They serve tensors that begin at
+    multiples of 16 bytes; any others go through Triton.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        grid: tuple[int, ...],
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        self._launch = launch
+        self._grid = grid
+        self._numbers = numbers
+        self._constants = constants
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, tensors: tuple[Tensor, ...], descriptors: tuple[Any, ...] = ()) -> None:
+        """Launch it on the current stream. All tensors are on one device."""
+        index = tensors[0].get_device()
+        dtypes = [tensor.dtype for tensor in tensors]
+        compiled = self._compiled.get((index, *dtypes))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if compiled is None or _unaligned(addresses) or _watched():
+            self._through_triton(tensors, descriptors, (index, *dtypes), addresses)
             return
-        x, y, z = (*grid, 1, 1)[:3]
-        compiled.run(
-            *(x, y, z, torch._C._cuda_getCurrentRawStream(device.index)),
-            *(compiled.function, compiled.packed_metadata, None, None, None),
-            *(*descriptors, *tensors, *numbers, *constants.values()),
-        )
+        run, before, after = compiled
+        # Addresses as numbers: of a tensor Triton would ask the driver each time whether a GPU can read it.
+        run(*self._xyz, _raw_stream(index), *before, *descriptors, *addresses, *after)
 
     def _through_triton(
         self,
-        grid: tuple[int, ...],
         tensors: tuple[Tensor, ...],
-        numbers: tuple[int | float, ...],
         descriptors: tuple[Any, ...],
-        constants: dict[str, Any],
         key: tuple[Any, ...],
-        addresses: int,
+        addresses: list[int],
     ) -> None:
         """Launch it as Triton does, and remember the compiled kernel where it can be called directly."""
-        made = self._kernel[grid](*descriptors, *tensors, *numbers, **constants, **self._options)
-        if addresses % 16 or made is None or not _called_directly():
+        kernel, constants = self._launch.kernel, self._constants
+        options = self._launch.options
+        made = kernel[self._grid](*descriptors, *tensors, *self._numbers, **constants, **options)
+        if _unaligned(addresses) or made is None or not _called_directly():
             return
-        assert tuple(self._kernel.arg_names[-len(constants) :]) == tuple(constants)
-        device, _, *others = key
-        kind = (device, tuple(map(_specialised, numbers)), *others)
-        if len(self._by_numbers) >= MAX_REMEMBERED:
-            self._by_numbers.clear()
-        self._by_numbers[key] = self._compiled.setdefault(kind, made)
+        assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants)
+        self._xyz = (*self._grid, 1, 1)[:3]
+        before = made.function, made.packed_metadata, None, None, None
+        self._compiled[key] = made.run, before, (*self._numbers, *constants.values())
+
+
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _unaligned(addresses: list[int]) -> int:
+    return functools.reduce(operator.or_, addresses) & 15
 
 
 #: Kinds of launch, and descriptors, that are remembered: as many lengths of dynamic batches.
@@ -95,15 +118,6 @@ def _watched() -> bool:
     """Whether somebody wants to hear of launches, such as triton's profiler."""
     hooks = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return any([getattr(hook, "calls", hook) for hook in hooks])
-
-
-def _specialised(number: int | float) -> int:
-    """What Triton makes of a number's value: of a float's nothing."""
-    if isinstance(number, float):
-        return -1
-    if number == 1:
-        return 1
-    return (16 if number % 16 == 0 else 0) + (32 if number >= 2**31 else 0)
 
 
 def ceil_div(a: int, b: int) -> int:

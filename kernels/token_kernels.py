@@ -65,17 +65,22 @@ def _log1p(x):
 
 @triton.jit
 def store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
-    """Loss and terms of tokens whose addends were summed over the shards: row_ops.token_loss."""
+    """Loss and terms of tokens whose addends were summed over the shards: row_ops.token_loss.
+
+    Returns what multiplies their exponentials in the gradient, and the label's gradient, negated.
+    """
     total = sum_exp_nonlabel + label
     confident = label > sum_exp_nonlabel
     ratio = sum_exp_nonlabel / tl.where(confident, label, 1.0)
     loss = tl.where(confident, _log1p(ratio), tl.log(total) - shifted)
     tl.store(loss_ptr + rows, loss, mask=inside)
     tl.store(saved_ptr + rows, row_max, mask=inside)
-    tl.store(saved_ptr + num_rows + rows, 1.0 / total, mask=inside)
-    tl.store(saved_ptr + 2 * num_rows + rows, sum_exp_nonlabel / total, mask=inside)
+    inv_sum, one_minus_p_label = 1.0 / total, sum_exp_nonlabel / total
+    tl.store(saved_ptr + num_rows + rows, inv_sum, mask=inside)
+    tl.store(saved_ptr + 2 * num_rows + rows, one_minus_p_label, mask=inside)
     known = (label > 0) | (shifted != 0)
     tl.store(saved_ptr + 3 * num_rows + rows, tl.where(known, shifted, _NOT_HERE), mask=inside)
+    return inv_sum, one_minus_p_label
 
 
 @triton.jit

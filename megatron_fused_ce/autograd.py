@@ -15,7 +15,7 @@ from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loop import Saved, SavedChunk, Targets
 from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.pipeline import Context
-from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
+from megatron_fused_ce.token_outputs import OUTPUT_CHOICES, TokenOutputs, Upstream
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -63,12 +63,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(*once, targets.inv_temperature, saved.last_hidden, saved.matrix, *tensors)
         outputs = outputs.map(lambda whole: in_labels_layout(whole, in_batch))
         of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
-        beside_the_loss = outputs._asdict().items()
-        without_grad = [
-            *of_shard,
-            *(made for name, made in beside_the_loss if name not in ("loss", *spec.form.differentiable)),
-        ]
-        ctx.mark_non_differentiable(*(tensor for tensor in without_grad if tensor is not None))
+        if spec.form.outputs or spec.with_argmax:
+            with_grad = "loss", *spec.form.differentiable
+            made = [*of_shard, *(getattr(outputs, name) for name in OUTPUT_CHOICES if name not in with_grad)]
+            ctx.mark_non_differentiable(*(tensor for tensor in made if tensor is not None))
         return *of_shard, *outputs
 
     @staticmethod
@@ -82,8 +80,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients, matrix)
         ctx.gradients = None
         soft, device = None if ids is None else SoftTargets(ids, probs), weight.device
-        is_neg_loss = ctx.context.spec.form.log_prob_is_neg_loss
-        upstream = _upstream(grad_outputs, ctx.token_shape, ignored, entropy, is_neg_loss)
+        is_plain = ctx.context.spec.form.is_plain
+        upstream = _upstream(grad_outputs, ctx.token_shape, ignored, entropy, is_plain)
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
         try:
@@ -129,7 +127,7 @@ def _upstream(
     token_shape: torch.Size,
     ignored: Tensor | None,
     entropy: Tensor | None,
-    log_prob_is_neg_loss: bool,
+    loss_is_plain: bool,
 ) -> Upstream:
     """Upstream gradients in token order, ``[parts, n]`` fp32; ``log_prob``'s is taken into the loss's."""
     given = []
@@ -141,7 +139,7 @@ def _upstream(
                 grad = grad.masked_fill(ignored, 0.0)
         given.append(grad)
     loss, log_prob, lse, grad_entropy = given
-    if log_prob is not None and log_prob_is_neg_loss:
+    if log_prob is not None and loss_is_plain:
         loss, log_prob = -log_prob if loss is None else loss - log_prob, None
     if loss is None:
         loss = torch.zeros_like(next(grad for grad in given if grad is not None))

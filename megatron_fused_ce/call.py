@@ -133,7 +133,10 @@ def spec_of(args: Arguments) -> CallSpec:
     key = _key(args)
     if key is None or history.unequal or args.config.debug_checks:
         return _make(args, history)
-    spec: CallSpec | None = history.specs.get(key)
+    try:
+        spec: CallSpec | None = history.specs.get(key)
+    except TypeError:  # an argument that cannot be hashed: what is wrong with it, the checks will say
+        return _make(args, history)
     if spec is None:
         spec = _make(args, history)
         if len(history.specs) >= MAX_SPECS:
@@ -188,7 +191,6 @@ def _key(args: Arguments) -> Hashable | None:
             args.guard.allowed,
             kind_of(args.open_grad_weight),
         )
-        hash(key)
     except (AttributeError, TypeError, RuntimeError):
         return None  # what is wrong, the checks will say
     if hidden.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -59,6 +59,8 @@ class Scores(NamedTuple):
 
     stats: RowStatistics
     tiles: TileStatistics | None = None
+    #: [C] fp32: what :meth:`LogitsBackend.finalize` gives, where it cost nothing
+    row_scale: Tensor | None = None
 
 
 class LogitsGrad(NamedTuple):
@@ -227,12 +229,17 @@ class ScaledExp:
         )
 
         def statistics() -> Scores:
-            stats = exp_rows.combine_tiles(prologue, tiles, labels, num_columns, form, alone)
-            return Scores(stats, tiles)
+            at_once = out if alone and form.is_plain else None
+            stats, row_scale = exp_rows.combine_tiles(
+                prologue, tiles, labels, num_columns, form, alone, at_once
+            )
+            return Scores(stats, tiles, row_scale)
 
         return statistics
 
     def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
+        if scores.row_scale is not None:
+            return scores.row_scale
         row_scale: Tensor = _exp_rows().finalize_rows(
             matrix,
             chunk.labels,

@@ -95,8 +95,8 @@ class LossForm(RowOptions):
     zero_unknown: bool = False
 
     @property
-    def log_prob_is_neg_loss(self) -> bool:
-        """Whether ``log_prob`` is ``-loss``, label by label: one upstream gradient then stands for both."""
+    def is_plain(self) -> bool:
+        """Whether the loss is ``-log_prob``, label by label: one upstream gradient then stands for both."""
         return self.sigma is None and not self.z_loss and not self.soft
 
     @staticmethod
@@ -141,7 +141,7 @@ class LossForm(RowOptions):
 
     def finish(self, merged: Merged) -> TokenOutputs:
         """The loss in this form and what was asked for beside it, fp32 ``[C]``."""
-        if self.log_prob_is_neg_loss and not self.outputs:
+        if self.is_plain and not self.outputs:
             return TokenOutputs(merged.loss)
         terms, extra = TokenTerms.of(merged.terms), merged.extra
         assert terms.label_shift is not None
@@ -202,7 +202,7 @@ class LossForm(RowOptions):
 
     def own_coefficients(self, merged_terms: Tensor) -> Tensor:
         """``row_max, scale, neg_label_grad`` of the loss alone, fp32 ``[3, C]`` or more."""
-        if not self.z_loss and self.sigma is None:
+        if self.is_plain:
             return merged_terms
         terms = TokenTerms.of(merged_terms)
         return torch.stack((terms.row_max, *self._scale_and_label_grad(terms)))

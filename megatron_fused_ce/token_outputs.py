@@ -19,10 +19,6 @@ def differentiable_of(outputs: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in outputs if name in DIFFERENTIABLE)
 
 
-def _of(change: Callable[[Tensor], Tensor], given: Tensor | None) -> Tensor | None:
-    return None if given is None else change(given)
-
-
 class TokenOutputs(NamedTuple):
     """Of each token, in the labels' shape; None for what was not asked for.
 
@@ -39,8 +35,7 @@ class TokenOutputs(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenOutputs:
         """The same of what is there."""
-        loss, *others = self
-        return TokenOutputs(change(loss), *(_of(change, given) for given in others))
+        return TokenOutputs(*[None if given is None else change(given) for given in self])  # type: ignore[arg-type]
 
 
 class Upstream(NamedTuple):
@@ -63,8 +58,7 @@ class Upstream(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Upstream:
         """Of the gradients and of what the forward gave."""
-        loss, *others = self
-        return Upstream(change(loss), *(_of(change, given) for given in others))
+        return Upstream(*[None if given is None else change(given) for given in self])  # type: ignore[arg-type]
 
     def scaled(self, scale: Tensor | float) -> Upstream:
         """The gradients, times ``scale``."""

@@ -252,14 +252,14 @@ class _Local:
         self._token_ops = token_ops
 
     def finish(self) -> Merged:
-        shards, extra = self._stats.shard.unsqueeze(0), self._stats.extra
-        merged = self._stats.merged
+        extra, merged = self._stats.extra, self._stats.merged
         if merged is None:
-            merged = cast(Merged, self._token_ops.merge_shards(shards))
-        if not extra.names:
+            merged = cast(Merged, self._token_ops.merge_shards(self._stats.shard.unsqueeze(0)))
+        rows = extra.rows()
+        if not rows:
             return merged
-        rows = torch.stack(extra.rows()).unsqueeze(0)
-        return merged._replace(extra=merge_extra(extra.names, rows, shards))
+        shards = self._stats.shard.unsqueeze(0)
+        return merged._replace(extra=merge_extra(extra.names, torch.stack(rows).unsqueeze(0), shards))
 
 
 class _Packed:

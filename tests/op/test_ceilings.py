@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.kernels.launch import Launch
+from megatron_fused_ce.kernels.launch import Bound
 
 T, H, V = 32, 16, 128
 BUFFERS = ("empty", "zeros", "ones", "full", "clone", "new_", "_like")
@@ -51,11 +51,11 @@ def test_a_warm_call(strategy, launches, operators, buffers, monkeypatch):
     step()  # the spec is made, kernels are interpreted once
     seen = Counter()
 
-    def launch(self, *args, **constants) -> None:
+    def launch(self, tensors, descriptors=()) -> None:
         seen["launches"] += 1
 
     # Kernels would run operators of their own.
-    monkeypatch.setattr(Launch, "__call__", launch)
+    monkeypatch.setattr(Bound, "__call__", launch)
     with Counted() as counted:
         step()
     names = counted.operators
