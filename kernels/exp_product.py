@@ -254,7 +254,7 @@ def exp_product(
     num_columns = weight.shape[0]
     tiling, num_programs = _launch_shape(tokens.device)
     num_tiles = ceil_div(num_columns, tiling.block_n)
-    tile_max = torch.empty((num_tiles, num_rows), dtype=torch.float32, device=tokens.device)
+    tile_max = row_shift2.new_empty(num_tiles, num_rows)
     tile_sum = torch.empty_like(tile_max)
     label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None

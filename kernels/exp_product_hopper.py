@@ -666,7 +666,7 @@ def exp_product(
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both."""
     num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
-    tile_max = torch.empty((num_tiles, tokens.shape[0]), dtype=torch.float32, device=tokens.device)
+    tile_max = row_shift2.new_empty(num_tiles, tokens.shape[0])
     tile_sum = torch.empty_like(tile_max)
     label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None

@@ -583,7 +583,7 @@ def combine_tiles(
     With ``e`` given, :func:`finalize_rows` for the plain loss in the same launch: its row scale comes second.
     """
     num_tiles, num_rows = tiles.tile_max.shape
-    statistics = torch.empty((4 if e is not None else 5, num_rows), dtype=torch.float32, device=labels.device)
+    statistics = tiles.label_logit.new_empty(5 if e is None else 4, num_rows)
     shard, tile_shift, merged, row_scale = statistics, None, None, None
     if e is None:
         shard, tile_shift = statistics[:4], statistics[4]

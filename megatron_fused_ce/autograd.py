@@ -56,7 +56,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # grad_in_forward made are handed over by the first backward.
             ctx.context, ctx.gradients = context, saved.gradients
             ctx.token_shape = targets.labels.shape
-            entropy = outputs.entropy if "entropy" in spec.form.differentiable else None
+            entropy = None
+            if outputs.entropy is not None and "entropy" in spec.form.differentiable:
+                entropy = outputs.entropy.view(ctx.token_shape)
             # Gradients made in the forward need the hidden states no more.
             reread = flat if saved.gradients is None else None
             once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
@@ -110,16 +112,16 @@ def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs
     if ignored is not None:
         for of_label in (outputs.loss, outputs.log_prob):
             if of_label is not None:
-                of_label.masked_fill_(ignored, 0.0)
+                of_label.masked_fill_(ignored.view_as(of_label), 0.0)
     return outputs
 
 
 def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Tensor:
-    """``[parts, n]`` as ``[T]``, or ``[b, s]`` of tokens in s-major order."""
+    """Of all tokens, in s-major order, as ``[T]`` or ``[b, s]``."""
     if in_batch is None:
         return per_token.flatten()
     b, s = in_batch
-    return per_token.reshape(s, b).t().contiguous()
+    return per_token.reshape(b, s) if b == 1 else per_token.reshape(s, b).t().contiguous()
 
 
 def _upstream(
@@ -134,7 +136,9 @@ def _upstream(
     for at, grad in enumerate(grads):
         if grad is not None:
             # Contiguous: that of a sum() is one number, seen as many.
-            grad = (grad.t() if grad.dim() == 2 else grad).float().reshape(token_shape).contiguous()
+            if grad.dim() == 2 and grad.shape[0] > 1:
+                grad = grad.t()
+            grad = grad.float().reshape(token_shape).contiguous()
             if ignored is not None and at < 2:  # of the label
                 grad = grad.masked_fill(ignored, 0.0)
         given.append(grad)

@@ -99,11 +99,14 @@ class Saved(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Results of a forward; ``parts`` is ``R`` with sequence parallelism, else 1."""
+    """Results of a forward, of all tokens: ``[parts, n]``, or ``[C]`` of a single chunk.
 
-    outputs: TokenOutputs  # [parts, n] each
-    row_max: Tensor | None  # [parts, n] fp32, this shard's largest logit, with argmax only
-    argmax: Tensor | None  # [parts, n] int64, its column in this shard
+    ``parts`` is ``R`` with sequence parallelism, else 1.
+    """
+
+    outputs: TokenOutputs
+    row_max: Tensor | None  # fp32, this shard's largest logit, with argmax only
+    argmax: Tensor | None  # int64, its column in this shard
     saved: Saved
 
 
@@ -247,7 +250,7 @@ def _inputs(
 
 
 class _Results:
-    """Results of all tokens ``[parts, n]``, put together from those of the chunks."""
+    """Results of all tokens, put together from those of the chunks: :class:`Forward`."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -264,7 +267,7 @@ class _Results:
             if made is None:
                 continue
             if len(context.chunks) == 1:
-                self._whole[at] = made.view(parts, -1)
+                self._whole[at] = made
                 continue
             whole = self._whole[at]
             if whole is None:

@@ -349,7 +349,7 @@ def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept
 
 def in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:
     """``[parts, n]``, s-major, of a tensor in the labels' shape."""
-    if args.labels.dim() == 2:
+    if args.labels.dim() == 2 and per_token.shape[0] > 1:
         per_token = per_token.t()
     return per_token.reshape(num_parts, -1)
 
