@@ -141,7 +141,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
         """The layer's config for one call: ``grad_in_forward`` only where the token weights are known."""
-        config = replace(self.fused_ce_config, logit_scale=request.logit_scale)
+        config = self.fused_ce_config
+        if request.logit_scale != config.logit_scale:
+            config = replace(config, logit_scale=request.logit_scale)
         if config.strategy != "grad_in_forward" or request.token_weights.values is not None:
             return config
         if torch.is_grad_enabled():
