@@ -224,14 +224,15 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
     plan = _plan(args, comm, settled, logits)
     num_tokens = args.hidden.shape[:-1].numel()
     cut = replace(args.config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens)
+    chunks = plan_chunks(num_tokens, comm.num_parts, cut)
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(args, comm, settled)
     logit_scale, softcap = at_temperature(args)
     return CallSpec(
-        comm=comm,
+        comm=replace(comm, beside=len(chunks) > 1),
         num_tokens=num_tokens,
         plan=plan,
-        chunks=plan_chunks(num_tokens, comm.num_parts, cut),
+        chunks=chunks,
         logits=logits,
         why_not_scaled_exp=why_not,
         copies=logits_backend.must_copy(logits, args.hidden, args.weight),

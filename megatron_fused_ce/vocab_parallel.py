@@ -1,8 +1,8 @@
 """Everything that crosses ranks: the only module that calls a collective.
 
 All of it goes over the tensor-parallel group, in the same order on every rank, whatever the data. What
-belongs to a chunk is asynchronous: on GPUs it runs on one side stream of this package, behind all that the
-current stream holds at the call, and the current stream waits for it where its result is read
+belongs to one of several chunks is asynchronous: on GPUs it runs on one side stream of this package, behind
+all that the current stream holds at the call, and the current stream waits for it where its result is read
 (:mod:`.pipeline` says when). The side stream has a high priority: its kernels get the first SMs that the
 product under way gives free. Nothing is under way when a forward or a backward returns, so the group's
 other users never meet it.
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
@@ -124,12 +124,15 @@ def _side_stream(device: torch.device) -> _SideStream:
     return _SideStream(device)
 
 
-def _start(collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> Pending:
-    """Start a collective on ``tensors``."""
+def _start(collective: Callable[..., Any], *tensors: Tensor, beside: bool = True, **options: Any) -> Pending:
+    """Start a collective on ``tensors``; on a GPU ``beside`` what follows, or on the current stream."""
     device = tensors[0].device
     if device.type != "cuda":
         return cast(Pending, collective(*tensors, async_op=True, **options))
-    return _side_stream(device).start(collective, tensors, **options)
+    if beside:
+        return _side_stream(device).start(collective, tensors, **options)
+    collective(*tensors, async_op=False, **options)
+    return DONE
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,9 @@ class VocabParallel:
     merge: str = "packed"
     #: whether ``grad_hidden`` is summed over the ranks here; else by the caller
     reduces_grad_hidden: bool = True
+    #: Whether gathers and merges run beside GEMMs. Those of a single chunk have none beside them, and leave
+    #: on the current stream, which costs the host less.
+    beside: bool = True
 
     @staticmethod
     def of(
@@ -177,7 +183,7 @@ class VocabParallel:
 
         One of them behind the other would not be let in where the first one was: see :mod:`.pipeline`.
         """
-        if self.size == 1 or device.type != "cuda":
+        if self.size == 1 or not self.beside or device.type != "cuda":
             return nullcontext()
         return _side_stream(device).together(self.group)
 
@@ -210,7 +216,7 @@ class VocabParallel:
         """
         if self.size == 1:
             return DONE
-        return _start(_all_gather, out, part.contiguous(), group=self.group)
+        return _start(_all_gather, out, part.contiguous(), beside=self.beside, group=self.group)
 
     def reduce_grad_hidden(self, partial: Tensor, out: Tensor) -> Pending:
         """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
@@ -239,9 +245,8 @@ class VocabParallel:
         """
         if self.size == 1:
             return _Local(stats, token_ops)
-        if self.merge == "packed":
-            return _Packed(stats, token_ops, self.group, self.size)
-        return _AllReduced(stats, token_ops, self.group)
+        kind = _Packed if self.merge == "packed" else _AllReduced
+        return kind(stats, token_ops, self)
 
 
 class _Local:
@@ -265,20 +270,15 @@ class _Local:
 class _Packed:
     """All statistics of all ranks at once; each rank merges them, in the same order."""
 
-    def __init__(
-        self,
-        stats: RowStatistics,
-        token_ops: ModuleType,
-        group: dist.ProcessGroup | None,
-        size: int,
-    ) -> None:
+    def __init__(self, stats: RowStatistics, token_ops: ModuleType, comm: VocabParallel) -> None:
         self._token_ops = token_ops
         self._names = stats.extra.names
         sent = stats.shard
         if self._names:
             sent = torch.cat((sent, torch.stack(stats.extra.rows())))
-        self._received = sent.new_empty((size, *sent.shape))
-        self._pending = _start(_all_gather, self._received.flatten(0, 1), sent, group=group)
+        self._received = sent.new_empty((comm.size, *sent.shape))
+        whole = self._received.flatten(0, 1)
+        self._pending = _start(_all_gather, whole, sent, beside=comm.beside, group=comm.group)
 
     def finish(self) -> Merged:
         self._pending.wait()
@@ -294,12 +294,13 @@ class _Packed:
 class _AllReduced:
     """The maxima first, then the sums relative to them, then the lowest id where one is asked for."""
 
-    def __init__(self, stats: RowStatistics, token_ops: ModuleType, group: dist.ProcessGroup | None) -> None:
-        self._token_ops, self._group = token_ops, group
+    def __init__(self, stats: RowStatistics, token_ops: ModuleType, comm: VocabParallel) -> None:
+        self._token_ops = token_ops
+        self._start = partial(_start, dist.all_reduce, beside=comm.beside, group=comm.group)
         self._shard = shard = stats.shard
         self._extra = stats.extra
         self._maxima = shard[ROW_MAX : ROW_SHIFT + 1].clone()
-        self._pending = _start(dist.all_reduce, self._maxima, op=dist.ReduceOp.MAX, group=group)
+        self._pending = self._start(self._maxima, op=dist.ReduceOp.MAX)
 
     def finish(self) -> Merged:
         self._pending.wait()
@@ -310,9 +311,9 @@ class _AllReduced:
         added = extra._replace(best=None)
         if added.names:
             sums = torch.cat((sums, torch.stack(added.rows())))
-        _start(dist.all_reduce, sums, group=self._group).wait()
+        self._start(sums).wait()
         if best is not None:
-            _start(dist.all_reduce, best, op=dist.ReduceOp.MIN, group=self._group).wait()
+            self._start(best, op=dist.ReduceOp.MIN).wait()
         loss, saved = self._token_ops.token_loss(sums[:3], row_max)
         merged = ExtraStatistics.of(added.names, sums[3:].unbind(0))._replace(best=best)
         return Merged(loss, saved, row_shift, merged)

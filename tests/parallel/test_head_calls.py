@@ -340,7 +340,7 @@ def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, me
     """
     inputs = plain_inputs(rank, b=2, vocab=512)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
-    with patch.object(vocab_parallel, "_start", lambda c, *t, **o: moment(c, t, o)):
+    with patch.object(vocab_parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)
 
