@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -165,13 +164,13 @@ def test_wgrad_accumulators_and_upstream_gradients(tmp_path, wgrad_accumulator, 
     assert rows[-1]["wgrad_accumulator"] == wgrad_accumulator and rows[-1]["upstream"] == upstream
 
 
-def test_two_ranks(tmp_path):
-    """It starts them itself; each cell with sequence parallelism and without; peers are rows."""
+def test_two_ranks(forks, tmp_path):
+    """Each cell with sequence parallelism and without; peers are rows."""
     words = [*BRIEF, "--strategies", "store:32", "recompute", "--out", str(tmp_path / "out.json")]
     words += ["--tp", "2", "--sequence-parallel", "both", "--peers"]
-    command = [sys.executable, "-m", "scripts.bench", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["-m", "scripts.bench", *words]
+    status, told = forks.launch(words, ROOT, ranks=range(2), WORLD_SIZE="2")
+    assert status == 0, told[-3000:]
     rows = results.rows(tmp_path / "out.json")
     assert all((row["tp"], row["V"]) == (2, 256) for row in rows)
     names = ["roof", "roof-4", "roof-raw", "store/gemm_rows", "recompute/gemm_rows"]

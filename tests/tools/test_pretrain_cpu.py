@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_fused_ce.scripts.lib import launches, losses, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain as harness
+from megatron_fused_ce.testing import megatron_cpu
 from tests.support.commands import launches_without_torch, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -556,24 +557,18 @@ for i in 1, 2:
 
 @pytest.fixture
 def fake_checkout(tmp_path):
-    """Where a Megatron-LM would be: a script that logs as Megatron does."""
+    """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
     checkout = tmp_path / "fake-megatron"
     (checkout / "megatron" / "core").mkdir(parents=True)
     (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
     (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
-    return checkout
-
-
-@pytest.fixture
-def light_checkout(fake_checkout):
-    """Its launches are not by torchrun itself."""
     with launches_without_torch():
-        yield fake_checkout
+        yield checkout
 
 
-def test_own_arguments_variants_and_resume(light_checkout, tmp_path):
+def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
     options = (
-        f"--megatron={light_checkout}",
+        f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
         f"--out={tmp_path / 'out'}",
@@ -597,11 +592,11 @@ def test_own_arguments_variants_and_resume(light_checkout, tmp_path):
     assert run_harness(*options).stdout.count("(kept)") == 2
 
 
-def test_preloaded_runs_wait_for_their_turn(light_checkout, tmp_path, monkeypatch):
+def test_preloaded_runs_wait_for_their_turn(fake_checkout, tmp_path, monkeypatch):
     """Several are started at once; one trains at a time, in order, with its own command line."""
     monkeypatch.setenv("ORDER", str(tmp_path / "order"))
     run = run_harness(
-        f"--megatron={light_checkout}",
+        f"--megatron={fake_checkout}",
         *("--device=cuda", "--nproc=1", "--preload=2", f"--out={tmp_path / 'out'}"),
         *("--variants=unfused,native", "--variant=a=--a", "--variant=b=--b", "--", "--bf16"),
     )
@@ -622,9 +617,9 @@ def test_preloaded_runs_wait_for_their_turn(light_checkout, tmp_path, monkeypatc
     assert (folder / "turn").exists()
 
 
-def test_preloaded_runs_that_are_not_wanted_are_ended(light_checkout, tmp_path):
+def test_preloaded_runs_that_are_not_wanted_are_ended(fake_checkout, tmp_path):
     case = launches.Case("own", "pretrain_gpt.py", 1, ["--bf16"])
-    checkout = launches.Checkout(light_checkout, "a-version", (0, 19))
+    checkout = launches.Checkout(fake_checkout, "a-version", (0, 19))
     first, passed, last, never = (
         launches.Run(checkout, "gpt", case, name, (f"--{name}",), "cuda", 60.0) for name in "abcd"
     )
@@ -642,10 +637,10 @@ def test_preloaded_runs_that_are_not_wanted_are_ended(light_checkout, tmp_path):
     launcher.close()
 
 
-def test_the_time_limit_leaves_runs_out(light_checkout, tmp_path):
+def test_the_time_limit_leaves_runs_out(fake_checkout, tmp_path):
     run = run_harness(
-        f"--megatron={light_checkout}",
-        *("--device=cuda", "--nproc=1", "--time-limit=0.1", f"--out={tmp_path / 'out'}"),
+        f"--megatron={fake_checkout}",
+        *("--device=cuda", "--nproc=1", "--time-limit=0.001", f"--out={tmp_path / 'out'}"),
         *("--variants=unfused,native", "--", "--bf16"),
     )
     assert run.returncode == 1
@@ -669,6 +664,16 @@ def test_gpu_cases_name_their_cut(tmp_path):
     assert "-m megatron_fused_ce.launch MEGATRON_LM/pretrain_gpt.py" in vpp.command
     assert "4 scripts/lib/runner.py --many-connections MEGATRON_LM/pretrain_gpt.py" in lifted.command
     assert lifted.command.endswith("--fused-chunked-ce")
+
+
+def test_the_runner_asks_for_every_digit(tmp_path, monkeypatch):
+    (script := tmp_path / "script.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["runner.py", "--every-digit", str(script)])
+    asked = []
+    monkeypatch.setattr(megatron_cpu, "log_every_digit", lambda: asked.append(True))
+    runner.main()
+    assert asked == [True]
 
 
 def test_cases_on_two_gpus(fake_checkout, tmp_path):
@@ -700,9 +705,9 @@ def test_many_connections_are_refused_only_where_megatron_asks(monkeypatch):
     assert seen == ["1"] and runner.CONNECTIONS not in os.environ
 
 
-def test_broken_bound_is_status_1(light_checkout, tmp_path):
+def test_broken_bound_is_status_1(fake_checkout, tmp_path):
     run = run_harness(
-        f"--megatron={light_checkout}",
+        f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
         f"--out={tmp_path / 'out'}",

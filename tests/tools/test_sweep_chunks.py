@@ -6,8 +6,6 @@ import json
 import os
 import random
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +32,6 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
     recommend,
 )
 from tests.support.commands import launches_without_torch
-from tests.support.ranks import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,17 +67,6 @@ def sweep(out: Path, *words: str) -> tuple[int, dict]:
     code = sweep_chunks.main([*BRIEF, "--out", str(out), *words])
     file = out / "sweep.json"
     return code, json.loads(file.read_text()) if file.exists() else {}
-
-
-def start(*words: str, ranks: int = 1) -> subprocess.Popen:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.Popen(
-        [sys.executable, *(launcher if ranks > 1 else []), str(SCRIPT), *words],
-        env={**os.environ, **VARIABLES, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def said(capsys) -> str:
@@ -306,11 +292,11 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, words, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_under_torchrun_with_sequence_parallelism(tmp_path):
-    """Two ranks, gloo: one table, the shard's sizes; sizes that do not divide are one line."""
-    run = start(*BRIEF, "--sequence-parallel", "--out", str(tmp_path / "out"), ranks=2)
-    out, err = run.communicate(timeout=570)
-    assert run.returncode == 0, err[-3000:]
+def test_two_ranks_with_sequence_parallelism(forks, tmp_path):
+    """gloo: one table, the shard's sizes."""
+    words = [SCRIPT, *BRIEF, "--sequence-parallel", "--out", tmp_path / "out"]
+    status, out = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
+    assert status == 0, out[-3000:]
     result = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert list(rows_by_key(result)) == KEYS
     assert all(r["status"] == "ok" for r in result["rows"])
