@@ -11,15 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fused_ce.command_line import (
-    NO_LIMIT,
-    Parser,
-    UsageError,
-    number,
-    require_gpus,
-    seconds,
-    whole,
-)
+from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, number, require_gpus, seconds, whole
 from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.scripts.lib.results import RESULTS
@@ -178,43 +170,24 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     # What pins a device's tokens per chunk.
     "chunks": (
         [("llama-3-8b", 32768), ("qwen3-1.7b", 32768)],
-        {
-            "chunk_tokens": [2048, 4096, 8192, 16384, 32768],
-            "megatron": False,
-        },
+        {"chunk_tokens": [2048, 4096, 8192, 16384, 32768], "megatron": False},
     ),
     # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
     "million": (
         [("llama-3-8b", 1048576)],
-        {
-            "strategies": ["recompute:2048"],
-            "blocks": 1,
-            "roofs": ("roof", "roof-4"),
-            "megatron": False,
-        },
+        {"strategies": ["recompute:2048"], "blocks": 1, "roofs": ("roof", "roof-4"), "megatron": False},
     ),
     # What an option of the loss costs, and where a step's time goes.
     "options": ([], {"strategies": ["store"]}),
-    "profile": (
-        [],
-        {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]},
-    ),
+    "profile": ([], {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]}),
     # The cells that issue 4's targets name, in little time (about a minute a cell on four H200s) ...
     "tp": (TP_CELLS, {"sequence_parallel": "both", "lean": True}),
     # ... and with the other chunks, and blocks enough to publish.
-    "tp-reach": (
-        TP_CELLS,
-        {"sequence_parallel": "both", "chunk_tokens": [None, 4096, 16384]},
-    ),
+    "tp-reach": (TP_CELLS, {"sequence_parallel": "both", "chunk_tokens": [None, 4096, 16384]}),
 }
 #: Options of --lean. The roof on raw logits has no target over ranks; Megatron's jitted cross entropies
 #: compile for seconds at every new T, so they see one T only.
-LEAN: dict[str, Any] = {
-    "blocks": 3,
-    "sample_ms": 80.0,
-    "check_tokens": 1024,
-    "roofs": ("roof", "roof-4"),
-}
+LEAN: dict[str, Any] = {"blocks": 3, "sample_ms": 80.0, "check_tokens": 1024, "roofs": ("roof", "roof-4")}
 #: --sequence-parallel's word -> whether each cell runs with it.
 SEQUENCE_PARALLEL = {"on": (True,), "off": (False,), "both": (True, False)}
 FURTHER_CHECKS = ("check_confident", "check_sync", "check_graph", "check_determinism")
@@ -278,13 +251,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     add("--check-graph", action="store_true", help="a CUDA graph's replays, bit for bit")
     add("--check-determinism", action="store_true", help="two runs, bit for bit")
     add("--check-all", action="store_true", help="all four")
-    add(
-        "--time-limit",
-        type=seconds,
-        default=NO_LIMIT,
-        metavar="SECONDS",
-        help="start no cell after this",
-    )
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="SECONDS", help="start no cell after this")
     add("--tp", type=whole(most=4096), metavar="R", help="ranks: torchrun's, or started here")
     add(
         "--sequence-parallel",
@@ -294,12 +261,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         help="the hidden states in R parts; 'both': each cell with and without",
     )
     add("--options", nargs="+", metavar="NAME", help="of --preset options: these alone")
-    add(
-        "--steps",
-        type=whole(most=10**6),
-        default=3,
-        help="of a profile, or of an option's turn (3)",
-    )
+    add("--steps", type=whole(most=10**6), default=3, help="of a profile, or of an option's turn (3)")
     add("--most", type=whole(0), default=12, help="kernels listed of each variant of a profile (12)")
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
     add("--results-dir", type=Path, default=RESULTS, help="[%(default)s]")

@@ -18,14 +18,7 @@ from torch import Tensor
 
 from megatron_fused_ce import grad_guard
 from megatron_fused_ce.scripts.bench.cases import LONGEST_WARM_STEP_MS, ROOFS, Cell
-from megatron_fused_ce.scripts.bench.problem import (
-    MIB,
-    Clock,
-    FullReference,
-    Problem,
-    World,
-    full_reference,
-)
+from megatron_fused_ce.scripts.bench.problem import MIB, Clock, FullReference, Problem, World, full_reference
 from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import SLACK_BYTES, Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, chosen
@@ -452,12 +445,7 @@ def peak_bytes(step: Callable[[], Any], world: World) -> tuple[int, int]:
 
 
 def turn(
-    variant: Variant,
-    problem: Problem,
-    world: World,
-    warm: int,
-    steps: int,
-    host: list[float] | None = None,
+    variant: Variant, problem: Problem, world: World, warm: int, steps: int, host: list[float] | None = None
 ) -> list[list[float]]:
     """``[forward, backward]`` ms of ``steps`` steps, without a wait between them.
 
@@ -715,10 +703,7 @@ def measure_cell(
     for outcome in outcomes.values():
         if outcome.variant.config is not None:
             choice = chosen(outcome.variant, problem, world)
-            outcome.chunk_tokens, outcome.logits_backend = (
-                choice.chunk_tokens,
-                choice.logits_backend,
-            )
+            outcome.chunk_tokens, outcome.logits_backend = (choice.chunk_tokens, choice.logits_backend)
             outcome.extra["plan"] = choice.strategy
             outcome.extra["predicted_peak_mib"] = choice.predicted_peak_mib
     check_full(list(outcomes.values()), problem, world, plain_loss, plain)

@@ -386,11 +386,7 @@ def peak_gib(case: Case, device: str) -> float:
 
 
 def carried_table(
-    model: Model,
-    head: tuple[int, int],
-    ranks: Sequence[int],
-    tokens: Sequence[int],
-    device: str,
+    model: Model, head: tuple[int, int], ranks: Sequence[int], tokens: Sequence[int], device: str
 ) -> str:
     """Ratio to the shard's roof on the fitted link and by adapters, and GiB, of each strategy."""
     hidden_size, vocab = head
@@ -441,11 +437,7 @@ def root_mean_square(found: Sequence[tuple[Row, Case, float, float]]) -> float:
 
 
 def tables(
-    model: Model,
-    rows: Sequence[Row],
-    sources: Sequence[str],
-    options: argparse.Namespace,
-    every_row: bool,
+    model: Model, rows: Sequence[Row], sources: Sequence[str], options: argparse.Namespace, every_row: bool
 ) -> str:
     """All, in Markdown; residuals of every row, or of those over several ranks alone."""
     found = residuals(model, rows)

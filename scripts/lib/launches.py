@@ -25,13 +25,7 @@ from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.scripts.lib.logs import (
-    LAUNCHER_LOG,
-    Figures,
-    last_iteration,
-    log_texts,
-    parse_logs,
-)
+from megatron_fused_ce.scripts.lib.logs import LAUNCHER_LOG, Figures, last_iteration, log_texts, parse_logs
 from megatron_fused_ce.scripts.lib.results import PACKAGE, REPOSITORY, SCRIPTS, version, write_whole
 
 #: Stands where torchrun expects the training script, and runs that one with something changed.
@@ -387,10 +381,7 @@ class Run:
 
     def fingerprint(self) -> str:
         """Changes with anything the run's figures depend on."""
-        files = [
-            PACKAGE / "testing" / "megatron_cpu.py",
-            PACKAGE / "testing" / "local_stack_spec.py",
-        ]
+        files = [PACKAGE / "testing" / "megatron_cpu.py", PACKAGE / "testing" / "local_stack_spec.py"]
         if self.uses_plugin:
             files += package_sources()
         names = ("torch", "triton", "transformer-engine")

@@ -204,10 +204,7 @@ def main() -> None:
         os.environ.pop(CONNECTIONS, None)
     if "--memory" in own:
         _watch_memory(*own["--memory"])
-    for option, lift in (
-        ("--te-loss", lift_te_refusal),
-        ("--many-connections", lift_connections_refusal),
-    ):
+    for option, lift in (("--te-loss", lift_te_refusal), ("--many-connections", lift_connections_refusal)):
         if option in own:
             import megatron.training.arguments
 

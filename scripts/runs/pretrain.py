@@ -238,10 +238,7 @@ GPU_CASES = {
         "TP 2 × PP 2, MTP 1, untied",
         f"{_TP2} --pipeline-model-parallel-size 2 --mtp-num-layers 1 {UNTIED}",
     ),
-    "no-sp": (
-        "TP 4 without sequence parallelism, untied",
-        f"--tensor-model-parallel-size 4 {UNTIED}",
-    ),
+    "no-sp": ("TP 4 without sequence parallelism, untied", f"--tensor-model-parallel-size 4 {UNTIED}"),
     "graph": (
         "TP 4, the whole iteration in a CUDA graph, untied",
         f"--tensor-model-parallel-size 4 {UNTIED} --cuda-graph-impl full_iteration"
@@ -422,10 +419,7 @@ def markdown(rows: Sequence[Row], device: str) -> str:
             if row.variant in (REFERENCE, YARDSTICK) and not row.problems:
                 continue
             cells = [row.version, row.model, row.case, row.variant, *compared]
-            cells += [
-                cell(row.native_loss_difference, ".1e"),
-                cell(row.grad_norm_difference, ".1e"),
-            ]
+            cells += [cell(row.native_loss_difference, ".1e"), cell(row.grad_norm_difference, ".1e")]
             cells += [cell(row.native_grad_norm_difference, ".1e")]
         else:
             cells = [row.version, row.case, row.variant, cell(row.time_ms, ".1f")]
@@ -522,21 +516,9 @@ def _parser() -> Parser:
         metavar="VARIANT",
         help="running out of GPU memory is a result of this variant, not a failure; repeatable",
     )
-    add(
-        "--warmup",
-        type=whole(0),
-        default=1,
-        metavar="N",
-        help="logged iterations left out of the time",
-    )
+    add("--warmup", type=whole(0), default=1, metavar="N", help="logged iterations left out of the time")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one run")
-    add(
-        "--time-limit",
-        type=seconds,
-        default=NO_LIMIT,
-        metavar="S",
-        help="of all; cuts the last run",
-    )
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last run")
     add(
         "--preload",
         type=whole(0, 64),
@@ -602,15 +584,7 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
                 cases.append((checkout, label, cpu_case(checkout, model, name)))
     return [
         [
-            Run(
-                checkout,
-                model,
-                case,
-                name,
-                tuple(shlex.split(flags)),
-                options.device,
-                options.timeout,
-            )
+            Run(checkout, model, case, name, tuple(shlex.split(flags)), options.device, options.timeout)
             for name, flags in variants.items()
         ]
         for checkout, model, case in cases

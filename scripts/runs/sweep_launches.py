@@ -20,9 +20,7 @@ from megatron_fused_ce.scripts.lib.launches import (
     refuse_shared_folders,
     split_plugin_words,
 )
-from megatron_fused_ce.scripts.lib.launches import (
-    STOCK as STOCK_FLAGS,
-)
+from megatron_fused_ce.scripts.lib.launches import STOCK as STOCK_FLAGS
 from megatron_fused_ce.scripts.lib.logs import Figures
 from megatron_fused_ce.scripts.lib.losses import (
     FP32_LOSS_BOUNDS,
@@ -30,12 +28,7 @@ from megatron_fused_ce.scripts.lib.losses import (
     YARDSTICK_FACTOR,
     loss_difference,
 )
-from megatron_fused_ce.scripts.runs.sweep_rows import (
-    OK,
-    OUT_OF_MEMORY,
-    STOCK,
-    Cell,
-)
+from megatron_fused_ce.scripts.runs.sweep_rows import OK, OUT_OF_MEMORY, STOCK, Cell
 
 _SWEPT = (
     FLAG,

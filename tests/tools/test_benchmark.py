@@ -22,18 +22,7 @@ from megatron_fused_ce.testing.reference import relative_error, truth
 
 ROOT = Path(__file__).resolve().parents[2]
 
-BRIEF = [
-    "--device",
-    "cpu",
-    "--shapes",
-    "tiny",
-    "--tokens",
-    "96",
-    "--check-tokens",
-    "48",
-    "--blocks",
-    "2",
-]
+BRIEF = ["--device", "cpu", "--shapes", "tiny", "--tokens", "96", "--check-tokens", "48", "--blocks", "2"]
 BRIEF += ["--sample-ms", "1", "--no-megatron", "--dtype", "float32"]
 BRIEF += ["--logits-backend", "gemm_rows"]  # Triton's interpreter could serve the other, slowly
 
@@ -151,14 +140,7 @@ def test_every_cell_has_its_table(tmp_path):
 @pytest.mark.parametrize("wgrad_accumulator", ["main_grad", "returned"])
 @pytest.mark.parametrize("upstream", ["weights", "random"])
 def test_wgrad_accumulators_and_upstream_gradients(tmp_path, wgrad_accumulator, upstream):
-    words = [
-        "--strategies",
-        "store:32",
-        "--wgrad-accumulator",
-        wgrad_accumulator,
-        "--upstream",
-        upstream,
-    ]
+    words = ["--strategies", "store:32", "--wgrad-accumulator", wgrad_accumulator, "--upstream", upstream]
     code, rows = bench(tmp_path, *words)
     assert code == 0
     assert rows[-1]["wgrad_accumulator"] == wgrad_accumulator and rows[-1]["upstream"] == upstream
@@ -306,11 +288,7 @@ def test_each_strategy_with_each_chunk_and_pass():
 
 def test_chunks_of_the_plan_beside_others():
     words = ["--strategies", "grad_in_forward", "store:8", "--chunk-tokens", "plan", "16"]
-    assert cases.parse_arguments("", words).strategies == [
-        "grad_in_forward",
-        "grad_in_forward:16",
-        "store:8",
-    ]
+    assert cases.parse_arguments("", words).strategies == ["grad_in_forward", "grad_in_forward:16", "store:8"]
 
 
 def test_merges():
@@ -367,13 +345,7 @@ def test_small_heads_over_runs(tmp_path, monkeypatch, capsys):
     path = tmp_path / "small.json"
     assert benchmark.main([*SMALL, "--out", str(path)]) == 0
     rows = results.rows(path, report.KEYS)
-    names = [
-        "roof",
-        "auto/gemm_rows",
-        "store/gemm_rows",
-        "grad_in_forward/gemm_rows",
-        "megatron-te",
-    ]
+    names = ["roof", "auto/gemm_rows", "store/gemm_rows", "grad_in_forward/gemm_rows", "megatron-te"]
     assert [(row["T"], row["variant"]) for row in rows] == [(T, n) for T in (32, 64) for n in names]
     for row in rows:
         assert len(row["runs_ms"]) == 2
@@ -593,12 +565,7 @@ def test_turns_follow_the_order(tmp_path, monkeypatch):
 
 def test_the_references_agree(world):
     problem = Problem(
-        *(world,),
-        num_tokens=40,
-        hidden_size=16,
-        vocab=64,
-        dtype=torch.float32,
-        keep_whole=True,
+        *(world,), num_tokens=40, hidden_size=16, vocab=64, dtype=torch.float32, keep_whole=True
     )
     exact = truth(problem.whole)
     found = full_reference(problem, samples=16)
@@ -662,12 +629,7 @@ def test_the_confident_problem_is_confident(world):
 def test_the_roof_runs_on_the_true_gradients(world, slices):
     """Its products are the gradients of the step, whole or in slices."""
     problem = Problem(
-        *(world,),
-        num_tokens=40,
-        hidden_size=16,
-        vocab=64,
-        dtype=torch.float32,
-        keep_whole=True,
+        *(world,), num_tokens=40, hidden_size=16, vocab=64, dtype=torch.float32, keep_whole=True
     )
     exact = truth(problem.whole)
     roof = Roof(problem, world)

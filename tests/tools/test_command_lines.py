@@ -28,18 +28,7 @@ from megatron_fused_ce.scripts.runs import compare, longest, memory, pretrain, s
 
 ROOT = Path(__file__).resolve().parents[2]
 #: No number of these is accepted anywhere.
-BAD = (
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "9" * 24,
-    "-" + "9" * 24,
-    "9" * 5000,
-    "x",
-    "",
-    "1e400",
-)
+BAD = ("nan", "inf", "-inf", "1e999", "9" * 24, "-" + "9" * 24, "9" * 5000, "x", "", "1e400")
 #: The most a refusal may take: most of it is Python's start.
 MOST_SECONDS = 5.0
 

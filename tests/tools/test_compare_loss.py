@@ -16,13 +16,7 @@ import pytest
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.lib import launches, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
-from megatron_fused_ce.scripts.lib.logs import (
-    GRAD_NORM,
-    Point,
-    read_logs,
-    read_run,
-    unit_of,
-)
+from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs, read_run, unit_of
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import Judge, compare, paired
 from tests.support.commands import run_here
@@ -299,12 +293,7 @@ def test_nan_in_tensorboard(tmp_path):
             "load_balancing_loss: 1.012345E+00 | load_balancing_loss: 1.01 | z_loss: 0.02 | loss "
             "scale: 1.0 | grad norm: 1.694 | num zeros: 0 | params norm: 24.010 | number of skipped "
             "iterations:   0 | number of nan iterations:   0 |",
-            {
-                "lm loss": 5.260322,
-                "load_balancing_loss": 1.012345,
-                "z_loss": 0.02,
-                GRAD_NORM: 1.694,
-            },
+            {"lm loss": 5.260322, "load_balancing_loss": 1.012345, "z_loss": 0.02, GRAD_NORM: 1.694},
         ),
         (
             " validation loss at iteration 3 | lm loss value: 5.257074E+00 | lm loss PPL: 1.91E+02 | ",
@@ -713,11 +702,7 @@ def test_two_launches_of_pretrain_gpt(checkout, tmp_path, monkeypatch, extra):
     case = cpu_case(Checkout.at(checkout), "gpt", "mtp")
     words = ["--launch", f"--out={tmp_path}", "--", sys.executable, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", "2", "-m"]
-    words += [
-        "megatron_fused_ce.testing.megatron_cpu",
-        "--fused-wgrad",
-        f"{checkout}/pretrain_gpt.py",
-    ]
+    words += ["megatron_fused_ce.testing.megatron_cpu", "--fused-wgrad", f"{checkout}/pretrain_gpt.py"]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     run = run_script(*words, *case.args, *extra.split())

@@ -19,13 +19,7 @@ MARKERS = marked_document.markers("scaling")
 
 RATE = 700e12
 LINK = Link(2e-5, fit_scaling.NVLINK_STEP_S, 300e9, "known")
-KNOWN = {
-    "accumulation": 1.5e-13,
-    "passes": 2.5e-13,
-    "chunk": 4e-5,
-    "company": 2e-4,
-    "contention": 0.3,
-}
+KNOWN = {"accumulation": 1.5e-13, "passes": 2.5e-13, "chunk": 4e-5, "company": 2e-4, "contention": 0.3}
 MODEL = Model(RATE, (RATE, RATE), LINK, KNOWN, {})
 SHAPES = {"llama-3-8b": (4096, 128256), "qwen3-1.7b": (2048, 151936)}
 
@@ -54,11 +48,7 @@ def rows_of(model: Model, noise: float = 0.0) -> list[dict]:
                             time_ms = 1e3 * model.time_s(case, roof_ms * 1e-3)
                             time_ms *= 1 + noise * random.standard_normal()
                             of_it = {"sp": sp, "variant": strategy, "chunk_tokens": chunk_tokens}
-                            of_it |= {
-                                "logits_backend": "scaled_exp",
-                                "roof_ms": roof_ms,
-                                "time_ms": time_ms,
-                            }
+                            of_it |= {"logits_backend": "scaled_exp", "roof_ms": roof_ms, "time_ms": time_ms}
                             rows.append({**roof, **of_it})
     return rows
 
@@ -212,10 +202,7 @@ def test_tables_go_between_the_markers(tmp_path, capsys):
         ("{", "cannot be read as JSON"),
         ("{}", "no row named 'roof'"),
         ("[1]", "no row named 'roof'"),
-        (
-            json.dumps([roof_row("llama-3-8b", 8192, 1)]),
-            "no row of store, grad_in_forward or recompute",
-        ),
+        (json.dumps([roof_row("llama-3-8b", 8192, 1)]), "no row of store, grad_in_forward or recompute"),
     ],
 )
 def test_bad_files_are_one_line_and_status_2(content, words, tmp_path, capsys):
@@ -228,13 +215,7 @@ def test_bad_files_are_one_line_and_status_2(content, words, tmp_path, capsys):
     assert words in said.err and len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--ranks 0", "from 1 to"),
-        ("--heads 4096", "expected H:V"),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), [("--ranks 0", "from 1 to"), ("--heads 4096", "expected H:V")])
 def test_bad_options_are_one_line_and_status_2(line, words, capsys):
     status = fit_scaling.main(line.split())
     said = capsys.readouterr()

@@ -269,10 +269,7 @@ def test_ways_of_running_out_of_memory(line):
 
 
 def test_other_words_are_not_out_of_memory():
-    for line in (
-        "> theoretical memory footprints: weight and optimizer=20000 MB",
-        "AssertionError",
-    ):
+    for line in ("> theoretical memory footprints: weight and optimizer=20000 MB", "AssertionError"):
         assert script.launches.parse_logs([line]).status == "ok"
 
 

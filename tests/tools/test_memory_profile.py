@@ -311,9 +311,7 @@ def test_the_op_on_a_cpu(strategy):
     config = FusedCEConfig(strategy=strategy, num_chunks=4)
     recording = StorageRecording()
     timeline = head_step(
-        recording,
-        lambda: fused_linear_cross_entropy(hidden, weight, labels, config=config),
-        T * V,
+        recording, lambda: fused_linear_cross_entropy(hidden, weight, labels, config=config), T * V
     )
     assert timeline.unaccounted_bytes == 0 and timeline.marks[0][1] == "backward"
     assert timeline.peak()[0] == recording.peak_bytes > T * V
@@ -540,10 +538,7 @@ def test_a_launch_is_made_off_and_on(fake, tmp_path, capsys):
     words = ["--out", str(out), "--step", "4", "--", *fake, "--fused-ce-num-chunks", "3"]
     assert memory_profile.main(words) == 0
     through = [str(launches.RUNNER), "--memory"]
-    for name, flags in (
-        ("flag-off", []),
-        ("flag-on", ["--fused-ce-num-chunks", "3", "--fused-chunked-ce"]),
-    ):
+    for name, flags in (("flag-off", []), ("flag-on", ["--fused-ce-num-chunks", "3", "--fused-chunked-ce"])):
         said, blocking = json.loads((out / name / "said").read_text())
         assert said == [*through, str(out / name), "4", "-1", *fake[1:], *flags]
         assert blocking == "1"

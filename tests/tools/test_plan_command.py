@@ -336,12 +336,7 @@ def test_a_hybrid_pattern_with_stages_and_predictions():
         ("", 4, 8, 0),
         ("--fp16", 2, 12, 4),
         ("--bf16 --grad-reduce-in-bf16", 2, 12, 4),
-        (
-            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
-            4,
-            7,
-            0,
-        ),
+        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8", 4, 7, 0),
         ("--bf16 --bytes-per-parameter 20 --adam foreach", 4, 14, 4),
     ],
 )
@@ -412,11 +407,7 @@ def test_the_page_names_every_model_and_option():
 
 
 @pytest.mark.parametrize(
-    ("model", "kinds"),
-    [
-        ("llama-3-8b", []),
-        ("deepseek-v3", ["latent attention", "experts"]),
-    ],
+    ("model", "kinds"), [("llama-3-8b", []), ("deepseek-v3", ["latent attention", "experts"])]
 )
 def test_tables_say_what_was_never_measured(model, kinds, capsys):
     words = ["--model", model, "--seq-length", "4096"]
@@ -432,15 +423,7 @@ def test_json_has_the_sums(capsys):
     assert command.main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 1_235_814_400
-    assert set(found["ways"]) == {
-        "unfused",
-        "native",
-        "te",
-        "auto",
-        "store",
-        "grad_in_forward",
-        "recompute",
-    }
+    assert set(found["ways"]) == {"unfused", "native", "te", "auto", "store", "grad_in_forward", "recompute"}
     for way in found["ways"].values():
         moments = way["moments"]
         for moment in moments.values():
@@ -637,10 +620,7 @@ def test_without_a_command_help_is_printed():
 
 def test_the_version():
     done = run("--version")
-    assert (done.returncode, done.stdout) == (
-        0,
-        f"megatron_fused_ce {megatron_fused_ce.__version__}\n",
-    )
+    assert (done.returncode, done.stdout) == (0, f"megatron_fused_ce {megatron_fused_ce.__version__}\n")
 
 
 @pytest.mark.parametrize("name", ["Llama-3-8B", "LLAMA-3-8b"])

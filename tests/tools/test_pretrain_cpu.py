@@ -285,13 +285,7 @@ def curves(output, events, key):
 @needs_checkout
 @pytest.mark.parametrize(
     ("case", "more"),
-    [
-        ("distopt", ""),
-        ("pp2-mtp", ""),
-        ("vpp", ""),
-        ("distopt", COMBINED_1F1B),
-        ("vpp", COMBINED_1F1B),
-    ],
+    [("distopt", ""), ("pp2-mtp", ""), ("vpp", ""), ("distopt", COMBINED_1F1B), ("vpp", COMBINED_1F1B)],
     ids=["distopt", "pp2-mtp", "vpp", "combined 1F1B", "vpp, combined 1F1B"],
 )
 @pytest.mark.parametrize("checkout", CHECKOUTS)
@@ -387,11 +381,7 @@ reserved: 11000.00 | max reserved: 12000.00
 
 def test_log_as_megatron_writes_it():
     figures = megatron_logs.parse_logs([LOG])
-    assert figures.losses == {
-        "lm loss": [5.537932],
-        "mtp_1 loss": [5.123535],
-        "validation loss": [5.4],
-    }
+    assert figures.losses == {"lm loss": [5.537932], "mtp_1 loss": [5.123535], "validation loss": [5.4]}
     assert (figures.grad_norms, figures.iteration_times_ms) == ([2.586], [341.1])
     assert figures.max_allocated_mb == 10624.25
     counts = (figures.heads_fused, figures.logits_materialised, figures.heads_stock)
@@ -438,17 +428,9 @@ def test_largest_relative_difference(ours, reference, difference):
     [
         ("options-store-again", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, None),
         ("options-store-again", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [1.0]}, "loss"),
-        (
-            "options-store-again",
-            {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0000001]},
-            "grad norm",
-        ),
+        ("options-store-again", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0000001]}, "grad norm"),
         ("options-store-graph", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [2.0]}, None),
-        (
-            "options-store-graph",
-            {"losses": {"lm loss": [5.001]}, "grad_norms": [1.0]},
-            "loss differs",
-        ),
+        ("options-store-graph", {"losses": {"lm loss": [5.001]}, "grad_norms": [1.0]}, "loss differs"),
         ("auto", {"losses": {"lm loss": [4.0]}, "grad_norms": [1.0]}, None),
         ("auto", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, "loss differs"),
         (
@@ -507,10 +489,7 @@ def test_bounds(tmp_path, our_loss, heads_fused, logits_materialised, problem):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ([], "--megatron PATH"),
-        (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere"),
-    ],
+    [([], "--megatron PATH"), (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere")],
 )
 def test_bad_input_is_one_line_and_status_2(options, message):
     run = run_harness(*options)

@@ -37,19 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = ROOT / "scripts" / "sweep_chunks.py"
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
-BRIEF = [
-    "--device",
-    "cpu",
-    "--tokens",
-    "32",
-    "--hidden",
-    "8",
-    "--vocab",
-    "64",
-    "--chunks",
-    "1",
-    "4",
-]
+BRIEF = ["--device", "cpu", "--tokens", "32", "--hidden", "8", "--vocab", "64", "--chunks", "1", "4"]
 BRIEF += ["--strategies", "store", "recompute", "--blocks", "1", "--sample-ms", "0"]
 KEYS = ["auto", "store x 1", "store x 4", "recompute x 1", "recompute x 4"]
 
@@ -274,10 +262,7 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
         (["--strategies", "fast"], "invalid choice: 'fast'"),
         (["--", "--num-layers", "2"], "arguments after -- are those of --through-megatron"),
         (["--through-megatron", "nowhere", "--", "--bf16"], "no Megatron-LM checkout at nowhere"),
-        (
-            ["--through-megatron", "x", "--warmup", "10"],
-            "expected fewer --warmup than --iterations",
-        ),
+        (["--through-megatron", "x", "--warmup", "10"], "expected fewer --warmup than --iterations"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, words, message):
@@ -412,17 +397,7 @@ def fake(tmp_path, monkeypatch):
 def launched(fake: Path, *words: str, options=(), device="cpu") -> tuple[int, dict]:
     out = fake.parent / "out"
     given = ["--through-megatron", str(fake), "--device", device, "--out", str(out)]
-    given += [
-        "--strategies",
-        "recompute",
-        "--chunks",
-        "1",
-        "4",
-        "--iterations",
-        "5",
-        "--warmup",
-        "2",
-    ]
+    given += ["--strategies", "recompute", "--chunks", "1", "4", "--iterations", "5", "--warmup", "2"]
     code = sweep_chunks.main([*given, *options, "--", "--bf16", *words])
     file = out / "sweep.json"
     return code, json.loads(file.read_text()) if file.exists() else {}
@@ -534,26 +509,12 @@ def test_words_that_are_no_arguments(fake):
 def test_through_a_real_megatron(checkout, tmp_path):
     """TP 2 with sequence parallelism, gloo: losses agree with the stock launch's, peaks are unknown."""
     args = cpu_case(Checkout.at(checkout), "gpt", "plain").args
-    words = [
-        "--through-megatron",
-        checkout,
-        "--device",
-        "cpu",
-        "--nproc",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
+    words = ["--through-megatron", checkout, "--device", "cpu", "--nproc", "2", "--out", str(tmp_path)]
     words += ["--strategies", "store", "--chunks", "3", "--iterations", "3", "--warmup", "1"]
     assert sweep_chunks.main([*words, "--", *args]) == 0
     result = json.loads((tmp_path / "sweep.json").read_text())
     rows = rows_by_key(result)
-    assert list(rows) == [
-        "auto",
-        "unfused",
-        "native",
-        "store x 3",
-    ]
+    assert list(rows) == ["auto", "unfused", "native", "store x 3"]
     assert all(r["time_ms"] > 0 and r["peak_mib"] is None for r in rows.values())
     assert rows["store x 3"]["error"] <= result["made_by"]["loss_bound"]
     assert "unknown" in (tmp_path / "sweep.md").read_text()
