@@ -190,7 +190,6 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
 LEAN: dict[str, Any] = {"blocks": 3, "sample_ms": 80.0, "check_tokens": 1024, "roofs": ("roof", "roof-4")}
 #: --sequence-parallel's word -> whether each cell runs with it.
 SEQUENCE_PARALLEL = {"on": (True,), "off": (False,), "both": (True, False)}
-FURTHER_CHECKS = ("check_confident", "check_sync", "check_graph", "check_determinism")
 
 
 def chunk_size(word: str) -> int | None:
@@ -246,11 +245,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         help="quicker: 3 blocks of 80 ms, no roof-raw, 1024 tokens against fp64, and the others checked "
         "at the timed size alone",
     )
-    add("--check-confident", action="store_true", help="also tokens of 1 - p = 3e-7")
-    add("--check-sync", action="store_true", help="a host synchronisation is an error")
-    add("--check-graph", action="store_true", help="a CUDA graph's replays, bit for bit")
-    add("--check-determinism", action="store_true", help="two runs, bit for bit")
-    add("--check-all", action="store_true", help="all four")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="SECONDS", help="start no cell after this")
     add("--tp", type=whole(most=4096), metavar="R", help="ranks: torchrun's, or started here")
     add(
@@ -277,8 +271,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     for name, value in (standard | (LEAN if given.lean else {})).items():
         if getattr(given, name) is None:
             setattr(given, name, value)
-    for name in FURTHER_CHECKS:
-        setattr(given, name, getattr(given, name) or given.check_all)
     try:
         given.cells = cells_of(given, preset)
         if given.preset != "profile":  # which has roofs and Megatron's paths among them

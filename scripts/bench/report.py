@@ -26,6 +26,7 @@ MEDIANS = (
     *("forward_ms", "backward_ms", "time_ms", "roof_ms", "ratio", "ratio_raw", "host_ms"),
     *("spread", "tflops", "over_te", "host_over_te"),
 )
+#: In results of until 2026-11-22.
 CHECKS = ("confident_error", "determinism", "sync", "graph")
 EXPLANATION = (
     "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is "

@@ -29,7 +29,6 @@ its unfused one by, or 1e-6 (what the log's seven digits can tell apart), whiche
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import shlex
 import sys
@@ -59,7 +58,6 @@ from megatron_fused_ce.scripts.lib.launches import (
     YARDSTICK,
     Case,
     Checkout,
-    Launcher,
     Run,
     named_flags,
 )
@@ -519,13 +517,6 @@ def _parser() -> Parser:
     add("--warmup", type=whole(0), default=1, metavar="N", help="logged iterations left out of the time")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one run")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last run")
-    add(
-        "--preload",
-        type=whole(0, 64),
-        default=0,
-        metavar="N",
-        help="let the next N runs load their modules while one trains [0]",
-    )
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
     add("script_args", nargs="*", metavar="-- ARGS", help="arguments of your own for the script")
     return parser
@@ -606,33 +597,31 @@ def main(words: list[str]) -> int:
     rows: list[Row] = []
     records: list[dict[str, Any]] = []
     runs = [run for group in groups for run in group if run.case.args is not None]
-    launcher = Launcher(runs, output, options.preload)
     deadline = time.monotonic() + options.time_limit
-    with contextlib.closing(launcher):
-        for group in groups:
-            first = group[0]
-            if first.case.args is None:
-                status = f"{first.model} has it not in this version"
-                rows.append(Row(first.checkout.label, first.model, first.case.name, "", status))
+    for group in groups:
+        first = group[0]
+        if first.case.args is None:
+            status = f"{first.model} has it not in this version"
+            rows.append(Row(first.checkout.label, first.model, first.case.name, "", status))
+            continue
+        all_figures: dict[str, Figures] = {}
+        for run in group:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                all_figures[run.variant] = Figures("not run: the time limit is over")
+                print(f"{run.title}: not run", flush=True)
                 continue
-            all_figures: dict[str, Figures] = {}
-            for run in group:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    all_figures[run.variant] = Figures("not run: the time limit is over")
-                    print(f"{run.title}: not run", flush=True)
-                    continue
-                timed = replace(run, timeout_s=min(left, run.timeout_s))
-                figures, was_there = launcher.execute(timed)
-                all_figures[run.variant] = figures
-                came = "kept" if was_there else f"{figures.wall_s:.0f} s"
-                line = f"{run.title}: {figures.status} ({came}) {figures.error}"
-                print(line.rstrip(), flush=True)
-            for run in group:
-                row = compare(run, all_figures, options.warmup, options.may_run_out_of_memory)
-                rows.append(row)
-                record = {"shape": row.case, **asdict(row), "command": run.command}
-                records.append({**record, "figures": asdict(all_figures[run.variant])})
+            timed = replace(run, timeout_s=min(left, run.timeout_s))
+            figures, was_there = timed.execute(output)
+            all_figures[run.variant] = figures
+            came = "kept" if was_there else f"{figures.wall_s:.0f} s"
+            line = f"{run.title}: {figures.status} ({came}) {figures.error}"
+            print(line.rstrip(), flush=True)
+        for run in group:
+            row = compare(run, all_figures, options.warmup, options.may_run_out_of_memory)
+            rows.append(row)
+            record = {"shape": row.case, **asdict(row), "command": run.command}
+            records.append({**record, "figures": asdict(all_figures[run.variant])})
 
     source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
     results.write(output / "results.json", records, source)

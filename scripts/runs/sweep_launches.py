@@ -160,9 +160,8 @@ def measure(
     records: dict[Cell, dict[str, Any]] = {}
     for cell in cells:
         run = launches.run_of(cell)
-        figures = None if fresh else run.earlier(folder)
-        came = "" if figures is None else " (kept; --fresh launches again)"
-        figures = figures or run.finish(run.start(folder))
+        figures, was_there = run.execute(folder, fresh)
+        came = " (kept; --fresh launches again)" if was_there else ""
         record = records[cell] = _record(launches, cell, figures)
         if len(records) == 1 and record["status"] not in (OK, OUT_OF_MEMORY):
             raise UsageError(f"the launch with {cell.flags}: {record['status']}; its logs are in {folder}")

@@ -96,11 +96,11 @@ def test_rows_begin_with_the_keys_and_the_roofs(tmp_path):
 
 
 def test_the_markdown_says_what_the_json_says(tmp_path):
-    _, rows = bench(tmp_path, "--strategies", "store", "--check-determinism")
+    _, rows = bench(tmp_path, "--strategies", "store")
     text = (tmp_path / "out.md").read_text()
     assert rows[0]["commit"] in text and "tiny: T = 96, H = 64, V = 512, float32" in text
-    store = next(line for line in text.splitlines() if line.startswith("| store") and "ok" in line)
-    assert f"| {rows[-1]['time_ms']:.2f} |" in store and store.endswith("| ok |")
+    told = f"| {rows[-1]['time_ms']:.2f} |"
+    assert any(line.startswith("| store/gemm_rows") and told in line for line in text.splitlines())
 
 
 def test_render_reads_the_file_again(tmp_path, capsys):
@@ -238,21 +238,6 @@ def test_a_broken_promise_of_grad_in_forward_prints_nothing(tmp_path, monkeypatc
     code, rows = bench(tmp_path, "--strategies", "store")
     assert code == 1 and rows == []
     assert "token weights" in capsys.readouterr().err
-
-
-def test_a_failed_further_check_is_printed_and_the_exit_code_tells(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "same_bits", lambda one, other: "differs: loss")
-    code, rows = bench(tmp_path, "--strategies", "store", "--check-determinism")
-    assert code == 1
-    assert rows[-1]["determinism"] == "differs: loss" and rows[-1]["time_ms"] > 0
-
-
-def test_same_bits_sees_one_bit():
-    one = [torch.ones(3), torch.ones(2, 2), torch.zeros(4)]
-    assert measure.same_bits(one, [value.clone() for value in one]) == "ok"
-    other = [value.clone() for value in one]
-    other[1][0, 0] += 2.0**-23
-    assert measure.same_bits(one, other) == "differs: grad_hidden"
 
 
 @pytest.mark.parametrize(
@@ -609,20 +594,6 @@ def test_a_long_step_that_waited_for_the_driver_runs_again(world, monkeypatch):
     monkeypatch.setattr(measure, "driver_calls", lambda world: next(calls))
     assert len(measure.turn(variant, problem, world, warm=0, steps=2)) == 2
     assert len(runs) == 3 and next(calls, None) is None
-
-
-def test_the_confident_problem_is_confident(world):
-    problem = Problem(
-        *(world,),
-        num_tokens=32,
-        hidden_size=256,
-        vocab=512,
-        dtype=torch.float32,
-        keep_whole=True,
-        confident=True,
-    )
-    doubt = -torch.expm1(-truth(problem.whole).loss)
-    assert 3e-8 < float(doubt.median()) < 3e-6
 
 
 @pytest.mark.parametrize("slices", [1, 4])

@@ -183,14 +183,6 @@ def test_many_connections_go_through_their_launcher(checkout):
     assert run.uses_plugin and run.command.endswith("--fused-ce-strategy auto")
 
 
-def test_a_launch_that_waits_has_the_same_command(checkout, tmp_path):
-    run = one_run(checkout, "auto")
-    waiting = run.words("M", ["torchrun"], tmp_path / "turn")
-    at = waiting.index(str(tmp_path / "turn"))
-    assert Path(waiting[at - 2]).name == "runner.py" and waiting[at - 1] == "--wait"
-    assert waiting[: at - 2] + waiting[at + 1 :] == run.words("M", ["torchrun"])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

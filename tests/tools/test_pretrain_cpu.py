@@ -8,7 +8,6 @@ tested without one.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -516,12 +515,7 @@ def test_unknown_cases_and_variants(tmp_path):
 
 
 FAKE_PRETRAIN = """
-import os, sys, time
-if "ORDER" in os.environ:
-    began = time.time()
-    time.sleep(0.5)
-    with open(os.environ["ORDER"], "a") as file:
-        print(began, time.time(), *sys.argv[1:], file=file)
+import sys
 loss = 5.0
 if "--cross-entropy-loss-fusion" in sys.argv:
     loss = 5.00004
@@ -569,51 +563,6 @@ def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
     assert run_harness(*options).stdout.count("(kept)") == 3
     (tmp_path / "out" / "fake-megatron-gpt-own_arguments-native" / "run.json").unlink()
     assert run_harness(*options).stdout.count("(kept)") == 2
-
-
-def test_preloaded_runs_wait_for_their_turn(fake_checkout, tmp_path, monkeypatch):
-    """Several are started at once; one trains at a time, in order, with its own command line."""
-    monkeypatch.setenv("ORDER", str(tmp_path / "order"))
-    run = run_harness(
-        f"--megatron={fake_checkout}",
-        *("--device=cuda", "--nproc=1", "--preload=2", f"--out={tmp_path / 'out'}"),
-        *("--variants=unfused,native", "--variant=a=--a", "--variant=b=--b", "--", "--bf16"),
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    lines = [line.split(maxsplit=3) for line in (tmp_path / "order").read_text().splitlines()]
-    assert [line[2:] for line in lines] == [
-        ["--bf16"],
-        ["--bf16", "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"],
-        ["--bf16", "--a"],
-        ["--bf16", "--b"],
-    ]
-    for (_, end, *_), (began, *_) in itertools.pairwise(lines):
-        assert float(began) >= float(end)
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert [row["time_ms"] for row in rows] == [2.5] * 4
-    assert not any("--wait" in row["command"] for row in rows)
-    folder = tmp_path / "out" / "fake-megatron-gpt-own_arguments-b"
-    assert (folder / "turn").exists()
-
-
-def test_preloaded_runs_that_are_not_wanted_are_ended(fake_checkout, tmp_path):
-    case = launches.Case("own", "pretrain_gpt.py", 1, ["--bf16"])
-    checkout = launches.Checkout(fake_checkout, "a-version", (0, 19))
-    first, passed, last, never = (
-        launches.Run(checkout, "gpt", case, name, (f"--{name}",), "cuda", 60.0) for name in "abcd"
-    )
-    launcher = launches.Launcher([first, passed, last, never], tmp_path / "out", 2)
-    assert launcher.execute(first)[0].status == "ok"
-    waiting = dict(launcher._waiting)
-    assert list(waiting) == [passed.folder_name, last.folder_name]
-    assert all(started.process.poll() is None for started in waiting.values())
-    assert launcher.execute(last)[0].status == "ok"
-    assert waiting[passed.folder_name].process.poll() is not None
-    unwanted = launcher._waiting[never.folder_name]
-    launcher.close()
-    assert unwanted.process.poll() is not None and not (unwanted.folder / "turn").exists()
-    assert launcher.execute(first)[1], "was there already"
-    launcher.close()
 
 
 def test_the_time_limit_leaves_runs_out(fake_checkout, tmp_path):
