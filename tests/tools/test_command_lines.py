@@ -23,7 +23,7 @@ from megatron_fused_ce.estimate import command as plan
 from megatron_fused_ce.estimate import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers
 from megatron_fused_ce.scripts.demo import __main__ as demo
-from megatron_fused_ce.scripts.dev import figures_scaling, sanitize, soak, upstream_tests
+from megatron_fused_ce.scripts.dev import sanitize, soak, upstream_tests
 from megatron_fused_ce.scripts.runs import compare, longest, memory, pretrain, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,6 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "soak": (soak.main, []),
     "sanitize": (sanitize.main, []),
     "upstream_tests": (upstream_tests.main, ["--megatron", "nowhere"]),
-    "figures_scaling": (figures_scaling.main, []),
     "demo": (demo.main, []),
 }
 
@@ -170,7 +169,6 @@ HEAD = "megatron_fused_ce plan-head --hidden 4096 --vocab 128256"
         "megatron_fused_ce compare / /",
         "megatron_fused_ce compare /proc/self/mem /dev/null",
         "scripts.bench --render /dev/zero",
-        "scripts.dev.figures_scaling /dev/zero",
         f"{PLAN} --plot /dev/null/plan.png",
         "megatron_fused_ce memory --shape llama-3-8b --out /dev/null/x",
         "megatron_fused_ce sweep --tokens 64 --hidden 32 --vocab 64 --device cpu --out /dev/null/x",
@@ -256,7 +254,7 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 #: Module -> its name in READERS.
 MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "longest")}
-MODULES |= {f"scripts.dev.{name}": name for name in ("soak", "sanitize", "upstream_tests", "figures_scaling")}
+MODULES |= {f"scripts.dev.{name}": name for name in ("soak", "sanitize", "upstream_tests")}
 NOT_READ = {"scripts.dev.figures", "autoload"}
 
 
