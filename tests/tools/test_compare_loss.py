@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import random
 import sys
 from pathlib import Path
@@ -19,12 +18,12 @@ from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs, read_run, unit_of
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import Judge, compare, paired
+from tests.support.checkouts import on_checkouts
 from tests.support.commands import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 
 RESULTS = ROOT / "docs" / "benchmarks" / "results"
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 
 
 # --- runs as Megatron writes them --------------------------------------------------------------
@@ -692,8 +691,7 @@ def test_launches_that_would_write_to_one_place(fake, flag):
         launches.Command.of(["torchrun", str(fake), flag, "there"])
 
 
-@pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH")
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 @pytest.mark.parametrize("extra", ["", "--fused-ce-z-loss 1e-5"], ids=["same", "another loss"])
 def test_two_launches_of_pretrain_gpt(checkout, tmp_path, monkeypatch, extra):
     from megatron_fused_ce.scripts.lib.launches import Checkout

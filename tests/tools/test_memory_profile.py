@@ -35,11 +35,11 @@ from megatron_fused_ce.scripts.runs.snapshots import (
     timeline_of,
     write,
 )
+from tests.support.checkouts import on_checkouts
 from tests.support.storage_trace import StorageRecording, snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 TRAIN = ("megatron/training/training.py:train_step", "pretrain_gpt.py:<module>")
 
 
@@ -321,8 +321,7 @@ def test_the_op_on_a_cpu(strategy):
     assert kept <= timeline.peak(HEAD)[0] <= kept + 2 * T * V + 8 * V * H + 300 * T
 
 
-@pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH")
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
     """The launch ends after the step; the head is told from layers that use the same linear layer."""
     from megatron_fused_ce.scripts.lib.launches import Checkout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -23,9 +22,9 @@ from megatron_fused_ce.estimate.named_models import MODELS
 from megatron_fused_ce.estimate.setting import Recompute
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
 from megatron_fused_ce.scripts.lib import pages
+from tests.support.checkouts import on_checkouts
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 READ = {
     name
     for action in command._parser(own=False)._actions
@@ -357,8 +356,7 @@ def test_what_is_not_counted_is_said(capsys):
     assert "not counted: --num-query-groups: Megatron ignores it" in out
 
 
-@pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder")
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
     code = (
         "import argparse, json, sys; sys.path.insert(0, sys.argv[1]);"

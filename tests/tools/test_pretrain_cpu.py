@@ -24,10 +24,10 @@ from megatron_fused_ce.scripts.lib import launches, losses, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain as harness
 from megatron_fused_ce.testing import megatron_cpu
+from tests.support.checkouts import on_checkouts, stand_in
 from tests.support.commands import launches_without_torch, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 
@@ -39,14 +39,7 @@ def run_harness(*options: str) -> subprocess.CompletedProcess[str]:
 GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy grad_in_forward"
 
 
-# Without a checkout: the skip says how to give one.
-needs_checkout = pytest.mark.skipif(
-    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
-)
-
-
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
     run = run_harness(
         f"--megatron={checkout}",
@@ -66,8 +59,7 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         assert row["loss_difference"] <= max(1e-6, 2 * row["native_loss_difference"])
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
     """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
     run = run_harness(
@@ -121,11 +113,10 @@ def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
     )
 
 
-@needs_checkout
+@on_checkouts
 @pytest.mark.parametrize("wrong", [False, True], ids=["right loss", "wrong loss"])
 @pytest.mark.parametrize("under", UNDER)
-@pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(harness, tmp_path, checkout, under, wrong):
+def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(tmp_path, checkout, under, wrong):
     """One token of pretrain_gpt.py's loss counts twice: no iteration ends."""
     source = (Path(checkout) / "pretrain_gpt.py").read_text()
     sum_of_losses = "torch.sum(losses * loss_mask)"
@@ -134,7 +125,7 @@ def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(harness, tmp_path, c
         source = source.replace(sum_of_losses, f"{sum_of_losses} + losses[3]")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(source)
-    run = launch(harness, checkout, tmp_path, script, *UNDER[under].split(), *GRAD_IN_FORWARD.split())
+    run = launch(checkout, tmp_path, script, *UNDER[under].split(), *GRAD_IN_FORWARD.split())
     output = run.stdout + run.stderr
     iterations = output.count("[megatron_cpu] exact")
     if wrong:
@@ -154,8 +145,7 @@ def exact_losses(checkout, tmp_path, *flags, **options):
     return [json.loads(line.split("exact", 1)[1])["lm loss"] for line in found], output
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
     """127 words padded to 256 at TP 2: the second rank has no column of them."""
     stock, _ = exact_losses(checkout, tmp_path)
@@ -165,7 +155,7 @@ def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
     assert exact_losses(checkout, tmp_path, "--fused-chunked-ce", mode)[0] == flag
     for strategy in ("store", "grad_in_forward", "recompute"):
         masked, output = exact_losses(
-            harness, checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
+            checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
             "--fused-ce-strategy", strategy,
         )  # fmt: skip
         assert "loss with true_vocab_size" in output
@@ -176,7 +166,7 @@ def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
         "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5 "
         "--fused-ce-log-accuracy"
     )
-    changed, output = exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split())
+    changed, output = exact_losses(checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split())
     assert "loss with label_smoothing, z_loss, logit_softcap" in output
     assert output.count('"lm accuracy": ') == 2
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
@@ -191,13 +181,10 @@ RESUMED = """
 LEGS = (("--fused-chunked-ce", 1), ("--fused-chunked-ce", 2), ("", 2))
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_goes_on_from_a_checkpoint(tmp_path, checkout):
     """Flag turned on, kept on at another TP degree, turned off: losses as those of one run without it."""
-    whole, _ = exact_losses(
-        harness, checkout, tmp_path, *RESUMED.split(), "--save", str(tmp_path / "after 2")
-    )
+    whole, _ = exact_losses(checkout, tmp_path, *RESUMED.split(), "--save", str(tmp_path / "after 2"))
     assert len(whole) == 8
     (tmp_path / "after 2" / "latest_checkpointed_iteration.txt").write_text("2")
     for number, (flag, tp) in enumerate(LEGS, start=1):
@@ -217,14 +204,13 @@ def test_pretrain_gpt_goes_on_from_a_checkpoint(tmp_path, checkout):
     assert not any(b"megatron_fused_ce" in file.read_bytes() for file in saved)
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
     """From a loss scale that overflows, until it does not."""
     fp16 = ["--fp16", "--initial-loss-scale", "8388608", "--hysteresis", "1", "--train-iters", "10"]
     off, *on = (
         megatron_logs.parse_logs(
-            [launch(harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags).stdout]
+            [launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags).stdout]
         )
         for flags in ([], ["--fused-chunked-ce"], GRAD_IN_FORWARD.split())
     )
@@ -281,13 +267,12 @@ def curves(output, events, key):
     }
 
 
-@needs_checkout
+@on_checkouts
 @pytest.mark.parametrize(
     ("case", "more"),
     [("distopt", ""), ("pp2-mtp", ""), ("vpp", ""), ("distopt", COMBINED_1F1B), ("vpp", COMBINED_1F1B)],
     ids=["distopt", "pp2-mtp", "vpp", "combined 1F1B", "vpp, combined 1F1B"],
 )
-@pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     """Over tensor, data and pipeline ranks, micro-batches and evaluations, against the stock logits."""
     source = (Path(checkout) / "pretrain_gpt.py").read_text()
@@ -296,7 +281,7 @@ def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(source.replace(main, COUNT_BY_LOGITS + main))
     run = launch(
-        harness, checkout, tmp_path, script, "--train-iters", "6", "--lr", "1e-2",
+        checkout, tmp_path, script, "--train-iters", "6", "--lr", "1e-2",
         "--eval-iters", "2", "--eval-interval", "3", "--eod-mask-loss",
         *("--tensorboard-dir", str(tmp_path / "events")), *more.split(),
         *("--fused-chunked-ce", "--fused-ce-num-chunks=3", "--fused-ce-log-accuracy"), case=case,
@@ -314,13 +299,12 @@ def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     assert found["exact"][6] > 0.05 or launches.Checkout.at(checkout).version < (0, 16)
 
 
-@needs_checkout
+@on_checkouts
 @pytest.mark.parametrize("timers", ["", "--log-timers-to-tensorboard --timing-log-level 1"])
-@pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_pretrain_gpt_reports_the_phases(tmp_path, checkout, timers):
     """Over tensor and pipeline ranks: the first stage has no head, and its ranks wait for no other names."""
     run = launch(
-        harness, checkout, tmp_path, Path(checkout) / "pretrain_gpt.py",
+        checkout, tmp_path, Path(checkout) / "pretrain_gpt.py",
         *("--train-iters", "4", "--log-interval", "2", "--eval-iters", "2", "--eval-interval", "4"),
         *("--tensorboard-dir", str(tmp_path / "events")), *timers.split(),
         *("--fused-chunked-ce", "--fused-ce-num-chunks=3", "--fused-ce-report"), case="pp2-mtp",
@@ -498,10 +482,7 @@ def test_bad_input_is_one_line_and_status_2(options, message):
 
 
 def test_unknown_cases_and_variants(tmp_path):
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
-    (tmp_path / "pretrain_gpt.py").touch()
+    stand_in(tmp_path)
     for options, message in (
         (["--cases=plain,tp9"], "no 'tp9'; there are plain"),
         (["--variants=other"], "no 'other'"),
@@ -531,12 +512,8 @@ for i in 1, 2:
 @pytest.fixture
 def fake_checkout(tmp_path):
     """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
-    checkout = tmp_path / "fake-megatron"
-    (checkout / "megatron" / "core").mkdir(parents=True)
-    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
-    (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
     with launches_without_torch():
-        yield checkout
+        yield stand_in(tmp_path / "fake-megatron", FAKE_PRETRAIN)
 
 
 def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):

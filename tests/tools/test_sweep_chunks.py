@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shlex
 from dataclasses import replace
@@ -31,12 +30,12 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
     pareto_front,
     recommend,
 )
+from tests.support.checkouts import on_checkouts, stand_in
 from tests.support.commands import launches_without_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = ROOT / "scripts" / "sweep_chunks.py"
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 BRIEF = ["--device", "cpu", "--tokens", "32", "--hidden", "8", "--vocab", "64", "--chunks", "1", "4"]
 BRIEF += ["--strategies", "store", "recompute", "--blocks", "1", "--sample-ms", "0"]
 KEYS = ["auto", "store x 1", "store x 4", "recompute x 1", "recompute x 4"]
@@ -385,13 +384,9 @@ LAUNCH_KEYS = ["auto", "unfused", "native", "recompute x 1", "recompute x 4"]
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """Where a Megatron-LM would be: a script that logs as Megatron does."""
-    checkout = tmp_path / "fake-megatron"
-    (checkout / "megatron" / "core").mkdir(parents=True)
-    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
-    (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
     monkeypatch.setenv("LAUNCHES", str(tmp_path / "launches.txt"))
     with launches_without_torch():
-        yield checkout
+        yield stand_in(tmp_path / "fake-megatron", FAKE_PRETRAIN)
 
 
 def launched(fake: Path, *words: str, options=(), device="cpu") -> tuple[int, dict]:
@@ -504,8 +499,7 @@ def test_words_that_are_no_arguments(fake):
     assert "--fused" not in kept.run_of(Cell("unfused")).command.split("pretrain_gpt.py")[1]
 
 
-@pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder")
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_through_a_real_megatron(checkout, tmp_path):
     """TP 2 with sequence parallelism, gloo: losses agree with the stock launch's, peaks are unknown."""
     args = cpu_case(Checkout.at(checkout), "gpt", "plain").args
