@@ -87,7 +87,6 @@ class Started:
 
     process: subprocess.Popen[bytes]
     folder: Path
-    words: list[str]
 
     def finish(self, timeout_s: float, progress: Callable[[str], None] = lambda _: None) -> Figures:
         """Wait for its end; ``progress`` is told of each new iteration."""
@@ -150,7 +149,7 @@ def start(
             )
         except OSError as error:
             raise UsageError(f"{words[0]}: {error.strerror}") from None
-    return Started(process, folder, list(words))
+    return Started(process, folder)
 
 
 def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]) -> None:

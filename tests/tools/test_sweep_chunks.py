@@ -256,8 +256,6 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
         (["--chunks", "4", "33"], "expected --chunks from 1 to 32, got 33"),
         (["--tokens", "0"], "argument --tokens: expected a whole number from 1"),
         (["--blocks", "0"], "argument --blocks: expected a whole number from 1"),
-        (["--tolerance", "-1"], "argument --tolerance: expected a number of 0 or more"),
-        (["--tolerance", "nan"], "argument --tolerance: expected a number of 0 or more"),
         (["--strategies", "fast"], "invalid choice: 'fast'"),
         (["--", "--num-layers", "2"], "arguments after -- are those of --through-megatron"),
         (["--through-megatron", "nowhere", "--", "--bf16"], "no Megatron-LM checkout at nowhere"),
