@@ -222,11 +222,14 @@ def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
 
 #: Before ``__main__`` of pretrain_gpt.py: the accuracy by the stock logits of the same launch.
 COUNT_BY_LOGITS = """
+from functools import wraps
+
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 corrects, plain_head, plain_loss_func = [], LanguageModule.compute_language_model_loss, loss_func
 
+@wraps(plain_head)  # else it is a loss of the model's own, which the flag leaves to Megatron
 def compute_language_model_loss(self, labels, logits):
     with torch.no_grad():
         everywhere = gather_from_tensor_model_parallel_region(logits.materialise()).transpose(0, 1)
