@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BRIEF = ["--device", "cpu", "--shapes", "tiny", "--tokens", "96", "--check-tokens", "48", "--blocks", "2"]
 BRIEF += ["--sample-ms", "1", "--no-megatron", "--dtype", "float32"]
-BRIEF += ["--logits-backend", "gemm_rows"]  # Triton's interpreter could serve the other, slowly
 
 
 def bench(tmp_path, *words: str) -> tuple[int, list[dict]]:
@@ -66,7 +65,7 @@ def bench_foreign(tmp_path, monkeypatch, *variants: Variant) -> tuple[int, dict[
     words = [word for word in BRIEF if word != "--no-megatron"]
     code = benchmark.main([*words, "--strategies", "recompute", "--out", str(path)])
     rows = results.rows(path) if path.exists() else []
-    return code, {row["variant"].removesuffix("/gemm_rows"): row for row in rows}
+    return code, {row["variant"]: row for row in rows}
 
 
 # --- what it writes --------------------------------------------------------------------------------
@@ -79,12 +78,12 @@ def test_rows_begin_with_the_keys_and_the_roofs(tmp_path):
     assert all(row["host_ms"] > 0 for row in rows if row["family"] == "ours")
     names = [row["variant"] for row in rows]
     assert names[:3] == ["roof", "roof-4", "roof-raw"]
-    assert names[3:] == ["store/gemm_rows", "recompute/gemm_rows", "recompute/gemm_rows"]
+    assert names[3:] == ["store", "recompute", "recompute"]
     assert [row["chunk_tokens"] for row in rows[4:]] == [32, 40]
     times = {row["variant"]: row["time_ms"] for row in rows}
     for row in rows:
         assert row["T"] == 96 and row["H"] == 64 and row["V"] == 512 and row["tp"] == 1
-        four = row["variant"] in ("recompute/gemm_rows", "roof-4")
+        four = row["variant"] in ("recompute", "roof-4")
         assert row["roof_products"] == (4 if four else 3)
         assert row["roof_ms"] == times["roof-4" if four else "roof"] > 0
         assert row["ratio"] == pytest.approx(row["time_ms"] / row["roof_ms"], rel=0.02)
@@ -100,7 +99,7 @@ def test_the_markdown_says_what_the_json_says(tmp_path):
     text = (tmp_path / "out.md").read_text()
     assert rows[0]["commit"] in text and "tiny: T = 96, H = 64, V = 512, float32" in text
     told = f"| {rows[-1]['time_ms']:.2f} |"
-    assert any(line.startswith("| store/gemm_rows") and told in line for line in text.splitlines())
+    assert any(line.startswith("| store gemm_rows") and told in line for line in text.splitlines())
 
 
 def test_render_reads_the_file_again(tmp_path, capsys):
@@ -155,7 +154,7 @@ def test_two_ranks(forks, tmp_path):
     assert status == 0, told[-3000:]
     rows = results.rows(tmp_path / "out.json")
     assert all((row["tp"], row["V"]) == (2, 256) for row in rows)
-    names = ["roof", "roof-4", "roof-raw", "store/gemm_rows", "recompute/gemm_rows"]
+    names = ["roof", "roof-4", "roof-raw", "store", "recompute"]
     names += ["liger-tp", "liger-tp-loop", "verl-tp"]
     cells = [(sp, name) for sp in (True, False) for name in names]
     assert [(row["sp"], row["variant"]) for row in rows] == cells
@@ -250,7 +249,6 @@ def test_a_broken_promise_of_grad_in_forward_prints_nothing(tmp_path, monkeypatc
         ["--strategies", "store:"],
         ["--tp", "0"],
         ["--tp", "5", "--shapes", "tiny"],
-        ["--chunk-tokens", "some"],
         ["--blocks", "0"],
         ["--preset", "million", "--tokens", "8"],
         ["--shapes", "llama"],
@@ -262,23 +260,10 @@ def test_arguments_that_do_not_fit(words):
     assert stop.value.code == 2
 
 
-def test_each_strategy_with_each_chunk_and_pass():
-    words = ["--strategies", "store", "recompute:64", "auto", "store:32/gemm_rows", "store"]
-    words += ["--chunk-tokens", "16", "32", "--logits-backend", "scaled_exp", "gemm_rows"]
-    assert cases.parse_arguments("", words).strategies == [
-        *("store:16/scaled_exp", "store:32/scaled_exp", "store:16/gemm_rows", "store:32/gemm_rows"),
-        *("recompute:64/scaled_exp", "recompute:64/gemm_rows", "auto/scaled_exp", "auto/gemm_rows"),
-    ]
-
-
-def test_chunks_of_the_plan_beside_others():
-    words = ["--strategies", "grad_in_forward", "store:8", "--chunk-tokens", "plan", "16"]
-    assert cases.parse_arguments("", words).strategies == ["grad_in_forward", "grad_in_forward:16", "store:8"]
-
-
 def test_merges():
-    given = cases.parse_arguments("", ["--strategies", "store/all_reduce", "--chunk-tokens", "16"])
+    given = cases.parse_arguments("", ["--strategies", "store:16/all_reduce", "store:16/all_reduce"])
     assert given.strategies == ["store:16/all_reduce"]
+    assert "recompute:16384" in cases.parse_arguments("", ["--preset", "tp-reach", "--tp", "4"]).strategies
     assert cases.parse_strategy("grad_in_forward:32/scaled_exp/packed") == (
         "grad_in_forward",
         32,
@@ -308,7 +293,7 @@ def test_presets_over_ranks(monkeypatch):
     assert cell.sequence_parallel and str(cell).endswith(" SP")
     given = cases.parse_arguments("", ["--preset", "tp-reach", "--blocks", "2"])
     assert len(given.cells) == 3 and not given.lean and given.blocks == 2
-    assert given.strategies[:3] == ["store", "store:4096", "store:16384"]
+    assert given.strategies[:5] == ["store", "grad_in_forward", "recompute", "store:4096", "store:16384"]
 
 
 def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
@@ -320,7 +305,6 @@ def test_a_cell_over_ranks_is_expected_to_take_a_share(monkeypatch):
 
 SMALL = ["--preset", "small", "--device", "cpu", "--shape", "32", "256", "--tokens", "32", "64"]
 SMALL += ["--runs", "2", "--blocks", "3", "--sample-ms", "1", "--dtype", "float32"]
-SMALL += ["--logits-backend", "gemm_rows"]
 
 
 def test_small_heads_over_runs(tmp_path, monkeypatch, capsys):
@@ -330,7 +314,7 @@ def test_small_heads_over_runs(tmp_path, monkeypatch, capsys):
     path = tmp_path / "small.json"
     assert benchmark.main([*SMALL, "--out", str(path)]) == 0
     rows = results.rows(path, report.KEYS)
-    names = ["roof", "auto/gemm_rows", "store/gemm_rows", "grad_in_forward/gemm_rows", "megatron-te"]
+    names = ["roof", "auto", "store", "grad_in_forward", "megatron-te"]
     assert [(row["T"], row["variant"]) for row in rows] == [(T, n) for T in (32, 64) for n in names]
     for row in rows:
         assert len(row["runs_ms"]) == 2
@@ -474,7 +458,7 @@ def test_lean_checks_the_others_at_the_timed_size_alone(tmp_path, monkeypatch):
     rows = {row["variant"]: row for row in results.rows(path)}
     assert code == 0 and set(seen) == {96}
     assert 0 < rows["right"]["error"] == rows["right"]["full_error"] < 2e-6
-    assert 0 < rows["store/gemm_rows"]["error"] != rows["store/gemm_rows"]["full_error"]
+    assert 0 < rows["store"]["error"] != rows["store"]["full_error"]
     assert "roof-raw" not in rows and rows["right"]["ratio_raw"] is None
     assert "to fp32 at the timed size" in path.with_suffix(".md").read_text()
 
