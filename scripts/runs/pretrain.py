@@ -12,7 +12,7 @@ whose arguments are yours, launched as users launch it:
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM --device cuda --cases fsdp \\
         --variants unfused,native,auto,fsdp2,fsdp2-fused-ce,megatron-fsdp,megatron-fsdp-fused-ce
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM --device cuda --nproc 4 \
-        --case-name "TP 4, 128k" --args-file launch.args -- --train-iters 50
+        --case-name "TP 4, 128k" -- $(cat launch.args) --train-iters 50
 
 Each variant is one launch of the unmodified script; ``unfused`` is what the others are compared
 with, where AGAINST names no other variant. More variants:
@@ -44,7 +44,6 @@ from megatron_fused_ce.command_line import (
     Parser,
     UsageError,
     command,
-    read_text,
     seconds,
     whole,
     writable_folder,
@@ -503,7 +502,6 @@ def _parser() -> Parser:
         metavar="NAME=FLAGS",
         help="one more variant, run after those of --variants; repeatable",
     )
-    add("--args-file", help="the script's arguments, as in a shell; # comments")
     add("--case-name", default="own arguments", help="with arguments of your own")
     add("--script", default="pretrain_gpt.py", help="with arguments of your own")
     add("--nproc", type=whole(most=4096), default=2, help="with arguments of your own")
@@ -538,13 +536,6 @@ def _variants(options: argparse.Namespace) -> dict[str, str]:
     return chosen
 
 
-def _own_args(options: argparse.Namespace) -> list[str]:
-    words: list[str] = []
-    if options.args_file:
-        words += shlex.split(read_text(Path(options.args_file)), comments=True)
-    return [*words, *options.script_args]
-
-
 def plan(options: argparse.Namespace) -> list[list[Run]]:
     """The runs, one list per row group (checkout, model, case), the reference first."""
     if not options.megatron:
@@ -553,13 +544,12 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
     if len({checkout.label for checkout in checkouts}) < len(checkouts):
         raise UsageError("checkouts need folders of different names: their names label the table")
     variants = _variants(options)
-    own_args = _own_args(options)
     cases: list[tuple[Checkout, str, Case]] = []
     for checkout in checkouts:
-        if own_args:
+        if options.script_args:
             if not (checkout.path / options.script).is_file():
                 raise UsageError(f"--script: {checkout.label} has no {options.script}")
-            case = Case(options.case_name, options.script, options.nproc, own_args)
+            case = Case(options.case_name, options.script, options.nproc, options.script_args)
             model = options.script.removeprefix("pretrain_").removesuffix(".py")
             cases.append((checkout, model, case))
             continue

@@ -532,11 +532,15 @@ def test_turns_follow_the_order(tmp_path, monkeypatch):
     assert turns == ["a", "roof", "b", "roof", "b", "roof", "a"]
 
 
+def known(world):
+    """A problem, and its truth."""
+    sizes = {"num_tokens": 40, "hidden_size": 16, "vocab": 64}
+    problem = Problem(world, **sizes, dtype=torch.float32, keep_whole=True)
+    return problem, truth(problem.whole)
+
+
 def test_the_references_agree(world):
-    problem = Problem(
-        *(world,), num_tokens=40, hidden_size=16, vocab=64, dtype=torch.float32, keep_whole=True
-    )
-    exact = truth(problem.whole)
+    problem, exact = known(world)
     found = full_reference(problem, samples=16)
     assert relative_error(found.loss, exact.loss[0]) < 1e-6
     assert relative_error(found.grad_hidden, exact.grad_hidden[found.tokens, 0]) < 1e-6
@@ -583,10 +587,7 @@ def test_a_long_step_that_waited_for_the_driver_runs_again(world, monkeypatch):
 @pytest.mark.parametrize("slices", [1, 4])
 def test_the_roof_runs_on_the_true_gradients(world, slices):
     """Its products are the gradients of the step, whole or in slices."""
-    problem = Problem(
-        *(world,), num_tokens=40, hidden_size=16, vocab=64, dtype=torch.float32, keep_whole=True
-    )
-    exact = truth(problem.whole)
+    problem, exact = known(world)
     roof = Roof(problem, world)
     roof.num_slices = slices
     spans = roof.turn("roof", warm=1, steps=2)
