@@ -6,6 +6,11 @@ SETUP := scripts/dev/setup_env.sh
 else
 SETUP := :
 endif
+# A hundred processes of the tests import torch: each would compile it anew, which takes as long as its import.
+ifdef PYTHONDONTWRITEBYTECODE
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+endif
 # Folders of `make test-rest`; in the others a test's marker says that it belongs there (tests/conftest.py).
 REST := tests/tools tests/project
 
@@ -13,9 +18,9 @@ REST := tests/tools tests/project
 
 help:
 	@echo "make demo    train a small GPT with and without the flag and compare (5 minutes on 2 cores)"
-	@echo "make test    ruff, mypy, and what a change to head, kernels, collectives or adapter can break (6 to 10"
+	@echo "make test    ruff, mypy, and what a change to head, kernels, collectives or adapter can break (4 to 9"
 	@echo "             minutes on 2 cores, no GPU)"
-	@echo "make test-rest  the other Megatron, all faults, tools, documentation, packaging (11 to 13 minutes)"
+	@echo "make test-rest  the other Megatron, all faults, tools, documentation, packaging (4 to 9 minutes)"
 	@echo "make test-gpu   tests/gpu.txt on one or two GPUs; TESTS='tests/op -k graph' for others"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make sweep   how many chunks: time against peak memory, the flags to use; SWEEP='--tokens 4096 ...'"

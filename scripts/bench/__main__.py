@@ -36,8 +36,7 @@ where a step's time goes (scripts/bench/options.py and profile.py).
 
 Every variant ends in the same place: an fp32 main_grad (--wgrad-accumulator returned: a gradient in the
 weight's dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
-wrong, or failed a further check; 2: arguments; 3: a foreign kernel broke the device, rows so far are
-written.
+wrong; 2: arguments; 3: a foreign kernel broke the device, rows so far are written.
 """
 
 from __future__ import annotations
@@ -159,7 +158,6 @@ def rendered(path: Path, most: int) -> Path:
 
 def run(given: argparse.Namespace, world: World, source: dict[str, Any], started: float) -> int:
     from megatron_fused_ce.scripts.bench.measure import (
-        CHECKED_WELL,
         DeviceLost,
         Settings,
         WrongVariant,
@@ -180,7 +178,6 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
         seed=given.seed,
         roofs=roofs_of(given, variants),
         check_foreign=not given.lean,
-        **{name: getattr(given, name) for name in cases.FURTHER_CHECKS},
         deadline=started + limit,
     )
     facts = {**source, "dtype": given.dtype, "tp": world.size, "sp": False}  # sp: the cell's
@@ -216,17 +213,12 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
             print(f"## {report.title(found[0])}\n\n{report.table(found)}", flush=True)
             if path is not None:  # a run that is cut short keeps its cells
                 report.write(path, rows(), source, skipped)
-        for row in found:
-            for check in CHECKED_WELL:
-                if row["family"] == "ours" and row.get(check, "ok") != "ok":
-                    say(world, f"{cell}: {row['variant']}: {check}: {row[check]}")
-                    exit_code = 1
     if world.rank == 0 and measured and (path is not None or given.preset == "small"):
         print(report.summaries(rows()))
     if world.rank == 0 and measured and path is not None:
         report.write(path, rows(), source, skipped)
         print(f"written: {path} and {path.with_suffix('.md').name}")
-    if exit_code != 3:
+    if not exit_code:
         world.slowest([0.0])  # nobody leaves before rank 0 has written
     return exit_code
 

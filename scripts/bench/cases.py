@@ -11,15 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_fused_ce.command_line import (
-    NO_LIMIT,
-    Parser,
-    UsageError,
-    number,
-    require_gpus,
-    seconds,
-    whole,
-)
+from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, number, require_gpus, seconds, whole
 from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES
 from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.scripts.lib.results import RESULTS
@@ -142,6 +134,16 @@ def parse_strategy(text: str) -> Strategy:
 
 # --- presets ---------------------------------------------------------------------------------
 
+#: What runs where no strategy is named; one of them cannot, with an upstream gradient of its own a token.
+STRATEGIES = ("store", "grad_in_forward", "recompute")
+NEEDS_WEIGHTS = ("grad_in_forward", "random")
+
+
+def in_chunks(*sizes: int) -> list[str]:
+    """Each strategy in chunks of so many tokens."""
+    return [f"{name}:{size}" for name in STRATEGIES for size in sizes]
+
+
 TP_CELLS = [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3-70b", 32768)]
 #: (T, H, V of a rank) of --preset small.
 SMALL = list(product((1024, 2048, 4096), (1024, 2048), (16032, 32064, 64128)))
@@ -178,50 +180,29 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     # What pins a device's tokens per chunk.
     "chunks": (
         [("llama-3-8b", 32768), ("qwen3-1.7b", 32768)],
-        {
-            "chunk_tokens": [2048, 4096, 8192, 16384, 32768],
-            "megatron": False,
-        },
+        {"strategies": in_chunks(2048, 4096, 8192, 16384, 32768), "megatron": False},
     ),
     # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
     "million": (
         [("llama-3-8b", 1048576)],
-        {
-            "strategies": ["recompute:2048"],
-            "blocks": 1,
-            "roofs": ("roof", "roof-4"),
-            "megatron": False,
-        },
+        {"strategies": ["recompute:2048"], "blocks": 1, "roofs": ("roof", "roof-4"), "megatron": False},
     ),
     # What an option of the loss costs, and where a step's time goes.
     "options": ([], {"strategies": ["store"]}),
-    "profile": (
-        [],
-        {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]},
-    ),
+    "profile": ([], {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]}),
     # The cells that issue 4's targets name, in little time (about a minute a cell on four H200s) ...
     "tp": (TP_CELLS, {"sequence_parallel": "both", "lean": True}),
     # ... and with the other chunks, and blocks enough to publish.
     "tp-reach": (
         TP_CELLS,
-        {"sequence_parallel": "both", "chunk_tokens": [None, 4096, 16384]},
+        {"sequence_parallel": "both", "strategies": [*STRATEGIES, *in_chunks(4096, 16384)]},
     ),
 }
 #: Options of --lean. The roof on raw logits has no target over ranks; Megatron's jitted cross entropies
 #: compile for seconds at every new T, so they see one T only.
-LEAN: dict[str, Any] = {
-    "blocks": 3,
-    "sample_ms": 80.0,
-    "check_tokens": 1024,
-    "roofs": ("roof", "roof-4"),
-}
+LEAN: dict[str, Any] = {"blocks": 3, "sample_ms": 80.0, "check_tokens": 1024, "roofs": ("roof", "roof-4")}
 #: --sequence-parallel's word -> whether each cell runs with it.
 SEQUENCE_PARALLEL = {"on": (True,), "off": (False,), "both": (True, False)}
-FURTHER_CHECKS = ("check_confident", "check_sync", "check_graph", "check_determinism")
-
-
-def chunk_size(word: str) -> int | None:
-    return None if word == "plan" else whole()(word)
 
 
 def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
@@ -239,19 +220,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         metavar="NAME[:C][/PASS][/MERGE]",
         help=f"of {', '.join(STRATEGY_CHOICES)}; C tokens a chunk, logits backend scaled_exp or gemm_rows, "
         f"merge of statistics {' or '.join(MERGE_CHOICES)} (default: all but auto)",
-    )
-    add(
-        "--logits-backend",
-        nargs="+",
-        choices=LOGITS_BACKEND_CHOICES,
-        help="each strategy that names no pass, with each of these",
-    )
-    add(
-        "--chunk-tokens",
-        nargs="+",
-        type=chunk_size,
-        metavar="C",
-        help="each strategy that names no C, with each; 'plan': the planner's",
     )
     add("--memory-mb", type=size, help="budget of strategy auto")
     add("--dtype", choices=DTYPES, default="bfloat16")
@@ -273,18 +241,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         help="quicker: 3 blocks of 80 ms, no roof-raw, 1024 tokens against fp64, and the others checked "
         "at the timed size alone",
     )
-    add("--check-confident", action="store_true", help="also tokens of 1 - p = 3e-7")
-    add("--check-sync", action="store_true", help="a host synchronisation is an error")
-    add("--check-graph", action="store_true", help="a CUDA graph's replays, bit for bit")
-    add("--check-determinism", action="store_true", help="two runs, bit for bit")
-    add("--check-all", action="store_true", help="all four")
-    add(
-        "--time-limit",
-        type=seconds,
-        default=NO_LIMIT,
-        metavar="SECONDS",
-        help="start no cell after this",
-    )
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="SECONDS", help="start no cell after this")
     add("--tp", type=whole(most=4096), metavar="R", help="ranks: torchrun's, or started here")
     add(
         "--sequence-parallel",
@@ -294,12 +251,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         help="the hidden states in R parts; 'both': each cell with and without",
     )
     add("--options", nargs="+", metavar="NAME", help="of --preset options: these alone")
-    add(
-        "--steps",
-        type=whole(most=10**6),
-        default=3,
-        help="of a profile, or of an option's turn (3)",
-    )
+    add("--steps", type=whole(most=10**6), default=3, help="of a profile, or of an option's turn (3)")
     add("--most", type=whole(0), default=12, help="kernels listed of each variant of a profile (12)")
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
     add("--results-dir", type=Path, default=RESULTS, help="[%(default)s]")
@@ -315,8 +267,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     for name, value in (standard | (LEAN if given.lean else {})).items():
         if getattr(given, name) is None:
             setattr(given, name, value)
-    for name in FURTHER_CHECKS:
-        setattr(given, name, getattr(given, name) or given.check_all)
     try:
         given.cells = cells_of(given, preset)
         if given.preset != "profile":  # which has roofs and Megatron's paths among them
@@ -365,24 +315,9 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
 
 
 def strategies_of(given: argparse.Namespace) -> list[str]:
-    """Each strategy with each number of chunk tokens and logits backend.
-
-    ``grad_in_forward`` only where the upstream gradient lets it; ``auto`` chooses its chunks itself.
-    """
-    names = given.strategies
-    if names is None:
-        names = ["store", "grad_in_forward", "recompute"]
-        if given.upstream == "random":
-            names.remove("grad_in_forward")
-    chosen: list[str] = []
-    for name in names:
-        own = parse_strategy(name)
-        if own.name == "grad_in_forward" and given.upstream == "random":
-            raise ValueError("grad_in_forward needs --upstream weights")
-        fixed = own.chunk_tokens or own.name == "auto"
-        sizes = [own.chunk_tokens] if fixed else given.chunk_tokens or [None]
-        passes = [own.logits_backend] if own.logits_backend else given.logits_backend or [None]
-        for logits_backend, size in product(passes, sizes):
-            chosen.append(str(Strategy(own.name, size, logits_backend, own.merge)))
-            parse_strategy(chosen[-1])
-    return list(dict.fromkeys(chosen))
+    """``grad_in_forward`` only where the upstream gradient lets it."""
+    names = given.strategies or [name for name in STRATEGIES if (name, given.upstream) != NEEDS_WEIGHTS]
+    chosen = [parse_strategy(name) for name in names]
+    if NEEDS_WEIGHTS in ((one.name, given.upstream) for one in chosen):
+        raise ValueError("grad_in_forward needs --upstream weights")
+    return list(dict.fromkeys(map(str, chosen)))

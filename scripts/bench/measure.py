@@ -18,14 +18,7 @@ from torch import Tensor
 
 from megatron_fused_ce import grad_guard
 from megatron_fused_ce.scripts.bench.cases import LONGEST_WARM_STEP_MS, ROOFS, Cell
-from megatron_fused_ce.scripts.bench.problem import (
-    MIB,
-    Clock,
-    FullReference,
-    Problem,
-    World,
-    full_reference,
-)
+from megatron_fused_ce.scripts.bench.problem import MIB, Clock, FullReference, Problem, World, full_reference
 from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import SLACK_BYTES, Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, chosen
@@ -53,8 +46,6 @@ MOST_STEPS = 200
 #: Most parts that the roof is cut into where its buffers do not fit.
 MOST_SLICES = 64
 OUT_OF_MEMORY = "out of memory"
-#: Further checks whose answer must be "ok".
-CHECKED_WELL = ("determinism", "sync", "graph")
 
 
 class WrongVariant(RuntimeError):
@@ -78,10 +69,6 @@ class Settings:
     sample_ms: float = 100.0
     seed: int = 0
     roofs: tuple[str, ...] = tuple(ROOFS)
-    check_confident: bool = False
-    check_sync: bool = False
-    check_graph: bool = False
-    check_determinism: bool = False
     deadline: float = math.inf  # time.monotonic(); no further block starts after it
 
 
@@ -179,9 +166,7 @@ class SmallCheck:
     vocab: int  # rows over all ranks: fewer than the cell's where memory is short
 
     @staticmethod
-    def of(
-        cell: Cell, settings: Settings, world: World, one_upstream: bool, confident: bool = False
-    ) -> SmallCheck:
+    def of(cell: Cell, settings: Settings, world: World, one_upstream: bool) -> SmallCheck:
         num_tokens = min(cell.num_tokens, settings.check_tokens)
         num_tokens = max(world.parts, num_tokens // world.parts * world.parts)
         vocab = rows_for_truth(cell, num_tokens, world)
@@ -194,7 +179,6 @@ class SmallCheck:
             upstream=settings.upstream,
             wgrad_accumulator=settings.wgrad_accumulator,
             keep_whole=True,
-            confident=confident,
         )
         assert problem.whole is not None
         whole = problem.whole
@@ -298,12 +282,6 @@ def check_small(
         for outcome in todo:
             known[place(outcome)] = _errors(outcome.variant, check, world)
         del check
-        if settings.check_confident:
-            sure = SmallCheck.of(cell, settings, world, one_upstream, confident=True)
-            known[home][-1]["plain_confident_error"] = sure.plain_error
-            for outcome in todo:
-                known[(*place(outcome), "confident")] = _errors(outcome.variant, sure, world)
-            del sure
         give_back(world)
     plain_loss, plain, (loss_bound, bound), facts = known[home]
     for outcome in outcomes:
@@ -313,9 +291,6 @@ def check_small(
                 raise WrongVariant(f"{outcome.variant.key} failed: {outcome.reason}")
             continue
         outcome.loss_error, outcome.error = errors
-        if (*place(outcome), "confident") in known:
-            errors, reason = known[(*place(outcome), "confident")]
-            outcome.extra["confident_error"] = reason if errors is None else errors[1]
         _judge(outcome, "", loss_bound, bound)
     return plain_loss, plain, facts
 
@@ -452,12 +427,7 @@ def peak_bytes(step: Callable[[], Any], world: World) -> tuple[int, int]:
 
 
 def turn(
-    variant: Variant,
-    problem: Problem,
-    world: World,
-    warm: int,
-    steps: int,
-    host: list[float] | None = None,
+    variant: Variant, problem: Problem, world: World, warm: int, steps: int, host: list[float] | None = None
 ) -> list[list[float]]:
     """``[forward, backward]`` ms of ``steps`` steps, without a wait between them.
 
@@ -603,87 +573,6 @@ def measure_times(
     return done
 
 
-# --- further checks --------------------------------------------------------------------------------
-
-
-def check_sync(variant: Variant, problem: Problem) -> str:
-    """Forward and backward with every host synchronisation an error."""
-    assert variant.run is not None
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        variant.run(problem, nothing)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        problem.reset()
-    return "ok"
-
-
-def results_of(problem: Problem, loss: Tensor) -> list[Tensor]:
-    return [value.clone() for value in (loss, problem.grad_hidden(), problem.grad_weight())]
-
-
-def same_bits(one: list[Tensor], other: list[Tensor]) -> str:
-    names = ("loss", "grad_hidden", "grad_weight")
-    differing = [name for name, a, b in zip(names, one, other, strict=True) if not torch.equal(a, b)]
-    return "ok" if not differing else f"differs: {', '.join(differing)}"
-
-
-def check_determinism(variant: Variant, problem: Problem) -> str:
-    """Two runs, bit for bit."""
-    assert variant.run is not None
-    found = []
-    for _ in range(2):
-        problem.zero_wgrad_accumulator()
-        found.append(results_of(problem, variant.run(problem, nothing)))
-        problem.reset()
-    return same_bits(*found)
-
-
-def check_graph(variant: Variant, problem: Problem) -> str:
-    """Captured in a CUDA graph and replayed twice, bit for bit the run without a graph."""
-    assert variant.run is not None
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            problem.zero_wgrad_accumulator()
-            loss = variant.run(problem, nothing)
-        plain = results_of(problem, loss)
-        problem.reset()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        loss = variant.run(problem, nothing)
-    answer = "ok"
-    for _ in range(2):
-        problem.zero_wgrad_accumulator()
-        graph.replay()
-        torch.cuda.synchronize()
-        answer = same_bits(plain, results_of(problem, loss))
-        if answer != "ok":
-            break
-    problem.reset()
-    return answer
-
-
-def further_checks(outcome: Outcome, problem: Problem, settings: Settings, world: World) -> dict[str, str]:
-    """The chosen ones of ``sync``, ``graph``, ``determinism``: "ok", or what went wrong in one line."""
-    checks = {
-        "determinism": (settings.check_determinism, check_determinism),
-        "sync": (settings.check_sync and world.on_gpu, check_sync),
-        "graph": (settings.check_graph and world.on_gpu, check_graph),
-    }
-    answers = {}
-    for name, (wanted, check) in checks.items():
-        if wanted:
-            found, reason = attempt(partial(check, outcome.variant, problem), world)
-            answers[name] = str(found if reason is None else reason)
-            problem.reset()
-    return answers
-
-
 # --- a cell ----------------------------------------------------------------------------------------
 
 
@@ -715,10 +604,7 @@ def measure_cell(
     for outcome in outcomes.values():
         if outcome.variant.config is not None:
             choice = chosen(outcome.variant, problem, world)
-            outcome.chunk_tokens, outcome.logits_backend = (
-                choice.chunk_tokens,
-                choice.logits_backend,
-            )
+            outcome.chunk_tokens, outcome.logits_backend = (choice.chunk_tokens, choice.logits_backend)
             outcome.extra["plan"] = choice.strategy
             outcome.extra["predicted_peak_mib"] = choice.predicted_peak_mib
     check_full(list(outcomes.values()), problem, world, plain_loss, plain)
@@ -732,8 +618,6 @@ def measure_cell(
             largest = max(largest, peak or 0.0)
             if outcome.reason is None and outcome.peak_mib is not None:
                 outcome.peak_mib = world.slowest([outcome.peak_mib])[0]
-        if outcome.reason is None and outcome.variant.family == "ours":
-            outcome.extra |= further_checks(outcome, problem, settings, world)
         problem.reset()
     free = min(free, float(world.free_bytes()))
     roof = Roof(problem, world)

@@ -169,16 +169,7 @@ def measure(
 
 
 def table(rows: list[Row]) -> str:
-    head = [
-        "shape",
-        "tokens",
-        "strategy",
-        "option",
-        "ms",
-        "over plain",
-        "target",
-        "spread of the ratio",
-    ]
+    head = ["shape", "tokens", "strategy", "option", "ms", "over plain", "target", "spread of the ratio"]
     lines = []
     for row in rows:
         target = tables.cell(row["target"], ".2f", "")

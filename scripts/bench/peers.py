@@ -546,12 +546,7 @@ def _table() -> list[_Entry]:
         _entry("te", f"{te}: linear, parallel_cross_entropy", _te(False), limits=te_dtypes),
         _entry("te-overwrite", f"{te}: the same, overwrite_input", _te(True), limits=te_dtypes),
         _entry("liger", f"{liger}: Triton, its own chunks", _liger("sum"), reduction="sum"),
-        _entry(
-            "liger-large-chunks",
-            f"{liger}: Triton, {large}",
-            _liger("sum", large=True),
-            reduction="sum",
-        ),
+        _entry("liger-large-chunks", f"{liger}: Triton, {large}", _liger("sum", large=True), reduction="sum"),
         _entry("liger-none", f"{liger}: Triton, {large}", _liger("none", large=True), gemms=4),
         _entry(
             "liger-cutedsl-ce",
@@ -621,9 +616,7 @@ def names() -> list[str]:
 
 
 def available(
-    device: torch.device | str,
-    names: Collection[str] | None = None,
-    parallel: Parallel | None = None,
+    device: torch.device | str, names: Collection[str] | None = None, parallel: Parallel | None = None
 ) -> list[Peer]:
     """Every peer, ready for ``device`` or with ``why_not``; with ``names`` only those.
 

@@ -20,12 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.grad_weight import (
-    GradWeight,
-    InPlaceGradWeight,
-    OpenGradWeight,
-    ReturnedGradWeight,
-)
+from megatron_fused_ce.grad_weight import GradWeight, InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.scripts.bench.cases import Cell, world_size
 from megatron_fused_ce.testing import gloo
 from megatron_fused_ce.testing.reference import HeadInputs
@@ -184,7 +179,6 @@ class Problem:
         upstream: str = "weights",
         wgrad_accumulator: str = "main_grad",
         keep_whole: bool = False,
-        confident: bool = False,
     ) -> None:
         self.world, self.dtype, self.wgrad_accumulator = world, dtype, wgrad_accumulator
         generator = torch.Generator(device=world.device).manual_seed(1)
@@ -196,10 +190,6 @@ class Problem:
         hidden = normal(num_tokens, hidden_size, dtype=dtype)
         weight = normal(vocab, hidden_size, dtype=dtype).mul_(2.0 / math.sqrt(hidden_size))
         self.labels = torch.randint(vocab, (num_tokens,), generator=generator, device=world.device)
-        if confident:  # label logit = log of the others' sum + 15: 1 - p = 3e-7
-            rows = weight[self.labels].float()
-            pull = rows * ((math.log(vocab) + 15) / rows.square().sum(-1, keepdim=True))
-            hidden = (0.1 * hidden.float() + pull).to(dtype)
         weights = 0.5 + torch.rand(num_tokens, generator=generator, device=world.device)
         weights[::ZERO_WEIGHT_EVERY] = 0.0
         self.scalar = UPSTREAM_SCALAR

@@ -209,9 +209,7 @@ def summarise(variant: str, steps: Sequence[Sequence[Span]], rank: int = 0) -> P
     return profile
 
 
-def contention(
-    steps: Sequence[Sequence[Span]],
-) -> tuple[list[tuple[str, int, float, int, float]], float]:
+def contention(steps: Sequence[Sequence[Span]]) -> tuple[list[tuple[str, int, float, int, float]], float]:
     """Kernels that ran both alone and beside a collective, and the microseconds lost in all steps."""
     alone: dict[tuple[str, str], list[float]] = {}
     beside: dict[tuple[str, str], list[float]] = {}
@@ -504,12 +502,7 @@ def run(given: argparse.Namespace, world: World, source: Row) -> int:
     rows = []
     for cell in given.cells:
         world.sequence_parallel = cell.sequence_parallel
-        facts = {
-            "tp": world.size,
-            "sp": cell.sequence_parallel,
-            "shape": cell.shape,
-            "T": cell.num_tokens,
-        }
+        facts = {"tp": world.size, "sp": cell.sequence_parallel, "shape": cell.shape, "T": cell.num_tokens}
         for profile in profiles_of(given, world, cell):
             own = asdict(profile)
             rows.append({**facts, **own, "time_ms": round(own["step_ms"], 3)})

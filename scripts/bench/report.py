@@ -26,6 +26,7 @@ MEDIANS = (
     *("forward_ms", "backward_ms", "time_ms", "roof_ms", "ratio", "ratio_raw", "host_ms"),
     *("spread", "tflops", "over_te", "host_over_te"),
 )
+#: In results of until 2026-11-22.
 CHECKS = ("confident_error", "determinism", "sync", "graph")
 EXPLANATION = (
     "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is "
@@ -83,12 +84,7 @@ def table(rows: list[Row]) -> str:
     """One cell's rows as a Markdown table."""
     checks = [key for key in CHECKS if any(key in row for row in rows)]
     head = ["variant", "C", "forward", "backward", "both, ms", "spread", "over", "ratio", "raw"]
-    head += [
-        "TFLOP/s",
-        "peak, MiB",
-        "error",
-        *(key.replace("_", " ") for key in checks),
-    ]
+    head += ["TFLOP/s", "peak, MiB", "error", *(key.replace("_", " ") for key in checks)]
     lines = []
     for row in rows:
         spread = row.get("spread")
@@ -117,15 +113,10 @@ def markdown(rows: list[Row], skipped: Iterable[str] = ()) -> str:
         return "No rows.\n"
     first = rows[0]
     commits = ", ".join(dict.fromkeys(str(row["commit"]) for row in rows))
-    lines = [
-        f"{first['device']}, torch {first['torch']}, triton {first['triton']}, commit {commits}.",
-    ]
+    lines = [f"{first['device']}, torch {first['torch']}, triton {first['triton']}, commit {commits}."]
     if "wgrad_accumulator" in first:
         end = {"main_grad": "an fp32 `main_grad`", "returned": "a `.grad` in the weight's dtype"}
-        upstream = {
-            "weights": "a scalar times random token weights",
-            "random": "random per token",
-        }
+        upstream = {"weights": "a scalar times random token weights", "random": "random per token"}
         lines[0] += (
             f" `grad_weight` ends in {end[first['wgrad_accumulator']]}; the upstream gradient is "
             f"{upstream[next(r['upstream'] for r in rows if r['upstream'] in upstream)]}"

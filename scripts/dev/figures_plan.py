@@ -121,10 +121,7 @@ def _plain(shape: str) -> str:
     names = {"losses": "TP 4", "vpp": "TP 2 x PP 2, virtual stages", "cp2": "TP 2 x CP 2"}
     names |= {"mtp": "TP 2, MTP 1", "packed": "TP 2, packed", "graph": "TP 4, CUDA graph"}
     names |= {"te-tp4-sp": "TP 4, dropout", "te-tp2-dp2-sp": "TP 2, dropout"}
-    names |= {
-        "te-tp2-sp-nofusion": "TP 2, no fused wgrad",
-        "local-tp2": "TP 2, Megatron's own layers",
-    }
+    names |= {"te-tp2-sp-nofusion": "TP 2, no fused wgrad", "local-tp2": "TP 2, Megatron's own layers"}
     return names.get(shape, shape)
 
 
@@ -278,15 +275,7 @@ def heads_table(found: Sequence[Compared]) -> str:
 
 
 def case_table() -> str:
-    head = [
-        "model",
-        "16 B / 8",
-        "kept inputs",
-        "logits, 12 B",
-        "sum",
-        "with the flag",
-        "step, foreach",
-    ]
+    head = ["model", "16 B / 8", "kept inputs", "logits, 12 B", "sum", "with the flag", "step, foreach"]
     head += ["the larger of both", "saved: all logits", "by the flag", "beside the step"]
     return table(head, case())
 

@@ -61,15 +61,7 @@ ROWS = (
 def speed_and_memory() -> str:
     """Time to the millisecond and peak to a tenth of a GiB: the rows' spread is 2 to 7 %."""
     measured = [(Results(name), cell) for name, cell in HEADS]
-    head = [
-        "",
-        "one H200, ms",
-        "GiB",
-        "four H200s, ms",
-        "GiB",
-        "tensor parallel",
-        "sequence parallel",
-    ]
+    head = ["", "one H200, ms", "GiB", "four H200s, ms", "GiB", "tensor parallel", "sequence parallel"]
     head += ["per-token loss, any upstream gradient", "fused into `main_grad`"]
     lines = [
         [label, *(w for file, cell in measured for w in _time_and_peak(file, cell, variant)), *can]

@@ -1,20 +1,14 @@
 """Fits a cost model of the head to committed results and carries it on to more ranks and tokens.
 
-    python -m scripts.dev.figures_scaling
-    python -m scripts.dev.figures_scaling docs/benchmarks/results/*tp4*.json --heads 8192:128256 --ranks 8 64
-
 The model is docs/scaling.md's. From rows of `python -m scripts.bench`: the rate of the products, and by least
 squares, none below 0, what a byte of the accumulation costs, a byte of the other passes, a chunk, the
 company of other ranks, and a second of collectives that run under products. From rows of
-`--preset profile`: latency and bandwidth of the link. Needs no torch and no device.
-
-Exit code 2: a file that is missing or unreadable, or no row that can be used. `make figures` puts the tables
-into the page.
+`--preset profile`: latency and bandwidth of the link. Needs no torch and no device. `make figures` puts the
+tables into the page.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fused_ce.command_line import Parser, UsageError, command, whole
+from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.planner import PlanInputs, plan
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
@@ -148,8 +142,11 @@ def collectives(case: Case, link: Link, rate: float) -> Collectives:
     return Collectives(every, gather + statistics, late)
 
 
-#: Carried on with chunks of so many tokens; a chunk may lose this share of its three products.
-CHUNK_TOKENS, SHARE = 8192, 0.05
+#: Carried on to these, H and V over all ranks, with chunks of so many tokens.
+HEADS = ((4096, 128256), (8192, 128256))
+RANKS, TOKENS, CHUNK_TOKENS = (1, 2, 4, 8, 16, 32, 64), (32768, 1048576), 8192
+#: Of its three products a chunk may lose this.
+SHARE = 0.05
 
 #: What is fitted, in the order of the columns; unit and scale for the table.
 CONSTANTS = (
@@ -238,7 +235,7 @@ def fit_rate(rows: Iterable[Row]) -> tuple[float, tuple[float, float]]:
             flop = 6.0 * row["T"] * row["H"] * row["V"]
             rates.append(flop / (row["time_ms"] * 1e-3))
     if not rates:
-        raise ValueError("no row named 'roof', whose products tell the rate; give benchmark results")
+        raise UsageError("no row named 'roof', whose products tell the rate")
     return median(rates), (min(rates), max(rates))
 
 
@@ -317,10 +314,7 @@ def fit(rows: Sequence[Row], link: Link | None = None) -> Model:
         table.append([column / roof_s for column in columns(case, link, rate)])
         values.append(excess / roof_s)
     if not table:
-        raise ValueError(
-            "no row of store, grad_in_forward or recompute with the scaled-exp GEMM; give results of "
-            "`python -m scripts.bench`"
-        )
+        raise UsageError("no row of store, grad_in_forward or recompute with the scaled-exp GEMM")
     x, errors = least_squares(np.array(table), np.array(values))
     names = [name for name, *_ in CONSTANTS]
     known = {n: float(e) for n, e in zip(names, errors, strict=True) if not math.isnan(e)}
@@ -385,19 +379,13 @@ def peak_gib(case: Case, device: str) -> float:
     return plan(inputs).predicted_peak_bytes / 2**30
 
 
-def carried_table(
-    model: Model,
-    head: tuple[int, int],
-    ranks: Sequence[int],
-    tokens: Sequence[int],
-    device: str,
-) -> str:
+def carried_table(model: Model, head: tuple[int, int], device: str) -> str:
     """Ratio to the shard's roof on the fitted link and by adapters, and GiB, of each strategy."""
     hidden_size, vocab = head
     slow = model.on_adapters()
     lines = []
-    for num_tokens in tokens:
-        for count in ranks:
+    for num_tokens in TOKENS:
+        for count in RANKS:
             rows = -(-vocab // count)
             words = [str(num_tokens), str(count), str(rows)]
             for strategy in STRATEGIES:
@@ -424,9 +412,9 @@ def smallest_shard(model: Model, ranks: int) -> float:
     return model.rate / model.link.bytes_per_s * (ranks - 1) / ranks
 
 
-def limits_table(model: Model, head: tuple[int, int], ranks: Sequence[int]) -> str:
+def limits_table(model: Model, head: tuple[int, int]) -> str:
     lines = []
-    for count in ranks:
+    for count in RANKS:
         words = [str(count), str(-(-head[1] // count))]
         for one in (model, model.on_adapters()):
             words.append(f"{smallest_shard(one, count):.0f}")
@@ -440,14 +428,8 @@ def root_mean_square(found: Sequence[tuple[Row, Case, float, float]]) -> float:
     return math.sqrt(sum((measured - modelled) ** 2 for *_, measured, modelled in found) / len(found))
 
 
-def tables(
-    model: Model,
-    rows: Sequence[Row],
-    sources: Sequence[str],
-    options: argparse.Namespace,
-    every_row: bool,
-) -> str:
-    """All, in Markdown; residuals of every row, or of those over several ranks alone."""
+def tables(model: Model, rows: Sequence[Row], sources: Sequence[str]) -> str:
+    """All, in Markdown; residuals of the rows over several ranks."""
     found = residuals(model, rows)
     device = next((str(row["device"]) for row in rows if row.get("device")), "")
     parts = {
@@ -469,21 +451,20 @@ def tables(
         "the predicted peak.",
         "",
     ]
-    for head in options.heads:
+    for head in HEADS:
         lines += [f"H = {head[0]}, V = {head[1]} over all ranks:", ""]
-        lines.append(carried_table(model, head, options.ranks, options.tokens, device))
+        lines.append(carried_table(model, head, device))
     lines += [
         "**Where chunking stops paying**: rows of a shard from which on a product hides the bytes of a "
         "chunk's hidden states, whatever C is, and tokens of a chunk whose latencies and accumulation take "
         f"{100 * SHARE:g} % of its three products.",
         "",
     ]
-    for head in options.heads:
+    for head in HEADS:
         lines += [f"H = {head[0]}, V = {head[1]} over all ranks:", ""]
-        lines.append(limits_table(model, head, options.ranks))
-    shown = found if every_row else parts["several"]
-    if shown:
-        lines += ["**Row by row**, over the row's own roof:", "", residual_table(shown)]
+        lines.append(limits_table(model, head))
+    if parts["several"]:
+        lines += ["**Row by row**, over the row's own roof:", "", residual_table(parts["several"])]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -503,53 +484,15 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 
 def usable(path: Path) -> bool:
-    """Whether the file has anything to fit: for the default list of files."""
+    """Whether the file has anything to fit."""
     if path.name >= FIRST_WITH_ONE_GEMM:
         return False
     content = read([path])
     return any(case_of(row) or ("kernels" in row and row.get("tp", 1) > 1) for row in content)
 
 
-def head_of(text: str) -> tuple[int, int]:
-    hidden_size, _, vocab = text.partition(":")
-    try:
-        return whole()(hidden_size), whole()(vocab)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"expected H:V, two whole numbers of 1 or more, got {text[:40]!r}"
-        ) from None
-
-
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("python -m scripts.dev.figures_scaling", __doc__ or "")
-    add = parser.add_argument
-    add("files", nargs="*", type=Path, help="results (default: all in docs/benchmarks/results)")
-    add("--heads", nargs="+", type=head_of, default=[(4096, 128256), (8192, 128256)], metavar="H:V")
-    add("--ranks", nargs="+", type=whole(most=10**6), default=[1, 2, 4, 8, 16, 32, 64])
-    add("--tokens", nargs="+", type=whole(), default=[32768, 1048576])
-    return parser.parse_args(words)
-
-
-def made(given: argparse.Namespace, every_row: bool) -> str:
-    """The tables for these arguments."""
-    files = given.files or sorted(filter(usable, RESULTS.glob("*.json")))
-    rows = read(files)
-    return tables(fit(rows), rows, [path.name for path in files], given, every_row)
-
-
 def parts() -> dict[str, str]:
     """What docs/scaling.md has of it, by the name of its markers."""
-    return {"scaling": made(parse_arguments([]), every_row=False)}
-
-
-@command("figures_scaling")
-def main(words: list[str]) -> int:
-    try:
-        print(made(parse_arguments(words), every_row=True), end="")
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    files = sorted(filter(usable, RESULTS.glob("*.json")))
+    rows = read(files)
+    return {"scaling": tables(fit(rows), rows, [path.name for path in files])}

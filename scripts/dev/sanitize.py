@@ -119,12 +119,7 @@ class Child:
 
     def command(self, port: int) -> list[str]:
         results = self.stem.with_suffix(".json")
-        words = [
-            sys.executable,
-            "-m",
-            "megatron_fused_ce.scripts.dev.sanitize_workload",
-            self.group,
-        ]
+        words = [sys.executable, "-m", "megatron_fused_ce.scripts.dev.sanitize_workload", self.group]
         words += ["--results", str(results)]
         if self.tool == ALONE:
             return words
@@ -268,10 +263,7 @@ def markdown(children: Sequence[Child], facts: dict[str, Any]) -> str:
         for child in children
         for kernel, count in child.reported_right.items()
     ]
-    lines += [
-        "",
-        f"Reported though right (scripts/dev/sanitize_right.py): {'; '.join(right) or 'none'}.",
-    ]
+    lines += ["", f"Reported though right (scripts/dev/sanitize_right.py): {'; '.join(right) or 'none'}."]
     return "\n".join(lines) + "\n"
 
 

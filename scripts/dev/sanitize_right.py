@@ -59,9 +59,7 @@ def _right_handover_kernel(out_ptr, count):  # type: ignore[no-untyped-def]
         mbarrier.init(empty.index(slot), count=1)
     fence_async_shared()
     gl.warp_specialize(
-        [(_take, (out_ptr, numbers, full, empty, count)), (_give, (numbers, full, empty, count))],
-        [1],
-        [24],
+        [(_take, (out_ptr, numbers, full, empty, count)), (_give, (numbers, full, empty, count))], [1], [24]
     )
 
 

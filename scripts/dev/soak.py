@@ -48,15 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, grad_guard
-from megatron_fused_ce.command_line import (
-    NO_LIMIT,
-    Parser,
-    command,
-    number,
-    seconds,
-    whole,
-    writable_file,
-)
+from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, number, seconds, whole, writable_file
 from megatron_fused_ce.grad_weight import InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib import results
@@ -536,10 +528,7 @@ class Soak:
                 now = time.monotonic()
                 self.tally.seconds = now - started
                 over = self._verdict(
-                    max(
-                        self.tally.steps / self.options.steps,
-                        self.tally.seconds / self.options.time_limit,
-                    )
+                    max(self.tally.steps / self.options.steps, self.tally.seconds / self.options.time_limit)
                 )
                 if RANK == 0 and (now - said > SAY_EVERY_S or over):
                     said = now
@@ -657,10 +646,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--check-every", type=whole(), default=50, metavar="K", help="steps of a window [50]")
     parser.add_argument("--delay-ms", type=number(), default=4.0, help="the longest sleep [4]")
     parser.add_argument(
-        "--delay-share",
-        type=number(most=1),
-        default=0.01,
-        help="of collectives that sleep before [0.01]",
+        "--delay-share", type=number(most=1), default=0.01, help="of collectives that sleep before [0.01]"
     )
     parser.add_argument("--hang-timeout", type=seconds, default=60.0, metavar="S", help="[60]")
     parser.add_argument("--json", type=Path, help="write the tally here")
@@ -717,10 +703,7 @@ def _report(soak: Soak, options: argparse.Namespace, words: str) -> None:
     if words:
         print(f"soak: {words}", flush=True)
     else:
-        print(
-            f"soak: {tally.steps} steps in {tally.seconds:.0f} s: no drift, hang or leak",
-            flush=True,
-        )
+        print(f"soak: {tally.steps} steps in {tally.seconds:.0f} s: no drift, hang or leak", flush=True)
     if options.json:
         gpu = torch.cuda.get_device_name() if options.device == "cuda" else ""
         record = {

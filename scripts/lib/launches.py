@@ -25,13 +25,7 @@ from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.scripts.lib.logs import (
-    LAUNCHER_LOG,
-    Figures,
-    last_iteration,
-    log_texts,
-    parse_logs,
-)
+from megatron_fused_ce.scripts.lib.logs import LAUNCHER_LOG, Figures, last_iteration, log_texts, parse_logs
 from megatron_fused_ce.scripts.lib.results import PACKAGE, REPOSITORY, SCRIPTS, version, write_whole
 
 #: Stands where torchrun expects the training script, and runs that one with something changed.
@@ -89,18 +83,14 @@ def end_launch(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
 
 @dataclass
 class Started:
-    """A launch under way, or waiting for its turn: until the file ``turn`` exists."""
+    """A launch under way."""
 
     process: subprocess.Popen[bytes]
     folder: Path
-    words: list[str]
-    turn: Path | None = None
 
     def finish(self, timeout_s: float, progress: Callable[[str], None] = lambda _: None) -> Figures:
-        """Give it its turn and wait for its end; ``progress`` is told of each new iteration."""
+        """Wait for its end; ``progress`` is told of each new iteration."""
         began = time.monotonic()
-        if self.turn is not None:
-            self.turn.touch()
         status, told = "", ""
         try:
             while not status:
@@ -131,7 +121,6 @@ def start(
     folder: Path,
     environment: dict[str, str] | None = None,
     *,
-    turn: Path | None = None,
     cwd: Path | None = None,
 ) -> Started:
     """Start a launch, its ranks' logs in the folder, which loses what an earlier launch left.
@@ -160,7 +149,7 @@ def start(
             )
         except OSError as error:
             raise UsageError(f"{words[0]}: {error.strerror}") from None
-    return Started(process, folder, list(words), turn)
+    return Started(process, folder)
 
 
 def launch(words: Sequence[str], folder: Path, timeout_s: float, progress: Callable[[str], None]) -> None:
@@ -345,10 +334,10 @@ class Run:
     def uses_plugin(self) -> bool:
         return FLAG in self.variant_args
 
-    def words(self, megatron: str, torchrun: Sequence[str], turn: Path | None = None) -> list[str]:
-        """The command line, with `megatron` for the checkout's folder; it waits for the file `turn`."""
+    def words(self, megatron: str, torchrun: Sequence[str]) -> list[str]:
+        """The command line, with `megatron` for the checkout's folder."""
         assert self.case.args is not None
-        own = ["--wait", str(turn)] if turn is not None else []
+        own: list[str] = []
         module: list[str] = []
         if self.device == "cpu":
             module = ["-m", "megatron_fused_ce.testing.megatron_cpu"]
@@ -387,10 +376,7 @@ class Run:
 
     def fingerprint(self) -> str:
         """Changes with anything the run's figures depend on."""
-        files = [
-            PACKAGE / "testing" / "megatron_cpu.py",
-            PACKAGE / "testing" / "local_stack_spec.py",
-        ]
+        files = [PACKAGE / "testing" / "megatron_cpu.py", PACKAGE / "testing" / "local_stack_spec.py"]
         if self.uses_plugin:
             files += package_sources()
         names = ("torch", "triton", "transformer-engine")
@@ -412,19 +398,23 @@ class Run:
             return None
         return Figures(**figures)
 
-    def start(self, output: Path, waits: bool = False) -> Started:
-        """Start the launch; with ``waits`` it imports what it needs and waits for its turn."""
+    def execute(self, output: Path, fresh: bool = False) -> tuple[Figures, bool]:
+        """Its figures, and whether they were there from an earlier run of the same, unless ``fresh``."""
+        if not fresh and (earlier := self.earlier(output)) is not None:
+            return earlier, True
+        return self.finish(self.start(output)), False
+
+    def start(self, output: Path) -> Started:
         folder = output / self.folder_name
-        turn = folder / "turn" if waits else None
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         environment = {"CUDA_DEVICE_MAX_CONNECTIONS": self.max_connections}
         if self.device == "cpu":
             environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        words = self.words(str(self.checkout.path), torchrun, turn)
-        return start(words, folder, environment, turn=turn, cwd=folder)
+        words = self.words(str(self.checkout.path), torchrun)
+        return start(words, folder, environment, cwd=folder)
 
     def finish(self, started: Started) -> Figures:
-        """Give it its turn, wait for its end, write its record."""
+        """Wait for its end, write its record."""
         figures = started.finish(self.timeout_s)
         if figures.status == "ok" and not figures.losses:
             figures.status = "no iteration in the log"
@@ -444,36 +434,3 @@ def package_sources() -> list[Path]:
     files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")]
     apart = {"testing", "scripts"}
     return sorted({file for file in files if not apart & set(file.relative_to(PACKAGE).parts)})
-
-
-class Launcher:
-    """Runs launches one after another, and starts the next ``ahead`` of them early.
-
-    Those import and wait; only one trains at a time. ``wall_s`` of one that waited counts from its turn.
-    """
-
-    def __init__(self, runs: Sequence[Run], output: Path, ahead: int) -> None:
-        self._names = [run.folder_name for run in runs]
-        self._runs = list(runs)
-        self._output = output
-        self._ahead = ahead
-        self._waiting: dict[str, Started] = {}
-
-    def execute(self, run: Run) -> tuple[Figures, bool]:
-        """Its figures, and whether they were there already from an earlier, complete run."""
-        here = self._names.index(run.folder_name)
-        for passed in [name for name in self._waiting if name in self._names[:here]]:
-            end_launch(self._waiting.pop(passed).process)
-        if (earlier := run.earlier(self._output)) is not None:
-            return earlier, True
-        started = self._waiting.pop(run.folder_name, None) or run.start(self._output)
-        for following in self._runs[here + 1 : here + 1 + self._ahead]:
-            if following.folder_name not in self._waiting and not following.earlier(self._output):
-                self._waiting[following.folder_name] = following.start(self._output, waits=True)
-        return run.finish(started), False
-
-    def close(self) -> None:
-        """End what still waits."""
-        for started in self._waiting.values():
-            end_launch(started.process)
-        self._waiting.clear()

@@ -28,16 +28,7 @@ from megatron_fused_ce.testing.provenance import commit
 Row = dict[str, Any]
 SCHEMA = 1
 #: Of a file: the commit, the device, versions, and the command line.
-MADE_BY = (
-    "commit",
-    "device",
-    "python",
-    "torch",
-    "triton",
-    "megatron",
-    "transformer_engine",
-    "command",
-)
+MADE_BY = ("commit", "device", "python", "torch", "triton", "megatron", "transformer_engine", "command")
 #: Of a row: what was measured, milliseconds of a step (median), its ratio to what the program names, the
 #: spread of the time or ratio, MiB at the peak, and the host's milliseconds.
 ROW = ("shape", "variant", "time_ms", "ratio", "spread", "peak_mib", "host_ms")
@@ -109,11 +100,7 @@ def made_by(device: str, command: Sequence[str], **more: Any) -> Row:
 
 def write(path: Path, rows: Sequence[Row], source: Row) -> None:
     """The file, a row a line, complete at any time. Raises ValueError where `check` does."""
-    content = {
-        "schema": SCHEMA,
-        "made_by": source,
-        "rows": [{**dict.fromkeys(ROW), **row} for row in rows],
-    }
+    content = {"schema": SCHEMA, "made_by": source, "rows": [{**dict.fromkeys(ROW), **row} for row in rows]}
     check(content := finite(content))
     head = json.dumps({"schema": SCHEMA, "made_by": content["made_by"]}, indent=1)[:-2]
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in content["rows"])

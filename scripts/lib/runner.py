@@ -8,8 +8,6 @@
     --every-digit       print every digit of losses and gradient norms: Megatron logs seven and three
     --memory FOLDER STEP RANK
                         record the memory of one step on one rank (-1: the last), and end after it
-    --wait FILE         import what a launch needs (some 10 s), wait for FILE, then run; `-m MODULE` may
-                        stand for the script. Nothing of Megatron is imported and no GPU touched before
 
 The first two lift one refusal: the check sees what it asks for, all that runs afterwards does not. They are
 for measuring beside, not for training. The plugin's hook is installed where its flag is given.
@@ -17,13 +15,10 @@ for measuring beside, not for training. The plugin's hook is installed where its
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import pickle
 import runpy
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +29,7 @@ if TYPE_CHECKING:
 FLAG = "--fused-chunked-ce"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: Number of values of each option.
-OPTIONS = {"--te-loss": 0, "--many-connections": 0, "--every-digit": 0, "--memory": 3, "--wait": 1}
-PRELOADED = ("numpy", "torch", "torch._dynamo", "triton", "transformer_engine.pytorch")
-POLL_S = 0.05
+OPTIONS = {"--te-loss": 0, "--many-connections": 0, "--every-digit": 0, "--memory": 3}
 #: What --memory leaves in its folder; the snapshot is for torch's viewer.
 TIMELINE, SNAPSHOT = "memory.json", "snapshot.pickle"
 
@@ -166,30 +159,18 @@ def _watch_memory(folder: str, step: str, wanted: str) -> None:
 
 
 def parse(words: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(option -> its values, the script or ``-m MODULE`` and its arguments)."""
+    """(option -> its values, the script and its arguments)."""
     own: dict[str, list[str]] = {}
     while words and words[0] in OPTIONS:
         end = 1 + OPTIONS[words[0]]
         own[words[0]], words = words[1:end], words[end:]
-    is_module = words[:1] == ["-m"] and len(words) > 1
-    if not is_module and not (words and os.path.isfile(words[0])):
-        sys.exit(f"usage: runner.py OPTION... (-m MODULE | SCRIPT) args..., no {' '.join(words[:1])}")
+    if not (words and os.path.isfile(words[0])):
+        sys.exit(f"usage: runner.py OPTION... SCRIPT args..., no {' '.join(words[:1])}")
     return own, words
 
 
 def main() -> None:
     own, words = parse(sys.argv[1:])
-    if "--wait" in own:
-        for name in PRELOADED:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-        while not os.path.exists(own["--wait"][0]):
-            time.sleep(POLL_S)
-    if words[0] == "-m":
-        sys.path[0] = os.getcwd()
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
     sys.argv = words
     sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
     if FLAG in words:
@@ -204,10 +185,7 @@ def main() -> None:
         os.environ.pop(CONNECTIONS, None)
     if "--memory" in own:
         _watch_memory(*own["--memory"])
-    for option, lift in (
-        ("--te-loss", lift_te_refusal),
-        ("--many-connections", lift_connections_refusal),
-    ):
+    for option, lift in (("--te-loss", lift_te_refusal), ("--many-connections", lift_connections_refusal)):
         if option in own:
             import megatron.training.arguments
 

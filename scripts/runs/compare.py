@@ -449,13 +449,7 @@ COLOURS = (
     ("#ae017e", "#fcc5c0"), ("#7f6000", "#e7cb94"), ("#252525", "#d9d9d9"),
 )  # fmt: skip
 BOUND: dict[str, Any] = {"color": "#cb181d", "ls": "--", "lw": 1.2}
-NOT_FINITE: dict[str, Any] = {
-    "color": "#cb181d",
-    "marker": "x",
-    "ms": 6,
-    "ls": "",
-    "clip_on": False,
-}
+NOT_FINITE: dict[str, Any] = {"color": "#cb181d", "marker": "x", "ms": 6, "ls": "", "clip_on": False}
 NOISE: dict[str, Any] = {"color": "#737373", "ls": ":", "lw": 1.4}
 
 
@@ -573,13 +567,7 @@ def _parser() -> Parser:
     bounds = parser.add_argument_group("bounds")
     add = bounds.add_argument
     add("--against-noise", metavar="RUN", help="another run that is the same as the reference")
-    add(
-        "--first",
-        type=whole(),
-        default=10,
-        metavar="N",
-        help="how many iterations are the first [10]",
-    )
+    add("--first", type=whole(), default=10, metavar="N", help="how many iterations are the first [10]")
     bound = number()
     add("--first-bound", type=bound, metavar="X", help="losses, relative [5e-4; fp32 1e-6]")
     add("--bound", type=bound, metavar="X", help="losses over all iterations, relative [0.1]")

@@ -38,7 +38,6 @@ Exit status: 0 all launches gave a row, 1 one failed otherwise than by memory or
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import re
 import shlex
@@ -60,7 +59,7 @@ from megatron_fused_ce.command_line import (
 )
 from megatron_fused_ce.estimate.command import setting_of as planned_setting
 from megatron_fused_ce.scripts.lib import launches, results, tables
-from megatron_fused_ce.scripts.lib.launches import STOCK, Checkout, Launcher
+from megatron_fused_ce.scripts.lib.launches import STOCK, Checkout
 from megatron_fused_ce.scripts.lib.logs import Figures, is_error, log_texts
 from megatron_fused_ce.scripts.lib.losses import largest_relative_difference
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
@@ -458,13 +457,6 @@ def _parser() -> Parser:
     add("--warmup", type=whole(0), help="of them left out of the time [about a quarter]")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last launch")
     add("--timeout", type=seconds, default=300.0, metavar="S", help="of one launch [300]")
-    add(
-        "--preload",
-        type=whole(0, 64),
-        default=0,
-        metavar="N",
-        help="let the next N launches load their modules while one trains [0]",
-    )
     add("--out", type=Path, default=Path("build/longest"), help="folder of results and logs")
     add("--dry-run", action="store_true", help="print the launches")
     add("megatron_args", nargs="*", metavar="-- FLAGS", help="flags of Megatron's for every launch")
@@ -560,19 +552,17 @@ def main(words: list[str]) -> int:
         return 0
     out = writable_folder(options.out.resolve())
     source = source_of(options, checkout, words)
-    launcher = Launcher(runs, out, options.preload)
 
     def execute(run: LongRun) -> tuple[Figures, list[str]]:
-        figures, _ = launcher.execute(run)
+        figures, _ = run.execute(out)
         return figures, log_texts(out / run.folder_name)
 
     def write(rows: list[Row]) -> None:
         results.write(out / "longest.json", rows, source)
         results.write_whole(out / "longest.md", report(rows, source))
 
-    with contextlib.closing(launcher):
-        left = options.time_limit - (time.monotonic() - began)
-        rows, left_out = run_all(runs, time_limit_s=left, execute=execute, write=write)
+    left = options.time_limit - (time.monotonic() - began)
+    rows, left_out = run_all(runs, time_limit_s=left, execute=execute, write=write)
     if rows:
         print(f"\n{markdown(rows)}\n{verdict(rows)}")
     failed = [row for row in rows if row["status"] not in (OK, OUT_OF_MEMORY, REFUSED, CUT)]

@@ -12,7 +12,7 @@ whose arguments are yours, launched as users launch it:
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM --device cuda --cases fsdp \\
         --variants unfused,native,auto,fsdp2,fsdp2-fused-ce,megatron-fsdp,megatron-fsdp-fused-ce
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM --device cuda --nproc 4 \
-        --case-name "TP 4, 128k" --args-file launch.args -- --train-iters 50
+        --case-name "TP 4, 128k" -- $(cat launch.args) --train-iters 50
 
 Each variant is one launch of the unmodified script; ``unfused`` is what the others are compared
 with, where AGAINST names no other variant. More variants:
@@ -29,7 +29,6 @@ its unfused one by, or 1e-6 (what the log's seven digits can tell apart), whiche
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import shlex
 import sys
@@ -45,7 +44,6 @@ from megatron_fused_ce.command_line import (
     Parser,
     UsageError,
     command,
-    read_text,
     seconds,
     whole,
     writable_folder,
@@ -59,7 +57,6 @@ from megatron_fused_ce.scripts.lib.launches import (
     YARDSTICK,
     Case,
     Checkout,
-    Launcher,
     Run,
     named_flags,
 )
@@ -238,10 +235,7 @@ GPU_CASES = {
         "TP 2 × PP 2, MTP 1, untied",
         f"{_TP2} --pipeline-model-parallel-size 2 --mtp-num-layers 1 {UNTIED}",
     ),
-    "no-sp": (
-        "TP 4 without sequence parallelism, untied",
-        f"--tensor-model-parallel-size 4 {UNTIED}",
-    ),
+    "no-sp": ("TP 4 without sequence parallelism, untied", f"--tensor-model-parallel-size 4 {UNTIED}"),
     "graph": (
         "TP 4, the whole iteration in a CUDA graph, untied",
         f"--tensor-model-parallel-size 4 {UNTIED} --cuda-graph-impl full_iteration"
@@ -422,10 +416,7 @@ def markdown(rows: Sequence[Row], device: str) -> str:
             if row.variant in (REFERENCE, YARDSTICK) and not row.problems:
                 continue
             cells = [row.version, row.model, row.case, row.variant, *compared]
-            cells += [
-                cell(row.native_loss_difference, ".1e"),
-                cell(row.grad_norm_difference, ".1e"),
-            ]
+            cells += [cell(row.native_loss_difference, ".1e"), cell(row.grad_norm_difference, ".1e")]
             cells += [cell(row.native_grad_norm_difference, ".1e")]
         else:
             cells = [row.version, row.case, row.variant, cell(row.time_ms, ".1f")]
@@ -511,7 +502,6 @@ def _parser() -> Parser:
         metavar="NAME=FLAGS",
         help="one more variant, run after those of --variants; repeatable",
     )
-    add("--args-file", help="the script's arguments, as in a shell; # comments")
     add("--case-name", default="own arguments", help="with arguments of your own")
     add("--script", default="pretrain_gpt.py", help="with arguments of your own")
     add("--nproc", type=whole(most=4096), default=2, help="with arguments of your own")
@@ -522,28 +512,9 @@ def _parser() -> Parser:
         metavar="VARIANT",
         help="running out of GPU memory is a result of this variant, not a failure; repeatable",
     )
-    add(
-        "--warmup",
-        type=whole(0),
-        default=1,
-        metavar="N",
-        help="logged iterations left out of the time",
-    )
+    add("--warmup", type=whole(0), default=1, metavar="N", help="logged iterations left out of the time")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one run")
-    add(
-        "--time-limit",
-        type=seconds,
-        default=NO_LIMIT,
-        metavar="S",
-        help="of all; cuts the last run",
-    )
-    add(
-        "--preload",
-        type=whole(0, 64),
-        default=0,
-        metavar="N",
-        help="let the next N runs load their modules while one trains [0]",
-    )
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last run")
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
     add("script_args", nargs="*", metavar="-- ARGS", help="arguments of your own for the script")
     return parser
@@ -565,13 +536,6 @@ def _variants(options: argparse.Namespace) -> dict[str, str]:
     return chosen
 
 
-def _own_args(options: argparse.Namespace) -> list[str]:
-    words: list[str] = []
-    if options.args_file:
-        words += shlex.split(read_text(Path(options.args_file)), comments=True)
-    return [*words, *options.script_args]
-
-
 def plan(options: argparse.Namespace) -> list[list[Run]]:
     """The runs, one list per row group (checkout, model, case), the reference first."""
     if not options.megatron:
@@ -580,13 +544,12 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
     if len({checkout.label for checkout in checkouts}) < len(checkouts):
         raise UsageError("checkouts need folders of different names: their names label the table")
     variants = _variants(options)
-    own_args = _own_args(options)
     cases: list[tuple[Checkout, str, Case]] = []
     for checkout in checkouts:
-        if own_args:
+        if options.script_args:
             if not (checkout.path / options.script).is_file():
                 raise UsageError(f"--script: {checkout.label} has no {options.script}")
-            case = Case(options.case_name, options.script, options.nproc, own_args)
+            case = Case(options.case_name, options.script, options.nproc, options.script_args)
             model = options.script.removeprefix("pretrain_").removesuffix(".py")
             cases.append((checkout, model, case))
             continue
@@ -602,15 +565,7 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
                 cases.append((checkout, label, cpu_case(checkout, model, name)))
     return [
         [
-            Run(
-                checkout,
-                model,
-                case,
-                name,
-                tuple(shlex.split(flags)),
-                options.device,
-                options.timeout,
-            )
+            Run(checkout, model, case, name, tuple(shlex.split(flags)), options.device, options.timeout)
             for name, flags in variants.items()
         ]
         for checkout, model, case in cases
@@ -632,33 +587,31 @@ def main(words: list[str]) -> int:
     rows: list[Row] = []
     records: list[dict[str, Any]] = []
     runs = [run for group in groups for run in group if run.case.args is not None]
-    launcher = Launcher(runs, output, options.preload)
     deadline = time.monotonic() + options.time_limit
-    with contextlib.closing(launcher):
-        for group in groups:
-            first = group[0]
-            if first.case.args is None:
-                status = f"{first.model} has it not in this version"
-                rows.append(Row(first.checkout.label, first.model, first.case.name, "", status))
+    for group in groups:
+        first = group[0]
+        if first.case.args is None:
+            status = f"{first.model} has it not in this version"
+            rows.append(Row(first.checkout.label, first.model, first.case.name, "", status))
+            continue
+        all_figures: dict[str, Figures] = {}
+        for run in group:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                all_figures[run.variant] = Figures("not run: the time limit is over")
+                print(f"{run.title}: not run", flush=True)
                 continue
-            all_figures: dict[str, Figures] = {}
-            for run in group:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    all_figures[run.variant] = Figures("not run: the time limit is over")
-                    print(f"{run.title}: not run", flush=True)
-                    continue
-                timed = replace(run, timeout_s=min(left, run.timeout_s))
-                figures, was_there = launcher.execute(timed)
-                all_figures[run.variant] = figures
-                came = "kept" if was_there else f"{figures.wall_s:.0f} s"
-                line = f"{run.title}: {figures.status} ({came}) {figures.error}"
-                print(line.rstrip(), flush=True)
-            for run in group:
-                row = compare(run, all_figures, options.warmup, options.may_run_out_of_memory)
-                rows.append(row)
-                record = {"shape": row.case, **asdict(row), "command": run.command}
-                records.append({**record, "figures": asdict(all_figures[run.variant])})
+            timed = replace(run, timeout_s=min(left, run.timeout_s))
+            figures, was_there = timed.execute(output)
+            all_figures[run.variant] = figures
+            came = "kept" if was_there else f"{figures.wall_s:.0f} s"
+            line = f"{run.title}: {figures.status} ({came}) {figures.error}"
+            print(line.rstrip(), flush=True)
+        for run in group:
+            row = compare(run, all_figures, options.warmup, options.may_run_out_of_memory)
+            rows.append(row)
+            record = {"shape": row.case, **asdict(row), "command": run.command}
+            records.append({**record, "figures": asdict(all_figures[run.variant])})
 
     source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
     results.write(output / "results.json", records, source)

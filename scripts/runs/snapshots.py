@@ -41,11 +41,7 @@ _RULES = tuple(
     for category, file, function in (
         # The adapter and the launcher stand in the stacks of whole models.
         (HEAD, r"megatron_fused_ce/(?!adapter/|testing/|scripts/|launch|autoload)", ""),
-        (
-            HEAD,
-            r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py",
-            "",
-        ),
+        (HEAD, r"megatron/core/(tensor_parallel/cross_entropy|fusions/fused_cross_entropy)\.py", ""),
         (HEAD, r"transformer_engine/.*cross_entropy", ""),
         (HEAD, r"megatron/core/models/common/language_module/", r"compute_\w*loss"),
         (EMBEDDING, r"megatron/core/models/(gpt|mamba|hybrid)/\w+_model\.py", r"_preprocess"),
@@ -270,19 +266,11 @@ class Recording:
         self._memory._record_memory_history(None)
         device = self._torch.cuda.current_device()
         timeline = timeline_of(
-            name,
-            self._before,
-            snapshot,
-            device=device,
-            begin_us=self._begin_us,
-            num_logits=num_logits,
+            name, self._before, snapshot, device=device, begin_us=self._begin_us, num_logits=num_logits
         )
         timeline.marks = self.marks
         timeline.allocator_peak_bytes = peak
-        timeline.facts = {
-            "device": self._torch.cuda.get_device_name(),
-            "torch": self._torch.__version__,
-        }
+        timeline.facts = {"device": self._torch.cuda.get_device_name(), "torch": self._torch.__version__}
         return timeline, snapshot
 
 

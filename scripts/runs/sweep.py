@@ -51,14 +51,7 @@ from megatron_fused_ce.scripts.lib.launches import split_command
 from megatron_fused_ce.scripts.runs import sweep_launches, sweep_report
 from megatron_fused_ce.scripts.runs.sweep_launches import Launches
 from megatron_fused_ce.scripts.runs.sweep_report import Result
-from megatron_fused_ce.scripts.runs.sweep_rows import (
-    OK,
-    OUT_OF_MEMORY,
-    STOCK,
-    Cell,
-    cells_of,
-    rows_of,
-)
+from megatron_fused_ce.scripts.runs.sweep_rows import OK, OUT_OF_MEMORY, STOCK, Cell, cells_of, rows_of
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STRATEGIES = [name for name in STRATEGY_CHOICES if name != "auto"]
@@ -95,23 +88,12 @@ def _parser() -> Parser:
         help="grad_weight is added into an fp32 main_grad, as under Megatron, or returned",
     )
     add("--blocks", type=whole(), default=3, metavar="N", help="turns of each cell [3]")
-    add(
-        "--sample-ms",
-        type=number(),
-        default=100.0,
-        metavar="MS",
-        help="a turn's least length [100]",
-    )
+    add("--sample-ms", type=number(), default=100.0, metavar="MS", help="a turn's least length [100]")
     launches = parser.add_argument_group("launches of Megatron-LM, arguments after --")
     add = launches.add_argument
     add("--through-megatron", metavar="CHECKOUT", help="a Megatron-LM checkout")
     add("--script", default="pretrain_gpt.py", help="[pretrain_gpt.py]")
-    add(
-        "--nproc",
-        type=whole(most=4096),
-        metavar="N",
-        help="processes of a launch [every GPU; 1 on a CPU]",
-    )
+    add("--nproc", type=whole(most=4096), metavar="N", help="processes of a launch [every GPU; 1 on a CPU]")
     add("--iterations", type=whole(), default=10, metavar="N", help="of a launch [10]")
     add("--warmup", type=whole(0), default=3, metavar="N", help="of them not timed [3]")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of a launch [900]")

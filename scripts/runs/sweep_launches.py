@@ -20,9 +20,7 @@ from megatron_fused_ce.scripts.lib.launches import (
     refuse_shared_folders,
     split_plugin_words,
 )
-from megatron_fused_ce.scripts.lib.launches import (
-    STOCK as STOCK_FLAGS,
-)
+from megatron_fused_ce.scripts.lib.launches import STOCK as STOCK_FLAGS
 from megatron_fused_ce.scripts.lib.logs import Figures
 from megatron_fused_ce.scripts.lib.losses import (
     FP32_LOSS_BOUNDS,
@@ -30,12 +28,7 @@ from megatron_fused_ce.scripts.lib.losses import (
     YARDSTICK_FACTOR,
     loss_difference,
 )
-from megatron_fused_ce.scripts.runs.sweep_rows import (
-    OK,
-    OUT_OF_MEMORY,
-    STOCK,
-    Cell,
-)
+from megatron_fused_ce.scripts.runs.sweep_rows import OK, OUT_OF_MEMORY, STOCK, Cell
 
 _SWEPT = (
     FLAG,
@@ -167,9 +160,8 @@ def measure(
     records: dict[Cell, dict[str, Any]] = {}
     for cell in cells:
         run = launches.run_of(cell)
-        figures = None if fresh else run.earlier(folder)
-        came = "" if figures is None else " (kept; --fresh launches again)"
-        figures = figures or run.finish(run.start(folder))
+        figures, was_there = run.execute(folder, fresh)
+        came = " (kept; --fresh launches again)" if was_there else ""
         record = records[cell] = _record(launches, cell, figures)
         if len(records) == 1 and record["status"] not in (OK, OUT_OF_MEMORY):
             raise UsageError(f"the launch with {cell.flags}: {record['status']}; its logs are in {folder}")

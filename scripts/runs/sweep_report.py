@@ -21,10 +21,7 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
     timed,
 )
 
-TITLES = {
-    "head": "Training step: forward and backward",
-    "pretrain": "Training iteration of the launch",
-}
+TITLES = {"head": "Training step: forward and backward", "pretrain": "Training iteration of the launch"}
 COLOURS = {
     "store": "#08306b",
     "grad_in_forward": "#31a354",
@@ -56,9 +53,7 @@ class Result:
         front = cells_on_front(rows)
         marked = [
             replace(
-                row,
-                on_front=row.cell in front,
-                recommended=best is not None and row.cell == best.row.cell,
+                row, on_front=row.cell in front, recommended=best is not None and row.cell == best.row.cell
             )
             for row in rows
         ]
@@ -241,14 +236,7 @@ def _label_points(axes: Any, rows: Sequence[Row]) -> None:
         places = [
             (dx if dx > 0 else dx - width, dy if dy > 0 else dy - height)
             for reach in (5, 11, 18, 26, 35)
-            for dx, dy in (
-                (reach, 4),
-                (reach, -4),
-                (-reach, 4),
-                (-reach, -4),
-                (2, reach),
-                (2, -reach),
-            )
+            for dx, dy in ((reach, 4), (reach, -4), (-reach, 4), (-reach, -4), (2, reach), (2, -reach))
         ]
         boxes = [(x + dx, y + dy, x + dx + width, y + dy + height) for dx, dy in places]
         free = (i for i, box in enumerate(boxes) if not any(_overlap(box, other) for other in taken))
@@ -278,12 +266,7 @@ def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
         # Where times agree, the dashes of each stand in the gaps of the others; above the chunks' lines.
         dashes = (6 * i, (5, 6 * len(uncounted) - 5))
         axes.axhline(
-            row.time_ms,
-            color=COLOURS[row.strategy],
-            ls=dashes,
-            lw=1.6,
-            label=row.strategy,
-            zorder=3,
+            row.time_ms, color=COLOURS[row.strategy], ls=dashes, lw=1.6, label=row.strategy, zorder=3
         )
     counts = sorted({row.num_chunks for row in counted if row.num_chunks is not None})
     axes.set_xscale("log", base=2)

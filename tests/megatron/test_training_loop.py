@@ -81,7 +81,7 @@ def exact_lines(output):
 
 
 #: Flags of each launch after the first, which trains 8 iterations without any. Each goes on for two. The
-#: first of them is torchrun's, too; the others find Megatron imported.
+#: first of them is torchrun's; the others, and the one before, find Megatron imported.
 LEGS = {
     "on": "--fused-chunked-ce --eval-iters 1",
     "on, grad_in_forward": f"{GRAD_IN_FORWARD} --fused-ce-log-accuracy --fused-ce-report",
@@ -91,7 +91,8 @@ LEGS = {
 
 def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
     """Losses and gradient norms are those of the one run without the flag, whichever leg saved."""
-    status, output = launch(SCRIPT, tmp_path, "--save", str(tmp_path / "after 2"))
+    words = words_of(SCRIPT, "--save", str(tmp_path / "after 2"))
+    status, output = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
     assert status == 0, told_by_ranks(output)
     whole = exact_lines(output)
     assert [line["iteration"] for line in whole] == list(range(1, 9))

@@ -18,8 +18,9 @@ STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 @pytest.mark.rest
 @on_ranks(2, timeout_s=300)
-@SP
-@STRATEGY
+@pytest.mark.parametrize(
+    ("strategy", "sp"), [*((strategy, True) for strategy in STRATEGIES), ("recompute", False)]
+)
 def test_out_of_memory(rank: Rank, strategy, sp):
     """With collectives under way: what was started is not waited for, and nothing of it is left."""
     step = Step(torch.float32, strategy, "fp32", rank=rank, sequence_parallel=sp)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.support import megatron, rl_utils
 from tests.support.megatron import (
     BATCH,
+    CORE_0_19,
     SEQUENCE,
     VOCAB,
     Model,
@@ -188,16 +189,24 @@ def trained(rank: Rank, model: Model, sharding: Sharding) -> dict[str, torch.Ten
     return training.seen | training.parameters()
 
 
-#: One a way of sharding; the others are of `make test-rest`.
+#: One a way of sharding, by both cores; the others are of `make test-rest`, by one.
 CORE = ("FSDP2, store", "FSDP2, recompute, own unit", "Megatron-FSDP, grad_in_forward")
 
 
 @on_ranks(*BOTH)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in CORE else pytest.mark.rest) for case in CASES],
-)
+@pytest.mark.parametrize("case", CORE)
 def test_sharded_against_ddp(rank: Rank, case):
+    against_ddp(rank, case)
+
+
+@pytest.mark.rest
+@on_ranks(BOTH[0 if CORE_0_19.is_dir() else 1])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in CORE])
+def test_other_cases_against_ddp(rank: Rank, case):
+    against_ddp(rank, case)
+
+
+def against_ddp(rank: Rank, case: str) -> None:
     import megatron_fused_ce
 
     if case == "Megatron-FSDP, no_shard":

@@ -54,19 +54,19 @@ class Setup:
 
 SETUPS = [
     # Without sequence parallelism the statistics are all-reduced, with it they are packed; below the
-    # other way round.
+    # other way round. TP 2 has half of what TP 4 has.
     *(
         Setup(tp, strategy, sp, merge="packed" if sp else "all_reduce")
         for tp in (2, 4)
-        for strategy in STRATEGIES
+        for number, strategy in enumerate(STRATEGIES)
         for sp in (False, True)
+        if tp == 4 or sp == bool(number % 2)
     ),
     Setup(4, "grad_in_forward", True, merge="all_reduce"),
     Setup(4, "mixed", True, merge="all_reduce"),
     Setup(4, "grad_in_forward", False),
 ]
 SCALED_EXP = [
-    Setup(2, "grad_in_forward", True, logits_backend="scaled_exp"),
     Setup(2, "recompute", False, logits_backend="scaled_exp"),
     Setup(4, "mixed", True, logits_backend="scaled_exp"),
     Setup(4, "grad_in_forward", True, merge="all_reduce", logits_backend="scaled_exp"),
@@ -211,7 +211,9 @@ def test_disturbed_timing(rank: Rank, setup):
         train_step(rank, groups, setup, data)  # a group's first call compares shapes besides
         with Collectives(groups.names) as quiet:
             expected = train_step(rank, groups, setup, data)
-        for repeat in range(NUM_DISTURBED_STEPS):
+        # A step of four ranks takes Triton's interpreter seconds.
+        interpreted = setup.logits_backend == "scaled_exp" and rank.device.type == "cpu"
+        for repeat in range(1 if interpreted else NUM_DISTURBED_STEPS):
             delays = RandomDelays(1000 * repeat + rank.rank, longest_s=LONGEST_DELAY_S, device=rank.device)
             with Collectives(groups.names, before=delays) as disturbed:
                 got = train_step(rank, groups, setup, data)

@@ -52,7 +52,6 @@ READERS = {
     "compare, TensorBoard folders": "-m megatron_fused_ce compare {2} {2} --out {1}",
     "plan of a launch script": "-m megatron_fused_ce plan --from-launch {0}",
     "benchmark": "-m scripts.bench --render {0}",
-    "figures": "-m scripts.dev.figures_scaling {0}",
 }
 
 

@@ -31,7 +31,7 @@ def run_here(main: Callable[[list[str]], int], *words: object) -> subprocess.Com
 
 @contextlib.contextmanager
 def launches_without_torch() -> Iterator[None]:
-    """torchrun is tests/support/no_torch's, and the modules that ``runner.py --wait`` imports are empty."""
+    """torchrun is tests/support/no_torch's."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(NO_TORCH), before]))
     try:

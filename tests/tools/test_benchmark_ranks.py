@@ -39,12 +39,7 @@ def world_of(rank: Rank, sequence_parallel: bool) -> World:
 
 def problem_of(world: World) -> Problem:
     return Problem(
-        world,
-        num_tokens=TOKENS,
-        hidden_size=HIDDEN,
-        vocab=VOCAB,
-        dtype=torch.float32,
-        keep_whole=True,
+        world, num_tokens=TOKENS, hidden_size=HIDDEN, vocab=VOCAB, dtype=torch.float32, keep_whole=True
     )
 
 

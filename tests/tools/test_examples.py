@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from megatron_fused_ce import FusedCEConfig
 from tests.support import forked_launches
+from tests.support.checkouts import CHECKOUTS
 from tests.support.launches import LAUNCHES
 from tests.support.megatron import CORE_0_19
 
@@ -39,7 +40,6 @@ def is_new_enough(checkout: str) -> bool:
     return [int(part[1]) for part in version if part] >= [0, 19]
 
 
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 CORES = [str(CORE_0_19), *filter(is_new_enough, CHECKOUTS)]
 
 

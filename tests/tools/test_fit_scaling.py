@@ -1,10 +1,8 @@
-"""The cost model: constants that are known come back, and its command line says what it lacks."""
+"""The cost model: constants that are known come back, and it says what it lacks."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,19 +11,11 @@ from megatron_fused_ce.scripts.dev import figures_scaling as fit_scaling
 from megatron_fused_ce.scripts.dev.figures_scaling import Case, Link, Model
 from megatron_fused_ce.scripts.lib import pages as marked_document
 
-ROOT = Path(__file__).resolve().parents[2]
-
 MARKERS = marked_document.markers("scaling")
 
 RATE = 700e12
 LINK = Link(2e-5, fit_scaling.NVLINK_STEP_S, 300e9, "known")
-KNOWN = {
-    "accumulation": 1.5e-13,
-    "passes": 2.5e-13,
-    "chunk": 4e-5,
-    "company": 2e-4,
-    "contention": 0.3,
-}
+KNOWN = {"accumulation": 1.5e-13, "passes": 2.5e-13, "chunk": 4e-5, "company": 2e-4, "contention": 0.3}
 MODEL = Model(RATE, (RATE, RATE), LINK, KNOWN, {})
 SHAPES = {"llama-3-8b": (4096, 128256), "qwen3-1.7b": (2048, 151936)}
 
@@ -54,11 +44,7 @@ def rows_of(model: Model, noise: float = 0.0) -> list[dict]:
                             time_ms = 1e3 * model.time_s(case, roof_ms * 1e-3)
                             time_ms *= 1 + noise * random.standard_normal()
                             of_it = {"sp": sp, "variant": strategy, "chunk_tokens": chunk_tokens}
-                            of_it |= {
-                                "logits_backend": "scaled_exp",
-                                "roof_ms": roof_ms,
-                                "time_ms": time_ms,
-                            }
+                            of_it |= {"logits_backend": "scaled_exp", "roof_ms": roof_ms, "time_ms": time_ms}
                             rows.append({**roof, **of_it})
     return rows
 
@@ -169,76 +155,35 @@ def test_limits():
     assert lost / (6 * tokens * 4096 * 32064 / RATE) == pytest.approx(0.05)
 
 
-def result_file(tmp_path: Path, rows: list[dict]) -> Path:
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(rows))
-    return path
-
-
-def test_command_line_prints_every_table(tmp_path, capsys):
-    path = result_file(tmp_path, rows_of(MODEL) + profile_rows(LINK))
-    assert fit_scaling.main([str(path), "--ranks", "2", "16", "--tokens", "32768"]) == 0
-    said = capsys.readouterr().out
+def test_the_tables_say_what_was_fitted():
+    rows = rows_of(MODEL) + profile_rows(LINK)
+    model = fit_scaling.fit(rows)
+    said = fit_scaling.tables(model, rows, ["rows.json"])
     assert "| `K` | 0.3 ± " in said and "| `b` | 300 |" in said and "| `P` | 700 (700 to 700) |" in said
     case = Case(32768, 4096, 8016, 16, True, "store", 8192)
-    fitted = fit_scaling.fit(json.loads(path.read_text()))
-    assert f"| 32768 | 16 | 8016 | {fitted.ratio(case):.2f} |" in said
+    assert f"| 32768 | 16 | 8016 | {model.ratio(case):.2f} |" in said
     assert f"| {fit_scaling.peak_gib(case, 'NVIDIA H200'):.2f} |" in said
-    exact = ("| +0.000 |", "| -0.000 |")
-    rows = [line for line in said.splitlines() if line.endswith(exact)]
-    assert len(rows) == sum(row["variant"] != "roof" for row in rows_of(MODEL))
+    exact = [line for line in said.splitlines() if line.endswith(("| +0.000 |", "| -0.000 |"))]
+    assert len(exact) == sum(row["variant"] != "roof" and row["tp"] > 1 for row in rows_of(MODEL))
+    assert "| 2 SP | store |" in said and "| 1 | store |" not in said
 
 
-def test_tables_go_between_the_markers(tmp_path, capsys):
-    path = result_file(tmp_path, rows_of(MODEL))
+def test_tables_go_between_the_markers(tmp_path):
     document = tmp_path / "scaling.md"
     begin, end = MARKERS
     document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     for _ in range(2):
-        made = fit_scaling.made(fit_scaling.parse_arguments([str(path)]), every_row=False)
-        marked_document.rewrite(document, {"scaling": made})
-        text = document.read_text()
-        assert text.startswith(f"before\n{begin}\n\nFitted to ") and text.endswith(f"\n{end}\nafter\n")
-        assert "old" not in text and text.count("**Carried on**") == 1
-    # Residuals of one rank's rows stay out of the document.
-    assert "| 2 SP | store |" in text and "| 1 | store |" not in text
-    assert capsys.readouterr().out == ""
+        marked_document.rewrite(document, {"scaling": "made\n"})
+        assert document.read_text() == f"before\n{begin}\n\nmade\n\n{end}\nafter\n"
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "rows.json: No such file"),
-        ("{", "cannot be read as JSON"),
-        ("{}", "no row named 'roof'"),
-        ("[1]", "no row named 'roof'"),
-        (
-            json.dumps([roof_row("llama-3-8b", 8192, 1)]),
-            "no row of store, grad_in_forward or recompute",
-        ),
-    ],
+    ("rows", "words"),
+    [([], "no row named 'roof'"), ([roof_row("llama-3-8b", 8192, 1)], "no row of store, grad_in_forward or")],
 )
-def test_bad_files_are_one_line_and_status_2(content, words, tmp_path, capsys):
-    path = tmp_path / "rows.json"
-    if content is not None:
-        path.write_text(content)
-    status = fit_scaling.main([str(path)])
-    said = capsys.readouterr()
-    assert status == 2 and said.out == ""
-    assert words in said.err and len(said.err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--ranks 0", "from 1 to"),
-        ("--heads 4096", "expected H:V"),
-    ],
-)
-def test_bad_options_are_one_line_and_status_2(line, words, capsys):
-    status = fit_scaling.main(line.split())
-    said = capsys.readouterr()
-    assert status == 2 and words in said.err and len(said.err.splitlines()) == 1
+def test_rows_that_nothing_can_be_fitted_to(rows, words):
+    with pytest.raises(ValueError, match=words):
+        fit_scaling.fit(rows)
 
 
 @pytest.mark.parametrize("text", ["no markers", "{1}\n{0}", "{0}\n{0}\n{1}"])

@@ -43,15 +43,12 @@ def test_groups_have_one_worker_thread(tmp_path):
     assert (done.returncode, done.stdout) == (0, "at exit\n"), done.stderr
 
 
-def test_collectives_under_way_together():
-    """Six seconds, in which two threads a group die one time in a few: scripts that make groups must not."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "tests.support.gloo_race", "--seconds", "6"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall("1 worker threads", done.stdout)) == 2, done.stdout
+def test_collectives_under_way_together(forks, tmp_path):
+    """In one second two threads a group die now and then: scripts that make groups must not."""
+    words = ["-m", "tests.support.gloo_race", "--seconds", "1"]
+    status, told = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
+    assert status == 0, told
+    assert len(re.findall("1 worker threads", told)) == 2, told
 
 
 def makers_of_groups():

@@ -22,14 +22,10 @@ import pytest
 
 from megatron_fused_ce.scripts.lib import results, runner
 from megatron_fused_ce.scripts.runs import longest as script
+from tests.support.checkouts import on_checkouts, stand_in
 from tests.support.commands import launches_without_torch, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
-needs_a_checkout = pytest.mark.skipif(
-    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
-)
-
 # Logs in Megatron's format, with a tab of every ingredient that is read.
 ITERATION = (
     " [2026-01-01 00:00:00.0] iteration {i:8d}/{n:8d} | consumed samples: {i} | "
@@ -65,12 +61,7 @@ def training_log(times, losses=None, peak=40000.0, plan=PLAN, materialised=0):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A folder that passes for a checkout."""
-    folder = tmp_path / "megatron-lm"
-    (folder / "megatron" / "core").mkdir(parents=True)
-    (folder / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 1\n")
-    (folder / "pretrain_gpt.py").touch()
-    return folder
+    return stand_in(tmp_path / "megatron-lm")
 
 
 SOURCE = dict.fromkeys(results.MADE_BY, "") | {
@@ -183,14 +174,6 @@ def test_many_connections_go_through_their_launcher(checkout):
     assert run.uses_plugin and run.command.endswith("--fused-ce-strategy auto")
 
 
-def test_a_launch_that_waits_has_the_same_command(checkout, tmp_path):
-    run = one_run(checkout, "auto")
-    waiting = run.words("M", ["torchrun"], tmp_path / "turn")
-    at = waiting.index(str(tmp_path / "turn"))
-    assert Path(waiting[at - 2]).name == "runner.py" and waiting[at - 1] == "--wait"
-    assert waiting[: at - 2] + waiting[at + 1 :] == run.words("M", ["torchrun"])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -200,7 +183,6 @@ def test_a_launch_that_waits_has_the_same_command(checkout, tmp_path):
         (["--variant=mine"], "NAME=FLAGS"),
         (["--gpus=2", "--tp=4"], "does not divide"),
         (["--only", "native:64", "--iterations=2", "--warmup=2"], "leaves none"),
-        (["--lengths", "many"], "expected a whole number"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(checkout, capsys, words, message):
@@ -269,10 +251,7 @@ def test_ways_of_running_out_of_memory(line):
 
 
 def test_other_words_are_not_out_of_memory():
-    for line in (
-        "> theoretical memory footprints: weight and optimizer=20000 MB",
-        "AssertionError",
-    ):
+    for line in ("> theoretical memory footprints: weight and optimizer=20000 MB", "AssertionError"):
         assert script.launches.parse_logs([line]).status == "ok"
 
 
@@ -506,12 +485,11 @@ def test_results_have_no_nan(checkout, tmp_path):
 # --- on a real checkout ----------------------------------------------------------------------
 
 
-@needs_a_checkout
-@pytest.mark.parametrize("path", CHECKOUTS)
-def test_real_pretrain_on_a_cpu(path, tmp_path):
+@on_checkouts
+def test_real_pretrain_on_a_cpu(checkout, tmp_path):
     done = run_here(
         script.main,
-        *(f"--megatron={path}", "--device=cpu", "--model=tiny", f"--out={tmp_path}", "--iterations=3"),
+        *(f"--megatron={checkout}", "--device=cpu", "--model=tiny", f"--out={tmp_path}", "--iterations=3"),
         *("--lengths", "64", "--variants", "unfused"),
         "--variant=mine=--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-chunk-tokens 16",
     )

@@ -35,11 +35,11 @@ from megatron_fused_ce.scripts.runs.snapshots import (
     timeline_of,
     write,
 )
+from tests.support.checkouts import on_checkouts
 from tests.support.storage_trace import StorageRecording, snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 TRAIN = ("megatron/training/training.py:train_step", "pretrain_gpt.py:<module>")
 
 
@@ -311,9 +311,7 @@ def test_the_op_on_a_cpu(strategy):
     config = FusedCEConfig(strategy=strategy, num_chunks=4)
     recording = StorageRecording()
     timeline = head_step(
-        recording,
-        lambda: fused_linear_cross_entropy(hidden, weight, labels, config=config),
-        T * V,
+        recording, lambda: fused_linear_cross_entropy(hidden, weight, labels, config=config), T * V
     )
     assert timeline.unaccounted_bytes == 0 and timeline.marks[0][1] == "backward"
     assert timeline.peak()[0] == recording.peak_bytes > T * V
@@ -323,8 +321,7 @@ def test_the_op_on_a_cpu(strategy):
     assert kept <= timeline.peak(HEAD)[0] <= kept + 2 * T * V + 8 * V * H + 300 * T
 
 
-@pytest.mark.skipif(not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH")
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
     """The launch ends after the step; the head is told from layers that use the same linear layer."""
     from megatron_fused_ce.scripts.lib.launches import Checkout
@@ -540,10 +537,7 @@ def test_a_launch_is_made_off_and_on(fake, tmp_path, capsys):
     words = ["--out", str(out), "--step", "4", "--", *fake, "--fused-ce-num-chunks", "3"]
     assert memory_profile.main(words) == 0
     through = [str(launches.RUNNER), "--memory"]
-    for name, flags in (
-        ("flag-off", []),
-        ("flag-on", ["--fused-ce-num-chunks", "3", "--fused-chunked-ce"]),
-    ):
+    for name, flags in (("flag-off", []), ("flag-on", ["--fused-ce-num-chunks", "3", "--fused-chunked-ce"])):
         said, blocking = json.loads((out / name / "said").read_text())
         assert said == [*through, str(out / name), "4", "-1", *fake[1:], *flags]
         assert blocking == "1"

@@ -109,10 +109,7 @@ def test_liger_reserves_the_largest_problem_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_cute_kernels", types.ModuleType("liger_cute_kernels"))
     front = types.SimpleNamespace(apply=lambda *given: given)
     for name, functions in {
-        "liger_kernel.ops.configure": {
-            "configure": configure,
-            "FusedLinearCrossEntropyConfig": Size,
-        },
+        "liger_kernel.ops.configure": {"configure": configure, "FusedLinearCrossEntropyConfig": Size},
         "liger_kernel.ops.fused_linear_scaled_cross_entropy": {
             "LigerFusedLinearScaledCrossEntropyTPFunction": front,
             "_apply_tp_fallback": None,

@@ -8,7 +8,6 @@ tested without one.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -24,10 +23,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_fused_ce.scripts.lib import launches, losses, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain as harness
+from megatron_fused_ce.testing import megatron_cpu
+from tests.support.checkouts import on_checkouts, stand_in
 from tests.support.commands import launches_without_torch, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
 
@@ -39,14 +39,7 @@ def run_harness(*options: str) -> subprocess.CompletedProcess[str]:
 GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy grad_in_forward"
 
 
-# Without a checkout: the skip says how to give one.
-needs_checkout = pytest.mark.skipif(
-    not CHECKOUTS, reason="needs a Megatron-LM checkout: set MEGATRON_LM_PATH to its folder"
-)
-
-
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
     run = run_harness(
         f"--megatron={checkout}",
@@ -66,8 +59,7 @@ def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
         assert row["loss_difference"] <= max(1e-6, 2 * row["native_loss_difference"])
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
     """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
     run = run_harness(
@@ -121,11 +113,10 @@ def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
     )
 
 
-@needs_checkout
+@on_checkouts
 @pytest.mark.parametrize("wrong", [False, True], ids=["right loss", "wrong loss"])
 @pytest.mark.parametrize("under", UNDER)
-@pytest.mark.parametrize("checkout", CHECKOUTS)
-def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(harness, tmp_path, checkout, under, wrong):
+def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(tmp_path, checkout, under, wrong):
     """One token of pretrain_gpt.py's loss counts twice: no iteration ends."""
     source = (Path(checkout) / "pretrain_gpt.py").read_text()
     sum_of_losses = "torch.sum(losses * loss_mask)"
@@ -134,7 +125,7 @@ def test_pretrain_gpt_grad_in_forward_stops_at_a_wrong_loss(harness, tmp_path, c
         source = source.replace(sum_of_losses, f"{sum_of_losses} + losses[3]")
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(source)
-    run = launch(harness, checkout, tmp_path, script, *UNDER[under].split(), *GRAD_IN_FORWARD.split())
+    run = launch(checkout, tmp_path, script, *UNDER[under].split(), *GRAD_IN_FORWARD.split())
     output = run.stdout + run.stderr
     iterations = output.count("[megatron_cpu] exact")
     if wrong:
@@ -154,8 +145,7 @@ def exact_losses(checkout, tmp_path, *flags, **options):
     return [json.loads(line.split("exact", 1)[1])["lm loss"] for line in found], output
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
     """127 words padded to 256 at TP 2: the second rank has no column of them."""
     stock, _ = exact_losses(checkout, tmp_path)
@@ -165,7 +155,7 @@ def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
     assert exact_losses(checkout, tmp_path, "--fused-chunked-ce", mode)[0] == flag
     for strategy in ("store", "grad_in_forward", "recompute"):
         masked, output = exact_losses(
-            harness, checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
+            checkout, tmp_path, "--fused-chunked-ce", "--fused-ce-mask-padded-vocab",
             "--fused-ce-strategy", strategy,
         )  # fmt: skip
         assert "loss with true_vocab_size" in output
@@ -176,7 +166,7 @@ def test_pretrain_gpt_with_options_of_the_loss(tmp_path, checkout):
         "--fused-ce-label-smoothing 0.1 --fused-ce-z-loss 1e-2 --fused-ce-logit-softcap 5 "
         "--fused-ce-log-accuracy"
     )
-    changed, output = exact_losses(harness, checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split())
+    changed, output = exact_losses(checkout, tmp_path, "--fused-chunked-ce", *all_of_them.split())
     assert "loss with label_smoothing, z_loss, logit_softcap" in output
     assert output.count('"lm accuracy": ') == 2
     assert changed[0] - stock[0] == pytest.approx(1e-2 * math.log(256) ** 2, abs=0.1)
@@ -191,13 +181,10 @@ RESUMED = """
 LEGS = (("--fused-chunked-ce", 1), ("--fused-chunked-ce", 2), ("", 2))
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_goes_on_from_a_checkpoint(tmp_path, checkout):
     """Flag turned on, kept on at another TP degree, turned off: losses as those of one run without it."""
-    whole, _ = exact_losses(
-        harness, checkout, tmp_path, *RESUMED.split(), "--save", str(tmp_path / "after 2")
-    )
+    whole, _ = exact_losses(checkout, tmp_path, *RESUMED.split(), "--save", str(tmp_path / "after 2"))
     assert len(whole) == 8
     (tmp_path / "after 2" / "latest_checkpointed_iteration.txt").write_text("2")
     for number, (flag, tp) in enumerate(LEGS, start=1):
@@ -217,14 +204,13 @@ def test_pretrain_gpt_goes_on_from_a_checkpoint(tmp_path, checkout):
     assert not any(b"megatron_fused_ce" in file.read_bytes() for file in saved)
 
 
-@needs_checkout
-@pytest.mark.parametrize("checkout", CHECKOUTS)
+@on_checkouts
 def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
     """From a loss scale that overflows, until it does not."""
     fp16 = ["--fp16", "--initial-loss-scale", "8388608", "--hysteresis", "1", "--train-iters", "10"]
     off, *on = (
         megatron_logs.parse_logs(
-            [launch(harness, checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags).stdout]
+            [launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *fp16, *flags).stdout]
         )
         for flags in ([], ["--fused-chunked-ce"], GRAD_IN_FORWARD.split())
     )
@@ -236,11 +222,14 @@ def test_pretrain_gpt_in_fp16_skips_the_same_steps(tmp_path, checkout):
 
 #: Before ``__main__`` of pretrain_gpt.py: the accuracy by the stock logits of the same launch.
 COUNT_BY_LOGITS = """
+from functools import wraps
+
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 corrects, plain_head, plain_loss_func = [], LanguageModule.compute_language_model_loss, loss_func
 
+@wraps(plain_head)  # else it is a loss of the model's own, which the flag leaves to Megatron
 def compute_language_model_loss(self, labels, logits):
     with torch.no_grad():
         everywhere = gather_from_tensor_model_parallel_region(logits.materialise()).transpose(0, 1)
@@ -281,19 +270,12 @@ def curves(output, events, key):
     }
 
 
-@needs_checkout
+@on_checkouts
 @pytest.mark.parametrize(
     ("case", "more"),
-    [
-        ("distopt", ""),
-        ("pp2-mtp", ""),
-        ("vpp", ""),
-        ("distopt", COMBINED_1F1B),
-        ("vpp", COMBINED_1F1B),
-    ],
+    [("distopt", ""), ("pp2-mtp", ""), ("vpp", ""), ("distopt", COMBINED_1F1B), ("vpp", COMBINED_1F1B)],
     ids=["distopt", "pp2-mtp", "vpp", "combined 1F1B", "vpp, combined 1F1B"],
 )
-@pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     """Over tensor, data and pipeline ranks, micro-batches and evaluations, against the stock logits."""
     source = (Path(checkout) / "pretrain_gpt.py").read_text()
@@ -302,7 +284,7 @@ def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(source.replace(main, COUNT_BY_LOGITS + main))
     run = launch(
-        harness, checkout, tmp_path, script, "--train-iters", "6", "--lr", "1e-2",
+        checkout, tmp_path, script, "--train-iters", "6", "--lr", "1e-2",
         "--eval-iters", "2", "--eval-interval", "3", "--eod-mask-loss",
         *("--tensorboard-dir", str(tmp_path / "events")), *more.split(),
         *("--fused-chunked-ce", "--fused-ce-num-chunks=3", "--fused-ce-log-accuracy"), case=case,
@@ -320,13 +302,12 @@ def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     assert found["exact"][6] > 0.05 or launches.Checkout.at(checkout).version < (0, 16)
 
 
-@needs_checkout
+@on_checkouts
 @pytest.mark.parametrize("timers", ["", "--log-timers-to-tensorboard --timing-log-level 1"])
-@pytest.mark.parametrize("checkout", CHECKOUTS)
 def test_pretrain_gpt_reports_the_phases(tmp_path, checkout, timers):
     """Over tensor and pipeline ranks: the first stage has no head, and its ranks wait for no other names."""
     run = launch(
-        harness, checkout, tmp_path, Path(checkout) / "pretrain_gpt.py",
+        checkout, tmp_path, Path(checkout) / "pretrain_gpt.py",
         *("--train-iters", "4", "--log-interval", "2", "--eval-iters", "2", "--eval-interval", "4"),
         *("--tensorboard-dir", str(tmp_path / "events")), *timers.split(),
         *("--fused-chunked-ce", "--fused-ce-num-chunks=3", "--fused-ce-report"), case="pp2-mtp",
@@ -386,11 +367,7 @@ reserved: 11000.00 | max reserved: 12000.00
 
 def test_log_as_megatron_writes_it():
     figures = megatron_logs.parse_logs([LOG])
-    assert figures.losses == {
-        "lm loss": [5.537932],
-        "mtp_1 loss": [5.123535],
-        "validation loss": [5.4],
-    }
+    assert figures.losses == {"lm loss": [5.537932], "mtp_1 loss": [5.123535], "validation loss": [5.4]}
     assert (figures.grad_norms, figures.iteration_times_ms) == ([2.586], [341.1])
     assert figures.max_allocated_mb == 10624.25
     counts = (figures.heads_fused, figures.logits_materialised, figures.heads_stock)
@@ -437,17 +414,9 @@ def test_largest_relative_difference(ours, reference, difference):
     [
         ("options-store-again", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, None),
         ("options-store-again", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [1.0]}, "loss"),
-        (
-            "options-store-again",
-            {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0000001]},
-            "grad norm",
-        ),
+        ("options-store-again", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0000001]}, "grad norm"),
         ("options-store-graph", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [2.0]}, None),
-        (
-            "options-store-graph",
-            {"losses": {"lm loss": [5.001]}, "grad_norms": [1.0]},
-            "loss differs",
-        ),
+        ("options-store-graph", {"losses": {"lm loss": [5.001]}, "grad_norms": [1.0]}, "loss differs"),
         ("auto", {"losses": {"lm loss": [4.0]}, "grad_norms": [1.0]}, None),
         ("auto", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, "loss differs"),
         (
@@ -506,10 +475,7 @@ def test_bounds(tmp_path, our_loss, heads_fused, logits_materialised, problem):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ([], "--megatron PATH"),
-        (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere"),
-    ],
+    [([], "--megatron PATH"), (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere")],
 )
 def test_bad_input_is_one_line_and_status_2(options, message):
     run = run_harness(*options)
@@ -519,15 +485,11 @@ def test_bad_input_is_one_line_and_status_2(options, message):
 
 
 def test_unknown_cases_and_variants(tmp_path):
-    core = tmp_path / "megatron" / "core"
-    core.mkdir(parents=True)
-    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
-    (tmp_path / "pretrain_gpt.py").touch()
+    stand_in(tmp_path)
     for options, message in (
         (["--cases=plain,tp9"], "no 'tp9'; there are plain"),
         (["--variants=other"], "no 'other'"),
         (["--device=cuda", "--cases=plain"], "no 'plain'; there are losses"),
-        (["--args-file=nowhere.args"], "nowhere.args: No such file"),
     ):
         run = run_harness(f"--megatron={tmp_path}", f"--out={tmp_path / 'out'}", *options)
         assert run.returncode == 2, run.stderr
@@ -536,12 +498,7 @@ def test_unknown_cases_and_variants(tmp_path):
 
 
 FAKE_PRETRAIN = """
-import os, sys, time
-if "ORDER" in os.environ:
-    began = time.time()
-    time.sleep(0.5)
-    with open(os.environ["ORDER"], "a") as file:
-        print(began, time.time(), *sys.argv[1:], file=file)
+import sys
 loss = 5.0
 if "--cross-entropy-loss-fusion" in sys.argv:
     loss = 5.00004
@@ -556,24 +513,14 @@ for i in 1, 2:
 
 @pytest.fixture
 def fake_checkout(tmp_path):
-    """Where a Megatron-LM would be: a script that logs as Megatron does."""
-    checkout = tmp_path / "fake-megatron"
-    (checkout / "megatron" / "core").mkdir(parents=True)
-    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\n")
-    (checkout / "pretrain_gpt.py").write_text(FAKE_PRETRAIN)
-    return checkout
-
-
-@pytest.fixture
-def light_checkout(fake_checkout):
-    """Its launches are not by torchrun itself."""
+    """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
     with launches_without_torch():
-        yield fake_checkout
+        yield stand_in(tmp_path / "fake-megatron", FAKE_PRETRAIN)
 
 
-def test_own_arguments_variants_and_resume(light_checkout, tmp_path):
+def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
     options = (
-        f"--megatron={light_checkout}",
+        f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
         f"--out={tmp_path / 'out'}",
@@ -597,55 +544,10 @@ def test_own_arguments_variants_and_resume(light_checkout, tmp_path):
     assert run_harness(*options).stdout.count("(kept)") == 2
 
 
-def test_preloaded_runs_wait_for_their_turn(light_checkout, tmp_path, monkeypatch):
-    """Several are started at once; one trains at a time, in order, with its own command line."""
-    monkeypatch.setenv("ORDER", str(tmp_path / "order"))
+def test_the_time_limit_leaves_runs_out(fake_checkout, tmp_path):
     run = run_harness(
-        f"--megatron={light_checkout}",
-        *("--device=cuda", "--nproc=1", "--preload=2", f"--out={tmp_path / 'out'}"),
-        *("--variants=unfused,native", "--variant=a=--a", "--variant=b=--b", "--", "--bf16"),
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    lines = [line.split(maxsplit=3) for line in (tmp_path / "order").read_text().splitlines()]
-    assert [line[2:] for line in lines] == [
-        ["--bf16"],
-        ["--bf16", "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"],
-        ["--bf16", "--a"],
-        ["--bf16", "--b"],
-    ]
-    for (_, end, *_), (began, *_) in itertools.pairwise(lines):
-        assert float(began) >= float(end)
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert [row["time_ms"] for row in rows] == [2.5] * 4
-    assert not any("--wait" in row["command"] for row in rows)
-    folder = tmp_path / "out" / "fake-megatron-gpt-own_arguments-b"
-    assert (folder / "turn").exists()
-
-
-def test_preloaded_runs_that_are_not_wanted_are_ended(light_checkout, tmp_path):
-    case = launches.Case("own", "pretrain_gpt.py", 1, ["--bf16"])
-    checkout = launches.Checkout(light_checkout, "a-version", (0, 19))
-    first, passed, last, never = (
-        launches.Run(checkout, "gpt", case, name, (f"--{name}",), "cuda", 60.0) for name in "abcd"
-    )
-    launcher = launches.Launcher([first, passed, last, never], tmp_path / "out", 2)
-    assert launcher.execute(first)[0].status == "ok"
-    waiting = dict(launcher._waiting)
-    assert list(waiting) == [passed.folder_name, last.folder_name]
-    assert all(started.process.poll() is None for started in waiting.values())
-    assert launcher.execute(last)[0].status == "ok"
-    assert waiting[passed.folder_name].process.poll() is not None
-    unwanted = launcher._waiting[never.folder_name]
-    launcher.close()
-    assert unwanted.process.poll() is not None and not (unwanted.folder / "turn").exists()
-    assert launcher.execute(first)[1], "was there already"
-    launcher.close()
-
-
-def test_the_time_limit_leaves_runs_out(light_checkout, tmp_path):
-    run = run_harness(
-        f"--megatron={light_checkout}",
-        *("--device=cuda", "--nproc=1", "--time-limit=0.1", f"--out={tmp_path / 'out'}"),
+        f"--megatron={fake_checkout}",
+        *("--device=cuda", "--nproc=1", "--time-limit=0.001", f"--out={tmp_path / 'out'}"),
         *("--variants=unfused,native", "--", "--bf16"),
     )
     assert run.returncode == 1
@@ -669,6 +571,16 @@ def test_gpu_cases_name_their_cut(tmp_path):
     assert "-m megatron_fused_ce.launch MEGATRON_LM/pretrain_gpt.py" in vpp.command
     assert "4 scripts/lib/runner.py --many-connections MEGATRON_LM/pretrain_gpt.py" in lifted.command
     assert lifted.command.endswith("--fused-chunked-ce")
+
+
+def test_the_runner_asks_for_every_digit(tmp_path, monkeypatch):
+    (script := tmp_path / "script.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["runner.py", "--every-digit", str(script)])
+    asked = []
+    monkeypatch.setattr(megatron_cpu, "log_every_digit", lambda: asked.append(True))
+    runner.main()
+    assert asked == [True]
 
 
 def test_cases_on_two_gpus(fake_checkout, tmp_path):
@@ -700,9 +612,9 @@ def test_many_connections_are_refused_only_where_megatron_asks(monkeypatch):
     assert seen == ["1"] and runner.CONNECTIONS not in os.environ
 
 
-def test_broken_bound_is_status_1(light_checkout, tmp_path):
+def test_broken_bound_is_status_1(fake_checkout, tmp_path):
     run = run_harness(
-        f"--megatron={light_checkout}",
+        f"--megatron={fake_checkout}",
         "--device=cuda",
         "--nproc=1",
         f"--out={tmp_path / 'out'}",

@@ -9,14 +9,7 @@ import pytest
 
 from megatron_fused_ce.scripts.bench import __main__ as bench
 from megatron_fused_ce.scripts.bench import profile as profile_head
-from megatron_fused_ce.scripts.bench.profile import (
-    Span,
-    contention,
-    covered,
-    kind_of,
-    summarise,
-    union,
-)
+from megatron_fused_ce.scripts.bench.profile import Span, contention, covered, kind_of, summarise, union
 from megatron_fused_ce.scripts.lib import results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,18 +234,7 @@ def test_the_picture_has_the_spans_in_two_lanes(tmp_path, monkeypatch):
 # --- runs ------------------------------------------------------------------------------------------
 
 
-TINY = [
-    "--preset",
-    "profile",
-    "--device",
-    "cpu",
-    "--shapes",
-    "tiny",
-    "--dtype",
-    "float32",
-    "--tokens",
-    "64",
-]
+TINY = ["--preset", "profile", "--device", "cpu", "--shapes", "tiny", "--dtype", "float32", "--tokens", "64"]
 
 
 def test_a_run_on_a_cpu(tmp_path, capsys):

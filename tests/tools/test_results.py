@@ -54,10 +54,7 @@ def test_no_path_of_a_machine_is_kept():
         ({"rows": [{}]}, "row 0 lacks host_ms, peak_mib, ratio, shape, spread, time_ms, variant"),
         ({"rows": [{**dict.fromkeys(results.ROW), **ROW, "variant": ""}]}, "variant is no name"),
         ({"rows": [{**dict.fromkeys(results.ROW), **ROW, "time_ms": "1"}]}, "time_ms is no number"),
-        (
-            {"rows": [{**dict.fromkeys(results.ROW), **ROW, "time_ms": True}]},
-            "time_ms is no number",
-        ),
+        ({"rows": [{**dict.fromkeys(results.ROW), **ROW, "time_ms": True}]}, "time_ms is no number"),
         ({"rows": [{**dict.fromkeys(results.ROW), **ROW, "peak_mib": -1}]}, "peak_mib is below 0"),
     ],
 )
@@ -88,12 +85,7 @@ def test_committed_files_follow_the_schema_or_are_older(path):
 
 def test_files_of_before_are_read_with_todays_names(tmp_path):
     path = tmp_path / "old.json"
-    old = {
-        "variant": "eager:64/exp",
-        "logit_pass": "rows",
-        "end_point": "grad",
-        "shape": "llama3-8b",
-    }
+    old = {"variant": "eager:64/exp", "logit_pass": "rows", "end_point": "grad", "shape": "llama3-8b"}
     path.write_text(json.dumps([old]))
     (row,) = results.rows(path)
     assert row == {
@@ -114,8 +106,4 @@ def test_tables():
     text = tables.markdown(["", "ms", "b"], [["a|b", 1, None], ["c", "2", 3]])
     assert text == "|  | ms | b |\n|---|---:|---:|\n| a/b | 1 |  |\n| c | 2 | 3 |"
     assert tables.markdown(["a", "b"], [], left=2) == "| a | b |\n|---|---|"
-    assert (tables.cell(None), tables.cell(1.25, ".1f"), tables.cell(None, missing="")) == (
-        "–",
-        "1.2",
-        "",
-    )
+    assert (tables.cell(None), tables.cell(1.25, ".1f"), tables.cell(None, missing="")) == ("–", "1.2", "")

@@ -115,10 +115,7 @@ def test_findings_are_told_from_controls(tmp_path):
     made = child(tmp_path, "memcheck", MEMCHECK, failed={})
     assert [one.kernel for one in made.found] == ["_finalize_rows_kernel", "void at::native::fill"]
     assert made.control_seen
-    assert made.problems() == [
-        "1 findings in _finalize_rows_kernel",
-        "1 findings in void at::native::fill",
-    ]
+    assert made.problems() == ["1 findings in _finalize_rows_kernel", "1 findings in void at::native::fill"]
     raced = child(tmp_path, "racecheck", RACECHECK, failed={})
     assert raced.control_seen and raced.problems() == ["1 findings in _product_kernel"]
     clean = child(tmp_path, "initcheck", INITCHECK, failed={})
@@ -134,12 +131,7 @@ def test_findings_are_told_from_controls(tmp_path):
         ("memcheck", "========= ERROR SUMMARY: 0 errors\n", {}, "was not reported"),
         ("initcheck", INITCHECK, None, "no results (status 0)"),
         ("initcheck", INITCHECK, {"store": "AssertionError: loss"}, "store: AssertionError: loss"),
-        (
-            "racecheck",
-            "========= Internal Sanitizer Error: untracked\n" + RACECHECK,
-            {},
-            "Internal",
-        ),
+        ("racecheck", "========= Internal Sanitizer Error: untracked\n" + RACECHECK, {}, "Internal"),
     ],
 )
 def test_a_run_that_proves_nothing_is_not_clean(tool, log, failed, words, tmp_path):

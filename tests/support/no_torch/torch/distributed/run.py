@@ -1,4 +1,4 @@
-"""torchrun's part in a launch on one machine: processes with RANK set, a log folder each, a status."""
+"""torchrun's part in a launch on one machine: processes with RANK set, logs if asked for, a status."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 
 _, standalone, option, number, *words = sys.argv
 assert (standalone, option) == ("--standalone", "--nproc-per-node"), sys.argv
-assert os.environ["PET_REDIRECTS"] == "3"
-if words[:2] == [
-    "-m",
-    "megatron_fused_ce.testing.megatron_cpu",
-]:  # it needs torch, the scripts do not
-    words = [word for word in words[2:] if word != "--fused-wgrad"]
+# These need torch, the scripts do not.
+if words[:2] == ["-m", "megatron_fused_ce.testing.megatron_cpu"]:
+    words = words[2:]
+words = [word for word in words if word not in ("--fused-wgrad", "--every-digit")]
 ranks = []
 for rank in range(int(number)):
-    folder = Path(os.environ["PET_LOG_DIR"], "run", "attempt_0", str(rank))
-    folder.mkdir(parents=True)
-    with open(folder / "stdout.log", "w") as out, open(folder / "stderr.log", "w") as err:
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": number}
-        ranks.append(
-            subprocess.Popen([sys.executable, *words], env={**os.environ, **place}, stdout=out, stderr=err)
-        )
+    streams = []
+    if "PET_LOG_DIR" in os.environ:
+        assert os.environ["PET_REDIRECTS"] == "3"
+        folder = Path(os.environ["PET_LOG_DIR"], "run", "attempt_0", str(rank))
+        folder.mkdir(parents=True)
+        streams = [(folder / f"{name}.log").open("w") for name in ("stdout", "stderr")]
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": number}
+    out, err = streams or (None, None)
+    command = [sys.executable, *words]
+    ranks.append(subprocess.Popen(command, env={**os.environ, **place}, stdout=out, stderr=err))
 sys.exit(max(abs(rank.wait()) for rank in ranks) and 1)
