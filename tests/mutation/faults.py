@@ -252,8 +252,8 @@ FAULTS = (
     Fault(
         "scaled-exp GEMM: only shards above the largest reference are brought to it",
         "kernels/exp_rows.py",
-        "differs = own_row_shift != row_shift",
-        "differs = own_row_shift > row_shift",
+        "(own_row_shift != row_shift)",
+        "(own_row_shift > row_shift)",
         (f"{CALLS} -k 'outlier_in_one_shard and store'",),
     ),
     Fault(
@@ -261,6 +261,13 @@ FAULTS = (
         "kernels/exp_rows.py",
         "sign = tl.where(scale < 0.0, -1.0, 1.0)",
         "sign = tl.where(scale < 0.0, 1.0, 1.0)",
+        (f"{SCALED_EXP} -k 'turns_the_gradient_around and -3.0 and store'",),
+    ),
+    Fault(
+        "scaled-exp GEMM: rows are finalized with their statistics for the plain loss alone",
+        "megatron_fused_ce/logits_backend.py",
+        "out if alone and form.is_plain else None",
+        "out if alone else None",
         (f"{SCALED_EXP} -k 'turns_the_gradient_around and -3.0 and store'",),
     ),
     # Between ranks.
