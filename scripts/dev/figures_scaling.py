@@ -154,7 +154,7 @@ CONSTANTS = (
     ("passes", "M", "ps a byte of the other passes", 1e12),
     ("chunk", "L", "us a chunk", 1e6),
     ("company", "S", "us a step over several ranks", 1e6),
-    ("contention", "K", "seconds that a second of collectives costs the products above it", 1.0),
+    ("contention", "K", "seconds that a second of collectives costs the GEMMs above it", 1.0),
 )
 
 
@@ -327,7 +327,7 @@ def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def constants_table(model: Model) -> str:
     low, high = (f"{rate / 1e12:.0f}" for rate in model.rate_spread)
-    lines = [["`P`", f"{model.rate / 1e12:.0f} ({low} to {high})", "TFLOP/s of the products"]]
+    lines = [["`P`", f"{model.rate / 1e12:.0f} ({low} to {high})", "TFLOP/s of the GEMMs"]]
     link = model.link
     lines.append(["`a`", f"{link.latency_s * 1e6:.1f}", f"us a collective ({link.source})"])
     lines.append(["`s`", f"{link.step_s * 1e6:.1f}", "us a step of a ring (NCCL's own model, not fitted)"])
@@ -428,6 +428,10 @@ def root_mean_square(found: Sequence[tuple[Row, Case, float, float]]) -> float:
     return math.sqrt(sum((measured - modelled) ** 2 for *_, measured, modelled in found) / len(found))
 
 
+def largest(found: Sequence[tuple[Row, Case, float, float]]) -> float:
+    return max(abs(measured - modelled) for *_, measured, modelled in found)
+
+
 def tables(model: Model, rows: Sequence[Row], sources: Sequence[str]) -> str:
     """All, in Markdown; residuals of the rows over several ranks."""
     found = residuals(model, rows)
@@ -437,7 +441,8 @@ def tables(model: Model, rows: Sequence[Row], sources: Sequence[str]) -> str:
         "several": [one for one in found if one[1].ranks > 1],
     }
     fitted = ", ".join(
-        f"{len(part)} rows of {name} (differences {root_mean_square(part):.3f} of the roof, root mean square)"
+        f"{len(part)} rows of {name} (root mean square difference {root_mean_square(part):.3f} of the GEMM "
+        f"time, largest {largest(part):.3f})"
         for name, part in parts.items()
         if part
     )
@@ -446,25 +451,25 @@ def tables(model: Model, rows: Sequence[Row], sources: Sequence[str]) -> str:
         f"Fitted to {fitted}, {device}. From " + ", ".join(f"`{name}`" for name in sources) + ".",
         "",
         constants_table(model),
-        f"**Carried on**, with sequence parallelism and C = {CHUNK_TOKENS}: time over the shard's own "
-        f"products on the fitted link; the same where one adapter carries the ring ({adapter}; assumed); "
-        "the predicted peak.",
+        f"**Predicted**, with sequence parallelism and C = {CHUNK_TOKENS}: time over the shard's own "
+        f"GEMMs on the fitted link; the same where one network adapter carries the ring ({adapter}; "
+        "assumed); the peak.",
         "",
     ]
     for head in HEADS:
         lines += [f"H = {head[0]}, V = {head[1]} over all ranks:", ""]
         lines.append(carried_table(model, head, device))
     lines += [
-        "**Where chunking stops paying**: rows of a shard from which on a product hides the bytes of a "
-        "chunk's hidden states, whatever C is, and tokens of a chunk whose latencies and accumulation take "
-        f"{100 * SHARE:g} % of its three products.",
+        "**Where chunking stops paying**: the rows V that a shard must have for a GEMM to hide the "
+        "communication of a chunk's hidden states, whatever C is; and the length C of a chunk whose "
+        f"latencies and accumulation take {100 * SHARE:g} % of its three GEMMs.",
         "",
     ]
     for head in HEADS:
         lines += [f"H = {head[0]}, V = {head[1]} over all ranks:", ""]
         lines.append(limits_table(model, head))
     if parts["several"]:
-        lines += ["**Row by row**, over the row's own roof:", "", residual_table(parts["several"])]
+        lines += ["**Row by row**, over the row's own GEMM time:", "", residual_table(parts["several"])]
     return "\n".join(lines).rstrip() + "\n"
 
 

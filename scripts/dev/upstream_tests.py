@@ -301,7 +301,7 @@ def _cells(row: Row) -> list[Any]:
 
 
 def markdown(rows: Sequence[Row], sources: Sequence[dict[str, Any]]) -> str:
-    """Counts a file, then the tests: those that differ, those that met the head, those that fail anyway."""
+    """Counts of each file, then the tests that differ, and why others fail without the flag too."""
     verdicts = sorted({row.verdict for row in rows})
     told = {
         name: " and ".join(dict.fromkeys(str(source[key] or "absent") for source in sources))
@@ -313,26 +313,22 @@ def markdown(rows: Sequence[Row], sources: Sequence[dict[str, Any]]) -> str:
         here = [row for row in rows if (row.file, row.ranks) == (file, ranks)]
         counted = Counter(row.verdict for row in here)
         counts = [counted[verdict] or "" for verdict in verdicts]
-        files.append([file, ranks, len(here), *counts, sum(row.on.fused for row in here)])
-    head = ["file", "ranks", "tests", *verdicts, "heads fused"]
+        met = sum(bool(row.on.fused or row.on.materialised) for row in here)
+        heads = [sum(row.on.fused for row in here), sum(row.on.materialised for row in here)]
+        files.append([file, ranks, len(here), *counts, met or "", *(count or "" for count in heads)])
+    head = ["file", "ranks", "tests", *verdicts, "reached the head", "heads fused", "logits materialised"]
     lines += [tables.markdown(head, files, left=len(head))]
-    header = ["file", "test", "ranks", "off", "on", "fused / materialised / stock", "what it said"]
-    shown: list[Row] = []
-    for title, chosen in (
-        ("Different with the flag", [row for row in rows if row.verdict == "differs"]),
-        ("Met the head", [row for row in rows if row.on.fused or row.on.materialised]),
-    ):
-        chosen = [row for row in chosen if row not in shown]
-        shown += chosen
-        lines += ["", f"{title}: {len(chosen)}", ""]
-        if chosen:
-            lines += [tables.markdown(header, map(_cells, chosen), left=len(header))]
+    different = [row for row in rows if row.verdict == "differs"]
+    lines += ["", f"Different with the flag: {len(different)}", ""]
+    if different:
+        header = ["file", "test", "ranks", "off", "on", "fused / materialised / stock", "message"]
+        lines += [tables.markdown(header, map(_cells, different), left=len(header))]
     failing = [row for row in rows if row.verdict.endswith("in both")]
     lines += ["", f"Fail without the flag too: {len(failing)}", ""]
     if failing:
         reasons = Counter(_reason(row) for row in failing)
         said = [[count, reason] for reason, count in reasons.most_common()]
-        lines += [tables.markdown(["tests", "what they say"], said, left=2)]
+        lines += [tables.markdown(["tests", "message"], said, left=2)]
     if incomplete := [name for source in sources for name in source["incomplete"]]:
         lines += ["", f"Not done within the time limit: {'; '.join(incomplete)}."]
     return "\n".join(lines) + "\n"

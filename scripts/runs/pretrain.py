@@ -448,9 +448,26 @@ def report(rows: Sequence[Row], device: str, source: dict[str, Any]) -> str:
         legend = _gpu_legend(dict.fromkeys(row.case for row in rows))
     return (
         "# Unmodified pretraining scripts, flag off and on\n\n"
+        f"{_in_short(rows)}"
         f"By `scripts/runs/pretrain.py` at commit {source['commit']} on {where}, {versions}. "
         "The JSON file beside this one has every run's command line and figures.\n\n"
         f"{markdown(rows, device)}\n{differences}{legend}"
+    )
+
+
+def _in_short(rows: Sequence[Row]) -> str:
+    """What the launches with the flag mean for a user, in one paragraph; empty where none was compared."""
+    with_flag = [row for row in rows if row.variant not in (REFERENCE, YARDSTICK)]
+    compared = [row for row in with_flag if row.loss_difference is not None]
+    if not compared:
+        return ""
+    within = sum(row.status == "ok" and not row.problems for row in compared)
+    largest = max(row.loss_difference or 0.0 for row in compared)
+    native = [row.native_loss_difference for row in compared if row.native_loss_difference is not None]
+    beside = f", Megatron's native loss fusion {max(native):.1e}" if native else ""
+    return (
+        f"In short: {within} of {len(compared)} launches with the flag train as without it, within the "
+        f"bounds below. The largest relative difference of a loss is {largest:.1e}{beside}.\n\n"
     )
 
 

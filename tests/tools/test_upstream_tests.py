@@ -94,7 +94,8 @@ def test_every_way_to_end(checkout, tmp_path):
     assert told[0]["incomplete"] == [] and told[0]["megatron"] == "0.19.0"
     page = (tmp_path / "out" / "upstream_tests.md").read_text()
     assert page in done.stdout and upstream_tests.page_of([tmp_path / "out" / "upstream_tests.json"]) == page
-    assert "| test_evaluates | 1 | passed | passed | 3 / 0 / 0 |" in done.stdout
+    counts = next(line for line in page.splitlines() if line.startswith("| test_ends.py |"))
+    assert counts.endswith("| 1 | 3 |  |"), "one test reached the head, three times"
     again = run(*words)
     assert again.returncode == 1
     assert results.rows(tmp_path / "out" / "upstream_tests.json") == told
@@ -128,7 +129,7 @@ def test_a_page_joins_results(tmp_path):
     second = written(tmp_path / "2.json", ["b.py"], x=("passed", "passed"), z=("skipped", "skipped"))
     page = upstream_tests.page_of([first, second])
     assert page.startswith("commit 1 and 2, Megatron-LM x, device x,")
-    assert "| a.py | 2 | 3 | 1 | 1 | 1 | 0 |" in page
+    assert "| a.py | 2 | 3 | 1 | 1 | 1 |  |  |  |" in page
     assert "Different with the flag: 0" in page
     assert "Fail without the flag too: 1" in page and "| 1 | y |" in page
     assert "Not done within the time limit: b.py." in page
