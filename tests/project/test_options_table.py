@@ -1,4 +1,4 @@
-"""docs/options.md's table of option and strategy: every cell has its cases, and no cases are missing."""
+"""docs/reliability.md's table of option and strategy: every cell has its cases, and no cases are missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig, fused_linear_token_outputs
 from tests.support import pairs
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 STRATEGIES = ("store", "grad_in_forward", "recompute")
 
 
