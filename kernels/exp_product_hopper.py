@@ -5,19 +5,18 @@ The same maths as :mod:`.exp_product`. One program per SM: a loader warp brings 
 128 x 256 tile. They wait for the ring one by one, never for each other, so one can run up to the ring's
 length ahead: while it exponentiates, the other has the tensor cores to itself.
 
-What the epilogue costs, per tile of 32768 logits (the products take ``H/64 * 1024`` cycles): exponentials
-2048 cycles at 16 a cycle; maximum 512; multiply-add and sum 512. The label and the ragged last columns
-would double that: they are left out by a branch that only their tiles take (12 % of the half tiles).
-Predicted over cuBLAS's product: 1.03 at H = 4096 with half of it hidden. Measured on an H200
-(8192 x H x V, one run, median of 9): H = 4096, V = 128256: 1.005 (no output: 0.978); H = 2048,
-V = 151936: 0.954 (0.940), where cuBLAS itself is 1.08 times this kernel without an epilogue. More of it
-is hidden than predicted: the ring of four lets a warpgroup run 2048 cycles ahead.
+Cost of the epilogue per tile of 32768 logits (the GEMM takes ``H/64 * 1024`` cycles): exponentials 2048
+cycles at 16 a cycle; maximum 512; multiply-add and sum 512. The label and the ragged last columns would
+double that: a branch that only their tiles take (12 % of the half tiles) leaves them out. Predicted: 1.03 of
+cuBLAS's time at H = 4096 with half of the epilogue hidden. Measured within whole steps: 0.96 to 1.02
+(docs/benchmarks/results/2026-11-21-h200-profile.json). More is hidden than predicted: the ring of four slots
+lets a warpgroup run 2048 cycles ahead.
 
 Tiles are handed out by a counter in global memory: a program that starts late, because NCCL's kernels
 hold its SM, takes fewer of them. The loader asks for its next tile while it loads the present one and
 puts the number into shared memory beside the tile's first slot, whose barrier the consumers wait for
-anyway: nobody waits for the atomic, and no barrier is added. Every tile is computed by itself and
-written by one program: results do not depend on the order.
+anyway: nobody waits for the atomic, and no barrier is added. One program computes a whole tile and writes it,
+so results do not depend on the order of the tiles.
 """
 
 from __future__ import annotations
@@ -66,15 +65,15 @@ BLOCK_M = gl.constexpr(128)  # two warpgroups of 64 rows
 HALF_M = gl.constexpr(64)
 BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(64)
-#: Slots of 48 KiB in the ring, and halves in which a tile leaves through 16 KiB per warpgroup: 224 KiB
-#: in all. Three slots and whole tiles cost 2 % (H = 4096) to 5 % (H = 2048); four slots and quarters
-#: through two buffers of 8 KiB, so that none waits for the one before, were 0.5 to 1 % slower.
+#: Slots of 48 KiB in the ring; a tile is written in halves, through 16 KiB per warpgroup: 224 KiB in all.
+#: Three slots and whole tiles were slower, more so at H = 2048; four slots and quarters through two buffers
+#: of 8 KiB, so that none waits for the one before, slightly slower.
 NUM_SLOTS = gl.constexpr(4)
-#: Row blocks that share the columns in L2: as many as hold 16 MiB of tokens, and at most 16 (8192 x
-#: 4096 x 128256 and 8192 x 2048 x 151936: 16 was the fastest of 8, 16, 32, 64).
+#: Row blocks that share the columns in L2: as many as hold 16 MiB of tokens, and at most 16, which was the
+#: fastest of 8, 16, 32 and 64 on an H200 (8192 x 4096 x 128256 and 8192 x 2048 x 151936).
 GROUP_BYTES = 16 * 2**20
 LARGEST_GROUP = 16
-#: Registers of a consumer's thread; the loader keeps 24. 168 * 384 are there.
+#: Registers of a consumer's thread and of the loader's, of the 168 * 384 that a program has.
 CONSUMER_REGISTERS = 240
 LOADER_REGISTERS = 24
 #: Slots before a tile's end at which its loader asks for the next tile: 8 * 1024 cycles, 5 us, for an

@@ -1,4 +1,4 @@
-"""Which form of the scaled-exp GEMM a device and a triton can run. Imports triton when asked."""
+"""Which form of the scaled-exp GEMM runs with this device and triton. Imports triton only when called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GLUON_VERSIONS = ((3, 6), (3, 9))
 
 
 def triton_version() -> str:
-    """Raises ImportError, in one line, where there is no triton."""
+    """The installed triton's version; raises ImportError, in one line, if there is none."""
     try:
         import triton
     except ImportError as error:
@@ -26,7 +26,7 @@ def triton_version() -> str:
 
 @lru_cache(maxsize=1)
 def triton_lacks() -> str:
-    """What keeps every form from compiling, or an empty string."""
+    """Why no form can compile with the installed triton; an empty string if one may."""
     try:
         import triton
         from triton.tools import tensor_descriptor  # noqa: F401
@@ -38,27 +38,30 @@ def triton_lacks() -> str:
 
 
 class Compiled(NamedTuple):
-    """What the trial of a device's forms came to."""
+    """Result of compiling a device's forms."""
 
     product: ModuleType | None  # the first form that compiles
-    failure: str  # why none does, in words; empty where one does
+    failure: str  # why none compiles; empty if one does
 
 
 def product_for(device: torch.device) -> ModuleType | None:
-    """The Hopper form where chip and triton fit it and it compiles, else the portable one, else None."""
+    """The Hopper form if it fits chip and triton and compiles, else the portable one, else None."""
     return compiled(device).product
 
 
 @lru_cache(maxsize=8)
 def compiled(device: torch.device) -> Compiled:
-    """Try the forms of this device out, once a process: a compiler's error must not end the first step."""
+    """Compile this device's forms on a small chunk, once a process, and take the first that compiles.
+
+    A compiler's error then leads to the next form and does not end the first training step.
+    """
     failure = ""
     for product in _candidates(device):
         try:
             _try_out(product, device)
         except torch.OutOfMemoryError:
-            raise  # no word on the form
-        except Exception as error:  # of the compiler, the assembler, or names that moved
+            raise  # says nothing about the form
+        except Exception as error:  # the compiler's, the assembler's, or a Gluon name that moved
             name = product.__name__.rpartition(".")[2]
             said = (str(error).strip() or "without a word").splitlines()[-1].strip()
             failure = f"{name} does not compile here ({type(error).__name__}: {said})"
@@ -88,7 +91,7 @@ def _candidates(device: torch.device) -> tuple[ModuleType, ...]:
 
 
 def _try_out(product: Any, device: torch.device) -> None:
-    """Statistics and gradients of a small chunk, whose kernels most steps then find in the cache."""
+    """Run statistics and gradients of a small chunk; most steps then find these kernels in Triton's cache."""
     from megatron_fused_ce.kernels import exp_rows
 
     on_gpu = device.type == "cuda"

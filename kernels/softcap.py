@@ -1,6 +1,6 @@
-"""``tanh`` and its slope for bent logits, inlined into the kernels that need them.
+"""``tanh`` and its gradient for softcapped logits, inlined into the kernels that need them.
 
-Two exponentials' worth of special functions an element (one ``exp``, one reciprocal).
+One ``exp`` and one reciprocal an element.
 :mod:`.exp_product_hopper` has its own, in Gluon.
 """
 
@@ -12,10 +12,11 @@ import triton.language as tl
 
 @triton.jit
 def tanh_and_grad(x):
-    """``tanh(x)`` and ``1 - tanh(x)**2``, which would lose its digits if it were computed so.
+    """``tanh(x)`` and its gradient ``1 - tanh(x)**2``, both to fp32's relative precision.
 
-    So would ``tanh`` of a small ``x`` as a difference of exponentials: there it is its series, to a relative
-    error of 1e-8 at 1/4.
+    The gradient is ``4e / (1 + e)**2`` with ``e = exp(-2 * abs(x))``, since ``1 - tanh(x)**2`` cancels for a
+    large ``x``. Below 1/4, where a difference of exponentials cancels, ``tanh`` is its series, to a relative
+    error of 1e-8.
     """
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)

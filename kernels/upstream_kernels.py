@@ -1,8 +1,9 @@
-"""What ``grad_in_forward`` asks of the token weights and of the upstream gradient, in one launch each.
+"""``grad_in_forward``'s token weights, scaled, and its scalar fitted to the upstream gradient: one launch
+each.
 
-Both are [T] floats. One program walks over them twice: the largest weight or two sums first, then what
-depends on that. In PyTorch they are 12 and 17 launches of 10 us on the host. Predicted at T = 8192: 2 us each
-(two walks of 32 KiB in 2 rounds); at T = 131072, 30 us of a step of 600 ms.
+Both read [T] floats twice, in one program: first the largest weight or two sums, then the results that depend
+on them. In PyTorch they are 12 and 17 launches of some 10 us on the host. Predicted at T = 8192: 2 us each
+(two walks over 32 KiB in 2 rounds); at T = 131072, 30 us of a step of 600 ms.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ def _scaled_weights_kernel(
         at = start + tl.arange(0, BLOCK)
         w = tl.abs(tl.load(weights_ptr + at, mask=at < num_tokens, other=0.0).to(tl.float32))
         largest = tl.where((w > largest) | (w != w), w, largest)
-    # The largest of what is left over would drop a NaN: that one ends in a sum.
+    # tl.max drops a NaN; the sum of zeros times it does not.
     total = tl.max(largest, axis=0) * tl.abs(factor) + tl.sum(largest * 0.0, axis=0)
-    # total = m * 2**exponent with m in [0.5, 1). Subnormal ones are clamped below whatever they are.
+    # total = m * 2**exponent with m in [0.5, 1); the clamp below covers subnormal totals.
     exponent = ((total.to(tl.int32, bitcast=True) >> 23) & 255) - 126
     finite = (total - total == 0.0) & (total > 0.0)
     shift = tl.where(finite, tl.minimum(tl.maximum(bits - exponent, -100), 100), 0)
@@ -55,7 +56,7 @@ def _fit_scalar_kernel(
     atol,
     BLOCK: tl.constexpr,
 ):
-    """grad_guard.fit_scalar, in fp64 as there."""
+    """grad_guard.fit_scalar, in fp64 like it."""
     products = tl.zeros((BLOCK,), tl.float64)
     squares = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, num_tokens, BLOCK):

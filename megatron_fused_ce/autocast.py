@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def cast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in autocast's dtype, where it is on for the device of ``hidden``.
+    """Cast both to autocast's dtype, if it is on for the device of ``hidden``.
 
-    The weight as ``F.linear`` has it: one copy for all calls while the outermost context is on.
+    The weight is cast as in ``F.linear``: one copy for all calls inside the outermost context.
     """
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):
@@ -24,17 +24,17 @@ def cast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def off(device: torch.device) -> AbstractContextManager[Any]:
-    """Without autocast: the call's tensors were cast before, and its sums are fp32."""
+    """Switch autocast off: the call's tensors are cast already, and its sums are fp32."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def _cached(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The copy in autocast's own cache, made if need be; None for what it does not keep.
+    """The weight's copy in autocast's own cache, created if needed; None if autocast does not cache it.
 
-    Only autograd shows it: a product of no rows saves it for its backward. A cache of our own would have to
-    know when the context ends, and would miss writes through ``.data``.
+    Only autograd gives access to it: a GEMM of no rows saves it for its backward. A cache of this package
+    would have to know when the context ends, and would miss writes through ``.data``.
     """
     if (
         not torch.is_autocast_cache_enabled()

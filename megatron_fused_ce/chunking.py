@@ -1,4 +1,4 @@
-"""How the tokens are cut into chunks: pure arithmetic, the same on every rank."""
+"""Cuts the tokens into chunks: pure arithmetic, the same on every rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plan_chunks(num_tokens: int, num_parts: int, config: FusedCEConfig) -> tuple
 
 
 def first_tokens(chunks: tuple[Chunk, ...], num_tokens: int) -> tuple[Chunk, ...]:
-    """The chunks of the first ``num_tokens`` tokens of each part, cut where they were."""
+    """The leading chunks with the first ``num_tokens`` tokens of each part; the last one is shortened."""
     return tuple(
         replace(chunk, stop=min(chunk.stop, num_tokens)) for chunk in chunks if chunk.start < num_tokens
     )

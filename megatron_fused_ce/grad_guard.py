@@ -1,19 +1,17 @@
 """Blocks the optimizer step when gradients are known to be wrong.
 
-The never-silent rule of ``grad_in_forward``: a wrong upstream gradient never reaches an optimizer step.
-
 ``grad_in_forward`` builds its gradients in the forward, for token weights ``w`` known there, and scales them
 in the backward by one number ``c``. That is right only if the upstream gradient is ``g = c * w``, token by
 token. :func:`fit_scalar` finds ``c`` and whether that holds, on the device; :meth:`Guard.record_mismatch`
-remembers a mismatch there, in a flag that outlives steps and CUDA graphs; :func:`raise_if_mismatch` reads the
-flag where the host waits anyway, before a parameter changes. Nobody waits in the forward or the backward.
+sets a flag there, which outlives steps and CUDA graphs; :func:`raise_if_mismatch` reads it before a parameter
+changes, where the host waits anyway. The host waits in neither forward nor backward.
 
-A :class:`Guard` belongs to the model that holds the head, and stops that model's optimizers alone; heads
-that are called without a model share :data:`WITHOUT_MODEL`, which stops every optimizer.
+A :class:`Guard` belongs to the model with the head and stops that model's optimizers alone. Heads called
+without a model share :data:`WITHOUT_MODEL`, which stops every optimizer.
 
-NaN gradients instead of a flag would not do: Megatron's NaN check is off in the first iteration, under
-fp16's dynamic loss scale (which skips such steps in silence, for ever) and in full-iteration CUDA
-graphs, and where it is on it asks for a checkpoint and blames the hardware.
+NaN gradients instead of a flag would go unnoticed: Megatron's NaN check is off in the first iteration, under
+fp16's dynamic loss scale (which skips such steps silently, for ever) and in full-iteration CUDA graphs. Where
+it is on, it blames the hardware.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-#: Largest relative difference of one token's ``g`` from ``c * w``. A product in fp32 rounds by 2**-24;
-#: Megatron's loss makes one per token (scalars cancel in ``c``), a loss of one's own perhaps eight in
-#: another order than its weights were made in: 2**-21, and ``c``, a mean of such ratios, as much again.
-#: Taken token by token and not in norm, so that one wrong token in a million is as visible as all.
+#: Largest relative difference of one token's ``g`` from ``c * w``. A multiplication in fp32 rounds by 2**-24;
+#: Megatron's loss has one per token (scalars cancel in ``c``), another loss perhaps eight, in another order
+#: than its weights': 2**-21, and ``c``, a mean of such ratios, as much again. Compared token by token, not in
+#: norm, so that one wrong token in a million is seen.
 RTOL = 2.0**-20
 
 #: Gradients below fp32's smallest normal number may have been flushed to zero on their way.
@@ -43,7 +41,7 @@ _FIX = (
     "upstream gradient, or pass the weights that the loss uses"
 )
 
-#: What a CUDA graph's assertion prints; torch takes at most 254 characters there.
+#: Message of a CUDA graph's assertion; torch takes at most 254 characters there.
 _ASSERTION = "fused-ce grad_in_forward: upstream gradient is not a scalar times the token weights; " + _FIX
 
 
@@ -52,15 +50,16 @@ class UpstreamMismatch(RuntimeError):
 
 
 class AbandonedGradient(RuntimeError):
-    """A gradient buffer holds what a failed backward left, and was not zeroed since."""
+    """A gradient buffer holds a failed backward's partial sum and was not zeroed since."""
 
 
 @dataclass
 class _Flag:
-    """Of one device. ``seen`` is bool [2]: fitting and mismatching upstream gradients."""
+    """The flags of one device. ``seen``, bool [2]: a fitting upstream gradient was seen, a mismatching one
+    was."""
 
     seen: Tensor
-    in_graph: bool = False  # some CUDA graph writes it: a replay does so without calling `record_mismatch`
+    in_graph: bool = False  # a CUDA graph writes it: its replays do so without calling `record_mismatch`
     unread: bool = False
 
 
@@ -70,15 +69,15 @@ class Guard:
     def __init__(self, heads: str, modules: Iterable[torch.nn.Module] = ()) -> None:
         """
         Args:
-            heads: named so in the error.
-            modules: that hold the model's parameters (held weakly); none for all there are.
+            heads: their name in the error.
+            modules: with the model's parameters (held weakly); none: stop every optimizer.
         """
         self.heads = heads
-        self.number = next(_numbers)  # never used again, unlike id()
+        self.number = next(_numbers)  # unlike id(), never reused
         self.belongs_to(modules)
         #: Whether a head may use ``grad_in_forward``: False once all ranks know that none does.
         self.allowed = True
-        #: Whether one is going to, whatever it has done so far.
+        #: Whether a head will use it, even if none has so far.
         self.expected = False
         self._flags: dict[torch.device, _Flag] = {}
         _guards.add(self)
@@ -91,16 +90,16 @@ class Guard:
 
     @property
     def used(self) -> bool:
-        """Whether a head of this rank has prepared it."""
+        """Whether a head of this rank has called :meth:`prepare`."""
         return bool(self._flags)
 
     @torch.no_grad()
     def prepare(self, device: torch.device) -> None:
-        """Make the flag of ``device`` and hook the optimizers, if that has not been done.
+        """Create the flag of ``device`` and hook the optimizers, unless that was done before.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured and there is no flag yet. One made there would be
-                the graph's: each of its replays would forget what the ones before it found.
+            RuntimeError: a CUDA graph is being captured and there is no flag yet. A flag created in the graph
+            would be reset by each replay.
         """
         _hook_optimizers()
         if device in self._flags:
@@ -117,20 +116,20 @@ class Guard:
     def record_mismatch(self, mismatch: Tensor) -> None:
         """Remember ``mismatch`` (bool, one element, on any device) until :func:`raise_if_mismatch` reads it.
 
-        The host does not wait, and the call may be captured in a CUDA graph, if not as the first of all
-        (:meth:`prepare`): each replay then remembers anew. The first call makes every ``torch.optim``
-        optimizer call :func:`raise_if_mismatch` before it steps (apex's and Transformer Engine's are such;
-        whatever else changes parameters must call it itself).
+        The host does not wait. The call may be captured in a CUDA graph, after one call outside
+        (:meth:`prepare`); each replay then records anew. From the first call on every ``torch.optim``
+        optimizer calls :func:`raise_if_mismatch` before it steps, and so do apex's and Transformer Engine's.
+        Other code that changes parameters must call it itself.
 
-        Call it in the backward, on its stream, before the gradients leave: what orders them before an
-        optimizer then orders the flag as well.
+        Call it in the backward, on its stream, before the gradients are returned: the synchronization that
+        orders them before an optimizer then orders the flag too.
         """
         device = mismatch.device
         self.prepare(device)
         flag = self._flags[device]
         flag.unread = True
         flag.in_graph = flag.in_graph or _captures(device)
-        # Written without being read: two streams that do so at once cannot lose a True.
+        # A write without a read: two streams that write at once cannot lose a True.
         flag.seen.index_fill_(0, mismatch.reshape(1).long(), True)
 
     @torch.no_grad()
@@ -140,7 +139,7 @@ class Guard:
         return torch.cat(seen).amax(0, keepdim=True) if seen else _zero(device)
 
     def read(self) -> bool:
-        """Whether a mismatch is remembered; the host waits where something was since the last call."""
+        """Whether a mismatch was recorded; the host waits if anything was recorded since the last call."""
         mismatch = False
         for flag in self._flags.values():
             if flag.unread or flag.in_graph:
@@ -159,11 +158,11 @@ class Guard:
         return None if flag is None else flag.seen[1]
 
     def stops(self, stepped: list[Tensor] | None, complete: bool) -> bool:
-        """Whether an optimizer of these parameters has to do with this guard's model.
+        """Whether an optimizer of these parameters belongs to this guard's model.
 
         Args:
-            stepped: the parameters; None where that is not known. Without any (a frozen stage) it has.
-            complete: they are the models' own; else they may be copies that nothing leads back from.
+            stepped: the parameters; None if unknown. True if there are none (a frozen stage).
+            complete: they are the models' own; else they may be copies that cannot be traced back.
         """
         if not self._modules or not stepped:
             return True
@@ -178,7 +177,7 @@ class Guard:
 _numbers = itertools.count()
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
-#: Of heads that are called without a model.
+#: Guard of heads that are called without a model.
 WITHOUT_MODEL = Guard("a head without a model")
 
 _poisoned: list[weakref.ref[Tensor]] = []
@@ -186,7 +185,7 @@ _hooked = False
 
 
 class _Stepping(threading.local):
-    """Of this thread: gives the parameters of the models that an optimizer around torch's is stepping."""
+    """For this thread: the model parameters that an optimizer wrapped around torch's is stepping."""
 
     parameters: Callable[[], list[Tensor] | None] | None = None
 
@@ -196,8 +195,8 @@ _stepping = _Stepping()
 
 @contextmanager
 def stepping(parameters: Callable[[], list[Tensor] | None]) -> Iterator[None]:
-    """Inside, :func:`raise_if_mismatch` asks ``parameters`` for the models' own parameters, where torch's
-    optimizer has copies; None where it cannot tell.
+    """Inside, :func:`raise_if_mismatch` calls ``parameters`` for the models' own parameters, of which torch's
+    optimizer may hold copies; it returns None if it does not know them.
     """
     before, _stepping.parameters = _stepping.parameters, parameters
     try:
@@ -208,12 +207,12 @@ def stepping(parameters: Callable[[], list[Tensor] | None]) -> Iterator[None]:
 
 @torch.no_grad()
 def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The scalar ``c`` with ``grad_loss = c * token_weights``, and whether there is none.
+    """Fit the scalar ``c`` of ``grad_loss = c * token_weights``, and tell whether it does not fit.
 
     ::
 
         c = sum(g * w) / sum(w * w)              # 0 where all weights are 0, which needs g = 0
-        mismatch = any(|g - c * w| > RTOL * |c * w|)
+        mismatch = any(|g - c * w| > RTOL * |c * w| + ATOL)
 
     in fp64, whose products of fp32 numbers are exact. An upstream gradient with an inf or NaN in it
     (fp16's loss scale has overflowed) is no mismatch: ``c`` is then NaN, for Megatron's own check to
@@ -271,20 +270,19 @@ def raise_if_mismatch(stepped: list[Tensor] | None = None) -> None:
     mismatch.
 
     Args:
-        stepped: what is about to change; None for all there is. Mismatches of models that have no part in
-            it are left for their own optimizers.
+        stepped: parameters about to change; None: any. Mismatches of other models are left for their own
+        optimizers.
 
     Raises:
-        UpstreamMismatch: naming the head and the fix. The mismatch is forgotten then, and the gradients are
-            as wrong as they were: a caller that goes on must zero them.
-        AbandonedGradient: saying to zero it; again on the next call, until that is done.
+        UpstreamMismatch: names the head and the fix. The flag is cleared but the gradients are still wrong: a
+        caller that goes on must zero them. AbandonedGradient: on each call until the buffer is zeroed.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         here = torch.device("cuda", torch.cuda.current_device())
         for seen in [guard.flag_on(here) for guard in _guards]:
             if seen is not None:
                 torch._assert_async(~seen, _ASSERTION)  # type: ignore[call-overload]
-        return  # flags of other devices wait for the next call outside of a capture
+        return  # flags of other devices are read at the next call outside a capture
     if _poisoned:
         _raise_if_poisoned()
     wrong = [guard for guard in list(_guards) if guard.read()]
@@ -323,7 +321,7 @@ def _hook_optimizers() -> None:
 
 
 def _before_step(optimizer: object, args: object, kwargs: object) -> None:
-    """torch's hook before every optimizer step."""
+    """Called by torch before every optimizer step."""
     groups = getattr(optimizer, "param_groups", None)
     raise_if_mismatch(None if groups is None else [one for group in groups for one in group["params"]])
 

@@ -1,7 +1,7 @@
-"""Where ``grad_weight`` ends: accumulated over the chunks in fp32, whatever the weight's dtype.
+"""Wgrad accumulators: ``grad_weight`` is summed over the chunks in fp32, whatever the weight's dtype.
 
-A *wgrad accumulator* is opened per backward, takes one product per chunk and is closed once. Adding in bf16
-instead loses precision with the number of chunks (1.7e-3 with 1, 9.4e-3 with 64; docs/math.md).
+A *wgrad accumulator* is opened once per backward, gets one GEMM per chunk and is closed once. A sum in bf16
+would lose precision with the number of chunks (docs/math.md).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class GradWeight(Protocol):
         """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
-        """Add ``scale * total``: fp32 ``[V, H]``, which is used up, and fp32 ``[]``."""
+        """Add ``scale * total``: fp32 ``[]`` times fp32 ``[V, H]``; ``total`` may be overwritten."""
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        """What autograd gets for the weight. ``inv_scale`` undoes a scale on all that was added."""
+        """Return the weight's gradient for autograd. ``inv_scale`` undoes a scale of everything added."""
 
     def abandon(self) -> None:
-        """The backward has failed and autograd gets nothing: no part of a sum may pass for the whole."""
+        """After a failed backward: leave no partial sum that could be taken for the whole."""
 
 
-#: Opens a wgrad accumulator for a weight and a number of chunks, with or without a scale to undo.
+#: Opens a wgrad accumulator: (weight, number of chunks, whether a scale is to be undone).
 OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
 
 
 class OpenedAccumulators:
-    """An :data:`OpenGradWeight` that remembers what it opened, to abandon it all."""
+    """An :data:`OpenGradWeight` that remembers the accumulators it opened, to abandon them all."""
 
     def __init__(self, open_grad_weight: OpenGradWeight) -> None:
         self._open = open_grad_weight
@@ -53,15 +53,15 @@ class OpenedAccumulators:
 
 
 def kind_of(open_grad_weight: OpenGradWeight) -> str:
-    """Which of ``planner.WGRAD_ACCUMULATORS`` this opens, for plans of memory: its attribute ``kind``."""
+    """Name in ``planner.WGRAD_ACCUMULATORS``, for the memory plan: the function's attribute ``kind``."""
     return str(getattr(open_grad_weight, "kind", "returned"))
 
 
 class HeldGradWeight:
-    """Sums the chunks in an fp32 buffer ``[V, H]``, made by the first.
+    """Sums the chunks in an fp32 buffer ``[V, H]``, allocated at the first.
 
-    What ``grad_in_forward`` holds until a wgrad accumulator is opened, and what the wgrad accumulators
-    below sum in where they cannot take a chunk in place.
+    ``grad_in_forward`` holds one until the backward opens its wgrad accumulator; the accumulators below use
+    one where they cannot add a chunk in place.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -76,7 +76,7 @@ class HeldGradWeight:
         accumulate_(self.sum, grad_logits, hidden, overwrite=first)
 
     def total(self, inv_scale: Tensor | None) -> Tensor:
-        """The sum, zeros without a chunk, with a scale on all of it undone."""
+        """The sum times ``inv_scale``; zeros if no chunk was added."""
         if self.sum is None:
             return torch.zeros(self._weight.shape, dtype=torch.float32, device=self._weight.device)
         return self.sum if inv_scale is None else self.sum.mul_(inv_scale)
@@ -113,18 +113,18 @@ class ReturnedGradWeight:
         return (self._held.total(inv_scale) if product is None else product).to(self._dtype)
 
     def abandon(self) -> None:
-        """Nobody has seen the sum."""
+        """Nothing to do: the sum was not handed out."""
 
 
 class InPlaceGradWeight:
-    """Adds into a gradient buffer that exists already, such as Megatron's ``main_grad``.
+    """Adds into an existing gradient buffer, such as Megatron's ``main_grad``.
 
-    An fp32 buffer takes every chunk in place. Into any other dtype, or with a scale to undo, the
-    chunks are summed in fp32 first (``4 * V * H`` bytes) and added once. Nothing is added before all
-    of a backward's products have been issued, or, in place, chunk by chunk.
+    Chunks are added to an fp32 buffer in place, one by one. For any other dtype, or with a scale to undo,
+    they are summed in fp32 first (``4 * V * H`` bytes) and added once, after the backward's last GEMM is
+    launched.
 
-    A backward that fails leaves the buffer as it was or, where something was added already, full of NaN,
-    which stops the next optimizer step unless it is zeroed before (:func:`.grad_guard.poison`).
+    A backward that fails leaves the buffer as it was or, if some chunk was added already, full of NaN, which
+    stops the next optimizer step unless the buffer is zeroed before (:func:`.grad_guard.poison`).
     """
 
     def __init__(
@@ -191,10 +191,10 @@ def accumulate_(
 
 @lru_cache(maxsize=1)
 def mixed_product() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
-    """The first there is of: torch's own fp32-output product, apex's kernel, TE's, an upcast.
+    """The first of these that is installed: torch's GEMM with fp32 output, apex's kernel, TE's, an upcast.
 
-    All accumulate low-precision operands into an fp32 sum; they differ in speed only, and the last
-    one also in memory (fp32 copies of both operands, slice by slice).
+    All add low-precision operands into an fp32 sum. They differ in speed, and the last one in memory (fp32
+    copies of both operands, slice by slice).
     """
     if hasattr(torch.ops.aten.addmm, "dtype_out"):
         return _torch_product
@@ -233,7 +233,7 @@ def _apex_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite:
 def _te_gemm() -> Any:
     try:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
-    except Exception:  # a broken install raises more than ImportError; it only means "not this one"
+    except Exception:  # a broken install may raise anything; take the next one
         return None
     return general_gemm
 
@@ -250,7 +250,7 @@ def _te_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: b
     )
 
 
-#: Rows of `total` per upcast product.
+#: Rows of `total` per GEMM on upcast operands.
 UPCAST_ROWS = 8192
 
 

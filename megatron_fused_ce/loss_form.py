@@ -1,6 +1,6 @@
-"""What the loss of a token is beside the plain cross-entropy, as arithmetic on ``[C]`` floats.
+"""The loss of a token with its options and other outputs, as arithmetic on ``[C]`` floats.
 
-With ``s = softcap(logit_scale * hidden @ weight.T)`` over the ``K`` columns that take part::
+With ``s = softcap(logit_scale * hidden @ weight.T)`` over the ``K`` valid columns::
 
     softcap(z) = cap * tanh(z / cap)                                    (none: z)
     loss       = (1 - sigma) * (lse - s_y) + sigma * (lse - mean s) + z_loss * lse**2
@@ -8,8 +8,8 @@ With ``s = softcap(logit_scale * hidden @ weight.T)`` over the ``K`` columns tha
     d loss / d z_j = d loss / d s_j * (1 - (s_j / cap)**2)
 
 ``sigma`` is the label smoothing, times ``K / (K - 1)`` in Megatron's form. For a label outside the
-vocabulary the row maximum stands for ``s_y``, as it does without options. With soft targets ``q`` of mass
-``Q = sum q`` in the label's place::
+vocabulary the row maximum stands for ``s_y``, as it does without options. With soft targets ``q`` of mass ``Q
+= sum q`` instead of a label::
 
     loss       = Q * lse - sum q_i s_i + z_loss * lse**2
     d loss / d s_j = (Q + 2 * z_loss * lse) * p_j - q_j
@@ -43,14 +43,14 @@ from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 
 
 class TeacherTargets(NamedTuple):
-    """The ``k`` classes a teacher found likely, of each token: ``[b, s, k]`` or ``[T, k]``."""
+    """The ``k`` likeliest classes of each token by a teacher: ``[b, s, k]`` or ``[T, k]``."""
 
-    ids: Tensor  # int64 or int32, global ids; those outside the vocabulary count for nothing
+    ids: Tensor  # int64 or int32, global ids; entries outside the vocabulary are ignored
     log_probs: Tensor  # float
 
     @property
     def kind(self) -> Hashable:
-        """All that checks of them depend on."""
+        """Shapes and dtypes: everything that their checks depend on."""
         return tuple((part.shape, part.dtype, part.device) for part in self)
 
 
@@ -59,9 +59,9 @@ DUPLICATE_ELEMENTS = 1 << 22
 
 
 def merge_duplicates(ids: Tensor, log_probs: Tensor) -> SoftTargets:
-    """Shares of each class ``[k, T]``: those of one id added up at its first entry, the other entries gone.
+    """Add up the shares ``[k, T]`` of entries with one id, at its first entry; drop the other entries.
 
-    Gone and negative ids are -1.
+    Dropped and negative ids become -1.
     """
     k, num_tokens = ids.shape
     probs = torch.where(ids >= 0, log_probs.exp(), 0.0)
@@ -82,21 +82,21 @@ class LossForm(RowOptions):
     """The options of one call. Tensors are on the call's device, so the host never waits."""
 
     z_loss: float = 0.0
-    sigma: Tensor | None = None  # fp32 [], None without smoothing
+    sigma: Tensor | None = None  # fp32 [] sigma; None without smoothing
     num_classes: Tensor | None = None  # fp32 [], K; with smoothing
     smoothing_per_class: Tensor | None = None  # fp32 [], sigma / K; with smoothing
-    #: outputs beside the loss, of token_outputs.OUTPUT_CHOICES
+    #: requested outputs beside the loss, from token_outputs.OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
-    #: those of them that may get upstream gradients
+    #: the requested outputs that may get upstream gradients
     differentiable: tuple[str, ...] = ()
-    #: whether soft targets stand in the labels' place
+    #: whether there are soft targets instead of labels
     soft: bool = False
     #: whether ``log_prob`` is 0 for a label outside the vocabulary; its gradient is the same
     zero_unknown: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether the loss is ``-log_prob``, label by label: one upstream gradient then stands for both."""
+        """Whether the loss is ``-log_prob`` of each label, so that one upstream gradient serves both."""
         return self.sigma is None and not self.z_loss and not self.soft
 
     @staticmethod
@@ -109,11 +109,11 @@ class LossForm(RowOptions):
         outputs: tuple[str, ...] = (),
         **requested: Any,
     ) -> LossForm:
-        """The form that ``config`` asks for, for this rank's ``num_rows`` columns from ``vocab_start``.
+        """The form that ``config`` describes, for this rank's ``num_rows`` columns from ``vocab_start``.
 
         Args:
-            vocab_size: classes that take part, over all ranks; with label smoothing.
-            requested: the fields that the config does not hold.
+            vocab_size: valid classes over all ranks; needed with label smoothing.
+            requested: the fields that are not in the config.
         """
         sigma = num_classes = smoothing_per_class = valid_columns = None
         if config.true_vocab_size is not None:
@@ -140,14 +140,14 @@ class LossForm(RowOptions):
         )
 
     def finish(self, merged: Merged) -> TokenOutputs:
-        """The loss in this form and what was asked for beside it, fp32 ``[C]``."""
+        """The loss in this form and the requested outputs, fp32 ``[C]``."""
         if self.is_plain and not self.outputs:
             return TokenOutputs(merged.loss)
         terms, extra = TokenTerms.of(merged.terms), merged.extra
         assert terms.label_shift is not None
         known = terms.label_shift != NOT_HERE
-        # log of the sum relative to the maximum. Near it a confident token's loss has digits that the sum has
-        # not; far below, the sum has those that a large loss has lost.
+        # lse - max. For a confident token it is computed from the loss, which has more digits there; for a
+        # large loss from the sum, which then has more.
         from_loss = merged.loss + torch.where(known, terms.label_shift, 0.0)
         log_sum = torch.where(terms.label_shift > -1, from_loss, -terms.inv_sum.log())
         lse = terms.row_max + log_sum
@@ -164,10 +164,10 @@ class LossForm(RowOptions):
         entropy = predicted = None
         if extra.weighted is not None:
             own = torch.exp(terms.label_shift) * terms.label_shift
-            own = torch.where(known & (own < 0), own, 0.0)  # exp(-inf) * -inf is 0 too
+            own = torch.where(known & (own < 0), own, 0.0)  # the limit of exp(t) * t for t -> -inf is 0
             entropy = log_sum - (extra.weighted + own) * terms.inv_sum
         if extra.best is not None:
-            # On a GPU the maximum of a row leaves its NaN out; its loss does not.
+            # On a GPU a row's maximum drops a NaN; its loss keeps it.
             found = torch.isfinite(extra.best) & (merged.loss == merged.loss)
             predicted = torch.where(found, extra.best, -1.0).long()
         wanted = self.outputs
@@ -184,11 +184,13 @@ class LossForm(RowOptions):
         )
 
     def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
-        """``neg_label_grad`` from ``one_minus_p_label`` and not from ``1 - p``: nothing cancels for a
+        """Coefficients of the gradient of the logits, fp32 ``[C]``.
+
+        ``neg_label_grad`` comes from ``one_minus_p_label``, not from ``1 - p``, so nothing cancels for a
         confident token.
 
         Args:
-            upstream: of a chunk, each times what every gradient is multiplied by.
+            upstream: upstream gradients of a chunk, times the factor of all gradients (the logit scale).
         """
         scale, neg_label_grad = self._scale_and_label_grad(terms)
         plain = GradCoefficients(
@@ -201,7 +203,7 @@ class LossForm(RowOptions):
         return self._with_outputs(plain, terms, upstream) if upstream.beside_the_loss else plain
 
     def own_coefficients(self, merged_terms: Tensor) -> Tensor:
-        """``row_max, scale, neg_label_grad`` of the loss alone, fp32 ``[3, C]`` or more."""
+        """``row_max, scale, neg_label_grad`` for an upstream gradient of 1: fp32 ``[3, C]`` or more rows."""
         if self.is_plain:
             return merged_terms
         terms = TokenTerms.of(merged_terms)
@@ -221,7 +223,7 @@ class LossForm(RowOptions):
 
     @staticmethod
     def _with_outputs(plain: GradCoefficients, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
-        """``plain`` times its upstream gradient, and the other outputs' gradients added to it."""
+        """``plain`` times its upstream gradient, plus the gradients of the other outputs."""
         loss, log_prob, lse, entropy, made_entropy = upstream
         scale, neg_label_grad = plain.scale * loss, plain.neg_label_grad * loss
         assert terms.label_shift is not None

@@ -1,12 +1,11 @@
-"""Leaving masked tokens out: what has weight 0 takes part in no product.
+"""Leaves tokens of weight 0 out of every GEMM.
 
-Every rank of the tensor-parallel group works on the same number of tokens, so each part of them (one of R
-with sequence parallelism) is cut down to the ``m`` of the part that has the most; the shorter ones are
-filled up with masked tokens of their own, whose results are dropped. ``m`` must be known on the host:
-:func:`count` sends it there without a wait, at a time when the device still has work, and
-:meth:`Count.wait` is called where it is needed. Left-out tokens have loss 0 and gradient 0; an upstream
-gradient for one of them breaks the promise that the token weights are, and ends in
-:mod:`.grad_guard`'s error.
+All ranks of the tensor-parallel group must work on the same number of tokens. So each part (one of R with
+sequence parallelism) is cut to ``m`` tokens, the unmasked tokens of the part that has the most; the other
+parts are filled up with masked tokens, whose results are dropped. The host must know ``m``: :func:`count`
+sends it there without a wait while the device still has work, and :meth:`Count.wait` waits for it later.
+Left-out tokens have loss 0 and gradient 0; an upstream gradient for one of them raises :mod:`.grad_guard`'s
+error before the next optimizer step.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from torch.autograd.function import once_differentiable
 from megatron_fused_ce.grad_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.vocab_parallel import largest_over_ranks
 
-#: ``m`` is rounded up to whole tiles of the products: fewer sizes for the allocator, and no time lost.
+#: ``m`` is rounded up to whole tiles of the GEMMs: fewer sizes for the allocator, at no cost in time.
 ROUND_TO = 128
 
 
 class Count:
-    """The number of tokens to work on, on its way to the host."""
+    """The number of tokens to work on, while it is copied to the host."""
 
     def __init__(self, largest: Tensor) -> None:
         self._event = None
@@ -36,7 +35,7 @@ class Count:
             self._event = torch.cuda.current_stream(largest.device).record_event()
 
     def wait(self) -> int:
-        """Wait for the device to have reached the place where it was counted."""
+        """Wait until the device has counted, and return the number."""
         if self._event is not None:
             self._event.synchronize()
         return int(self._value.item())
@@ -46,7 +45,7 @@ def count(
     weights: Tensor,  # [parts, n]: token weights, in token order
     group: Any,  # the tensor-parallel group, or None
 ) -> Count | None:
-    """Unmasked tokens of the part that has the most; None while a CUDA graph is captured.
+    """Start counting the unmasked tokens of the part that has the most; None while a CUDA graph is captured.
 
     Collectives: a MAX all-reduce of an int64 over ``group`` (R > 1), so that all ranks agree whatever their
     masks are.
@@ -57,10 +56,10 @@ def count(
 
 
 class Kept(NamedTuple):
-    """Which tokens of each part are worked on."""
+    """The tokens of each part that are worked on."""
 
-    tokens: Tensor  # int64 [parts, m]: those with a weight first, in their order
-    active: Tensor  # bool [parts, m]: whether they have one
+    tokens: Tensor  # int64 [parts, m]: indices of the tokens, unmasked ones first, in their order
+    active: Tensor  # bool [parts, m]: whether they are unmasked
     skipped: Tensor  # bool [parts, n]: tokens with weight 0
 
     @staticmethod
@@ -73,21 +72,23 @@ class Kept(NamedTuple):
         return Kept(index, ~skipped.gather(1, index), skipped)
 
     def of_tokens(self, per_token: Tensor) -> Tensor:
-        """``[..., parts, m]`` of ``[..., parts, n]``."""
+        """Select the kept tokens: ``[..., parts, n]`` to ``[..., parts, m]``."""
         index = self.tokens.expand(*per_token.shape[:-1], self.tokens.shape[1])
         return per_token.gather(-1, index)
 
     def take(self, hidden: Tensor, part: int) -> Tensor:
-        """``[m, H]`` of this rank's ``[n, H]``; a gradient goes back to its place, 0 elsewhere."""
+        """Select this rank's kept hidden states, ``[n, H]`` to ``[m, H]``; differentiable."""
         if self.tokens.shape[1] == hidden.shape[0]:
             return hidden
         taken: Tensor = _Take.apply(hidden, self.tokens[part])
         return taken
 
     def put_back(self, per_token: Tensor, guard: Guard = WITHOUT_MODEL) -> Tensor:
-        """``[parts * n]`` of ``[parts * m]``; 0 for masked tokens (ids: -1, bool: False).
+        """Put results back in place: ``[parts * m]`` to ``[parts * n]``.
 
-        An upstream gradient for one of those is remembered by ``guard``.
+        Masked tokens get 0, -1 (ids) or False.
+
+        ``guard`` records an upstream gradient for a masked token as a mismatch.
         """
         fill = -1.0 if per_token.dtype == torch.int64 else 0.0
         whole: Tensor = _PutBack.apply(per_token, self, fill, guard)
@@ -95,7 +96,7 @@ class Kept(NamedTuple):
 
 
 def num_kept(largest: int, num_tokens: int) -> int:
-    """``m``, of ``num_tokens`` in a part."""
+    """``m`` for a part of ``num_tokens`` tokens: rounded up, at most all of them."""
     return min(num_tokens, -(-largest // ROUND_TO) * ROUND_TO)
 
 
@@ -131,6 +132,6 @@ class _PutBack(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, active, skipped = ctx.saved_tensors
         grad = grad.view(skipped.shape)
-        # An inf or NaN is a loss scale that overflowed, for Megatron's own check to find.
+        # An inf or NaN comes from a loss scale that overflowed; Megatron's own check finds it.
         ctx.guard.record_mismatch(torch.isfinite(grad).all() & (skipped & (grad != 0)).any())
         return torch.where(active, grad.gather(1, index), 0.0).flatten(), None, None, None

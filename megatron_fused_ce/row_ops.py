@@ -1,8 +1,8 @@
 """The maths of one token's loss, given statistics of its logits.
 
-Where the statistics come from is :mod:`.logits_backend`'s matter, how they travel between ranks
-:mod:`.vocab_parallel`'s. This file is ``[C]``-sized arithmetic in plain PyTorch;
-:mod:`.kernels.token_kernels` has the same three functions in one launch each.
+:mod:`.logits_backend` computes the statistics, :mod:`.vocab_parallel` exchanges them between ranks. This file
+is ``[C]``-sized arithmetic in plain PyTorch; :mod:`.kernels.token_kernels` has the same functions in one
+launch each.
 
 For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
 
@@ -13,9 +13,9 @@ For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max 
     d loss / d z_j = exp(z_j - m) / (sum_exp_nonlabel + label)       for j != y
     d loss / d z_y = -sum_exp_nonlabel / (sum_exp_nonlabel + label)  which is p_y - 1
 
-The label's term is kept apart from the sum, so that nothing cancels for a confident token.
+The label's term is kept out of the sum, so that nothing cancels for a confident token.
 
-A label outside the vocabulary leaves no label term: ``loss = log(sum_exp_nonlabel) = lse - m``, which is what
+A label outside the vocabulary has no label term: ``loss = log(sum_exp_nonlabel) = lse - m``, which is what
 Megatron's unfused loss gives for it. See docs/math.md.
 """
 
@@ -37,7 +37,8 @@ from megatron_fused_ce.kernels.records import (
 
 
 class TokenTerms(NamedTuple):
-    """What the backward needs of a token's merged statistics, fp32 ``[C]``."""
+    """Terms of a token's loss that its backward needs, from merged statistics; fp32 ``[C]``, natural
+    units."""
 
     row_max: Tensor  # m
     inv_sum: Tensor  # 1 / (sum_exp_nonlabel + label)
@@ -47,7 +48,7 @@ class TokenTerms(NamedTuple):
 
     @staticmethod
     def of(merged: Tensor, mass: Tensor | None = None) -> TokenTerms:
-        """From :attr:`Merged.terms`."""
+        """Name the rows of :attr:`Merged.terms`."""
         row_max, inv_sum, one_minus_p_label, label_shift = merged.unbind(0)
         return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, mass)
 
@@ -81,9 +82,9 @@ def extra_addends(
     shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
     global_max: Tensor,  # [C] fp32
 ) -> ExtraStatistics:
-    """The same relative to the row's maximum: all to be summed over the shards, but ``best``.
+    """Extra statistics relative to the row's maximum, to be summed over the shards.
 
-    Of that the smallest counts; ``inf`` where the maximum is not in this shard.
+    Except ``best``, of which the smallest counts; it is ``inf`` if the maximum is not in this shard.
     """
     row_max, row_shift, sum_exp_nonlabel, _ = shard.unbind(-2)
     shift = row_shift - global_max
@@ -93,7 +94,7 @@ def extra_addends(
         weighted = torch.where(sum_exp_nonlabel == 0, 0.0, moved)
     if target_sum is not None:
         assert extra.target_mass is not None
-        # A shard without any finite logit has the row shift -inf, and no target of a finite one.
+        # A shard without any finite logit has the row shift -inf, and no soft target with a finite logit.
         moved = target_sum + extra.target_mass * shift
         target_sum = torch.where(extra.target_mass == 0, 0.0, moved)
     if best is not None:
@@ -103,10 +104,10 @@ def extra_addends(
 
 def merge_extra(
     names: tuple[str, ...],
-    extra: Tensor,  # [R, K, C] fp32: the given ones of each shard
+    extra: Tensor,  # [R, K, C] fp32: the statistics that each shard has
     shards: Tensor,  # [R, 4, C] fp32
 ) -> ExtraStatistics:
-    """Over the whole vocabulary."""
+    """Merge the extra statistics of all shards into those of the whole vocabulary."""
     if not names:
         return NO_EXTRA
     addends = extra_addends(ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0))
@@ -137,7 +138,7 @@ def token_loss(
 
 
 def merge_shards(shards: Tensor) -> Merged:
-    """From the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
+    """Merge the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
     if len(shards) == 1:
         shard = shards[0]
         return Merged(*token_loss(shard_addends(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[ROW_SHIFT])

@@ -1,4 +1,4 @@
-"""The two passes over a chunk of logits in plain PyTorch: the CPU path, and the Triton kernels' twin.
+"""The row kernels (two passes over a chunk of logits) in plain PyTorch: for CPUs, and to test Triton's.
 
 Both walk the rows in blocks, so that their fp32 temporaries stay far below a chunk of logits.
 """
@@ -36,7 +36,7 @@ def _scaled(
     form: RowOptions,
     inv_temperature: Tensor | None,  # [C] fp32
 ) -> Tensor:
-    """A new fp32 tensor: the logits of ``rows`` that the loss is made of."""
+    """The scaled and softcapped logits of ``rows`` in a new fp32 tensor."""
     z = logits[rows].to(torch.float32, copy=True)
     if logit_scale != 1.0:
         z.mul_(logit_scale)
@@ -48,16 +48,16 @@ def _scaled(
 
 
 def _masked(logits: Tensor, form: RowOptions) -> Tensor | None:
-    """Which columns take no part, bool ``[V]``; None where all do."""
+    """Masked columns, bool ``[V]``; None if all are valid."""
     if form.valid_columns is None:
         return None
     return torch.arange(logits.shape[1], device=logits.device) >= form.valid_columns
 
 
 class _Here(NamedTuple):
-    """Classes of some rows that are in this shard: where, and which of them are."""
+    """Classes of some rows: their columns in this shard, and whether they are in it."""
 
-    columns: Tensor  # int64 [rows, k], 0 where not here
+    columns: Tensor  # int64 [rows, k], 0 for classes of other shards
     mask: Tensor  # bool [rows, k]
 
     @staticmethod
@@ -68,12 +68,12 @@ class _Here(NamedTuple):
 
 def row_statistics(
     logits: Tensor,  # [C, V]
-    local_labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
+    local_labels: Tensor,  # [C] int64, columns of this shard; other values are labels of other shards
     logit_scale: float,
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
-    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
+    inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature, after the softcap
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit."""
     num_rows, num_columns = logits.shape
@@ -123,7 +123,7 @@ def row_gradients(
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
     targets: SoftTargets | None = None,
-    inv_temperature: Tensor | None = None,  # [C] fp32; ``terms`` have its factor of the gradient
+    inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature; ``terms`` have its factor
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
@@ -131,7 +131,7 @@ def row_gradients(
     for rows in _row_blocks(num_rows, num_columns):
         softcap_grad = None
         if form.softcap is not None:
-            # 1 - tanh**2 of a bent logit keeps nothing of a softcap_grad below fp32's resolution of 1.
+            # Not 1 - tanh**2, which cancels for a large logit.
             bent = logits[rows].to(torch.float32, copy=True).mul_(logit_scale / form.softcap)
             e = bent.abs_().mul_(-2).exp_()
             softcap_grad = 4 * e / (1 + e).square()

@@ -1,4 +1,4 @@
-"""Powers of two that keep gradients between the largest and the smallest number of their dtype."""
+"""Powers of two that keep gradients within the range of their dtype."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: fp16 gradients of logits are written as ``2**FP16_HEADROOM_BITS`` times their share of the largest
-#: upstream gradient: 2.3e-10 is then the smallest probability that does not vanish.
+#: fp16 gradients of logits are scaled so that the largest upstream gradient becomes
+#: ``2**FP16_HEADROOM_BITS``: 2.3e-10 is then the smallest probability that does not underflow.
 FP16_HEADROOM_BITS = 8
-#: And less where entries of the weight reach ``2**FP16_WEIGHT_BITS`` or more: a row of gradients sums up to
-#: twice its upstream in absolute value (four times that with the outputs beside the loss and their like), and
-#: ``2 * 4 * 2**(8 + 4)`` is half of what fp16 holds.
+#: The scale is smaller if entries of the weight reach ``2**FP16_WEIGHT_BITS`` or more: the absolute values of
+#: a row of gradients sum to twice its upstream gradient (up to four times that with other outputs), and ``2 *
+#: 4 * 2**(8 + 4)`` is half of fp16's largest number.
 FP16_WEIGHT_BITS = 4
-#: ``grad_in_forward`` keeps fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``:
-#: as far from what vanishes (2**-24, before the loss scale comes) as weights of up to 2**8 allow.
+#: ``grad_in_forward`` saves fp16's ``grad_hidden`` for upstream gradients of up to ``2**FP16_WAITING_BITS``:
+#: as far above fp16's smallest number (2**-24) as weights of up to 2**8 allow.
 FP16_WAITING_BITS = 4
 
 
 def scale_for_fp16(gradients: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A power of two that brings the largest entry of any near ``2**8``, and its inverse (fp32 []).
+    """A power of two that brings the largest upstream gradient near ``2**8``, and its inverse; fp32 [].
 
-    Less near for a large ``weight`` ``[V, H]``, so that the product with it stays finite. Computed on the
-    device, so the host never waits. 1 where there is nothing finite to scale by.
+    Smaller for a large ``weight`` ``[V, H]``, so that the GEMM with it stays finite. Computed on the device,
+    so the host never waits. 1 if no upstream gradient is finite and above 0.
     """
     largest = gradients[0].new_zeros(())
     for factor in gradients:
@@ -37,10 +37,10 @@ def scale_for_fp16(gradients: Sequence[Tensor], weight: Tensor) -> tuple[Tensor,
 
 
 def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.dtype) -> Tensor:
-    """Times a power of two that brings the largest, times ``logit_scale``, near a common size.
+    """Token weights times a power of two that brings the largest (times ``logit_scale``) to a safe size.
 
-    ``grad_in_forward`` makes gradients for them in the forward and multiplies by a scalar in the backward:
-    what ``dtype`` cannot hold in between would be lost. The same on every rank.
+    ``grad_in_forward`` computes gradients for these weights and multiplies them by a scalar in the backward:
+    values out of the range of ``dtype`` in between would be lost. The same on every rank.
     """
     if not token_weights.numel():
         return token_weights

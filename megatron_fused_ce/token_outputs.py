@@ -1,4 +1,4 @@
-"""What a head can say of each token beside its loss, and the upstream gradients that come back for it."""
+"""A head's outputs for each token beside its loss, and their upstream gradients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ OUTPUT_CHOICES = (*DIFFERENTIABLE, "predicted", "correct")
 
 
 def differentiable_of(outputs: Sequence[str]) -> tuple[str, ...]:
-    """Those that can carry a gradient."""
+    """The names among ``outputs`` that can carry a gradient."""
     return tuple(name for name in outputs if name in DIFFERENTIABLE)
 
 
 class TokenOutputs(NamedTuple):
-    """Of each token, in the labels' shape; None for what was not asked for.
+    """Results for each token, in the labels' shape; None if not requested.
 
-    With ``s`` the logits that the loss is made of (scaled, bent, without masked padding) and
-    ``p = softmax(s)``:
+    With ``s`` the logits of the loss (scaled, softcapped, without masked padding) and ``p = softmax(s)``:
     """
 
     loss: Tensor  # fp32
@@ -34,18 +33,18 @@ class TokenOutputs(NamedTuple):
     correct: Tensor | None = None  # bool: no logit is larger than the label's
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenOutputs:
-        """The same of what is there."""
+        """Apply a function to every result that is there."""
         return TokenOutputs(*[None if given is None else change(given) for given in self])  # type: ignore[arg-type]
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk's ``[C]``; None for 0."""
+    """Upstream gradients, fp32, for all tokens ``[parts, n]`` or for a chunk ``[C]``; None stands for 0."""
 
     loss: Tensor
     log_prob: Tensor | None = None
     lse: Tensor | None = None
     entropy: Tensor | None = None
-    #: what the forward gave, where there is a gradient for it
+    #: results of the forward that the gradient needs
     made_entropy: Tensor | None = None
 
     @property
@@ -57,10 +56,10 @@ class Upstream(NamedTuple):
         return any(given is not None for given in self[1:4])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Upstream:
-        """Of the gradients and of what the forward gave."""
+        """Apply a function to the gradients and to the forward's results."""
         return Upstream(*[None if given is None else change(given) for given in self])  # type: ignore[arg-type]
 
     def scaled(self, scale: Tensor | float) -> Upstream:
-        """The gradients, times ``scale``."""
+        """The gradients times ``scale``; the forward's results unchanged."""
         kept = self.made_entropy
         return self.map(lambda given: given * scale)._replace(made_entropy=kept)

@@ -1,4 +1,4 @@
-"""Checks of one call's arguments, before anything runs: what was expected, what came, what to do."""
+"""Checks of one call's arguments, before anything runs. Errors say: expected, got, what to do."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check_types(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 def _wrong_shapes(
     hidden: tuple[int, ...], labels: tuple[int, ...], expected: tuple[int, ...], num_parts: int
 ) -> str:
-    """What to change where the labels are not of the shape that ``hidden`` asks for."""
+    """The error text if the labels' shape does not fit that of ``hidden``."""
     if len(labels) != len(expected):
         return (
             f"hidden has shape {hidden} and labels {labels}; expected hidden [s, b, H] with labels [b, s], "
@@ -114,7 +114,7 @@ def _wrong_shapes(
     )
 
 
-#: Ids travel between the ranks as fp32.
+#: The ranks exchange ids as fp32, which is exact up to 2**24.
 LARGEST_ID = 2**24
 
 
@@ -127,11 +127,11 @@ def check_requested(
     labels: Tensor,
     teacher: TeacherTargets | None,
 ) -> None:
-    """Check what a call asks for beside the loss of labels.
+    """Check the requested outputs and the teacher's targets of a call.
 
     Raises:
         TypeError: the teacher's targets have a wrong dtype.
-        ValueError: an unknown output, one that cannot be had, or targets of a wrong shape.
+        ValueError: an unknown or impossible output, or targets of a wrong shape.
     """
     for name in outputs:
         if name not in OUTPUT_CHOICES:
@@ -178,7 +178,7 @@ def check_temperature(
     labels: Tensor,
     teacher: TeacherTargets | None,
 ) -> None:
-    """Check a number, or the kind of a tensor: its values are the op's matter.
+    """Check a number, or a tensor's dtype and shape; the op checks a tensor's values.
 
     Raises:
         TypeError: neither a number nor a tensor of floats.

@@ -1,7 +1,7 @@
-"""The oldest versions that this package runs with, and one line where an older one is found.
+"""The oldest versions that this package runs with, and the error for an older one.
 
-pip asks for the same (setup.py). It does not see a container's own packages, a checkout on ``PYTHONPATH``
-or what ``--no-deps`` left as it was. What ran with which versions: docs/support.md.
+pip requires the same (setup.py), but does not see a container's own packages, a checkout on ``PYTHONPATH`` or
+packages that ``--no-deps`` skipped. Tested versions: docs/support.md.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 
 OLDEST = {"torch": (2, 6), "triton": (3, 2), "megatron-core": (0, 15)}
-#: A newer one is served where it has the seams (:mod:`.adapter.layout`), and the run says so.
+#: A newer one runs if it has the patched functions (:mod:`.adapter.layout`), and the log says so.
 NEWEST_MEGATRON = (0, 19)
 
 
 def numbers(version: str) -> tuple[int, int]:
-    """Major and minor of ``2.6.0a0+nv25.01``; (0, 0) where there are none."""
+    """Major and minor version, (2, 6) of ``2.6.0a0+nv25.01``; (0, 0) if there are none."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -24,7 +24,7 @@ def words(version: tuple[int, int]) -> str:
 
 
 def too_old(package: str, version: str) -> str | None:
-    """Why ``version`` cannot serve, in one line, or None."""
+    """Why ``version`` is too old, in one line; None if it is not."""
     if numbers(version) >= OLDEST[package]:
         return None
     return (
@@ -34,7 +34,7 @@ def too_old(package: str, version: str) -> str | None:
 
 
 def require(package: str, version: str) -> None:
-    """Raises ImportError where ``version`` is too old."""
+    """Raise ImportError if ``version`` is too old."""
     reason = too_old(package, version)
     if reason is not None:
         raise ImportError(reason)

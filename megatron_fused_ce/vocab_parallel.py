@@ -1,11 +1,11 @@
 """Everything that crosses ranks: the only module that calls a collective.
 
-All of it goes over the tensor-parallel group, in the same order on every rank, whatever the data. What
-belongs to one of several chunks is asynchronous: on GPUs it runs on one side stream of this package, behind
-all that the current stream holds at the call, and the current stream waits for it where its result is read
-(:mod:`.pipeline` says when). The side stream has a high priority: its kernels get the first SMs that the
-product under way gives free. Nothing is under way when a forward or a backward returns, so the group's
-other users never meet it.
+All collectives go over the tensor-parallel group, in the same order on every rank, whatever the data. Those
+of one of several chunks are asynchronous: on GPUs they run on one side stream of this package, behind all
+work that the current stream holds at the call, and the current stream waits where a result is read
+(:mod:`.pipeline` decides when). The side stream has a high priority: its kernels get the first SMs that a
+running GEMM frees. No collective is left running when a forward or a backward returns, so other users of the
+group never meet one.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from megatron_fused_ce.row_ops import extra_addends, merge_extra
 
 
 class Pending(Protocol):
-    """A collective under way; ``wait`` before its result is read or its input is overwritten."""
+    """A running collective; call ``wait`` before its result is read or its input is overwritten."""
 
     def wait(self) -> Any: ...
 
 
 class _Done:
     def wait(self) -> None:
-        """Nothing was started."""
+        """Return at once: no collective was started."""
 
 
 DONE: Pending = _Done()
 
 
 class Merge(Protocol):
-    """Statistics of one chunk on their way through the group."""
+    """The running merge of one chunk's statistics over the group."""
 
     def finish(self) -> Merged:
-        """Wait for the collective under way, and for the next, where there is one."""
+        """Wait for the running collective; start the next one, if the merge has one, and wait for it."""
 
 
-# torch 2.13 renamed these and warns at the old names.
+# torch 2.13 renamed these and warns if the old names are used.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _OnSideStream:
-    """Waited for by an event. Holds what the collective reads and writes until then."""
+    """Waits by an event, and keeps the collective's tensors alive until then."""
 
     def __init__(self, device: torch.device, held: tuple[Tensor, ...]) -> None:
         self.event: torch.cuda.Event | None = None
@@ -76,7 +76,7 @@ class _OnSideStream:
 
 
 class _SideStream:
-    """Where the collectives of one device run."""
+    """The stream on which the collectives of one device run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -109,7 +109,7 @@ class _SideStream:
             self._together = None
             with torch.cuda.stream(self.stream):
                 work = group._end_coalescing(self.device)
-                if work is not None:  # a torch that runs them on the group's own stream after all
+                if work is not None:  # this torch runs them on the group's own stream after all
                     work.wait()
                 event = self.stream.record_event()
             for pending in started:
@@ -146,7 +146,7 @@ class VocabParallel:
     size: int
     rank: int
     sequence_parallel: bool
-    #: how statistics travel: "packed" or "all_reduce"
+    #: how statistics are merged: "packed" or "all_reduce"
     merge: str = "packed"
     #: whether ``grad_hidden`` is summed over the ranks here; else by the caller
     reduces_grad_hidden: bool = True
@@ -179,18 +179,18 @@ class VocabParallel:
         return self.rank if self.sequence_parallel else 0
 
     def together(self, device: torch.device) -> AbstractContextManager[None]:
-        """What is started inside leaves in one launch at its end, and is waited for only after it.
+        """Coalesce the collectives started inside into one launch at the end; wait for them only after it.
 
-        One of them behind the other would not be let in where the first one was: see :mod:`.pipeline`.
+        Two separate launches would not fit into one gap between GEMMs: see :mod:`.pipeline`.
         """
         if self.size == 1 or not self.beside or device.type != "cuda":
             return nullcontext()
         return _side_stream(device).together(self.group)
 
     def ring_bytes(self, whole: int, all_reduce: bool = False) -> int:
-        """What a rank sends to others while ``whole`` bytes are gathered, scattered or summed in a ring.
+        """Bytes that a rank sends while ``whole`` bytes are gathered, scattered or summed in a ring.
 
-        As nccl-tests count the bandwidth of a bus; NVLink's switches may do with less.
+        Counted as nccl-tests count bus bandwidth; NVLink's switches may send fewer.
         """
         return whole * (self.size - 1) * (2 if all_reduce else 1) // self.size
 
@@ -202,7 +202,7 @@ class VocabParallel:
         return self.ring_bytes((len(rows) + 1) * rows[0].nbytes, all_reduce=True)
 
     def settle(self, device: torch.device) -> None:
-        """After an exception: memory of what is under way is not given to others before that has ended.
+        """After an exception: wait for running collectives, so that their memory is not reused too early.
 
         Collectives: none.
         """
@@ -238,10 +238,9 @@ class VocabParallel:
         """Start merging a chunk's statistics over the whole vocabulary.
 
         Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
-        MAX of (row maximum, row_shift) ``[2, C]``, then SUM of (others, label, label logit) ``[3, C]``.
-        Each of ``stats.extra`` is one row more of the all-gather and of the SUM; ``best`` by all-reduces
-        is a MIN after them.
-        NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
+        MAX of (row maximum, row_shift) ``[2, C]``, then SUM of (sum_exp_nonlabel, label, label logit) ``[3,
+        C]``. Each of ``stats.extra`` is one row more of the all-gather or the SUM; with ``all_reduce``,
+        ``best`` is a MIN after them. NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
         """
         if self.size == 1:
             return _Local(stats, token_ops)
@@ -250,7 +249,7 @@ class VocabParallel:
 
 
 class _Local:
-    """One shard: nothing to wait for."""
+    """A single shard: no collective."""
 
     def __init__(self, stats: RowStatistics, token_ops: ModuleType) -> None:
         self._stats = stats
@@ -268,7 +267,7 @@ class _Local:
 
 
 class _Packed:
-    """All statistics of all ranks at once; each rank merges them, in the same order."""
+    """One all-gather of all statistics; every rank merges them in rank order."""
 
     def __init__(self, stats: RowStatistics, token_ops: ModuleType, comm: VocabParallel) -> None:
         self._token_ops = token_ops
@@ -292,7 +291,7 @@ class _Packed:
 
 
 class _AllReduced:
-    """The maxima first, then the sums relative to them, then the lowest id where one is asked for."""
+    """All-reduces of the maxima, then of the sums relative to them, then of the lowest id if it is needed."""
 
     def __init__(self, stats: RowStatistics, token_ops: ModuleType, comm: VocabParallel) -> None:
         self._token_ops = token_ops
@@ -320,7 +319,7 @@ class _AllReduced:
 
 
 def largest_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """``value`` (any shape), in place the largest of any rank's. The host does not wait.
+    """Replace ``value`` (any shape), in place, by the largest over all ranks. The host does not wait.
 
     Collectives: one MAX all-reduce (R > 1).
     """
@@ -337,7 +336,7 @@ def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> 
     Collectives: one MAX all-reduce of an int64 (R > 1).
 
     Raises:
-        ValueError: ``words``; on ranks where nothing is wrong, that it is another's.
+        ValueError: with ``words``; on ranks where nothing is wrong, that another rank found it.
     """
     if wrong.is_cuda and torch.cuda.is_current_stream_capturing():
         return
@@ -348,9 +347,9 @@ def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> 
 
 
 def joining(axes: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """Groups over which one after another a value reaches all ranks of a grid with these axes.
+    """Groups to reduce over in turn, so that a value reaches all ranks of a grid with these axes.
 
-    One, the world, where the grid is all of it. The same on every rank of the grid. Collectives: none.
+    The world alone if the grid holds all ranks. The same on every rank of the grid. Collectives: none.
     """
     groups = [group for group in axes if group is not None and dist.get_world_size(group) > 1]
     world = dist.group.WORLD
@@ -363,36 +362,36 @@ class RankDisagreement(ValueError):
 
 
 class Settled(NamedTuple):
-    """What the ranks of a group agreed on for one head."""
+    """The values that the ranks of a group agreed on for one head."""
 
-    #: Fact of a rank -> the largest of any rank's.
+    #: Name of a rank-dependent number -> the largest over all ranks.
     facts: dict[str, int]
     shard_sizes: tuple[int, ...]  # vocabulary rows of each rank
 
 
 @dataclass
 class GroupHistory:
-    """What calls of the head over one group have seen; the same on all its ranks, but for ``specs``."""
+    """Record of the head's calls over one group; the same on all its ranks, except ``specs``."""
 
     #: Whether the shards of any call were of unequal sizes.
     unequal: bool = False
-    #: Head -> what its ranks settled, at the last call that compared.
+    #: Head -> the values that its ranks agreed on at the last call that compared.
     heads: dict[Hashable, Settled] = field(default_factory=dict)
     #: Kind of call -> its :class:`.call.CallSpec`.
     specs: dict[Hashable, Any] = field(default_factory=dict)
 
     def compares(self, head: Hashable | None, every_call: bool) -> bool:
-        """Whether a call over this group, of several ranks, is to be compared; the same on every rank.
+        """Whether the ranks must compare this call's arguments; the same answer on every rank.
 
-        A group's first call is, whatever a rank's shapes are, so that all take part and the check itself
-        cannot hang; then each head's first, and every call once shards were of unequal sizes, which all ranks
-        have seen then: the next head's may be others, and a rank with as many rows as before could not tell.
-        None is while a CUDA graph is captured (the next one outside is instead). With ``every_call`` every
-        call is; give it on all ranks.
+        They compare a group's first call, whatever its shapes, so that all take part and the check itself
+        cannot hang; then each head's first call; and, once they have seen shards of unequal sizes, every
+        call: the next head's shards may be cut differently, and a rank with as many rows as before could not
+        tell. They never compare while a CUDA graph is captured, but at the next call outside. With
+        ``every_call``, which must be given on all ranks, they always do.
 
         Args:
-            head: what a head is, by values that are the same on every rank, whose shards of one head are of
-                one size; None where this rank's weight does not fit its hidden states.
+            head: values that identify the head and are the same on every rank (its shards have one size);
+                None if this rank's weight does not fit its hidden states.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
@@ -401,10 +400,10 @@ class GroupHistory:
         return head is not None and head not in self.heads
 
     def remember(self, head: Hashable | None, settled: Settled) -> None:
-        """What the ranks settled for a head: it holds for all its calls from now on."""
+        """Remember what the ranks agreed on for a head; it holds for all its calls from now on."""
         self.unequal = self.unequal or len(set(settled.shard_sizes)) > 1
         if self.heads.get(head) != settled:
-            self.specs.clear()  # they follow what was settled before
+            self.specs.clear()  # specs were made with the old values
         self.heads[head] = settled
 
 
@@ -413,7 +412,7 @@ _without_group = GroupHistory()
 
 
 def history_of(group: dist.ProcessGroup | None) -> GroupHistory:
-    """Of calls over this group, by the object itself: names and ids of destroyed groups come back."""
+    """The history of this group, by the group object: names and ids of destroyed groups are reused."""
     if group is None:
         return _without_group
     history = _histories.get(group)
@@ -423,16 +422,16 @@ def history_of(group: dist.ProcessGroup | None) -> GroupHistory:
 
 
 def forget() -> None:
-    """Forget every call there was. All ranks of a group have to."""
+    """Forget all calls so far. Call it on all ranks of a group."""
     for history in (*_histories.values(), _without_group):
         history.__init__()  # type: ignore[misc]
 
 
 def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
-    """Raise where more columns are to take part than there are in all shards, ``num_rows``.
+    """Raise if ``true_vocab_size`` is more than the rows ``num_rows`` of all shards.
 
     Raises:
-        ValueError: saying both.
+        ValueError: names both numbers.
     """
     if (true_vocab_size or 0) > num_rows:
         raise ValueError(
@@ -449,25 +448,25 @@ def compare(
     num_rows: int,
     error: Exception | None,
 ) -> Settled:
-    """Raise on every rank when one rank's input is bad or ``same`` differs; what holds for all.
+    """Compare one call over the ranks: raise on all if one is bad or they differ, else return agreed values.
 
-    Called for a head where :meth:`GroupHistory.compares` says so. What depends on a rank's machine and memory
-    may differ from rank to rank, and later from call to call on one of them, but plans and collectives depend
-    on it: the largest number of any rank is what all use from then on.
+    Run for a head's call where :meth:`GroupHistory.compares` says so. Numbers that depend on a rank's machine
+    and memory may differ between ranks, and later between calls, but plans and collectives depend on them:
+    all ranks use the largest from then on.
 
-    Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its words. The
+    Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its message. The
     host waits for both.
 
     Args:
-        same: what must be equal on every rank, as whole numbers.
-        of_rank: what may differ, as whole numbers; the largest is right for all.
-        vocab_start: where the caller named it: named shards must not overlap.
+        same: numbers that must be equal on every rank.
+        of_rank: numbers that may differ; the largest is right for all.
+        vocab_start: if the caller gave one; the shards must then not overlap.
         num_rows: of this rank's shard.
-        error: what this rank's own checks found; the numbers are then ignored, their names are not.
+        error: found by this rank's own checks; its numbers are then ignored, but the names must be given.
 
     Raises:
-        RankDisagreement: naming the field and each rank's value, or the rank whose input is bad.
-        ValueError: ``true_vocab_size`` is more than there is.
+        RankDisagreement: names the field and each rank's value, or the rank whose input is bad.
+        ValueError: ``true_vocab_size`` is larger than the vocabulary.
     """
     size = dist.get_world_size(group)
     values = [*of_rank.values(), *same.values()]
@@ -500,7 +499,7 @@ def compare(
 
 
 def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:
-    """This rank's error, or the other ranks' words. Collectives: one all-gather of them."""
+    """Raise this rank's error, or the other ranks' messages. Collectives: one all-gather of the messages."""
     words: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(words, str(error) if error is not None else None, group=group)
     if error is not None:
