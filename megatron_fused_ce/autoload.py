@@ -1,4 +1,4 @@
-"""The opt-in step after which a plain ``torchrun pretrain_gpt.py ... --fused-chunked-ce`` works.
+"""The opt-in step that makes a plain ``torchrun pretrain_gpt.py ... --fused-chunked-ce`` work.
 
 ::
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import FLAG
 
-#: What ``site`` runs where the flag is on the command line. The package may have been uninstalled since;
-#: under torchrun its launcher has said so already.
+#: Run by ``site`` if the flag is on the command line. The package may have been uninstalled since; under
+#: torchrun the launcher has already said so.
 _CODE = """
 import os, sys
 try:
@@ -36,13 +36,14 @@ else:
 
 
 def line() -> str:
-    """Run by ``site`` at every start of Python: short, and without effect unless the flag is there."""
+    """The line that ``site`` runs at every start of Python: short, and without effect unless the flag is
+    given."""
     code = _CODE.format(flag=FLAG, file=path())
     return f"import sys; {FLAG!r} in getattr(sys, 'argv', ()) and exec({code!r}, {{}})\n"
 
 
 def path() -> Path:
-    """Where the line is written."""
+    """Path of the file with that line."""
     return Path(sysconfig.get_paths()["purelib"]) / "megatron_fused_ce_autoload.pth"
 
 

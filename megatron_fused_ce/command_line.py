@@ -1,7 +1,7 @@
-"""Every command line of the project: one parser, one bound check for numbers, one way to refuse.
+"""Shared parts of the project's command lines: parser, bounds of numbers, errors.
 
-A mistake in what was given is one line on stderr and exit status 2. Imports neither torch nor numpy: a
-mistake, or a GPU that is not there, is told before they load.
+A wrong argument is one line on stderr and exit status 2. Imports neither torch nor numpy, so a wrong argument
+or a missing GPU is reported before they load.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import NoReturn
 BILLION = 10**9
 #: Bytes of a file that is read as a whole: the largest committed result has 0.3 MB.
 MOST_BYTES = 2**28
-#: Exit status after the reader of a pipe has gone: 128 + SIGPIPE, as a shell gives it.
+#: Exit status after the reader of a pipe has gone: 128 + SIGPIPE, like a shell's.
 PIPE_CLOSED = 141
 
 
 class UsageError(ValueError):
-    """A mistake in what was given, in one line."""
+    """A wrong argument, described in one line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, on the first rank, and ends with exit status 2.
+    """Reports an error in one line, on the first rank, and ends with exit status 2.
 
     ``text``: a docstring; its first paragraph is the description, the rest the epilog.
     """
@@ -57,7 +57,7 @@ def _tell(name: str, message: object) -> None:
 
 
 def command(name: str) -> Callable[[Callable[[list[str]], int]], Callable[..., int]]:
-    """Makes ``main(words=None) -> exit status`` of a program that may raise :class:`UsageError`.
+    """Decorator: ``main(words=None) -> exit status`` from a program that may raise :class:`UsageError`.
 
     A reader of its output that goes early (``| head``) ends it quietly.
     """
@@ -133,7 +133,7 @@ seconds = number(above=True)
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """A file's text. Raises UsageError for devices, pipes and what is too large or no text."""
+    """A file's text. Raises UsageError for devices, pipes, and files that are too large or not text."""
     try:
         mode = path.stat()
         if not stat.S_ISREG(mode.st_mode):
@@ -148,7 +148,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def writable_folder(path: Path) -> Path:
-    """Tries whether it can be made and written to, before the work whose results go there; leaves nothing.
+    """Check, before the work starts, that a folder can be made and written to; leaves nothing there.
 
     Raises UsageError.
     """
@@ -164,7 +164,7 @@ def writable_folder(path: Path) -> Path:
 
 
 def writable_file(path: Path) -> Path:
-    """As `writable_folder`, of a file to be written."""
+    """Like `writable_folder`, for a file."""
     if path.is_dir():
         raise UsageError(f"cannot write to {path}: it is a folder")
     writable_folder(path.parent)
@@ -175,7 +175,7 @@ def writable_file(path: Path) -> Path:
 
 
 def num_gpus() -> int:
-    """By the driver, without torch: its import alone takes seconds."""
+    """Number of GPUs by the driver, without torch, whose import takes seconds."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -187,7 +187,7 @@ def num_gpus() -> int:
 
 
 def require_gpus(count: int = 1, otherwise: str = "") -> None:
-    """Raises UsageError, with what to do ``otherwise``, where fewer are there."""
+    """Raise UsageError, with the advice ``otherwise``, if there are fewer GPUs."""
     found = num_gpus()
     if found < count:
         needed = "a GPU" if count == 1 else f"{count} GPUs"

@@ -1,8 +1,8 @@
-"""What the head's passes do one after another, timed where somebody asked.
+"""Times and bytes of the phases of the head's forward and backward (``--fused-ce-report``).
 
 The loops over chunks enter a phase by ``Context.phases``. :data:`UNTIMED` is a no-op recorder.
-:class:`PhaseTimes` marks the current stream before and after each phase and reads
-the marks when they have long passed. Neither makes the host wait for the device before it is read.
+:class:`PhaseTimes` records an event on the current stream before and after each phase and reads them later.
+The host waits for the device only when times are read.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-#: A forward that nothing is differentiated through is an evaluation.
+#: A forward without gradients is an evaluation.
 PASSES = ("forward", "backward", "evaluation")
 
-#: Phase -> what it does. On the current stream: a collective's own time is not here, only the wait for it.
+#: Phase -> its description. Timed on the current stream: of a collective only the wait for it counts.
 PHASES = {
     "gather": "wait for the other ranks' hidden states (sequence parallelism)",
     "logits": "the product that makes a chunk's logits or their exponentials",
@@ -34,19 +34,19 @@ PHASES = {
 
 
 class Phases(Protocol):
-    """What the passes tell of themselves."""
+    """Interface of a recorder."""
 
     def of_pass(self, name: str, device: torch.device) -> AbstractContextManager[None]:
-        """One of :data:`PASSES`, begin to end."""
+        """Context of one whole pass, one of :data:`PASSES`."""
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """One of :data:`PHASES`, inside a pass. They do not nest."""
+        """Context of one of :data:`PHASES`, inside a pass. Phases do not nest."""
 
     def moved(self, name: str, num_bytes: int) -> None:
-        """Collectives of this phase were started; bytes as :meth:`.VocabParallel.ring_bytes` has them."""
+        """Count the bytes of started collectives, as :meth:`.VocabParallel.ring_bytes` gives them."""
 
     def waits(self, *tensors: Tensor | None) -> None:
-        """These wait for the backward."""
+        """Count tensors saved for the backward."""
 
 
 class _Untimed:
@@ -70,19 +70,19 @@ UNTIMED: Phases = _Untimed()
 
 @dataclass
 class Tally:
-    """Of a pass or a phase, since the last reset."""
+    """Time and bytes of a pass or a phase since the last reset."""
 
     seconds: float = 0.0
     #: to other ranks
     moved_bytes: int = 0
-    #: the most that was allocated at its end beyond what was when the pass began; 0 on a CPU
+    #: most bytes allocated at its end beyond those at the start of the pass; 0 on a CPU
     held_bytes: int = 0
-    #: the most that waited for one backward; of the forward only
+    #: most bytes saved for one backward; forward only
     waiting_bytes: int = 0
 
 
 class _Clock(Protocol):
-    """Two marks on a device."""
+    """Two events on a device."""
 
     def start(self) -> None: ...
 
@@ -91,7 +91,7 @@ class _Clock(Protocol):
     def ended(self) -> bool: ...
 
     def seconds(self) -> float:
-        """Between the marks; waits for the second."""
+        """Seconds between the events; waits for the second."""
 
 
 class _HostClock:
@@ -133,11 +133,11 @@ class _Timed(NamedTuple):
 
 
 class PhaseTimes:
-    """Sums of time and bytes, of all heads that it was given to.
+    """Sums of time and bytes over all heads that share this recorder.
 
-    ``<pass>`` and ``<pass>-<phase>`` name a :class:`Tally`. What a pass does outside its phases is in the
-    pass's time alone. Passes inside a CUDA graph's capture are counted (:attr:`captured`), not timed: their
-    replays run without the host.
+    ``<pass>`` and ``<pass>-<phase>`` name a :class:`Tally`. Time of a pass outside its phases counts for the
+    pass alone. Passes inside a CUDA graph's capture are counted (:attr:`captured`), not timed: their replays
+    run without the host.
     """
 
     def __init__(self) -> None:
@@ -179,18 +179,18 @@ class PhaseTimes:
             tally.waiting_bytes = max(tally.waiting_bytes, waiting)
 
     def read(self) -> dict[str, Tally]:
-        """All tallies, live. Waits for the phases under way."""
+        """All tallies, live objects. Waits for phases that still run."""
         self._fold(wait=True)
         return self._tallies
 
     def reset(self, name: str) -> None:
-        """Begin this tally anew; phases under way are read first."""
+        """Reset this tally; phases that still run are read first."""
         self._fold(wait=True)
         self._tallies.pop(name, None)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        # After an exception there is no second mark, and nothing is counted.
+        # After an exception there is no second event, and nothing is counted.
         clock: _Clock = _HostClock()
         if self._device.type == "cuda":
             clock = self._idle.pop() if self._idle else _DeviceClock()
@@ -213,7 +213,7 @@ class PhaseTimes:
         return self._tallies.setdefault(name, Tally())
 
     def _allocated(self) -> int:
-        """Read from the allocator on the host: the device goes on."""
+        """Bytes allocated, read from the allocator on the host without a wait."""
         if self._device.type != "cuda":
             return 0
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)

@@ -1,21 +1,22 @@
 """Which strategy, and how many tokens a chunk: a pure function of shapes, dtype, device and budget.
 
-Needs neither torch nor a device, so that the op, the Megatron adapter and the command line ask the same
-function. Letters: the package's own (``T`` tokens of the tensor-parallel group, ``H`` hidden size, ``V``
-vocabulary rows of this rank, ``C`` tokens of the largest chunk, ``e`` bytes of a hidden state).
+Needs neither torch nor a device, so the op, the Megatron adapter and the command line use the same function.
+Letters: the package's own (``T`` tokens of the tensor-parallel group, ``H`` hidden size, ``V`` vocabulary
+rows of this rank, ``C`` tokens of the largest chunk, ``e`` bytes of a hidden state).
 
 ::
 
     python -m megatron_fused_ce plan-head --tokens 32768 --hidden 4096 --vocab 128256 --memory-mb 2048
 
-What a plan costs, beside inputs, ``grad_hidden`` and the wgrad accumulator::
+Bytes and GEMMs of a plan, beside inputs, ``grad_hidden`` and the wgrad accumulator::
 
     store            e*T*V kept          3 GEMMs
     grad_in_forward  e*C*V + 4*V*H kept  3 GEMMs and one pass over grad_weight (R > 1: 2*e*C*V)
     mixed            e*(stored tokens)*V kept, e*C*V; the chunks that are not stored take a 4th GEMM
     recompute        e*C*V               4 GEMMs
 
-and to each what :class:`Memory` names. Every chunk also reads and writes the fp32 ``grad_weight``.
+and for each the smaller parts that :class:`Memory` names. Every chunk also reads and writes the fp32
+``grad_weight``.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ MIB = 2**20
 
 #: Bytes of an element, by torch's name of the dtype.
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-#: Where ``grad_weight`` ends: in an fp32 buffer that takes every chunk in place, in a buffer of a
-#: lower precision, returned to autograd in the weight's dtype, or nowhere (a frozen weight).
+#: Wgrad accumulators: an fp32 buffer that takes every chunk in place, a buffer of a lower precision, a tensor
+#: returned to autograd in the weight's dtype, or none (a frozen weight).
 WGRAD_ACCUMULATORS = ("main_grad", "low_main_grad", "returned", "none")
 LOGITS_BACKENDS = ("scaled_exp", "gemm_rows")
 
 
 @dataclass(frozen=True)
 class Device:
-    """Tokens of a chunk that a strategy takes when memory does not ask for fewer."""
+    """Tokens of a chunk for each strategy on one kind of device, if memory does not ask for fewer."""
 
-    #: A word of the name that ``torch.cuda.get_device_name()`` gives.
+    #: A word in ``torch.cuda.get_device_name()``.
     name: str
     recompute: int
     grad_in_forward: int
     store: int
 
     def chunk_tokens(self, strategy: str) -> int:
-        """``mixed`` recomputes too: it takes what ``recompute`` does."""
+        """Tokens of a chunk; ``mixed`` takes those of ``recompute``, since it recomputes too."""
         return {"store": self.store, "grad_in_forward": self.grad_in_forward}.get(strategy, self.recompute)
 
 
 #: The pinned table, one row per device that was measured.
 DEVICES = (
     # docs/benchmarks/results/2026-11-21-h200-chunks.md, T = 32768, chunks of 2048 to 32768: 8192 is the
-    # fastest for each at H = 4096, V = 128256 (store 1.007 of the products, grad_in_forward 1.016, recompute
-    # 0.998 of its four) and within the spread of it at H = 2048, V = 151936.
+    # fastest for each at H = 4096, V = 128256 (store 1.007 of three GEMMs, grad_in_forward 1.016, recompute
+    # 0.998 of its four) and within the spread of the fastest at H = 2048, V = 151936.
     Device("H200", recompute=8192, grad_in_forward=8192, store=8192),
 )
 #: Not measured: 4096 tokens lose 1 to 3 % against 8192 on an H200, with half of the memory.
@@ -70,23 +71,23 @@ def row_of(device: str) -> Device:
     return next((row for row in DEVICES if row.name in device.split()), UNKNOWN_DEVICE)
 
 
-#: No shorter for speed: 1024 tokens lose 13 to 20 % to the passes over grad_weight.
+#: Shortest chunk that is not chosen for memory: 1024 tokens lose 13 to 20 % to the passes over grad_weight.
 SHORTEST_FAST_CHUNK = 1024
-#: What ``recompute`` goes down to when nothing else fits; below, the products starve.
+#: Shortest chunk of ``recompute``, if nothing longer fits; the GEMMs of shorter ones are inefficient.
 SHORTEST_CHUNK = 256
-#: Chunks that the planner chooses are whole tiles of the products.
+#: Chunks that the planner chooses are whole tiles of the GEMMs.
 TILE_TOKENS = 128
 
-#: One more chunk takes as long as the three products of this many tokens, whatever V and H are: its pass
-#: over the fp32 grad_weight. 205 is 8 bytes an entry at 4.8 TB/s against 740 TFLOP/s, and what
-#: 2026-11-21-h200-sweep-chunks-tp1-main-grad.md shows from 8192 to 1024 tokens; the exponentiating
+#: One more chunk takes as long as the three GEMMs of this many tokens, whatever V and H are, since it reads
+#: and writes the fp32 grad_weight. 205 is 8 bytes an entry at 4.8 TB/s against 740 TFLOP/s, and what
+#: 2026-11-21-h200-sweep-chunks-tp1-main-grad.md shows from 8192 to 1024 tokens; the scaled-exp GEMM's
 #: pipeline hides some of it (2026-11-21-h200-chunks.md, 8192 to 2048 tokens). H200, bf16.
 ACCUMULATION_TOKENS = {"scaled_exp": 130, "gemm_rows": 205}
 #: The same for one byte an entry of an elementwise pass: grad_in_forward's last pass moves 12 in 1.70 ms of
 #: 155 (1.58 of 37 at T = 8192, 1.03 of 91 at H = 2048; same tables and 2026-11-21-h200-reach-llama3-8b.md).
 SWEEP_TOKENS_PER_BYTE = 355 / 12
-#: The row kernels read the logits twice and write them once, which takes this over H of the three
-#: products (740 TFLOP/s and 4.3 TB/s; 4 % at H = 4096).
+#: The row kernels read the logits twice and write them once, which takes (this / H) of the three GEMMs' time
+#: (740 TFLOP/s and 4.3 TB/s; 4 % at H = 4096).
 ROWS_HIDDEN_SIZE = 172
 
 #: The scaled-exp GEMM keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
@@ -96,16 +97,16 @@ TILE_BYTES = 8
 TOKENS_PER_MARK_BYTE = 64 // 4
 #: A token's label (int64), four saved statistics, its loss and its factor in the backward (fp32).
 TOKEN_BYTES = 8 + 4 * 4 + 4 + 4
-#: The same of the chunk at work, cut out for it: label, merged statistics, factor; and the three floats that
-#: a product is told of a token.
+#: The same for the current chunk, copied for it: label, merged statistics, factor; and three floats a token
+#: that a GEMM reads.
 CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
-#: Rows of the weight that the scaled-exp GEMM's row shifts are made from (kernels.exp_rows).
+#: Sampled rows of the weight for the scaled-exp GEMM's row shifts (kernels.exp_rows).
 SAMPLED_ROWS = 64
-#: cuBLAS's, as torch allocates it on Hopper: one in the thread of the forward and one in autograd's.
-#: Shared with the rest of the model.
+#: cuBLAS's workspace, as torch allocates it on Hopper: one for the forward's thread and one for autograd's,
+#: shared with the rest of the model.
 WORKSPACE_BYTES = 2 * 32 * MIB
 #: torch's allocator takes buffers from 10 MiB on in steps of 2 MiB and does not split off the last one.
 ROUNDED_FROM = 10 * MIB
@@ -114,10 +115,10 @@ ROUNDING_BYTES = MIB
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """All that a plan depends on. ``ValueError`` where a field does not fit.
+    """Everything that a plan depends on. ``ValueError`` if a field does not fit.
 
-    The function is the same on every rank if its inputs are: where vocabulary shards differ in size,
-    give the largest as ``num_rows`` on all of them.
+    Ranks with the same inputs get the same plan: if vocabulary shards differ in size, give the largest as
+    ``num_rows`` on all ranks.
     """
 
     #: ``T``, over the tensor-parallel group; 0 is fine
@@ -135,18 +136,18 @@ class PlanInputs:
     wgrad_accumulator: str = "main_grad"
     #: whether the forward is given token weights, without which ``auto`` never takes ``grad_in_forward``
     token_weights_known: bool = False
-    #: which pass over the logits serves, one of :data:`LOGITS_BACKENDS`
+    #: the logits backend, one of :data:`LOGITS_BACKENDS`
     logits_backend: str = "scaled_exp"
     #: ``torch.cuda.get_device_name()``, or "cpu"
     device: str = ""
-    #: what was asked for, as in :class:`FusedCEConfig`
+    #: the user's choices, as in :class:`FusedCEConfig`
     logit_precision: str = "auto"
     strategy: str = "auto"
     num_chunks: int | None = None
     chunk_tokens: int | None = None
     #: MiB, beside inputs, ``grad_hidden`` and the wgrad accumulator
     memory_mb: int | None = None
-    #: uses of the head that wait for their backward together: 1 and each depth of multi-token
+    #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
 
@@ -177,7 +178,7 @@ class PlanInputs:
 
     @classmethod
     def of(cls, config: FusedCEConfig, **facts: Any) -> PlanInputs:
-        """The inputs for what ``config`` asks, all else by keyword."""
+        """The inputs with ``config``'s choices; all other fields by keyword."""
         return cls(
             strategy=config.strategy,
             logit_precision=config.logit_precision,
@@ -196,7 +197,7 @@ class PlanInputs:
 
     @property
     def logits_itemsize(self) -> int:
-        """Of a matrix of logits as the GEMM writes it: ``E`` has the hidden states' dtype."""
+        """Bytes of an entry of the matrix that the logits GEMM writes; ``E`` has the hidden states' dtype."""
         fp32 = self.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
         return 4 if fp32 else self.itemsize
 
@@ -210,7 +211,7 @@ class PlanInputs:
 
 
 class OverBudget(ValueError):
-    """A strategy asked for by name needs more than the budget, however short its chunks."""
+    """A strategy named by the user needs more than the budget, however short its chunks."""
 
     #: the plan that needs the least
     least: Plan
@@ -221,35 +222,35 @@ class OverBudget(ValueError):
 
 
 class Memory(NamedTuple):
-    """Bytes of the head's own buffers at one time, part by part."""
+    """Bytes of the head's own buffers at one moment, part by part."""
 
-    #: logits of the chunk at work, then their gradient (beside them where they are fp32); of two chunks in
-    #: ``grad_in_forward`` over several ranks (the exponentiating ``store`` works in what it keeps)
+    #: logits of the current chunk, then their gradient (beside them if they are fp32); of two chunks in
+    #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones)
     chunk_logits: int
-    #: logits that wait for the backward
+    #: logits saved for the backward
     kept_logits: int
-    #: fp32 sum of ``grad_weight`` that is not its wgrad accumulator
+    #: fp32 sum of ``grad_weight`` beside the wgrad accumulator
     grad_weight_sum: int
-    #: hidden states of one chunk times their row factor, for the product with exponentials; with
-    #: sequence parallelism the gathered ones are multiplied in place
+    #: hidden states of one chunk times their row factor, for the GEMM with ``E``; with sequence parallelism
+    #: the gathered ones are multiplied in place
     scaled_hidden: int
-    #: what the scaled-exp GEMM's epilogue leaves of each tile of each chunk that is not finalized yet,
-    #: and what it is told of it
+    #: tile statistics and tile table of each chunk that the scaled-exp GEMM has computed and that is not
+    #: finalized yet
     tile_statistics: int
-    #: with sequence parallelism: chunks of hidden states, read, on their way (3 in grad_in_forward, else 2)
-    #: or gathered last and waiting for the backward
+    #: with sequence parallelism: gathered chunks of hidden states, being read or received (3 in
+    #: grad_in_forward, else 2), or gathered last and saved for the backward
     gathered_hidden: int
     #: with sequence parallelism: a chunk's ``grad_hidden`` before its reduction
     unreduced_grad_hidden: int
     #: over several ranks: statistics of two chunks, own and of all ranks
     merge_buffers: int
-    #: over several ranks: the rows of the whole weight that row shifts are made from
+    #: over several ranks: the sampled rows of the whole weight, for row shifts
     sampled_rows: int
     #: labels, statistics, loss
     token_floats: int
     #: cuBLAS's
     workspace: int
-    #: the allocator's, at most, on what is kept and on the chunks' buffers
+    #: the allocator's rounding, at most, of saved and of chunk buffers
     rounding: int
 
     @property
@@ -259,36 +260,36 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`plan` chose."""
+    """The result of :func:`plan`."""
 
     #: store, grad_in_forward, recompute, or mixed
     strategy: str
-    #: How to cut, as :class:`FusedCEConfig` takes it: one of the two is None.
+    #: How to cut the tokens, as in :class:`FusedCEConfig`: one of the two is None.
     num_chunks: int | None
     chunk_tokens: int | None
-    #: Leading chunks whose logits are kept: all in store, some in mixed, none else.
+    #: Number of leading chunks whose logits are stored: all in store, some in mixed, else 0.
     stored_chunks: int
-    #: What the cut comes to: chunks, and tokens of the largest over the tensor-parallel group.
+    #: Resulting number of chunks, and tokens of the largest over the tensor-parallel group.
     count: int
     capacity: int
     #: Whether grad_weight is one GEMM over all tokens: its fp32 sum is written once, and the scaled hidden
     #: states of all tokens are held beside E.
     wgrad_at_once: bool
     memory: Memory
-    #: Predicted forward and backward over the three products into the same wgrad accumulator (two where the
-    #: weight is frozen). A ranking, good to a few percent on an H200 in bf16.
+    #: Predicted time of forward and backward over that of the three GEMMs into the same wgrad accumulator
+    #: (two for a frozen weight). It ranks strategies, to a few percent on an H200 in bf16.
     relative_time: float
-    #: What it was chosen for; None for an option that was only looked at.
+    #: The inputs of this plan; None for an option that was only considered.
     chosen_for: PlanInputs | None = field(default=None, compare=False, repr=False)
 
     @property
     def why(self) -> str:
-        """One sentence for the log, made when it is asked for; empty for an option."""
+        """The reason for this choice, one sentence for the log; empty for an option."""
         return "" if self.chosen_for is None else _why(self.chosen_for, self)
 
     @property
     def predicted_peak_bytes(self) -> int:
-        """Beside inputs, ``grad_hidden`` and the wgrad accumulator."""
+        """Predicted peak bytes beside inputs, ``grad_hidden`` and the wgrad accumulator."""
         return self.memory.total
 
     @property
@@ -301,15 +302,14 @@ class Plan:
 def plan(inputs: PlanInputs) -> Plan:
     """The fastest plan that fits the budget, by predicted time and bytes.
 
-    A strategy and chunks that were asked for are taken as they are. Without a budget, ``auto`` gets
-    what ``grad_in_forward`` would need with the chunks asked for, or its own: short sequences then take
-    ``store``, longer ones ``grad_in_forward`` where the token weights are known, and else ``mixed``. Chunks
-    are as long as the device's row of :data:`DEVICES` says and shorter only where the budget asks for it.
-
-    Where nothing fits, the plan that needs the least, with its figure in :attr:`Plan.why`.
+    A strategy or chunks named by the user are taken as they are. Without a budget, ``auto`` may use what
+    ``grad_in_forward`` would need with the user's chunks, or its own: short sequences then take ``store``,
+    longer ones ``grad_in_forward`` if the token weights are known, else ``mixed``. Chunks are as long as the
+    device's row of :data:`DEVICES` says, and shorter only if the budget asks for it. If nothing fits, the
+    smallest plan is returned, with its figure in :attr:`Plan.why`.
 
     Raises:
-        OverBudget: the strategy was asked for by name and fits the budget with no chunking.
+        OverBudget: the strategy was named by the user and fits the budget with no chunking.
 
     Source: docs/design.md and the constants above.
     """
@@ -324,7 +324,8 @@ def plan(inputs: PlanInputs) -> Plan:
 
 
 def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
-    """Of all that fit, looking at as few as it takes: a step of dynamic batches waits for it."""
+    """The fastest plan that fits, or None; considers as few as possible, since steps with dynamic batches
+    wait for it."""
     best: Plan | None = None
     for strategy in _pure_strategies(inputs):
         if strategy == "store" and _kept_bytes(inputs, inputs.num_tokens) > budget:
@@ -337,7 +338,7 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
     for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
         if cut.num < 2:
             continue
-        # At best all chunks but the last are stored.
+        # A mixed plan stores at best all chunks except the last.
         bound = relative_time(inputs, "mixed", cut.num, _stored_tokens(inputs, cut, cut.num - 1))
         if best is None or bound <= best.relative_time:
             mixed = _mixed_option(inputs, cut, budget)
@@ -347,7 +348,7 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
 
 
 def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """The best plan of each strategy, whatever was asked: within the budget, else its smallest."""
+    """The best plan of each strategy, whatever the user named: within the budget, else its smallest."""
     inputs = replace(inputs, strategy="auto", token_weights_known=True)
     budget = budget_bytes(inputs)
     options = _options(inputs, budget)
@@ -371,10 +372,10 @@ def peak_memory(
     stored_tokens: int,
     wgrad_at_once: bool = False,
 ) -> Memory:
-    """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are kept.
+    """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are stored.
 
-    The larger of forward and backward: statistics of tiles are the one's, scaled hidden states the
-    other's. ``grad_in_forward`` does all in its forward.
+    The larger of forward (with tile statistics) and backward (with scaled hidden states). ``grad_in_forward``
+    has only a forward.
     """
     cut = (count, capacity, stored_chunks, stored_tokens)
     forward = forward_memory(inputs, strategy, *cut)
@@ -392,10 +393,10 @@ def forward_memory(
     stored_chunks: int,
     stored_tokens: int,
 ) -> Memory:
-    """The forward's part of :func:`peak_memory`, which is all of ``grad_in_forward``'s.
+    """The forward's peak; that of ``grad_in_forward`` as a whole.
 
-    Over several ranks the next chunk's product is under way beside each (:mod:`.pipeline`): what a chunk
-    needs after its own product is there twice, as far as there are chunks.
+    Over several ranks the next chunk's GEMM runs beside each chunk (:mod:`.pipeline`), so buffers needed
+    after a chunk's own GEMM exist twice, if there are two chunks.
     """
     chunk = _ChunkBytes.of(inputs, capacity)
     exp, grad_in_forward, ranks = (
@@ -433,12 +434,12 @@ def backward_memory(
     stored_tokens: int,
     wgrad_at_once: bool = False,
 ) -> Memory:
-    """The same of the backward that ``store``, ``recompute`` and ``mixed`` have, the last chunk first."""
+    """The backward's peak of ``store``, ``recompute`` and ``mixed``, which run the last chunk first."""
     chunk = _ChunkBytes.of(inputs, capacity)
     exp = inputs.logits_backend == "scaled_exp"
     again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
     rooms = int(not exp or again)
-    # Beside the chunk that waited, which stays as it is: those that are gathered, and its scaled copy.
+    # The chunk saved by the forward stays unchanged; beside it are the gathered ones and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks)
     ring = (count - stored_chunks if frozen else count) - waiting
     if exp and not frozen and not again:
@@ -449,7 +450,7 @@ def backward_memory(
         every = inputs.itemsize * inputs.num_tokens * inputs.hidden_size
         gathered, scaled = (every, 0) if inputs.num_parts > 1 else (0, every)
     sums = _sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count)
-    # Beside gradients of another dtype there are logits only where they are computed again.
+    # Logits exist beside gradients of another dtype only if they are recomputed.
     logits = (rooms if again or not chunk.gradients else 0) * chunk.logits
     return Memory(
         chunk_logits=logits + chunk.gradients,
@@ -466,7 +467,7 @@ def backward_memory(
 
 
 class _ChunkBytes(NamedTuple):
-    """One buffer of each kind, of the largest chunk."""
+    """Bytes of one buffer of each kind, for the largest chunk."""
 
     logits: int
     gradients: int  # of the logits; 0 where they take the logits' buffer
@@ -492,7 +493,7 @@ class _ChunkBytes(NamedTuple):
 
 
 def _waiting(inputs: PlanInputs, count: int, stored_chunks: int) -> int:
-    """Chunks of gathered hidden states that a forward leaves for its backward: the last one or none."""
+    """Number of gathered chunks of hidden states that a forward saves for its backward: 1 (the last) or 0."""
     return int(count > 0 and (inputs.wgrad_accumulator != "none" or stored_chunks < count))
 
 
@@ -507,7 +508,7 @@ def _sum_bytes(inputs: PlanInputs) -> int:
 def _always(
     inputs: PlanInputs, capacity: int, chunk: _ChunkBytes, stored_chunks: int, rooms: int
 ) -> dict[str, int]:
-    """What forward and backward both hold; ``rooms`` buffers of a chunk's logits."""
+    """The parts that forward and backward share, with ``rooms`` buffers of a chunk's logits."""
     on_gpu = inputs.device != "cpu"
     large = stored_chunks * inputs.uses_in_flight + max(1, rooms)
     return {
@@ -521,10 +522,10 @@ def _always(
 def relative_time(
     inputs: PlanInputs, strategy: str, count: int, stored_tokens: int, wgrad_at_once: bool = False
 ) -> float:
-    """Predicted time over the roof: the products of the step into the same wgrad accumulator.
+    """Predicted time over that of the step's bare GEMMs into the same wgrad accumulator.
 
-    Products, passes of the chunks over ``grad_weight`` beyond the roof's one, the last pass over an
-    fp32 sum, the row kernels. What the matrix units hide of it is not modelled, nor are collectives.
+    Counts GEMMs, the chunks' passes over ``grad_weight`` beyond the first, the last pass over an fp32 sum,
+    and the row kernels. Overlap and collectives are not modelled.
     """
     tokens = inputs.num_tokens
     if tokens == 0:
@@ -544,12 +545,12 @@ def relative_time(
             end_itemsize = 4 if inputs.wgrad_accumulator == "main_grad" else inputs.itemsize
             moved = 4 + (1 if inputs.wgrad_accumulator == "returned" else 2) * end_itemsize
             time += SWEEP_TOKENS_PER_BYTE * moved / tokens
-    # All above is over three products; the roof of a frozen weight has two.
+    # All above is over three GEMMs; with a frozen weight there are two.
     return 1 + (time - 1) * 3 / 2 if frozen else time
 
 
 def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
-    """Whether the backward sums in fp32 before the wgrad accumulator: see ``grad_weight.py``."""
+    """Whether the backward sums in an fp32 buffer before the wgrad accumulator: see ``grad_weight.py``."""
     scaled = inputs.dtype == "float16"
     if inputs.wgrad_accumulator == "returned":
         # Without a chunk the sum is zeros.
@@ -558,7 +559,7 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
 
 
 class _Cut(NamedTuple):
-    """A way to cut the tokens of each part."""
+    """One way to cut the tokens of each part into chunks."""
 
     num_chunks: int | None
     chunk_tokens: int | None
@@ -584,7 +585,7 @@ def _cut_into(inputs: PlanInputs, num_chunks: int | None, chunk_tokens: int | No
 
 
 def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
-    """Ways to cut the tokens, longest chunks first: what was asked, or from the table downwards."""
+    """Ways to cut the tokens, longest chunks first: the user's, or from the table's length downwards."""
     tokens_per_rank = -(-inputs.num_tokens // inputs.num_parts)
     if inputs.chunks_asked:
         yield _cut_into(inputs, inputs.num_chunks, inputs.chunk_tokens)
@@ -597,7 +598,7 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
         and _sums_grad_weight(inputs, 2)
         and inputs.itemsize * (inputs.num_tokens - longest) <= 4 * inputs.hidden_size
     ):
-        # One chunk needs no fp32 sum of grad_weight, which is more than the longer chunk takes.
+        # A single chunk needs no fp32 sum of grad_weight, which saves more than the longer chunk costs.
         longest = max(longest, inputs.num_tokens)
     tile = TILE_TOKENS // math.gcd(TILE_TOKENS, inputs.num_parts)
     last_count = None
@@ -613,7 +614,7 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
 
 
 def _sizes(longest: int, shortest: int) -> Iterator[int]:
-    """``longest``, then the powers of two and three quarters of them below it, down to ``shortest``."""
+    """``longest``, then smaller powers of two and three quarters of such, down to ``shortest``."""
     yield longest
     power = 2 ** (longest - 1).bit_length()
     while power > shortest:
@@ -628,8 +629,8 @@ def _stored_tokens(inputs: PlanInputs, cut: _Cut, stored_chunks: int) -> int:
 
 
 def _may_be_at_once(inputs: PlanInputs, strategy: str) -> bool:
-    """Whether ``grad_weight`` may be one GEMM over all tokens: the scaled-exp GEMM's ``E`` of all chunks is
-    saved and read as it is.
+    """Whether ``grad_weight`` may be one GEMM over all tokens: only if the scaled-exp GEMM's ``E`` of all
+    chunks is saved.
     """
     return (
         strategy == "store" and inputs.logits_backend == "scaled_exp" and inputs.wgrad_accumulator != "none"
@@ -655,7 +656,7 @@ def _option(
 
 
 def _pure_strategies(inputs: PlanInputs) -> tuple[str, ...]:
-    """Those that ``auto`` may take, beside ``mixed``."""
+    """The strategies that ``auto`` may take, except ``mixed``."""
     if inputs.token_weights_known:
         return "store", "grad_in_forward", "recompute"
     return "store", "recompute"
@@ -673,7 +674,7 @@ def _pure_options(inputs: PlanInputs, strategy: str, shortest: int | None = None
 
 
 def _mixed_option(inputs: PlanInputs, cut: _Cut, budget: int) -> Plan | None:
-    """With all the chunks that fit; None where no first one does."""
+    """The mixed plan that stores as many chunks as fit; None if not even one fits."""
 
     def peak(stored_chunks: int) -> int:
         return _option(inputs, "mixed", cut, stored_chunks).predicted_peak_bytes
@@ -683,7 +684,7 @@ def _mixed_option(inputs: PlanInputs, cut: _Cut, budget: int) -> Plan | None:
 
 
 def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
-    """All that ``auto`` may take; of the mixed ones those that fit, with all the chunks that fit."""
+    """All plans that ``auto`` may take; mixed ones only if they fit, with as many stored chunks as fit."""
     pure = [o for name in _pure_strategies(inputs) for o in _pure_options(inputs, name)]
     cuts = _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK)
     mixed = [_mixed_option(inputs, cut, budget) for cut in cuts]
@@ -691,7 +692,7 @@ def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
 
 
 def _rank(option: Plan) -> tuple[float, int, int]:
-    """Fastest first; of equals the fewest chunks, then the fewest bytes."""
+    """Sort key: fastest first, then fewest chunks, then fewest bytes."""
     return option.relative_time, option.count, option.predicted_peak_bytes
 
 
@@ -761,12 +762,12 @@ def _why_best(inputs: PlanInputs, budget: int, options: list[Plan], best: Plan) 
 
 
 def size_in_words(num_bytes: int) -> str:
-    """For people: tenths of a GiB, whole MiB below one, tenths below 10 MiB."""
+    """A size for people: tenths of a GiB, whole MiB below one GiB, tenths below 10 MiB."""
     if num_bytes >= 1024 * MIB:
         return f"{num_bytes / 1024 / MIB:.1f} GiB"
     return f"{num_bytes / MIB:.{0 if num_bytes >= 10 * MIB else 1}f} MiB"
 
 
 def _size(inputs: PlanInputs, num_bytes: int) -> str:
-    """As a budget would have to name it, where one was given."""
+    """In whole MiB, as a budget names it, if a budget was given."""
     return size_in_words(num_bytes) if inputs.memory_mb is None else f"{-(-num_bytes // MIB)} MiB"

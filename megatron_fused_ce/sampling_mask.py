@@ -1,9 +1,8 @@
-"""Log-probabilities over the ids that sampling kept of each token: their columns alone, no logits.
+"""Log-probabilities over the few ids that sampling kept for each token, without the other logits.
 
-For a few ids a token. A block of tokens is padded to the longest of its sets, rows of the weight are gathered
-for it, and batched products in fp32 make its logits; from there it is the maths of the head
-(:mod:`.row_ops_torch`, :mod:`.loss_form`), a set in the vocabulary's place. Every rank works on the ids that
-are its own.
+A block of tokens is padded to the longest of its sets, its rows of the weight are gathered, and batched fp32
+GEMMs compute its logits. The rest is the head's maths (:mod:`.row_ops_torch`, :mod:`.loss_form`) with a set
+instead of the vocabulary. Every rank computes the ids of its own shard.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.token_outputs import Upstream
 from megatron_fused_ce.vocab_parallel import VocabParallel
 
-#: Entries of gathered rows of the weight in one block. A block holds them in their dtype and in fp32, and a
-#: backward that wants ``grad_weight`` their gradient in fp32: 160 MiB for bf16. A set of more ids than fit is
-#: a block of its own.
+#: Entries of gathered weight rows in one block. A block holds them in their dtype and in fp32, and a backward
+#: with ``grad_weight`` also their fp32 gradient: 160 MiB for bf16. A larger set is a block of its own.
 BLOCK_ELEMENTS = 1 << 24
 
 
 class Mask(NamedTuple):
-    """The kept ids of all tokens; those of token ``t`` of ``labels.flatten()`` are ``offsets[t]`` and on."""
+    """The kept ids of all tokens; token ``t`` of ``labels.flatten()`` has ``ids[offsets[t] : offsets[t +
+    1]]``."""
 
     ids: Tensor  # int64 [N], global
     offsets: Tensor  # int64 [T + 1]
-    token: Tensor  # int64 [N]: whose an id is
-    #: numbers that are the same on every rank, by the name that an error gives them
+    token: Tensor  # int64 [N]: the token of each id
+    #: numbers that must be the same on every rank, by their name in an error
     facts: dict[str, int]
 
     @staticmethod
     def of(ids: Tensor, offsets: Tensor, labels: Tensor) -> Mask:
-        """Checked but for the size of the vocabulary. The host waits.
+        """Check a mask, except against the vocabulary's size. The host waits.
 
         Raises:
             TypeError, ValueError: a dtype, shape, or value does not fit.
@@ -84,29 +83,31 @@ class Mask(NamedTuple):
 
     @staticmethod
     def unknown() -> dict[str, int]:
-        """The names of the facts, where this rank's mask is bad."""
+        """The facts' names with placeholder values, for a rank whose mask is bad."""
         nothing = torch.zeros(0, dtype=torch.int64)
         return Mask.of(nothing, torch.zeros(1, dtype=torch.int64), nothing).facts
 
 
 class Pairs(NamedTuple):
-    """Tokens and the kept ids of theirs that are in this shard, token after token."""
+    """Pairs of a token and a kept id in this shard, sorted by token."""
 
     columns: Tensor  # int64 [P], of this shard
-    first: Tensor  # int64 [T]: where a token's begin
+    first: Tensor  # int64 [T]: first pair of each token
     length: Tensor  # int64 [T]
     labels: Tensor  # int64 [T], columns of this shard or outside of it
 
     @staticmethod
     def of(mask: Mask, order: Tensor, labels: Tensor, vocab_start: int, num_rows: int) -> Pairs:
-        """Of the tokens ``order`` ``[T]`` of a mask, with their labels, global ids ``[T]``."""
+        """The pairs of the tokens ``order`` ``[T]`` of a mask, with the tokens' labels (global ids
+        ``[T]``)."""
         columns = mask.ids - vocab_start
         here = (columns >= 0) & (columns < num_rows)
         ends = torch.searchsorted(mask.token[here], torch.arange(len(order) + 1, device=order.device))
         return Pairs(columns[here], ends[:-1][order], ends.diff()[order], labels - vocab_start)
 
     def blocks(self, hidden_size: int) -> Iterator[_Block]:
-        """Of tokens with sets of about one length, the longest first. The host waits for their lengths."""
+        """Blocks of tokens whose sets have about one length, longest first. The host waits for the
+        lengths."""
         order = self.length.argsort(descending=True, stable=True)
         lengths = [length for length in self.length[order].tolist() if length]
         order, start = order[: len(lengths)], 0
@@ -118,7 +119,7 @@ class Pairs(NamedTuple):
     def _block(self, tokens: Tensor, size: int) -> _Block:
         place = torch.arange(size, device=tokens.device)
         real = place < self.length[tokens].unsqueeze(-1)
-        # The padding stands at the token's own last id, and its gradient is 0.
+        # Padding repeats the token's last id; its gradient is 0.
         pairs = self.first[tokens].unsqueeze(-1) + torch.minimum(place, self.length[tokens].unsqueeze(-1) - 1)
         columns = self.columns[pairs]
         is_label = real & (columns == self.labels[tokens].unsqueeze(-1))
@@ -133,11 +134,11 @@ class _Block(NamedTuple):
     pairs: Tensor  # int64 [B, K]
     columns: Tensor  # int64 [B, K]
     real: Tensor  # bool [B, K]: no padding
-    label: Tensor  # int64 [B]: which of the K is the label, -1 for none
+    label: Tensor  # int64 [B]: position of the label among the K, -1 if it is not there
 
 
 class Problem(NamedTuple):
-    """What a call has beside its operands; tokens in the order of the hidden states."""
+    """A call's inputs other than the operands; tokens in the order of the hidden states."""
 
     comm: VocabParallel
     pairs: Pairs
@@ -146,7 +147,8 @@ class Problem(NamedTuple):
     form: LossForm  # whose softcap is applied here
 
     def logits(self, block: _Block, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, K]`` fp32, -inf in the padding, and the slope of each in ``hidden @ weight.T``."""
+        """Logits ``[B, K]`` fp32, -inf in the padding, and their derivatives with respect to ``hidden @
+        weight.T``."""
         z = torch.bmm(weight, hidden.unsqueeze(-1)).squeeze(-1) * self.logit_scale
         slope = torch.full_like(z, self.logit_scale)
         cap = self.form.softcap
@@ -165,7 +167,7 @@ class Problem(NamedTuple):
 
 
 class MaskedLogProbs(torch.autograd.Function):
-    """Log-probability and entropy over the kept ids, fp32 ``[T]``; without meaning where none is kept.
+    """Log-probability and entropy over the kept ids, fp32 ``[T]``; undefined for a token without any.
 
     Collectives of the forward: the all-gather of all hidden states (sequence parallelism), then the merge of
     all tokens' statistics. Of the backward: that gather again, and the reduction of ``grad_hidden``.
@@ -313,7 +315,9 @@ def _among_kept(
 def _with_unfiltered(
     args: Arguments, mask: Mask, made: tuple[Tensor, Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens without a set over the whole vocabulary. Collectives: the head's, with ``skip_masked``."""
+    """Fill in the tokens without a set, by the head over the whole vocabulary.
+
+    Collectives: the head's, with ``skip_masked``."""
     unfiltered = (mask.offsets.diff() == 0).view(args.labels.shape)
     counts = unfiltered
     if args.config.ignore_index is not None:
@@ -331,7 +335,7 @@ def _with_unfiltered(
 
 
 def _gathered(comm: VocabParallel, hidden: Tensor) -> Tensor:
-    """``[T, H]``. Collectives: an all-gather with sequence parallelism."""
+    """Hidden states of the group, ``[T, H]``. Collectives: an all-gather with sequence parallelism."""
     if comm.num_parts == 1:
         return hidden
     whole = hidden.new_empty(comm.size * hidden.shape[0], hidden.shape[1])
