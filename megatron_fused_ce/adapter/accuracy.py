@@ -1,17 +1,16 @@
-"""Token accuracy beside the lm loss: from the head to what Megatron's loss function reports.
+"""Token accuracy: from the head into the report of Megatron's loss function.
 
 Megatron's loss functions return ``(loss, num_tokens, {"lm loss": [sum, count]})``. Its trainer adds such
 pairs up, key by key, over micro-batches and the data-parallel group (context parallelism included), and
-logs each quotient: training log, evaluation, TensorBoard, wandb. A second pair takes the same road.
+logs each quotient: training log, evaluation, TensorBoard, wandb. The accuracy is a second such pair.
 
 All schedules of all versions hand the model's output and the loss function to ``forward_step_calc_loss``
-right after a forward. The head leaves what it counted (:func:`remember`); the patched function takes it,
-whatever becomes of the micro-batch, and adds it to the report if the output lies in the memory of the
-loss that it was counted beside. Neither wrappers of the model nor combined 1F1B's detached and viewless
-tensors move it.
+right after a forward. The head stores its counts (:func:`remember`); the patched function takes them out in
+any case, and adds them to the report if the output shares its memory with the loss they were counted with.
+Wrappers of the model and combined 1F1B's detached and viewless tensors keep that memory.
 
 Whether the key is there depends on the launch alone (flag, model, shape of the report), not on a call: a
-key missing on one data-parallel rank would leave the others in a collective. What is not known is NaN.
+key missing on one data-parallel rank would leave the others in a collective. Unknown counts are NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SEAM = "forward_step_calc_loss"
 
 
 class Counts(NamedTuple):
-    """Of one micro-batch, fp32, on the labels' device."""
+    """Counts of one micro-batch, fp32, on the labels' device."""
 
     pair: Tensor  # [2]: the correct tokens and all tokens that count, each by its weight
     mask_sum: Tensor  # []: of the whole loss mask, ignored labels too
@@ -51,7 +50,7 @@ class _Evaluated(NamedTuple):
 
 
 class _Latest(threading.local):
-    """Of this thread: a forward that is run again in the backward is on another one on GPUs."""
+    """The latest loss of this thread: on GPUs a forward repeated in the backward runs in another one."""
 
     evaluated: _Evaluated | None = None
 
@@ -71,7 +70,7 @@ def reason_at_build(takes_mask: bool) -> str | None:
 def count(
     labels: Tensor, weights: TokenWeights, correct: Tensor | None, ignore_index: int | None
 ) -> Counts | None:
-    """Count correct tokens ``[b, s]`` by their weights; None where either is not known."""
+    """Count correct tokens ``[b, s]`` by their weights; None if either is unknown."""
     if weights.values is None or correct is None:
         return None
     mask = weights.values.float()
@@ -80,9 +79,9 @@ def count(
 
 
 def remember(loss: Tensor, counts: Counts | None, unknown: str, tp_rank: int) -> None:
-    """Keep what was counted beside a head's ``loss`` ``[b, s]`` for the loss function, or why nothing was.
+    """Keep the counts of a head's ``loss`` ``[b, s]``, or why there are none, for the loss function.
 
-    Multi-token prediction's heads are evaluated before the main one, which then takes their place.
+    The heads of multi-token prediction are evaluated before the main one, which then replaces their counts.
     """
     _latest.evaluated = _Evaluated(loss.detach(), counts, unknown, tp_rank)
 
@@ -91,7 +90,7 @@ def patch(module: ModuleType) -> None:
     """Wrap the loss function that ``megatron.core.pipeline_parallel.schedules`` is about to call."""
     stock = getattr(module, SEAM, None)
     if stock is None:
-        return  # reason_at_build says so to those who ask for the accuracy
+        return  # reason_at_build reports it if the accuracy is on
 
     @wraps(stock)
     def forward_step_calc_loss(
@@ -146,7 +145,7 @@ def _reported_loss(outputs: Any) -> tuple[Tensor | None, str]:
 
 
 def _beside(lm_loss: Tensor, counts: Counts | None) -> Tensor:
-    """The pair ``[correct, count]``; NaN too where the loss counted other tokens than the mask has.
+    """The pair ``[correct, count]``; NaN if the loss counted other tokens than the mask.
 
     Megatron reports the count as a whole number, rounded down.
     """

@@ -168,7 +168,7 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
 
 
 def config_from_args(args: Any) -> FusedCEConfig | None:
-    """The config that parsed arguments ask for, None without the flag."""
+    """The config from parsed arguments; None without the flag."""
     if not getattr(args, "fused_chunked_ce", False):
         return None
     masks = getattr(args, "fused_ce_mask_padded_vocab", False)
@@ -205,12 +205,12 @@ def _true_vocab_size() -> int:
 
 
 def logs_accuracy(args: Any) -> bool:
-    """Whether parsed arguments ask for the accuracy beside the loss."""
+    """Whether parsed arguments turn on the accuracy."""
     return bool(getattr(args, "fused_ce_log_accuracy", False))
 
 
 def reports_phases(args: Any) -> bool:
-    """Whether parsed arguments ask for the head's phases."""
+    """Whether parsed arguments turn on the report of the phases."""
     return bool(getattr(args, "fused_ce_report", False))
 
 
@@ -228,7 +228,7 @@ def args_from_argv(argv: Sequence[str]) -> argparse.Namespace | None:
 
 
 def config_from_argv(argv: Sequence[str]) -> FusedCEConfig | None:
-    """The config that a raw command line asks for, None without the flag."""
+    """The config from a raw command line; None without the flag."""
     return config_from_args(args_from_argv(argv))
 
 
@@ -239,10 +239,10 @@ def megatron_args() -> Any:
 
 
 def launch_args() -> Any:
-    """The arguments that ask for the fused head, None where none do.
+    """The arguments with the flag; None without it.
 
-    Megatron's parsed ones where they ask for it; else those of ``sys.argv``, since ``--yaml-cfg``
-    replaces what was parsed from the command line.
+    Megatron's parsed arguments if they have it, else those of ``sys.argv``, since ``--yaml-cfg`` replaces the
+    parsed command line.
     """
     parsed = megatron_args()
     return parsed if getattr(parsed, "fused_chunked_ce", False) else args_from_argv(sys.argv[1:])

@@ -1,12 +1,12 @@
-"""What the output layer hands out in place of logits: a promise that knows how to become a loss.
+"""Deferred logits: the output layer's result, from which the loss is computed without logits.
 
-Megatron's models call the output layer, perhaps scale the result, and only then call the loss with
-labels; with multi-token prediction the labels are rolled in between. A :class:`DeferredLogits` travels
-that road. Handed to the loss it is evaluated fused; touched in any other way it becomes real logits.
+Megatron's models call the output layer, perhaps scale the result, and only then call the loss with labels;
+with multi-token prediction the labels are rolled in between. The layer therefore returns a
+:class:`DeferredLogits`. The loss evaluates it fused; any other use turns it into real logits.
 
-Without labels Megatron transposes the logits and returns them. They become real then, unless the caller is
-known to want log-probabilities only (:func:`returned_to_caller`): for that one they stay deferred, and
-transpose, slice of positions, dtype and scale are remembered until its log-softmax takes them.
+Without labels Megatron transposes the logits and returns them. They become real logits then, unless the
+caller is known to need log-probabilities only (:func:`returned_to_caller`): they then stay deferred and
+remember transpose, slice of positions, dtype and scale until the caller's log-softmax evaluates them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_fused_ce.adapter.token_weights import TokenWeights
 
 
 class DeferredHead(Protocol):
-    """The output layer, as deferred logits see it."""
+    """The interface of the output layer that deferred logits need."""
 
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
@@ -38,7 +38,7 @@ class DeferredHead(Protocol):
 
 
 class _Caller(threading.local):
-    """Of the model, in this thread."""
+    """State of the model's caller, in this thread."""
 
     why_logits = "the caller gathers the logits (runtime_gather_output)"
 
@@ -48,7 +48,7 @@ _caller = _Caller()
 
 @contextmanager
 def returned_to_caller(why_not: str = "") -> Iterator[None]:
-    """While open, a model called for gathered logits returns deferred ones, for their ``log_probs``.
+    """Context in which a model called for gathered logits returns deferred ones, for ``log_probs``.
 
     Args:
         why_not: a reason for it to return real ones.
@@ -61,12 +61,12 @@ def returned_to_caller(why_not: str = "") -> Iterator[None]:
 
 
 def why_caller_needs_logits() -> str:
-    """Why gathered logits are to leave the model as real ones; empty within :func:`returned_to_caller`."""
+    """Why the model must return gathered logits as real ones; empty within :func:`returned_to_caller`."""
     return _caller.why_logits
 
 
 class LossAndArgmax(NamedTuple):
-    """A fused evaluation: loss ``[b, s]`` and, where asked for, this shard's maximum ``[s, b]``."""
+    """A fused evaluation: loss ``[b, s]`` and, if requested, this shard's maximum ``[s, b]``."""
 
     loss: Tensor
     local_max: Tensor | None
@@ -84,13 +84,13 @@ class DeferredLogits:
     """Logits ``[s, b, V]`` of one head use that have not been computed.
 
     Reading ``shape``, ``dtype``, ``device`` costs nothing; multiplying or dividing by a number is remembered;
-    after a fused loss the maximum over the last dimension is served from that pass. Of gathered logits
+    after a fused loss the maximum over the last dimension comes from that evaluation. Of gathered logits
     ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``) and ``float()`` are
     remembered too. Everything else materialises the logits through Megatron's own layer, once, and counts it.
 
     Args:
-        shape: of the logits that the call asked for; ``V`` is this rank's part, or all where ``gathered``.
-        gathered: the caller asked for the whole vocabulary on every tensor-parallel rank.
+        shape: of the requested logits; ``V`` is this rank's part, or the whole vocabulary if ``gathered``.
+        gathered: the caller requested the whole vocabulary on every tensor-parallel rank.
         dtype: of the logits; None for the hidden states'.
     """
 
@@ -109,18 +109,18 @@ class DeferredLogits:
         self.shape = shape
         self.gathered = gathered
         self.dtype = dtype or hidden.dtype
-        #: What these logits were multiplied by in all: MuP's output multiplier, 1 / temperature.
+        #: Product of all factors so far: MuP's output multiplier, 1 / temperature.
         self.logit_scale = 1.0
         self._batch_first = False
         self._num_positions = shape[0]
-        self._positions = range(shape[0])  # of them, those that are left
-        self._steps: tuple[Callable[[Any], Any], ...] = ()  # what makes of the layer's logits these
+        self._positions = range(shape[0])  # positions that are left after slicing
+        self._steps: tuple[Callable[[Any], Any], ...] = ()  # turns the layer's real logits into these
         self._needs_grad = torch.is_grad_enabled()
         self._evaluated: LossAndArgmax | None = None
         self._real: Tensor | None = None
 
     def _after(self, step: Callable[[Any], Any], **changed: Any) -> DeferredLogits:
-        """These logits after one more step, which changes the attributes ``changed``."""
+        """A copy of these logits after one more step, with the attributes ``changed``."""
         after = copy.copy(self)
         vars(after).update(changed)
         after._steps = (*self._steps, step)
@@ -135,10 +135,10 @@ class DeferredLogits:
         return self._evaluated.loss
 
     def log_probs(self, labels: Tensor) -> Tensor | None:
-        """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None where only real ones serve.
+        """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None if real logits are needed.
 
-        With a gradient if the layer was called with one, as of real logits: the caller's ``no_grad`` may have
-        ended by now.
+        Differentiable if the layer was called with gradients, like real logits: the caller's ``no_grad`` may
+        have ended since.
 
         Args:
             labels: global ids, one for each of the ``n`` positions that are left.
@@ -159,14 +159,14 @@ class DeferredLogits:
             # upstream gradient 0.
             log_probs = self.head.fused_log_probs(self, everywhere)[:, left]
             counters().fused += 1
-            # No view: pipeline schedules free what is sent on.
+            # Not a view: pipeline schedules free the tensors that they send.
             return log_probs.to(self.dtype, copy=True)
 
     def materialise(self) -> Tensor:
         """Real logits, as Megatron's layer computes them.
 
-        With gradients if the layer was called with them, wherever they are first needed: what a metric under
-        ``no_grad`` makes may serve a loss later.
+        Differentiable if the layer was called with gradients, wherever they are first needed: logits made for
+        a metric under ``no_grad`` may be used by a loss later.
         """
         if self._real is None:
             counters().materialised += 1
@@ -177,7 +177,7 @@ class DeferredLogits:
             self._real = real
         return self._real
 
-    # What costs nothing.
+    # Costs nothing.
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +196,7 @@ class DeferredLogits:
     def __len__(self) -> int:
         return self.shape[0]
 
-    # What is remembered.
+    # Remembered.
 
     def __mul__(self, other: Any) -> Any:
         if not _is_scale(other):
@@ -237,7 +237,7 @@ class DeferredLogits:
         return self._after(operator.itemgetter(index), shape=shape, _positions=left)
 
     def _positions_of(self, index: Any) -> slice | None:
-        """The slice of positions that ``index`` takes, where that is all it does."""
+        """The slice of positions that ``index`` takes, if it does nothing else."""
         if not (self.gathered and self._batch_first and isinstance(index, tuple) and len(index) in (2, 3)):
             return None
         if not all(isinstance(part, slice) for part in index):
@@ -248,7 +248,7 @@ class DeferredLogits:
         return which
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
-        """``max(dim=-1)`` as Megatron's acceptance counts ask for it; else real logits."""
+        """``max(dim=-1)`` as Megatron's acceptance counts call it; else real logits."""
         served = self._served_argmax(*args, **kwargs)
         return served if served is not None else self.materialise().max(*args, **kwargs)
 
@@ -264,7 +264,7 @@ class DeferredLogits:
             return None
         return MaxAndIndices(done.local_max.to(self.dtype), done.local_argmax)
 
-    # What needs the logits.
+    # Needs real logits.
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -288,7 +288,7 @@ class DeferredLogits:
 
 
 def real(value: Any) -> Any:
-    """``value`` with real logits in the place of deferred ones."""
+    """``value`` with real logits instead of deferred ones."""
     if isinstance(value, DeferredLogits):
         return value.materialise()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -315,7 +315,7 @@ def _forward_operator(name: str) -> None:
 for _name in (
     *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "matmul"),
     *("neg", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
-    # Without these two objects compare by identity, in silence. Hashing stays by identity, as of tensors.
+    # Without these, comparison would silently be by identity. Hashing stays by identity, as for tensors.
     *("eq", "ne"),
     *("iadd", "isub", "imul", "itruediv", "contains", "array"),
 ):

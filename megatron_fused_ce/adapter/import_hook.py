@@ -1,11 +1,10 @@
 """Patches Megatron's modules right after they are imported, without importing any of them.
 
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
-already is patched at once, any other when its import ends. Patched are the argument parser (the
-flags), the language module (the seams in the model), the schedules (where the accuracy joins the loss), the
-trainer (it logs the head's phases), ``rl_utils`` and ``Float16Module`` (log-probabilities without logits),
-``finalize_model_grads`` and the optimizers (they tell all ranks, and check, what strategy
-``grad_in_forward`` was promised).
+already is patched at once, any other when its import ends. Patched are the argument parser (the flags), the
+language module (the hook points in the model), the schedules (the accuracy), the trainer (the report of the
+phases), ``rl_utils`` and ``Float16Module`` (log-probabilities without logits), ``finalize_model_grads`` and
+the optimizers (a mismatch of ``grad_in_forward`` reaches all ranks and stops the step).
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ _MARK = "__fused_ce_patched__"
 
 
 def install(asked_for: Callable[[], bool] | None = None) -> None:
-    """Patch what is imported, watch for the rest. Calling it again changes no more than ``asked_for``.
+    """Patch imported modules and watch for the others. A second call changes ``asked_for`` only.
 
     Args:
-        asked_for: whether the fused head was asked for; None leaves it to the command line.
+        asked_for: whether the fused head is turned on; None: the command line decides.
 
     Raises:
-        ImportError: the fused head was asked for, and Megatron or torch is too old or laid out otherwise
-            (SystemExit with status 2 where the command line asked); so does the import of such a module.
+        ImportError: the fused head is turned on, and Megatron or torch is too old or lacks a patched function
+        (SystemExit with status 2 if the command line turned it on). Importing such a module raises the same.
     """
     global _asked_for
     if asked_for is not None:
@@ -90,7 +89,7 @@ def _patch(module: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a target module where the other finders do, and adds the patch after its execution."""
+    """Finds a target module with the other finders and adds the patch after its execution."""
 
     def find_spec(
         self,
@@ -111,7 +110,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _PatchingLoader(importlib.abc.Loader):
-    """Another loader, and the patch once it has executed the module."""
+    """Wraps a loader and applies the patch after it has executed the module."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
@@ -121,7 +120,7 @@ class _PatchingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        vars(module).pop(_MARK, None)  # of before a reload, which has undone the patch
+        vars(module).pop(_MARK, None)  # from before a reload, which has undone the patch
         _patch(module)
 
     def __getattr__(self, name: str) -> object:

@@ -1,4 +1,4 @@
-"""The two seams in Megatron's language models, the same in every version and model class."""
+"""The two hook points in Megatron's language models, the same in every version and model class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
 from megatron_fused_ce.config import FusedCEConfig
 
-#: Models that the set-up below has seen: their heads are fused, or were left to Megatron with a reason.
+#: Models seen by the set-up below: their heads are fused, or stay with Megatron for a logged reason.
 _seen: WeakSet[Any] = WeakSet()
 _TAKES_LOGITS = "the loss of this call takes real logits"
 
@@ -48,8 +48,8 @@ def patch(module: ModuleType) -> None:
         if isinstance(logits, DeferredLogits):
             if not logits.gathered or self.output_layer.tp_group.size() == 1:
                 return logits.loss(labels, token_weights.of_loss(self, labels))
-            # Multi-token prediction in get_logprobs (since 0.19) hands the whole vocabulary to a loss that
-            # takes one rank's part. What comes of that is Megatron's.
+            # Multi-token prediction in get_logprobs (since 0.19) gives logits of the whole vocabulary to a
+            # loss for one rank's part. The result is Megatron's own.
             logits = logits.materialise()
         layer = getattr(self, "output_layer", None)
         adopted: FusedCEConfig | None = getattr(layer, "fused_ce_config", None)
@@ -68,11 +68,11 @@ def patch(module: ModuleType) -> None:
 
 
 def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) -> None:
-    """Defer the logits of this model's head, or say why not.
+    """Defer the logits of this model's head, or log why not.
 
     Raises:
-        ValueError: what was asked for cannot be had where the head stays with Megatron; the accuracy also
-            where its loss mask or the schedules' seam is missing.
+        ValueError: an option is on but the head stays with Megatron; the accuracy is on but the loss mask or
+        the schedules' function is missing.
     """
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
@@ -100,10 +100,10 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
 
 
 def of_layer(config: FusedCEConfig, layer: Any) -> FusedCEConfig:
-    """With the precision that Megatron's ``--output-logit-dtype fp32`` asks for.
+    """The config with the precision of Megatron's ``--output-logit-dtype fp32``.
 
     Raises:
-        ValueError: this package's flag asks for another one.
+        ValueError: this package's flag names another precision.
     """
     if getattr(layer, "output_dtype", None) != torch.float32:
         return config

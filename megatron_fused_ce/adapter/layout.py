@@ -1,6 +1,6 @@
-"""Whether this Megatron is laid out as the hook knows it; one line where it is not, and the flag is on.
+"""Checks that this Megatron has the functions that the hook patches; an error of one line if not.
 
-Without the flag (the hook may be installed all the same) such a Megatron runs as it is. Imports neither
+Without the flag (the hook may be installed all the same) such a Megatron runs unchanged. Imports neither
 torch nor Megatron's modules; the version is read once something of megatron.core is there.
 """
 
@@ -17,8 +17,8 @@ from megatron_fused_ce.adapter import arguments
 
 LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
 
-#: Module -> what is patched in it and has no stand-in. The schedules' seam is asked for by
-#: ``--fused-ce-log-accuracy`` alone, and torch's own hook stands behind the optimizers'.
+#: Module -> names in it that must be there. Only ``--fused-ce-log-accuracy`` needs the schedules' function,
+#: and torch's own hook covers the optimizers.
 SEAMS = {
     "megatron.training.arguments": ("add_megatron_arguments",),
     LANGUAGE_MODULE: (
@@ -29,7 +29,7 @@ SEAMS = {
 
 
 def core_version() -> str:
-    """Of megatron.core, which is imported or being imported."""
+    """Version of megatron.core, which is imported or being imported."""
     try:
         info = importlib.import_module("megatron.core.package_info")
     except ImportError:
@@ -38,7 +38,7 @@ def core_version() -> str:
 
 
 def why_unknown(module: ModuleType) -> str | None:
-    """What keeps a module of Megatron's from being patched, in one line, or None."""
+    """Why a module of Megatron's cannot be patched, in one line; else None."""
     if module.__name__.startswith("megatron.core."):
         reason = versions.too_old("megatron-core", core_version())
         torch = sys.modules.get("torch")
@@ -56,7 +56,7 @@ def why_unknown(module: ModuleType) -> str | None:
 
 
 def check_language_module() -> None:
-    """End a launch with the flag whose Megatron keeps its models elsewhere: nothing would be patched."""
+    """End a launch with the flag if Megatron keeps its models elsewhere, where nothing would be patched."""
     if "megatron.core" not in sys.modules or LANGUAGE_MODULE in sys.modules:
         return
     try:
@@ -68,7 +68,7 @@ def check_language_module() -> None:
 
 
 def refuse(reason: str) -> NoReturn:
-    """On the command line one line and status 2, else (``enable()``) an ImportError."""
+    """Refuse: with a command line one line and status 2, with ``enable()`` an ImportError."""
     if not arguments.flag_given():
         raise ImportError(reason)
     print(f"megatron_fused_ce: {reason}", file=sys.stderr, flush=True)

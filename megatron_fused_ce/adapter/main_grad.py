@@ -1,9 +1,9 @@
-"""Where ``grad_weight`` ends under Megatron: its ``main_grad``, by the same rules as its own layer.
+"""The wgrad accumulator under Megatron: ``main_grad``, by the same rules as its own layer.
 
 With ``gradient_accumulation_fusion`` Megatron's linear layer adds into ``weight.main_grad`` itself,
-sets ``grad_added_to_main_grad`` and returns a dummy, so that its gradient hooks still run. A head that
-did otherwise for one of several uses of a weight (multi-token prediction, tied embeddings) would have
-its gradient dropped or counted twice by DDP.
+sets ``grad_added_to_main_grad`` and returns a dummy, so that its gradient hooks still run. If one of several
+uses of a weight (multi-token prediction, tied embeddings) did otherwise, DDP would drop its gradient or count
+it twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_grad_weight_for(weight: Any, gradient_accumulation_fusion: bool) -> Ope
         return ReturnedGradWeight
 
     def open_main_grad(saved_weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
-        # A view of the same parameter may have replaced the attribute since: Megatron sets it back.
+        # A view of the same parameter may have replaced the attribute since.
         weight.main_grad = main_grad
         return InPlaceGradWeight(
             main_grad, num_chunks, scaled, lambda: _what_autograd_gets(weight, saved_weight.dtype)
@@ -49,10 +49,10 @@ def open_grad_weight_for(weight: Any, gradient_accumulation_fusion: bool) -> Ope
 
 
 def _what_autograd_gets(weight: Any, dtype: torch.dtype) -> Tensor | None:
-    """A dummy gradient where DDP waits for one, else None.
+    """A dummy gradient if DDP waits for one, else None.
 
-    The dummy must be zeros where another use of the same parameter (a tied embedding) returns a real
-    gradient: autograd sums the two.
+    The dummy must be zeros if another use of the parameter (a tied embedding) returns a real gradient, since
+    autograd sums the two.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

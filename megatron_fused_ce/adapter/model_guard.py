@@ -1,17 +1,17 @@
-"""One guard per model, and its mismatches told to all ranks of the model before any of them steps.
+"""One guard per model; a mismatch on one rank reaches all ranks of the model before any of them steps.
 
-A mismatch is found by the rank that has the head. Stages of the pipeline without a head, and data-parallel
-replicas whose gradients were summed with the wrong ones, would step: so a patched ``finalize_model_grads``,
-which all ranks of a model run once a step, all-reduces one int. Every rank's optimizers then read the result
-and raise (:mod:`.grad_guard`, :mod:`.optimizer_guard`). NaN or Megatron's found-inf would not do: the
-first needs gradient clipping to be seen, the second fp16, and neither reaches all ranks.
+The rank with the head finds a mismatch. Pipeline stages without a head, and data-parallel replicas whose
+gradients were summed with the wrong ones, would still step. So a patched ``finalize_model_grads``, which all
+ranks of a model run once a step, all-reduces one int. Every rank's optimizers then read the result and raise
+(:mod:`.grad_guard`, :mod:`.optimizer_guard`). NaN or Megatron's found-inf would not suffice: the first is
+noticed only with gradient clipping, the second only in fp16, and neither reaches all ranks.
 
-The ranks agree once, at a model's first ``finalize_model_grads``, on whether any of them uses what can
-mismatch. Where none does there is no later all-reduce, and ``auto`` no longer takes ``grad_in_forward`` for
-this model.
+The ranks agree once, at a model's first ``finalize_model_grads``, on whether any of them uses a strategy or
+option that can mismatch. If none does there is no later all-reduce, and ``auto`` no longer takes
+``grad_in_forward`` for this model.
 
-A launch with a function of its own in place of ``finalize_model_grads`` that does not call Megatron's stops
-the rank with the head alone.
+In a launch that replaces ``finalize_model_grads`` without calling Megatron's, only the rank with the head
+stops.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _of_layer: WeakKeyDictionary[nn.Module, Guard] = WeakKeyDictionary()
 
 
 class _Model:
-    """A model as ``finalize_model_grads`` gets it: the guards of its heads, one of its own without a head."""
+    """A model given to ``finalize_model_grads``: the guards of its heads, or its own without a head."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
         parts = {id(module) for chunk in chunks for module in chunk.modules()}
@@ -55,7 +55,7 @@ _models: WeakKeyDictionary[nn.Module, _Model] = WeakKeyDictionary()
 
 
 def guard_of(layer: nn.Module) -> Guard:
-    """Of the model that holds this output layer; of all models where that is not known (a copied layer)."""
+    """The guard of the model with this output layer; that of all models if unknown (a copied layer)."""
     if layer not in _of_layer:
         _of_layer[layer] = Guard(f"a copy of {type(layer).__name__}")
     return _of_layer[layer]
@@ -68,7 +68,7 @@ def adopt(model: nn.Module, layer: nn.Module, config: FusedCEConfig) -> None:
 
 
 def patch(module: ModuleType) -> None:
-    """Wrap ``finalize_model_grads``, also where a module that was imported before has it by name."""
+    """Wrap ``finalize_model_grads``, also in modules that imported it by name before."""
     stock = getattr(module, SEAM, None)
     if stock is None or "model" not in inspect.signature(stock).parameters:
         return
@@ -87,14 +87,15 @@ def patch(module: ModuleType) -> None:
 
 
 def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:
-    """A mismatch on any rank of the model is one on all of them from now on. The host does not wait.
+    """Spread a mismatch on any rank of the model to all its ranks. The host does not wait.
 
-    Collectives, in a launch with the fused head only: one MAX all-reduce of an int32 over all ranks, where
-    the model is on all of them, else one each over its tensor-, pipeline- and data-parallel groups; before
-    the first, the same once for whether it is needed, for which the host waits. Where it is not, none.
+    Collectives, only in a launch with the fused head: one MAX all-reduce of an int32 over all ranks if the
+    model is on all of them, else one each over its tensor-, pipeline- and data-parallel groups, in this
+    order. Before the first, the same once to find out whether they are needed; the host waits for that one.
+    If they are not needed, no more.
 
     Args:
-        chunks: what ``finalize_model_grads`` was given, this rank's part of the model.
+        chunks: the model chunks of this rank, as given to ``finalize_model_grads``.
         groups: the ``pg_collection`` it was given, or None for Megatron's parallel state.
     """
     model = _models.get(chunks[0])
@@ -110,7 +111,7 @@ def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:
     device = vocab_parallel.collective_device(over[0])
     if model.used is None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # the host cannot ask; `Guard.prepare` refuses a first use here
+            return  # the host cannot read it in a capture; `Guard.prepare` refuses a first use here
         needed = any(guard.used or guard.expected for guard in model.guards)
         asked = torch.full((1,), int(needed), dtype=torch.int32, device=device)
         model.used = bool(_largest(asked, over))

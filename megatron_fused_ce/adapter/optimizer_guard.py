@@ -1,9 +1,9 @@
 """Megatron's optimizers read ``grad_guard``'s flag in the steps that torch's hook does not see.
 
-torch's hook before each optimizer step guards every parameter. But under fp16 Megatron drops the
-gradients of an overflowing step: a loss that mismatches would go unseen for as long as that lasts. And
-a step that is replayed from a CUDA graph runs no hook: a Python error is better there than the
-assertion that was captured. And torch's optimizers mostly step copies: which models theirs are is known here.
+torch's hook before each optimizer step guards every parameter, except in three cases. Under fp16 Megatron
+skips an overflowing step, so a mismatch would go unseen as long as steps overflow. A step replayed from a
+CUDA graph runs no hook; a Python error is clearer there than the captured assertion. And torch's optimizers
+mostly step copies of parameters; Megatron's optimizers know the models.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _GROUPS = ("float16", "fp32_from_fp32")
 
 
 def patch(module: ModuleType) -> None:
-    """Make every ``step`` of ``megatron.core.optimizer.optimizer`` check where it changed nothing.
+    """Make every ``step`` of ``megatron.core.optimizer.optimizer`` check the flag if it changed nothing.
 
-    After the step and only then: where it does change parameters, the hook has read the flag at a
-    point where Megatron has just waited for the gradient norm; reading it earlier would cost a wait.
+    After the step only: if it does change parameters, the hook has read the flag where Megatron has just
+    waited for the gradient norm. Reading it earlier would cost a wait.
     """
     for cls in vars(module).values():
         if isinstance(cls, type) and cls.__module__ == module.__name__:
@@ -49,7 +49,7 @@ def _checking_what_was_skipped(stock: Any) -> Any:
 
 
 def _model_parameters(optimizer: Any) -> list[Tensor] | None:
-    """Those of the models that a Megatron optimizer steps, not its copies; None where it does not say."""
+    """The models' own parameters that a Megatron optimizer steps, not its copies; None if unknown."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained:
         lists = [_model_parameters(one) for one in chained]
@@ -66,7 +66,7 @@ def _model_parameters(optimizer: Any) -> list[Tensor] | None:
 
 
 def _has_no_parameters(optimizer: Any) -> bool:
-    """A rank whose parameters are all frozen still sends gradients to the stages before it."""
+    """Whether the optimizer has no parameters. Such a rank still sends gradients to earlier stages."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
         return all(map(_has_no_parameters, chained))
@@ -74,10 +74,10 @@ def _has_no_parameters(optimizer: Any) -> bool:
 
 
 def patch_cuda_graph(module: ModuleType) -> None:
-    """Make the call of a captured optimizer step check first.
+    """Make the replay of a captured optimizer step check the flag first.
 
-    Where Megatron has moved it, one line to those who use the head: the assertion that was captured with the
-    step is then what ends the launch.
+    If this Megatron has moved that function, one line in the log of launches with the head: the assertion
+    captured with the step then ends the launch.
     """
     wrapper: Any = getattr(module, "OptimizerCudaGraphWrapper", None)
     stock = vars(wrapper).get("__call__") if isinstance(wrapper, type) else None

@@ -1,4 +1,4 @@
-"""Megatron's output layer with deferred logits. Imports megatron: import it only once that is there."""
+"""Megatron's output layer with deferred logits. Imports megatron, so import it only after that."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, timed: bool) -> None:
         """Make a stock layer defer its logits from now on.
 
-        What it gets can be copied and pickled with the model: no CUDA event, no recorder of times.
+        Its new attributes can be copied and pickled with the model: no CUDA event, no recorder of times.
         """
         layer.__class__ = ColumnParallelLinear
         layer.fused_ce_config = config
@@ -77,7 +77,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     ) -> LossAndArgmax:
         """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
         request = _LossRequest(labels, token_weights, deferred.logit_scale)
-        # The call's output, not what `forward` made: a hook of FSDP's may have put a view in its place.
+        # The call's output, not `forward`'s result: a hook of FSDP's may have replaced it by a view.
         loss, _ = super().__call__(deferred.hidden, weight=deferred.weight, fused_ce_request=request)
         if self.fused_ce_log_accuracy:
             ignore_index = self.fused_ce_config.ignore_index
@@ -105,7 +105,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         fused_ce_request: _LossRequest | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The stock forward, or the loss ``[b, s]`` in the place of the logits."""
+        """The stock forward, or the loss ``[b, s]`` instead of the logits."""
         if fused_ce_request is None:
             return super().forward(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
@@ -140,7 +140,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         return out.loss, None
 
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
-        """The layer's config for one call: ``grad_in_forward`` only where the token weights are known."""
+        """The layer's config for one call: ``grad_in_forward`` only if the token weights are known."""
         config = self.fused_ce_config
         if request.logit_scale != config.logit_scale:
             config = replace(config, logit_scale=request.logit_scale)
@@ -156,7 +156,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
 
 class _LossRequest:
-    """Labels in, argmax and accuracy out: carried through ``nn.Module.__call__`` as one keyword argument."""
+    """Carries labels in, argmax and accuracy out, through ``nn.Module.__call__`` as one keyword argument."""
 
     def __init__(self, labels: Tensor, token_weights: TokenWeights, logit_scale: float) -> None:
         self.labels = labels

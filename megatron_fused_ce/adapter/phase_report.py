@@ -1,7 +1,7 @@
 """``--fused-ce-report``: the head's phases in Megatron's timers, training log and TensorBoard.
 
-Megatron's timers wait for the device whenever they start and stop. The head's are marks on the stream
-(:class:`.PhaseTimes`), read where the trainer logs, where the device is waited for anyway.
+Megatron's timers wait for the device whenever they start and stop. The head's are events on the stream
+(:class:`.PhaseTimes`), read when the trainer logs and waits for the device anyway.
 
 ``training_log`` of all versions ends with ``timers.write`` (``--log-timers-to-tensorboard``) and
 ``timers.log``, an evaluation with ``timers.log(['evaluate'])``. All ranks call them, with names that must be
@@ -32,7 +32,7 @@ SEAM = "training_log"
 
 @lru_cache(maxsize=1)
 def recorder() -> PhaseTimes:
-    """Of all heads of this process."""
+    """The recorder of all heads of this process."""
     return PhaseTimes()
 
 
@@ -40,7 +40,7 @@ def patch(module: ModuleType) -> None:
     """Wrap ``training_log`` of ``megatron.training.training``, which is looked up there at each call."""
     stock = getattr(module, SEAM, None)
     if stock is None:
-        return  # times_heads says so to those who ask for the report
+        return  # times_heads reports it if the report is on
     signature = inspect.signature(stock)
 
     @wraps(stock)
@@ -56,7 +56,7 @@ def patch(module: ModuleType) -> None:
 
 
 def missing(module: Any) -> str:
-    """What of the trainer's module the report needs and does not find; empty where all is there."""
+    """Names in the trainer's module that the report needs and does not find; empty if all are there."""
     names = [name for name in (SEAM, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)]
     if not names:
         timers = module.get_timers()
@@ -70,7 +70,7 @@ def no_report(lacking: str) -> str:
 
 
 def times_heads(tp_rank: int) -> bool:
-    """Whether a head built now is timed; one line where the trainer that is there cannot log it."""
+    """Whether a head built now is timed; logs a line if the imported trainer cannot report it."""
     if not reports_phases():
         return False
     trainer = sys.modules.get(TRAINER)
@@ -80,7 +80,7 @@ def times_heads(tp_rank: int) -> bool:
 
 
 def _reporting_of(module: Any) -> Reporting | None:
-    """That of the trainer's timers; None, and one line, where Megatron keeps them in another way."""
+    """The reporting of the trainer's timers; None, and a log line, if Megatron keeps them otherwise."""
     lacking = missing(module)
     if lacking:
         if not hasattr(module, "__fused_ce_no_report__"):
@@ -95,13 +95,13 @@ def _reporting_of(module: Any) -> Reporting | None:
 
 
 def names_of(passes: Sequence[str]) -> list[str]:
-    """Of the timers of these passes and of their phases."""
+    """Names of the timers of these passes and of their phases."""
     phases = ["", *(f"-{phase}" for phase in PHASES)]
     return [f"{PREFIX}{of_pass}{phase}" for of_pass in passes for phase in phases]
 
 
 class PhaseTimer:
-    """What Megatron's ``Timers`` ask of a timer."""
+    """The interface that Megatron's ``Timers`` need of a timer."""
 
     def __init__(self, times: PhaseTimes, name: str) -> None:
         self._times = times
@@ -129,7 +129,7 @@ class Reporting:
         self._iterations = 0  # since the last reset
         self._written = False
         for name in names_of(PASSES):
-            # No other way leads to a timer that does not wait for the device.
+            # The only way to add a timer that does not wait for the device.
             timers._timers[name] = PhaseTimer(self._times, name.removeprefix(PREFIX))
             timers._log_levels[name] = 0
         timers.log, timers.write = self.log, self.write
@@ -146,14 +146,15 @@ class Reporting:
             self._iteration = self._writer = None
 
     def write(self, names: list[str], writer: Any, *args: Any, **kwargs: Any) -> None:
-        """Megatron's own, with the head's timers."""
+        """Megatron's ``write`` with the head's timers."""
         if self._iteration is not None:
             self._written = True
             names = names + names_of(TRAINING)
         self._stock_write(names, writer, *args, **kwargs)
 
     def log(self, names: list[str], *args: Any, **kwargs: Any) -> None:
-        """Megatron's own, with the head's timers; before it what it has no place for.
+        """Megatron's ``log`` with the head's timers; before it, TensorBoard's bytes and the line of this
+        rank.
 
         Collectives, on every rank: Megatron's all-gather of the added times; the same once more where they go
         to TensorBoard without ``--log-timers-to-tensorboard``.
@@ -184,7 +185,7 @@ class Reporting:
 
     @staticmethod
     def words(times: PhaseTimes, passes: Sequence[str], iterations: int) -> str:
-        """All that was timed of these passes; empty where there was none."""
+        """The line for these passes; empty if nothing was timed."""
         tallies = times.read()
         told = [in_words(tallies, of_pass, iterations) for of_pass in passes if of_pass in tallies]
         if times.captured:
@@ -192,7 +193,7 @@ class Reporting:
         return "; ".join(told)
 
     def _write_bytes(self) -> None:
-        """To TensorBoard, of the rank that has the writer; per iteration where they add up."""
+        """Write bytes to TensorBoard, on the rank with the writer; per iteration if they add up."""
         if self._writer is None:
             return
         for name, tally in self._times.read().items():
@@ -207,7 +208,7 @@ class Reporting:
 
 
 def in_words(tallies: dict[str, Tally], of_pass: str, iterations: int) -> str:
-    """A pass: its time, its phases' times, its bytes."""
+    """A pass in words: its time, its phases' times, its bytes."""
     whole = tallies[of_pass]
     phases = [
         f"{phase} {tallies[f'{of_pass}-{phase}'].seconds * 1e3 / iterations:.2f}"

@@ -1,4 +1,5 @@
-"""What the user is told, by one process: the first rank of its tensor- and data-parallel groups."""
+"""The log lines for the user, written by one process: the first rank of its tensor- and data-parallel
+groups."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def say_once(tp_rank: int, text: str) -> None:
 
 
 def say_of_phases(text: str) -> None:
-    """In Megatron's training loop, where its parallel state stands."""
+    """Log a line about the phases, in Megatron's training loop, where its parallel state exists."""
     from megatron.core import parallel_state
 
     if _speaks(parallel_state.get_tensor_model_parallel_rank()):
@@ -53,7 +54,7 @@ def say_of_phases(text: str) -> None:
 
 
 def left_to_megatron(model: Any, reason: str) -> None:
-    """The whole head stays on the stock path."""
+    """Log that the whole head stays on the stock path."""
     tp_group = getattr(model.output_layer, "tp_group", None)
     say_once(
         tp_group.rank() if tp_group is not None else 0,
@@ -62,19 +63,19 @@ def left_to_megatron(model: Any, reason: str) -> None:
 
 
 def built_too_early(model: Any) -> None:
-    """The fused head was turned on behind the model's construction."""
+    """Log that the fused head was turned on after the model was built."""
     left_to_megatron(
         model, "it was built before megatron_fused_ce.enable(): call that before the model is built"
     )
 
 
 def stock_path_once(layer: Any, reason: str) -> None:
-    """Some calls of a fused head take the stock path."""
+    """Log, once, that some calls of a fused head take the stock path."""
     say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")
 
 
 def adopted(model: Any, megatron_args: Any) -> None:
-    """A head is fused: say what to expect, where the launch's sizes are known already."""
+    """Log a fused head's strategy and memory, if the launch's sizes are known already."""
     global _tells_totals
     layer = model.output_layer
     version, newest = layout.core_version(), versions.NEWEST_MEGATRON
@@ -100,7 +101,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
     if all(hasattr(megatron_args, name) for name in ("seq_length", "micro_batch_size")):
         context_parallel = getattr(megatron_args, "context_parallel_size", 1) or 1
         tokens = megatron_args.seq_length * megatron_args.micro_batch_size // context_parallel
-        # Stand-ins with what the choice of the logits backend looks at.
+        # Stand-ins with the attributes that the choice of the logits backend reads.
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hidden = torch.empty(1, layer.input_size, dtype=dtype, device=device)
         score, why = _logits_backend(layer, hidden, hidden.expand(layer.output_size_per_partition, -1))
@@ -111,7 +112,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
                 hidden.dtype,
                 score,
                 _wgrad_accumulator_to_be(layer, weight, megatron_args),
-                # As pretrain_gpt.py and train_rl.py call their models; the first evaluation knows.
+                # As pretrain_gpt.py and train_rl.py call their models; the first evaluation corrects it.
                 token_weights_known=not trains_by_rl,
                 uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
             )
@@ -126,13 +127,13 @@ def evaluation_once(
     ran: Plan | None = None,
     served: tuple[str, str] | None = None,
 ) -> None:
-    """What runs, once for each strategy of a head, where it was not said when the model was built.
+    """Log what runs, once for each strategy of a head, unless it was logged when the model was built.
 
     Heads of multi-token prediction share a layer with the main one and may run another strategy.
 
     Args:
-        ran: the plan that the op followed. None to predict it, and only where nothing was said yet.
-        served: the logits backend that the op took, and why not ``scaled_exp``. None to predict them.
+        ran: the plan that the op followed. None: predict it, and log only if nothing was logged yet.
+        served: the logits backend that the op used, and why not ``scaled_exp``. None: predict them.
     """
     told: set[str] = layer.__dict__.setdefault("_fused_ce_told", set())
     expected: Plan | None = layer.__dict__.get("_fused_ce_expected")
@@ -155,7 +156,7 @@ def evaluation_once(
 
 
 def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
-    """Where ``grad_weight`` will end, before Megatron's DDP has made ``main_grad``."""
+    """The wgrad accumulator to expect, before Megatron's DDP has made ``main_grad``."""
     if not weight.requires_grad:
         return "none"
     if not layer.gradient_accumulation_fusion:
@@ -165,7 +166,7 @@ def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> 
 
 
 def _logits_backend(layer: Any, hidden: Tensor, weight: Tensor) -> tuple[str, str]:
-    """Name of the pass that serves ``[T, H]`` and ``[V, H]``, and why not ``scaled_exp``."""
+    """Name of the logits backend for ``[T, H]`` and ``[V, H]``, and why not ``scaled_exp``."""
     chosen, why = logits_backend.choose(layer.fused_ce_config, hidden, weight)
     return chosen.name, why
 
@@ -194,7 +195,7 @@ def _device_name() -> str:
 
 
 def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, before: str = "on") -> None:
-    """One line on what runs and what it holds; one on why, and on what else differs from a plain head."""
+    """Log one line on strategy and memory, and one on the reason and on differences from a plain head."""
     if not _speaks(layer.tp_group.rank()):
         return
     config: FusedCEConfig = layer.fused_ce_config
@@ -225,7 +226,7 @@ def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, bef
 
 
 def _logits_bytes(layer: Any, tokens: int, dtype: torch.dtype) -> int:
-    """Of this rank's logits as a whole."""
+    """Bytes of all of this rank's logits."""
     return int(tokens * layer.output_size_per_partition * dtype.itemsize)
 
 
@@ -234,7 +235,7 @@ def _what_runs(chosen: Plan) -> tuple[Any, ...]:
 
 
 def _dtype(config: Any, weight: Tensor) -> torch.dtype:
-    """Of the hidden states: Megatron turns an fp32 model into bf16 or fp16 after it is built."""
+    """The hidden states' dtype: Megatron turns an fp32 model into bf16 or fp16 after it is built."""
     if config.bf16:
         return torch.bfloat16
     return torch.float16 if config.fp16 else weight.dtype

@@ -1,9 +1,9 @@
 """Megatron-LM's ``train_rl.py``: log-probabilities of tokens without their logits.
 
-``megatron.rl.rl_utils.get_logprobs`` calls the model for the logits of the whole vocabulary, and hands those
-of all positions but the last to ``selective_log_softmax``: so in 0.15 to 0.19 and main. Both are patched.
-While the first runs its model returns deferred logits, and the second evaluates them. Nothing else sees
-deferred logits: generation, the check of copied weights and callers unknown here get real ones.
+``megatron.rl.rl_utils.get_logprobs`` calls the model for the logits of the whole vocabulary and gives those
+of all positions but the last to ``selective_log_softmax``, in 0.15 to 0.19 and main. Both are patched: while
+the first runs, its model returns deferred logits, and the second evaluates them. All other callers
+(generation, the check of copied weights) get real logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def patch(module: Any) -> None:
     stock_get_logprobs = getattr(module, "get_logprobs", None)
     stock_log_softmax = getattr(module, "selective_log_softmax", None)
     if stock_get_logprobs is None or stock_log_softmax is None:
-        return  # the logits are real then, and the head says why once
+        return  # the logits are real then, and the head logs why once
 
     @wraps(stock_get_logprobs)
     def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,9 +45,9 @@ def patch(module: Any) -> None:
 
 
 def patch_upcast(module: Any) -> None:
-    """Let ``Float16Module`` upcast deferred logits too, where its caller does not ask it to leave that out.
+    """Let ``Float16Module`` upcast deferred logits too, unless its caller switches the upcast off.
 
-    ``get_logprobs`` does ask, in half precision.
+    ``get_logprobs`` switches it off in half precision.
     """
     stock_upcast = getattr(module, "float16_to_fp32", None)
     if stock_upcast is None:

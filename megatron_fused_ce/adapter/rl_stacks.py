@@ -1,4 +1,4 @@
-"""What the adapters to RL stacks share: a look at the private function that each replaces."""
+"""Shared by the adapters to RL frameworks: a check of the private function that each replaces."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 def function_of(
     module: ModuleType, name: str, expected: Sequence[str], others: bool, way_out: str
 ) -> Callable[..., Any]:
-    """The module's function, after a look at its parameters.
+    """The module's function, after a check of its parameters.
 
     Args:
-        expected: their names, in order; where it may take ``others`` too, in any.
-        way_out: what to do where they are not these.
+        expected: names of the parameters, in order; with ``others`` in any order, and more may follow.
+        way_out: advice for the error.
 
     Raises:
-        RuntimeError: it is not there, or takes other parameters.
+        RuntimeError: the function is missing or takes other parameters.
     """
     found: Callable[..., Any] | None = getattr(module, name, None)
     parameters = [] if found is None else list(inspect.signature(found).parameters)

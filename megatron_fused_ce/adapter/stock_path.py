@@ -1,7 +1,7 @@
-"""What stays with Megatron's own output layer, and why: the one list.
+"""The list of heads and calls that stay with Megatron's own output layer, with the reasons.
 
 Checked once when a model is built (:func:`reason_at_build`) and on every call of its head
-(:func:`reason_at_call`). A reason is told once, by one rank; nothing falls back in silence.
+(:func:`reason_at_call`). A reason is logged once, by one rank; nothing falls back silently.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import Any
 from megatron_fused_ce.adapter import deferred_logits, token_weights
 from megatron_fused_ce.config import FusedCEConfig
 
-#: Model classes whose head is understood, by name: they are found in different modules in different
-#: versions, and subclasses of them count.
+#: Known model classes, by name, since versions have them in different modules; subclasses count.
 MODELS = ("GPTModel", "HybridModel", "MambaModel")
 
 #: Marks the loss that takes deferred logits. One in its place would end, if it is an autograd function, in
 #: torch's "does not require grad"; or, where other losses reach the same parameters, in no error at all.
 TAKES_DEFERRED = "__fused_ce_loss__"
 
-#: What this package reads of Megatron's output layer.
+#: Attributes of Megatron's output layer that this package reads.
 LAYER_ATTRIBUTES = (
     *("weight", "bias", "gather_output", "is_expert", "disable_grad_reduce", "sequence_parallel"),
     *("tp_group", "input_size", "output_size", "output_size_per_partition"),
@@ -88,10 +87,10 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
 
 
 def refuse_options(config: FusedCEConfig, reason: str) -> None:
-    """Raise where Megatron's own loss would leave out what ``config`` asks of the loss.
+    """Raise if ``config`` has options of the loss, which Megatron's own loss would leave out.
 
     Raises:
-        ValueError: saying which options, and why the loss is Megatron's own.
+        ValueError: names the options, and why the loss is Megatron's own.
     """
     if config.loss_options:
         raise ValueError(
@@ -101,10 +100,10 @@ def refuse_options(config: FusedCEConfig, reason: str) -> None:
 
 
 def refuse_log_probs(config: FusedCEConfig) -> None:
-    """Raise where ``config`` asks for a loss that is not the negative log-probability of its label.
+    """Raise if ``config`` makes the loss other than the label's negative log-probability.
 
     Raises:
-        ValueError: saying which options.
+        ValueError: names the options.
     """
     if config.loss_options:
         raise ValueError(
@@ -114,8 +113,8 @@ def refuse_log_probs(config: FusedCEConfig) -> None:
 
 
 def reason_for_log_probs(model: Any) -> str:
-    """Why ``model``, as its caller holds it, must compute logits for log-probabilities; empty where not."""
-    sharded = ("placements", "__fsdp_param__")  # of FSDP2's and Megatron-FSDP's parameters
+    """Why ``model`` (perhaps wrapped) must compute logits for log-probabilities; empty if it need not."""
+    sharded = ("placements", "__fsdp_param__")  # marks FSDP2's and Megatron-FSDP's parameters
     if any(hasattr(parameter, name) for parameter in model.parameters() for name in sharded):
         return (
             "get_logprobs asks for log-probabilities after the model's call, and FSDP frees weights at its "
@@ -125,10 +124,10 @@ def reason_for_log_probs(model: Any) -> str:
 
 
 def refuse_accuracy(reason: str) -> None:
-    """Raise where a model whose accuracy was asked for has no head that could count it.
+    """Raise if the accuracy is on but the model has no head that can count it.
 
     Raises:
-        ValueError: saying why.
+        ValueError: gives the reason.
     """
     raise ValueError(
         f"--fused-ce-log-accuracy (log_accuracy) takes what the fused head counts: {reason}. Leave it out, "

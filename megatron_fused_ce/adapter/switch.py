@@ -1,4 +1,4 @@
-"""Turning the fused head on and off, and the counters that prove that it ran."""
+"""Turns the fused head on and off; counts its evaluations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
 
     Raises:
         TypeError: ``config`` is no :class:`FusedCEConfig`.
-        ImportError: Megatron or torch is there and too old, or laid out as no version that is known.
+        ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
     global _enabled_config, _ever_enabled, _enabled_log_accuracy, _enabled_report
     from megatron_fused_ce.adapter import import_hook
@@ -69,7 +69,7 @@ def disable() -> None:
 
 
 def active_config() -> FusedCEConfig | None:
-    """What applies to a model built now: :func:`enable`'s config, else the launch's, else None."""
+    """The config for a model built now: :func:`enable`'s, else the launch's, else None."""
     if _enabled_config is not None:
         return _enabled_config
     from megatron_fused_ce.adapter import arguments
@@ -83,14 +83,14 @@ def ever_asked_for() -> bool:
 
 
 def asked_for() -> bool:
-    """Whether code or the command line asks for the fused head, before anything is parsed."""
+    """Whether :func:`enable` or the command line turned the fused head on, before anything is parsed."""
     from megatron_fused_ce.adapter import arguments
 
     return _enabled_config is not None or arguments.flag_given()
 
 
 def logs_accuracy() -> bool:
-    """Whether a model built now counts its correct tokens; asked where there is a config."""
+    """Whether a model built now counts its correct tokens; call it only if there is a config."""
     if _enabled_config is not None:
         return _enabled_log_accuracy
     from megatron_fused_ce.adapter import arguments
