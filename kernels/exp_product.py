@@ -1,4 +1,4 @@
-"""The scaled-exp GEMM: ``hidden @ weight.T`` whose epilogue does what a pass over logits would.
+"""The scaled-exp GEMM: ``hidden @ weight.T`` whose epilogue replaces a pass over the logits.
 
 A persistent GEMM with TMA loads computes one tile of logits in fp32 registers and, before it leaves
 them, either
@@ -11,10 +11,10 @@ them, either
 ``z2 = logit_scale * log2(e) * z`` throughout: all exponents here are base 2. This is the portable form
 in Triton's language (Hopper, Blackwell, the interpreter); :mod:`.exp_product_hopper` is the fast one.
 
-FLOP and bytes at ``C = 8192, H = 4096, V = 128256``, bf16, on an H200, and the time over cuBLAS's
-product of the same shape. Predicted: 1.012, from eight instructions an element. Measured: 1.054 to
-1.061, and 1.11 at H = 2048: the four of them on the half-rate integer pipe (maximum, two comparisons, a
-selection) take as long as the exponentials, and nothing hides either. The Hopper form answers that.
+FLOP and bytes at ``C = 8192, H = 4096, V = 128256``, bf16. On an H200 it is slower than cuBLAS's GEMM of the
+same shape, more so at H = 2048: of eight instructions an element four go to the half-rate integer pipe
+(maximum, two comparisons, a selection) and take as long as the exponentials, and nothing hides either. The
+Hopper form solves that.
 
 ====================  =============================  ==================================
 kernel                FLOP                           bytes
@@ -55,8 +55,8 @@ class Tiling(NamedTuple):
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
-    #: Row blocks that share the columns in L2. H200, 8192 x 4096 x 128256: 683 TFLOP/s with 16; 672
-    #: with 8, 660 with 32, 647 with 64.
+    #: Row blocks that share the columns in L2: 16 was the fastest of 8, 16, 32 and 64 on an H200 (8192 x 4096
+    #: x 128256).
     group_m: int = 16
     num_warps: int = 8
     num_stages: int = 3

@@ -1,18 +1,18 @@
 """Triton row kernels: the two passes over a chunk of logits ``[C, V]`` between the matrix products.
 
-Bytes moved per chunk (the floor; 4.3 TB/s of copy bandwidth measured on an H200):
+Bytes moved per chunk, at least, and the time that takes at an H200's 4.3 TB/s of copy bandwidth:
 
-=================  =======================================  ======================================
-kernel             bytes                                    C=8192 V=128256 bf16, H200, ms
-=================  =======================================  ======================================
-row_statistics     ``itemsize * C * V`` read                2.10 GB: 0.49 predicted, 0.60 measured
-row_gradients      the same read, the same written          4.20 GB: 0.98 predicted, 1.09 measured
-=================  =======================================  ======================================
+=================  =======================================  ==========================
+kernel             bytes                                    C=8192, V=128256, bf16
+=================  =======================================  ==========================
+row_statistics     ``itemsize * C * V`` read                2.10 GB, 0.49 ms predicted
+row_gradients      the same read, the same written          4.20 GB, 0.98 ms predicted
+=================  =======================================  ==========================
 
-The three matrix products of such a chunk take about 36 ms there. One exponential per element in each kernel
-keeps both below the special-function rate. The first statistics took 1.15 ms: of each block they reduced
-maximum and sum over the whole program and compared every column with the label, in 64 bits. Now sums are
-kept slot by slot and reduced once, and only the label's own block compares.
+The three GEMMs of such a chunk take about 37 ms there. One exponential per element in each kernel keeps both
+below the special-function rate. A first form that reduced maximum and sum over the program in each block, and
+compared every column with the label in 64 bits, was about twice as slow: sums are kept slot by slot and
+reduced once, and only the label's own block compares.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from megatron_fused_ce.kernels.records import (
 )
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
-#: Columns that one program of a kernel holds in registers at a time, and its warps. Statistics on an H200
-#: (5f9281f), C = 8192, V = 128256, ms with 2048 and 4 / 4096 and 8: plain 0.60 / 0.69, with a sum
-#: 0.79 / 1.12, entropy 1.06 / 1.45, softcap 1.24 / 1.37; of all pairs of 2048..8192 and 4..16 only one is
-#: faster somewhere: entropy 1.03 with 2048 and 8.
+#: Columns that one program of a kernel holds in registers at a time, and its warps. For statistics 2048 and 4
+#: were the fastest on an H200 of all pairs of 2048 to 8192 and 4 to 16 (C = 8192, V = 128256; plain, with a
+#: sum, entropy, softcap), except for entropy, where 8 warps were slightly faster.
 STATISTICS_BLOCK = 2048
 STATISTICS_WARPS = 4
 GRADIENT_BLOCK = 4096

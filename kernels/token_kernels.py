@@ -1,8 +1,7 @@
 """The ``[C]``-sized maths of row_ops in one launch each, instead of some eight elementwise ones.
 
-16 bytes read of each shard and 24 written a token: 0.7 MB at ``C = 8192`` and 4 shards, all launch
-latency. Predicted: 2 us each where the elementwise launches took 30 us a chunk together (docs/design.md
-has the profile).
+16 bytes read of each shard and 24 written a token: 0.7 MB at ``C = 8192`` and 4 shards, all launch latency.
+Predicted: 2 us each.
 """
 
 from __future__ import annotations

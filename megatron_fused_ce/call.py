@@ -91,7 +91,7 @@ class Arguments(NamedTuple):
 
 
 class CallSpec(NamedTuple):
-    """All that depends on the kind of a call, not on its values."""
+    """Everything that depends on the kind of a call, not on its values."""
 
     comm: VocabParallel
     num_tokens: int  # of this rank's part
@@ -432,7 +432,7 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
     return settled.shard_sizes
 
 
-#: What must be equal on every rank of a group, as whole numbers, by the name that an error gives it.
+#: Numbers that must be equal on every rank of a group, by the name that an error gives them.
 _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
     "tokens in hidden": lambda args, comm: args.hidden.shape[:-1].numel(),
     "hidden size": lambda args, comm: args.hidden.shape[-1],

@@ -31,9 +31,9 @@ class FusedCEConfig:
     Raises ``ValueError`` when a field does not fit, saying what to do.
     """
 
-    #: ``store`` keeps the chunk logits until the backward (3 matrix products), ``recompute`` computes
-    #: them again (4), ``grad_in_forward`` makes the gradients in the forward (3) and needs token weights;
-    #: ``auto`` takes the fastest that fits ``memory_mb``, mixing the first two (see :mod:`.planner`).
+    #: ``store`` keeps the chunks' logits until the backward (3 GEMMs), ``recompute`` computes them again (4),
+    #: ``grad_in_forward`` computes the gradients in the forward (3) and needs token weights; ``auto`` takes
+    #: the fastest that fits ``memory_mb``, perhaps a mix of the first two (see :mod:`.planner`).
     strategy: str = "auto"
     #: Cut the tokens into this many chunks of equal size (they differ by one token at most).
     num_chunks: int | None = None
@@ -52,27 +52,27 @@ class FusedCEConfig:
     label_smoothing: float = 0.0
     #: ``megatron``: the share is ``label_smoothing * K / (K - 1)`` of K classes; ``pytorch``: as given.
     label_smoothing_form: str = "megatron"
-    #: Tokens with this label have loss 0 and no gradient; None: such an id is one outside the vocabulary.
+    #: Tokens with this label have loss 0 and no gradient; None: no label is ignored.
     ignore_index: int | None = None
-    #: Columns from this global id on (the padding) take no part in the softmax; None: all take part, as
-    #: in stock Megatron.
+    #: Columns from this global id on (the padding) are left out of the softmax; None: all count, as in stock
+    #: Megatron.
     true_vocab_size: int | None = None
     #: ``activations``: logits are rounded to the hidden states' dtype, as by a plain output layer; ``fp32``:
-    #: they are not; ``auto``: not where the scaled-exp GEMM serves, but where the row kernels do.
+    #: they are not; ``auto``: not with the scaled-exp GEMM, but with the row kernels.
     logit_precision: str = "auto"
-    #: Tokens of weight 0 (``token_weights``) take part in no product; needs those, and the host to know how
-    #: many there are (:mod:`.masked_tokens`). All tokens do while a CUDA graph is captured.
+    #: Leave tokens of weight 0 out of every GEMM; needs ``token_weights``, and the host waits for the number
+    #: of the others (:mod:`.masked_tokens`). No token is left out while a CUDA graph is captured.
     skip_masked: bool = False
     #: Compare shapes and options over the ranks on every call, not only on the first. Shards of unequal sizes
     #: need it where the group has had equal ones first.
     debug_checks: bool = False
-    #: Which row kernels run between the products: Triton on CUDA, plain PyTorch elsewhere by default.
+    #: Row kernels between the GEMMs: by default Triton on CUDA, plain PyTorch elsewhere.
     row_backend: str = "auto"
     #: How logits become gradients: the scaled-exp GEMM (``scaled_exp``), a plain one and row kernels
-    #: (``gemm_rows``), or the first where it can serve (see :mod:`.logits_backend`).
+    #: (``gemm_rows``), or the first if it can run (see :mod:`.logits_backend`).
     logits_backend: str = "auto"
-    #: How a chunk's statistics meet over the tensor-parallel group: all of them in one all-gather
-    #: (``packed``), or in a MAX and a SUM all-reduce; ``auto`` takes the first.
+    #: How a chunk's statistics are merged over the tensor-parallel group: by one all-gather (``packed``), or
+    #: by a MAX and a SUM all-reduce (``all_reduce``); ``auto`` takes the first.
     merge: str = "auto"
 
     def __post_init__(self) -> None:
@@ -115,9 +115,9 @@ class FusedCEConfig:
 
     @property
     def loss_options(self) -> str:
-        """All options that make another loss than the plain one, for people; or empty.
+        """Names of the options that change the loss, for messages; or empty.
 
-        The scale is not among them: Megatron has it too.
+        The scale is not among them, since Megatron has it too.
         """
         names = {
             "label_smoothing": bool(self.label_smoothing),
@@ -143,7 +143,7 @@ def check_config(config: object) -> None:
 
 
 def takes_config(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function with a ``config`` argument: an option given beside the config is told where it goes.
+    """Wrap a function with a ``config`` argument, for a clear error if an option is not in the config.
 
     The wrapped function raises ``TypeError`` for a keyword that is a field of :class:`FusedCEConfig`.
     """

@@ -1,10 +1,10 @@
-"""How a chunk's logits are made and used: the two ways, and the one place that chooses.
+"""The two ways to compute a chunk's logits and their gradients, and the choice between them.
 
 ``gemm_rows``
     A cuBLAS GEMM writes the logits; row kernels (Triton, or plain PyTorch) read them for their
     statistics and write their gradients. Any device, any dtype.
 ``scaled_exp``
-    The GEMM's own epilogue exponentiates: no pass over the logits at all (docs/design.md). bf16 on
+    The GEMM's own epilogue exponentiates, so there is no pass over the logits (docs/design.md). bf16 on
     Hopper and newer. Its output is ``E = exp(logit - the row's shift)``.
 
 Both give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
@@ -39,7 +39,7 @@ from megatron_fused_ce.token_outputs import Upstream
 
 
 class ChunkInputs(NamedTuple):
-    """What the GEMM of one chunk's logits takes, and the passes after it."""
+    """Inputs of one chunk's logits GEMM and of the passes after it."""
 
     hidden: Tensor | None  # [C, H]; None where saved logits serve and grad_weight is not wanted
     weight: Tensor  # [V, H]
@@ -55,7 +55,7 @@ class ChunkInputs(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Statistics of a chunk's rows, and what finalizing it needs."""
+    """Statistics of a chunk's rows, and the inputs of :meth:`LogitsBackend.finalize`."""
 
     stats: RowStatistics
     tiles: TileStatistics | None = None
@@ -381,7 +381,7 @@ def why_not_exp(
     requested: RequestedOutputs = LOSS_ONLY,
     here: str | None = None,
 ) -> str:
-    """What keeps the scaled-exp GEMM from serving, or an empty string: the one list.
+    """Why the scaled-exp GEMM cannot run, or an empty string: the one list of reasons.
 
     ``here``: as :func:`choose` takes it. All else is the same on every rank of a group.
     """
@@ -403,7 +403,7 @@ def why_not_exp(
 
 
 def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
-    """What of the request, this rank's device and its shard keeps the scaled-exp GEMM from serving, or empty.
+    """Why this rank's device, shard or request rules out the scaled-exp GEMM; empty if nothing does.
 
     Other ranks of a group may find something else: :func:`.vocab_parallel.compare` settles it for all. The
     memory of ``tokens`` is no reason: :func:`must_copy` copies them. Asked for by name, Triton's interpreter

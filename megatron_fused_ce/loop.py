@@ -11,8 +11,7 @@ strategy             between forward and backward           GEMMs  upstream grad
 ``grad_in_forward``  ``grad_hidden``, fp32 ``grad_weight``  3      a scalar times the token weights
 ===================  =====================================  =====  ======================================
 
-How logits become statistics and gradients is :mod:`.logits_backend`'s matter, what runs beside what
-:mod:`.pipeline`'s.
+:mod:`.logits_backend` turns logits into statistics and gradients, :mod:`.pipeline` decides what overlaps.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from megatron_fused_ce.vocab_parallel import DONE, Merge
 
 
 class Targets(NamedTuple):
-    """What the tokens are to become, and what weighs them."""
+    """Labels or soft targets of the tokens, their weights and temperatures."""
 
     labels: Tensor  # [parts, n] int64, columns of this shard
     soft: SoftTargets | None = None  # [k, parts, n] each; in the labels' place
@@ -56,7 +55,7 @@ class Targets(NamedTuple):
 
 
 class SavedChunk(NamedTuple):
-    """What of a chunk waits for the backward."""
+    """Tensors of a chunk saved for the backward."""
 
     labels: Tensor  # [C] int64
     #: [C, V]: its logits, or E; None where they are computed again, or part of :attr:`Saved.matrix`
@@ -84,7 +83,7 @@ class PrecomputedGrads(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward."""
+    """Tensors that a forward saves for its backward."""
 
     chunks: Sequence[SavedChunk] = ()
     #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
@@ -139,7 +138,7 @@ def _start_merge(
 
 
 class _AfterMerge(Protocol):
-    """What a strategy does with a chunk."""
+    """A strategy's work on a chunk after its merge."""
 
     #: whether the next gather starts before a chunk's GEMM, since a later gap is another collective's
     gathers_early: bool

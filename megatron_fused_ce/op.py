@@ -29,9 +29,9 @@ class HeadOutputs(NamedTuple):
     outputs: TokenOutputs  # the labels' shape
     local_max: Tensor | None  # fp32 [T] in token order (s-major): this shard's largest logit
     local_argmax: Tensor | None  # int64 [T]: its row in this shard
-    plan: planner.Plan  # what was chosen for this call
-    logits_backend: str  # that served
-    why_not_scaled_exp: str  # empty where it served
+    plan: planner.Plan  # strategy and chunks of this call
+    logits_backend: str  # the one that was used
+    why_not_scaled_exp: str  # empty if it was used
 
     @property
     def loss(self) -> Tensor:
@@ -72,29 +72,30 @@ def fused_linear_cross_entropy(
             on every rank. An id outside the vocabulary, -100 too, has the loss of Megatron's unfused path,
             ``lse - max``. ``config=FusedCEConfig(ignore_index=-100)`` gives PyTorch's convention: loss 0 and
             no gradient for tokens labelled -100.
-        tp_group: the tensor-parallel group; None for a vocabulary held whole.
+        tp_group: the tensor-parallel group; None if this rank holds the whole vocabulary.
         sequence_parallel: each rank of the group holds its own part of the tokens.
         token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
             these, which lets ``grad_in_forward`` make the gradients in the forward; never changes the loss. A
             broken promise raises :class:`.grad_guard.UpstreamMismatch` at the next optimizer step,
             before a parameter changes. The other strategies are exact without it.
-        vocab_start: first global id of this rank's rows. None adds up the sizes that the ranks agreed on.
+        vocab_start: first global id of this rank's rows; None: the sum of the sizes of the shards before it.
         config: chunking, strategy and the rest; None for the defaults.
 
     Returns:
         fp32 loss in the labels' shape.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; on every rank when the call is compared: the
-            first of each head over a group (a head: its model, shape, dtype and ``requires_grad`` of its
-            weight, ``logits_backend``), every one with ``config.debug_checks`` or after unequal shards.
+        TypeError, ValueError: an argument does not fit. Raised on every rank if the ranks compare the call:
+        at the first call of each head over a group (a head is identified by its model, shape, dtype and
+        ``requires_grad`` of its weight, and ``logits_backend``), and at every call with
+        ``config.debug_checks`` or after unequal shards.
 
     Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (a head's first call
     only; every call once shards of unequal sizes were seen), the MAX all-reduce of an int64
     (``skip_masked``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM serves). Per
     chunk of the forward: all-gather of hidden states (sequence parallelism); the merge of the statistics, one
     all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of
-    hidden states (sequence parallelism, where a GEMM needs them; those of the first chunk are there), one
+    hidden states (sequence parallelism, if a GEMM needs them; the first chunk's are still there), one
     reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this
     reduction is in the forward, and the backward has none. Their order: :mod:`.loop`; the same on every rank.
 
@@ -128,12 +129,12 @@ def fused_linear_token_outputs(
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
 ) -> TokenOutputs:
-    """:func:`fused_linear_cross_entropy` and more about each token, without the logits.
+    """:func:`fused_linear_cross_entropy` with more outputs for each token, without the logits.
 
     Args:
-        outputs: names out of ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``; see
-            :class:`.TokenOutputs` for what they are, in the labels' shape.
-        differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
+        outputs: names among ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``;
+        :class:`.TokenOutputs` defines them; in the labels' shape. differentiable: whether ``log_prob``,
+        ``lse`` and ``entropy`` carry gradients, each for any upstream
             of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
             upstreams. Differentiable ``entropy`` and ``lse``, and a differentiable ``log_prob`` beside
             ``z_loss`` or ``label_smoothing``, need the row kernels. Else ``log_prob`` is ``-loss``, made by
@@ -144,7 +145,7 @@ def fused_linear_token_outputs(
     ``merge="all_reduce"``: a MIN all-reduce ``[C]``).
 
     Returns:
-        the loss and what was asked for; None for the rest.
+        the loss and the requested outputs; None for the others.
 
     Raises:
         ValueError, beside those: an unknown name; ``predicted`` with ids of 2**24 or more;
@@ -183,13 +184,13 @@ def fused_linear_distillation(
     """Per-token cross entropy ``-sum q log p`` against a teacher's ``k`` likeliest classes.
 
     ``q = exp(teacher_log_probs)`` as given, ``p`` the student's probabilities over the whole vocabulary.
-    Entries with one id add up. Mass that ``q`` leaves over (``1 - sum q``, and entries of ids outside the
-    vocabulary) takes no part: the loss is ``(sum q) * lse - sum q s``, 0 for a token without any entry.
-    For the mean over the teacher's own top k hand in log-probabilities that sum up to 1.
+    Entries with one id add up. The mass missing from ``q`` (``1 - sum q``, and entries of ids outside the
+    vocabulary) is ignored: the loss is ``(sum q) * lse - sum q s``, 0 for a token without any entry. For the
+    mean over the teacher's own top k hand in log-probabilities that sum up to 1.
 
     Args:
         teacher_ids: ``[b, s, k]`` (for ``hidden`` of three dimensions) or ``[T, k]``, int64 or int32, global
-            ids, the same on every rank. ``-1`` for entries that are not there.
+            ids, the same on every rank. ``-1`` marks an empty entry.
         teacher_log_probs: the same shape, float; no gradient flows into it.
         config: as for :func:`fused_linear_cross_entropy`; label smoothing and ``ignore_index`` do not apply
             and are refused.
@@ -204,7 +205,7 @@ def fused_linear_distillation(
     head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
-        # No label is anywhere.
+        # No token has a label.
         teacher_ids.new_full(teacher_ids.shape[:-1], -1, dtype=torch.int64),
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
@@ -218,7 +219,7 @@ def fused_linear_distillation(
 
 @torch.compiler.disable
 def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
-    """The call of the head behind all of the above, and the Megatron adapter's.
+    """The common implementation of the functions above and of the Megatron adapter.
 
     Args:
         args, kwargs: :class:`.call.Arguments`.
@@ -235,7 +236,7 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
 
 
 def _completed(args: Arguments) -> Arguments:
-    """With a config, autocast's dtypes, and ``differentiable`` only where a gradient can come."""
+    """The arguments with a config, autocast's dtypes, and no ``differentiable`` outputs under ``no_grad``."""
     if args.config is None:
         args = args._replace(config=DEFAULT_CONFIG)
     if args.differentiable and not torch.is_grad_enabled():
@@ -262,7 +263,7 @@ def _evaluate(args: Arguments) -> HeadOutputs:
 
 
 def inv_temperature_of(args: Arguments, comm: VocabParallel) -> Tensor | None:
-    """Of a temperature per token: its inverse ``[parts, n]``, fp32.
+    """The inverse of a temperature per token, ``[parts, n]`` fp32; None for a single temperature.
 
     Collectives: those of :func:`.vocab_parallel.raise_if_any`, with a temperature per token.
     """
@@ -285,8 +286,9 @@ def _all_tokens(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None)
 
 
 def _skipping_masked(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
-    """The same with the tokens of weight 0 left out. Collectives: :func:`.masked_tokens.count`'s, here or
-    where ``args.unmasked`` was started.
+    """Evaluate without the tokens of weight 0.
+
+    Collectives: :func:`.masked_tokens.count`'s, here or earlier if ``args.unmasked`` was given.
     """
     assert args.token_weights is not None
     comm = spec.comm

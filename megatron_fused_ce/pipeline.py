@@ -1,4 +1,4 @@
-"""What of a chunk is under way beside the GEMMs of its neighbours, and the buffers that takes.
+"""Overlap of a chunk's collectives with the GEMMs of its neighbours, and the buffers it needs.
 
 Over one rank there is nothing to hide and every buffer is there once. Over several, ``X(c)`` being a
 chunk's hidden states, ``P(c)`` the GEMM that makes its logits or ``E``, ``dH`` and ``dW`` the two after
@@ -149,7 +149,8 @@ class HiddenStates:
         return True
 
     def take(self, chunk: Chunk) -> Tensor:
-        """The next chunk's, waited for. Collectives: its gather, where it was not started before."""
+        """The next chunk's hidden states, after waiting for them. Collectives: its gather, where it was not
+        started before."""
         self._position += 1
         if not self._gathers:
             self._taken = self._context.rows(self._hidden, chunk)
@@ -170,7 +171,7 @@ class HiddenStates:
         return self._slot(index, chunk)
 
     def last(self) -> Tensor | None:
-        """What was gathered last, to begin a backward with; None without sequence parallelism."""
+        """The chunk gathered last, with which a backward begins; None without sequence parallelism."""
         return self._taken if self._gathers else None
 
     def _slot(self, index: int, chunk: Chunk) -> Tensor:
@@ -350,7 +351,7 @@ class GradientGemms:
         return self._grad_hidden, self._row_scale
 
     def _wait(self, but: int = 0) -> None:
-        """For all reductions under way, or all but the last."""
+        """Wait for all running reductions, or all but the last."""
         if len(self._pending) > but:
             with self._context.phases("reduce"):
                 while len(self._pending) > but:

@@ -119,9 +119,9 @@ def _wrong_entropy(entropy: str) -> ValueError | None:
 
 
 def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Half-precision hidden states in fp32 where the weight is."""
+    """Half-precision hidden states cast to fp32 if the weight is fp32."""
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
-        return hidden  # what is wrong, the checks will say
+        return hidden  # the checks will report it
     half = hidden.dtype in (torch.bfloat16, torch.float16)
     return hidden.float() if half and weight.dtype == torch.float32 else hidden
 
@@ -142,7 +142,7 @@ def masked_token_log_probs(
     vocab_start: int | None = None,
     config: FusedCEConfig | None = None,
 ) -> TokenLogProbs:
-    """Log-probability and entropy among the ids that top-p or top-k kept when a token was sampled.
+    """Log-probability and entropy over the ids that top-p or top-k kept when a token was sampled.
 
     The softmax is over those ids alone; gradients are exactly 0 outside. Only their columns are computed
     (:mod:`.sampling_mask`): meant for sets of some tens of ids a token. A token whose set is empty was not
