@@ -19,7 +19,7 @@ from megatron_fused_ce.token_outputs import OUTPUT_CHOICES, TokenOutputs, Upstre
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Takes hidden states and weight, gives losses and what was requested beside them."""
+    """Hidden states and weight in, losses and requested outputs out."""
 
     @staticmethod
     def forward(
@@ -52,8 +52,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         outputs = _fill_ignored(out.outputs, targets.ignored)
         ctx.set_materialize_grads(False)
         if any(spec.needs_grad):
-            # What waits goes through autograd, which frees it with the graph; the gradients that
-            # grad_in_forward made are handed over by the first backward.
+            # Saved tensors go through autograd, which frees them with the graph; the first backward hands
+            # over the gradients that grad_in_forward computed.
             ctx.context, ctx.gradients = context, saved.gradients
             ctx.token_shape = targets.labels.shape
             entropy = None
@@ -117,7 +117,7 @@ def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs
 
 
 def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Tensor:
-    """Of all tokens, in s-major order, as ``[T]`` or ``[b, s]``."""
+    """Results of all tokens, in s-major order, as ``[T]`` or ``[b, s]``."""
     if in_batch is None:
         return per_token.flatten()
     b, s = in_batch

@@ -280,7 +280,7 @@ class _Results:
         return Forward(TokenOutputs(*outputs), row_max, argmax, saved)  # type: ignore[arg-type]
 
     def _put_nothing(self, labels: Tensor) -> None:
-        """Of no tokens at all."""
+        """Results for an empty batch."""
         spec = self._context.spec
         empty = labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
         dtypes = {"predicted": torch.int64, "correct": torch.bool}
@@ -500,7 +500,7 @@ def _grad_logits(
     upstream: Upstream,  # [C] fp32
     workspace: Workspace,
 ) -> LogitsGrad:
-    """The chunk's, from what was saved of it."""
+    """Gradients of the chunk's logits, from its saved tensors."""
     logits = context.spec.logits
     terms = None if saved.terms is None else TokenTerms.of(saved.terms, saved.target_mass)
     with context.phases("grad-logits"):
@@ -519,7 +519,7 @@ def _scale_precomputed(
     upstream: Upstream,
     needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Scales what the forward of ``grad_in_forward`` made."""
+    """Scale the gradients that ``grad_in_forward`` computed in the forward."""
     if made is None:
         raise RuntimeError(
             "backward ran twice through a grad_in_forward head, whose gradients the first one used up; "

@@ -53,7 +53,7 @@ from megatron_fused_ce.vocab_parallel import DONE, Pending
 
 
 class Context(NamedTuple):
-    """One call: its spec, and what it has for itself beside its tensors."""
+    """One call: its spec, and its own chunks, recorder and guard."""
 
     spec: CallSpec
     #: the spec's, or fewer where masked tokens are skipped

@@ -1,10 +1,10 @@
-"""What one training step of a model holds on a GPU: pure functions of sizes, without torch or a device.
+"""Memory of one training step on a GPU: pure functions of sizes, without torch or a device.
 
-``setting`` says what is trained and how; ``blocks`` what a layer's parts weigh and keep; ``static`` the
-weights, gradients and optimizer of a pipeline stage; ``heads`` each way of computing the loss; ``peaks``
-puts them together, moment by moment. ``named_models``, ``megatron_arguments`` and ``launch_script`` turn
-names, Megatron's arguments and shell scripts into a setting; ``report`` and ``plot`` show the result, and
-``command`` is ``python -m megatron_fused_ce plan``.
+``setting`` describes model, GPUs and training; ``blocks`` computes the weights and activations of a layer's
+parts; ``static`` the weights, gradients and optimizer of a pipeline stage; ``heads`` each way of computing
+the loss; ``peaks`` adds them up, moment by moment. ``named_models``, ``megatron_arguments`` and
+``launch_script`` turn names, Megatron's arguments and shell scripts into a setting; ``report`` and ``plot``
+show the result, and ``command`` is ``python -m megatron_fused_ce plan``.
 
 Letters as in the package, and ``t`` ranks of the tensor-parallel group, ``p`` the same with sequence
 parallelism and 1 without, ``e`` bytes of a hidden state.

@@ -1,4 +1,4 @@
-"""What a plan says of a setting: which moment bounds it, what the flag saves, how long a sequence fits."""
+"""Conclusions of a plan: which moment is the peak, what the flag saves, how long a sequence fits."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Gpu:
     device: str
     #: as torch counts it (``total_memory``), bytes
     capacity: int
-    #: Hopper or newer: the scaled-exp GEMM can serve
+    #: Hopper or newer: the scaled-exp GEMM can run
     exp_serves: bool
-    #: what driver, NCCL and kernels take beside torch's allocator, bytes
+    #: bytes of driver, NCCL and kernels outside torch's allocator
     overhead: int
 
     @property
@@ -56,7 +56,7 @@ class Way:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence that fits, all else equal; 0 where none does."""
+        """Tokens of the longest sequence that fits, all else equal; 0 if none does."""
         return self._find_longest()
 
     @property
@@ -70,12 +70,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Advice:
-    """All ways, which of them the launch has without the flag, and what to add to it."""
+    """All ways of computing the loss, which one the launch uses without the flag, and the flags to add."""
 
     gpu: Gpu
     ways: tuple[Way, ...]
     baseline: Way
-    #: the flag with the flags that it should have
+    #: the plugin with the recommended flags
     recommended: Way
     #: a smaller head that takes more time, where the recommended one still bounds the run
     smaller: Way | None
@@ -158,7 +158,7 @@ def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> int:
         changed = replace(setting, training=training)
         return verdict(estimate(changed, make(changed)), gpu) == "fits"
 
-    # From the asked length up or down by doubling, then in between.
+    # From the given length up or down by doubling, then by bisection.
     below, above = 0, max(1, setting.training.sequence // step)
     while above <= LONGEST // step and fits(above):
         below, above = above, 2 * above
@@ -170,7 +170,7 @@ def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> int:
 
 
 def recommended_way(setting: Setting, gpu: Gpu) -> Way:
-    """What the launch asks for; ``auto`` with a budget where only a smaller head fits.
+    """The launch's own strategy; ``auto`` with a budget if only a smaller head fits.
 
     Raises:
         ValueError: the strategy that the launch asks for does not fit the launch's budget.
@@ -185,7 +185,8 @@ def recommended_way(setting: Setting, gpu: Gpu) -> Way:
 
 
 def _smaller(setting: Setting, gpu: Gpu, way: Way) -> Way | None:
-    """A head that is no longer the bound, or the least there is; None where it is not one."""
+    """A smaller head that is no longer the peak, or the smallest there is; None if there is no smaller
+    one."""
     if way.estimate.bound.name != "head":
         return None
     other = way.estimate.moments[1].total
@@ -193,11 +194,11 @@ def _smaller(setting: Setting, gpu: Gpu, way: Way) -> Way | None:
 
 
 def _within(setting: Setting, gpu: Gpu, way: Way, peak: int) -> Way | None:
-    """What ``auto`` makes of the budget that leaves the head's moment at ``peak``, if it is worth it."""
+    """``auto`` with the budget that leaves the head's moment at ``peak``, if it is worth it."""
     rest = way.estimate.moment("head").total - way.head.peak
     beside = way.head.peak - way.head.predicted
     budget = max(1, (peak - rest - beside) // MIB)
     found = _plugin_way(setting, gpu, "auto", budget)
-    if found.head.predicted > budget * MIB:  # the least there is: name a budget that it meets
+    if found.head.predicted > budget * MIB:  # the smallest plan: name a budget that it meets
         found = _plugin_way(setting, gpu, "auto", -(-found.head.predicted // MIB))
     return found if found.peak < (1 - WORTH) * way.peak else None

@@ -1,4 +1,4 @@
-"""The parts of a layer: what they weigh, and the bytes a token that they keep for the backward.
+"""The parts of a layer: their weights, and the bytes a token that they keep for the backward.
 
 A layer of a GPT is attention and an MLP (or experts); a layer of a hybrid model is one block. Every
 figure is bytes for one of the ``T`` tokens of the tensor-parallel group, on one rank.
@@ -8,10 +8,10 @@ that paper (``tests/tools/test_estimate.py``), with what has changed since:
 
 - flash attention keeps one fp32 a head and token where attention kept its scores;
 - with grouped queries, keys and values are smaller than queries;
-- a gated MLP (SwiGLU) has a first product of twice the size.
+- a gated MLP (SwiGLU) has a first GEMM of twice the size.
 
-What one block's backward takes beside what it keeps was derived from Transformer Engine's and Megatron's
-code (which tensors are alive at once) and checked to 1 MiB against runs of dense models on an H200
+The bytes that a block's backward needs beside its kept tensors were derived from Transformer Engine's and
+Megatron's code (which tensors are alive at once) and checked to 1 MiB against runs of dense models on an H200
 (docs/plan.md). Experts, latent attention and Mamba mixers were not measured.
 """
 
@@ -71,11 +71,11 @@ class Block:
             yield Weight((self.model.norm_size,))
 
     def inner(self, setting: Setting) -> dict[str, float]:
-        """What is kept between the block's norm and its output."""
+        """Bytes kept between the block's norm and its output, by name."""
         raise NotImplementedError
 
     def backward(self, setting: Setting) -> float:
-        """The most that its backward takes beside what it keeps and the gradient of its output."""
+        """Most bytes of its backward, beside the kept ones and the gradient of its output."""
         raise NotImplementedError
 
     def recomputed(self, setting: Setting) -> set[str]:
@@ -83,7 +83,7 @@ class Block:
         raise NotImplementedError
 
     def kept(self, setting: Setting) -> dict[str, float]:
-        """All that is kept, the block's input first; nothing computed again."""
+        """All kept bytes, the block's input first, without recomputation."""
         row = _row(setting)
         parts = {"input": row, "norm output": row, **self.inner(setting)}
         if self.model.post_norms:
@@ -104,7 +104,7 @@ def _row(setting: Setting) -> float:
 
 
 def gathered_row(setting: Setting) -> float:
-    """A token's hidden states gathered for a product: a copy with sequence parallelism, else none."""
+    """A token's hidden states gathered for a GEMM: a copy with sequence parallelism, else none."""
     return setting.itemsize * setting.model.hidden_size * (setting.parallel.sequence_parts > 1)
 
 
@@ -223,7 +223,7 @@ class LatentAttention(Block):
 
 @dataclass(frozen=True)
 class MLP(Block):
-    """Two products with an activation between them, gated or not."""
+    """Two GEMMs with an activation between them, gated or not."""
 
     def weights(self) -> Iterator[Weight]:
         yield from _mlp_weights(self.model, self.model.ffn_hidden_size)
@@ -258,11 +258,11 @@ def _mlp_weights(model: Model, rows: int, experts: int = 0) -> Iterator[Weight]:
 
 
 def _mlp_backward(first: float, activation: float, setting: Setting) -> float:
-    """The largest of three moments, beside first product, activation and the gradient of the output.
+    """The largest of three moments, beside the first GEMM's result, the activation and the output's gradient.
 
-    - second product: its gathered gradient and the gradient of the activation
-    - activation: the gradient of the first product (its own result is gone)
-    - first product: its gathered input and that one's gradient; first product and activation are gone
+    - second GEMM: its gathered gradient and the gradient of the activation
+    - activation: the gradient of the first GEMM's result (the activation itself is freed)
+    - first GEMM: its gathered input and that input's gradient; its result and the activation are freed
     """
     gathered = gathered_row(setting)
     row = setting.itemsize * setting.model.hidden_size

@@ -58,7 +58,7 @@ python -m megatron_fused_ce plan --from-launch "pretrain_gpt.py --num-layers 32 
 
 
 def _parser(own: bool) -> Parser:
-    """Of the command line, or only of what a launch says."""
+    """The parser of the command line, or only of a launch's arguments."""
     parser = Parser("python -m megatron_fused_ce plan", HELP, add_help=own)
     if own:
         _add_own(parser)
@@ -114,7 +114,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
 
 @command("plan")
 def main(words: list[str]) -> int:
-    """Plan what the arguments say. Exit status 2, with one line, where they cannot be used."""
+    """Plan the training that the arguments describe. Exit status 2, with one line, if they cannot be used."""
     given = _parser(own=True).parse_args(words)
     if given.plot:
         writable_file(given.plot)
@@ -129,7 +129,7 @@ def main(words: list[str]) -> int:
 
 
 def setting_of(words: Sequence[str]) -> Setting:
-    """What these words of a command line train.
+    """The setting that these words of a command line describe.
 
     Raises:
         OSError: a file cannot be read.
@@ -165,7 +165,8 @@ def plan_of(words: Sequence[str]) -> Result:
 
 
 def _fewest_gpus(given: argparse.Namespace, setting: Setting, way: Callable[[Setting], Way]) -> str:
-    """Flags with the fewest GPUs on which a way fits: more data parallelism, else a larger TP size."""
+    """Flags with the fewest GPUs on which a way of computing the loss fits: more data parallelism, else a
+    larger TP size."""
 
     def fits(gpus: int) -> bool:
         return way(megatron_arguments.setting_of(given, gpus)).verdict == "fits"
@@ -197,7 +198,7 @@ def _more_gpus(given: argparse.Namespace, gpus: int) -> list[int]:
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, list[str]]:
-    """The arguments, the setting that they make, and what of them is not counted."""
+    """The arguments, the setting that they describe, and notes on arguments that are not counted."""
     first = _parser(own=True).parse_args(words)
     launch = _launch(first)
     before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)

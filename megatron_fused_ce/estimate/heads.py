@@ -1,9 +1,9 @@
-"""Each way of computing the loss: what the head takes, and what that leaves of a later use.
+"""Memory of the head with each way of computing the loss.
 
 Megatron's own paths are given in bytes for each of the ``T*V`` logits, with bf16 or fp16 hidden states.
 Source, for the largest of both passes: docs/benchmarks/results/2026-11-21-h200-reach-llama3-8b.json (one
 rank) and 2026-11-21-h200-tp4-reach.json (four, with sequence parallelism); `make figures` derives
-the figures from their peaks anew and docs/plan.md shows both. What they are made of, from the code:
+the figures from their peaks anew and docs/plan.md shows both. Their parts, from the code:
 
 =========  =====  =====================================================================================
 path       bytes  alive at the peak
@@ -34,7 +34,7 @@ class StockPath:
     name: str
     flags: str
     bytes_per_logit: float
-    #: of a use of the head (multi-token prediction) that waits for its backward
+    #: of a use of the head (multi-token prediction) until its backward
     waiting: float
     #: of the largest tensor
     largest: float
@@ -50,25 +50,25 @@ STOCK_PATHS = (
 
 @dataclass(frozen=True)
 class Head:
-    """What one way of computing the loss takes on the rank that has the head."""
+    """Memory of one way of computing the loss on the rank with the head."""
 
     name: str
-    #: what to add to a launch
+    #: flags to add to a launch
     flags: str
     stock: bool
-    #: at its peak, beside its input (the final norm's output) and all that the rest of a step holds
+    #: bytes at its peak, beside its input (the final norm's output) and the rest of the step
     peak: int
-    #: torch's own cuBLAS workspaces that its products leave behind, part of ``peak``
+    #: torch's own cuBLAS workspaces that its GEMMs leave allocated, part of ``peak``
     workspaces: int
     #: its largest tensor; 0 for the plugin's, whose buffers are cut out of each other's
     largest: int = 0
-    #: what the planner predicts, which a budget is held against; 0 for Megatron's own
+    #: the planner's prediction, which is compared with a budget; 0 for Megatron's own
     predicted: int = 0
-    #: predicted time over the head's three products; None for Megatron's own
+    #: predicted time over the head's three GEMMs; None for Megatron's own
     relative_time: float | None = None
     #: strategy and chunks of the plugin's
     words: str = ""
-    #: the launch's error, where the strategy needs more than its --fused-ce-memory-mb
+    #: the launch's error if the strategy needs more than its --fused-ce-memory-mb
     over_budget: str = ""
 
 
@@ -153,7 +153,7 @@ def _wgrad_accumulator(setting: Setting) -> str:
 
 
 def _flags(config: FusedCEConfig) -> str:
-    """What to add to a launch: every option that is not its default, under its own name."""
+    """Flags to add to a launch: every option that is not its default."""
     words = [FLAG]
     for option in fields(config):
         value, name = getattr(config, option.name), option.name.replace("_", "-")

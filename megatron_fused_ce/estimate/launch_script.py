@@ -22,7 +22,7 @@ class Launch:
 
     script: str
     arguments: tuple[str, ...]
-    #: processes over all nodes; None where the launcher's words do not say
+    #: processes over all nodes; None if the launcher's arguments do not say
     gpus: int | None
 
 
@@ -53,8 +53,8 @@ def of_script(
 
     Args:
         given: values of variables, which come before the script's own.
-        read: names of the arguments that matter; only such a one's value must be known.
-        folder: where the script is, for scripts that it sources.
+        read: names of the arguments that are needed; only their values must be known.
+        folder: the script's folder, for scripts that it sources.
         count_gpus: whether the launcher's number of ranks matters.
 
     Raises:
@@ -81,7 +81,7 @@ def of_script(
 
 
 def _script(words: Sequence[str]) -> int | None:
-    """Where the first Python script stands."""
+    """Index of the first Python script."""
     texts = [word.word if isinstance(word, Unknown) else word for word in words]
     return next((index for index, text in enumerate(texts) if text.endswith(".py")), None)
 
@@ -117,7 +117,7 @@ def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
 
 
 def _missing(words: Sequence[str], read: Collection[str]) -> list[str]:
-    """Names without a value, but for the value of an argument that does not matter."""
+    """Variables without a value, except those of arguments that are not needed."""
     missing = []
     for before, word in zip(("", *words), words, strict=False):
         if not isinstance(word, Unknown):

@@ -1,7 +1,7 @@
-"""Megatron's own arguments, as far as they decide how many bytes a GPU holds, and the setting they make.
+"""Megatron's own arguments that decide how many bytes a GPU holds, and the setting from them.
 
 Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/tools/test_plan_command.py``
-compares them). What is not listed here is ignored in a launch, but for :data:`NOT_COUNTED`.
+compares them). Other arguments of a launch are ignored, except :data:`NOT_COUNTED`, which are reported.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from megatron_fused_ce.estimate.setting import (
 )
 from megatron_fused_ce.planner import ITEMSIZES
 
-#: What a plan by name or numbers takes where nothing is said: today's usual settings.
+#: Defaults of a plan by name or numbers: today's usual settings.
 USUAL = (
     *("--bf16", "--use-distributed-optimizer", "--no-create-attention-mask-in-dataloader"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
-#: Flags that change what is held in ways not known here, and what to do or think of them.
+#: Flags whose effect on memory is not modelled, and advice about each.
 NOT_COUNTED = {
     "--account-for-embedding-in-pipeline-split": "stages are taken as equal",
     "--account-for-loss-in-pipeline-split": "stages are taken as equal",
@@ -177,7 +177,7 @@ def _layer_frequency(text: str) -> int | list[int]:
             left, right = value(node.left), value(node.right)
             if isinstance(node.op, ast.Add):
                 return _short_enough(left + right)
-            # Before it is made: [1] * 10**9 would take all memory.
+            # Checked before the list is made: [1] * 10**9 would take all memory.
             sizes = [len(side) if isinstance(side, list) else side for side in (left, right)]
             if max(sizes) > MOST_LAYERS or sizes[0] * sizes[1] > MOST_LAYERS:
                 raise ValueError
@@ -214,7 +214,7 @@ def notes(words: Sequence[str]) -> list[str]:
 
 
 def setting_of(given: argparse.Namespace, gpus: int | None = None) -> Setting:
-    """What the arguments say.
+    """The setting that the arguments describe.
 
     Args:
         gpus: of the whole run; None for the fewest that the parallel sizes take.

@@ -84,7 +84,7 @@ MODELS = {
         94, 4096, 12288, 64, "235.09", "Qwen3-235B-A22B", groups=4, more=_qwen3_experts(1536)
     ),
     "gemma-2-2b": NamedModel(
-        # Its gate is GELU's; counted as SwiGLU. Its head bends the logits.
+        # Its gate is a GELU; counted as SwiGLU. Its head softcaps the logits.
         f"{_sizes(26, 2304, 9216, 8, 4, 256000)} --kv-channels 256 --post-norms --fused-ce-logit-softcap 30",
         "2.61",
         "google/gemma-2-2b",
@@ -113,10 +113,10 @@ MODELS = {
 
 
 def known_name(text: str, names: Collection[str] = tuple(MODELS)) -> str:
-    """The one of ``names`` that ``text`` is, in upper or lower case.
+    """The name in ``names`` that equals ``text``, whatever the case.
 
     Raises:
-        ValueError: it is none of them; says which is close, else all of them.
+        ValueError: no such name; names a close one, else all of them.
     """
     lower = text.lower()
     if lower in names:

@@ -3,11 +3,11 @@
 Three moments of each pipeline stage, each a sum of named parts:
 
 ``head``
-    the loss: activations of every layer that waits for its backward, and the head's own peak
+    the loss: activations of every layer until its backward, and the head's own peak
 ``layers``
-    the backward of one layer, the worst of them: what it keeps or computes again, and its gradients
+    the backward of one layer, the largest: its kept or recomputed tensors, and its gradients
 ``step``
-    the optimizer's step: no activations, but what the optimizer copies
+    the optimizer's step: no activations, but the optimizer's copies
 
 A run's peak is the largest over all moments and stages. Not in it: the allocator's fragments and what the
 driver, NCCL and kernels hold beside it, which is given as a GPU's ``overhead``.
@@ -26,7 +26,7 @@ from megatron_fused_ce.estimate.heads import Head
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.estimate.static import Stage
 
-#: What to call the three moments.
+#: Names of the three moments.
 MOMENTS = {
     "head": "the head, forward or backward",
     "layers": "a layer's backward",
@@ -68,7 +68,7 @@ class Estimate:
 
 
 def estimate(setting: Setting, head: Head) -> Estimate:
-    """All moments of all stages, the worst of each kind kept."""
+    """The largest moment of each kind over all stages."""
     worst: dict[str, Moment] = {}
     for stage in statics.stages(setting):
         for moment in _moments(setting, stage, head):
@@ -96,7 +96,7 @@ def _moments(setting: Setting, stage: Stage, head: Head) -> Iterator[Moment]:
 
 
 def _held(setting: Setting, stage: Stage, head: Head) -> dict[str, int]:
-    """What is there at every moment."""
+    """Bytes that are held at every moment."""
     static = statics.static(setting, stage)
     return {
         "weights": static.weights,
@@ -109,12 +109,12 @@ def _held(setting: Setting, stage: Stage, head: Head) -> dict[str, int]:
 
 
 class _Sizes(NamedTuple):
-    """Of one block and token."""
+    """Bytes of one block and token."""
 
-    #: all that it keeps, with what is computed again
+    #: all kept bytes, recomputed ones included
     whole: float
     kept: float
-    #: what its backward takes besides
+    #: further bytes of its backward
     backward: float
 
     @staticmethod
@@ -125,7 +125,7 @@ class _Sizes(NamedTuple):
 
 
 class _Activations:
-    """What the layers of one stage keep, and take in their backward."""
+    """Bytes that the layers of one stage keep, and that their backward needs."""
 
     def __init__(self, setting: Setting, stage: Stage) -> None:
         self.setting, self.stage = setting, stage
@@ -141,15 +141,15 @@ class _Activations:
             self.kept[depth] += 4 * self.row
 
     def waiting(self) -> int:
-        """Of every layer when the last forward is done."""
+        """Bytes kept by all layers when the last forward is done."""
         return self._bytes(self._other_chunks() + sum(self.kept))
 
     def final_norm(self) -> int:
-        """Its input and its output, for each use of the head."""
+        """Bytes of the final norm's input and output, for each use of the head."""
         return self._bytes(2 * self.row * (1 + self.setting.model.mtp_num_layers))
 
     def worst_backward(self) -> dict[str, int]:
-        """The layer at whose backward most is held, those before it still waiting."""
+        """The layer at whose backward most bytes are held; the layers before it still keep theirs."""
         others = self._other_chunks()
         waiting, working = max(
             ((others + sum(self.kept[:index]), self._backward(index)) for index in range(len(self.last))),
@@ -201,10 +201,10 @@ class _Activations:
         return self.sizes[block].kept
 
     def _backward(self, index: int) -> float:
-        """The most that a layer has in its backward: its blocks up to one at work, and gradients.
+        """Most bytes of a layer in its backward: its blocks up to the current one, and gradients.
 
-        Blocks behind that one are gone. A layer that is computed again is there as a whole, with its
-        output and the layers of its unit before it.
+        Blocks behind the current one are freed. A recomputed layer is there as a whole, with its output and
+        the layers of its unit before it.
         """
         again = self._keeps_its_input_only(index)
         layer, size = self.last[index], self._whole if again else self._kept

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
-#: What a bound means.
+#: Meaning of each bound, in words.
 BOUNDS = {
     "head": "the loss bounds the run",
     "layers": "the layers bound the run, and a smaller head saves nothing",
@@ -28,7 +28,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a plan was made of, and what it says."""
+    """A plan's inputs and results."""
 
     #: of the model, for a title
     name: str
@@ -40,9 +40,9 @@ class Result:
 
     @cached_property
     def fits_from(self) -> dict[str, str]:
-        """Where the run does not fit, the flags with the fewest GPUs that do, else empty.
+        """If the run does not fit: flags with the fewest GPUs on which it does; else empty.
 
-        For the "flag" and for the "baseline"; an empty string where none of those tried does.
+        For the "flag" and for the "baseline"; an empty string if no number of GPUs that was tried suffices.
         """
         return self._find_fits_from()
 
@@ -103,7 +103,7 @@ def _way(way: Way) -> dict[str, Any]:
 
 
 def show(console: Console, result: Result) -> None:
-    """Print the tables and what they mean."""
+    """Print the tables and the conclusions."""
     setting, advice = result.setting, result.advice
     for line in _heading(setting, advice):
         console.print(line, highlight=False, soft_wrap=True)
@@ -142,7 +142,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _static_table(setting: Setting) -> Table:
-    """Of each stage, weights, gradients and optimizer, and what they are a parameter."""
+    """Table of each stage's weights, gradients and optimizer, with bytes a parameter."""
     optimizer, parallel = setting.training.optimizer, setting.parallel
     shards = parallel.shards if optimizer.sharding != "none" else 1
     whole = shards if optimizer.sharding == "full" else 1

@@ -1,4 +1,4 @@
-"""What is trained, over which GPUs, and how: sizes only, checked against each other."""
+"""Model, GPUs and training of a plan: sizes only, checked against each other."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Model:
 
     @property
     def not_measured(self) -> list[str]:
-        """Kinds of layers whose memory was worked out and never measured (docs/plan.md)."""
+        """Kinds of layers whose memory was derived but never measured (docs/plan.md)."""
         kinds = {
             "latent attention": self.latent,
             "experts": self.mixture,
@@ -134,7 +134,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Over which GPUs. ``ValueError`` where the sizes do not divide."""
+    """The parallel sizes. ``ValueError`` if they do not divide."""
 
     gpus: int = 1
     tensor: int = 1
@@ -231,7 +231,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Training:
-    """How a step is run."""
+    """Batch, precision and implementation of a step."""
 
     sequence: int
     micro_batch: int = 1

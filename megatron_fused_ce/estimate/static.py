@@ -1,4 +1,4 @@
-"""What a GPU holds all the time: weights, gradients, optimizer, and what the libraries keep.
+"""Memory held all the time: weights, gradients, optimizer, and the libraries' buffers.
 
 Megatron with ``--bf16`` has 2 bytes of weight, 4 of gradient (``main_grad`` in fp32) and 12 of optimizer
 (fp32 weight and two moments) for a parameter; its distributed optimizer divides the last 12 over the
@@ -75,7 +75,8 @@ def stage_weights(setting: Setting, stage: Stage) -> Iterator[Weight]:
 
 
 def parameters(setting: Setting) -> int:
-    """Of the whole model, padding and multi-token prediction included; a tied weight counts once."""
+    """Number of parameters of the whole model, with padding and multi-token prediction; a tied weight counts
+    once."""
     model = setting.model
     table = setting.padded_vocab_size * model.hidden_size
     whole = table * (1 if model.tied else 2) + model.learned_positions * model.hidden_size
@@ -132,9 +133,10 @@ def static(setting: Setting, stage: Stage) -> Static:
 
 
 def dummy_gradients(setting: Setting, stage: Stage) -> int:
-    """What autograd is given for a weight whose gradient went into ``main_grad``: one for each shape.
+    """Dummy gradients, given to autograd for weights whose gradient went into ``main_grad``: one for each
+    shape.
 
-    Megatron and Transformer Engine keep one buffer of a shape (``get_dummy_wgrad``), for good.
+    Megatron and Transformer Engine keep one buffer a shape (``get_dummy_wgrad``) for the whole run.
     """
     optimizer = setting.training.optimizer
     if not setting.training.gradient_fusion or optimizer.sharding == "full":
@@ -151,7 +153,7 @@ def dummy_gradients(setting: Setting, stage: Stage) -> int:
 
 
 def gathered(setting: Setting, stage: Stage) -> int:
-    """Weights that are gathered where all is sharded: embedding and head, and two layers of the largest.
+    """Gathered weights with full sharding: embedding and head, and two of the largest layers.
 
     The table's unit stays gathered from forward to backward (FSDP's root); one layer is at work while
     the next is on its way. Not measured.
@@ -165,7 +167,7 @@ def gathered(setting: Setting, stage: Stage) -> int:
 
 
 def gathered_gradient(setting: Setting, stage: Stage) -> int:
-    """The head's whole ``grad_weight`` where all is sharded: FSDP reduces its root's gradients last."""
+    """The head's whole ``grad_weight`` with full sharding: FSDP reduces its root's gradients last."""
     if setting.training.optimizer.sharding != "full" or not stage.last:
         return 0
     return setting.itemsize * setting.vocab_rows * setting.model.hidden_size
