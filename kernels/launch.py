@@ -1,14 +1,13 @@
 """Calls of compiled Triton kernels, past Triton's binder.
 
-``kernel[grid](...)`` binds and specialises every argument on every call. On the host of an H200 (triton
-3.6) that is 21 us for seven arguments; a GEMM with three descriptors and twenty arguments costs over 100.
+``kernel[grid](...)`` binds and specialises every argument on every call, which takes the host longer than
+the launch itself, and the more the more arguments there are.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -66,6 +65,7 @@ class Bound:
     ) -> None:
         self._launch = launch
         self._grid = grid
+        self._xyz = (*grid, 1, 1)[:3]
         self._numbers = numbers
         self._constants = constants
         self._compiled: dict[tuple[Any, ...], Any] = {}
@@ -73,11 +73,11 @@ class Bound:
     def __call__(self, tensors: tuple[Tensor, ...], descriptors: tuple[Any, ...] = ()) -> None:
         """Launch it on the current stream. All tensors are on one device."""
         index = tensors[0].get_device()
-        dtypes = [tensor.dtype for tensor in tensors]
-        compiled = self._compiled.get((index, *dtypes))
+        key = index, *[tensor.dtype for tensor in tensors], *[made.base.dtype for made in descriptors]
+        compiled = self._compiled.get(key)
         addresses = [tensor.data_ptr() for tensor in tensors]
         if compiled is None or _unaligned(addresses) or _watched():
-            self._through_triton(tensors, descriptors, (index, *dtypes), addresses)
+            self._through_triton(tensors, descriptors, key, addresses)
             return
         run, before, after = compiled
         # Addresses as numbers: of a tensor Triton would ask the driver each time whether a GPU can read it.
@@ -97,7 +97,6 @@ class Bound:
         if _unaligned(addresses) or made is None or not _called_directly():
             return
         assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants)
-        self._xyz = (*self._grid, 1, 1)[:3]
         before = made.function, made.packed_metadata, None, None, None
         self._compiled[key] = made.run, before, (*self._numbers, *constants.values())
 
@@ -106,7 +105,7 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _unaligned(addresses: list[int]) -> int:
-    return functools.reduce(operator.or_, addresses) & 15
+    return reduce(or_, addresses) & 15
 
 
 #: Kinds of launch, and descriptors, that are remembered: as many lengths of dynamic batches.
