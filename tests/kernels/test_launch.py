@@ -1,4 +1,4 @@
-"""Which launches go past Triton's binder, and with which arguments. Triton's compiled kernel is a stand-in."""
+"""Which launches go past Triton's binder, and with which arguments; the compiled kernel is a stand-in."""
 
 from __future__ import annotations
 
