@@ -277,7 +277,7 @@ def upstream(device: torch.device) -> None:
 
 
 def outlier(device: torch.device) -> None:
-    """A tile far above its row's reference: whole rows are finalized, with their statistics and after them."""
+    """A tile far above its row's reference: whole rows are finalized, with their statistics or after them."""
     sizes = exp_sizes(device)
     inputs = make_inputs("plain", **sizes)
     inputs.hidden[..., 0] = 1.0
