@@ -50,9 +50,9 @@ def log_probs_of(
 ) -> Tensor:
     """fp32 ``[B, S - 1]``, of each token but the first, by NeMo-RL's conventions.
 
-    Hidden states are ``[S / R, B, H]``: over several ranks NeMo-RL takes them as split by sequence
-    parallelism. ``target`` is ``[B, S]``, not shifted; a token outside the vocabulary has log-probability 0.
-    ``runtime_gather_output``, ``vocab_end_index`` and ``chunk_size`` are not used.
+    Hidden states are ``[S / R, B, H]`` with sequence parallelism, else ``[S, B, H]`` (over several ranks
+    NeMo-RL's own backward raises then). ``target`` is ``[B, S]``, not shifted; a token outside the vocabulary
+    has log-probability 0. ``runtime_gather_output``, ``vocab_end_index`` and ``chunk_size`` are not used.
 
     Raises:
         ValueError: there is context parallelism, which NeMo-RL's own function refuses too. It would shift
@@ -67,7 +67,7 @@ def log_probs_of(
             target.roll(-1, -1),
             zero_unknown=True,
             tp_group=tp_group,
-            sequence_parallel=dist.get_world_size(tp_group) > 1,
+            sequence_parallel=tensor_parallel_hidden_states.shape[0] != target.shape[1],
             vocab_start=vocab_start_index,
             config=config,
         )

@@ -29,10 +29,12 @@ def stock(
 
 
 @on_ranks(1, 2)
-def test_its_function_is_replaced(rank: Rank):
+@pytest.mark.parametrize("sp", [True, False], ids=["sp", "no-sp"])
+def test_its_function_is_replaced(rank: Rank, sp):
     """Tokens outside the vocabulary; the result is divided in place, as NeMo-RL does for a temperature."""
     inputs = make_inputs("odd-labels", **{**SIZES, "vocab": 100}, dtype=torch.float32, device=rank.device)
-    split = rank.size > 1
+    several = rank.size > 1
+    split = sp and several
     hidden, weight, _ = shard_of(rank, inputs, split, "equal")
     rows = rows_of(rank, "equal", 100)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -42,7 +44,7 @@ def test_its_function_is_replaced(rank: Rank):
         function = getattr(module, nemo_rl.FUNCTION)
     target = inputs.labels.roll(1, -1)  # NeMo-RL's is not shifted
     given = (hidden, weight, None, target, rows.start, rows.stop)
-    made = function(*given, tp_group=rank.group, cp_group=None if split else rank.group, chunk_size=5)
+    made = function(*given, tp_group=rank.group, cp_group=None if several else rank.group, chunk_size=5)
     made.div_(0.7)
     assert made.shape == (3, 23)
     made.backward(inputs.grad_loss[:, :-1])
@@ -57,7 +59,7 @@ def test_its_function_is_replaced(rank: Rank):
     assert relative_error(whole_hidden(rank, hidden.grad, split), grad_hidden) < bound
     assert relative_error(whole_rows(rank, weight.grad), grad_weight) < bound
     assert not function(*given, tp_group=rank.group, inference_only=True).requires_grad
-    if split:
+    if several:
         with pytest.raises(ValueError, match="context parallelism"):
             function(*given, tp_group=rank.group, cp_group=rank.group)
 
