@@ -1,10 +1,10 @@
-"""NeMo-RL's fused log-probabilities (``use_fused_linear_logprobs``), made by this head.
+"""NeMo-RL's fused log-probabilities, made by this head.
 
     from megatron_fused_ce.adapter.nemo_rl import serve_nemo_rl
     serve_nemo_rl()  # in every worker of the policy, before the first step
 
-Replaces one function of NeMo-RL, after a look at its parameters (those of 0.7). NeMo-RL's replaced
-``GPTModel.forward`` calls it and stays as it is.
+Replaces one function of NeMo-RL, after a look at its parameters (those of 0.7). NeMo-RL's own
+``GPTModel.forward`` calls it if ``use_fused_linear_logprobs`` (0.7: ``use_linear_ce_fusion_loss``) is on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.adapter import rl_stacks
@@ -58,8 +57,8 @@ def log_probs_of(
         ValueError: there is context parallelism, which NeMo-RL's own function refuses too. It would shift
             targets across the borders of the ranks' parts.
     """
-    if cp_group is not None and dist.get_world_size(cp_group) > 1:
-        raise ValueError("use_fused_linear_logprobs does not work with context parallelism: leave it off")
+    if cp_group is not None and cp_group.size() > 1:
+        raise ValueError("NeMo-RL's fused log-probabilities cannot do context parallelism: leave one out")
     with torch.no_grad() if inference_only else nullcontext():
         made = token_log_probs(
             tensor_parallel_hidden_states,
