@@ -5,6 +5,7 @@
 ``deferred_logits`` are passed; ``main_grad`` chooses the wgrad accumulator; ``token_weights`` finds the loss
 mask, which strategy ``grad_in_forward`` and the accuracy need; ``model_guard`` and ``optimizer_guard`` stop a
 step with wrong gradients; ``accuracy`` adds to Megatron's log; ``stock_path`` lists the heads and calls that
-stay with Megatron, and ``report`` logs them; ``rl_logprobs`` is for Megatron-LM's ``train_rl.py``; ``verl``
-and ``skyrl`` are for those frameworks, on request. Importing this package imports none of Megatron.
+stay with Megatron, and ``report`` logs them; ``rl_logprobs`` is for Megatron-LM's ``train_rl.py``;
+``verl``, ``skyrl`` and ``nemo_rl`` are for those frameworks, on request. Importing this package imports none
+of Megatron.
 """

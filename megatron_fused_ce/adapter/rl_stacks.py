@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+from megatron_fused_ce.config import FusedCEConfig
 
 
 def function_of(
@@ -29,3 +33,23 @@ def function_of(
             f"{list(expected)}: {way_out}"
         )
     return found
+
+
+def serve(
+    module: str, name: str, own: Callable[..., Any], config: FusedCEConfig | None, way_out: str
+) -> None:
+    """Let the module's function be ``own``, which has the same parameters and, last, ``config``.
+
+    Raises:
+        ImportError: there is no such module.
+        RuntimeError: as :func:`function_of`.
+    """
+    theirs = import_module(module)
+    expected = list(inspect.signature(own).parameters)[:-1]
+    found = function_of(theirs, name, expected, False, way_out)
+
+    @functools.wraps(found)
+    def served(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **{**kwargs, "config": config})
+
+    setattr(theirs, name, served)

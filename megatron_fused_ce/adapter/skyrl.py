@@ -9,16 +9,13 @@ divides a copy of the weight by the temperature; both stay as they are, and so d
 
 from __future__ import annotations
 
-import functools
-import inspect
 from contextlib import nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.adapter.rl_stacks import function_of
+from megatron_fused_ce.adapter import rl_stacks
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.rl import token_log_probs
 
@@ -33,16 +30,8 @@ def serve_skyrl(config: FusedCEConfig | None = None) -> None:
         ImportError: there is no SkyRL.
         RuntimeError: its function has other parameters than those that this was written for.
     """
-    module = import_module(MODULE)
-    expected = list(inspect.signature(log_probs_of).parameters)[:-1]
     way_out = "leave serve_skyrl() out, SkyRL then makes its log-probabilities itself"
-    found = function_of(module, FUNCTION, expected, False, way_out)
-
-    @functools.wraps(found)
-    def apply(*args: Any, **kwargs: Any) -> Tensor:
-        return log_probs_of(*args, **{**kwargs, "config": config})
-
-    setattr(module, FUNCTION, apply)
+    rl_stacks.serve(MODULE, FUNCTION, log_probs_of, config, way_out)
 
 
 def log_probs_of(
