@@ -32,7 +32,8 @@ roofs are the shard's, all ranks at once.
 --preset small measures all its cells three times, in blocks of their own, and gives the medians over the
 runs: the step's and the host's time over those of Megatron's layer with Transformer Engine's loss.
 --preset options times each option of the loss over the plain loss, --preset profile says kernel by kernel
-where a step's time goes (scripts/bench/options.py and profile.py).
+where a step's time goes (scripts/bench/options.py and profile.py); --preset rl times log-probabilities and
+entropy beside verl's kernel, and over the ids that sampling kept (scripts/bench/rl.py).
 
 Every variant ends in the same place: an fp32 main_grad (--wgrad-accumulator returned: a gradient in the
 weight's dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
@@ -138,6 +139,10 @@ def main(words: list[str]) -> int:
             from megatron_fused_ce.scripts.bench import profile
 
             return profile.run(given, world, source)
+        if given.preset == "rl":
+            from megatron_fused_ce.scripts.bench import rl
+
+            return rl.run(given, world, source, started)
         return run(given, world, source, started)
     finally:
         world.close()

@@ -462,12 +462,11 @@ def _liger_tp(native: bool) -> Callable[[torch.device, Parallel], Loss]:
     return build
 
 
-def _verl_tp(device: torch.device, parallel: Parallel) -> Loss:
-    """verl's log-probabilities, negated; its entropy comes along unasked.
+def verl_linear_cross_entropy() -> Any:
+    """verl's ``(hidden, weight, labels, temperature, reduction, group) -> (log-probabilities, entropy)``.
 
-    Where the whole verl does not import, a package ``verl_ce`` may hold the files that this needs. Its
-    ``grad_hidden`` is this rank's share: under sequence parallelism the gather before it reduces
-    that, and without it nobody in verl does, so `_whole_tokens` does.
+    Where the whole verl does not import, a package ``verl_ce`` may hold the files that this needs. Raises
+    whatever verl's import raises.
     """
     try:
         module = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
@@ -476,7 +475,16 @@ def _verl_tp(device: torch.device, parallel: Parallel) -> Loss:
             module = importlib.import_module("verl_ce.utils.kernel.linear_cross_entropy")
         except ImportError:
             raise error from None
-    function: Any = module.linear_cross_entropy
+    return module.linear_cross_entropy
+
+
+def _verl_tp(device: torch.device, parallel: Parallel) -> Loss:
+    """verl's log-probabilities, negated; its entropy comes along unasked.
+
+    Its ``grad_hidden`` is this rank's share: under sequence parallelism the gather before it reduces
+    that, and without it nobody in verl does, so `_whole_tokens` does.
+    """
+    function = verl_linear_cross_entropy()
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         whole = _whole_tokens(hidden, parallel, partial=True)

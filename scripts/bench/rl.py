@@ -1,0 +1,365 @@
+"""What log-probabilities for RL cost: beside verl's kernel, and over the ids that sampling kept.
+
+`python -m scripts.bench --preset rl`. Before anything is timed each row's outputs and gradients are compared
+with their definition in fp64 on some of the tokens; ours may have twice eager PyTorch's error, or `FLOOR`.
+Rows are timed in turn, in an order that is shuffled anew in each block. Gradients end in ``.grad``, in the
+operands' dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.rl import TokenLogProbs, masked_token_log_probs, token_log_probs
+from megatron_fused_ce.scripts.bench.cases import LONGEST_WARM_STEP_MS, Cell
+from megatron_fused_ce.scripts.bench.measure import attempt, block_order, peak_bytes, say, turn
+from megatron_fused_ce.scripts.bench.peers import one_line, verl_linear_cross_entropy
+from megatron_fused_ce.scripts.bench.problem import DTYPES, MIB, Problem, World
+from megatron_fused_ce.scripts.bench.variants import Variant, config_of
+from megatron_fused_ce.scripts.lib import results, tables
+from megatron_fused_ce.scripts.lib.results import Row
+from megatron_fused_ce.testing.reference import FLOOR, relative_error
+
+TEMPERATURE = 0.7
+KEPT = (16, 64, 256, 512)
+PRODUCT, VERL, FORWARD = "product", "verl", ", forward only"
+#: Tokens of a block of the bare product: its logits are not kept.
+PRODUCT_TOKENS = 8192
+
+
+class Inputs:
+    """What a problem of RL has beside its operands; random, nothing in it repeats."""
+
+    def __init__(self, problem: Problem, vocab: int) -> None:
+        T, device = problem.num_tokens, problem.labels.device
+        generator = torch.Generator(device=device).manual_seed(5)
+        self.temperatures = 0.5 + torch.rand(1, T, generator=generator, device=device)
+        self.of_log_prob = torch.randn(T, generator=generator, device=device)
+        self.of_entropy = 0.1 * torch.randn(T, generator=generator, device=device)
+        self._order = torch.randperm(vocab, generator=generator, device=device)
+        self._start = torch.randint(vocab, (T, 1), generator=generator, device=device)
+
+    def kept(self, count: int) -> Tensor:
+        """``[T, count]`` ids, different ones for a token; its label is the first."""
+        places = self._start + torch.arange(count, device=self._start.device)
+        return self._order[places % len(self._order)]
+
+
+#: Makes both outputs with their graph; the row's gradients are on or off around it.
+Made = Callable[[Problem, Inputs], TokenLogProbs]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. ``made`` None: the product alone, or ``why_not``."""
+
+    name: str
+    made: Made | None
+    is_ours: bool = True
+    backward: bool = True
+    entropy_grad: bool = False
+    per_token: bool = False  # its temperature
+    kept: int = 0
+    why_not: str | None = None
+
+    def step(self, inputs: Inputs, problem: Problem, mark: Callable[[], None]) -> Tensor:
+        problem.reset()
+        mark()
+        with torch.set_grad_enabled(self.backward):
+            if self.made is None:
+                found = _product(problem)
+                self._two(mark)
+                return found
+            made = self.made(problem, inputs)
+        if not self.backward:
+            self._two(mark)
+            return made.log_prob
+        outputs, grads = [made.log_prob.flatten()], [inputs.of_log_prob]
+        if self.entropy_grad:
+            assert made.entropy is not None
+            outputs, grads = [*outputs, made.entropy.flatten()], [*grads, inputs.of_entropy]
+        mark()
+        torch.autograd.backward(outputs, grads)
+        mark()
+        return made.log_prob.detach()
+
+    @staticmethod
+    def _two(mark: Callable[[], None]) -> None:
+        mark()
+        mark()
+
+
+def _product(problem: Problem) -> Tensor:
+    T, V = problem.num_tokens, problem.num_rows
+    size = min(T, PRODUCT_TOKENS)
+    out = problem.hidden.new_empty(size, V)
+    for start in range(0, T, size):
+        part = problem.hidden[start : start + size]
+        torch.mm(part, problem.weight.t(), out=out[: len(part)])
+    return out
+
+
+def _ours(strategy: str, entropy: str, per_token: bool = False) -> Made:
+    config = config_of(strategy)
+
+    def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
+        return token_log_probs(
+            problem.hidden.unsqueeze(1),
+            problem.weight,
+            problem.labels.unsqueeze(0),
+            temperature=inputs.temperatures if per_token else TEMPERATURE,
+            entropy=entropy,
+            config=config,
+        )
+
+    return made
+
+
+def _masked(count: int) -> Made:
+    def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
+        kept = inputs.kept(count)
+        return masked_token_log_probs(
+            problem.hidden.unsqueeze(1),
+            problem.weight,
+            kept[:, 0].unsqueeze(0),
+            kept.flatten(),
+            torch.arange(len(kept) + 1, device=kept.device) * count,
+            temperature=TEMPERATURE,
+            entropy="differentiable",
+        )
+
+    return made
+
+
+def _verl() -> tuple[Made | None, str | None]:
+    if not torch.cuda.is_available():
+        return None, "needs a CUDA device"
+    try:
+        function: Any = verl_linear_cross_entropy()
+    except Exception as error:  # whatever a foreign library raises at import
+        return None, one_line(error)
+
+    def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
+        return TokenLogProbs(
+            *function(problem.hidden, problem.weight, problem.labels, TEMPERATURE, "none", None)
+        )
+
+    return made, None
+
+
+def cases_of(strategies: Sequence[str], vocab: int) -> list[Case]:
+    verl, why_not = _verl()
+    found = [
+        Case(PRODUCT, None, is_ours=False, backward=False),
+        Case(VERL, verl, is_ours=False, entropy_grad=True, why_not=why_not),
+        Case(VERL + FORWARD, verl, is_ours=False, backward=False, why_not=why_not),
+        Case("entropy" + FORWARD, _ours(strategies[0], "detached"), backward=False),
+    ]
+    for name in strategies:
+        found += [
+            Case(f"log-probability, {name}", _ours(name, "none")),
+            Case(f"entropy, {name}", _ours(name, "detached")),
+            Case(f"entropy with gradient, {name}", _ours(name, "differentiable"), entropy_grad=True),
+        ]
+    made = _ours(strategies[0], "differentiable", per_token=True)
+    name = f"temperature per token, {strategies[0]}"
+    found.append(Case(name, made, entropy_grad=True, per_token=True))
+    masks = [k for k in KEPT if k <= vocab]
+    return found + [Case(f"{k} kept ids", _masked(k), entropy_grad=True, kept=k) for k in masks]
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+def plain(case: Case, problem: Problem, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The definition in plain PyTorch: the row's outputs and gradients, by name."""
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (problem.hidden, problem.weight))
+    z = (hidden @ weight.t()).to(torch.promote_types(dtype, torch.float32))
+    z = z / (inputs.temperatures.to(z.dtype).t() if case.per_token else TEMPERATURE)
+    labels = problem.labels.unsqueeze(1)
+    if case.kept:
+        z, labels = z.gather(1, inputs.kept(case.kept)), torch.zeros_like(labels)
+    log_p = z.log_softmax(-1)
+    log_prob, entropy = log_p.gather(1, labels)[:, 0], -(log_p.exp() * log_p).sum(-1)
+    found = {"log_prob": log_prob.detach(), "entropy": entropy.detach()}
+    if case.backward:
+        total = (log_prob * inputs.of_log_prob).sum()
+        if case.entropy_grad:
+            total = total + (entropy * inputs.of_entropy).sum()
+        total.backward()
+        assert hidden.grad is not None and weight.grad is not None
+        found |= {"grad_hidden": hidden.grad, "grad_weight": weight.grad}
+    return found
+
+
+def errors(
+    case: Case, problem: Problem, inputs: Inputs, true: dict[str, Tensor], eager: dict[str, float]
+) -> dict[str, tuple[float, float]]:
+    """Of each output and gradient: norm-relative error, and what ours may have beside plain PyTorch's."""
+    assert case.made is not None
+    problem.reset()
+    with torch.set_grad_enabled(case.backward):
+        made = case.made(problem, inputs)
+        if case.backward:
+            total = (made.log_prob.flatten() * inputs.of_log_prob).sum()
+            if case.entropy_grad and made.entropy is not None:
+                total = total + (made.entropy.flatten() * inputs.of_entropy).sum()
+            total.backward()  # type: ignore[no-untyped-call]
+    found = {"log_prob": made.log_prob, "entropy": made.entropy}
+    found |= {"grad_hidden": problem.hidden.grad, "grad_weight": problem.weight.grad}
+    result = {}
+    for name, exact in true.items():
+        value = found[name]
+        if value is None and name == "entropy":
+            continue  # not asked for
+        assert value is not None, f"{name} did not arrive"
+        error = relative_error(value.detach().view(exact.shape), exact)
+        result[name] = (error, max(FLOOR[problem.dtype], 2 * eager[name]))
+    problem.reset()
+    return result
+
+
+def check(cases: list[Case], cell: Cell, given: argparse.Namespace, world: World) -> dict[str, Row]:
+    """What is known of each row before it is timed. Raises ArithmeticError where ours is wrong."""
+    tokens = min(cell.num_tokens, given.check_tokens)
+    problem = _problem(cell, given, world, tokens)
+    inputs = Inputs(problem, cell.vocab)
+    rows: dict[str, Row] = {}
+    true: dict[str, Tensor] = {}
+    eager: dict[str, float] = {}
+    kind: tuple[Any, ...] | None = None
+    for case in cases:
+        row: Row = {"error": case.why_not}
+        if case.made is not None:
+            if kind != (kind := (case.backward, case.entropy_grad, case.per_token, case.kept)):
+                true.clear()  # the weight's gradient in fp64 is large: one at a time
+                true = plain(case, problem, inputs, torch.float64)
+                rough = plain(case, problem, inputs, problem.dtype)
+                eager = {name: relative_error(rough.pop(name), exact) for name, exact in true.items()}
+            found, why_not = attempt(partial(errors, case, problem, inputs, true, eager), world)
+            row["error"] = why_not
+            if why_not is None:
+                row["errors"] = {name: error for name, (error, _) in found.items()}
+                wrong = {name: pair for name, pair in found.items() if not pair[0] <= pair[1]}
+                if case.is_ours and wrong:
+                    raise ArithmeticError(f"{case.name}: (error, bound) {wrong}")
+            elif case.is_ours:
+                raise ArithmeticError(f"{case.name}: {why_not}")
+        rows[case.name] = row
+    return rows
+
+
+# --- times -----------------------------------------------------------------------------------
+
+
+def _problem(cell: Cell, given: argparse.Namespace, world: World, tokens: int) -> Problem:
+    return Problem(
+        world,
+        num_tokens=tokens,
+        hidden_size=cell.hidden_size,
+        vocab=cell.vocab,
+        dtype=DTYPES[given.dtype],
+        wgrad_accumulator="returned",
+    )
+
+
+def measure(given: argparse.Namespace, cell: Cell, world: World, started: float) -> list[Row]:
+    cases = cases_of(given.strategies, cell.vocab)
+    if given.options:
+        cases = [case for case in cases if case.name in (PRODUCT, *given.options)]
+    rows = check(cases, cell, given, world)
+    problem = _problem(cell, given, world, cell.num_tokens)
+    inputs = Inputs(problem, cell.vocab)
+    variants: dict[str, Variant] = {}
+    step_ms: dict[str, float] = {}
+    samples: dict[str, list[list[float]]] = {}
+    for case in cases:
+        row = rows[case.name]
+        row |= {"shape": cell.shape, "tokens": cell.num_tokens, "variant": case.name}
+        if row["error"] is not None:
+            continue
+        variant = Variant(case.name, "ours" if case.is_ours else "peer", partial(case.step, inputs))
+        turned, row["error"] = attempt(partial(turn, variant, problem, world, 1, 1), world)  # compiles
+        if row["error"] is not None:
+            continue
+        before, peak = peak_bytes(partial(case.step, inputs, problem, lambda: None), world)
+        grads = problem.output_bytes() if case.backward else 0
+        row["peak_mib"] = round((peak - before - grads) / MIB, 1)
+        problem.reset()
+        variants[case.name], step_ms[case.name], samples[case.name] = variant, sum(turned[0]), []
+    for number, names in enumerate(block_order(list(variants), given.blocks, given.seed)):
+        for name in names:
+            if number and time.monotonic() - started > given.time_limit:
+                continue
+            warm = int(step_ms[name] < LONGEST_WARM_STEP_MS)
+            steps = max(1, math.ceil(given.sample_ms / step_ms[name]))
+            spans = turn(variants[name], problem, world, warm, steps)
+            samples[name].append([statistics.median(column) for column in zip(*spans, strict=True)])
+    for name, blocks in samples.items():
+        forward, backward, whole = (
+            [get(block) for block in blocks] for get in (lambda b: b[0], lambda b: b[1], sum)
+        )
+        time_ms = statistics.median(whole)
+        rows[name] |= {
+            "forward_ms": round(statistics.median(forward), 3),
+            "backward_ms": round(statistics.median(backward), 3),
+            "time_ms": round(time_ms, 3),
+            "spread": round((max(whole) - min(whole)) / time_ms, 4),
+            "blocks": len(whole),
+        }
+    for case in cases:
+        row, beside = rows[case.name], rows.get(VERL if case.backward else VERL + FORWARD, {})
+        for key, other in (("ratio", rows[PRODUCT]), ("over_verl", beside)):
+            own, its = row.get("time_ms"), other.get("time_ms")
+            row[key] = None if own is None or its is None else round(own / its, 4)
+    return [rows[case.name] for case in cases]
+
+
+def table(rows: list[Row]) -> str:
+    head = ["shape", "tokens", "row", "forward ms", "backward ms", "ms", "over verl", "over one product"]
+    head += ["spread", "peak MiB", "largest error"]
+    lines = []
+    for row in rows:
+        found: Any = row["error"]
+        if found is None:
+            found = format(max(row["errors"].values()), ".1e") if "errors" in row else ""
+        forms = {"forward_ms": ".2f", "backward_ms": ".2f", "time_ms": ".2f", "over_verl": ".3f"}
+        forms |= {"ratio": ".3f", "spread": ".3f", "peak_mib": ".0f"}
+        values = [tables.cell(row.get(key), form, "") for key, form in forms.items()]
+        lines.append([row["shape"], row["tokens"], row["variant"], *values, found])
+    return tables.markdown(head, lines, left=3) + "\n"
+
+
+def run(given: argparse.Namespace, world: World, source: Row, started: float) -> int:
+    """`--preset rl`: what the command line asks for, on one rank."""
+    known = [case.name for case in cases_of(given.strategies, max(KEPT))]
+    if unknown := set(given.options or ()) - set(known):
+        raise UsageError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if world.size > 1:
+        raise UsageError("--preset rl knows no tensor parallelism: leave out --tp")
+    rows: list[Row] = []
+    for cell in given.cells:
+        try:
+            found = measure(given, cell, world, started)
+        except ArithmeticError as wrong:
+            say(world, f"{cell}: {wrong}: nothing of this cell is printed")
+            return 1
+        rows += found
+        print(table(found), flush=True)
+        if given.path:
+            results.write(given.path, rows, source)
+            head = f"# Log-probabilities for RL\n\n{source['device']}, commit {source['commit']}.\n\n"
+            results.write_whole(given.path.with_suffix(".md"), head + table(rows))
+            print(f"written: {given.path}")
+    return 0
