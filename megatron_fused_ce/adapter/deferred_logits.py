@@ -5,8 +5,9 @@ with multi-token prediction the labels are rolled in between. The layer therefor
 :class:`DeferredLogits`. The loss evaluates it fused; any other use turns it into real logits.
 
 Without labels Megatron transposes the logits and returns them. They become real logits then, unless the
-caller is known to need log-probabilities only (:func:`returned_to_caller`): they then stay deferred and
-remember transpose, slice of positions, dtype and scale until the caller's log-softmax evaluates them.
+caller is known to need log-probabilities only (:func:`returned_to_caller`, :func:`caller_takes_shards`): they
+then stay deferred and remember transpose, slice of positions, dtype and scale until the caller's log-softmax
+evaluates them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class DeferredHead(Protocol):
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
     ) -> LossAndArgmax: ...
 
-    def fused_log_probs(self, deferred: DeferredLogits, labels: Tensor) -> Tensor: ...
+    def fused_log_probs(
+        self, deferred: DeferredLogits, labels: Tensor, entropy: str
+    ) -> tuple[Tensor, Tensor | None]: ...
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor: ...
 
@@ -44,6 +47,7 @@ class _Caller(threading.local):
 
 
 _caller = _Caller()
+_takes_shards = False
 
 
 @contextmanager
@@ -65,6 +69,25 @@ def why_caller_needs_logits() -> str:
     return _caller.why_logits
 
 
+def caller_takes_shards(takes: bool = True) -> None:
+    """Let models called without labels return deferred logits of this rank's part, from now on.
+
+    For processes whose log-softmax knows them; elsewhere they become real logits where they are used.
+    """
+    global _takes_shards
+    _takes_shards = takes
+
+
+def for_caller(weight: Any) -> bool:
+    """Whether logits of a rank's part stay deferred when the model returns them."""
+    return _takes_shards and not is_fsdp(weight)
+
+
+def is_fsdp(parameter: Any) -> bool:
+    """FSDP2's and Megatron-FSDP's are freed when the model's call ends: nothing can be evaluated then."""
+    return hasattr(parameter, "placements") or hasattr(parameter, "__fsdp_param__")
+
+
 class LossAndArgmax(NamedTuple):
     """A fused evaluation: loss ``[b, s]`` and, if requested, this shard's maximum ``[s, b]``."""
 
@@ -84,14 +107,16 @@ class DeferredLogits:
     """Logits ``[s, b, V]`` of one head use that have not been computed.
 
     Reading ``shape``, ``dtype``, ``device`` costs nothing; multiplying or dividing by a number is remembered;
-    after a fused loss the maximum over the last dimension comes from that evaluation. Of gathered logits
-    ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``) and ``float()`` are
-    remembered too. Everything else materialises the logits through Megatron's own layer, once, and counts it.
+    after a fused loss the maximum over the last dimension comes from that evaluation. Of logits for the
+    caller ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``), ``squeeze(0)``
+    and ``float()`` are remembered too. Everything else materialises the logits through Megatron's own layer,
+    once, and counts it.
 
     Args:
         shape: of the requested logits; ``V`` is this rank's part, or the whole vocabulary if ``gathered``.
         gathered: the caller requested the whole vocabulary on every tensor-parallel rank.
         dtype: of the logits; None for the hidden states'.
+        for_caller: stay deferred when the model returns them; gathered ones always do.
     """
 
     def __init__(
@@ -102,16 +127,19 @@ class DeferredLogits:
         shape: torch.Size,
         gathered: bool = False,
         dtype: torch.dtype | None = None,
+        for_caller: bool = False,
     ) -> None:
         self.head = head
         self.hidden = hidden
         self.weight = weight
         self.shape = shape
         self.gathered = gathered
+        self.for_caller = gathered or for_caller
         self.dtype = dtype or hidden.dtype
         #: Product of all factors so far: MuP's output multiplier, 1 / temperature.
         self.logit_scale = 1.0
         self._batch_first = False
+        self._squeezed = False  # of a batch of one, [s, V]
         self._num_positions = shape[0]
         self._positions = range(shape[0])  # positions that are left after slicing
         self._steps: tuple[Callable[[Any], Any], ...] = ()  # turns the layer's real logits into these
@@ -134,33 +162,40 @@ class DeferredLogits:
         counters().fused += 1
         return self._evaluated.loss
 
-    def log_probs(self, labels: Tensor) -> Tensor | None:
+    def log_probs(self, labels: Tensor, entropy: str = "none") -> tuple[Tensor, Tensor | None] | None:
         """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None if real logits are needed.
 
         Differentiable if the layer was called with gradients, like real logits: the caller's ``no_grad`` may
         have ended since.
 
         Args:
-            labels: global ids, one for each of the ``n`` positions that are left.
+            labels: global ids, one for each of the ``n`` positions that are left; ``[n]`` after ``squeeze``.
+            entropy: of the softmax too: ``none``, ``detached`` or ``differentiable``.
 
         Returns:
-            ``[b, n]`` in the dtype of these logits.
+            Log-probability and entropy in the labels' shape and the dtype of these logits.
 
         Raises:
             ValueError: the head has options that make another loss than the plain one.
         """
-        if not self.gathered or not self._batch_first or labels.shape != self.shape[:-1]:
+        if not self.for_caller or not self._batch_first or labels.shape != self.shape[:-1]:
             return None
-        everywhere = labels.new_zeros(self.shape[0], self._num_positions)
+        batched = labels.unsqueeze(0) if self._squeezed else labels
+        everywhere = batched.new_zeros(batched.shape[0], self._num_positions)
         left = slice(self._positions.start, self._positions.stop, self._positions.step)
-        everywhere[:, left] = labels
+        everywhere[:, left] = batched
         with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
             # All positions: sequence parallelism needs a multiple of its ranks. What is sliced off gets the
             # upstream gradient 0.
-            log_probs = self.head.fused_log_probs(self, everywhere)[:, left]
+            made = self.head.fused_log_probs(self, everywhere, entropy)
             counters().fused += 1
-            # Not a view: pipeline schedules free the tensors that they send.
-            return log_probs.to(self.dtype, copy=True)
+            # Not views: pipeline schedules free the tensors that they send.
+            log_prob, entropy_of = (
+                None if x is None else x[:, left].reshape(labels.shape).to(self.dtype, copy=True)
+                for x in made
+            )
+        assert log_prob is not None
+        return log_prob, entropy_of
 
     def materialise(self) -> Tensor:
         """Real logits, as Megatron's layer computes them.
@@ -211,24 +246,31 @@ class DeferredLogits:
         return self._after(lambda real: real / other, logit_scale=self.logit_scale / other)
 
     def transpose(self, first: int, second: int) -> Any:
-        if not self.gathered or {first % self.ndim, second % self.ndim} != {0, 1}:
+        batched = self.for_caller and not self._squeezed
+        if not batched or {first % self.ndim, second % self.ndim} != {0, 1}:
             return self.materialise().transpose(first, second)
         shape = torch.Size((self.shape[1], self.shape[0], self.shape[2]))
         step = operator.methodcaller("transpose", 0, 1)
         return self._after(step, shape=shape, _batch_first=not self._batch_first)
 
+    def squeeze(self, *dim: int) -> Any:
+        batched = self.for_caller and self._batch_first and not self._squeezed
+        if not batched or dim != (0,) or self.shape[0] != 1:
+            return self.materialise().squeeze(*dim)
+        return self._after(operator.methodcaller("squeeze", 0), shape=self.shape[1:], _squeezed=True)
+
     def contiguous(self) -> Any:
-        if not self.gathered:
+        if not self.for_caller:
             return self.materialise().contiguous()
         return self._after(operator.methodcaller("contiguous"))
 
     def float(self) -> Any:
-        if not self.gathered:
+        if not self.for_caller:
             return self.materialise().float()
         return self._after(operator.methodcaller("float"), dtype=torch.float32)
 
     def __getitem__(self, index: Any) -> Any:
-        """``[:, some positions]`` of gathered logits ``[b, s, V]``; else real logits."""
+        """``[:, some positions]`` of logits ``[b, s, V]`` for the caller; else real logits."""
         which = self._positions_of(index)
         if which is None:
             return self.materialise()[real(index)]
@@ -238,7 +280,8 @@ class DeferredLogits:
 
     def _positions_of(self, index: Any) -> slice | None:
         """The slice of positions that ``index`` takes, if it does nothing else."""
-        if not (self.gathered and self._batch_first and isinstance(index, tuple) and len(index) in (2, 3)):
+        batched = self.for_caller and self._batch_first and not self._squeezed
+        if not (batched and isinstance(index, tuple) and len(index) in (2, 3)):
             return None
         if not all(isinstance(part, slice) for part in index):
             return None

@@ -9,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import accuracy, model_guard, phase_report, report, stock_path
+from megatron_fused_ce.adapter import accuracy, deferred_logits, model_guard, phase_report, report, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -70,26 +70,35 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))
         dtype = getattr(self, "output_dtype", None)  # --output-logit-dtype
-        return DeferredLogits(self, input_, weight, shape, gathers, dtype), None
+        for_caller = deferred_logits.for_caller(self.weight if weight is None else weight)
+        return DeferredLogits(self, input_, weight, shape, gathers, dtype, for_caller), None
 
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
     ) -> LossAndArgmax:
         """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
         request = _LossRequest(labels, token_weights, deferred.logit_scale)
+        loss = self._evaluate(deferred, request)
+        return LossAndArgmax(loss, request.local_max, request.local_argmax)
+
+    def _evaluate(self, deferred: DeferredLogits, request: _LossRequest) -> Tensor:
+        labels, token_weights = request.labels, request.token_weights
         # The call's output, not `forward`'s result: a hook of FSDP's may have replaced it by a view.
         loss, _ = super().__call__(deferred.hidden, weight=deferred.weight, fused_ce_request=request)
         if self.fused_ce_log_accuracy:
             ignore_index = self.fused_ce_config.ignore_index
             counts = accuracy.count(labels, token_weights, request.correct, ignore_index)
             accuracy.remember(loss, counts, token_weights.unknown, self.tp_group.rank())
-        return LossAndArgmax(loss, request.local_max, request.local_argmax)
+        return loss  # type: ignore[no-any-return]
 
-    def fused_log_probs(self, deferred: DeferredLogits, labels: Tensor) -> Tensor:
-        """Log-probabilities ``[b, s]`` (fp32) of ``labels`` in the vocabulary: the loss's negative."""
+    def fused_log_probs(
+        self, deferred: DeferredLogits, labels: Tensor, entropy: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability and, if asked for, entropy of ``labels`` in the vocabulary: fp32 ``[b, s]``."""
         stock_path.refuse_log_probs(self.fused_ce_config)
-        unknown = TokenWeights(None, "get_logprobs' caller weighs each token as it likes")
-        return self.fused_loss(deferred, labels, unknown).loss.neg()
+        unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
+        request = _LossRequest(labels, unknown, deferred.logit_scale, entropy)
+        return self._evaluate(deferred, request).neg(), request.made_entropy
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
@@ -112,6 +121,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             )
         weight = self.weight if weight is None else weight
         labels, token_weights = fused_ce_request.labels, fused_ce_request.token_weights
+        entropy = fused_ce_request.entropy
         counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
         out = linear_cross_entropy(
             input_,
@@ -122,7 +132,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             token_weights=token_weights.values,
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
             config=self._config_of_call(fused_ce_request),
-            outputs=("correct",) if counts_correct else (),
+            outputs=(("correct",) if counts_correct else ()) + (("entropy",) if entropy != "none" else ()),
+            differentiable=("entropy",) if entropy == "differentiable" else (),
             with_argmax=self.fused_ce_with_argmax and self.training,
             unmasked=token_weights.unmasked,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
@@ -133,6 +144,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         served = out.logits_backend, out.why_not_scaled_exp
         report.evaluation_once(self, input_, weight, out.plan, served)
         fused_ce_request.correct = out.outputs.correct
+        fused_ce_request.made_entropy = out.outputs.entropy
         if out.local_max is not None and out.local_argmax is not None:
             in_sequence = labels.t().shape  # [s, b]
             fused_ce_request.local_max = out.local_max.view(in_sequence)
@@ -156,12 +168,16 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
 
 class _LossRequest:
-    """Carries labels in, argmax and accuracy out, through ``nn.Module.__call__`` as one keyword argument."""
+    """Carries labels in, argmax, accuracy and entropy out of ``nn.Module.__call__``, as one argument."""
 
-    def __init__(self, labels: Tensor, token_weights: TokenWeights, logit_scale: float) -> None:
+    def __init__(
+        self, labels: Tensor, token_weights: TokenWeights, logit_scale: float, entropy: str = "none"
+    ) -> None:
         self.labels = labels
         self.token_weights = token_weights
         self.logit_scale = logit_scale
+        self.entropy = entropy
+        self.made_entropy: Tensor | None = None
         self.local_max: Tensor | None = None
         self.local_argmax: Tensor | None = None
         self.correct: Tensor | None = None

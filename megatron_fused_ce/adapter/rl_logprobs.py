@@ -32,9 +32,9 @@ def patch(module: Any) -> None:
 
     @wraps(stock_log_softmax)
     def selective_log_softmax(logits: Any, index: Tensor) -> Any:
-        log_probs = logits.log_probs(index) if isinstance(logits, DeferredLogits) else None
-        if log_probs is not None:
-            return log_probs
+        made = logits.log_probs(index) if isinstance(logits, DeferredLogits) else None
+        if made is not None:
+            return made[0]
         return stock_log_softmax(deferred_logits.real(logits), index)
 
     module.selective_log_softmax = selective_log_softmax

@@ -107,15 +107,14 @@ def refuse_log_probs(config: FusedCEConfig) -> None:
     """
     if config.loss_options:
         raise ValueError(
-            f"{config.loss_options}: get_logprobs' log-probabilities are those of the plain softmax that "
-            "Megatron samples from, and the head's loss would be another. Leave these options out"
+            f"{config.loss_options}: the caller's log-probabilities are those of the plain softmax that "
+            "tokens are sampled from, and the head's loss would be another. Leave these options out"
         )
 
 
 def reason_for_log_probs(model: Any) -> str:
     """Why ``model`` (perhaps wrapped) must compute logits for log-probabilities; empty if it need not."""
-    sharded = ("placements", "__fsdp_param__")  # marks FSDP2's and Megatron-FSDP's parameters
-    if any(hasattr(parameter, name) for parameter in model.parameters() for name in sharded):
+    if any(map(deferred_logits.is_fsdp, model.parameters())):
         return (
             "get_logprobs asks for log-probabilities after the model's call, and FSDP frees weights at its "
             "end and hooks the tensors that it returns"

@@ -153,23 +153,42 @@ def test_log_probs_of_what_is_remembered(gathered, use, scale, positions, dtype)
     """Labels and log-probabilities of the positions that are left, of the whole sequence in the head."""
     seen = []
 
-    def fused_log_probs(deferred, labels):
+    def fused_log_probs(deferred, labels, entropy):
         seen.append((deferred.logit_scale, labels))
-        return torch.arange(8.0).view(2, 4)
+        return torch.arange(8.0).view(2, 4), None if entropy == "none" else torch.arange(8.0, 16.0).view(2, 4)
 
     gathered.head.fused_log_probs = fused_log_probs
     left = use(gathered)
     labels = torch.arange(8).view(2, 4)[:, positions] + 1
     assert left.shape == (*labels.shape, 6) and left.dtype == dtype
-    log_probs = left.log_probs(labels)
-    assert torch.equal(log_probs, torch.arange(8.0).view(2, 4)[:, positions])
-    assert log_probs._base is None  # pipeline schedules free no view
+    assert left.log_probs(labels)[1] is None
+    seen.clear()
+    megatron_fused_ce.counters().reset()
+    for first, made in zip((0.0, 8.0), left.log_probs(labels, "detached"), strict=True):
+        assert torch.equal(made, torch.arange(first, first + 8).view(2, 4)[:, positions])
+        assert made._base is None  # pipeline schedules free no view
     (given,) = seen
     assert given[0] == scale and given[1].shape == (2, 4) and torch.equal(given[1][:, positions], labels)
     assert (materialised(), megatron_fused_ce.counters().fused) == (0, 1)
     # Real ones after all: what the same steps make of the layer's.
     assert torch.equal(left.exp(), use(gathered.head.logits.transpose(0, 1)).exp())
     assert materialised() == 1
+
+
+def test_a_batch_of_one_can_be_squeezed(deferred):
+    """Of this rank's part too, for a caller who takes that; then rows are no positions any more."""
+    one = DeferredLogits(deferred.head, deferred.hidden[:, :1], None, torch.Size((4, 1, 6)), for_caller=True)
+    deferred.head.logits = deferred.head.logits[:, :1]
+    deferred.head.fused_log_probs = lambda *_: (torch.arange(4.0).view(1, 4), None)
+    rows = (one.transpose(0, 1).squeeze(0) / 2).contiguous()
+    assert rows.shape == (4, 6) and rows.size(-1) == 6
+    made, _ = rows.log_probs(torch.arange(4))
+    assert torch.equal(made, torch.arange(4.0)) and materialised() == 0
+    expected = deferred.head.logits[:, 0] / 2
+    for use in (lambda z: z[:2], lambda z: z[:, :3], lambda z: z.squeeze(0), lambda z: z.transpose(0, 1)):
+        assert torch.equal(use(rows), use(expected))
+    assert materialised() == 1
+    assert one.transpose(0, 1).squeeze().shape == (4, 6) and materialised() == 2
 
 
 @pytest.mark.parametrize(
@@ -219,7 +238,7 @@ def test_train_rls_functions_are_patched(monkeypatch, deferred):
     rl_utils.selective_log_softmax = lambda logits, index: logits.log_softmax(-1)
     for module in (rl_utils, train_rl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(DeferredLogits, "log_probs", lambda self, index: "served")
+    monkeypatch.setattr(DeferredLogits, "log_probs", lambda self, index: ("served", None))
     monkeypatch.setattr(import_hook, "_asked_for", None)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     import_hook.install(lambda: False)

@@ -166,9 +166,7 @@ def test_gathered_logits_of_a_shard(rank: Rank):
         with deferred_logits.returned_to_caller():
             logits = on(tokens, positions, None, runtime_gather_output=True)
         before = len(issued.calls)
-        with pytest.raises(
-            ValueError, match="z_loss: get_logprobs' log-probabilities are those of the plain"
-        ):
+        with pytest.raises(ValueError, match="z_loss: the caller's log-probabilities are those of the plain"):
             logits.log_probs(tokens)
         assert len(issued.calls) == before > 0
     # Half of the tokens or so have it on the other rank.
