@@ -143,7 +143,7 @@ class GemmThenRows:
 
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         assert chunk.hidden is not None and out is not None
-        _product(chunk.hidden, chunk.weight, out)
+        write_product(chunk.hidden, chunk.weight, out)
 
         def statistics() -> Scores:
             args = (chunk.labels, chunk.logit_scale, with_argmax, chunk.form, chunk.soft)
@@ -176,11 +176,11 @@ class GemmThenRows:
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
     ) -> LogitsGrad:
         assert chunk.hidden is not None
-        _product(chunk.hidden, chunk.weight, logits)
+        write_product(chunk.hidden, chunk.weight, logits)
         return self.grad_from_saved(logits, None, chunk, terms, upstream, out)
 
 
-def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+def write_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """``out = hidden @ weight.T``, ``out`` in their dtype or in fp32."""
     if out.dtype == hidden.dtype:
         torch.mm(hidden, weight.t(), out=out)

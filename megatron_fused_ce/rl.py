@@ -144,9 +144,10 @@ def masked_token_log_probs(
 ) -> TokenLogProbs:
     """Log-probability and entropy over the ids that top-p or top-k kept when a token was sampled.
 
-    The softmax is over those ids alone; gradients are exactly 0 outside. Only their columns are computed
-    (:mod:`.sampling_mask`): meant for sets of some tens of ids a token. A token whose set is empty was not
-    filtered: its softmax is over the vocabulary, by the head, which leaves all other tokens out.
+    The softmax is over those ids alone; gradients are exactly 0 outside. It takes three GEMMs over the
+    vocabulary, as :func:`token_log_probs` does, whatever the size of the sets (:mod:`.sampling_mask`). A token
+    whose set is empty was not filtered: its softmax is over the vocabulary, by the head, which leaves all other
+    tokens out.
 
     Args:
         mask_ids: int64 or int32 ``[N]``, global ids, each once for a token, in any order.
@@ -157,8 +158,7 @@ def masked_token_log_probs(
             With ``ignore_index`` a token with that label and an empty set has log-probability 0 and costs no
             product; with a set its label is outside of it.
 
-    The other arguments are those of :func:`token_log_probs`; its cast to fp32 is not made, since all products
-    are fp32.
+    The other arguments are those of :func:`token_log_probs`.
 
     Returns:
         fp32, in the labels' shape. A label outside its set has log-probability ``-inf``, without a gradient.
@@ -168,10 +168,9 @@ def masked_token_log_probs(
             the vocabulary or twice for a token; offsets that do not begin at 0, end at N or ascend;
             ranks with different masks.
 
-    Memory above inputs and outputs: 160 MiB of blocks (bf16; a set of more than ``2**24 / H`` ids:
-    ``10 * H`` bytes an id), some 50 bytes an id, and in the backward ``4 * H`` bytes for each id of this
-    shard that any token has kept. With sequence parallelism all hidden states of the group, ``[T, H]``, and
-    their gradients.
+    Memory above inputs and outputs: a block of 1 GiB; some 50 bytes an id; with several blocks ``4 * V * H``
+    bytes in the backward, the sum of ``grad_weight`` in fp32. With sequence parallelism all hidden states of
+    the group, ``[T, H]``, and their gradients.
 
     Collectives: one all-gather of a few int64, for which the host waits; those of
     :class:`.sampling_mask.MaskedLogProbs`; where a set is empty those of the head with ``skip_masked``.

@@ -1,13 +1,14 @@
-"""Log-probabilities over the few ids that sampling kept for each token, without the other logits.
+"""Log-probabilities over the ids that sampling kept for each token.
 
-A block of tokens is padded to the longest of its sets, its rows of the weight are gathered, and batched fp32
-GEMMs compute its logits. The rest is the head's maths (:mod:`.row_ops_torch`, :mod:`.loss_form`) with a set
-instead of the vocabulary. Every rank computes the ids of its own shard.
+One GEMM computes all logits of a block of tokens in fp32, and only those of the kept ids leave the block. The
+backward writes their gradients into a block of zeros for two more GEMMs. Three GEMMs cost less than gathered
+rows of the weight did from ten ids a token on (H200), and cost the same for any number. The rest is
+the head's maths (:mod:`.row_ops_torch`, :mod:`.loss_form`) with a set instead of the vocabulary. Every rank
+computes the ids of its own shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,16 +19,23 @@ from torch.autograd.function import once_differentiable
 from megatron_fused_ce import autocast, row_ops, row_ops_torch
 from megatron_fused_ce.autograd import in_labels_layout
 from megatron_fused_ce.call import Arguments, at_temperature, check_arguments, compared
-from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, RowStatistics
+from megatron_fused_ce.grad_weight import ReturnedGradWeight
+from megatron_fused_ce.kernels.records import (
+    NOT_HERE,
+    ExtraStatistics,
+    GradCoefficients,
+    RowStatistics,
+)
+from megatron_fused_ce.logits_backend import write_product
 from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy
 from megatron_fused_ce.row_ops import TokenTerms
+from megatron_fused_ce.scaling import scale_for_fp16
 from megatron_fused_ce.token_outputs import Upstream
 from megatron_fused_ce.vocab_parallel import VocabParallel
 
-#: Entries of gathered weight rows in one block. A block holds them in their dtype and in fp32, and a backward
-#: with ``grad_weight`` also their fp32 gradient: 160 MiB for bf16. A larger set is a block of its own.
-BLOCK_ELEMENTS = 1 << 24
+#: Bytes of a block: its logits in fp32 in the forward, their gradients in the operands' dtype in the backward.
+BLOCK_BYTES = 1 << 30
 
 
 class Mask(NamedTuple):
@@ -105,33 +113,41 @@ class Pairs(NamedTuple):
         ends = torch.searchsorted(mask.token[here], torch.arange(len(order) + 1, device=order.device))
         return Pairs(columns[here], ends[:-1][order], ends.diff()[order], labels - vocab_start)
 
-    def blocks(self, hidden_size: int) -> Iterator[_Block]:
-        """Blocks of tokens whose sets have about one length, longest first. The host waits for the
-        lengths."""
+    def blocks(self, bytes_per_token: int) -> list[_Block]:
+        """Blocks of the tokens with a kept id here, by the length of their sets, longest first.
+
+        The host waits for the lengths.
+        """
         order = self.length.argsort(descending=True, stable=True)
         lengths = [length for length in self.length[order].tolist() if length]
-        order, start = order[: len(lengths)], 0
-        while start < len(lengths):
-            stop = start + max(1, BLOCK_ELEMENTS // (lengths[start] * hidden_size))
-            yield self._block(order[start:stop], lengths[start])
-            start = stop
+        size = max(1, BLOCK_BYTES // bytes_per_token)
+        starts = range(0, len(lengths), size)
+        return [_Block(order[: len(lengths)][at : at + size], lengths[at]) for at in starts]
 
-    def _block(self, tokens: Tensor, size: int) -> _Block:
-        place = torch.arange(size, device=tokens.device)
-        real = place < self.length[tokens].unsqueeze(-1)
-        # Padding repeats the token's last id; its gradient is 0.
-        pairs = self.first[tokens].unsqueeze(-1) + torch.minimum(place, self.length[tokens].unsqueeze(-1) - 1)
+    def sets(self, block: _Block) -> _Sets:
+        """The block's sets, padded to its longest."""
+        tokens = block.tokens
+        place, last = torch.arange(block.longest, device=tokens.device), self.length[tokens].unsqueeze(-1) - 1
+        real, place = place <= last, torch.minimum(place, last)
+        pairs = self.first[tokens].unsqueeze(-1) + place
         columns = self.columns[pairs]
         is_label = real & (columns == self.labels[tokens].unsqueeze(-1))
         label = torch.where(is_label.any(-1), is_label.to(torch.uint8).argmax(-1), -1)
-        return _Block(tokens, pairs, columns, real, label)
+        return _Sets(pairs, place, columns, real, label)
 
 
 class _Block(NamedTuple):
     """``B`` tokens with up to ``K`` kept ids."""
 
     tokens: Tensor  # int64 [B]
+    longest: int  # K
+
+
+class _Sets(NamedTuple):
+    """Sets of a block; padding repeats a token's last id."""
+
     pairs: Tensor  # int64 [B, K]
+    place: Tensor  # int64 [B, K]: position of the id in its set
     columns: Tensor  # int64 [B, K]
     real: Tensor  # bool [B, K]: no padding
     label: Tensor  # int64 [B]: position of the label among the K, -1 if it is not there
@@ -146,10 +162,12 @@ class Problem(NamedTuple):
     inv_temperature: Tensor | None  # [T] fp32
     form: LossForm  # whose softcap is applied here
 
-    def logits(self, block: _Block, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, K]`` fp32, -inf in the padding, and their derivatives with respect to ``hidden @
-        weight.T``."""
-        z = torch.bmm(weight, hidden.unsqueeze(-1)).squeeze(-1) * self.logit_scale
+    def logits(self, tokens: Tensor, sets: _Sets, product: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``[B, K]`` fp32, -inf in the padding, and their derivatives by ``product``.
+
+        ``product``: ``hidden @ weight.T`` at the kept ids.
+        """
+        z = product * self.logit_scale
         slope = torch.full_like(z, self.logit_scale)
         cap = self.form.softcap
         if cap is not None:
@@ -157,9 +175,9 @@ class Problem(NamedTuple):
             slope = slope * 4 * e / (1 + e).square()
             z = cap * torch.tanh(z / cap)
         if self.inv_temperature is not None:
-            factor = self.inv_temperature[block.tokens].unsqueeze(-1)
+            factor = self.inv_temperature[tokens].unsqueeze(-1)
             z, slope = z * factor, slope * factor
-        return z.masked_fill(~block.real, -torch.inf), slope
+        return z.masked_fill(~sets.real, -torch.inf), slope
 
     @property
     def plain(self) -> LossForm:
@@ -185,22 +203,29 @@ class MaskedLogProbs(torch.autograd.Function):
         shard = torch.zeros(4, num_tokens, device=hidden.device)
         shard[:2], shard[3] = -torch.inf, NOT_HERE
         weighted = torch.zeros_like(shard[0]) if form.with_weighted else None
+        products = torch.empty(len(pairs.columns), device=hidden.device)  # of every pair
         with autocast.off(hidden.device):
             all_hidden = _gathered(problem.comm, hidden)
-            for block in pairs.blocks(hidden.shape[1]):
-                rows = weight[block.columns].float()
-                z, _ = problem.logits(block, all_hidden[block.tokens].float(), rows)
-                stats = row_ops_torch.row_statistics(z, block.label, 1.0, form=form)
+            blocks = pairs.blocks(4 * len(weight))
+            buffer = products.new_empty(len(blocks[0].tokens) if blocks else 0, len(weight))
+            for block in blocks:
+                sets, out = pairs.sets(block), buffer[: len(block.tokens)]
+                write_product(all_hidden[block.tokens], weight, out)
+                product = out.gather(1, sets.columns)
+                products[sets.pairs] = product
+                z, _ = problem.logits(block.tokens, sets, product)
+                stats = row_ops_torch.row_statistics(z, sets.label, 1.0, form=form)
                 shard[:, block.tokens] = stats.shard
                 if weighted is not None and stats.extra.weighted is not None:
                     weighted[block.tokens] = stats.extra.weighted
+            del buffer
             stats = RowStatistics(shard, extra=ExtraStatistics(weighted=weighted))
             merged = problem.comm.start_merge(stats, row_ops).finish()
             made = form.finish(merged)
         assert made.log_prob is not None and merged.terms is not None
         known = merged.terms[3] != NOT_HERE
         ctx.problem = problem
-        ctx.save_for_backward(hidden, weight, merged.terms, known, made.entropy)
+        ctx.save_for_backward(hidden, weight, products, merged.terms, known, made.entropy)
         ctx.set_materialize_grads(False)
         if made.entropy is not None and "entropy" not in problem.form.differentiable:
             ctx.mark_non_differentiable(made.entropy)
@@ -209,7 +234,7 @@ class MaskedLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight, merged_terms, known, entropy = ctx.saved_tensors
+        hidden, weight, products, merged_terms, known, entropy = ctx.saved_tensors
         problem, (of_log_prob, of_entropy) = ctx.problem, grads
         wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
         if of_log_prob is None and of_entropy is None:
@@ -219,42 +244,52 @@ class MaskedLogProbs(torch.autograd.Function):
             grad_loss = torch.where(known, -of_log_prob, 0.0)
         terms, plain = TokenTerms.of(merged_terms), problem.plain
         upstream = Upstream(grad_loss, None, None, of_entropy, None if of_entropy is None else entropy)
+        inv_scale = None
+        if weight.dtype == torch.float16:
+            scale, inv_scale = scale_for_fp16(upstream.gradients, weight)
+            upstream = upstream.scaled(scale)
         coefficients = plain.grad_coefficients(terms, upstream)
         comm, pairs = problem.comm, problem.pairs
-        used, place = torch.unique(pairs.columns, return_inverse=True)
-        grad_used = (
-            torch.zeros(len(used), weight.shape[1], device=weight.device) if wants_grad_weight else None
-        )
         with autocast.off(hidden.device):
             all_hidden = _gathered(comm, hidden)
             partial = torch.zeros_like(all_hidden) if wants_grad_hidden else None
-            for block in pairs.blocks(hidden.shape[1]):
-                rows, taken = weight[block.columns].float(), all_hidden[block.tokens].float()
-                z, slope = problem.logits(block, taken, rows)
-                of_block = coefficients._replace(
-                    **{
-                        name: value[block.tokens]
-                        for name, value in coefficients._asdict().items()
-                        if value is not None
-                    }
-                )
-                grad = row_ops_torch.row_gradients(z, block.label, of_block, 1.0, z, plain)
-                grad = torch.where(block.real, grad * slope, 0.0)
+            blocks = pairs.blocks(weight.element_size() * len(weight))
+            accumulator = ReturnedGradWeight(weight, len(blocks), inv_scale is not None)
+            buffer = weight.new_empty(len(blocks[0].tokens) if blocks else 0, len(weight))
+            for block in blocks:
+                tokens, sets = block.tokens, pairs.sets(block)
+                grad_logits = buffer[: len(tokens)].zero_()
+                _write_gradients(problem, tokens, sets, products[sets.pairs], coefficients, grad_logits)
                 if partial is not None:
-                    made = torch.bmm(grad.unsqueeze(1), rows).squeeze(1)
-                    partial[block.tokens] = made.to(partial.dtype)
-                del rows
-                if grad_used is not None:
-                    products = grad.unsqueeze(-1) * taken.unsqueeze(1)
-                    grad_used.index_put_((place[block.pairs],), products, accumulate=True)
-            grad_hidden = grad_weight = None
+                    partial[tokens] = grad_logits @ weight
+                if wants_grad_weight:
+                    accumulator.add(grad_logits, all_hidden[tokens])
+            del buffer
+            grad_hidden = None
             if partial is not None:
+                if inv_scale is not None:
+                    partial.mul_(inv_scale)
                 grad_hidden = hidden.new_empty(hidden.shape) if comm.num_parts > 1 else partial
                 comm.reduce_grad_hidden(partial, grad_hidden).wait()
-            if grad_used is not None:
-                grad_weight = torch.zeros_like(weight)
-                grad_weight[used] = grad_used.to(weight.dtype)
-        return grad_hidden, grad_weight, None
+        return grad_hidden, accumulator.close(inv_scale) if wants_grad_weight else None, None
+
+
+def _write_gradients(
+    problem: Problem,
+    tokens: Tensor,  # int64 [B]
+    sets: _Sets,
+    product: Tensor,  # [B, K] fp32
+    coefficients: GradCoefficients,  # [T] fp32 each
+    out: Tensor,  # [B, V]
+) -> None:
+    """Write the gradients with respect to ``hidden @ weight.T`` at the kept ids."""
+    z, slope = problem.logits(tokens, sets, product)
+    of_block = coefficients._replace(
+        **{name: value[tokens] for name, value in coefficients._asdict().items() if value is not None}
+    )
+    grad = row_ops_torch.row_gradients(z, sets.label, of_block, 1.0, z, problem.plain) * slope
+    # Padding writes what the token's last id writes.
+    out.scatter_(1, sets.columns, grad.gather(1, sets.place).to(out.dtype))
 
 
 def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -177,11 +177,11 @@ def random_mask(problem: Problem, kind: str):
     problems(strategies=("store", "recompute", "auto")),
     st.sampled_from(ENTROPY_CHOICES),
     st.sampled_from(("any", "with label", "label alone", "some empty")),
-    st.sampled_from((1, 1 << 24)),
+    st.sampled_from((1, 512, 1 << 24)),
 )
-@example(OUTSIDE, "differentiable", "some empty", 64)
-@example(replace(OUTSIDE, temperature="per token", flat=True), "detached", "with label", 64)
-def test_masked_token_log_probs(problem, entropy, kind, block_elements):
+@example(OUTSIDE, "differentiable", "some empty", 512)
+@example(replace(OUTSIDE, temperature="per token", flat=True), "detached", "with label", 512)
+def test_masked_token_log_probs(problem, entropy, kind, block_bytes):
     """Over kept ids alone; in blocks of a token and of all."""
     problem = replace(problem, main_grad="", config=replace(problem.config, ignore_index=None))
     tried("masked_token_log_probs", problem)
@@ -207,7 +207,7 @@ def test_masked_token_log_probs(problem, entropy, kind, block_elements):
         }
         return {**per_token, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 
-    with patch.object(sampling_mask, "BLOCK_ELEMENTS", block_elements):
+    with patch.object(sampling_mask, "BLOCK_BYTES", block_bytes):
         made = run(problem, head, upstreams, inputs=inputs)
     assert bool((made["log_prob"] == -torch.inf)[~inside & ~unfiltered].all())
     check(problem, made, evaluate)
