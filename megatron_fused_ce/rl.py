@@ -145,9 +145,9 @@ def masked_token_log_probs(
     """Log-probability and entropy over the ids that top-p or top-k kept when a token was sampled.
 
     The softmax is over those ids alone; gradients are exactly 0 outside. It takes three GEMMs over the
-    vocabulary, as :func:`token_log_probs` does, whatever the size of the sets (:mod:`.sampling_mask`). A token
-    whose set is empty was not filtered: its softmax is over the vocabulary, by the head, which leaves all other
-    tokens out.
+    vocabulary, as :func:`token_log_probs` does, whatever the size of the sets (:mod:`.sampling_mask`). A
+    token whose set is empty was not filtered: its softmax is over the vocabulary, by the head, which leaves
+    all other tokens out.
 
     Args:
         mask_ids: int64 or int32 ``[N]``, global ids, each once for a token, in any order.

@@ -34,7 +34,7 @@ from megatron_fused_ce.scaling import scale_for_fp16
 from megatron_fused_ce.token_outputs import Upstream
 from megatron_fused_ce.vocab_parallel import VocabParallel
 
-#: Bytes of a block: its logits in fp32 in the forward, their gradients in the operands' dtype in the backward.
+#: Bytes of a block: logits in fp32 in the forward, their gradients in the operands' dtype in the backward.
 BLOCK_BYTES = 1 << 30
 
 
