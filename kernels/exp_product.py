@@ -36,7 +36,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
-from megatron_fused_ce.kernels.records import LOG2_E, NO_OPTIONS, RowOptions, TileStatistics
+from megatron_fused_ce.kernels.records import (
+    LOG2_E,
+    NO_OPTIONS,
+    GradProduct,
+    RowOptions,
+    TileStatistics,
+)
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
 #: A tile is exponentiated against its own maximum once that exceeds the row's shift by more than
@@ -88,6 +94,7 @@ def _exp_product_kernel(
     tile_sum_ptr,  # [num_n, C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     tile_weighted_ptr,  # [num_n, C] fp32
+    tile_logit_sum_ptr,  # [num_n, C] fp32
     label_logit_ptr,  # [C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     num_rows,
@@ -102,8 +109,10 @@ def _exp_product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     WRITE: tl.constexpr,
+    LOGITS: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
@@ -130,13 +139,18 @@ def _exp_product_kernel(
         picked = tl.sum(tl.where(is_label, z, 0.0), axis=1)
         in_tile = (label >= n * BLOCK_N) & (label < (n + 1) * BLOCK_N)
         tl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & in_tile)
+        if LOGITS:
+            out_desc.store([m * BLOCK_M, n * BLOCK_N], z.to(out_desc.dtype))
         if SOFTCAP:
             z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E) - row_shift[:, None]
+            z = z * (softcap * LOG2E)
         else:
-            z = z * scale2 - row_shift[:, None]
-        z = tl.where(is_label | (columns[None, :] >= valid_columns), float("-inf"), z)
+            z = z * scale2
+        left_out = is_label | (columns[None, :] >= valid_columns)
         at = n.to(tl.int64) * num_rows + rows
+        if WITH_SUM:
+            tl.store(tile_logit_sum_ptr + at, tl.sum(tl.where(left_out, 0.0, z), axis=1), mask=inside)
+        z = tl.where(left_out, float("-inf"), z - row_shift[:, None])
         if WITH_ARGMAX:
             tile_max, tile_argmax = tl.max(z, axis=1, return_indices=True)
             tl.store(tile_argmax_ptr + at, n * BLOCK_N + tile_argmax, mask=inside)
@@ -163,9 +177,11 @@ def _gradient_product_kernel(
     weight_desc,  # [V, H]
     out_desc,  # [C, V]
     label_ptr,  # [C] int64
-    max2_ptr,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
-    factor_ptr,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label_ptr,  # [C] fp32: the label's gradient, before the softcap's gradient
+    max2_ptr,  # [C] fp32: records.GradProduct, and the next four
+    factor_ptr,
+    at_label_ptr,
+    entropy_factor_ptr,
+    smoothing_ptr,
     valid_columns_ptr,  # [1] int64: how many columns are valid
     num_rows,
     num_columns,
@@ -178,6 +194,8 @@ def _gradient_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SMOOTHING: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
@@ -206,7 +224,15 @@ def _gradient_product_kernel(
             z = z * (softcap * LOG2E)
         else:
             z = z * scale2
-        gradient = tl.exp2(z - max2[:, None]) * factor[:, None]
+        z -= max2[:, None]
+        gradient = factor[:, None]
+        if ENTROPY:
+            entropy_factor = tl.load(entropy_factor_ptr + rows, mask=inside, other=0.0)
+            z = tl.maximum(z, LOWEST, propagate_nan=_PROPAGATE_NAN)
+            gradient += entropy_factor[:, None] * z
+        gradient = tl.exp2(z) * gradient
+        if SMOOTHING:
+            gradient -= tl.load(smoothing_ptr + rows, mask=inside, other=0.0)[:, None]
         gradient = tl.where(columns[None, :] == label[:, None], at_label[:, None], gradient)
         if SOFTCAP:
             gradient = gradient * softcap_grad
@@ -244,11 +270,15 @@ def exp_product(
     out: Tensor | None,  # [C, V]
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
+    logits: bool = False,
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both.
 
     The label's own entry of ``out`` is 0 afterwards; see :func:`.exp_rows.finalize_rows`. So are masked
     columns; with a softcap ``out`` is times the softcap's gradient (the statistics are not).
+
+    ``logits``: ``out`` gets the logits instead, before ``logit_scale`` and softcap; undefined at labels and
+    in masked columns.
     """
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
@@ -259,6 +289,7 @@ def exp_product(
     label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
+    tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
     tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc
     if out is not None:
@@ -268,7 +299,8 @@ def exp_product(
         (
             *(labels, row_shift2, tile_max, tile_sum),
             tile_max if tile_argmax is None else tile_argmax,
-            *(tile_max if tile_weighted is None else tile_weighted, label_logit),
+            tile_max if tile_weighted is None else tile_weighted,
+            *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
             labels if form.valid_columns is None else form.valid_columns,
         ),
         (
@@ -285,13 +317,17 @@ def exp_product(
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         GROUP_M=tiling.group_m,
-        WRITE=out is not None,
+        WRITE=out is not None and not logits,
+        LOGITS=out is not None and logits,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=form.with_weighted,
+        WITH_SUM=form.with_logit_sum,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )
-    return TileStatistics(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted)
+    return TileStatistics(
+        tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum
+    )
 
 
 def gradient_product(
@@ -299,9 +335,7 @@ def gradient_product(
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64
     table: Tensor | None,  # unused here
-    max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
-    factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's gradient
+    gradient: GradProduct,
     logit_scale: float,
     out: Tensor,  # [C, V]
     form: RowOptions = NO_OPTIONS,
@@ -313,7 +347,9 @@ def gradient_product(
     _gradient_product[tiling](
         (num_programs,),
         (
-            *(labels, max2, factor, at_label),
+            *(labels, gradient.max2, gradient.factor, gradient.at_label),
+            gradient.factor if gradient.entropy_factor is None else gradient.entropy_factor,
+            gradient.factor if gradient.smoothing is None else gradient.smoothing,
             labels if form.valid_columns is None else form.valid_columns,
         ),
         (
@@ -330,6 +366,8 @@ def gradient_product(
         BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k,
         GROUP_M=tiling.group_m,
+        ENTROPY=gradient.entropy_factor is not None,
+        SMOOTHING=gradient.smoothing is not None,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
     )

@@ -49,6 +49,7 @@ from megatron_fused_ce.kernels.records import (
     LOG2_E,
     NO_OPTIONS,
     TABLE_HEADER,
+    GradProduct,
     RowOptions,
     TileStatistics,
 )
@@ -149,36 +150,78 @@ def _rows_of(x, z):
 
 
 @gluon.jit
-def _exponentials(z, shift, scale2, to_exponent, softcap2, SOFTCAP: gl.constexpr, WEIGHTED: gl.constexpr):
-    """``E = 2**(z2 - shift)``, 0 where z is -inf, times the softcap's gradient, in bf16.
+def _exponentials(
+    z,
+    shift,
+    scale2,
+    to_exponent,
+    softcap2,
+    SOFTCAP: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    WITH_SUM: gl.constexpr,
+    LOGITS: gl.constexpr,
+):
+    """``E = 2**(z2 - shift)``, 0 where z is -inf, times the softcap's gradient, in bf16; with ``LOGITS`` z.
 
-    Before it, of each row: the sum of E, the sum of E times its exponent (where ``WEIGHTED``), without the
-    softcap's gradient.
+    Before it, of each row: the sum of E, the sum of E times its exponent (where ``WEIGHTED``), the sum of z2
+    (where ``WITH_SUM``), without the softcap's gradient and where z is not -inf.
     """
     if SOFTCAP:
-        softcapped, softcap_grad = _softcapped(z, to_exponent, softcap2)
-        exponent = gl.where(z == float("-inf"), LOWEST, softcapped - _rows_of(shift, z))
+        z2, softcap_grad = _softcapped(z, to_exponent, softcap2)
+        exponent = gl.where(z == float("-inf"), LOWEST, z2 - _rows_of(shift, z))
     else:
-        exponent = z * scale2 - _rows_of(shift, z)
+        z2 = z * scale2
+        exponent = z2 - _rows_of(shift, z)
         exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
+    logit_sum = shift
+    if WITH_SUM:
+        logit_sum = gl.reduce(gl.where(z == float("-inf"), 0.0, z2), 1, _plus)
     e = gl.exp2(exponent)
     total = gl.reduce(e, 1, _plus)
     weighted = total
     if WEIGHTED:
         weighted = gl.reduce(e * exponent, 1, _plus)
-    if SOFTCAP:
+    if LOGITS:
+        e = z
+    elif SOFTCAP:
         e = e * softcap_grad
-    return total, weighted, e.to(gl.bfloat16)
+    return total, weighted, logit_sum, e.to(gl.bfloat16)
 
 
 @gluon.jit
-def _softcapped_gradients(z, row_shift, factor, at_label, label, to_exponent, softcap2):
-    """Gradients of the logits, times the softcap's gradient, in bf16."""
-    softcapped, softcap_grad = _softcapped(z, to_exponent, softcap2)
-    out = gl.exp2(softcapped - _rows_of(row_shift, z)) * _rows_of(factor, z)
+def _gradients(
+    z,
+    row_shift,
+    factor,
+    entropy_factor,
+    smoothing,
+    at_label,
+    label,
+    scale2,
+    to_exponent,
+    softcap2,
+    SOFTCAP: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    SMOOTHING: gl.constexpr,
+):
+    """Gradients of the logits (records.GradProduct), in bf16."""
+    if SOFTCAP:
+        z2, softcap_grad = _softcapped(z, to_exponent, softcap2)
+        exponent = z2 - _rows_of(row_shift, z)
+    else:
+        exponent = z * scale2 - _rows_of(row_shift, z)
+    if ENTROPY:
+        exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
+        out = gl.exp2(exponent) * (_rows_of(factor, z) + _rows_of(entropy_factor, z) * exponent)
+    else:
+        out = gl.exp2(exponent) * _rows_of(factor, z)
+    if SMOOTHING:
+        out -= _rows_of(smoothing, z)
     columns = gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
     out = gl.where(columns[None, :] == _rows_of(label, z), _rows_of(at_label, z), out)
-    return (out * softcap_grad).to(gl.bfloat16)
+    if SOFTCAP:
+        out = out * softcap_grad
+    return out.to(gl.bfloat16)
 
 
 @gluon.jit
@@ -308,11 +351,14 @@ def _consume_tile(
     row_shift_ptr,  # STATISTICS: row_shift2; GRADIENTS: the row maximum, in powers of two
     factor_ptr,
     at_label_ptr,
+    entropy_factor_ptr,
+    smoothing_ptr,
     label_tiles_ptr,
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
     tile_weighted_ptr,
+    tile_logit_sum_ptr,
     label_logit_ptr,
     token_slots,
     weight_slots,
@@ -331,8 +377,12 @@ def _consume_tile(
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
+    LOGITS: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    WITH_SUM: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
@@ -353,6 +403,11 @@ def _consume_tile(
     if MODE == GRADIENTS:
         factor = gl.load(factor_ptr + rows, mask=inside, other=0.0)
         at_label = gl.load(at_label_ptr + rows, mask=inside, other=0.0)
+        entropy_factor, smoothing = factor, factor
+        if ENTROPY:
+            entropy_factor = gl.load(entropy_factor_ptr + rows, mask=inside, other=0.0)
+        if SMOOTHING:
+            smoothing = gl.load(smoothing_ptr + rows, mask=inside, other=0.0)
 
     z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
     slot = step % NUM_SLOTS
@@ -401,30 +456,37 @@ def _consume_tile(
             tile_max = row_max * scale2 - row_shift
         shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + row_shift
         gl.store(tile_max_ptr + at, tile_max, mask=inside)
-        if SOFTCAP | WEIGHTED:
+        if SOFTCAP | WEIGHTED | WITH_SUM | LOGITS:
             # By halves: registers hold no more than one of them beside what it is multiplied by.
             left, right = _halves(z)
-            left_sum, left_weighted, left = _exponentials(
-                left, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED
+            left_sum, left_weighted, left_logit_sum, left = _exponentials(
+                left, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS
             )
-            right_sum, right_weighted, right = _exponentials(
-                right, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED
+            right_sum, right_weighted, right_logit_sum, right = _exponentials(
+                right, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS
             )
             gl.store(tile_sum_ptr + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
             if WEIGHTED:
                 weighted = gl.convert_layout(left_weighted + right_weighted, ROWS)
                 gl.store(tile_weighted_ptr + at, weighted, mask=inside)
+            if WITH_SUM:
+                logit_sum = gl.convert_layout(left_logit_sum + right_logit_sum, ROWS)
+                gl.store(tile_logit_sum_ptr + at, logit_sum, mask=inside)
         else:
             out = gl.exp2(z * scale2 - shift[:, None])
             gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
             left, right = _halves(out.to(out_desc.dtype))
     else:
-        if SOFTCAP:
+        if SOFTCAP | ENTROPY | SMOOTHING:
             left, right = _halves(z)
-            left = _softcapped_gradients(left, row_shift, factor, at_label, label, to_exponent, softcap2)
-            right = _softcapped_gradients(
-                right, row_shift, factor, at_label, label - BLOCK_N // 2, to_exponent, softcap2
-            )
+            left = _gradients(
+                left, row_shift, factor, entropy_factor, smoothing, at_label, label,
+                scale2, to_exponent, softcap2, SOFTCAP, ENTROPY, SMOOTHING,
+            )  # fmt: skip
+            right = _gradients(
+                right, row_shift, factor, entropy_factor, smoothing, at_label, label - BLOCK_N // 2,
+                scale2, to_exponent, softcap2, SOFTCAP, ENTROPY, SMOOTHING,
+            )  # fmt: skip
         else:
             out = gl.exp2(z * scale2 - row_shift[:, None]) * factor[:, None]
             if holds_label != 0:
@@ -448,11 +510,14 @@ def _consumer(
     row_shift_ptr,  # STATISTICS: row_shift2; GRADIENTS: the row maximum, in powers of two
     factor_ptr,
     at_label_ptr,
+    entropy_factor_ptr,
+    smoothing_ptr,
     label_tiles_ptr,
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
     tile_weighted_ptr,
+    tile_logit_sum_ptr,
     label_logit_ptr,
     token_slots,
     weight_slots,
@@ -472,8 +537,12 @@ def _consumer(
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
+    LOGITS: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    WITH_SUM: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
@@ -484,11 +553,12 @@ def _consumer(
     while tile < num_tiles:
         step = _consume_tile(
             tile, step,
-            out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-            tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr, label_logit_ptr, token_slots,
+            out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr, smoothing_ptr,
+            label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr,
+            tile_logit_sum_ptr, label_logit_ptr, token_slots,
             weight_slots, staging, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
-            logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, WITH_ARGMAX,
-            WEIGHTED, MASKED, SOFTCAP,
+            logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX,
+            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP,
         )  # fmt: skip
         tile = _told(tile_ids, full, step)
     if WRITE:
@@ -505,11 +575,14 @@ def _product_kernel(
     row_shift_ptr,
     factor_ptr,
     at_label_ptr,
+    entropy_factor_ptr,
+    smoothing_ptr,
     table_ptr,  # int32: exp_rows.RowPrologue.table
     tile_max_ptr,
     tile_sum_ptr,
     tile_argmax_ptr,
     tile_weighted_ptr,
+    tile_logit_sum_ptr,
     label_logit_ptr,
     valid_columns_ptr,
     num_rows,
@@ -521,8 +594,12 @@ def _product_kernel(
     GROUP_M: gl.constexpr,
     MODE: gl.constexpr,
     WRITE: gl.constexpr,
+    LOGITS: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
     WEIGHTED: gl.constexpr,
+    WITH_SUM: gl.constexpr,
+    ENTROPY: gl.constexpr,
+    SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
@@ -551,20 +628,24 @@ def _product_kernel(
     gl.warp_specialize(
         [
             (_consumer, (
-                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr, label_logit_ptr,
+                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
+                smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
+                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr,
                 upper_slots, weight_slots,
                 upper_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
-                0, GROUP_M, MODE, WRITE, WITH_ARGMAX, WEIGHTED, MASKED, SOFTCAP,
+                0, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
+                MASKED, SOFTCAP,
             )),
             (_consumer, (
-                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, label_tiles_ptr,
-                tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr, label_logit_ptr,
+                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
+                smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
+                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr,
                 lower_slots, weight_slots,
                 lower_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
-                64, GROUP_M, MODE, WRITE, WITH_ARGMAX, WEIGHTED, MASKED, SOFTCAP,
+                64, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
+                MASKED, SOFTCAP,
             )),
             (_loader, (
                 tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, weight_slots,
@@ -599,19 +680,24 @@ def _launch(
     out: Tensor | None,
     labels: Tensor,
     table: Tensor,
-    rows: tuple[Tensor, Tensor, Tensor],
-    tiles: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    gradient: GradProduct,
+    tiles: tuple[Tensor, ...],
     logit_scale: float,
     mode: int,
     with_argmax: bool,
     form: RowOptions,
+    logits: bool = False,
 ) -> None:
     half, half_n = int(HALF_M), int(BLOCK_N) // 2
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
     launch = _bound_product(
-        *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, with_argmax),
-        *(form.with_weighted, form.valid_columns is not None, form.softcap),
+        *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, logits),
+        *(with_argmax, form.with_weighted, form.with_logit_sum),
+        *(gradient.entropy_factor is not None, gradient.smoothing is not None),
+        *(form.valid_columns is not None, form.softcap),
     )
+    unused = gradient.factor
+    rows = tuple(unused if row is None else row for row in gradient)
     launch(
         (*(labels, *rows, table, *tiles), labels if form.valid_columns is None else form.valid_columns),
         descriptors=(
@@ -630,8 +716,12 @@ def _bound_product(
     logit_scale: float,
     mode: int,
     write: bool,
+    logits: bool,
     with_argmax: bool,
     with_weighted: bool,
+    with_sum: bool,
+    entropy: bool,
+    smoothing: bool,
     masked: bool,
     softcap: float | None,
 ) -> Bound:
@@ -645,8 +735,12 @@ def _bound_product(
         GROUP_M=group_m(hidden_size),
         MODE=mode,
         WRITE=write,
+        LOGITS=write and logits,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=with_weighted and mode == int(STATISTICS),
+        WITH_SUM=with_sum and mode == int(STATISTICS),
+        ENTROPY=entropy,
+        SMOOTHING=smoothing,
         MASKED=masked,
         SOFTCAP=softcap is not None,
     )
@@ -662,31 +756,37 @@ def exp_product(
     out: Tensor | None,  # [C, V] bf16
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
+    logits: bool = False,
 ) -> TileStatistics:
-    """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both."""
+    """``E`` or logits into ``out`` (unless None); statistics of tiles: :func:`.exp_product.exp_product`."""
     num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
     tile_max = row_shift2.new_empty(num_tiles, tokens.shape[0])
     tile_sum = torch.empty_like(tile_max)
     label_logit = torch.empty_like(row_shift2)
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
+    tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
     _launch(
         tokens,
         weight,
         out,
         labels,
         table,
-        (row_shift2, row_shift2, row_shift2),
+        GradProduct(row_shift2, row_shift2, row_shift2),
         (
             *(tile_max, tile_sum, table if tile_argmax is None else tile_argmax),
-            *(tile_max if tile_weighted is None else tile_weighted, label_logit),
+            tile_max if tile_weighted is None else tile_weighted,
+            *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
         ),
         logit_scale,
         int(STATISTICS),
         with_argmax,
         form,
+        logits,
     )
-    return TileStatistics(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted)
+    return TileStatistics(
+        int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum
+    )
 
 
 def gradient_product(
@@ -694,9 +794,7 @@ def gradient_product(
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64
     table: Tensor,  # int32: see exp_product
-    max2: Tensor,  # [C] fp32: row maximum over the whole vocabulary, in powers of two
-    factor: Tensor,  # [C] fp32: upstream times logit_scale over the sum of exponentials
-    at_label: Tensor,  # [C] fp32: the label's gradient, before the softcap's gradient
+    gradient: GradProduct,
     logit_scale: float,
     out: Tensor,  # [C, V] bf16
     form: RowOptions = NO_OPTIONS,
@@ -708,8 +806,8 @@ def gradient_product(
         out,
         labels,
         table,
-        (max2, factor, at_label),
-        (max2, max2, table, max2, max2),
+        gradient,
+        (gradient.max2, gradient.max2, table, *[gradient.max2] * 3),
         logit_scale,
         int(GRADIENTS),
         False,

@@ -186,12 +186,14 @@ def _combine_tiles_kernel(
     tile_sum_ptr,  # [num_tiles, C] fp32: sums of E
     tile_argmax_ptr,  # [num_tiles, C] int32: columns
     tile_weighted_ptr,  # [num_tiles, C] fp32, base 2
+    tile_logit_sum_ptr,  # [num_tiles, C] fp32, base 2
     label_ptr,  # [C] int64: columns of this shard
     label_logit_ptr,  # [C] fp32, natural units, before the softcap
     shard_ptr,  # [4, C] fp32, out, natural units: records.RowStatistics.shard
     tile_shift_ptr,  # [C] fp32, out, base 2: RowStatistics.tile_shift
     argmax_ptr,  # [C] int64, out: column of the largest logit
     weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
+    logit_sum_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.logit_sum
     loss_ptr,  # [C] fp32, out, natural units
     saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
     e_ptr,  # [C, V], in and out
@@ -206,6 +208,7 @@ def _combine_tiles_kernel(
     TILE: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    WITH_SUM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALONE: tl.constexpr,
     FINALIZE: tl.constexpr,
@@ -226,6 +229,7 @@ def _combine_tiles_kernel(
     slot_shift = slots
     slot_sum_exp = slots
     slot_weighted = slots
+    slot_logit_sum = slots
     slot_best = slots.to(tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
@@ -245,6 +249,8 @@ def _combine_tiles_kernel(
             tile_weighted = tl.load(tile_weighted_ptr + at, mask=real, other=0.0)
             slot_weighted = (slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot)
             slot_weighted += (tile_weighted + tile_sum * of_tile) * tl.exp2(of_tile)
+        if WITH_SUM:
+            slot_logit_sum += tl.load(tile_logit_sum_ptr + at, mask=real, other=0.0)
         slot_sum_exp = slot_sum_exp * tl.exp2(of_slot)
         slot_sum_exp += tile_sum * tl.exp2(of_tile)
         slot_shift = new_shift
@@ -264,6 +270,9 @@ def _combine_tiles_kernel(
     if SOFTCAP:
         tanh, label_factor = tanh_and_grad(label_logit / softcap)
         label_logit = softcap * tanh
+    if WITH_SUM:
+        logit_sum = tl.sum(slot_logit_sum, axis=0) * LN2 + tl.where(here, label_logit, 0.0)
+        tl.store(logit_sum_ptr + rows, logit_sum, mask=inside)
     nonlabel_max = (row_shift + largest) * LN2
     own_wins = here & (label_logit >= nonlabel_max)
     row_max = tl.where(own_wins, label_logit, nonlabel_max)
@@ -567,6 +576,7 @@ def _bound_combine(
     e_stride: int | None,
     with_argmax: bool,
     weighted: bool,
+    with_sum: bool,
     softcap: float | None,
     alone: bool,
 ) -> Bound:
@@ -578,6 +588,7 @@ def _bound_combine(
         TILE=tile_columns,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=weighted,
+        WITH_SUM=with_sum,
         SOFTCAP=softcap is not None,
         ALONE=alone,
         FINALIZE=e_stride is not None,
@@ -610,22 +621,26 @@ def combine_tiles(
         merged = Merged(torch.empty_like(tiles.label_logit), torch.empty_like(shard), None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     weighted = None if tiles.tile_weighted is None else torch.empty_like(tiles.label_logit)
+    logit_sum = None if tiles.tile_logit_sum is None else torch.empty_like(tiles.label_logit)
     launch = _bound_combine(
         *(num_rows, num_columns, num_tiles, tiles.tile_columns, None if e is None else e.stride(0)),
-        *(argmax is not None, weighted is not None, form.softcap, alone),
+        *(argmax is not None, weighted is not None, logit_sum is not None, form.softcap, alone),
     )
     launch(
         (
             *(prologue.row_shift2, tiles.tile_max, tiles.tile_sum),
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
             tiles.tile_max if tiles.tile_weighted is None else tiles.tile_weighted,
+            tiles.tile_max if tiles.tile_logit_sum is None else tiles.tile_logit_sum,
             *(labels, tiles.label_logit, shard, shard if tile_shift is None else tile_shift),
             *(labels if argmax is None else argmax, shard if weighted is None else weighted),
+            shard if logit_sum is None else logit_sum,
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
         ),
     )
-    return RowStatistics(shard, argmax, ExtraStatistics(weighted=weighted), tile_shift, merged), row_scale
+    extra = ExtraStatistics(logit_sum, weighted)
+    return RowStatistics(shard, argmax, extra, tile_shift, merged), row_scale
 
 
 def finalize_rows(

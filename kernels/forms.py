@@ -93,6 +93,7 @@ def _candidates(device: torch.device) -> tuple[ModuleType, ...]:
 def _try_out(product: Any, device: torch.device) -> None:
     """Run statistics and gradients of a small chunk; most steps then find these kernels in Triton's cache."""
     from megatron_fused_ce.kernels import exp_rows
+    from megatron_fused_ce.kernels.records import GradProduct
 
     on_gpu = device.type == "cuda"
     size = 128 if on_gpu else 16  # a multiple of 16, by which triton specialises
@@ -104,4 +105,4 @@ def _try_out(product: Any, device: torch.device) -> None:
     tiles = product.exp_product(x, x, labels, per_row, prologue.table, 1.0, out)
     exp_rows.combine_tiles(prologue, tiles, labels, size)
     table = exp_rows.tile_table(labels, size)
-    product.gradient_product(x, x, labels, table, per_row, per_row, per_row, 1.0, out)
+    product.gradient_product(x, x, labels, table, GradProduct(per_row, per_row, per_row), 1.0, out)

@@ -129,6 +129,8 @@ class TileStatistics(NamedTuple):
     tile_argmax: Tensor | None = None  # int32: column of tile_max
     #: fp32: sum of E times its exponent, in base 2, label left out; with RowOptions.with_weighted
     tile_weighted: Tensor | None = None
+    #: fp32: sum of z2, label left out; with RowOptions.with_logit_sum
+    tile_logit_sum: Tensor | None = None
 
 
 class Merged(NamedTuple):
@@ -155,3 +157,28 @@ class GradCoefficients(NamedTuple):
     factor: Tensor
     entropy_scale: Tensor | None = None
     smoothing_per_class: Tensor | None = None  # or []
+
+    def in_base_2(self) -> GradProduct:
+        """For the epilogue of ``gradient_product``."""
+        factor = self.factor * self.scale
+        return GradProduct(
+            self.row_max * LOG2_E,
+            factor,
+            -self.factor * self.neg_label_grad,
+            None if self.entropy_scale is None else self.factor * self.entropy_scale / LOG2_E,
+            None if self.smoothing_per_class is None else self.factor * self.smoothing_per_class,
+        )
+
+
+class GradProduct(NamedTuple):
+    """:class:`GradCoefficients` in base 2, fp32 ``[C]``.
+
+    ``d / d s_j = 2**t_j * (factor + entropy_factor * t_j) - smoothing`` for ``t_j = log2(e) * s_j - max2``,
+    and ``at_label`` at the label, before the softcap's gradient.
+    """
+
+    max2: Tensor
+    factor: Tensor
+    at_label: Tensor
+    entropy_factor: Tensor | None = None
+    smoothing: Tensor | None = None

@@ -404,6 +404,7 @@ def _plan(args: Arguments, comm: VocabParallel, settled: Settled, logits: Logits
         wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
         token_weights_known=args.guard.allowed and args.token_weights is not None and not args.differentiable,
         logits_backend=logits.name,
+        saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=args.uses_in_flight,
     )

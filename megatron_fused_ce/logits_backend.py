@@ -27,7 +27,6 @@ from torch import Tensor
 from megatron_fused_ce import row_ops, row_ops_torch, versions
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import (
-    LOG2_E,
     Merged,
     RowStatistics,
     SoftTargets,
@@ -81,8 +80,14 @@ class LogitsBackend(Protocol):
     name: str
     #: Whether :meth:`logits_gemm` needs a buffer ``[C, V]`` even where nothing is saved.
     needs_logits_buffer: bool
-    #: Whether :meth:`grad_from_saved` leaves the saved matrix as it is and needs no buffer.
-    reads_saved_in_place: bool
+
+    @property
+    def saves_logits(self) -> bool:
+        """Whether it is :class:`ScaledExp` and saves logits instead of ``E``."""
+
+    @property
+    def reads_saved_in_place(self) -> bool:
+        """Whether :meth:`grad_from_saved` leaves the saved matrix as it is and needs no buffer."""
 
     @property
     def logits_dtype(self) -> torch.dtype | None:
@@ -134,6 +139,7 @@ class GemmThenRows:
     logits_dtype: torch.dtype | None = None
 
     name = "gemm_rows"
+    saves_logits = False
     needs_logits_buffer = True
     reads_saved_in_place = False
 
@@ -166,11 +172,7 @@ class GemmThenRows:
         upstream: Upstream,
         out: Tensor | None,
     ) -> LogitsGrad:
-        assert out is not None and terms is not None
-        gradient = chunk.form.grad_coefficients(terms, upstream)
-        scale, form, soft = chunk.logit_scale, chunk.form, chunk.soft
-        self.rows.row_gradients(matrix, chunk.labels, gradient, scale, out, form, soft, chunk.inv_temperature)
-        return LogitsGrad(out)
+        return _row_gradients(self.rows, matrix, chunk, terms, upstream, out)
 
     def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
@@ -178,6 +180,21 @@ class GemmThenRows:
         assert chunk.hidden is not None
         write_product(chunk.hidden, chunk.weight, logits)
         return self.grad_from_saved(logits, None, chunk, terms, upstream, out)
+
+
+def _row_gradients(
+    rows: ModuleType,
+    logits: Tensor,  # [C, V]
+    chunk: ChunkInputs,
+    terms: TokenTerms | None,
+    upstream: Upstream,
+    out: Tensor | None,  # [C, V]; may be ``logits``
+) -> LogitsGrad:
+    assert out is not None and terms is not None
+    gradient = chunk.form.grad_coefficients(terms, upstream)
+    scale, form, soft = chunk.logit_scale, chunk.form, chunk.soft
+    rows.row_gradients(logits, chunk.labels, gradient, scale, out, form, soft, chunk.inv_temperature)
+    return LogitsGrad(out)
 
 
 def write_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -192,14 +209,22 @@ def write_product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class ScaledExp:
-    """A GEMM that exponentiates in its epilogue."""
+    """A GEMM that exponentiates in its epilogue.
+
+    ``saves_logits``: where gradients are no multiple of ``E`` it writes logits, from whose rounded values its
+    statistics are made, and row kernels make the gradients.
+    """
 
     product: ModuleType  # kernels.exp_product or kernels.exp_product_hopper
+    saves_logits: bool = False
 
     name = "scaled_exp"
-    logits_dtype: torch.dtype | None = None  # E has the hidden states'
+    logits_dtype: torch.dtype | None = None  # the hidden states'
     needs_logits_buffer = False
-    reads_saved_in_place = True
+
+    @property
+    def reads_saved_in_place(self) -> bool:
+        return not self.saves_logits
 
     @property
     def token_ops(self) -> ModuleType:
@@ -226,10 +251,11 @@ class ScaledExp:
             out,
             with_argmax,
             form,
+            self.saves_logits,
         )
 
         def statistics() -> Scores:
-            at_once = out if alone and form.is_plain else None
+            at_once = out if alone and form.is_plain and not self.saves_logits else None
             stats, row_scale = exp_rows.combine_tiles(
                 prologue, tiles, labels, num_columns, form, alone, at_once
             )
@@ -237,7 +263,9 @@ class ScaledExp:
 
         return statistics
 
-    def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor:
+    def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor | None:
+        if self.saves_logits:
+            return None
         if scores.row_scale is not None:
             return scores.row_scale
         row_scale: Tensor = _exp_rows().finalize_rows(
@@ -260,6 +288,8 @@ class ScaledExp:
         upstream: Upstream,
         out: Tensor | None,
     ) -> LogitsGrad:
+        if self.saves_logits:
+            return _row_gradients(_row_kernels(), matrix, chunk, terms, upstream, out)
         assert row_scale is not None
         return LogitsGrad(matrix, row_scale, upstream.loss)
 
@@ -267,15 +297,12 @@ class ScaledExp:
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
     ) -> LogitsGrad:
         tokens, weight, labels, logit_scale, _, form, *_ = chunk
-        gradient = form.grad_coefficients(terms, upstream)
         self.product.gradient_product(
             tokens,
             weight,
             labels,
             _exp_rows().tile_table(labels, weight.shape[0]),
-            gradient.row_max * LOG2_E,
-            gradient.factor * gradient.scale,
-            -gradient.factor * gradient.neg_label_grad,
+            form.grad_coefficients(terms, upstream).in_base_2(),
             logit_scale,
             out,
             form,
@@ -288,6 +315,13 @@ def _token_kernels() -> ModuleType:
     from megatron_fused_ce.kernels import token_kernels
 
     return token_kernels
+
+
+@cache
+def _row_kernels() -> ModuleType:
+    from megatron_fused_ce.kernels import row_kernels
+
+    return row_kernels
 
 
 @cache
@@ -325,9 +359,7 @@ def row_pass(
         requested = "triton" if device.type == "cuda" else "torch"
     if requested == "triton":
         versions.require("triton", _forms().triton_version())
-        from megatron_fused_ce.kernels import row_kernels
-
-        return GemmThenRows(row_kernels, logits_dtype)
+        return GemmThenRows(_row_kernels(), logits_dtype)
     return GemmThenRows(row_ops_torch, logits_dtype)
 
 
@@ -365,7 +397,8 @@ def choose(
     """
     reason = why_not_exp(config, tokens, weight, requested, why_not_here)
     if not reason:
-        return ScaledExp(_forms().product_for(tokens.device)), ""
+        saves_logits = bool(_no_multiple_of_e(config, requested))
+        return ScaledExp(_forms().product_for(tokens.device), saves_logits), ""
     if config.logits_backend == "scaled_exp":
         raise ValueError(
             f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
@@ -464,22 +497,31 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    # -smoothing_per_class is no multiple of E; gradients of lse, of entropy, and of log_prob beside a z_loss
-    # are no multiples of the loss's.
+    names = [
+        (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
+        (requested.soft, "the loss of a teacher's targets"),
+        (requested.per_token_temperature, "a temperature per token"),
+    ]
+    for option in _no_multiple_of_e(config, requested):
+        names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
+        names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))
+    return ", ".join(name for applies, name in names if applies)
+
+
+def _no_multiple_of_e(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
+    """Names of options whose gradient is no multiple of ``E``.
+
+    Label smoothing subtracts a constant; lse, entropy, and log_prob beside a z_loss have their own upstream
+    gradients.
+    """
     with_grad = requested.differentiable
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
-        (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
         ("lse" in with_grad, "lse with a gradient"),
-        (
-            "log_prob" in with_grad and config.z_loss > 0,
-            "log_prob with a gradient beside z_loss",
-        ),
+        ("log_prob" in with_grad and config.z_loss > 0, "log_prob with a gradient beside z_loss"),
         ("entropy" in with_grad, "entropy with a gradient"),
-        (requested.soft, "the loss of a teacher's targets"),
-        (requested.per_token_temperature, "a temperature per token"),
     )
-    return ", ".join(name for applies, name in names if applies)
+    return [name for applies, name in names if applies]
 
 
 def scale_rows(

@@ -91,7 +91,7 @@ SWEEP_TOKENS_PER_BYTE = 355 / 12
 ROWS_HIDDEN_SIZE = 172
 
 #: The scaled-exp GEMM keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
-#: a mark (int32) of each 64 tokens and tile.
+#: a mark (int32) of each 64 tokens and tile; where it saves logits mostly one sum more.
 TILE_COLUMNS = 256
 TILE_BYTES = 8
 TOKENS_PER_MARK_BYTE = 64 // 4
@@ -138,6 +138,8 @@ class PlanInputs:
     token_weights_known: bool = False
     #: the logits backend, one of :data:`LOGITS_BACKENDS`
     logits_backend: str = "scaled_exp"
+    #: whether the scaled-exp GEMM writes logits instead of ``E``
+    saves_logits: bool = False
     #: ``torch.cuda.get_device_name()``, or "cpu"
     device: str = ""
     #: the user's choices, as in :class:`FusedCEConfig`
@@ -200,6 +202,10 @@ class PlanInputs:
         """Bytes of an entry of the matrix that the logits GEMM writes; ``E`` has the hidden states' dtype."""
         fp32 = self.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
         return 4 if fp32 else self.itemsize
+
+    @property
+    def saves_e(self) -> bool:
+        return self.logits_backend == "scaled_exp" and not self.saves_logits
 
     @property
     def chunks_asked(self) -> bool:
@@ -436,13 +442,13 @@ def backward_memory(
 ) -> Memory:
     """The backward's peak of ``store``, ``recompute`` and ``mixed``, which run the last chunk first."""
     chunk = _ChunkBytes.of(inputs, capacity)
-    exp = inputs.logits_backend == "scaled_exp"
+    saves_e = inputs.saves_e
     again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
-    rooms = int(not exp or again)
+    rooms = int(not saves_e or again)
     # The chunk saved by the forward stays unchanged; beside it are the gathered ones and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks)
     ring = (count - stored_chunks if frozen else count) - waiting
-    if exp and not frozen and not again:
+    if saves_e and not frozen and not again:
         ring += waiting
     gathered, scaled = min(ring, 2) * chunk.gathered, chunk.scaled if stored_chunks else 0
     if wgrad_at_once:
@@ -486,8 +492,8 @@ class _ChunkBytes(NamedTuple):
             logits=inputs.logits_itemsize * entries,
             gradients=0 if shared else inputs.itemsize * entries,
             gathered=hidden if gathers else 0,
-            scaled=hidden if exp and inputs.wgrad_accumulator != "none" and not gathers else 0,
-            tiles=TILE_BYTES * tiles,
+            scaled=hidden if inputs.saves_e and inputs.wgrad_accumulator != "none" and not gathers else 0,
+            tiles=(TILE_BYTES + (4 if inputs.saves_logits else 0)) * tiles,
             marks=math.ceil(tiles / TOKENS_PER_MARK_BYTE),
         )
 
@@ -537,6 +543,9 @@ def relative_time(
     if inputs.logits_backend == "gemm_rows":
         moved = (2 * inputs.logits_itemsize + inputs.itemsize) / (3 * inputs.itemsize)
         time += ROWS_HIDDEN_SIZE / inputs.hidden_size * moved
+    elif inputs.saves_logits:
+        passes = 1.0 if strategy == "grad_in_forward" else stored_tokens / tokens
+        time += ROWS_HIDDEN_SIZE / inputs.hidden_size * passes * 2 / 3  # read once and written
     if not frozen:
         num_gemms = min(count, 1) if wgrad_at_once else count
         time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, num_gemms - 1) / tokens
@@ -632,9 +641,7 @@ def _may_be_at_once(inputs: PlanInputs, strategy: str) -> bool:
     """Whether ``grad_weight`` may be one GEMM over all tokens: only if the scaled-exp GEMM's ``E`` of all
     chunks is saved.
     """
-    return (
-        strategy == "store" and inputs.logits_backend == "scaled_exp" and inputs.wgrad_accumulator != "none"
-    )
+    return strategy == "store" and inputs.saves_e and inputs.wgrad_accumulator != "none"
 
 
 def _option(

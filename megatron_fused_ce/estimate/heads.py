@@ -121,7 +121,7 @@ def plugin_head(
         exp_serves
         and setting.training.dtype == "bfloat16"
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
-        and not config.label_smoothing
+        and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "fp32"))
         and config.logit_precision != "activations"
     )
     inputs = PlanInputs.of(
@@ -135,6 +135,7 @@ def plugin_head(
         wgrad_accumulator=_wgrad_accumulator(setting),
         token_weights_known=True,
         logits_backend="scaled_exp" if exp else "gemm_rows",
+        saves_logits=exp and bool(config.label_smoothing),
         device=gpu,
         uses_in_flight=1 + setting.model.mtp_num_layers,
     )

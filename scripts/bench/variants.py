@@ -128,6 +128,7 @@ def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
             wgrad_accumulator=kind_of(problem.open_grad_weight),
             token_weights_known=problem.token_weights is not None,
             logits_backend=logits.name,
+            saves_logits=logits.saves_logits,
             device=torch.cuda.get_device_name() if world.on_gpu else "cpu",
         )
     )

@@ -211,17 +211,18 @@ def test_bad_options(options, words):
 
 @pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 @pytest.mark.parametrize("name", LOSS_OPTIONS)
-def test_what_the_exponentiating_product_leaves_to_the_rows(name, device):
-    """Smoothing, whose share of the gradient is no multiple of an exponential; tested beside it: the rest."""
+def test_what_the_scaled_exp_gemm_serves(name, device):
+    """All of them; smoothing, whose share of the gradient is no multiple of an exponential, from logits."""
     config = FusedCEConfig(**LOSS_OPTIONS[name])
     inputs = make_inputs("plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device)
     flat = inputs.hidden.flatten(0, 1)
     by_name = replace(config, logits_backend="scaled_exp")
-    if config.label_smoothing:
-        with pytest.raises(ValueError, match="cannot make label_smoothing"):
+    if config.label_smoothing and config.logit_softcap:
+        with pytest.raises(ValueError, match="cannot make label_smoothing beside a softcap"):
             choose(by_name, flat, inputs.weight)
     else:
-        assert choose(by_name, flat, inputs.weight)[0].name == "scaled_exp"
+        chosen, _ = choose(by_name, flat, inputs.weight)
+        assert chosen.name == "scaled_exp" and chosen.saves_logits == bool(config.label_smoothing)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -52,6 +52,8 @@ for _strategy in ("recompute", "store", "grad_in_forward"):
         "num_chunks": 4,
         "merge": "all_reduce",
     }
+    # The scaled-exp GEMM saves logits there.
+    CASES[f"{_strategy} smoothing"] = CASES[f"{_strategy} two all-reduces"] | {"label_smoothing": 0.1}
 
 
 @on_ranks(pytest.param(1, marks=pytest.mark.rest), 2)
@@ -118,6 +120,7 @@ def peaks_are_as_predicted(
     num_chunks: int,
     trained: bool = True,
     logit_precision: str = "auto",
+    label_smoothing: float = 0.0,
 ) -> None:
     """Forward and backward each by itself, buffer by buffer."""
     # What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
@@ -139,7 +142,9 @@ def peaks_are_as_predicted(
         logits_backend=logits_backend,
         merge=merge,
         logit_precision=logit_precision,
+        label_smoothing=label_smoothing,
     )
+    saves_logits = logits_backend == "scaled_exp" and label_smoothing > 0
     inputs = planner.PlanInputs.of(
         config,
         num_tokens=num_tokens,
@@ -151,12 +156,14 @@ def peaks_are_as_predicted(
         wgrad_accumulator="returned" if trained else "none",
         token_weights_known=True,
         logits_backend=logits_backend,
+        saves_logits=saves_logits,
         device="cpu",
     )
     stored = num_chunks if strategy == "store" else 0
     cut = (num_chunks, C, stored, stored * C)
     # Row scales stand for them in what the scaled-exp GEMM saves.
-    saves_terms = strategy == "recompute" or (strategy, logits_backend) == ("store", "gemm_rows")
+    saves_e = logits_backend == "scaled_exp" and not saves_logits
+    saves_terms = strategy == "recompute" or (strategy == "store" and not saves_e)
     with Storages() as seen:
         loss = fused_linear_cross_entropy(
             hidden,
@@ -170,7 +177,7 @@ def peaks_are_as_predicted(
         )
         # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
         alike = hidden.shape[0] // C if hidden.shape[0] in (C, num_tokens) else 0
-        at_once = (strategy, logits_backend, trained) == ("store", "scaled_exp", True)
+        at_once = strategy == "store" and saves_e and trained
         forward = planner.forward_memory(inputs, strategy, *cut)
         compare(
             "forward",
@@ -208,7 +215,7 @@ def compare(
     num_tiles = -(-V // tile_columns)
     logits = predicted.chunk_logits + predicted.kept_logits
     hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden
-    tiles = planner.TILE_BYTES * C * -(-V // planner.TILE_COLUMNS)
+    tiles = 4 * C * -(-V // planner.TILE_COLUMNS)
     chunks = inputs.num_tokens // C
 
     def of_tokens(width: int) -> int:
@@ -222,8 +229,8 @@ def compare(
     }
     # Triton's interpreter and gloo hold on to the last arguments that they were given.
     if when == "forward":
-        # A sum and a maximum of each tile; what is left of the division are the marks.
-        counted["[tiles, C]"] = seen[fp32, num_tiles, C], 2 * (predicted.tile_statistics // tiles)
+        # A sum and a maximum of each tile, and of logits; what is left of the division are the marks.
+        counted["[tiles, C]"] = seen[fp32, num_tiles, C], predicted.tile_statistics // tiles
     if ranks > 1:
         sampled = ranks * -(-planner.SAMPLED_ROWS // ranks)
         counted["[S, H]"] = (seen[dtype, sampled, H], predicted.sampled_rows / (e * sampled * H))

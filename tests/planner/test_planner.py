@@ -207,6 +207,8 @@ def test_a_device_is_known_by_a_word_of_its_name():
         # Its forward, with what the product leaves of each tile.
         ("store", {"wgrad_accumulator": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
         ("store", {"logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000),
+        ("store", {"saves_logits": True}, 10000 * 1000 + 4000 * 1000),
+        ("recompute", {"saves_logits": True}, 4000 * 1000 + 2000 * 4 // 16),
         ("store", {"logits_backend": "gemm_rows", "dtype": "float32"}, 20000 * 1000 + 8000 * 1000),
         (
             "recompute",
@@ -295,7 +297,7 @@ def heads(draw) -> PlanInputs:
         tp_size=tp_size,
         wgrad_accumulator=draw(st.sampled_from(planner.WGRAD_ACCUMULATORS)),
         token_weights_known=draw(st.booleans()),
-        logits_backend=draw(st.sampled_from(["scaled_exp", "gemm_rows"])),
+        **draw(st.sampled_from([{}, {"saves_logits": True}, {"logits_backend": "gemm_rows"}])),
         device=draw(st.sampled_from(["NVIDIA Pinned", "NVIDIA Pinned", "cpu", "Other"])),
         uses_in_flight=draw(st.integers(1, 3)),
     )
@@ -472,6 +474,10 @@ def test_predicted_time_of_worked_examples():
     assert time(strategy="grad_in_forward", **one) == pytest.approx(1 + 355 / 32768)
     rows = 172 / 4096 + 3 * 205 / 32768
     assert time(strategy="store", logits_backend="gemm_rows", **four) == pytest.approx(1 + rows)
+    # Gradients read stored logits and write; gemm_rows reads once more. Computed again they take no pass.
+    passes = 172 / 4096 * 2 / 3 + 3 * 130 / 32768
+    assert time(strategy="store", saves_logits=True, **four) == pytest.approx(1 + passes)
+    assert time(strategy="recompute", saves_logits=True, **one) == pytest.approx(4 / 3)
     # Half of the bytes: the sum is read and bf16 is written.
     returned = time(strategy="grad_in_forward", wgrad_accumulator="returned", **one)
     assert returned == pytest.approx(1 + 355 / 2 / 32768)
