@@ -106,6 +106,7 @@ def _exp_product_kernel(
     WEIGHTED: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
@@ -119,6 +120,8 @@ def _exp_product_kernel(
             a = tokens_desc.load([m * BLOCK_M, k * BLOCK_K])
             b = weight_desc.load([n * BLOCK_N, k * BLOCK_K])
             z = tl.dot(a, b.T, z)
+        if ROUNDED:
+            z = z.to(tokens_desc.dtype).to(tl.float32)
         rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < num_rows
@@ -180,6 +183,7 @@ def _gradient_product_kernel(
     GROUP_M: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
@@ -193,6 +197,8 @@ def _gradient_product_kernel(
             a = tokens_desc.load([m * BLOCK_M, k * BLOCK_K])
             b = weight_desc.load([n * BLOCK_N, k * BLOCK_K])
             z = tl.dot(a, b.T, z)
+        if ROUNDED:
+            z = z.to(tokens_desc.dtype).to(tl.float32)
         rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < num_rows
@@ -290,6 +296,7 @@ def exp_product(
         WEIGHTED=form.with_weighted,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
+        ROUNDED=form.rounded,
     )
     return TileStatistics(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted)
 
@@ -332,5 +339,6 @@ def gradient_product(
         GROUP_M=tiling.group_m,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
+        ROUNDED=form.rounded,
     )
     return out

@@ -469,7 +469,6 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
     with_grad = requested.differentiable
     names = (
         (bool(config.label_smoothing), "label_smoothing"),
-        (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
         ("lse" in with_grad, "lse with a gradient"),
         (
             "log_prob" in with_grad and config.z_loss > 0,

@@ -131,6 +131,7 @@ class LossForm(RowOptions):
             valid_columns=valid_columns,
             with_logit_sum=sigma is not None,
             with_weighted="entropy" in outputs,
+            rounded=config.logit_precision == "activations",
             z_loss=config.z_loss,
             sigma=sigma,
             num_classes=num_classes,

@@ -2,8 +2,8 @@
 
     python tests/kernels/compile_hopper.py [--some | --others]
 
-``--some``: of the nine variants the plain one and the last, ``--others``: the seven between. Prints one line
-a variant: shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
+``--some``: of the variants the plain one and the last, ``--others``: those between. Prints one line a
+variant: shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -26,20 +26,26 @@ from megatron_fused_ce.kernels import exp_product_hopper as hopper
 SHARED_MEMORY = 227 * 1024
 
 
-#: mode, write, with_argmax, weighted, masked, softcap
+#: The kernel's constants that are on, in lower case; "gradients" for its other mode.
 VARIANTS = (
-    (0, True, False, False, False, False),
-    (0, False, False, True, False, False),
-    (0, True, True, False, False, False),
-    (1, True, False, False, False, False),
-    (0, True, False, True, True, False),
-    (1, True, False, False, True, False),
-    (0, True, False, False, False, True),
-    (0, True, True, True, True, True),
-    (1, True, False, False, True, True),
+    "write",
+    "weighted",
+    "write with_argmax",
+    "gradients write",
+    "write weighted masked",
+    "gradients write masked",
+    "write softcap",
+    "write softcap rounded",
+    "write rounded",
+    "with_argmax weighted rounded",
+    "gradients write rounded",
+    "gradients write masked softcap",
+    "gradients write masked softcap rounded",
+    "write with_argmax weighted masked softcap",
 )
-#: By with_argmax and softcap: a few registers of row vectors, outside of the products' loop.
-SPILLED = {(True, True): 64}
+FLAGS = ("WRITE", "WITH_ARGMAX", "WEIGHTED", "MASKED", "SOFTCAP", "ROUNDED")
+#: With all of these: a few registers of row vectors, outside of the products' loop.
+SPILLED = {("with_argmax", "softcap"): 64}
 
 
 def spilled_bytes(ptx: str) -> int:
@@ -62,7 +68,8 @@ def descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
 
 
-def compiled(mode: int, write: bool, with_argmax: bool, weighted: bool, masked: bool, softcap: bool):
+def compiled(variant: str):
+    write = "write" in variant
     half, block_n, block_k = (int(x) for x in (hopper.HALF_M, hopper.BLOCK_N, hopper.BLOCK_K))
     types = {
         "tokens_desc": descriptor(half, block_k),
@@ -79,15 +86,8 @@ def compiled(mode: int, write: bool, with_argmax: bool, weighted: bool, masked: 
         "scale2": "fp32",
         "softcap": "fp32",
     }
-    constants = dict(
-        GROUP_M=16,
-        MODE=mode,
-        WRITE=write,
-        WITH_ARGMAX=with_argmax,
-        WEIGHTED=weighted,
-        MASKED=masked,
-        SOFTCAP=softcap,
-    )
+    constants = {flag: flag.lower() in variant.split() for flag in FLAGS}
+    constants |= {"GROUP_M": 16, "MODE": int("gradients" in variant)}
     names = hopper._product_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
     source = GluonASTSource(
@@ -102,16 +102,12 @@ def compiled(mode: int, write: bool, with_argmax: bool, weighted: bool, masked: 
 def main() -> int:
     some = VARIANTS[:: len(VARIANTS) - 1]
     variants = {"--some": some, "--others": VARIANTS[1:-1]}.get(sys.argv[-1], VARIANTS)
-    for mode, write, with_argmax, weighted, masked, softcap in variants:
-        kernel = compiled(mode, write, with_argmax, weighted, masked, softcap)
+    for variant in variants:
+        kernel = compiled(variant)
         shared = kernel.metadata.shared
         spilled = spilled_bytes(kernel.asm["ptx"])
-        print(
-            f"mode {mode} write {write} argmax {with_argmax} weighted {weighted} masked {masked} "
-            f"softcap {softcap}: "
-            f"{shared} bytes of shared memory, {spilled} bytes spilled"
-        )
-        if spilled > SPILLED.get((with_argmax, softcap), 0):
+        print(f"{variant}: {shared} bytes of shared memory, {spilled} bytes spilled")
+        if spilled > max((SPILLED[name] for name in SPILLED if set(name) <= set(variant.split())), default=0):
             return 1
         if shared > SHARED_MEMORY:
             return 1
