@@ -115,6 +115,7 @@ def _exp_product_kernel(
     WITH_SUM: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
@@ -128,6 +129,8 @@ def _exp_product_kernel(
             a = tokens_desc.load([m * BLOCK_M, k * BLOCK_K])
             b = weight_desc.load([n * BLOCK_N, k * BLOCK_K])
             z = tl.dot(a, b.T, z)
+        if ROUNDED:
+            z = z.to(tokens_desc.dtype).to(tl.float32)
         rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < num_rows
@@ -198,6 +201,7 @@ def _gradient_product_kernel(
     SMOOTHING: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
@@ -211,6 +215,8 @@ def _gradient_product_kernel(
             a = tokens_desc.load([m * BLOCK_M, k * BLOCK_K])
             b = weight_desc.load([n * BLOCK_N, k * BLOCK_K])
             z = tl.dot(a, b.T, z)
+        if ROUNDED:
+            z = z.to(tokens_desc.dtype).to(tl.float32)
         rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < num_rows
@@ -324,6 +330,7 @@ def exp_product(
         WITH_SUM=form.with_logit_sum,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
+        ROUNDED=form.rounded,
     )
     return TileStatistics(
         tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum
@@ -370,5 +377,6 @@ def gradient_product(
         SMOOTHING=gradient.smoothing is not None,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
+        ROUNDED=form.rounded,
     )
     return out

@@ -12,6 +12,9 @@ cuBLAS's time at H = 4096 with half of the epilogue hidden. Measured within whol
 (docs/benchmarks/results/2026-11-21-h200-profile.json). More is hidden than predicted: the ring of four slots
 lets a warpgroup run 2048 cycles ahead.
 
+Logits rounded on purpose: 768 cycles more (a conversion of two, a shift, an AND; 256 each), no bytes.
+Predicted: 1 % of the GEMM at H = 4096 with half of them hidden.
+
 Tiles are handed out by a counter in global memory: a program that starts late, because NCCL's kernels
 hold its SM, takes fewer of them. The loader asks for its next tile while it loads the present one and
 puts the number into shared memory beside the tile's first slot, whose barrier the consumers wait for
@@ -121,6 +124,24 @@ def _reciprocal(x):
     """One instruction, good to 1 ulp; a division takes eight."""
     return gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _rounded(z):
+    """``z`` rounded to bf16, in pairs: a conversion alone takes as long as an exponential."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair;
+        cvt.rn.bf16x2.f32 pair, $3, $2;
+        shl.b32 $0, pair, 16;
+        and.b32 $1, pair, 0xffff0000;
+        }""",
+        "=r,=r,r,r",
+        [z],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
     )
 
 
@@ -385,6 +406,7 @@ def _consume_tile(
     SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ):
     """64 rows of one tile, whose first slot is full; returns the step after its last."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -428,6 +450,8 @@ def _consume_tile(
     z = warpgroup_mma_wait(0, deps=[z])
     _barrier()
     mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
+    if ROUNDED:
+        z = _rounded(z)
 
     to_exponent = 2.0 * scale2 / softcap
     softcap2 = softcap * 1.4426950408889634
@@ -545,6 +569,7 @@ def _consumer(
     SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
     step = 0
@@ -558,7 +583,7 @@ def _consumer(
             tile_logit_sum_ptr, label_logit_ptr, token_slots,
             weight_slots, staging, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
             logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX,
-            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP,
+            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP, ROUNDED,
         )  # fmt: skip
         tile = _told(tile_ids, full, step)
     if WRITE:
@@ -602,6 +627,7 @@ def _product_kernel(
     SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ):
     label_tiles_ptr = table_ptr + _HEADER
     valid_columns = gl.load(valid_columns_ptr).to(gl.int32) if MASKED else num_columns
@@ -635,7 +661,7 @@ def _product_kernel(
                 upper_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 0, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP,
+                MASKED, SOFTCAP, ROUNDED,
             )),
             (_consumer, (
                 out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
@@ -645,7 +671,7 @@ def _product_kernel(
                 lower_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 64, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP,
+                MASKED, SOFTCAP, ROUNDED,
             )),
             (_loader, (
                 tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, weight_slots,
@@ -694,7 +720,7 @@ def _launch(
         *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, logits),
         *(with_argmax, form.with_weighted, form.with_logit_sum),
         *(gradient.entropy_factor is not None, gradient.smoothing is not None),
-        *(form.valid_columns is not None, form.softcap),
+        *(form.valid_columns is not None, form.softcap, form.rounded),
     )
     unused = gradient.factor
     rows = tuple(unused if row is None else row for row in gradient)
@@ -724,6 +750,7 @@ def _bound_product(
     smoothing: bool,
     masked: bool,
     softcap: float | None,
+    rounded: bool,
 ) -> Bound:
     num_rows, hidden_size = tokens_shape
     return _product.bind(
@@ -743,6 +770,7 @@ def _bound_product(
         SMOOTHING=smoothing,
         MASKED=masked,
         SOFTCAP=softcap is not None,
+        ROUNDED=rounded,
     )
 
 

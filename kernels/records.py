@@ -36,6 +36,8 @@ class RowOptions:
     #: compute ``logit_sum``, ``weighted`` of :class:`ExtraStatistics`
     with_logit_sum: bool = False
     with_weighted: bool = False
+    #: scaled-exp GEMM only: round the logits to the operands' dtype before everything else
+    rounded: bool = False
 
 
 NO_OPTIONS = RowOptions()

@@ -243,6 +243,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
             vocab_start=vocab_start,
             device=args.hidden.device,
             outputs=args.outputs,
+            saves_logits=logits.saves_logits,
             differentiable=args.differentiable,
             soft=args.teacher is not None,
             zero_unknown=args.zero_unknown,

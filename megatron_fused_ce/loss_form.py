@@ -107,12 +107,14 @@ class LossForm(RowOptions):
         vocab_start: int,
         device: torch.device,
         outputs: tuple[str, ...] = (),
+        saves_logits: bool = False,
         **requested: Any,
     ) -> LossForm:
         """The form that ``config`` describes, for this rank's ``num_rows`` columns from ``vocab_start``.
 
         Args:
             vocab_size: valid classes over all ranks; needed with label smoothing.
+            saves_logits: the backend's; its statistics must be those of the rounded logits that it saves.
             requested: the fields that are not in the config.
         """
         sigma = num_classes = smoothing_per_class = valid_columns = None
@@ -131,6 +133,7 @@ class LossForm(RowOptions):
             valid_columns=valid_columns,
             with_logit_sum=sigma is not None,
             with_weighted="entropy" in outputs,
+            rounded=config.logit_precision == "activations" or saves_logits,
             z_loss=config.z_loss,
             sigma=sigma,
             num_classes=num_classes,

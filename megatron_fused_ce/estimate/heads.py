@@ -122,7 +122,6 @@ def plugin_head(
         and setting.training.dtype == "bfloat16"
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
         and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "fp32"))
-        and config.logit_precision != "activations"
     )
     inputs = PlanInputs.of(
         config,

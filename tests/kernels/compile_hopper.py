@@ -2,8 +2,8 @@
 
     python tests/kernels/compile_hopper.py [--some | --others]
 
-``--some``: of the variants the plain one and the last, ``--others``: those between. Prints one line
-a variant: shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
+``--some``: of the variants the plain one and the last, ``--others``: those between. Prints one line a
+variant: shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -26,34 +26,32 @@ from megatron_fused_ce.kernels import exp_product_hopper as hopper
 SHARED_MEMORY = 227 * 1024
 
 
-FLAGS = (
-    "WRITE",
-    "LOGITS",
-    "WITH_ARGMAX",
-    "WEIGHTED",
-    "WITH_SUM",
-    "ENTROPY",
-    "SMOOTHING",
-    "MASKED",
-    "SOFTCAP",
-)
-#: The mode, and the flags that are on.
+#: The kernel's constants that are on, in lower case; "gradients" for its other mode.
 VARIANTS = (
-    (0, "WRITE"),
-    (0, "WEIGHTED"),
-    (0, "WRITE", "WITH_ARGMAX"),
-    (1, "WRITE"),
-    (0, "WRITE", "WEIGHTED", "MASKED"),
-    (1, "WRITE", "MASKED"),
-    (0, "WRITE", "SOFTCAP"),
-    (0, "WRITE", "WITH_ARGMAX", "WEIGHTED", "MASKED", "SOFTCAP"),
-    (0, "WRITE", "LOGITS", "WEIGHTED", "WITH_SUM", "MASKED"),
-    (0, "WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED", "WITH_SUM", "MASKED"),
-    (1, "WRITE", "ENTROPY", "SMOOTHING", "MASKED"),
-    (1, "WRITE", "MASKED", "SOFTCAP"),
+    "write",
+    "weighted",
+    "write with_argmax",
+    "gradients write",
+    "write weighted masked",
+    "gradients write masked",
+    "write softcap",
+    "write softcap rounded",
+    "write rounded",
+    "with_argmax weighted rounded",
+    "gradients write rounded",
+    "gradients write masked softcap",
+    "write logits weighted with_sum masked rounded",
+    "write logits with_argmax weighted with_sum masked rounded",
+    "gradients write entropy smoothing masked rounded",
+    "gradients write masked softcap rounded",
+    "write with_argmax weighted masked softcap",
 )
-#: With these flags: a few registers of row vectors, outside of the products' loop.
-SPILLED = {("WITH_ARGMAX", "SOFTCAP"): 64}
+FLAGS = (
+    *("WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED", "WITH_SUM"),
+    *("ENTROPY", "SMOOTHING", "MASKED", "SOFTCAP", "ROUNDED"),
+)
+#: With all of these: a few registers of row vectors, outside of the products' loop.
+SPILLED = {("with_argmax", "softcap"): 64}
 
 
 def spilled_bytes(ptx: str) -> int:
@@ -76,12 +74,13 @@ def descriptor(rows: int, columns: int) -> str:
     return f"tensordesc<bf16[{rows},{columns}],{layout!r}>"
 
 
-def compiled(mode: int, *flags: str):
+def compiled(variant: str):
+    write = "write" in variant
     half, block_n, block_k = (int(x) for x in (hopper.HALF_M, hopper.BLOCK_N, hopper.BLOCK_K))
     types = {
         "tokens_desc": descriptor(half, block_k),
         "weight_desc": descriptor(block_n, block_k),
-        "out_desc": descriptor(half, block_n // 2) if "WRITE" in flags else descriptor(half, block_k),
+        "out_desc": descriptor(half, block_n // 2) if write else descriptor(half, block_k),
         "label_ptr": "*i64",
         "table_ptr": "*i32",
         "tile_argmax_ptr": "*i32",
@@ -93,7 +92,8 @@ def compiled(mode: int, *flags: str):
         "scale2": "fp32",
         "softcap": "fp32",
     }
-    constants = {"GROUP_M": 16, "MODE": mode} | {flag: flag in flags for flag in FLAGS}
+    constants = {flag: flag.lower() in variant.split() for flag in FLAGS}
+    constants |= {"GROUP_M": 16, "MODE": int("gradients" in variant)}
     names = hopper._product_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
     source = GluonASTSource(
@@ -108,16 +108,12 @@ def compiled(mode: int, *flags: str):
 def main() -> int:
     some = VARIANTS[:: len(VARIANTS) - 1]
     variants = {"--some": some, "--others": VARIANTS[1:-1]}.get(sys.argv[-1], VARIANTS)
-    for mode, *flags in variants:
-        kernel = compiled(mode, *flags)
+    for variant in variants:
+        kernel = compiled(variant)
         shared = kernel.metadata.shared
         spilled = spilled_bytes(kernel.asm["ptx"])
-        print(
-            f"mode {mode} {' '.join(flags)}: {shared} bytes of shared memory, {spilled} bytes spilled",
-            flush=True,
-        )
-        allowed = [most for with_these, most in SPILLED.items() if set(with_these) <= set(flags)]
-        if spilled > max(allowed, default=0):
+        print(f"{variant}: {shared} bytes of shared memory, {spilled} bytes spilled")
+        if spilled > max((SPILLED[name] for name in SPILLED if set(name) <= set(variant.split())), default=0):
             return 1
         if shared > SHARED_MEMORY:
             return 1

@@ -222,6 +222,13 @@ FAULTS = (
         (f"{SCALED_EXP} -k 'against_fp64 and masked and recompute'",),
     ),
     Fault(
+        "scaled-exp GEMM: logits that are asked for rounded are not",
+        f"{PACKAGE}/loss_form.py",
+        'rounded=config.logit_precision == "activations"',
+        "rounded=False",
+        (f"{SCALED_EXP} -k 'rounded_on_purpose and plain'",),
+    ),
+    Fault(
         "scaled-exp GEMM: tiles of one row that differ in their shift are summed as they are",
         "kernels/exp_rows.py",
         "sum_exp_nonlabel = tl.sum(slot_sum_exp * tl.exp2(of_slot), axis=0)",

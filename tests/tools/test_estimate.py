@@ -381,7 +381,7 @@ def test_options_of_a_named_model_are_among_the_flags():
         ("--fused-ce-mask-padded-vocab", False),
         ("--fused-ce-skip-masked", False),
         ("--fused-ce-label-smoothing 0.1", True),
-        ("--fused-ce-logit-precision activations", True),
+        ("--fused-ce-logit-precision activations", False),
         ("--fp16", True),
         ("--vocab-size 1001 --make-vocab-size-divisible-by 1", True),
     ],
