@@ -397,7 +397,7 @@ def choose(
     """
     reason = why_not_exp(config, tokens, weight, requested, why_not_here)
     if not reason:
-        saves_logits = bool(_no_multiple_of_e(config, requested))
+        saves_logits = bool(_saved_as_logits(config, requested))
         return ScaledExp(_forms().product_for(tokens.device), saves_logits), ""
     if config.logits_backend == "scaled_exp":
         raise ValueError(
@@ -502,18 +502,20 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
         (requested.soft, "the loss of a teacher's targets"),
         (requested.per_token_temperature, "a temperature per token"),
     ]
-    for option in _no_multiple_of_e(config, requested):
+    for option in _saved_as_logits(config, requested):
         names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
         names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))
     return ", ".join(name for applies, name in names if applies)
 
 
-def _no_multiple_of_e(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
-    """Names of options whose gradient is no multiple of ``E``.
+def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
+    """Names of options whose gradient is no multiple of ``E``, so that logits are saved instead.
 
     Label smoothing subtracts a constant; lse, entropy, and log_prob beside a z_loss have their own upstream
-    gradients.
+    gradients. None for ``recompute``, which saves neither.
     """
+    if config.strategy == "recompute":
+        return []
     with_grad = requested.differentiable
     names = (
         (bool(config.label_smoothing), "label_smoothing"),

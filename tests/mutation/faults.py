@@ -273,9 +273,16 @@ FAULTS = (
     Fault(
         "scaled-exp GEMM: rows are finalized with their statistics for the plain loss alone",
         "megatron_fused_ce/logits_backend.py",
-        "out if alone and form.is_plain else None",
-        "out if alone else None",
+        "out if alone and form.is_plain and not self.saves_logits else None",
+        "out if alone and not self.saves_logits else None",
         (f"{SCALED_EXP} -k 'turns_the_gradient_around and -3.0 and store'",),
+    ),
+    Fault(
+        "scaled-exp GEMM: a sum of logits without the label's own",
+        "kernels/exp_rows.py",
+        " * LN2 + tl.where(here, label_logit, 0.0)",
+        " * LN2",
+        (f"{SCALED_EXP} -k 'against_fp64 and smoothing'",),
     ),
     # Between ranks.
     Fault(
