@@ -133,12 +133,10 @@ def fused_linear_token_outputs(
 
     Args:
         outputs: names among ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``;
-        :class:`.TokenOutputs` defines them; in the labels' shape. differentiable: whether ``log_prob``,
-        ``lse`` and ``entropy`` carry gradients, each for any upstream
+            :class:`.TokenOutputs` defines them; in the labels' shape.
+        differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
             of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
-            upstreams. Differentiable ``entropy`` and ``lse``, and a differentiable ``log_prob`` beside
-            ``z_loss`` or ``label_smoothing``, need the row kernels. Else ``log_prob`` is ``-loss``, made by
-            either logits backend.
+            upstreams.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
     and ``predicted`` add a float a token to the merge of the statistics (``predicted`` with

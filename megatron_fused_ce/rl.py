@@ -62,8 +62,9 @@ def token_log_probs(
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. A tensor
             needs the row kernels; no gradient flows into it.
-        entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``, which needs the row
-            kernels.
+        entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``; logits are then rounded to
+            the hidden states' dtype first, unless ``config`` names ``recompute`` or
+            ``logit_precision="fp32"``.
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
             log-probability 0 and no gradient.
