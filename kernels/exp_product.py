@@ -97,6 +97,7 @@ def _exp_product_kernel(
     tile_logit_sum_ptr,  # [num_n, C] fp32
     label_logit_ptr,  # [C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
+    inv_temperature_ptr,  # [C] fp32
     num_rows,
     num_columns,
     hidden_size,
@@ -116,6 +117,7 @@ def _exp_product_kernel(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROUNDED: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
@@ -135,6 +137,9 @@ def _exp_product_kernel(
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < num_rows
         row_shift = tl.load(row_shift_ptr + rows, mask=inside, other=0.0)
+        inv_temperature = 1.0
+        if TEMPERATURE:
+            inv_temperature = tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)[:, None]
         label = tl.load(label_ptr + rows, mask=inside, other=-1)
         # The label's column, or one that no column has.
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
@@ -146,9 +151,9 @@ def _exp_product_kernel(
             out_desc.store([m * BLOCK_M, n * BLOCK_N], z.to(out_desc.dtype))
         if SOFTCAP:
             z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E)
+            z = z * (softcap * LOG2E * inv_temperature)
         else:
-            z = z * scale2
+            z = z * (scale2 * inv_temperature)
         left_out = is_label | (columns[None, :] >= valid_columns)
         at = n.to(tl.int64) * num_rows + rows
         if WITH_SUM:
@@ -186,6 +191,7 @@ def _gradient_product_kernel(
     entropy_factor_ptr,
     smoothing_ptr,
     valid_columns_ptr,  # [1] int64: how many columns are valid
+    inv_temperature_ptr,  # [C] fp32
     num_rows,
     num_columns,
     hidden_size,
@@ -202,6 +208,7 @@ def _gradient_product_kernel(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROUNDED: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
@@ -221,15 +228,18 @@ def _gradient_product_kernel(
         columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = rows < num_rows
         max2 = tl.load(max2_ptr + rows, mask=inside, other=0.0)
+        inv_temperature = 1.0
+        if TEMPERATURE:
+            inv_temperature = tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)[:, None]
         factor = tl.load(factor_ptr + rows, mask=inside, other=0.0)
         at_label = tl.load(at_label_ptr + rows, mask=inside, other=0.0)
         label = tl.load(label_ptr + rows, mask=inside, other=-1)
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
         if SOFTCAP:
             z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E)
+            z = z * (softcap * LOG2E * inv_temperature)
         else:
-            z = z * scale2
+            z = z * (scale2 * inv_temperature)
         z -= max2[:, None]
         gradient = factor[:, None]
         if ENTROPY:
@@ -277,6 +287,7 @@ def exp_product(
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
     logits: bool = False,
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both.
 
@@ -308,6 +319,7 @@ def exp_product(
             tile_max if tile_weighted is None else tile_weighted,
             *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
             labels if form.valid_columns is None else form.valid_columns,
+            row_shift2 if inv_temperature is None else inv_temperature,
         ),
         (
             *(num_rows, num_columns, hidden_size),
@@ -331,6 +343,7 @@ def exp_product(
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         ROUNDED=form.rounded,
+        TEMPERATURE=inv_temperature is not None,
     )
     return TileStatistics(
         tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum
@@ -346,6 +359,7 @@ def gradient_product(
     logit_scale: float,
     out: Tensor,  # [C, V]
     form: RowOptions = NO_OPTIONS,
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> Tensor:
     """Gradients of the logits into ``out``."""
     num_rows, hidden_size = tokens.shape
@@ -358,6 +372,7 @@ def gradient_product(
             gradient.factor if gradient.entropy_factor is None else gradient.entropy_factor,
             gradient.factor if gradient.smoothing is None else gradient.smoothing,
             labels if form.valid_columns is None else form.valid_columns,
+            gradient.max2 if inv_temperature is None else inv_temperature,
         ),
         (
             *(num_rows, num_columns, hidden_size),
@@ -378,5 +393,6 @@ def gradient_product(
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         ROUNDED=form.rounded,
+        TEMPERATURE=inv_temperature is not None,
     )
     return out

@@ -13,7 +13,8 @@ cuBLAS's time at H = 4096 with half of the epilogue hidden. Measured within whol
 lets a warpgroup run 2048 cycles ahead.
 
 Logits rounded on purpose: 768 cycles more (a conversion of two, a shift, an AND; 256 each), no bytes.
-Predicted: 1 % of the GEMM at H = 4096 with half of them hidden.
+Predicted: 1 % of the GEMM at H = 4096 with half of them hidden. A temperature per token: four bytes a row of
+each tile, from L2; it scales a vector of rows, which the exponent's multiply-add reads in a number's place.
 
 Tiles are handed out by a counter in global memory: a program that starts late, because NCCL's kernels
 hold its SM, takes fewer of them. The loader asks for its next tile while it loads the present one and
@@ -166,8 +167,11 @@ def _halves(tile):
 
 @gluon.jit
 def _rows_of(x, z):
-    """A vector of rows, to be combined with ``z``."""
-    return gl.convert_layout(x, gl.SliceLayout(1, z.type.layout))[:, None]
+    """A vector of rows, to be combined with ``z``; a number as it is."""
+    if len(x.shape) == 0:
+        return x
+    else:
+        return gl.convert_layout(x, gl.SliceLayout(1, z.type.layout))[:, None]
 
 
 @gluon.jit
@@ -188,10 +192,10 @@ def _exponentials(
     (where ``WITH_SUM``), without the softcap's gradient and where z is not -inf.
     """
     if SOFTCAP:
-        z2, softcap_grad = _softcapped(z, to_exponent, softcap2)
+        z2, softcap_grad = _softcapped(z, to_exponent, _rows_of(softcap2, z))
         exponent = gl.where(z == float("-inf"), LOWEST, z2 - _rows_of(shift, z))
     else:
-        z2 = z * scale2
+        z2 = z * _rows_of(scale2, z)
         exponent = z2 - _rows_of(shift, z)
         exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
     logit_sum = shift
@@ -227,10 +231,10 @@ def _gradients(
 ):
     """Gradients of the logits (records.GradProduct), in bf16."""
     if SOFTCAP:
-        z2, softcap_grad = _softcapped(z, to_exponent, softcap2)
+        z2, softcap_grad = _softcapped(z, to_exponent, _rows_of(softcap2, z))
         exponent = z2 - _rows_of(row_shift, z)
     else:
-        exponent = z * scale2 - _rows_of(row_shift, z)
+        exponent = z * _rows_of(scale2, z) - _rows_of(row_shift, z)
     if ENTROPY:
         exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
         out = gl.exp2(exponent) * (_rows_of(factor, z) + _rows_of(entropy_factor, z) * exponent)
@@ -381,6 +385,7 @@ def _consume_tile(
     tile_weighted_ptr,
     tile_logit_sum_ptr,
     label_logit_ptr,
+    inv_temperature_ptr,
     token_slots,
     weight_slots,
     staging,
@@ -407,6 +412,7 @@ def _consume_tile(
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
+    TEMPERATURE: gl.constexpr,
 ):
     """64 rows of one tile, whose first slot is full; returns the step after its last."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -421,6 +427,9 @@ def _consume_tile(
     row_shift = gl.load(row_shift_ptr + rows, mask=inside, other=0.0)
     label = gl.load(label_ptr + rows, mask=inside, other=-1) - first_column
     label = gl.where((label >= 0) & (label < BLOCK_N), label, -1).to(gl.int32)
+    inv_temperature = 1.0
+    if TEMPERATURE:
+        inv_temperature = gl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
     holds_label = gl.load(label_tiles_ptr + n * (2 * num_m) + first_row // HALF_M)
     if MODE == GRADIENTS:
         factor = gl.load(factor_ptr + rows, mask=inside, other=0.0)
@@ -454,7 +463,8 @@ def _consume_tile(
         z = _rounded(z)
 
     to_exponent = 2.0 * scale2 / softcap
-    softcap2 = softcap * 1.4426950408889634
+    softcap2 = softcap * 1.4426950408889634 * inv_temperature
+    scale2 = scale2 * inv_temperature
     if MODE == STATISTICS:
         if (holds_label != 0) | (first_column + BLOCK_N > valid_columns):
             columns = gl.arange(0, BLOCK_N, COLUMNS)
@@ -497,7 +507,7 @@ def _consume_tile(
                 logit_sum = gl.convert_layout(left_logit_sum + right_logit_sum, ROWS)
                 gl.store(tile_logit_sum_ptr + at, logit_sum, mask=inside)
         else:
-            out = gl.exp2(z * scale2 - shift[:, None])
+            out = gl.exp2(z * _rows_of(scale2, z) - shift[:, None])
             gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
             left, right = _halves(out.to(out_desc.dtype))
     else:
@@ -512,7 +522,7 @@ def _consume_tile(
                 scale2, to_exponent, softcap2, SOFTCAP, ENTROPY, SMOOTHING,
             )  # fmt: skip
         else:
-            out = gl.exp2(z * scale2 - row_shift[:, None]) * factor[:, None]
+            out = gl.exp2(z * _rows_of(scale2, z) - row_shift[:, None]) * factor[:, None]
             if holds_label != 0:
                 columns = gl.arange(0, BLOCK_N, COLUMNS)
                 out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
@@ -543,6 +553,7 @@ def _consumer(
     tile_weighted_ptr,
     tile_logit_sum_ptr,
     label_logit_ptr,
+    inv_temperature_ptr,
     token_slots,
     weight_slots,
     staging,
@@ -570,6 +581,7 @@ def _consumer(
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
+    TEMPERATURE: gl.constexpr,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
     step = 0
@@ -580,10 +592,10 @@ def _consumer(
             tile, step,
             out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr, smoothing_ptr,
             label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr,
-            tile_logit_sum_ptr, label_logit_ptr, token_slots,
+            tile_logit_sum_ptr, label_logit_ptr, inv_temperature_ptr, token_slots,
             weight_slots, staging, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
             logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX,
-            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP, ROUNDED,
+            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP, ROUNDED, TEMPERATURE,
         )  # fmt: skip
         tile = _told(tile_ids, full, step)
     if WRITE:
@@ -610,6 +622,7 @@ def _product_kernel(
     tile_logit_sum_ptr,
     label_logit_ptr,
     valid_columns_ptr,
+    inv_temperature_ptr,
     num_rows,
     num_columns,
     hidden_size,
@@ -628,6 +641,7 @@ def _product_kernel(
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
+    TEMPERATURE: gl.constexpr,
 ):
     label_tiles_ptr = table_ptr + _HEADER
     valid_columns = gl.load(valid_columns_ptr).to(gl.int32) if MASKED else num_columns
@@ -656,22 +670,22 @@ def _product_kernel(
             (_consumer, (
                 out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
                 smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr,
+                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, inv_temperature_ptr,
                 upper_slots, weight_slots,
                 upper_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 0, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP, ROUNDED,
+                MASKED, SOFTCAP, ROUNDED, TEMPERATURE,
             )),
             (_consumer, (
                 out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
                 smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr,
+                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, inv_temperature_ptr,
                 lower_slots, weight_slots,
                 lower_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 64, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP, ROUNDED,
+                MASKED, SOFTCAP, ROUNDED, TEMPERATURE,
             )),
             (_loader, (
                 tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, weight_slots,
@@ -713,6 +727,7 @@ def _launch(
     with_argmax: bool,
     form: RowOptions,
     logits: bool = False,
+    inv_temperature: Tensor | None = None,
 ) -> None:
     half, half_n = int(HALF_M), int(BLOCK_N) // 2
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
@@ -721,11 +736,16 @@ def _launch(
         *(with_argmax, form.with_weighted, form.with_logit_sum),
         *(gradient.entropy_factor is not None, gradient.smoothing is not None),
         *(form.valid_columns is not None, form.softcap, form.rounded),
+        inv_temperature is not None,
     )
     unused = gradient.factor
     rows = tuple(unused if row is None else row for row in gradient)
     launch(
-        (*(labels, *rows, table, *tiles), labels if form.valid_columns is None else form.valid_columns),
+        (
+            *(labels, *rows, table, *tiles),
+            labels if form.valid_columns is None else form.valid_columns,
+            rows[0] if inv_temperature is None else inv_temperature,
+        ),
         descriptors=(
             tokens_desc,
             _descriptor(weight, (int(BLOCK_N), int(BLOCK_K))),
@@ -751,6 +771,7 @@ def _bound_product(
     masked: bool,
     softcap: float | None,
     rounded: bool,
+    temperature: bool,
 ) -> Bound:
     num_rows, hidden_size = tokens_shape
     return _product.bind(
@@ -771,6 +792,7 @@ def _bound_product(
         MASKED=masked,
         SOFTCAP=softcap is not None,
         ROUNDED=rounded,
+        TEMPERATURE=temperature,
     )
 
 
@@ -785,6 +807,7 @@ def exp_product(
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
     logits: bool = False,
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> TileStatistics:
     """``E`` or logits into ``out`` (unless None); statistics of tiles: :func:`.exp_product.exp_product`."""
     num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
@@ -811,6 +834,7 @@ def exp_product(
         with_argmax,
         form,
         logits,
+        inv_temperature,
     )
     return TileStatistics(
         int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum
@@ -826,6 +850,7 @@ def gradient_product(
     logit_scale: float,
     out: Tensor,  # [C, V] bf16
     form: RowOptions = NO_OPTIONS,
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> Tensor:
     """Gradients of the logits into ``out``."""
     _launch(
@@ -840,5 +865,6 @@ def gradient_product(
         int(GRADIENTS),
         False,
         form,
+        inv_temperature=inv_temperature,
     )
     return out

@@ -112,6 +112,7 @@ def _row_prologue_kernel(
     label_ptr,  # [C] int64
     row_shift_ptr,  # [C] fp32, out, base 2
     table_ptr,  # int32, out: RowPrologue.table
+    inv_temperature_ptr,  # [C] fp32
     tokens_stride,
     sample_stride,
     num_rows,
@@ -128,6 +129,7 @@ def _row_prologue_kernel(
     TILE: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
 ):
     """Row shifts and marks of the 64 rows of one half tile.
 
@@ -158,6 +160,8 @@ def _row_prologue_kernel(
     if SOFTCAP:
         tanh, _ = tanh_and_grad(row_shift / softcap)
         row_shift = softcap * tanh
+    if TEMPERATURE:
+        row_shift *= tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
     tl.store(row_shift_ptr + rows, row_shift * LOG2E, mask=inside)
 
 
@@ -198,6 +202,7 @@ def _combine_tiles_kernel(
     saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
     e_ptr,  # [C, V], in and out
     row_scale_ptr,  # [C] fp32, out: a factor
+    inv_temperature_ptr,  # [C] fp32
     num_rows,
     num_columns,
     num_tiles,
@@ -212,6 +217,7 @@ def _combine_tiles_kernel(
     SOFTCAP: tl.constexpr,
     ALONE: tl.constexpr,
     FINALIZE: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
 ):
     """Row statistics of a block of rows, in one sweep over their tiles.
 
@@ -270,6 +276,8 @@ def _combine_tiles_kernel(
     if SOFTCAP:
         tanh, label_factor = tanh_and_grad(label_logit / softcap)
         label_logit = softcap * tanh
+    if TEMPERATURE:
+        label_logit *= tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
     if WITH_SUM:
         logit_sum = tl.sum(slot_logit_sum, axis=0) * LN2 + tl.where(here, label_logit, 0.0)
         tl.store(logit_sum_ptr + rows, logit_sum, mask=inside)
@@ -520,6 +528,7 @@ def _bound_prologue(
     sample_stride: int,
     logit_scale: float,
     softcap: float | None,
+    temperature: bool,
 ) -> tuple[int, Bound]:
     """Number of entries of the table, and the launch for these shapes."""
     num_rows, hidden_size = tokens_shape
@@ -536,6 +545,7 @@ def _bound_prologue(
         TILE=TILE_COLUMNS,
         BLOCK_TILES=256,
         SOFTCAP=softcap is not None,
+        TEMPERATURE=temperature,
     )
 
 
@@ -546,6 +556,7 @@ def row_prologue(
     num_columns: int,
     logit_scale: float,
     form: RowOptions = NO_OPTIONS,
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> RowPrologue:
     """Row shifts, and the marks of the half tiles that hold labels, in one launch.
 
@@ -555,10 +566,15 @@ def row_prologue(
     row_shift2 = torch.empty(tokens.shape[0], dtype=torch.float32, device=tokens.device)
     size, launch = _bound_prologue(
         *(tokens.shape, sample.shape[0], num_columns, tokens.stride(0), sample.stride(0)),
-        *(logit_scale, form.softcap),
+        *(logit_scale, form.softcap, inv_temperature is not None),
     )
     table = torch.empty(size, dtype=torch.int32, device=tokens.device)
-    launch((tokens, sample, labels, row_shift2, table))
+    launch(
+        (
+            *(tokens, sample, labels, row_shift2, table),
+            row_shift2 if inv_temperature is None else inv_temperature,
+        )
+    )
     return RowPrologue(row_shift2, table)
 
 
@@ -579,6 +595,7 @@ def _bound_combine(
     with_sum: bool,
     softcap: float | None,
     alone: bool,
+    temperature: bool,
 ) -> Bound:
     return _combine_tiles.bind(
         (ceil_div(num_rows, BLOCK_ROWS),),
@@ -592,6 +609,7 @@ def _bound_combine(
         SOFTCAP=softcap is not None,
         ALONE=alone,
         FINALIZE=e_stride is not None,
+        TEMPERATURE=temperature,
     )
 
 
@@ -603,6 +621,7 @@ def combine_tiles(
     form: RowOptions = NO_OPTIONS,
     alone: bool = False,
     e: Tensor | None = None,  # [C, V], in place; only with alone
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> tuple[RowStatistics, Tensor | None]:
     """Row statistics of this shard from its tiles' statistics; returns them and a row scale, or None.
 
@@ -625,6 +644,7 @@ def combine_tiles(
     launch = _bound_combine(
         *(num_rows, num_columns, num_tiles, tiles.tile_columns, None if e is None else e.stride(0)),
         *(argmax is not None, weighted is not None, logit_sum is not None, form.softcap, alone),
+        inv_temperature is not None,
     )
     launch(
         (
@@ -637,6 +657,7 @@ def combine_tiles(
             shard if logit_sum is None else logit_sum,
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
+            shard if inv_temperature is None else inv_temperature,
         ),
     )
     extra = ExtraStatistics(logit_sum, weighted)

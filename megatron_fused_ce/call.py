@@ -359,12 +359,7 @@ def check_arguments(args: Arguments, comm: VocabParallel) -> None:
 
 
 def _choose(args: Arguments, why_not_here: str) -> tuple[LogitsBackend, str]:
-    requested = RequestedOutputs(
-        args.outputs,
-        args.differentiable,
-        soft=args.teacher is not None,
-        per_token_temperature=isinstance(args.temperature, Tensor),
-    )
+    requested = RequestedOutputs(args.outputs, args.differentiable, soft=args.teacher is not None)
     return logits_backend.choose(args.config, args.hidden, args.weight, requested, why_not_here)
 
 

@@ -236,11 +236,13 @@ class ScaledExp:
         return rows
 
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample, form, _, alone, _ = chunk
+        tokens, weight, labels, logit_scale, sample, form, _, alone, inv_temperature = chunk
         assert sample is not None
         exp_rows = _exp_rows()
         num_columns = weight.shape[0]
-        prologue = exp_rows.row_prologue(tokens, sample, labels, num_columns, logit_scale, form)
+        prologue = exp_rows.row_prologue(
+            tokens, sample, labels, num_columns, logit_scale, form, inv_temperature
+        )
         tiles = self.product.exp_product(
             tokens,
             weight,
@@ -252,12 +254,13 @@ class ScaledExp:
             with_argmax,
             form,
             self.saves_logits,
+            inv_temperature,
         )
 
         def statistics() -> Scores:
             at_once = out if alone and form.is_plain and not self.saves_logits else None
             stats, row_scale = exp_rows.combine_tiles(
-                prologue, tiles, labels, num_columns, form, alone, at_once
+                prologue, tiles, labels, num_columns, form, alone, at_once, inv_temperature
             )
             return Scores(stats, tiles, row_scale)
 
@@ -306,6 +309,7 @@ class ScaledExp:
             logit_scale,
             out,
             form,
+            chunk.inv_temperature,
         )
         return LogitsGrad(out)
 
@@ -369,7 +373,6 @@ class RequestedOutputs(NamedTuple):
     outputs: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
     soft: bool = False
-    per_token_temperature: bool = False
 
 
 LOSS_ONLY = RequestedOutputs()
@@ -497,11 +500,7 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    names = [
-        (config.logit_precision == "activations", "logits rounded to the activations' dtype"),
-        (requested.soft, "the loss of a teacher's targets"),
-        (requested.per_token_temperature, "a temperature per token"),
-    ]
+    names = [(requested.soft, "the loss of a teacher's targets")]
     for option in _saved_as_logits(config, requested):
         names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
         names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))

@@ -60,8 +60,8 @@ def token_log_probs(
             Hidden states in bf16 or fp16 with an fp32 weight are cast to fp32 (``4 * H`` bytes a token;
             products, gathers and sums of ``grad_hidden`` are fp32 then); no other pair of dtypes is served.
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
-            are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. A tensor
-            needs the row kernels; no gradient flows into it.
+            are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
+            gradient flows into a tensor.
         entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``; logits are then rounded to
             the hidden states' dtype first, unless ``config`` names ``recompute`` or
             ``logit_precision="fp32"``.

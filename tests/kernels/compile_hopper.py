@@ -43,12 +43,19 @@ VARIANTS = (
     "write logits weighted with_sum masked rounded",
     "write logits with_argmax weighted with_sum masked rounded",
     "gradients write entropy smoothing masked rounded",
-    "gradients write masked softcap rounded",
+    "write temperature",
+    "write weighted temperature",
+    "write softcap temperature",
+    "write weighted masked softcap rounded temperature",
+    "write logits weighted with_sum masked rounded temperature",
+    "gradients write temperature",
+    "gradients write entropy smoothing masked rounded temperature",
+    "gradients write masked softcap rounded temperature",
     "write with_argmax weighted masked softcap",
 )
 FLAGS = (
     *("WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED", "WITH_SUM"),
-    *("ENTROPY", "SMOOTHING", "MASKED", "SOFTCAP", "ROUNDED"),
+    *("ENTROPY", "SMOOTHING", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"),
 )
 #: With all of these: a few registers of row vectors, outside of the products' loop.
 SPILLED = {("with_argmax", "softcap"): 64}

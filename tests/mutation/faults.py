@@ -229,6 +229,13 @@ FAULTS = (
         (f"{SCALED_EXP} -k 'rounded_on_purpose and plain'",),
     ),
     Fault(
+        "scaled-exp GEMM: logits miss their token's temperature",
+        "kernels/exp_product.py",
+        "z = z * (scale2 * inv_temperature)\n        left_out",
+        "z = z * scale2\n        left_out",
+        (f"{SCALED_EXP} -k 'temperature_per_token and plain-plain-store'",),
+    ),
+    Fault(
         "scaled-exp GEMM: tiles of one row that differ in their shift are summed as they are",
         "kernels/exp_rows.py",
         "sum_exp_nonlabel = tl.sum(slot_sum_exp * tl.exp2(of_slot), axis=0)",

@@ -390,7 +390,6 @@ def test_triton_kernels(problem, exponentiating, negated):
             hidden_size=4 * (1 + problem.hidden_size // 4),
             shards=(4 * (1 + problem.vocab // 4),),
             strides=("contiguous", "contiguous", problem.strides[2]),
-            temperature=problem.temperature and "number",
             config=replace(problem.config, **options),
         )
         # Exponents are rounded in powers of two, a row's reference once for all columns: with larger logits

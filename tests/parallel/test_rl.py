@@ -19,6 +19,8 @@ CALLS = {
     "one temperature": ("number", "none", "scaled_exp", True),
     "one temperature, partial": ("number", "none", "scaled_exp", False),
     "a temperature per token": ("per token", "differentiable", "gemm_rows", True),
+    "a temperature per token, in the GEMM": ("per token", "detached", "scaled_exp", True),
+    "a temperature per token, gradients in the GEMM": ("per token", "differentiable", "scaled_exp", True),
     "a temperature per token, partial": ("per token", "detached", "gemm_rows", False),
 }
 

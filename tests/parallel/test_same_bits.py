@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce.rl import token_log_probs
 from tests.support.head import scaled_exp_dtype
 from tests.support.ranks import Rank, on_ranks
 
@@ -22,15 +23,24 @@ PROBES = 5
 
 @on_ranks(pytest.param(1, marks=pytest.mark.rest), 2)
 @pytest.mark.parametrize(
-    ("strategy", "sequence_parallel"), [("store", True), ("recompute", False), ("grad_in_forward", True)]
+    ("strategy", "sequence_parallel", "temperatures"),
+    [
+        ("store", True, False),
+        ("recompute", False, False),
+        ("grad_in_forward", True, False),
+        ("store", True, True),
+    ],
 )
-def test_bits_of_a_token(rank: Rank, strategy, sequence_parallel):
+def test_bits_of_a_token(rank: Rank, strategy, sequence_parallel, temperatures):
+    """With ``temperatures`` the log-probability, at one temperature per token."""
     vocab = 2000 if rank.device.type == "cuda" else 80
     dtype = scaled_exp_dtype(rank)
     draw = torch.Generator().manual_seed(11)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw)
+        drawn = torch.randn(*shape, generator=draw)
+        # Few digits, so that products are exact: the interpreter's depend on a row's place in its tile.
+        return drawn if rank.device.type == "cuda" else (drawn * 8).round() / 8
 
     weight = (normal(rank.size * vocab, H) * 0.5)[rank.rank * vocab :][:vocab].to(rank.device, dtype)
     probes, probe_labels = normal(PROBES, H), torch.randint(0, rank.size * vocab, (PROBES,), generator=draw)
@@ -43,16 +53,20 @@ def test_bits_of_a_token(rank: Rank, strategy, sequence_parallel):
             hidden[places], labels[places] = probes, probe_labels
             chunk = int(torch.randint(1, length + 1, (), generator=draw))
             part = hidden.chunk(rank.size)[rank.rank] if sequence_parallel else hidden
-            loss = fused_linear_cross_entropy(
-                part.to(rank.device, dtype).requires_grad_(),
-                weight,
-                labels.to(rank.device),
-                tp_group=rank.group,
-                sequence_parallel=sequence_parallel,
-                token_weights=torch.ones(length, device=rank.device),
-                vocab_start=rank.rank * vocab,
-                config=FusedCEConfig(strategy, chunk_tokens=max(2, chunk), logits_backend="scaled_exp"),
-            )
+            inputs = part.to(rank.device, dtype).requires_grad_(), weight, labels.to(rank.device)
+            settings = {
+                "tp_group": rank.group,
+                "sequence_parallel": sequence_parallel,
+                "vocab_start": rank.rank * vocab,
+                "config": FusedCEConfig(strategy, chunk_tokens=max(2, chunk), logits_backend="scaled_exp"),
+            }
+            if temperatures:
+                temperature = torch.exp2(torch.randn(length, generator=draw))
+                temperature[places] = torch.linspace(0.3, 3.0, PROBES)
+                loss = token_log_probs(*inputs, temperature=temperature.to(rank.device), **settings).log_prob
+            else:
+                weights = torch.ones(length, device=rank.device)
+                loss = fused_linear_cross_entropy(*inputs, token_weights=weights, **settings)
             of_probes = loss[places.to(rank.device)].detach()
             first = of_probes if first is None else first
             assert torch.equal(of_probes, first), (length, chunk, of_probes - first)
