@@ -39,6 +39,7 @@ from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_d
 from megatron_fused_ce.kernels.records import (
     LOG2_E,
     NO_OPTIONS,
+    SQUARED_UNIT,
     GradProduct,
     RowOptions,
     TileStatistics,
@@ -52,6 +53,7 @@ HEADROOM = tl.constexpr(64.0)
 
 #: Exponents are no lower than this where they are summed times their exponential: 0 times -inf is NaN.
 LOWEST = tl.constexpr(-1000.0)
+_SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 _PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
@@ -96,6 +98,7 @@ def _exp_product_kernel(
     tile_weighted_ptr,  # [num_n, C] fp32
     tile_logit_sum_ptr,  # [num_n, C] fp32
     label_logit_ptr,  # [C] fp32
+    tile_squares_ptr,  # [num_n, C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
     num_rows,
@@ -118,6 +121,7 @@ def _exp_product_kernel(
     SOFTCAP: tl.constexpr,
     ROUNDED: tl.constexpr,
     TEMPERATURE: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
@@ -171,6 +175,9 @@ def _exp_product_kernel(
         e = tl.exp2(z)
         if WEIGHTED:
             tl.store(tile_weighted_ptr + at, tl.sum(e * z, axis=1), mask=inside)
+        if SQUARES:
+            small = e * _SQUARED_UNIT
+            tl.store(tile_squares_ptr + at, tl.sum(small * small, axis=1), mask=inside)
         tl.store(tile_max_ptr + at, tile_max, mask=inside)
         tl.store(tile_sum_ptr + at, tl.sum(e, axis=1), mask=inside)
         if WRITE:
@@ -307,6 +314,7 @@ def exp_product(
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
     tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
+    tile_squares = torch.empty_like(tile_max) if form.with_squares else None
     tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc
     if out is not None:
@@ -318,6 +326,7 @@ def exp_product(
             tile_max if tile_argmax is None else tile_argmax,
             tile_max if tile_weighted is None else tile_weighted,
             *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
+            tile_max if tile_squares is None else tile_squares,
             labels if form.valid_columns is None else form.valid_columns,
             row_shift2 if inv_temperature is None else inv_temperature,
         ),
@@ -344,9 +353,11 @@ def exp_product(
         SOFTCAP=form.softcap is not None,
         ROUNDED=form.rounded,
         TEMPERATURE=inv_temperature is not None,
+        SQUARES=form.with_squares,
     )
     return TileStatistics(
-        tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum
+        *(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum),
+        tile_squares,
     )
 
 

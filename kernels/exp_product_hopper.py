@@ -15,6 +15,7 @@ lets a warpgroup run 2048 cycles ahead.
 Logits rounded on purpose: 768 cycles more (a conversion of two, a shift, an AND; 256 each), no bytes.
 Predicted: 1 % of the GEMM at H = 4096 with half of them hidden. A temperature per token: four bytes a row of
 each tile, from L2; it scales a vector of rows, which the exponent's multiply-add reads in a number's place.
+The sum of squares: 640 cycles (two and a half instructions an element) and four bytes a row of each tile.
 
 Tiles are handed out by a counter in global memory: a program that starts late, because NCCL's kernels
 hold its SM, takes fewer of them. The loader asks for its next tile while it loads the present one and
@@ -52,6 +53,7 @@ from megatron_fused_ce.kernels.launch import (
 from megatron_fused_ce.kernels.records import (
     LOG2_E,
     NO_OPTIONS,
+    SQUARED_UNIT,
     TABLE_HEADER,
     GradProduct,
     RowOptions,
@@ -62,6 +64,7 @@ from megatron_fused_ce.kernels.records import (
 HEADROOM = gl.constexpr(64.0)
 LOWEST = gl.constexpr(-1000.0)
 _HEADER = gl.constexpr(TABLE_HEADER)
+_SQUARED_UNIT = gl.constexpr(SQUARED_UNIT)
 
 #: A NaN logit must reach the sums.
 PROPAGATE_NAN = gl.constexpr(triton.language.PropagateNan.ALL)
@@ -175,6 +178,12 @@ def _rows_of(x, z):
 
 
 @gluon.jit
+def _sum_of_squares(e):
+    small = e * _SQUARED_UNIT
+    return gl.reduce(small * small, 1, _plus)
+
+
+@gluon.jit
 def _exponentials(
     z,
     shift,
@@ -185,11 +194,12 @@ def _exponentials(
     WEIGHTED: gl.constexpr,
     WITH_SUM: gl.constexpr,
     LOGITS: gl.constexpr,
+    SQUARES: gl.constexpr,
 ):
     """``E = 2**(z2 - shift)``, 0 where z is -inf, times the softcap's gradient, in bf16; with ``LOGITS`` z.
 
-    Before it, of each row: the sum of E, the sum of E times its exponent (where ``WEIGHTED``), the sum of z2
-    (where ``WITH_SUM``), without the softcap's gradient and where z is not -inf.
+    Before it, of each row, without the softcap's gradient and where z is not -inf: the sum of E, that of E
+    times its exponent (where ``WEIGHTED``), of z2 (``WITH_SUM``), of squares (``SQUARES``).
     """
     if SOFTCAP:
         z2, softcap_grad = _softcapped(z, to_exponent, _rows_of(softcap2, z))
@@ -206,11 +216,14 @@ def _exponentials(
     weighted = total
     if WEIGHTED:
         weighted = gl.reduce(e * exponent, 1, _plus)
+    squares = total
+    if SQUARES:
+        squares = _sum_of_squares(e)
     if LOGITS:
         e = z
     elif SOFTCAP:
         e = e * softcap_grad
-    return total, weighted, logit_sum, e.to(gl.bfloat16)
+    return total, weighted, logit_sum, squares, e.to(gl.bfloat16)
 
 
 @gluon.jit
@@ -385,6 +398,7 @@ def _consume_tile(
     tile_weighted_ptr,
     tile_logit_sum_ptr,
     label_logit_ptr,
+    tile_squares_ptr,
     inv_temperature_ptr,
     token_slots,
     weight_slots,
@@ -413,6 +427,7 @@ def _consume_tile(
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
     TEMPERATURE: gl.constexpr,
+    SQUARES: gl.constexpr,
 ):
     """64 rows of one tile, whose first slot is full; returns the step after its last."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -493,11 +508,11 @@ def _consume_tile(
         if SOFTCAP | WEIGHTED | WITH_SUM | LOGITS:
             # By halves: registers hold no more than one of them beside what it is multiplied by.
             left, right = _halves(z)
-            left_sum, left_weighted, left_logit_sum, left = _exponentials(
-                left, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS
+            left_sum, left_weighted, left_logit_sum, left_squares, left = _exponentials(
+                left, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS, SQUARES
             )
-            right_sum, right_weighted, right_logit_sum, right = _exponentials(
-                right, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS
+            right_sum, right_weighted, right_logit_sum, right_squares, right = _exponentials(
+                right, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS, SQUARES
             )
             gl.store(tile_sum_ptr + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
             if WEIGHTED:
@@ -506,9 +521,14 @@ def _consume_tile(
             if WITH_SUM:
                 logit_sum = gl.convert_layout(left_logit_sum + right_logit_sum, ROWS)
                 gl.store(tile_logit_sum_ptr + at, logit_sum, mask=inside)
+            if SQUARES:
+                squares = gl.convert_layout(left_squares + right_squares, ROWS)
+                gl.store(tile_squares_ptr + at, squares, mask=inside)
         else:
             out = gl.exp2(z * _rows_of(scale2, z) - shift[:, None])
             gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
+            if SQUARES:
+                gl.store(tile_squares_ptr + at, _sum_of_squares(out), mask=inside)
             left, right = _halves(out.to(out_desc.dtype))
     else:
         if SOFTCAP | ENTROPY | SMOOTHING:
@@ -553,6 +573,7 @@ def _consumer(
     tile_weighted_ptr,
     tile_logit_sum_ptr,
     label_logit_ptr,
+    tile_squares_ptr,
     inv_temperature_ptr,
     token_slots,
     weight_slots,
@@ -582,6 +603,7 @@ def _consumer(
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
     TEMPERATURE: gl.constexpr,
+    SQUARES: gl.constexpr,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
     step = 0
@@ -592,10 +614,10 @@ def _consumer(
             tile, step,
             out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr, smoothing_ptr,
             label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr,
-            tile_logit_sum_ptr, label_logit_ptr, inv_temperature_ptr, token_slots,
+            tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr, inv_temperature_ptr, token_slots,
             weight_slots, staging, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
             logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX,
-            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP, ROUNDED, TEMPERATURE,
+            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
         )  # fmt: skip
         tile = _told(tile_ids, full, step)
     if WRITE:
@@ -621,6 +643,7 @@ def _product_kernel(
     tile_weighted_ptr,
     tile_logit_sum_ptr,
     label_logit_ptr,
+    tile_squares_ptr,
     valid_columns_ptr,
     inv_temperature_ptr,
     num_rows,
@@ -642,6 +665,7 @@ def _product_kernel(
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
     TEMPERATURE: gl.constexpr,
+    SQUARES: gl.constexpr,
 ):
     label_tiles_ptr = table_ptr + _HEADER
     valid_columns = gl.load(valid_columns_ptr).to(gl.int32) if MASKED else num_columns
@@ -670,22 +694,22 @@ def _product_kernel(
             (_consumer, (
                 out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
                 smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, inv_temperature_ptr,
+                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr, inv_temperature_ptr,
                 upper_slots, weight_slots,
                 upper_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 0, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP, ROUNDED, TEMPERATURE,
+                MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
             )),
             (_consumer, (
                 out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
                 smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, inv_temperature_ptr,
+                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr, inv_temperature_ptr,
                 lower_slots, weight_slots,
                 lower_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
                 logit_scale, scale2, softcap,
                 64, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP, ROUNDED, TEMPERATURE,
+                MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
             )),
             (_loader, (
                 tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, weight_slots,
@@ -736,7 +760,7 @@ def _launch(
         *(with_argmax, form.with_weighted, form.with_logit_sum),
         *(gradient.entropy_factor is not None, gradient.smoothing is not None),
         *(form.valid_columns is not None, form.softcap, form.rounded),
-        inv_temperature is not None,
+        *(inv_temperature is not None, form.with_squares),
     )
     unused = gradient.factor
     rows = tuple(unused if row is None else row for row in gradient)
@@ -772,6 +796,7 @@ def _bound_product(
     softcap: float | None,
     rounded: bool,
     temperature: bool,
+    with_squares: bool,
 ) -> Bound:
     num_rows, hidden_size = tokens_shape
     return _product.bind(
@@ -793,6 +818,7 @@ def _bound_product(
         SOFTCAP=softcap is not None,
         ROUNDED=rounded,
         TEMPERATURE=temperature,
+        SQUARES=with_squares and mode == int(STATISTICS),
     )
 
 
@@ -817,6 +843,7 @@ def exp_product(
     tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
     tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
     tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
+    tile_squares = torch.empty_like(tile_max) if form.with_squares else None
     _launch(
         tokens,
         weight,
@@ -828,6 +855,7 @@ def exp_product(
             *(tile_max, tile_sum, table if tile_argmax is None else tile_argmax),
             tile_max if tile_weighted is None else tile_weighted,
             *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
+            tile_max if tile_squares is None else tile_squares,
         ),
         logit_scale,
         int(STATISTICS),
@@ -837,7 +865,8 @@ def exp_product(
         inv_temperature,
     )
     return TileStatistics(
-        int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum
+        *(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum),
+        tile_squares,
     )
 
 
@@ -860,7 +889,7 @@ def gradient_product(
         labels,
         table,
         gradient,
-        (gradient.max2, gradient.max2, table, *[gradient.max2] * 3),
+        (gradient.max2, gradient.max2, table, *[gradient.max2] * 4),
         logit_scale,
         int(GRADIENTS),
         False,

@@ -203,6 +203,8 @@ def _combine_tiles_kernel(
     e_ptr,  # [C, V], in and out
     row_scale_ptr,  # [C] fp32, out: a factor
     inv_temperature_ptr,  # [C] fp32
+    tile_squares_ptr,  # [num_tiles, C] fp32
+    squares_ptr,  # [C] fp32, out: records.ExtraStatistics.squares
     num_rows,
     num_columns,
     num_tiles,
@@ -218,6 +220,7 @@ def _combine_tiles_kernel(
     ALONE: tl.constexpr,
     FINALIZE: tl.constexpr,
     TEMPERATURE: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     """Row statistics of a block of rows, in one sweep over their tiles.
 
@@ -236,6 +239,7 @@ def _combine_tiles_kernel(
     slot_sum_exp = slots
     slot_weighted = slots
     slot_logit_sum = slots
+    slot_squares = slots
     slot_best = slots.to(tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
@@ -257,6 +261,9 @@ def _combine_tiles_kernel(
             slot_weighted += (tile_weighted + tile_sum * of_tile) * tl.exp2(of_tile)
         if WITH_SUM:
             slot_logit_sum += tl.load(tile_logit_sum_ptr + at, mask=real, other=0.0)
+        if SQUARES:
+            tile_squares = tl.load(tile_squares_ptr + at, mask=real, other=0.0)
+            slot_squares = slot_squares * tl.exp2(2.0 * of_slot) + tile_squares * tl.exp2(2.0 * of_tile)
         slot_sum_exp = slot_sum_exp * tl.exp2(of_slot)
         slot_sum_exp += tile_sum * tl.exp2(of_tile)
         slot_shift = new_shift
@@ -268,6 +275,9 @@ def _combine_tiles_kernel(
     if WEIGHTED:
         weighted = tl.sum((slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot), axis=0)
         tl.store(weighted_ptr + rows, weighted * LN2, mask=inside)
+    if SQUARES:
+        squares = tl.sum(slot_squares * tl.exp2(2.0 * of_slot), axis=0)
+        tl.store(squares_ptr + rows, squares, mask=inside)
     row_shift = tl.load(row_shift_ptr + rows, mask=inside, other=0.0)
     label = tl.load(label_ptr + rows, mask=inside, other=-1)
     here = (label >= 0) & (label < num_columns)
@@ -596,6 +606,7 @@ def _bound_combine(
     softcap: float | None,
     alone: bool,
     temperature: bool,
+    with_squares: bool,
 ) -> Bound:
     return _combine_tiles.bind(
         (ceil_div(num_rows, BLOCK_ROWS),),
@@ -610,6 +621,7 @@ def _bound_combine(
         ALONE=alone,
         FINALIZE=e_stride is not None,
         TEMPERATURE=temperature,
+        SQUARES=with_squares,
     )
 
 
@@ -641,10 +653,11 @@ def combine_tiles(
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     weighted = None if tiles.tile_weighted is None else torch.empty_like(tiles.label_logit)
     logit_sum = None if tiles.tile_logit_sum is None else torch.empty_like(tiles.label_logit)
+    squares = None if tiles.tile_squares is None else torch.empty_like(tiles.label_logit)
     launch = _bound_combine(
         *(num_rows, num_columns, num_tiles, tiles.tile_columns, None if e is None else e.stride(0)),
         *(argmax is not None, weighted is not None, logit_sum is not None, form.softcap, alone),
-        inv_temperature is not None,
+        *(inv_temperature is not None, squares is not None),
     )
     launch(
         (
@@ -658,9 +671,11 @@ def combine_tiles(
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
             shard if inv_temperature is None else inv_temperature,
+            tiles.tile_max if tiles.tile_squares is None else tiles.tile_squares,
+            shard if squares is None else squares,
         ),
     )
-    extra = ExtraStatistics(logit_sum, weighted)
+    extra = ExtraStatistics(logit_sum, weighted, squares=squares)
     return RowStatistics(shard, argmax, extra, tile_shift, merged), row_scale
 
 

@@ -23,6 +23,8 @@ NUM_STATISTICS = 4
 #: Label logit of a token whose label is not in this shard. A real label logit of ``+inf`` makes the token NaN
 #: anyway, so the two cannot be confused.
 NOT_HERE = float("inf")
+#: Exponentials are multiplied by this before they are squared: they reach ``2**64`` (exp_product.HEADROOM).
+SQUARED_UNIT = 2.0**-32
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class RowOptions:
     #: compute ``logit_sum``, ``weighted`` of :class:`ExtraStatistics`
     with_logit_sum: bool = False
     with_weighted: bool = False
+    #: and its ``squares``
+    with_squares: bool = False
     #: scaled-exp GEMM only: round the logits to the operands' dtype before everything else
     rounded: bool = False
 
@@ -64,6 +68,9 @@ class ExtraStatistics(NamedTuple):
     target_mass: Tensor | None = None  # sum of their q
     #: global id of the largest logit, lowest on a tie (exact below 2**24): predicted ids
     best: Tensor | None = None
+    #: sum of (SQUARED_UNIT * exp(z - row_shift))**2, without the label's own column: sum of squared
+    #: probabilities. In Merged without the factor.
+    squares: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,6 +140,8 @@ class TileStatistics(NamedTuple):
     tile_weighted: Tensor | None = None
     #: fp32: sum of z2, label left out; with RowOptions.with_logit_sum
     tile_logit_sum: Tensor | None = None
+    #: fp32: sum of (SQUARED_UNIT * E)**2, label left out; with RowOptions.with_squares
+    tile_squares: Tensor | None = None
 
 
 class Merged(NamedTuple):

@@ -26,6 +26,7 @@ from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
+    SQUARED_UNIT,
     ExtraStatistics,
     GradCoefficients,
     RowOptions,
@@ -42,6 +43,7 @@ STATISTICS_WARPS = 4
 GRADIENT_BLOCK = 4096
 GRADIENT_WARPS = 8
 _NOT_HERE = tl.constexpr(NOT_HERE)
+_SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 
 
 @triton.jit
@@ -106,6 +108,7 @@ def _add_block(
     sums,  # [BLOCK], of exponentials relative to running_max (0 while that is -inf)
     weighted,  # [BLOCK] or scalar
     logit_sums,  # [BLOCK] or scalar
+    squares,  # [BLOCK] or scalar, of SQUARED_UNIT times the exponentials
     best,
     BLOCK: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -114,6 +117,7 @@ def _add_block(
     WEIGHTED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     """One block of columns into what is kept of a row, slot by slot: one reduction a block, the maximum."""
     columns = start + tl.arange(0, BLOCK)
@@ -149,8 +153,11 @@ def _add_block(
         # -inf times 0 on the first block and where a logit is -inf.
         weighted = tl.where(sums == 0.0, 0.0, weighted + sums * shift) * moved
         weighted += tl.where(e == 0.0, 0.0, e * t)
+    if SQUARES:
+        small = e * _SQUARED_UNIT
+        squares = squares * (moved * moved) + small * small
     sums = sums * moved + e
-    return new_max, sums, weighted, logit_sums, best
+    return new_max, sums, weighted, logit_sums, squares, best
 
 
 @triton.jit
@@ -166,6 +173,7 @@ def _row_statistics_kernel(
     target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.ExtraStatistics
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
+    squares_ptr,  # [C] fp32, out: records.ExtraStatistics.squares
     row_stride,
     num_rows,
     num_columns,
@@ -180,6 +188,7 @@ def _row_statistics_kernel(
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     """One program per row: online maximum and sums, the label's column left out of those."""
     row = tl.program_id(0).to(tl.int64)
@@ -194,19 +203,20 @@ def _row_statistics_kernel(
     sums = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32) if WEIGHTED else tl.full((), 0.0, tl.float32)
     logit_sums = tl.zeros((BLOCK,), tl.float32) if WITH_SUM else tl.full((), 0.0, tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32) if SQUARES else tl.full((), 0.0, tl.float32)
     best = tl.full((), 0, tl.int32)
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        running_max, sums, weighted, logit_sums, best = _add_block(
+        running_max, sums, weighted, logit_sums, squares, best = _add_block(
             row_ptr, start, num_columns, label, logit_scale, softcap, inv_temperature,
-            running_max, sums, weighted, logit_sums, best,
-            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE,
+            running_max, sums, weighted, logit_sums, squares, best,
+            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES,
         )  # fmt: skip
     if whole < num_columns:
-        running_max, sums, weighted, logit_sums, best = _add_block(
+        running_max, sums, weighted, logit_sums, squares, best = _add_block(
             row_ptr, whole, num_columns, label, logit_scale, softcap, inv_temperature,
-            running_max, sums, weighted, logit_sums, best,
-            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE,
+            running_max, sums, weighted, logit_sums, squares, best,
+            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES,
         )  # fmt: skip
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
@@ -218,6 +228,8 @@ def _row_statistics_kernel(
         tl.store(sum_ptr + row, tl.sum(logit_sums, axis=0))
     if WEIGHTED:
         tl.store(weighted_ptr + row, tl.sum(weighted, axis=0))
+    if SQUARES:
+        tl.store(squares_ptr + row, tl.sum(squares, axis=0))
     if TARGETS > 0:
         _, probs, t = _targets(
             row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, num_columns, num_targets,
@@ -347,6 +359,7 @@ def row_statistics(
     argmax = torch.empty_like(local_labels) if with_argmax else None
     logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
+    squares = torch.empty_like(shard[0]) if form.with_squares else None
     num_targets, padded_targets = _num_targets(targets)
     of_targets = shard if targets is None else torch.empty_like(shard[:2])
     _row_statistics(
@@ -359,6 +372,7 @@ def row_statistics(
             of_targets,
             local_labels if form.valid_columns is None else form.valid_columns,
             shard if inv_temperature is None else inv_temperature,
+            shard if squares is None else squares,
         ),
         (
             *(logits.stride(0), num_rows, num_columns, num_targets),
@@ -372,9 +386,11 @@ def row_statistics(
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         TEMPERATURE=inv_temperature is not None,
+        SQUARES=squares is not None,
     )
     target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
-    return RowStatistics(shard, argmax, ExtraStatistics(logit_sum, weighted, target_sum, target_mass))
+    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares)
+    return RowStatistics(shard, argmax, extra)
 
 
 def row_gradients(

@@ -74,7 +74,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        grad_outputs = grads[2:6]  # no gradient comes for predicted and correct
+        grad_outputs = grads[2:6]  # no gradient comes for the others
         if all(grad is None for grad in grad_outputs):
             return (None,) * 5
         hidden, weight, ignored, ids, probs, entropy, *others = ctx.saved_tensors

@@ -133,6 +133,7 @@ class LossForm(RowOptions):
             valid_columns=valid_columns,
             with_logit_sum=sigma is not None,
             with_weighted="entropy" in outputs,
+            with_squares="sum_p_squared" in outputs,
             rounded=config.logit_precision == "activations" or saves_logits,
             z_loss=config.z_loss,
             sigma=sigma,
@@ -164,11 +165,14 @@ class LossForm(RowOptions):
             loss = (1 - self.sigma) * loss + self.sigma * (lse - mean)
         if self.z_loss:
             loss = loss + self.z_loss * lse * lse
-        entropy = predicted = None
+        entropy = predicted = sum_p_squared = None
         if extra.weighted is not None:
             own = torch.exp(terms.label_shift) * terms.label_shift
             own = torch.where(known & (own < 0), own, 0.0)  # the limit of exp(t) * t for t -> -inf is 0
             entropy = log_sum - (extra.weighted + own) * terms.inv_sum
+        if extra.squares is not None:
+            own = torch.where(known, torch.exp(terms.label_shift), 0.0)
+            sum_p_squared = (extra.squares + own.square()) * terms.inv_sum.square()
         if extra.best is not None:
             # On a GPU a row's maximum drops a NaN; its loss keeps it.
             found = torch.isfinite(extra.best) & (merged.loss == merged.loss)
@@ -184,6 +188,7 @@ class LossForm(RowOptions):
             entropy=entropy,
             predicted=predicted,
             correct=(terms.label_shift == 0) & (merged.loss == merged.loss) if "correct" in wanted else None,
+            sum_p_squared=sum_p_squared,
         )
 
     def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:

@@ -132,15 +132,15 @@ def fused_linear_token_outputs(
     """:func:`fused_linear_cross_entropy` with more outputs for each token, without the logits.
 
     Args:
-        outputs: names among ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``;
-            :class:`.TokenOutputs` defines them; in the labels' shape.
+        outputs: names among ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``,
+            ``sum_p_squared``; :class:`.TokenOutputs` defines them; in the labels' shape.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
             of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
             upstreams.
 
-    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``
-    and ``predicted`` add a float a token to the merge of the statistics (``predicted`` with
-    ``merge="all_reduce"``: a MIN all-reduce ``[C]``).
+    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; ``entropy``,
+    ``sum_p_squared`` and ``predicted`` each add a float a token to the merge of the statistics
+    (``predicted`` with ``merge="all_reduce"``: a MIN all-reduce ``[C]``).
 
     Returns:
         the loss and the requested outputs; None for the others.

@@ -1,8 +1,4 @@
-"""Log-probabilities and entropy of given tokens, for reinforcement learning: a thin layer over :mod:`.op`.
-
-Sum of squared probabilities (verl's ``sum_pi_squared``) is not offered: it would be one statistic more in
-every kernel and merge.
-"""
+"""Log-probabilities and entropy of given tokens, for reinforcement learning: a thin layer over :mod:`.op`."""
 
 from __future__ import annotations
 
@@ -25,6 +21,8 @@ class TokenLogProbs(NamedTuple):
 
     log_prob: Tensor
     entropy: Tensor | None = None  # where asked for
+    #: where asked for: the sum of the squared probabilities of all classes, without a gradient
+    sum_p_squared: Tensor | None = None
 
 
 @takes_config
@@ -35,6 +33,7 @@ def token_log_probs(
     *,
     temperature: float | Tensor = 1.0,
     entropy: str = "none",
+    sum_p_squared: bool = False,
     zero_unknown: bool = False,
     reduce_grad_hidden: bool = True,
     tp_group: dist.ProcessGroup | None = None,
@@ -50,6 +49,7 @@ def token_log_probs(
         log_p = logits.float().log_softmax(-1)
         log_prob = log_p.gather(-1, labels.T[..., None])[..., 0].T
         entropy = -(log_p.exp() * log_p).sum(-1).T
+        sum_p_squared = log_p.exp().square().sum(-1).T
 
     but in chunks. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token, where
     gradients are enabled; under ``torch.no_grad`` the forward runs alone and saves nothing.
@@ -65,6 +65,7 @@ def token_log_probs(
         entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``; logits are then rounded to
             the hidden states' dtype first, unless ``config`` names ``recompute`` or
             ``logit_precision="fp32"``.
+        sum_p_squared: also give it (verl's ``sum_pi_squared``), without a gradient.
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
             log-probability 0 and no gradient.
@@ -73,7 +74,7 @@ def token_log_probs(
             ``sequence_parallel``.
 
     Returns:
-        fp32 log-probability and, where asked for, entropy.
+        fp32 log-probability and, where asked for, entropy and sum of squared probabilities.
 
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank as for
@@ -81,8 +82,8 @@ def token_log_probs(
             on every rank: the host waits for them.
 
     Collectives: those of :func:`.fused_linear_cross_entropy`; with a temperature per token a MAX all-reduce
-    of an int64 before them, once per call; the merge has a float a token more with entropy; no reduction of
-    ``grad_hidden`` where it is left to the caller.
+    of an int64 before them, once per call; the merge has a float a token more with entropy and one with
+    ``sum_p_squared``; no reduction of ``grad_hidden`` where it is left to the caller.
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
@@ -94,7 +95,7 @@ def token_log_probs(
         sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
         config=config,
-        outputs=_outputs(entropy),
+        outputs=_outputs(entropy, sum_p_squared),
         differentiable=_with_grad(entropy),
         temperature=temperature,
         zero_unknown=zero_unknown,
@@ -102,11 +103,12 @@ def token_log_probs(
         caller_error=_wrong_entropy(entropy),
     ).outputs
     assert made.log_prob is not None
-    return TokenLogProbs(made.log_prob, made.entropy)
+    return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
 
 
-def _outputs(entropy: str) -> tuple[str, ...]:
-    return ("log_prob",) if entropy == "none" else ("log_prob", "entropy")
+def _outputs(entropy: str, sum_p_squared: bool) -> tuple[str, ...]:
+    of_all = ("entropy",) if entropy != "none" else ()
+    return ("log_prob", *of_all, *(("sum_p_squared",) if sum_p_squared else ()))
 
 
 def _with_grad(entropy: str) -> tuple[str, ...]:
@@ -137,6 +139,7 @@ def masked_token_log_probs(
     *,
     temperature: float | Tensor = 1.0,
     entropy: str = "none",
+    sum_p_squared: bool = False,
     reduce_grad_hidden: bool = True,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -154,7 +157,7 @@ def masked_token_log_probs(
         mask_ids: int64 or int32 ``[N]``, global ids, each once for a token, in any order.
         mask_offsets: int64 or int32 ``[T + 1]``: token ``t`` of ``labels.flatten()`` has
             ``mask_ids[mask_offsets[t] : mask_offsets[t + 1]]``. Both the same on every rank.
-        entropy: over the kept ids; :func:`token_log_probs` has it over the vocabulary.
+        entropy, sum_p_squared: over the kept ids; :func:`token_log_probs` has them over the vocabulary.
         config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
             With ``ignore_index`` a token with that label and an empty set has log-probability 0 and costs no
             product; with a set its label is outside of it.
@@ -188,7 +191,7 @@ def masked_token_log_probs(
         None,
         vocab_start,
         config or FusedCEConfig(),
-        _outputs(entropy),
+        _outputs(entropy, sum_p_squared),
         _with_grad(entropy),
         temperature=temperature,
         reduce_grad_hidden=reduce_grad_hidden,

@@ -31,6 +31,7 @@ from megatron_fused_ce.kernels.records import (
     NOT_HERE,
     ROW_MAX,
     ROW_SHIFT,
+    SQUARED_UNIT,
     ExtraStatistics,
     Merged,
 )
@@ -88,7 +89,7 @@ def extra_addends(
     """
     row_max, row_shift, sum_exp_nonlabel, _ = shard.unbind(-2)
     shift = row_shift - global_max
-    weighted, target_sum, best = extra.weighted, extra.target_sum, extra.best
+    weighted, target_sum, best, squares = extra.weighted, extra.target_sum, extra.best, extra.squares
     if weighted is not None:
         moved = torch.exp(shift) * (weighted + sum_exp_nonlabel * shift)
         weighted = torch.where(sum_exp_nonlabel == 0, 0.0, moved)
@@ -99,7 +100,10 @@ def extra_addends(
         target_sum = torch.where(extra.target_mass == 0, 0.0, moved)
     if best is not None:
         best = torch.where(row_max == global_max, best, torch.inf)
-    return extra._replace(weighted=weighted, target_sum=target_sum, best=best)
+    if squares is not None:
+        factor = torch.exp(shift) / SQUARED_UNIT
+        squares = torch.where(squares == 0, 0.0, squares * factor * factor)
+    return extra._replace(weighted=weighted, target_sum=target_sum, best=best, squares=squares)
 
 
 def merge_extra(

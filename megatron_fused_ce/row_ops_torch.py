@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     NOT_HERE,
+    SQUARED_UNIT,
     ExtraStatistics,
     GradCoefficients,
     RowOptions,
@@ -81,6 +82,7 @@ def row_statistics(
     argmax = torch.empty_like(local_labels) if with_argmax else None
     logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
+    squares = torch.empty_like(shard[0]) if form.with_squares else None
     target_sum = None if targets is None else torch.empty_like(shard[0])
     target_mass = None if targets is None else torch.empty_like(shard[0])
     masked = _masked(logits, form)
@@ -108,10 +110,12 @@ def row_statistics(
         e = shifted.exp() if weighted is not None else shifted.exp_()
         if weighted is not None:
             weighted[rows] = shifted.mul_(e).masked_fill_(e == 0, 0.0).sum(dim=-1)
+        if squares is not None:
+            squares[rows] = (e * SQUARED_UNIT).square_().sum(dim=-1)
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass)
+    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares)
     return RowStatistics(shard, argmax, extra)
 
 

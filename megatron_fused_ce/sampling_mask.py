@@ -38,6 +38,10 @@ from megatron_fused_ce.vocab_parallel import VocabParallel
 BLOCK_BYTES = 1 << 30
 
 
+#: Log-probability, and entropy and sum of squared probabilities where asked for.
+Made = tuple[Tensor, Tensor | None, Tensor | None]
+
+
 class Mask(NamedTuple):
     """The kept ids of all tokens; token ``t`` of ``labels.flatten()`` has ``ids[offsets[t] : offsets[t +
     1]]``."""
@@ -181,11 +185,14 @@ class Problem(NamedTuple):
 
     @property
     def plain(self) -> LossForm:
-        return LossForm(outputs=self.form.outputs, with_weighted=self.form.with_weighted)
+        form = self.form
+        return LossForm(
+            outputs=form.outputs, with_weighted=form.with_weighted, with_squares=form.with_squares
+        )
 
 
 class MaskedLogProbs(torch.autograd.Function):
-    """Log-probability and entropy over the kept ids, fp32 ``[T]``; undefined for a token without any.
+    """:data:`Made` over the kept ids, fp32 ``[T]``; undefined for a token without any.
 
     Collectives of the forward: the all-gather of all hidden states (sequence parallelism), then the merge of
     all tokens' statistics. Of the backward: that gather again, and the reduction of ``grad_hidden``.
@@ -197,12 +204,13 @@ class MaskedLogProbs(torch.autograd.Function):
         hidden: Tensor,  # [n, H]
         weight: Tensor,  # [V, H]
         problem: Problem,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Made:
         pairs, form = problem.pairs, problem.plain
         num_tokens = len(pairs.labels)
         shard = torch.zeros(4, num_tokens, device=hidden.device)
         shard[:2], shard[3] = -torch.inf, NOT_HERE
         weighted = torch.zeros_like(shard[0]) if form.with_weighted else None
+        squares = torch.zeros_like(shard[0]) if form.with_squares else None
         products = torch.empty(len(pairs.columns), device=hidden.device)  # of every pair
         with autocast.off(hidden.device):
             all_hidden = _gathered(problem.comm, hidden)
@@ -218,8 +226,10 @@ class MaskedLogProbs(torch.autograd.Function):
                 shard[:, block.tokens] = stats.shard
                 if weighted is not None and stats.extra.weighted is not None:
                     weighted[block.tokens] = stats.extra.weighted
+                if squares is not None and stats.extra.squares is not None:
+                    squares[block.tokens] = stats.extra.squares
             del buffer
-            stats = RowStatistics(shard, extra=ExtraStatistics(weighted=weighted))
+            stats = RowStatistics(shard, extra=ExtraStatistics(weighted=weighted, squares=squares))
             merged = problem.comm.start_merge(stats, row_ops).finish()
             made = form.finish(merged)
         assert made.log_prob is not None and merged.terms is not None
@@ -229,13 +239,15 @@ class MaskedLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if made.entropy is not None and "entropy" not in problem.form.differentiable:
             ctx.mark_non_differentiable(made.entropy)
-        return torch.where(known, made.log_prob, -torch.inf), made.entropy
+        if made.sum_p_squared is not None:
+            ctx.mark_non_differentiable(made.sum_p_squared)
+        return torch.where(known, made.log_prob, -torch.inf), made.entropy, made.sum_p_squared
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, products, merged_terms, known, entropy = ctx.saved_tensors
-        problem, (of_log_prob, of_entropy) = ctx.problem, grads
+        problem, (of_log_prob, of_entropy, _) = ctx.problem, grads
         wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
         if of_log_prob is None and of_entropy is None:
             return None, None, None
@@ -292,8 +304,8 @@ def _write_gradients(
     out.scatter_(1, sets.columns, grad.gather(1, sets.place).to(out.dtype))
 
 
-def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
-    """:func:`.rl.masked_token_log_probs`: log-probability and entropy in the labels' shape."""
+def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> Made:
+    """:func:`.rl.masked_token_log_probs`: the fields of its result, in the labels' shape."""
     config, reduces = args.config, args.reduce_grad_hidden
     comm = VocabParallel.of(args.tp_group, args.sequence_parallel, config.merge, reduces)
     mask, error, found = None, None, Mask.unknown()
@@ -323,9 +335,7 @@ def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Ten
     return made
 
 
-def _among_kept(
-    args: Arguments, mask: Mask, comm: VocabParallel, vocab_start: int
-) -> tuple[Tensor, Tensor | None]:
+def _among_kept(args: Arguments, mask: Mask, comm: VocabParallel, vocab_start: int) -> Made:
     labels, hidden = args.labels, args.hidden
     order = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
     order, in_order = (in_token_order(x, args, 1).flatten() for x in (order, labels.to(torch.int64)))
@@ -337,19 +347,18 @@ def _among_kept(
         outputs=args.outputs,
         differentiable=args.differentiable,
         with_weighted="entropy" in args.outputs,
+        with_squares="sum_p_squared" in args.outputs,
     )
     flat = None if inv_temperature is None else inv_temperature.flatten()
     problem = Problem(comm, pairs, logit_scale, flat, form)
     made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), args.weight, problem)
     b_s = tuple(labels.shape) if labels.dim() == 2 else None
-    log_prob, entropy = (None if x is None else in_labels_layout(x, b_s) for x in made)
+    log_prob, entropy, sum_p_squared = (None if x is None else in_labels_layout(x, b_s) for x in made)
     assert log_prob is not None
-    return log_prob, entropy
+    return log_prob, entropy, sum_p_squared
 
 
-def _with_unfiltered(
-    args: Arguments, mask: Mask, made: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
+def _with_unfiltered(args: Arguments, mask: Mask, made: Made) -> Made:
     """Fill in the tokens without a set, by the head over the whole vocabulary.
 
     Collectives: the head's, with ``skip_masked``."""
@@ -360,13 +369,17 @@ def _with_unfiltered(
     head = linear_cross_entropy(
         **args._replace(config=replace(args.config, skip_masked=True), token_weights=counts.float())._asdict()
     ).outputs
-    assert head.log_prob is not None
     # No upstream gradient reaches a token that the head has left out.
     ignored = unfiltered & ~counts
-    log_prob = torch.where(counts, head.log_prob, made[0]).masked_fill(ignored, 0.0)
-    if made[1] is None or head.entropy is None:
-        return log_prob, None
-    return log_prob, torch.where(counts, head.entropy, made[1]).masked_fill(ignored, 0.0)
+
+    def filled(of_all: Tensor | None, of_kept: Tensor | None) -> Tensor | None:
+        if of_all is None or of_kept is None:
+            return None
+        return torch.where(counts, of_all, of_kept).masked_fill(ignored, 0.0)
+
+    log_prob = filled(head.log_prob, made[0])
+    assert log_prob is not None
+    return log_prob, filled(head.entropy, made[1]), filled(head.sum_p_squared, made[2])
 
 
 def _gathered(comm: VocabParallel, hidden: Tensor) -> Tensor:

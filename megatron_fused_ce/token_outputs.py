@@ -11,7 +11,7 @@ from torch import Tensor
 DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 
 #: Names of :class:`TokenOutputs` beside the loss.
-OUTPUT_CHOICES = (*DIFFERENTIABLE, "predicted", "correct")
+OUTPUT_CHOICES = (*DIFFERENTIABLE, "predicted", "correct", "sum_p_squared")
 
 
 def differentiable_of(outputs: Sequence[str]) -> tuple[str, ...]:
@@ -31,6 +31,7 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor | None = None  # fp32: -sum p log p
     predicted: Tensor | None = None  # int64: argmax s over all shards, lowest on a tie; -1 with NaN
     correct: Tensor | None = None  # bool: no logit is larger than the label's
+    sum_p_squared: Tensor | None = None  # fp32: sum p**2
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenOutputs:
         """Apply a function to every result that is there."""

@@ -35,7 +35,6 @@ VARIANTS = (
     "write weighted masked",
     "gradients write masked",
     "write softcap",
-    "write softcap rounded",
     "write rounded",
     "with_argmax weighted rounded",
     "gradients write rounded",
@@ -44,10 +43,11 @@ VARIANTS = (
     "write logits with_argmax weighted with_sum masked rounded",
     "gradients write entropy smoothing masked rounded",
     "write temperature",
-    "write weighted temperature",
+    "write squares",
+    "write logits weighted with_sum masked rounded temperature squares",
+    "write weighted masked softcap temperature squares",
     "write softcap temperature",
     "write weighted masked softcap rounded temperature",
-    "write logits weighted with_sum masked rounded temperature",
     "gradients write temperature",
     "gradients write entropy smoothing masked rounded temperature",
     "gradients write masked softcap rounded temperature",
@@ -55,7 +55,7 @@ VARIANTS = (
 )
 FLAGS = (
     *("WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED", "WITH_SUM"),
-    *("ENTROPY", "SMOOTHING", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"),
+    *("ENTROPY", "SMOOTHING", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
 )
 #: With all of these: a few registers of row vectors, outside of the products' loop.
 SPILLED = {("with_argmax", "softcap"): 64}

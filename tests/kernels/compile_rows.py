@@ -38,7 +38,7 @@ KERNELS = {
         row_kernels._row_statistics_kernel,
         row_kernels.STATISTICS_BLOCK,
         row_kernels.STATISTICS_WARPS,
-        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "TARGETS", "MASKED", "SOFTCAP", "TEMPERATURE"),
+        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "TARGETS", "MASKED", "SOFTCAP", "TEMPERATURE", "SQUARES"),
     ),
     "gradients": (
         row_kernels._row_gradients_kernel,

@@ -173,15 +173,21 @@ def test_a_temperature_per_token(options, kind, strategy, product, device):
     )
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
     made = token_log_probs(
-        hidden, weight, inputs.labels, temperature=inputs.temperature, entropy="detached", config=config
+        hidden,
+        weight,
+        inputs.labels,
+        temperature=inputs.temperature,
+        entropy="detached",
+        sum_p_squared=True,
+        config=config,
     )
     made.log_prob.backward(inputs.grad_loss)
     exact, *gradients = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
     eager, *of_eager = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, EXP_DTYPE)
     for got, true, plain in zip(
-        (made.log_prob.detach(), made.entropy, hidden.grad, weight.grad),
-        (exact.log_prob, exact.entropy, *gradients),
-        (eager.log_prob, eager.entropy, *of_eager),
+        (made.log_prob.detach(), made.entropy, made.sum_p_squared, hidden.grad, weight.grad),
+        (exact.log_prob, exact.entropy, exact.sum_p_squared, *gradients),
+        (eager.log_prob, eager.entropy, eager.sum_p_squared, *of_eager),
         strict=True,
     ):
         bound = max(2 * relative_error(plain, true), FLOOR[EXP_DTYPE])
@@ -274,13 +280,22 @@ def test_a_tile_far_above_the_reference(outlier, strategy, product, device):
     assert_right(run(inputs, exp_config(strategy)), inputs, largest=outlier)
 
 
-def test_entropy_of_tiles_that_differ_in_their_shift(product, device):
-    """Outliers that the sample misses, in tiles of one slot (64 tiles apart) and of another one."""
+@pytest.mark.parametrize("below_their_own_shift", [False, True])
+def test_entropy_and_squares_of_tiles_that_differ_in_their_shift(below_their_own_shift, product, device):
+    """Outliers that the sample misses, in tiles of one slot (64 tiles apart) and of another one.
+
+    Or a tile full of them, just below what is exponentiated against its own maximum: their squares reach
+    2**128.
+    """
     tile = 256 if ON_GPU else exp_product.INTERPRETER_TILING.block_n
     vocab, tokens = 66 * tile, 3
     noise = torch.randn(vocab, 16, generator=torch.Generator().manual_seed(2))
     weight = (0.25 * noise).to(device, EXP_DTYPE)
-    for column, logit in ((tile + 1, 99.5), (2 * tile + 1, 100.0), (65 * tile + 1, 99.0)):
+    outliers = ((tile + 1, 99.5), (2 * tile + 1, 100.0), (65 * tile + 1, 99.0))
+    if below_their_own_shift:
+        sampled = range(0, vocab, vocab // exp_rows.SAMPLED_ROWS)
+        outliers = tuple((column, 46.0) for column in range(tile, 2 * tile) if column not in sampled)
+    for column, logit in outliers:
         weight[column] = 0
         weight[column, 0] = logit
     hidden = torch.randn(tokens, 16, generator=torch.Generator().manual_seed(3)).to(device, EXP_DTYPE)
@@ -290,11 +305,13 @@ def test_entropy_of_tiles_that_differ_in_their_shift(product, device):
             hidden,
             weight,
             torch.tensor([5, tile + 1, -1], device=device),
-            ("entropy",),
+            ("entropy", "sum_p_squared"),
             config=exp_config("auto"),
         )
     log_p = (hidden.double() @ weight.double().t()).log_softmax(-1)
     torch.testing.assert_close(made.entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=1e-5)
+    of_squares = log_p.exp().square().sum(-1)
+    torch.testing.assert_close(made.sum_p_squared.double(), of_squares, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("gap", [-600.0, -90.0, -50.0, 50.0, 90.0, 600.0])

@@ -81,7 +81,7 @@ def assert_outputs(made, inputs, exact, eager):
     errors are those of the logits."""
     floor = FLOOR[inputs.hidden.dtype]
     largest = max(1.0, float(exact.lse.abs().max()))
-    for name in DIFFERENTIABLE:
+    for name in (*DIFFERENTIABLE, "sum_p_squared"):
         value, true, yardstick = (getattr(part, name) for part in (made, exact, eager))
         if value is None:
             continue
@@ -118,6 +118,9 @@ def test_all_outputs_against_fp64(kind, dtype, strategy, device):
     ]
     for value, true, bound in zip((grad_hidden, grad_weight), true_grads, bounds, strict=True):
         assert relative_error(value, true) <= bound
+    assert not made.sum_p_squared.requires_grad
+    of_squares = [relative_error(part.sum_p_squared, exact.sum_p_squared) for part in (made, eager)]
+    assert of_squares[0] <= max(2 * of_squares[1], FLOOR[dtype])
     assert relative_error(made.loss, truth(inputs).loss) <= max(
         2 * relative_error(plain_head(inputs, dtype).loss, truth(inputs).loss), FLOOR[dtype]
     )
@@ -212,6 +215,28 @@ def test_a_certain_token_has_no_entropy(device):
         error = abs(float(made.entropy) - float(exact))
         # exp(-30) in fp32: its argument in powers of two is rounded to 2**-24 of 43.
         assert error < (43 * 2.0**-23 * exact if label == 2 else 1e-7)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", ["plain", "peaked", "odd-labels", "equal"])
+def test_sum_of_squared_probabilities(kind, name, backend, device):
+    if backend == "torch" and device.type == "cuda":
+        pytest.skip("the Triton kernels serve there")
+    inputs = problem(kind, torch.float32, device, OPTIONS[name], s=7, b=2)
+    made = fused_linear_token_outputs(
+        inputs.hidden,
+        inputs.weight,
+        inputs.labels,
+        ("sum_p_squared",),
+        config=replace(inputs.config, num_chunks=3, row_backend=backend),
+    )
+    upstreams = {"lse": torch.zeros_like(inputs.grad_loss)}
+    exact, *_ = plain_outputs(inputs, upstreams, torch.float64)
+    eager, *_ = plain_outputs(inputs, upstreams, torch.float32)
+    of_eager = relative_error(eager.sum_p_squared, exact.sum_p_squared)
+    error = relative_error(made.sum_p_squared, exact.sum_p_squared)
+    assert error <= max(2 * of_eager, FLOOR[torch.float32])
 
 
 def test_a_label_that_is_impossible_leaves_the_rest_as_it_is(device):

@@ -50,6 +50,7 @@ def test_against_fp64(rank: Rank, call, strategy, sp):
         inputs.labels,
         temperature=temperature,
         entropy=entropy,
+        sum_p_squared=True,
         zero_unknown=True,
         reduce_grad_hidden=reduces,
         config=FusedCEConfig(strategy=strategy, chunk_tokens=14, logits_backend=backend),
@@ -64,6 +65,7 @@ def test_against_fp64(rank: Rank, call, strategy, sp):
     assert unknown.any() and not made.log_prob[unknown].any()
     bound = 4e-6 if dtype == torch.float32 else 4e-3
     assert relative_error(made.log_prob.detach(), exact.log_prob.masked_fill(unknown, 0.0)) < bound
+    assert relative_error(made.sum_p_squared, exact.sum_p_squared) < bound
     if made.entropy is not None:
         assert relative_error(made.entropy.detach(), exact.entropy) < bound
     assert relative_error(whole_hidden(rank, hidden.grad, sp), true_grads[0]) < bound
@@ -108,6 +110,7 @@ def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
         offsets.to(rank.device),
         temperature=0.7 if temperatures == "number" else temperature,
         entropy="differentiable",
+        sum_p_squared=True,
         reduce_grad_hidden=reduces,
         config=FusedCEConfig(chunk_tokens=28, debug_checks=True),
         **settings,
@@ -125,6 +128,7 @@ def test_kept_ids_against_fp64(rank: Rank, temperatures, sp, reduces):
     assert bool((made.log_prob[outside] == -torch.inf).all())
     assert relative_error(made.log_prob.detach()[~outside], exact.log_prob[~outside]) < 4e-6
     assert relative_error(made.entropy.detach(), exact.entropy) < 4e-6
+    assert relative_error(made.sum_p_squared, exact.sum_p_squared) < 4e-6
     assert relative_error(whole_hidden(rank, hidden.grad, sp), true_grads[0]) < 4e-6
     assert relative_error(whole_rows(rank, weight.grad), true_grads[1]) < 4e-6
 
