@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from functools import cache, partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.nn.functional import all_gather
+from torch.nn.functional import cross_entropy
 
 from megatron_fused_ce.adapter import skyrl
 from megatron_fused_ce.adapter.switch import counters
@@ -20,6 +22,10 @@ from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # verl's tests compare with it; verl's plain PyTorch, used without it, does not take their labels.
+    flash: Any = ModuleType("flash_attn.ops.triton.cross_entropy")
+    flash.cross_entropy_loss = lambda *pair, **_: (cross_entropy(pair[0], pair[1], reduction="none"), None)
+    sys.modules[flash.__name__] = flash
     if config.getoption("--fused-ce-hook") == "on":
         REPLACE[config.getoption("--fused-ce-project")]()
 

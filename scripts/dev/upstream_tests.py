@@ -381,7 +381,9 @@ def page_of(files: Sequence[Path]) -> str:
 
 def parts() -> dict[str, str]:
     """What `PAGE` has of it, by the name of its markers."""
-    return {"upstream's tests": page_of(sorted((REPOSITORY / results.RESULTS).glob("*-upstream-*.json")))}
+    folder = REPOSITORY / results.RESULTS
+    files = {"upstream's tests": "*-upstream-*.json", "RL frameworks' tests": "*-frameworks*.json"}
+    return {name: page_of(sorted(folder.glob(pattern))) for name, pattern in files.items()}
 
 
 def source_of(jobs: Sequence[Job], words: Sequence[str]) -> dict[str, Any]:
