@@ -40,55 +40,49 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> list[Any] 
     return [pytest.Function.from_parent(collector, name=f"{name}[{at}]", callobj=case) for at, case in made]
 
 
-def _counted(own: Callable[..., Any]) -> Callable[..., Any]:
-    """``own``, each call of which counts as a fused head."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        counters().fused += 1
-        return own(*args, **kwargs)
-
-    return call
-
-
 def _skyrl() -> None:
-    """The adapter, also behind the class that SkyRL's tests call."""
-    skyrl.serve_skyrl()
+    skyrl.serve_skyrl()  # below, the same behind the class that SkyRL's tests call
     module: Any = importlib.import_module(skyrl.MODULE)
-    served = partial(getattr(module, skyrl.FUNCTION), "torch")
-    module.FusedLinearChunkedDistributedLogprob = SimpleNamespace(apply=_counted(served))
+
+    def apply(*given: Any) -> Any:
+        counters().fused += 1
+        return getattr(module, skyrl.FUNCTION)("torch", *given)
+
+    module.FusedLinearChunkedDistributedLogprob = SimpleNamespace(apply=apply)
 
 
 def _slime() -> None:
     module: Any = importlib.import_module("slime.utils.ppo_utils")
-    module.calculate_log_probs_and_entropy = _counted(_of_logits)
+    module.calculate_log_probs_and_entropy = _of_logits
     # Spawned processes would import slime's function.
-    workers: Any = importlib.import_module("torch.multiprocessing")
+    workers: Any = torch.multiprocessing
     workers.spawn = partial(workers.start_processes, start_method="fork")
 
 
 def _of_logits(logits: Any, tokens: Any, with_entropy: bool, log_prob_keep_mask: Any, **unused: Any) -> Any:
     """As slime's, of logits and mask [T, V / R]: logits are the hidden states, the weight is the identity."""
+    counters().fused += 1
     group: Any = dist.group.WORLD if dist.is_initialized() else None
 
     def whole(part: Any) -> Any:
         return torch.cat(all_gather(part.contiguous(), group), 1) if group else part
 
-    hidden = whole(logits)  # its backward sums
+    hidden = whole(logits)  # all_gather's backward sums grad_hidden over the ranks
     weight = torch.eye(hidden.shape[1]).split(logits.shape[1])[group.rank() if group else 0]
     head = hidden.unsqueeze(1), weight, tokens.unsqueeze(0)
     entropy = "differentiable" if with_entropy else "none"
-    found = token_log_probs(*head, entropy=entropy, tp_group=group, reduce_grad_hidden=False)
-    log_prob, entropies = found.log_prob[0], found.entropy[0] if found.entropy is not None else None
+    log_prob, entropies = token_log_probs(*head, entropy=entropy, tp_group=group, reduce_grad_hidden=False)
     if log_prob_keep_mask is not None:
         kept = whole(log_prob_keep_mask.float()).bool().scatter(1, tokens.unsqueeze(1), True)
         ids, offsets = kept.nonzero()[:, 1], torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
-        masked = masked_token_log_probs(*head, ids, offsets, tp_group=group, reduce_grad_hidden=False)
-        log_prob = masked.log_prob[0]
-    return log_prob.unsqueeze(-1) if len(tokens) else log_prob, entropies
+        log_prob, _ = masked_token_log_probs(*head, ids, offsets, tp_group=group, reduce_grad_hidden=False)
+    log_prob = log_prob[0].unsqueeze(-1) if len(tokens) else log_prob[0]
+    return log_prob, None if entropies is None else entropies[0]
 
 
 def _verl() -> None:
     def log_probs(hidden: Any, weight: Any, labels: Any, temperature: float, *others: Any) -> Any:
+        counters().fused += 1
         options: dict[str, Any] = {"temperature": temperature, "entropy": "differentiable"}
         options |= {"tp_group": others[1] if others else None, "reduce_grad_hidden": False}
         rows = hidden.reshape(-1, 1, hidden.shape[-1])
@@ -96,7 +90,7 @@ def _verl() -> None:
         return tuple(values.flatten() for values in made if values is not None)
 
     module: Any = importlib.import_module("verl.utils.kernel.linear_cross_entropy")
-    module.linear_cross_entropy = _counted(log_probs)
+    module.linear_cross_entropy = log_probs
 
 
 REPLACE = {"skyrl": _skyrl, "slime": _slime, "verl": _verl}
@@ -112,13 +106,12 @@ def _verl_tp(of: Any) -> list[Callable[[], object]]:
     return [partial(verify, size) for size in range(5)]
 
 
-def _verl_one(of: Any) -> list[Callable[[], object]]:
-    return [partial(lambda size: of(size).verify_correctness(2), size) for size in range(5)]
-
-
 #: Classes and functions that pytest does not collect: on how many ranks, and their tests.
 CASES: dict[str, tuple[int, Callable[[Any], list[Callable[[], object]]]]] = {
     "_distributed_main": (2, lambda main: [main]),
-    "TestLinearCrossEntropy": (1, _verl_one),
+    "TestLinearCrossEntropy": (
+        1,
+        lambda of: [partial(lambda size: of(size).verify_correctness(2), size) for size in range(5)],
+    ),
     "TestLinearCrossEntropy_TensorParallel": (2, _verl_tp),
 }

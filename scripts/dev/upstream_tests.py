@@ -2,11 +2,10 @@
 
     python -m scripts.dev.upstream_tests ~/Megatron-LM ~/SkyRL ~/slime ~/verl
 
-The checkouts (with their tests) are not changed: a pytest plugin turns the flag on in Megatron-LM and puts
-our log-probabilities where a framework's tests call its own. Each file runs twice for each number of ranks;
-a test counts against us only where its outcome differs. Calls are counted test by test, so that a test that
-never came near the head is not taken for one that passed with it. Without a GPU, CUDA has stand-ins, and
-NCCL is gloo.
+The checkouts (with their tests) are not changed: pytest plugins turn the flag on in Megatron-LM, and put our
+log-probabilities in the place of a framework's own. Each file runs twice for each number of ranks; a test
+counts against us only where its outcome differs. Calls are counted test by test, so that a test that never
+came near the head is not taken for one that passed with it. Without a GPU, gloo stands in for NCCL.
 
 A file that makes no progress for --test-timeout seconds (four times that until it begins), or whose processes
 die, loses the test it was in; its other tests are run in new processes. That is why each rank writes a line
@@ -24,7 +23,6 @@ import argparse
 import importlib.metadata
 import json
 import os
-import queue
 import subprocess
 import sys
 import time
@@ -54,33 +52,20 @@ PLUGIN = "megatron_fused_ce.scripts.dev.upstream_tests_plugin"
 RL_PLUGIN = "megatron_fused_ce.scripts.dev.upstream_rl"
 #: What touches the output layer or the loss, in the order in which time is spent on it.
 MEGATRON_FILES = (
-    "models/test_gpt_model.py",
-    "transformer/test_multi_token_prediction.py",
-    "tensor_parallel/test_cross_entropy.py",
-    "transformer/test_mup.py",
-    "extension/test_te_lmhead_column_parallel_linear.py",
-    "pipeline_parallel/test_mtp_loss_scale.py",
-    "models/test_hybrid_model.py",
-    "tensor_parallel/test_layers.py",
-    "a2a_overlap/test_schedule_chunk_1f1b.py",
-    "test_training.py",
-    "test_fp8_param.py",
+    *("models/test_gpt_model.py", "transformer/test_multi_token_prediction.py"),
+    *("tensor_parallel/test_cross_entropy.py", "transformer/test_mup.py"),
+    *("extension/test_te_lmhead_column_parallel_linear.py", "pipeline_parallel/test_mtp_loss_scale.py"),
+    *("models/test_hybrid_model.py", "tensor_parallel/test_layers.py"),
+    *("a2a_overlap/test_schedule_chunk_1f1b.py", "test_training.py", "test_fp8_param.py"),
     "distributed/test_torch_fully_sharded_parallel.py",
     "distributed/mfsdp_v1/test_mcore_fully_sharded_data_parallel.py",
     "distributed/mfsdp_v1/test_mcore_tensor_parallelism_detect.py",
-    "distributed/test_distributed_data_parallel.py",
-    "distributed/test_finalize_model_grads.py",
+    *("distributed/test_distributed_data_parallel.py", "distributed/test_finalize_model_grads.py"),
     "dist_checkpointing/models/test_gpt_model.py",
-    "dist_checkpointing/models/test_gpt_hybrid_interop.py",
-    "pipeline_parallel/test_schedules.py",
-    "transformer/test_cuda_graphs.py",
-    "a2a_overlap/test_cuda_graphed_schedule_chunk_1f1b.py",
-    "test_fp4_param.py",
-    "post_training/test_freeze_base_for_mtp.py",
-    "rl/test_rl_utils.py",
-    "rl/test_context_parallel.py",
-    "rl/test_rl_batch_invariant.py",
-    "rl/test_sequence_packing_utils.py",
+    *("dist_checkpointing/models/test_gpt_hybrid_interop.py", "pipeline_parallel/test_schedules.py"),
+    *("transformer/test_cuda_graphs.py", "a2a_overlap/test_cuda_graphed_schedule_chunk_1f1b.py"),
+    *("test_fp4_param.py", "post_training/test_freeze_base_for_mtp.py", "rl/test_rl_utils.py"),
+    *("rl/test_context_parallel.py", "rl/test_rl_batch_invariant.py", "rl/test_sequence_packing_utils.py"),
 )
 
 
@@ -208,9 +193,6 @@ class Job:
         ended = [{line["test"] for line in rank if "test" in line} for rank in self.lines()]
         return begun - set.intersection(*ended) if ended else begun
 
-    def finished(self) -> set[str]:
-        return {line["test"] for rank in self.lines() for line in rank if "test" in line}
-
     def outcomes(self) -> dict[str, Outcome]:
         """Of every test that was begun."""
         made: dict[str, Outcome] = {}
@@ -232,7 +214,8 @@ class Job:
         began = time.monotonic()
         lost: dict[str, str] = {}
         for attempt in range(ATTEMPTS):
-            skipped = self.finished() | lost.keys() if attempt else set(lost)
+            ended = {line["test"] for rank in self.lines() for line in rank if "test" in line}
+            skipped = ended | lost.keys() if attempt else set(lost)
             if not attempt:
                 for file in self.folder.glob("rank*.jsonl"):
                     file.unlink()
@@ -300,11 +283,6 @@ class Row:
         names = {"shape": f"{self.ranks} ranks", "variant": f"{self.file}::{self.test}"}
         return {**names, **vars(self), "off": off, "on": on, "verdict": self.verdict}
 
-    @staticmethod
-    def of(record: dict[str, Any]) -> Row:
-        off, on = (Outcome(**record[hook]) for hook in HOOKS)
-        return Row(record["file"], record["test"], record["ranks"], off, on)
-
 
 def rows_of(jobs: Sequence[Job]) -> list[Row]:
     """A row a test, in the order of the jobs and of the tests in their files."""
@@ -349,17 +327,13 @@ def markdown(rows: Sequence[Row], sources: Sequence[dict[str, Any]]) -> str:
     failing = [row for row in rows if row.verdict.endswith("in both")]
     lines += ["", f"Fail without the flag too: {len(failing)}", ""]
     if failing:
-        reasons = Counter(_reason(row) for row in failing)
+        words = (row.off.message.partition(": ")[2] or row.off.message or row.verdict for row in failing)
+        reasons = Counter(message.split(". ")[0][:110] for message in words)
         said = [[count, reason] for reason, count in reasons.most_common()]
         lines += [tables.markdown(["tests", "message"], said, left=2)]
     if incomplete := [name for source in sources for name in source["incomplete"]]:
         lines += ["", f"Not done within the time limit: {'; '.join(incomplete)}."]
     return "\n".join(lines) + "\n"
-
-
-def _reason(row: Row) -> str:
-    said = row.off.message.partition(": ")[2] or row.off.message or row.verdict
-    return said.split(". ")[0][:110]
 
 
 def page_of(files: Sequence[Path]) -> str:
@@ -375,7 +349,9 @@ def page_of(files: Sequence[Path]) -> str:
             source = {key: content[name] for name, key in SHOWN.items() if name in content}
             source["incomplete"], records = content["incomplete"], content["tests"]
         sources.append(source)
-        rows |= {(row.file, row.test, row.ranks): row for row in map(Row.of, records)}
+        for record in records:
+            of = record["file"], record["test"], record["ranks"]
+            rows[of] = Row(*of, off=Outcome(**record["off"]), on=Outcome(**record["on"]))
     return markdown(list(rows.values()), sources)
 
 
@@ -411,18 +387,11 @@ def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     began = time.monotonic()
     deadline = began + options.time_limit
     gpus = num_gpus()
-    devices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    for index in range(options.jobs):
-        devices.put(index % gpus if gpus else None)
 
     def run(job: Job) -> None:
         if job.done() or time.monotonic() >= deadline:
             return
-        device = devices.get()
-        try:
-            job.run(device, deadline, options.test_timeout)
-        finally:
-            devices.put(device)
+        job.run(jobs.index(job) % gpus if gpus else None, deadline, options.test_timeout)
         counted = Counter(outcome.outcome for outcome in job.outcomes().values())
         told = ", ".join(f"{counted[name]} {name}" for name in OUTCOMES if counted[name])
         cut = "" if job.done() else " (cut by the time limit)"
