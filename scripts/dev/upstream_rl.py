@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy
 
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import skyrl
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
@@ -85,6 +86,7 @@ def _verl() -> None:
         counters().fused += 1
         options: dict[str, Any] = {"temperature": temperature, "entropy": "differentiable"}
         options |= {"tp_group": others[1] if others else None, "reduce_grad_hidden": False}
+        options |= {"config": FusedCEConfig(logit_precision="fp32")}  # as verl's
         rows = hidden.reshape(-1, 1, hidden.shape[-1])
         made = token_log_probs(rows, weight, labels.reshape(1, -1), **options)
         return tuple(values.flatten() for values in made if values is not None)
