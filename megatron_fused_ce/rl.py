@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -62,9 +64,8 @@ def token_log_probs(
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
             gradient flows into a tensor.
-        entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``; logits are then rounded to
-            the hidden states' dtype first, unless ``config`` names ``recompute`` or
-            ``logit_precision="fp32"``.
+        entropy: ``none``, ``detached`` (without a gradient) or ``differentiable``; the strategy ``auto`` is
+            then ``recompute`` (:func:`unrounded`).
         sum_p_squared: also give it (verl's ``sum_pi_squared``), without a gradient.
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
@@ -87,6 +88,9 @@ def token_log_probs(
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
+    if entropy == "differentiable":
+        check_config(config)
+        config = unrounded(config)
     made = linear_cross_entropy(
         _widened(hidden, weight),
         weight,
@@ -104,6 +108,19 @@ def token_log_probs(
     ).outputs
     assert made.log_prob is not None
     return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
+
+
+@lru_cache(maxsize=64)
+def unrounded(config: FusedCEConfig | None) -> FusedCEConfig:
+    """``config`` for an entropy with a gradient: ``recompute`` where neither strategy nor precision is named.
+
+    Other strategies save rounded logits there, whose log-probabilities would differ from those of a pass
+    without gradients, which rounds nothing.
+    """
+    config = config or FusedCEConfig()
+    if (config.strategy, config.logit_precision) == ("auto", "auto"):
+        config = replace(config, strategy="recompute")
+    return config
 
 
 def _outputs(entropy: str, sum_p_squared: bool) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import UNTIMED
+from megatron_fused_ce.rl import unrounded
 
 
 class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
@@ -156,6 +157,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         config = self.fused_ce_config
         if request.logit_scale != config.logit_scale:
             config = replace(config, logit_scale=request.logit_scale)
+        if request.entropy == "differentiable":
+            config = unrounded(config)
         if config.strategy != "grad_in_forward" or request.token_weights.values is not None:
             return config
         if torch.is_grad_enabled():

@@ -30,7 +30,8 @@ def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiab
 
     Args:
         entropy: as of :func:`.rl.token_log_probs`. ``detached`` is faster, for runs whose entropy coefficient
-            is 0.
+            is 0: ``differentiable`` computes the logits again in the backward, unless ``config`` names a
+            strategy.
 
     Raises:
         ImportError: there is no verl.

@@ -1,11 +1,11 @@
-"""Megatron-LM's own unit tests around the output layer and the loss, without the flag and with it.
+"""Tests of Megatron-LM and RL frameworks around output layer and loss, as they are and with ours in place.
 
-    python -m scripts.dev.upstream_tests --megatron ~/Megatron-LM --ranks 1 2
+    python -m scripts.dev.upstream_tests ~/Megatron-LM ~/SkyRL ~/slime ~/verl
 
-The checkout (with its ``tests/``) is not changed: a pytest plugin turns the flag on, in processes that know
-nothing of it. Each file runs twice for each number of ranks, under torchrun; a test counts against the flag
-only where its outcome differs. Heads evaluated fused are counted test by test, so that a test that never
-came near the head is not taken for one that passed with it.
+The checkouts (with their tests) are not changed: pytest plugins turn the flag on in Megatron-LM, and put our
+log-probabilities in the place of a framework's own. Each file runs twice for each number of ranks; a test
+counts against us only where its outcome differs. Calls are counted test by test, so that a test that never
+came near the head is not taken for one that passed with it. Without a GPU, gloo stands in for NCCL.
 
 A file that makes no progress for --test-timeout seconds (four times that until it begins), or whose processes
 die, loses the test it was in; its other tests are run in new processes. That is why each rank writes a line
@@ -13,8 +13,8 @@ when a test begins and when it ends: pytest's own junit files are written at a s
 that dies leaves none.
 
 Writes upstream_tests.json and .md to --out, where what is done stays, and is not run again. Exit status: 0 no
-difference, 1 a test that the flag changes, 2 a mistake in the arguments. `make figures` makes
-docs/upstream_tests.md of all committed results.
+difference, 1 a test that differs, 2 a mistake in the arguments. `make figures` makes docs/upstream_tests.md
+of all committed results.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import argparse
 import importlib.metadata
 import json
 import os
-import queue
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,34 +48,59 @@ from megatron_fused_ce.scripts.lib.launches import end_launch, full_version
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, write_whole
 
 PAGE = REPOSITORY / "docs" / "upstream_tests.md"
-TESTS = "tests/unit_tests"
 PLUGIN = "megatron_fused_ce.scripts.dev.upstream_tests_plugin"
+RL_PLUGIN = "megatron_fused_ce.scripts.dev.upstream_rl"
 #: What touches the output layer or the loss, in the order in which time is spent on it.
-FILES = (
-    "models/test_gpt_model.py",
-    "transformer/test_multi_token_prediction.py",
-    "tensor_parallel/test_cross_entropy.py",
-    "transformer/test_mup.py",
-    "extension/test_te_lmhead_column_parallel_linear.py",
-    "pipeline_parallel/test_mtp_loss_scale.py",
-    "models/test_hybrid_model.py",
-    "tensor_parallel/test_layers.py",
-    "a2a_overlap/test_schedule_chunk_1f1b.py",
-    "test_training.py",
-    "test_fp8_param.py",
+MEGATRON_FILES = (
+    *("models/test_gpt_model.py", "transformer/test_multi_token_prediction.py"),
+    *("tensor_parallel/test_cross_entropy.py", "transformer/test_mup.py"),
+    *("extension/test_te_lmhead_column_parallel_linear.py", "pipeline_parallel/test_mtp_loss_scale.py"),
+    *("models/test_hybrid_model.py", "tensor_parallel/test_layers.py"),
+    *("a2a_overlap/test_schedule_chunk_1f1b.py", "test_training.py", "test_fp8_param.py"),
     "distributed/test_torch_fully_sharded_parallel.py",
     "distributed/mfsdp_v1/test_mcore_fully_sharded_data_parallel.py",
     "distributed/mfsdp_v1/test_mcore_tensor_parallelism_detect.py",
-    "distributed/test_distributed_data_parallel.py",
-    "distributed/test_finalize_model_grads.py",
+    *("distributed/test_distributed_data_parallel.py", "distributed/test_finalize_model_grads.py"),
     "dist_checkpointing/models/test_gpt_model.py",
-    "dist_checkpointing/models/test_gpt_hybrid_interop.py",
-    "pipeline_parallel/test_schedules.py",
-    "transformer/test_cuda_graphs.py",
-    "a2a_overlap/test_cuda_graphed_schedule_chunk_1f1b.py",
-    "test_fp4_param.py",
-    "post_training/test_freeze_base_for_mtp.py",
+    *("dist_checkpointing/models/test_gpt_hybrid_interop.py", "pipeline_parallel/test_schedules.py"),
+    *("transformer/test_cuda_graphs.py", "a2a_overlap/test_cuda_graphed_schedule_chunk_1f1b.py"),
+    *("test_fp4_param.py", "post_training/test_freeze_base_for_mtp.py", "rl/test_rl_utils.py"),
+    *("rl/test_context_parallel.py", "rl/test_rl_batch_invariant.py", "rl/test_sequence_packing_utils.py"),
 )
+
+
+@dataclass(frozen=True)
+class Project:
+    """What its tests need. The plugin says what of it is replaced."""
+
+    tests: str  # folder
+    files: Mapping[str, tuple[int, ...]]  # below it; on how many ranks each is run
+    #: Packages of it to enter without running their __init__, and modules to mock if they cannot be imported.
+    without: tuple[str, ...] = ()
+
+
+#: By the folder that shows a checkout.
+PROJECTS = {
+    "megatron": Project(
+        "tests/unit_tests",
+        dict.fromkeys(MEGATRON_FILES, (1, 2)),
+        ("fastapi", "httpx", "omegaconf", "openai", "transformers", "uvicorn", "wandb"),
+    ),
+    "skyrl": Project(
+        "tests/backends/skyrl_train/gpu/gpu_ci/megatron",
+        {"test_fused_linear_logprob.py": (1, 2)},
+        (
+            *("skyrl.backends", "skyrl.train", "skyrl.train.config.config", "loguru", "ray"),
+            *("ray.util.placement_group", "ray.util.scheduling_strategies"),
+        ),
+    ),
+    "slime": Project("tests", {"test_ppo_logprob_entropy.py": (1,)}),
+    "verl": Project(
+        "tests/utils",
+        {"test_linear_cross_entropy.py": (1,), "test_special_linear_cross_entropy_tp.py": (2,)},
+        ("verl", "verl.utils", "tensordict", "transformers"),
+    ),
+}
 HOOKS = ("off", "on")
 #: A test that ranks disagree about counts as the first of these.
 OUTCOMES = ("died", "hung", "not importable", "failed", "passed", "skipped", "not run")
@@ -84,6 +108,7 @@ OUTCOMES = ("died", "hung", "not importable", "failed", "passed", "skipped", "no
 SHOWN = {
     **{"commit": "commit", "Megatron-LM": "megatron", "device": "device", "torch": "torch"},
     **{"transformer-engine": "transformer_engine", "triton": "triton", "pytest": "pytest"},
+    "checkouts": "checkouts",
 }
 #: Test timeouts that a process has before its first line: Megatron's import.
 STARTING = 4
@@ -108,8 +133,9 @@ NOT_RUN = Outcome("not run")
 
 @dataclass(frozen=True)
 class Job:
-    """One file on so many ranks, with the flag or without."""
+    """One file on so many ranks, with ours or without."""
 
+    of: str  # a key of PROJECTS
     checkout: Path
     file: str
     ranks: int
@@ -117,8 +143,16 @@ class Job:
     out: Path
 
     @property
+    def path(self) -> str:
+        return f"{PROJECTS[self.of].tests}/{self.file}"
+
+    @property
+    def label(self) -> str:
+        return self.file if self.of == "megatron" else f"{self.of} {self.file}"
+
+    @property
     def name(self) -> str:
-        return f"{self.file} on {self.ranks}, flag {self.hook}"
+        return f"{self.label} on {self.ranks}, flag {self.hook}"
 
     @property
     def folder(self) -> Path:
@@ -126,29 +160,25 @@ class Job:
         return self.out / f"{slug}-{self.ranks}-{self.hook}"
 
     def command(self, deselected: Iterable[str]) -> list[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        torchrun += ["--nproc-per-node", str(self.ranks), "-m", "pytest"]
+        python, megatron = [sys.executable, "-m"], self.of == "megatron"
+        if self.ranks > 1 or megatron:  # the others' tests of one process make their own process groups
+            python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
         ours = ["-p", PLUGIN, "--fused-ce-hook", self.hook]
         ours += ["--fused-ce-results", str(self.folder), "-o", "addopts=", "-p", "no:cacheprovider"]
-        ours += ["--rootdir", str(self.checkout)]
+        ours += ["--rootdir", str(self.checkout), "--fused-ce-project", self.of]
+        ours += [] if megatron else ["-p", RL_PLUGIN, "--noconftest"]
+        ours += [] if num_gpus() else ["--fused-ce-cpu"]
         left_out = [word for test in deselected for word in ("--deselect", test)]
-        return [*torchrun, *ours, "-q", *left_out, f"{TESTS}/{self.file}"]
+        return [*python, "pytest", *ours, "-q", *left_out, self.path]
 
     def environment(self, device: int | None) -> dict[str, str]:
-        folders = [str(self.checkout), str(REPOSITORY)]
-        folders += filter(None, [os.environ.get("PYTHONPATH")])
+        folders = [str(self.checkout), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         # Upstream's checkpoints go to one folder below it, whoever runs beside this job.
         scratch = self.folder / "scratch"
         scratch.mkdir(parents=True, exist_ok=True)
-        ours = {
-            "PYTHONPATH": os.pathsep.join(folders),
-            "PYTEST_DEBUG_TEMPROOT": str(scratch),
-            "OMP_NUM_THREADS": "1",
-            "NCCL_NVLS_ENABLE": "0",
-        }
-        if device is not None and self.ranks == 1:
-            ours["CUDA_VISIBLE_DEVICES"] = str(device)
-        return {**os.environ, **ours}
+        gpu = {} if device is None or self.ranks > 1 else {"CUDA_VISIBLE_DEVICES": str(device)}
+        ours = {"PYTHONPATH": os.pathsep.join(folders), "PYTEST_DEBUG_TEMPROOT": str(scratch)}
+        return {**os.environ, **gpu, **ours, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
 
     def lines(self) -> list[list[dict[str, Any]]]:
         """What each rank wrote, in order."""
@@ -162,9 +192,6 @@ class Job:
         begun = {line["began"] for rank in self.lines() for line in rank if "began" in line}
         ended = [{line["test"] for line in rank if "test" in line} for rank in self.lines()]
         return begun - set.intersection(*ended) if ended else begun
-
-    def finished(self) -> set[str]:
-        return {line["test"] for rank in self.lines() for line in rank if "test" in line}
 
     def outcomes(self) -> dict[str, Outcome]:
         """Of every test that was begun."""
@@ -187,7 +214,8 @@ class Job:
         began = time.monotonic()
         lost: dict[str, str] = {}
         for attempt in range(ATTEMPTS):
-            skipped = self.finished() | lost.keys() if attempt else set(lost)
+            ended = {line["test"] for rank in self.lines() for line in rank if "test" in line}
+            skipped = ended | lost.keys() if attempt else set(lost)
             if not attempt:
                 for file in self.folder.glob("rank*.jsonl"):
                     file.unlink()
@@ -196,7 +224,7 @@ class Job:
                 return
             unfinished = self.unfinished() - lost.keys()
             # Before its first test or after its last: that is the file's own.
-            of_none = [f"{TESTS}/{self.file}"] if how != "ended" else []
+            of_none = [self.path] if how != "ended" else []
             for test in unfinished or of_none:
                 lost[test] = f"{how}: see {self.folder.name}/log"
             if not unfinished:
@@ -208,16 +236,9 @@ class Job:
         self, device: int | None, deadline: float, test_timeout: float, deselected: Sequence[str]
     ) -> str:
         """``ended``, ``died``, ``hung``, or ``time`` where the deadline came."""
-        environment = self.environment(device)
+        where: Any = {"cwd": self.checkout, "env": self.environment(device), "start_new_session": True}
         with (self.folder / "log").open("ab") as log:
-            process = subprocess.Popen(
-                self.command(deselected),
-                cwd=self.checkout,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = subprocess.Popen(self.command(deselected), stdout=log, stderr=log, **where)
         began = time.time()
         while process.poll() is None:
             time.sleep(0.25)
@@ -233,14 +254,9 @@ class Job:
 
 def _over_ranks(one: Outcome, other: Outcome) -> Outcome:
     first, second = sorted((one, other), key=lambda outcome: OUTCOMES.index(outcome.outcome))
-    return Outcome(
-        first.outcome,
-        first.message or second.message,
-        one.fused + other.fused,
-        one.materialised + other.materialised,
-        one.stock + other.stock,
-        round(max(one.seconds, other.seconds), 2),
-    )
+    heads = one.fused + other.fused, one.materialised + other.materialised, one.stock + other.stock
+    longest = round(max(one.seconds, other.seconds), 2)
+    return Outcome(first.outcome, first.message or second.message, *heads, longest)
 
 
 @dataclass(frozen=True)
@@ -267,11 +283,6 @@ class Row:
         names = {"shape": f"{self.ranks} ranks", "variant": f"{self.file}::{self.test}"}
         return {**names, **vars(self), "off": off, "on": on, "verdict": self.verdict}
 
-    @staticmethod
-    def of(record: dict[str, Any]) -> Row:
-        off, on = (Outcome(**record[hook]) for hook in HOOKS)
-        return Row(record["file"], record["test"], record["ranks"], off, on)
-
 
 def rows_of(jobs: Sequence[Job]) -> list[Row]:
     """A row a test, in the order of the jobs and of the tests in their files."""
@@ -279,35 +290,20 @@ def rows_of(jobs: Sequence[Job]) -> list[Row]:
     for off, on in zip(jobs[::2], jobs[1::2], strict=True):
         without, with_flag = off.outcomes(), on.outcomes()
         for test in dict.fromkeys([*without, *with_flag]):
-            name = test.removeprefix(f"{TESTS}/{off.file}").removeprefix("::") or "(the file)"
+            name = test.removeprefix(off.path).removeprefix("::") or "(the file)"
             pair = without.get(test, NOT_RUN), with_flag.get(test, NOT_RUN)
-            made.append(Row(off.file, name, off.ranks, *pair))
+            made.append(Row(off.label, name, off.ranks, *pair))
     return made
-
-
-def _cells(row: Row) -> list[Any]:
-    on = row.on
-    heads = f"{on.fused} / {on.materialised} / {on.stock}"
-    message = (on.message or row.off.message)[:110]
-    return [
-        row.file,
-        row.test,
-        row.ranks,
-        row.off.outcome,
-        row.on.outcome,
-        heads,
-        message if row.verdict != "passed" else "",
-    ]
 
 
 def markdown(rows: Sequence[Row], sources: Sequence[dict[str, Any]]) -> str:
     """Counts of each file, then the tests that differ, and why others fail without the flag too."""
     verdicts = sorted({row.verdict for row in rows})
-    told = {
-        name: " and ".join(dict.fromkeys(str(source[key] or "absent") for source in sources))
-        for name, key in SHOWN.items()
-    }
-    lines = [", ".join(f"{name} {value}" for name, value in told.items()) + ".", ""]
+    told = []
+    for name, key in SHOWN.items():
+        values = dict.fromkeys(str(source[key] or "absent") for source in sources if key in source)
+        told += [f"{name} {' and '.join(values)}"] * bool(values)
+    lines = [", ".join(told) + ".", ""]
     files = []
     for file, ranks in dict.fromkeys((row.file, row.ranks) for row in rows):
         here = [row for row in rows if (row.file, row.ranks) == (file, ranks)]
@@ -322,21 +318,22 @@ def markdown(rows: Sequence[Row], sources: Sequence[dict[str, Any]]) -> str:
     lines += ["", f"Different with the flag: {len(different)}", ""]
     if different:
         header = ["file", "test", "ranks", "off", "on", "fused / materialised / stock", "message"]
-        lines += [tables.markdown(header, map(_cells, different), left=len(header))]
+        cells = []
+        for row in different:
+            used = f"{row.on.fused} / {row.on.materialised} / {row.on.stock}"
+            outcomes = row.off.outcome, row.on.outcome
+            cells.append([row.file, row.test, row.ranks, *outcomes, used, row.on.message[:160]])
+        lines += [tables.markdown(header, cells, left=len(header))]
     failing = [row for row in rows if row.verdict.endswith("in both")]
     lines += ["", f"Fail without the flag too: {len(failing)}", ""]
     if failing:
-        reasons = Counter(_reason(row) for row in failing)
+        words = (row.off.message.partition(": ")[2] or row.off.message or row.verdict for row in failing)
+        reasons = Counter(message.split(". ")[0][:110] for message in words)
         said = [[count, reason] for reason, count in reasons.most_common()]
         lines += [tables.markdown(["tests", "message"], said, left=2)]
     if incomplete := [name for source in sources for name in source["incomplete"]]:
         lines += ["", f"Not done within the time limit: {'; '.join(incomplete)}."]
     return "\n".join(lines) + "\n"
-
-
-def _reason(row: Row) -> str:
-    said = row.off.message.partition(": ")[2] or row.off.message or row.verdict
-    return said.split(". ")[0][:110]
 
 
 def page_of(files: Sequence[Path]) -> str:
@@ -349,16 +346,20 @@ def page_of(files: Sequence[Path]) -> str:
             results.check(content)
             source, records = content["made_by"], content["rows"]
         else:  # of before the schema
-            source, records = {key: content[name] for name, key in SHOWN.items()}, content["tests"]
-            source["incomplete"] = content["incomplete"]
+            source = {key: content[name] for name, key in SHOWN.items() if name in content}
+            source["incomplete"], records = content["incomplete"], content["tests"]
         sources.append(source)
-        rows |= {(row.file, row.test, row.ranks): row for row in map(Row.of, records)}
+        for record in records:
+            of = record["file"], record["test"], record["ranks"]
+            rows[of] = Row(*of, off=Outcome(**record["off"]), on=Outcome(**record["on"]))
     return markdown(list(rows.values()), sources)
 
 
 def parts() -> dict[str, str]:
     """What `PAGE` has of it, by the name of its markers."""
-    return {"upstream's tests": page_of(sorted((REPOSITORY / results.RESULTS).glob("*-upstream-*.json")))}
+    folder = REPOSITORY / results.RESULTS
+    files = {"upstream's tests": "*-upstream-*.json", "RL frameworks' tests": "*-frameworks*.json"}
+    return {name: page_of(sorted(folder.glob(pattern))) for name, pattern in files.items()}
 
 
 def source_of(jobs: Sequence[Job], words: Sequence[str]) -> dict[str, Any]:
@@ -367,74 +368,70 @@ def source_of(jobs: Sequence[Job], words: Sequence[str]) -> dict[str, Any]:
 
     gpus = torch.cuda.device_count()
     device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else ""
-    return results.made_by(device, ["scripts.dev.upstream_tests", *words]) | {
-        "megatron": full_version(jobs[0].checkout),
+    checkouts = {job.of: job.checkout for job in jobs}
+    megatron = {"megatron": full_version(checkouts["megatron"])} if "megatron" in checkouts else {}
+    return results.made_by(device, ["scripts.dev.upstream_tests", *words], **megatron) | {
+        "checkouts": ", ".join(f"{name} {_commit(checkout)}" for name, checkout in checkouts.items()),
         "pytest": importlib.metadata.version("pytest"),
         "incomplete": [job.name for job in jobs if not job.done()],
     }
+
+
+def _commit(checkout: Path) -> str:
+    git = ["git", f"--git-dir={checkout}/.git", "rev-parse", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout[:7] or "(no git)"
 
 
 def run_all(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """``options.jobs`` at a time, in order, until the deadline."""
     began = time.monotonic()
     deadline = began + options.time_limit
-    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    for job in jobs:
-        waiting.put(job)
+    gpus = num_gpus()
 
-    def work(worker: int) -> None:
-        gpus = num_gpus()
-        while time.monotonic() < deadline:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            if job.done():
-                continue
-            job.run(worker % gpus if gpus else None, deadline, options.test_timeout)
-            counted = Counter(outcome.outcome for outcome in job.outcomes().values())
-            told = ", ".join(f"{counted[name]} {name}" for name in OUTCOMES if counted[name])
-            cut = "" if job.done() else " (cut by the time limit)"
-            print(f"{time.monotonic() - began:5.0f} s  {job.name}: {told}{cut}", flush=True)
+    def run(job: Job) -> None:
+        if job.done() or time.monotonic() >= deadline:
+            return
+        job.run(jobs.index(job) % gpus if gpus else None, deadline, options.test_timeout)
+        counted = Counter(outcome.outcome for outcome in job.outcomes().values())
+        told = ", ".join(f"{counted[name]} {name}" for name in OUTCOMES if counted[name])
+        cut = "" if job.done() else " (cut by the time limit)"
+        print(f"{time.monotonic() - began:5.0f} s  {job.name}: {told}{cut}", flush=True)
 
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(options.jobs)]
-    for thread in workers:
-        thread.start()
-    for thread in workers:
-        thread.join()
-
-
-def _parser() -> Parser:
-    parser = Parser("python -m scripts.dev.upstream_tests", __doc__ or "")
-    add = parser.add_argument
-    add("--megatron", type=Path, required=True, help="a checkout with its tests/")
-    add("--ranks", type=whole(most=4096), nargs="+", default=[1, 2], metavar="R", help="[1 2]")
-    add("--files", nargs="+", metavar="F", help=f"below {TESTS} [those known]")
-    add("--out", type=Path, default=Path("build/upstream_tests"), metavar="DIR")
-    add("--jobs", type=whole(most=1024), default=2, metavar="N", help="at a time [2]")
-    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S")
-    add("--test-timeout", type=seconds, default=120.0, metavar="S", help="[120]")
-    return parser
+    with ThreadPoolExecutor(options.jobs) as threads:
+        list(threads.map(run, jobs))
 
 
 def planned(options: argparse.Namespace) -> list[Job]:
     """An off and an on for each file and number of ranks."""
-    checkout = options.megatron.resolve()
-    if not (checkout / "megatron/core/package_info.py").is_file():
-        raise UsageError(f"{checkout} is no checkout of Megatron-LM")
-    files = options.files or [file for file in FILES if (checkout / TESTS / file).is_file()]
-    missing = [file for file in files if not (checkout / TESTS / file).is_file()]
-    if missing or not files:
-        raise UsageError(f"no {TESTS}/{missing[0] if missing else FILES[0]} in {checkout}")
     out = writable_folder(options.out.resolve())
-    return [
-        Job(checkout, file, ranks, hook, out) for file in files for ranks in options.ranks for hook in HOOKS
-    ]
+    jobs = []
+    for checkout in (path.resolve() for path in options.checkouts):
+        of = next((name for name in PROJECTS if (checkout / name).is_dir()), None)
+        if of is None:
+            raise UsageError(f"{checkout} is no checkout of {', '.join(PROJECTS)}")
+        project = PROJECTS[of]
+        for file in options.files or project.files:
+            if (checkout / project.tests / file).is_file():
+                ranks = options.ranks or project.files.get(file, (1,))
+                jobs += [Job(of, checkout, file, count, hook, out) for count in ranks for hook in HOOKS]
+    missing = set(options.files or ()) - {job.file for job in jobs}
+    if missing or not jobs:
+        raise UsageError(f"no {', '.join(sorted(missing)) or 'known file'} among the checkouts' tests")
+    return jobs
 
 
 @command("upstream_tests")
 def main(words: list[str]) -> int:
-    options = _parser().parse_args(words)
+    parser = Parser("python -m scripts.dev.upstream_tests", __doc__ or "")
+    add = parser.add_argument
+    add("checkouts", type=Path, nargs="+", metavar="CHECKOUT", help=f"of {', '.join(PROJECTS)}")
+    add("--ranks", type=whole(most=4096), nargs="+", metavar="R", help="[those of each file]")
+    add("--files", nargs="+", metavar="F", help="below the checkouts' tests [those known]")
+    add("--out", type=Path, default=Path("build/upstream_tests"), metavar="DIR")
+    add("--jobs", type=whole(most=1024), default=2, metavar="N", help="at a time [2]")
+    add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S")
+    add("--test-timeout", type=seconds, default=120.0, metavar="S", help="[120]")
+    options = parser.parse_args(words)
     jobs = planned(options)
     run_all(jobs, options)
     rows, source = rows_of(jobs), source_of(jobs, words)

@@ -160,6 +160,7 @@ def test_gathered_logits_are_deferred_for_their_log_probs_alone():
         setattr(model.bias, mark, True)
         with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
             assert "FSDP frees weights" in at_call(gather_output=True)
+    assert stock_path.reason_for_log_probs(torch.nn.Linear.__new__(torch.nn.Linear)) == ""
     stock_path.refuse_log_probs(FusedCEConfig(logit_scale=0.5, skip_masked=True))
     for options in ({"label_smoothing": 0.1}, {"logit_softcap": 30.0}, {"ignore_index": -100}):
         with pytest.raises(ValueError, match=f"{next(iter(options))}: the caller's log-probabilities"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, grad_guard
-from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
+from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs, unrounded
 from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
@@ -27,6 +27,13 @@ def test_half_hidden_states_and_an_fp32_weight(device):
     assert hidden.grad.dtype == torch.bfloat16 and weight.grad.dtype == torch.float32
     assert relative_error(hidden.grad, grad_hidden) < FLOOR[torch.bfloat16]
     assert relative_error(weight.grad, grad_weight) < FLOOR[torch.float32]
+
+
+def test_an_entropy_with_a_gradient_rounds_nothing():
+    """`recompute` in auto's place saves no rounded logits; a named strategy or precision stays."""
+    assert unrounded(None).strategy == "recompute"
+    for config in (FusedCEConfig(strategy="store"), FusedCEConfig(logit_precision="fp32")):
+        assert unrounded(config) is config
 
 
 def test_without_gradients_nothing_is_saved(device):

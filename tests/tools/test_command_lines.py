@@ -47,7 +47,7 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "longest": (longest.main, ["--megatron", "nowhere"]),
     "soak": (soak.main, []),
     "sanitize": (sanitize.main, []),
-    "upstream_tests": (upstream_tests.main, ["--megatron", "nowhere"]),
+    "upstream_tests": (upstream_tests.main, ["nowhere"]),
     "demo": (demo.main, []),
 }
 

@@ -35,9 +35,106 @@ def test_last(): pass
 """
 
 
+#: verl's packages import what nobody has, its class has sizes, its process group is NCCL's.
+VERL = {
+    "verl/__init__.py": "import a_module_that_nobody_has",
+    "verl/utils/__init__.py": "import a_module_that_nobody_has",
+    "verl/utils/kernel/linear_cross_entropy.py": """
+def linear_cross_entropy(hidden, weight, labels, temperature, reduction="none", group=None):
+    raise RuntimeError("verl's")
+""",
+    "tests/utils/test_linear_cross_entropy.py": """
+import tensordict, torch
+from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+def error_of(rank, group):
+    torch.manual_seed(0)
+    hidden = torch.randn(1, 5, 8, requires_grad=True)
+    weight = torch.randn(12, 8)
+    shard = weight.chunk(2)[rank] if group else weight
+    labels = torch.randint(12, (1, 5))
+    log_p = (hidden.double() @ weight.double().T / 1.5).log_softmax(-1)[0]
+    expected = log_p.gather(1, labels.T)[:, 0], -(log_p.exp() * log_p).sum(-1)
+    made = linear_cross_entropy(hidden, shard, labels, 1.5, "none", group)
+    grads = [torch.autograd.grad(sum(x.sum() for x in pair), hidden)[0] for pair in (made, expected)]
+    if group:
+        torch.distributed.all_reduce(grads[0], group=group)
+    return max((one - other).abs().max() for one, other in zip((*made, grads[0]), (*expected, grads[1])))
+""",
+    "tests/utils/test_special_linear_cross_entropy_tp.py": """
+import torch
+from test_linear_cross_entropy import error_of
+
+class TestLinearCrossEntropy_TensorParallel:
+    def __init__(self):
+        torch.distributed.init_process_group(backend="nccl")
+    def initialize(self, case):
+        self.case = case
+    def verify_kernel_correctness(self, iterations):
+        assert error_of(torch.distributed.get_rank(), torch.distributed.group.WORLD) < 1e-5
+        assert self.case != 4, "the last one"
+
+def test_of_one_process(): pass
+""",
+}
+#: slime's function takes logits.
+SLIME = {
+    "slime/utils/ppo_utils.py": """
+def calculate_log_probs_and_entropy(logits, tokens, tp_group, with_entropy, chunk_size, log_prob_keep_mask):
+    log_p = logits.log_softmax(-1)
+    kept = logits if log_prob_keep_mask is None else logits.masked_fill(~log_prob_keep_mask, float("-inf"))
+    log_prob = kept.log_softmax(-1).gather(1, tokens[:, None])
+    return log_prob, -(log_p.exp() * log_p).sum(-1)
+""",
+    "tests/test_ppo_logprob_entropy.py": """
+import torch
+import torch.multiprocessing as mp
+from slime.utils import ppo_utils
+from slime.utils.ppo_utils import calculate_log_probs_and_entropy
+
+def compare(rank, ranks, port, mask):
+    if ranks > 1:
+        where = f"tcp://127.0.0.1:{port}"
+        torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    logits = torch.randn(5, 12)
+    tokens = torch.tensor([3, 0, 11, 6, 5])
+    keep = (torch.rand(5, 12) < 0.5).scatter(1, tokens[:, None], True) if mask else None
+    whole = logits.double().requires_grad_()
+    log_p = whole.log_softmax(-1)
+    kept = whole.masked_fill(~keep, float("-inf")) if mask else whole
+    expected = kept.log_softmax(-1).gather(1, tokens[:, None]), -(log_p.exp() * log_p).sum(-1)
+    own = logits.chunk(ranks, 1)[rank].clone().requires_grad_()
+    own_keep = keep.chunk(ranks, 1)[rank] if mask else None
+    made = calculate_log_probs_and_entropy(
+        own, tokens, tp_group=None, with_entropy=True, chunk_size=-1, log_prob_keep_mask=own_keep
+    )
+    for pair in (made, expected):
+        sum((x * torch.linspace(1, 2, 5).view(-1, *[1] * (x.dim() - 1))).sum() for x in pair).backward()
+    for one, other in zip((*made, own.grad), (*expected, whole.grad.chunk(ranks, 1)[rank])):
+        torch.testing.assert_close(one.double(), other, atol=1e-6, rtol=0)
+
+def test_one(): compare(0, 1, 0, False)
+def test_masked(): compare(0, 1, 0, True)
+def test_no_bound(): torch.testing.assert_close(torch.ones(1), torch.ones(1) + 0.5, atol=0, rtol=0)
+def test_two():
+    with __import__("socket").socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]
+    mp.spawn(compare, args=(2, port, True), nprocs=2)
+""",
+}
+
+
+def written_below(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkout")
     files = {
         "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 19\nPATCH = 0\n",
         "megatron/core/__init__.py": "",
@@ -47,10 +144,7 @@ def checkout(tmp_path_factory):
         "tests/unit_tests/test_ends.py": TESTS_OF_IT,
         "tests/unit_tests/test_imports.py": "import a_module_that_nobody_has\n",
     }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    return written_below(tmp_path_factory.mktemp("checkout"), files)
 
 
 def run(*words):
@@ -58,10 +152,11 @@ def run(*words):
         return run_here(upstream_tests.main, *words)
 
 
-def test_every_way_to_end(checkout, tmp_path):
-    """And a second call, which finds everything done."""
+def test_every_way_to_end(checkout, tmp_path, monkeypatch):
+    """And a second call, which finds everything done. As with a GPU: without torch there are no stand-ins."""
+    monkeypatch.setattr(upstream_tests, "num_gpus", lambda: 1)
     files = ("test_ends.py", "test_imports.py")
-    words = ("--megatron", checkout, "--ranks", 1, "--out", tmp_path / "out", "--jobs", 4)
+    words = (checkout, "--ranks", 1, "--out", tmp_path / "out", "--jobs", 4)
     words += ("--test-timeout", 4, "--files", *files)
     done = run(*words)
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]
@@ -101,8 +196,30 @@ def test_every_way_to_end(checkout, tmp_path):
     assert results.rows(tmp_path / "out" / "upstream_tests.json") == told
 
 
+def test_frameworks(tmp_path):
+    """Ours in place of the functions that their tests call, over one and two ranks."""
+    verl, slime = written_below(tmp_path / "v", VERL), written_below(tmp_path / "s", SLIME)
+    files = ("test_special_linear_cross_entropy_tp.py", "test_ppo_logprob_entropy.py")
+    words = (verl, slime, "--out", tmp_path / "out", "--jobs", 2, "--files", *files)
+    done = run_here(upstream_tests.main, *words)
+    assert done.returncode == 1, done.stdout + done.stderr[-2000:]
+    told = results.rows(tmp_path / "out" / "upstream_tests.json")
+    rows = {(row["ranks"], row["test"]): row for row in told}
+    outcomes = {at: (row["off"]["outcome"], row["on"]["outcome"]) for at, row in rows.items()}
+    case = "TestLinearCrossEntropy_TensorParallel"
+    expected = {(2, f"{case}[{size}]"): ("failed", "passed") for size in range(4)}
+    expected |= {(2, f"{case}[4]"): ("failed", "failed"), (1, "test_no_bound"): ("failed", "failed")}
+    expected |= {(1, "test_one"): ("passed", "passed"), (1, "test_masked"): ("passed", "passed")}
+    # slime's function here knows no ranks: ours is in its forked processes too.
+    assert outcomes == expected | {(1, "test_two"): ("failed", "passed")}
+    assert [rows[at]["on"]["fused"] for at in ((2, f"{case}[0]"), (1, "test_masked"))] == [2, 1]
+    assert "verl's" in rows[2, f"{case}[0]"]["off"]["message"]
+    assert rows[1, "test_no_bound"]["on"]["message"].startswith("call: Greatest absolute difference: 0.5")
+    assert told[0]["checkouts"] == "verl (no git), slime (no git)"
+
+
 def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
-    words = ("--megatron", checkout, "--ranks", 1, "--out", tmp_path, "--time-limit", 0.001)
+    words = (checkout, "--ranks", 1, "--out", tmp_path, "--time-limit", 0.001)
     # By torchrun itself, which is not done before the first look at it.
     done = run_here(upstream_tests.main, *words, "--files", "test_ends.py")
     assert done.returncode == 0 and "Not done within the time limit: test_ends.py" in done.stdout
@@ -147,11 +264,13 @@ def test_ranks_that_disagree():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--megatron", "nowhere"), "is no checkout of Megatron-LM"),
-        (("--files", "test_none.py"), "no tests/unit_tests/test_none.py in"),
+        (("nowhere",), "nowhere is no checkout of megatron, skyrl, slime, verl"),
+        (("--files", "test_none.py"), "no test_none.py among the checkouts' tests"),
         (("--ranks", "0"), "expected a whole number from 1"),
     ],
 )
 def test_mistakes(words, told, checkout, capsys):
-    status = upstream_tests.main(["--megatron", str(checkout), "--files", "test_ends.py", *words])
+    status = upstream_tests.main(
+        [*words, "--files", "test_ends.py"] if words == ("nowhere",) else [str(checkout), *words]
+    )
     assert status == 2 and told in capsys.readouterr().err
