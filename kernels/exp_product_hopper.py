@@ -27,6 +27,7 @@ so results do not depend on the order of the tiles.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -96,6 +97,73 @@ GRADIENTS = gl.constexpr(1)
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 _tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+class _Rows(NamedTuple):
+    """Pointers to one number for each row, ``[C]``."""
+
+    label: gl.tensor
+    shift: gl.tensor  # STATISTICS: row_shift2; GRADIENTS: the row maximum, in powers of two
+    factor: gl.tensor
+    at_label: gl.tensor
+    entropy_factor: gl.tensor
+    smoothing: gl.tensor
+    inv_temperature: gl.tensor
+
+
+class _Tiles(NamedTuple):
+    """Pointers to what tiles write for each row (records.TileStatistics), and to the marks of half tiles."""
+
+    marks: gl.tensor
+    max: gl.tensor
+    sum: gl.tensor
+    argmax: gl.tensor
+    weighted: gl.tensor
+    logit_sum: gl.tensor
+    label_logit: gl.tensor
+    squares: gl.tensor
+
+
+class _Ring(NamedTuple):
+    """Shared memory of the slots, and their barriers."""
+
+    weights: gl.shared_memory_descriptor
+    tile_ids: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class _Sizes(NamedTuple):
+    num_rows: gl.tensor
+    valid_columns: gl.tensor
+    num_m: gl.tensor
+    num_n: gl.tensor
+    num_k: gl.tensor
+
+
+class _Scales(NamedTuple):
+    logit_scale: gl.tensor
+    scale2: gl.tensor
+    softcap: gl.tensor
+
+
+class _Kind(NamedTuple):
+    """What a launch is compiled for."""
+
+    GROUP_M: gl.constexpr  # row blocks that share the columns in L2
+    MODE: gl.constexpr
+    WRITE: gl.constexpr  # E, or LOGITS; gradients
+    LOGITS: gl.constexpr
+    WITH_ARGMAX: gl.constexpr
+    WEIGHTED: gl.constexpr  # sums of E times its exponent: entropy
+    WITH_SUM: gl.constexpr  # sums of logits: label smoothing
+    ENTROPY: gl.constexpr  # its gradient
+    SMOOTHING: gl.constexpr  # its gradient
+    MASKED: gl.constexpr  # padding
+    SOFTCAP: gl.constexpr
+    ROUNDED: gl.constexpr  # logits, to bf16
+    TEMPERATURE: gl.constexpr  # one for each row
+    SQUARES: gl.constexpr  # sums of E**2
 
 
 @gluon.jit
@@ -337,36 +405,31 @@ def _loader(
     next_tile_ptr,
     upper_slots,
     lower_slots,
-    weight_slots,
-    tile_ids,
-    full,
-    empty,
-    num_m,
-    num_n,
-    num_k,
+    ring,  # _Ring
+    sizes,  # _Sizes
     GROUP_M: gl.constexpr,
 ):
     """One warp: fills the ring, slot by slot, ahead of the consumers and across tiles."""
     step = 0
-    num_tiles = num_m * num_n
-    early = gl.maximum(num_k - CLAIM_AHEAD, 0)
+    num_tiles = sizes.num_m * sizes.num_n
+    early = gl.maximum(sizes.num_k - CLAIM_AHEAD, 0)
     tile = _answer(_claim(next_tile_ptr))
     while tile < num_tiles:
-        m, n = _tile_of(tile, num_m, num_n, GROUP_M)
-        _tell(tile_ids, empty, step, tile)
+        m, n = _tile_of(tile, sizes.num_m, sizes.num_n, GROUP_M)
+        _tell(ring.tile_ids, ring.empty, step, tile)
         step = _fill(
-            tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
+            tokens_desc, weight_desc, upper_slots, lower_slots, ring.weights, ring.full, ring.empty,
             m, n, 0, early, step,
         )  # fmt: skip
         claim = _claim(next_tile_ptr)
         step = _fill(
-            tokens_desc, weight_desc, upper_slots, lower_slots, weight_slots, full, empty,
-            m, n, early, num_k, step,
+            tokens_desc, weight_desc, upper_slots, lower_slots, ring.weights, ring.full, ring.empty,
+            m, n, early, sizes.num_k, step,
         )  # fmt: skip
         tile = _answer(claim)
     # A number past the last tile's, in a slot without anything else, ends the consumers.
-    _tell(tile_ids, empty, step, tile)
-    mbarrier.arrive(full.index(step % NUM_SLOTS), count=1)
+    _tell(ring.tile_ids, ring.empty, step, tile)
+    mbarrier.arrive(ring.full.index(step % NUM_SLOTS), count=1)
 
 
 @gluon.jit
@@ -385,161 +448,145 @@ def _consume_tile(
     tile,
     step,
     out_desc,
-    label_ptr,
-    row_shift_ptr,  # STATISTICS: row_shift2; GRADIENTS: the row maximum, in powers of two
-    factor_ptr,
-    at_label_ptr,
-    entropy_factor_ptr,
-    smoothing_ptr,
-    label_tiles_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    tile_argmax_ptr,
-    tile_weighted_ptr,
-    tile_logit_sum_ptr,
-    label_logit_ptr,
-    tile_squares_ptr,
-    inv_temperature_ptr,
+    of_rows,  # _Rows
+    of_tiles,  # _Tiles
     token_slots,
-    weight_slots,
     staging,
-    full,
-    empty,
-    num_rows,
-    valid_columns,
-    num_m,
-    num_n,
-    num_k,
-    logit_scale,
-    scale2,
-    softcap,
+    ring,  # _Ring
+    sizes,  # _Sizes
+    scales,  # _Scales
     FIRST_ROW: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    MODE: gl.constexpr,
-    WRITE: gl.constexpr,
-    LOGITS: gl.constexpr,
-    WITH_ARGMAX: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    WITH_SUM: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    SMOOTHING: gl.constexpr,
-    MASKED: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    ROUNDED: gl.constexpr,
-    TEMPERATURE: gl.constexpr,
-    SQUARES: gl.constexpr,
+    kind,  # _Kind
 ):
     """64 rows of one tile, whose first slot is full; returns the step after its last."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
-    m, n = _tile_of(tile, num_m, num_n, GROUP_M)
+    m, n = _tile_of(tile, sizes.num_m, sizes.num_n, kind.GROUP_M)
     first_row = m * BLOCK_M + FIRST_ROW
     first_column = n * BLOCK_N
     # Row vectors first: their latency hides under the products.
     rows = first_row + gl.arange(0, HALF_M, ROWS)
-    inside = rows < num_rows
-    row_shift = gl.load(row_shift_ptr + rows, mask=inside, other=0.0)
-    label = gl.load(label_ptr + rows, mask=inside, other=-1) - first_column
+    inside = rows < sizes.num_rows
+    row_shift = gl.load(of_rows.shift + rows, mask=inside, other=0.0)
+    label = gl.load(of_rows.label + rows, mask=inside, other=-1) - first_column
     label = gl.where((label >= 0) & (label < BLOCK_N), label, -1).to(gl.int32)
     inv_temperature = 1.0
-    if TEMPERATURE:
-        inv_temperature = gl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
-    holds_label = gl.load(label_tiles_ptr + n * (2 * num_m) + first_row // HALF_M)
-    if MODE == GRADIENTS:
-        factor = gl.load(factor_ptr + rows, mask=inside, other=0.0)
-        at_label = gl.load(at_label_ptr + rows, mask=inside, other=0.0)
+    if kind.TEMPERATURE:
+        inv_temperature = gl.load(of_rows.inv_temperature + rows, mask=inside, other=1.0)
+    holds_label = gl.load(of_tiles.marks + n * (2 * sizes.num_m) + first_row // HALF_M)
+    if kind.MODE == GRADIENTS:
+        factor = gl.load(of_rows.factor + rows, mask=inside, other=0.0)
+        at_label = gl.load(of_rows.at_label + rows, mask=inside, other=0.0)
         entropy_factor, smoothing = factor, factor
-        if ENTROPY:
-            entropy_factor = gl.load(entropy_factor_ptr + rows, mask=inside, other=0.0)
-        if SMOOTHING:
-            smoothing = gl.load(smoothing_ptr + rows, mask=inside, other=0.0)
+        if kind.ENTROPY:
+            entropy_factor = gl.load(of_rows.entropy_factor + rows, mask=inside, other=0.0)
+        if kind.SMOOTHING:
+            smoothing = gl.load(of_rows.smoothing + rows, mask=inside, other=0.0)
 
     z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
     slot = step % NUM_SLOTS
-    weights = weight_slots.index(slot).permute((1, 0))
+    weights = ring.weights.index(slot).permute((1, 0))
     z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
     z = warpgroup_mma_wait(1, deps=[z])
     step += 1
-    for _k in range(1, num_k):
+    for _k in range(1, sizes.num_k):
         slot = step % NUM_SLOTS
-        mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
-        weights = weight_slots.index(slot).permute((1, 0))
+        mbarrier.wait(ring.full.index(slot), (step // NUM_SLOTS) & 1)
+        weights = ring.weights.index(slot).permute((1, 0))
         z = warpgroup_mma(token_slots.index(slot), weights, z, is_async=True)
         z = warpgroup_mma_wait(1, deps=[z])
         # All four warps are done with the slot before one thread gives it back.
         _barrier()
-        mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
+        mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
         step += 1
     z = warpgroup_mma_wait(0, deps=[z])
     _barrier()
-    mbarrier.arrive(empty.index((step - 1) % NUM_SLOTS), count=1)
-    if ROUNDED:
+    mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
+    if kind.ROUNDED:
         z = _rounded(z)
 
-    to_exponent = 2.0 * scale2 / softcap
-    softcap2 = softcap * 1.4426950408889634 * inv_temperature
-    scale2 = scale2 * inv_temperature
-    if MODE == STATISTICS:
-        if (holds_label != 0) | (first_column + BLOCK_N > valid_columns):
+    to_exponent = 2.0 * scales.scale2 / scales.softcap
+    softcap2 = scales.softcap * 1.4426950408889634 * inv_temperature
+    scale2 = scales.scale2 * inv_temperature
+    if kind.MODE == STATISTICS:
+        if (holds_label != 0) | (first_column + BLOCK_N > sizes.valid_columns):
             columns = gl.arange(0, BLOCK_N, COLUMNS)
             is_label = columns[None, :] == label[:, None]
             picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
-            gl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & (label >= 0))
-            left_out = is_label | ((columns + first_column)[None, :] >= valid_columns)
+            gl.store(of_tiles.label_logit + rows, picked * scales.logit_scale, mask=inside & (label >= 0))
+            left_out = is_label | ((columns + first_column)[None, :] >= sizes.valid_columns)
             z = gl.where(left_out, float("-inf"), z)
-        at = n.to(gl.int64) * num_rows + rows
-        if WITH_ARGMAX:
+        at = n.to(gl.int64) * sizes.num_rows + rows
+        if kind.WITH_ARGMAX:
             columns = gl.arange(0, BLOCK_N, COLUMNS) + first_column
             index = gl.zeros([HALF_M, BLOCK_N], gl.int32, ACC) + columns[None, :]
             row_max, row_argmax = gl.reduce((z, index), 1, _larger_first)
-            gl.store(tile_argmax_ptr + at, row_argmax, mask=inside)
+            gl.store(of_tiles.argmax + at, row_argmax, mask=inside)
         else:
             row_max = gl.reduce(z, 1, _larger)
         # logit_scale is above 0 here, so the maximum commutes with it.
-        if SOFTCAP:
+        if kind.SOFTCAP:
             softcapped_max, _ = _softcapped(row_max, to_exponent, softcap2)
             # Softcapped, -inf would be -softcap.
             tile_max = gl.where(row_max == float("-inf"), row_max, softcapped_max) - row_shift
         else:
             tile_max = row_max * scale2 - row_shift
         shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + row_shift
-        gl.store(tile_max_ptr + at, tile_max, mask=inside)
-        if SOFTCAP | WEIGHTED | WITH_SUM | LOGITS:
+        gl.store(of_tiles.max + at, tile_max, mask=inside)
+        if kind.SOFTCAP | kind.WEIGHTED | kind.WITH_SUM | kind.LOGITS:
             # By halves: registers hold no more than one of them beside what it is multiplied by.
             left, right = _halves(z)
             left_sum, left_weighted, left_logit_sum, left_squares, left = _exponentials(
-                left, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS, SQUARES
+                left,
+                shift,
+                scale2,
+                to_exponent,
+                softcap2,
+                kind.SOFTCAP,
+                kind.WEIGHTED,
+                kind.WITH_SUM,
+                kind.LOGITS,
+                kind.SQUARES,
             )
             right_sum, right_weighted, right_logit_sum, right_squares, right = _exponentials(
-                right, shift, scale2, to_exponent, softcap2, SOFTCAP, WEIGHTED, WITH_SUM, LOGITS, SQUARES
+                right,
+                shift,
+                scale2,
+                to_exponent,
+                softcap2,
+                kind.SOFTCAP,
+                kind.WEIGHTED,
+                kind.WITH_SUM,
+                kind.LOGITS,
+                kind.SQUARES,
             )
-            gl.store(tile_sum_ptr + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
-            if WEIGHTED:
+            gl.store(of_tiles.sum + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
+            if kind.WEIGHTED:
                 weighted = gl.convert_layout(left_weighted + right_weighted, ROWS)
-                gl.store(tile_weighted_ptr + at, weighted, mask=inside)
-            if WITH_SUM:
+                gl.store(of_tiles.weighted + at, weighted, mask=inside)
+            if kind.WITH_SUM:
                 logit_sum = gl.convert_layout(left_logit_sum + right_logit_sum, ROWS)
-                gl.store(tile_logit_sum_ptr + at, logit_sum, mask=inside)
-            if SQUARES:
+                gl.store(of_tiles.logit_sum + at, logit_sum, mask=inside)
+            if kind.SQUARES:
                 squares = gl.convert_layout(left_squares + right_squares, ROWS)
-                gl.store(tile_squares_ptr + at, squares, mask=inside)
+                gl.store(of_tiles.squares + at, squares, mask=inside)
         else:
             out = gl.exp2(z * _rows_of(scale2, z) - shift[:, None])
-            gl.store(tile_sum_ptr + at, gl.reduce(out, 1, _plus), mask=inside)
-            if SQUARES:
-                gl.store(tile_squares_ptr + at, _sum_of_squares(out), mask=inside)
+            gl.store(of_tiles.sum + at, gl.reduce(out, 1, _plus), mask=inside)
+            if kind.SQUARES:
+                gl.store(of_tiles.squares + at, _sum_of_squares(out), mask=inside)
             left, right = _halves(out.to(out_desc.dtype))
     else:
-        if SOFTCAP | ENTROPY | SMOOTHING:
+        if kind.SOFTCAP | kind.ENTROPY | kind.SMOOTHING:
             left, right = _halves(z)
             left = _gradients(
                 left, row_shift, factor, entropy_factor, smoothing, at_label, label,
-                scale2, to_exponent, softcap2, SOFTCAP, ENTROPY, SMOOTHING,
+                scale2, to_exponent, softcap2, kind.SOFTCAP, kind.ENTROPY, kind.SMOOTHING,
             )  # fmt: skip
             right = _gradients(
                 right, row_shift, factor, entropy_factor, smoothing, at_label, label - BLOCK_N // 2,
-                scale2, to_exponent, softcap2, SOFTCAP, ENTROPY, SMOOTHING,
+                scale2, to_exponent, softcap2, kind.SOFTCAP, kind.ENTROPY, kind.SMOOTHING,
             )  # fmt: skip
         else:
             out = gl.exp2(z * _rows_of(scale2, z) - row_shift[:, None]) * factor[:, None]
@@ -547,11 +594,11 @@ def _consume_tile(
                 columns = gl.arange(0, BLOCK_N, COLUMNS)
                 out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
             left, right = _halves(out.to(out_desc.dtype))
-        if MASKED:  # noqa: SIM102 (known when compiled, unlike the next)
-            if first_column + BLOCK_N > valid_columns:
-                left = _without_padding(left, valid_columns - first_column)
-                right = _without_padding(right, valid_columns - first_column - BLOCK_N // 2)
-    if WRITE:
+        if kind.MASKED:  # noqa: SIM102 (known when compiled, unlike the next)
+            if first_column + BLOCK_N > sizes.valid_columns:
+                left = _without_padding(left, sizes.valid_columns - first_column)
+                right = _without_padding(right, sizes.valid_columns - first_column - BLOCK_N // 2)
+    if kind.WRITE:
         _store_half(out_desc, left, staging, first_row, first_column)
         _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
     return step
@@ -560,67 +607,37 @@ def _consume_tile(
 @gluon.jit
 def _consumer(
     out_desc,
-    label_ptr,
-    row_shift_ptr,  # STATISTICS: row_shift2; GRADIENTS: the row maximum, in powers of two
-    factor_ptr,
-    at_label_ptr,
-    entropy_factor_ptr,
-    smoothing_ptr,
-    label_tiles_ptr,
-    tile_max_ptr,
-    tile_sum_ptr,
-    tile_argmax_ptr,
-    tile_weighted_ptr,
-    tile_logit_sum_ptr,
-    label_logit_ptr,
-    tile_squares_ptr,
-    inv_temperature_ptr,
+    of_rows,
+    of_tiles,
     token_slots,
-    weight_slots,
     staging,
-    tile_ids,
-    full,
-    empty,
-    num_rows,
-    valid_columns,
-    num_m,
-    num_n,
-    num_k,
-    logit_scale,
-    scale2,
-    softcap,
+    ring,
+    sizes,
+    scales,
     FIRST_ROW: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    MODE: gl.constexpr,
-    WRITE: gl.constexpr,
-    LOGITS: gl.constexpr,
-    WITH_ARGMAX: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    WITH_SUM: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    SMOOTHING: gl.constexpr,
-    MASKED: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-    ROUNDED: gl.constexpr,
-    TEMPERATURE: gl.constexpr,
-    SQUARES: gl.constexpr,
+    kind,
 ):
     """One warpgroup: 64 rows of every tile of this program."""
     step = 0
-    num_tiles = num_m * num_n
-    tile = _told(tile_ids, full, step)
+    num_tiles = sizes.num_m * sizes.num_n
+    tile = _told(ring.tile_ids, ring.full, step)
     while tile < num_tiles:
         step = _consume_tile(
-            tile, step,
-            out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr, smoothing_ptr,
-            label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr, tile_weighted_ptr,
-            tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr, inv_temperature_ptr, token_slots,
-            weight_slots, staging, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
-            logit_scale, scale2, softcap, FIRST_ROW, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX,
-            WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING, MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
-        )  # fmt: skip
-        tile = _told(tile_ids, full, step)
-    if WRITE:
+            tile,
+            step,
+            out_desc,
+            of_rows,
+            of_tiles,
+            token_slots,
+            staging,
+            ring,
+            sizes,
+            scales,
+            FIRST_ROW,
+            kind,
+        )
+        tile = _told(ring.tile_ids, ring.full, step)
+    if kind.WRITE:
         tma.store_wait(0)
 
 
@@ -688,32 +705,41 @@ def _product_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
+    of_rows = _Rows(
+        label_ptr,
+        row_shift_ptr,
+        factor_ptr,
+        at_label_ptr,
+        entropy_factor_ptr,
+        smoothing_ptr,
+        inv_temperature_ptr,
+    )
+    of_tiles = _Tiles(
+        label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
+        tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr,
+    )  # fmt: skip
+    ring = _Ring(weight_slots, tile_ids, full, empty)
+    sizes = _Sizes(num_rows, valid_columns, num_m, num_n, num_k)
+    scales = _Scales(logit_scale, scale2, softcap)
     # fmt: off
     gl.warp_specialize(
         [
             (_consumer, (
-                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
-                smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr, inv_temperature_ptr,
-                upper_slots, weight_slots,
-                upper_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
-                logit_scale, scale2, softcap,
-                0, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
+                out_desc, of_rows, of_tiles, upper_slots, upper_staging, ring, sizes, scales, 0,
+                _Kind(
+                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
+                    MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
+                ),
             )),
             (_consumer, (
-                out_desc, label_ptr, row_shift_ptr, factor_ptr, at_label_ptr, entropy_factor_ptr,
-                smoothing_ptr, label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-                tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr, inv_temperature_ptr,
-                lower_slots, weight_slots,
-                lower_staging, tile_ids, full, empty, num_rows, valid_columns, num_m, num_n, num_k,
-                logit_scale, scale2, softcap,
-                64, GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
-                MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
+                out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, 64,
+                _Kind(
+                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
+                    MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
+                ),
             )),
             (_loader, (
-                tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, weight_slots,
-                tile_ids, full, empty, num_m, num_n, num_k, GROUP_M,
+                tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, ring, sizes, GROUP_M,
             )),
         ],
         [4, 1],
