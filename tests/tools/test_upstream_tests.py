@@ -89,12 +89,14 @@ def calculate_log_probs_and_entropy(logits, tokens, tp_group, with_entropy, chun
     "tests/test_ppo_logprob_entropy.py": """
 import torch
 import torch.multiprocessing as mp
+from megatron_fused_ce.testing import gloo
 from slime.utils import ppo_utils
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 def compare(rank, ranks, port, mask):
     if ranks > 1:
         where = f"tcp://127.0.0.1:{port}"
+        gloo.use_one_thread()
         torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     torch.manual_seed(0)
     logits = torch.randn(5, 12)
