@@ -59,7 +59,9 @@ def test_the_head_under_torchrun():
     """Calls of test_head.py with torchrun's ranks in the place of forked ones."""
     if NUM_GPUS == 1:
         pytest.skip("2 ranks: there is 1 GPU")
-    status, out, err = launch("tests/parallel/test_head.py", "-k", "pairs and store and (main_grad or frozen)")
+    status, out, err = launch(
+        "tests/parallel/test_head.py", "-k", "pairs and store and (main_grad or frozen)"
+    )
     assert status == 0, out + err
     passed = re.search(r"^(\d+) passed", out, re.MULTILINE)
     assert passed and int(passed[1]) >= 6, out
