@@ -4,8 +4,9 @@
     A cuBLAS GEMM writes the logits; row kernels (Triton, or plain PyTorch) read them for their
     statistics and write their gradients. Any device, any dtype.
 ``scaled_exp``
-    The GEMM's own epilogue exponentiates, so there is no pass over the logits (docs/design.md). bf16 on
-    Hopper and newer. Its output is ``E = exp(logit - the row's shift)``.
+    The GEMM's own epilogue exponentiates and writes ``E = exp(logit - the row's shift)``, without a pass over
+    the logits (``recompute``: nothing in the forward, ``grad_logits`` in the backward). Where gradients are
+    no multiple of ``E`` it writes logits, and row kernels make the gradients. bf16 on Hopper and newer.
 
 Both give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
 (:class:`LogitsGrad`), for any upstream gradient per token.

@@ -114,8 +114,8 @@ def token_log_probs(
 def unrounded(config: FusedCEConfig | None) -> FusedCEConfig:
     """``config`` for an entropy with a gradient: ``recompute`` where neither strategy nor precision is named.
 
-    Other strategies save rounded logits there, whose log-probabilities would differ from those of a pass
-    without gradients, which rounds nothing.
+    With the scaled-exp GEMM other strategies save rounded logits there, whose log-probabilities differ from
+    those of a pass without gradients, which rounds nothing.
     """
     config = config or FusedCEConfig()
     if (config.strategy, config.logit_precision) == ("auto", "auto"):
@@ -166,7 +166,7 @@ def masked_token_log_probs(
     """Log-probability and entropy over the ids that top-p or top-k kept when a token was sampled.
 
     The softmax is over those ids alone; gradients are exactly 0 outside. It takes three GEMMs over the
-    vocabulary, as :func:`token_log_probs` does, whatever the size of the sets (:mod:`.sampling_mask`). A
+    vocabulary, and little more for large sets (:mod:`.sampling_mask`). A
     token whose set is empty was not filtered: its softmax is over the vocabulary, by the head, which leaves
     all other tokens out.
 
@@ -199,6 +199,8 @@ def masked_token_log_probs(
     Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
     """
     check_config(config)
+    if entropy == "differentiable":
+        config = unrounded(config)
     args = Arguments(
         _widened(hidden, weight),
         weight,

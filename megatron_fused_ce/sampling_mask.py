@@ -2,7 +2,7 @@
 
 One GEMM computes all logits of a block of tokens in fp32, and only those of the kept ids leave the block. The
 backward writes their gradients into a block of zeros for two more GEMMs. Three GEMMs cost less than gathered
-rows of the weight did from ten ids a token on (H200), and cost the same for any number. The rest is
+rows of the weight did from ten ids a token on (H200), and hardly more for many. The rest is
 the head's maths (:mod:`.row_ops_torch`, :mod:`.loss_form`) with a set instead of the vocabulary. Every rank
 computes the ids of its own shard.
 """
