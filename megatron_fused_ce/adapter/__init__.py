@@ -6,6 +6,6 @@
 mask, which strategy ``grad_in_forward`` and the accuracy need; ``model_guard`` and ``optimizer_guard`` stop a
 step with wrong gradients; ``accuracy`` adds to Megatron's log; ``stock_path`` lists the heads and calls that
 stay with Megatron, and ``report`` logs them; ``rl_logprobs`` is for Megatron-LM's ``train_rl.py``;
-``verl``, ``skyrl``, ``nemo_rl`` and ``slime`` are for those frameworks, on request. Importing this package
-imports none of Megatron.
+``verl``, ``skyrl``, ``nemo_rl``, ``slime`` and ``miles`` are for those frameworks, on request. Importing this
+package imports none of Megatron.
 """

@@ -35,6 +35,11 @@ def function_of(
     return found
 
 
+def entropy_of(wanted: bool, with_grad: bool) -> str:
+    """The head's word for a framework's two."""
+    return "none" if not wanted else "differentiable" if with_grad else "detached"
+
+
 def serve(
     module: str, name: str, own: Callable[..., Any], config: FusedCEConfig | None, way_out: str
 ) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter import deferred_logits, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.rl_stacks import function_of
+from megatron_fused_ce.adapter.rl_stacks import entropy_of, function_of
 from megatron_fused_ce.config import FusedCEConfig
 
 MODULE = "slime.backends.megatron_utils.loss"
@@ -57,8 +57,7 @@ def serve_slime(args: Any = None, config: FusedCEConfig | None = None) -> None:
         with_entropy_grad: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(logits, DeferredLogits) and log_prob_keep_mask is None:
-            entropy = "none" if not with_entropy else "differentiable" if with_entropy_grad else "detached"
-            made = logits.log_probs(tokens, entropy)
+            made = logits.log_probs(tokens, entropy_of(with_entropy, with_entropy_grad))
             if made is not None:
                 return made[0].unsqueeze(-1), made[1]
         return found(  # type: ignore[no-any-return]
