@@ -47,6 +47,8 @@ DEVICES = (
     # fastest for each at H = 4096, V = 128256 (store 1.007 of three GEMMs, grad_in_forward 1.016, recompute
     # 0.998 of its four) and within the spread of the fastest at H = 2048, V = 151936.
     Device("H200", recompute=8192, grad_in_forward=8192, store=8192),
+    # docs/benchmarks/results/2026-11-23-h100-sweep.md: T = 32768, H = 4096, V = 128256.
+    Device("H100", recompute=8192, grad_in_forward=8192, store=8192),
 )
 #: Not measured: 4096 tokens lose 1 to 3 % against 8192 on an H200, with half of the memory.
 UNKNOWN_DEVICE = Device("", recompute=4096, grad_in_forward=4096, store=8192)
@@ -790,7 +792,7 @@ def _by_name(inputs: PlanInputs) -> Plan:
     if inputs.memory_mb is None:
         chosen, widest = next(options), next(by_columns, None)
         if widest is not None and 2 * widest.predicted_peak_bytes <= chosen.predicted_peak_bytes:
-            chosen = widest  # as fast, to 1 %: docs/benchmarks/2026-11-23.md
+            chosen = widest  # up to 1 % slower on an H200, 4 % on an H100: docs/benchmarks/2026-11-23.md
         return replace(chosen, chosen_for=inputs)
     every = [*options, *by_columns]
     fitting = [o for o in every if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
