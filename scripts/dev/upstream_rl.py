@@ -51,8 +51,7 @@ def distributed_test_runner() -> Callable[..., None]:
         if here != world_size:
             pytest.skip(f"{world_size} ranks")
         if not dist.is_initialized():
-            alone = {} if here > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-            dist.init_process_group("nccl", **alone)
+            dist.init_process_group("nccl")
             torch.cuda.set_device(dist.get_rank())
         test(dist.get_rank(), here)
 
