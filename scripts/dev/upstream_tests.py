@@ -162,7 +162,8 @@ class Job:
 
     def command(self, deselected: Iterable[str]) -> list[str]:
         python, megatron = [sys.executable, "-m"], self.of == "megatron"
-        if self.ranks > 1 or self.of in ("megatron", "nemo_rl"):  # the others' tests of one process make their own process groups
+        # The others' tests of one process make process groups of their own.
+        if self.ranks > 1 or self.of in ("megatron", "nemo_rl"):
             python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
         ours = ["-p", PLUGIN, "--fused-ce-hook", self.hook]
         ours += ["--fused-ce-results", str(self.folder), "-o", "addopts=", "-p", "no:cacheprovider"]
