@@ -13,9 +13,9 @@ from megatron_fused_ce.config import FusedCEConfig
 
 
 def function_of(
-    module: ModuleType, name: str, expected: Sequence[str], others: bool, way_out: str
+    module: ModuleType | type, name: str, expected: Sequence[str], others: bool, way_out: str
 ) -> Callable[..., Any]:
-    """The module's function, after a check of its parameters.
+    """The function of a module or class, after a check of its parameters.
 
     Args:
         expected: names of the parameters, in order; with ``others`` in any order, and more may follow.

@@ -35,7 +35,8 @@ def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiab
 
     Raises:
         ImportError: there is no verl.
-        RuntimeError: its output processor takes other parameters than those that this was written for.
+        RuntimeError: its output processor takes other parameters than those that this was written for; or
+            megatron-core is older than 0.18, with which verl does not call it.
         ValueError: verl needs an entropy.
     """
     if entropy not in ("detached", "differentiable"):
@@ -43,6 +44,8 @@ def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiab
     module = import_module(MODULE)
     way_out = "leave serve_verl() out, verl then makes its log-probabilities itself"
     found = function_of(module, FUNCTION, PARAMETERS, True, way_out)
+    too_old = f"verl has this head's place in the model from megatron-core 0.18 on. Update it, or {way_out}"
+    function_of(module.GPTModel, "forward", ("output_processor",), True, too_old)
 
     @functools.wraps(found)
     def process(*, hidden_states: Tensor, **given: Any) -> Any:

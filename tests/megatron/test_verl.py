@@ -28,7 +28,11 @@ def module(monkeypatch):
     ):  # fmt: skip
         raise AssertionError("not replaced")
 
-    members = {verl.FUNCTION: processor, "CausalLMOutputForPPO": CausalLMOutputForPPO}
+    class GPTModel:
+        def forward(self, input_ids, output_processor=None, output_processor_context=None):
+            """From megatron-core 0.18 on."""
+
+    members = {verl.FUNCTION: processor, "CausalLMOutputForPPO": CausalLMOutputForPPO, "GPTModel": GPTModel}
     return stand_in.module(monkeypatch, verl.MODULE, **members)
 
 
@@ -61,6 +65,15 @@ def test_its_processor_is_replaced(tied, module, device):
     assert relative_error(output.entropy.detach(), exact.entropy.flatten()) < bound
     assert relative_error(hidden.grad, grad_hidden) < bound
     assert relative_error(weight.grad, grad_weight) < bound
+
+
+def test_an_older_megatron_is_refused(module, monkeypatch):
+    """verl then calls another function, which would stay its own."""
+    stock = getattr(module, verl.FUNCTION)
+    monkeypatch.setattr(module.GPTModel, "forward", lambda self, input_ids: None)
+    with pytest.raises(RuntimeError, match=r"GPTModel.forward takes .*from megatron-core 0.18 on"):
+        verl.serve_verl()
+    assert getattr(module, verl.FUNCTION) is stock
 
 
 def test_another_signature_is_refused(module):
