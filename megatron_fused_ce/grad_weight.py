@@ -22,6 +22,12 @@ class GradWeight(Protocol):
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
 
+    def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add ``grad_logits.T @ hidden`` to these rows, all that comes to them: ``[T, V']`` and ``[T, H]``.
+
+        In place of :meth:`add`; nothing is scaled.
+        """
+
     def add_total(self, total: Tensor, scale: Tensor) -> None:
         """Add ``scale * total``: fp32 ``[]`` times fp32 ``[V, H]``; ``total`` may be overwritten."""
 
@@ -89,6 +95,7 @@ class ReturnedGradWeight:
     """
 
     def __init__(self, weight: Tensor, num_chunks: int, scaled: bool) -> None:
+        self._weight = weight
         self._dtype = weight.dtype
         self._direct = num_chunks == 1 and not scaled
         self._product: Tensor | None = None
@@ -99,6 +106,11 @@ class ReturnedGradWeight:
             self._product = torch.mm(grad_logits.t(), hidden)
         else:
             self._held.add(grad_logits, hidden)
+
+    def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
+        if self._product is None:
+            self._product = torch.empty_like(self._weight, memory_format=torch.contiguous_format)
+        torch.mm(grad_logits.t(), hidden, out=self._product[rows])
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
         if total.is_cuda and self._dtype != torch.float32:
@@ -146,6 +158,16 @@ class InPlaceGradWeight:
             accumulate_(self._buffer, grad_logits, hidden)
         else:
             self._held.add(grad_logits, hidden)
+
+    def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
+        self._touched = True
+        buffer = self._buffer[rows]
+        if self._in_place:
+            accumulate_(buffer, grad_logits, hidden)
+        else:
+            of_rows = HeldGradWeight(buffer)
+            of_rows.add(grad_logits, hidden)
+            buffer.add_(of_rows.total(None))
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
         self._touched = True
@@ -241,7 +263,7 @@ def _te_gemm() -> Any:
 def _te_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     _te_gemm()(
         hidden,
-        grad_logits,
+        grad_logits.contiguous(),
         out_dtype=torch.float32,
         layout="NT",
         out=total,

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_fused_ce import grad_guard, logits_backend
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.grad_weight import HeldGradWeight
+from megatron_fused_ce.grad_weight import HeldGradWeight, accumulate_
 from megatron_fused_ce.kernels.records import Merged, SoftTargets
 from megatron_fused_ce.logits_backend import ChunkInputs, LogitsGrad, Scores
 from megatron_fused_ce.phases import UNTIMED
@@ -450,6 +450,10 @@ def backward(
     assert hidden is not None
     wants_grad_hidden, wants_grad_weight = needs_grad
     upstream, inv_scale = _scaled(upstream, spec.logit_scale, inv_temperature, weight)
+    if spec.plan.block_columns and saved.chunks:
+        return _backward_by_columns(
+            context, hidden, weight, inv_temperature, saved.chunks, upstream, needs_grad
+        )
     accumulator = None
     at_once = saved.matrix is not None and wants_grad_weight
     if wants_grad_weight:
@@ -490,6 +494,54 @@ def backward(
         return grad_hidden, None
     with context.phases("grad-weight"):
         return grad_hidden, accumulator.close(inv_scale)
+
+
+def _backward_by_columns(
+    context: Context,
+    hidden: Tensor,  # [T, H]
+    weight: Tensor,  # [V, H]
+    inv_temperature: Tensor | None,  # [1, T] fp32
+    saved: Sequence[SavedChunk],
+    upstream: Upstream,  # [1, T] fp32
+    needs_grad: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """:func:`backward` of ``recompute`` over one rank: blocks of columns in place of chunks of tokens.
+
+    A block is some rows of the weight, whose ``grad_weight`` is one GEMM over all tokens; summed over the
+    blocks is ``grad_hidden``, in fp32. No collectives.
+    """
+    spec, phases = context.spec, context.phases
+    wants_grad_hidden, wants_grad_weight = needs_grad
+    num_tokens, num_columns = hidden.shape[0], weight.shape[0]
+    everything = Chunk(0, 0, num_tokens)
+    context = context._replace(chunks=(everything,))
+    labels = torch.cat([chunk.labels for chunk in saved])
+    terms = TokenTerms.of(torch.cat([chunk.terms for chunk in saved if chunk.terms is not None], -1))
+    upstream = upstream.map(partial(context.split, chunk=everything))
+    accumulator = total = None
+    if wants_grad_weight:
+        accumulator = context.open_grad_weight(weight, 1, False)
+    if wants_grad_hidden:
+        total = hidden.new_empty(hidden.shape, dtype=torch.float32)
+    buffer = hidden.new_empty(num_tokens * min(spec.plan.block_columns, num_columns))
+    for start in range(0, num_columns, spec.plan.block_columns):
+        rows = slice(start, min(start + spec.plan.block_columns, num_columns))
+        block = weight[rows]
+        out = buffer[: num_tokens * block.shape[0]].view(num_tokens, -1)
+        inputs = _inputs(context, everything, hidden, block, labels - start, None, inv_temperature)
+        inputs = inputs._replace(form=spec.form.from_column(start))
+        with phases("grad-logits"):
+            grad = spec.logits.grad_recomputed(inputs, terms, upstream, out, out).matrix
+        if total is not None:
+            with phases("grad-hidden"):
+                accumulate_(total, grad.t(), block, overwrite=start == 0)
+        if accumulator is not None:
+            with phases("grad-weight"):
+                accumulator.add_rows(rows, grad, hidden)
+    return (
+        None if total is None else total.to(hidden.dtype),
+        None if accumulator is None else accumulator.close(None),
+    )
 
 
 def _grad_logits(

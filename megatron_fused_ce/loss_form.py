@@ -24,7 +24,7 @@ See docs/math.md.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +142,12 @@ class LossForm(RowOptions):
             outputs=outputs,
             **requested,
         )
+
+    def from_column(self, start: int) -> LossForm:
+        """The form for the columns of this shard from ``start`` on."""
+        if self.valid_columns is None:
+            return self
+        return replace(self, valid_columns=(self.valid_columns - start).clamp_(min=0))
 
     def finish(self, merged: Merged) -> TokenOutputs:
         """The loss in this form and the requested outputs, fp32 ``[C]``."""

@@ -14,9 +14,10 @@ Bytes and GEMMs of a plan, beside inputs, ``grad_hidden`` and the wgrad accumula
     grad_in_forward  e*C*V + 4*V*H kept  3 GEMMs and one pass over grad_weight (R > 1: 2*e*C*V)
     mixed            e*(stored tokens)*V kept, e*C*V; the chunks that are not stored take a 4th GEMM
     recompute        e*C*V               4 GEMMs
+      by columns     e*T*B + 4*T*H       4 GEMMs; over one rank, blocks of B columns in the backward
 
 and for each the smaller parts that :class:`Memory` names. Every chunk also reads and writes the fp32
-``grad_weight``.
+``grad_weight``, every block of columns the fp32 ``grad_hidden``.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ def row_of(device: str) -> Device:
 SHORTEST_FAST_CHUNK = 1024
 #: Shortest chunk of ``recompute``, if nothing longer fits; the GEMMs of shorter ones are inefficient.
 SHORTEST_CHUNK = 256
+#: cuBLAS's tiles of ``grad_weight`` on Hopper, and how many run at once (SMs of H100 and H200). Blocks of
+#: columns fill whole rounds of them: at H = 4096 8192 columns took 0.7 % longer than 8448.
+GEMM_TILE, TILES_AT_ONCE = (128, 256), 132
 #: Chunks that the planner chooses are whole tiles of the GEMMs.
 TILE_TOKENS = 128
 
@@ -237,6 +241,8 @@ class Memory(NamedTuple):
     kept_logits: int
     #: fp32 sum of ``grad_weight`` beside the wgrad accumulator
     grad_weight_sum: int
+    #: fp32 sum of ``grad_hidden``, where the backward goes by blocks of columns
+    grad_hidden_sum: int
     #: hidden states of one chunk times their row factor, for the GEMM with ``E``; with sequence parallelism
     #: the gathered ones are multiplied in place
     scaled_hidden: int
@@ -281,6 +287,9 @@ class Plan:
     #: Whether grad_weight is one GEMM over all tokens: its fp32 sum is written once, and the scaled hidden
     #: states of all tokens are held beside E.
     wgrad_at_once: bool
+    #: ``recompute`` over one rank: columns of a block, where its backward takes all tokens and one block of
+    #: the vocabulary at a time; 0: chunk by chunk.
+    block_columns: int
     memory: Memory
     #: Predicted time of forward and backward over that of the three GEMMs into the same wgrad accumulator
     #: (two for a frozen weight). It ranks strategies, to a few percent on an H200 in bf16.
@@ -301,6 +310,8 @@ class Plan:
     @property
     def chunks_in_words(self) -> str:
         words = f"{self.count} chunk{'' if self.count == 1 else 's'} of {self.capacity} tokens"
+        if self.block_columns:
+            return f"{words}, the backward in blocks of {self.block_columns} columns"
         return words + (f", the first {self.stored_chunks} stored" if self.strategy == "mixed" else "")
 
 
@@ -341,6 +352,10 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
             if option.predicted_peak_bytes <= budget:
                 best = option if best is None else min(best, option, key=_rank)
                 break
+    for option in _column_options(inputs):  # the same order
+        if option.predicted_peak_bytes <= budget:
+            best = option if best is None else min(best, option, key=_rank)
+            break
     for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
         if cut.num < 2:
             continue
@@ -377,6 +392,7 @@ def peak_memory(
     stored_chunks: int,
     stored_tokens: int,
     wgrad_at_once: bool = False,
+    block_columns: int = 0,
 ) -> Memory:
     """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are stored.
 
@@ -387,7 +403,10 @@ def peak_memory(
     forward = forward_memory(inputs, strategy, *cut)
     if strategy == "grad_in_forward":
         return forward
-    backward = backward_memory(inputs, *cut, wgrad_at_once)
+    if block_columns:
+        backward = columns_memory(inputs, block_columns)
+    else:
+        backward = backward_memory(inputs, *cut, wgrad_at_once)
     return max(forward, backward, key=lambda memory: memory.total)
 
 
@@ -422,6 +441,7 @@ def forward_memory(
         chunk_logits=rooms * chunk.logits + (chunk.gradients if grad_in_forward else 0),
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
+        grad_hidden_sum=0,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
         tile_statistics=(under_way if finalizes else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
@@ -462,6 +482,7 @@ def backward_memory(
         chunk_logits=logits + chunk.gradients,
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) if sums else 0,
+        grad_hidden_sum=0,
         scaled_hidden=scaled,
         tile_statistics=chunk.marks if again else 0,
         gathered_hidden=gathered + waiting * inputs.uses_in_flight * chunk.gathered,
@@ -469,6 +490,26 @@ def backward_memory(
         merge_buffers=0,
         sampled_rows=0,
         **_always(inputs, capacity, chunk, stored_chunks, rooms),
+    )
+
+
+def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:
+    """The peak of a backward by blocks of columns: of ``recompute`` over one rank."""
+    of_block = replace(inputs, num_rows=block_columns)
+    block = _ChunkBytes.of(of_block, inputs.num_tokens)
+    sums = _sum_bytes(of_block) if _sums_grad_weight(inputs, 1) else 0  # cannot be added in place
+    return Memory(
+        chunk_logits=block.logits + block.gradients,
+        kept_logits=0,
+        grad_weight_sum=sums,
+        grad_hidden_sum=4 * inputs.num_tokens * inputs.hidden_size,
+        scaled_hidden=0,
+        tile_statistics=block.marks,
+        gathered_hidden=0,
+        unreduced_grad_hidden=0,
+        merge_buffers=0,
+        sampled_rows=0,
+        **_always(inputs, inputs.num_tokens, block, 0, 1),
     )
 
 
@@ -526,12 +567,18 @@ def _always(
 
 
 def relative_time(
-    inputs: PlanInputs, strategy: str, count: int, stored_tokens: int, wgrad_at_once: bool = False
+    inputs: PlanInputs,
+    strategy: str,
+    count: int,
+    stored_tokens: int,
+    wgrad_at_once: bool = False,
+    block_columns: int = 0,
 ) -> float:
     """Predicted time over that of the step's bare GEMMs into the same wgrad accumulator.
 
-    Counts GEMMs, the chunks' passes over ``grad_weight`` beyond the first, the last pass over an fp32 sum,
-    and the row kernels. Overlap and collectives are not modelled.
+    Counts GEMMs, the chunks' passes over ``grad_weight`` beyond the first (the blocks' over
+    ``grad_hidden``), the last pass over an fp32 sum, and the row kernels. Overlap and collectives are not
+    modelled.
     """
     tokens = inputs.num_tokens
     if tokens == 0:
@@ -546,8 +593,12 @@ def relative_time(
     elif inputs.saves_logits:
         passes = 1.0 if strategy == "grad_in_forward" else stored_tokens / tokens
         time += ROWS_HIDDEN_SIZE / inputs.hidden_size * passes * 2 / 3  # read once and written
+    if block_columns:
+        columns = inputs.num_rows
+        time += ACCUMULATION_TOKENS[inputs.logits_backend] * (-(-columns // block_columns) - 1) / columns
+        time += SWEEP_TOKENS_PER_BYTE * (4 + inputs.itemsize) / columns
     if not frozen:
-        num_gemms = min(count, 1) if wgrad_at_once else count
+        num_gemms = min(count, 1) if wgrad_at_once or block_columns else count
         time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, num_gemms - 1) / tokens
         if strategy == "grad_in_forward" or _sums_grad_weight(inputs, num_gemms):
             # Reads the sum; reads and writes a buffer, or writes what autograd gets.
@@ -645,10 +696,16 @@ def _may_be_at_once(inputs: PlanInputs, strategy: str) -> bool:
 
 
 def _option(
-    inputs: PlanInputs, strategy: str, cut: _Cut, stored_chunks: int, wgrad_at_once: bool = False
+    inputs: PlanInputs,
+    strategy: str,
+    cut: _Cut,
+    stored_chunks: int,
+    wgrad_at_once: bool = False,
+    block_columns: int = 0,
 ) -> Plan:
     capacity = inputs.num_parts * cut.longest
     stored_tokens = _stored_tokens(inputs, cut, stored_chunks)
+    once = wgrad_at_once, block_columns
     return Plan(
         strategy=strategy,
         num_chunks=cut.num_chunks,
@@ -657,8 +714,9 @@ def _option(
         count=cut.num,
         capacity=capacity,
         wgrad_at_once=wgrad_at_once,
-        memory=peak_memory(inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens, wgrad_at_once),
-        relative_time=relative_time(inputs, strategy, cut.num, stored_tokens, wgrad_at_once),
+        block_columns=block_columns,
+        memory=peak_memory(inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens, *once),
+        relative_time=relative_time(inputs, strategy, cut.num, stored_tokens, *once),
     )
 
 
@@ -680,6 +738,26 @@ def _pure_options(inputs: PlanInputs, strategy: str, shortest: int | None = None
         yield _option(inputs, strategy, cut, stored_chunks)
 
 
+def _column_options(inputs: PlanInputs) -> Iterator[Plan]:
+    """``recompute`` with a backward by blocks of columns, widest first.
+
+    None over several ranks, where the reduction of ``grad_hidden`` would have no GEMM to run under, and none
+    with the row kernels, whose GEMM may give other bits in the backward than the forward's statistics are of.
+    """
+    tokens, columns = inputs.num_tokens, inputs.num_rows
+    if inputs.logits_backend != "scaled_exp" or inputs.tp_size > 1:
+        return
+    if inputs.chunks_asked or not tokens or inputs.wgrad_accumulator == "none":
+        return
+    cut = _cut_into(inputs, None, min(tokens, inputs.table_row.recompute))
+    height, width = GEMM_TILE
+    across = -(-inputs.hidden_size // width)
+    for rounds in range(max(1, across // 2), 0, -1):
+        size = TILES_AT_ONCE * rounds // across * height
+        if 0 < size < columns:
+            yield _option(inputs, "recompute", cut, 0, block_columns=size)
+
+
 def _mixed_option(inputs: PlanInputs, cut: _Cut, budget: int) -> Plan | None:
     """The mixed plan that stores as many chunks as fit; None if not even one fits."""
 
@@ -693,6 +771,7 @@ def _mixed_option(inputs: PlanInputs, cut: _Cut, budget: int) -> Plan | None:
 def _options(inputs: PlanInputs, budget: int) -> list[Plan]:
     """All plans that ``auto`` may take; mixed ones only if they fit, with as many stored chunks as fit."""
     pure = [o for name in _pure_strategies(inputs) for o in _pure_options(inputs, name)]
+    pure += _column_options(inputs)
     cuts = _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK)
     mixed = [_mixed_option(inputs, cut, budget) for cut in cuts]
     return pure + [option for option in mixed if option is not None]
@@ -711,9 +790,13 @@ def budget_bytes(inputs: PlanInputs) -> int:
 
 def _by_name(inputs: PlanInputs) -> Plan:
     options = _pure_options(inputs, inputs.strategy, SHORTEST_CHUNK)
+    by_columns = _column_options(inputs) if inputs.strategy == "recompute" else iter(())
     if inputs.memory_mb is None:
-        return replace(next(options), chosen_for=inputs)
-    every = list(options)
+        chosen, widest = next(options), next(by_columns, None)
+        if widest is not None and 2 * widest.predicted_peak_bytes <= chosen.predicted_peak_bytes:
+            chosen = widest  # as fast, to 1 %: docs/benchmarks/2026-11-23.md
+        return replace(chosen, chosen_for=inputs)
+    every = [*options, *by_columns]
     fitting = [o for o in every if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
     if fitting:
         return replace(min(fitting, key=_rank), chosen_for=inputs)

@@ -31,6 +31,7 @@ from megatron_fused_ce.testing.reference import (
 )
 from megatron_fused_ce.token_outputs import Upstream
 from tests.support import pairs
+from tests.support.head import strategy_in_place
 from tests.support.op import (
     EXP_DTYPE,
     HAS_EXP,
@@ -104,11 +105,13 @@ def test_logit_scale(strategy, product, device):
 def test_against_fp64(option, kind, strategy, product, device):
     inputs = make_inputs(kind, dtype=EXP_DTYPE, device=device, **SIZES)
     options = OPTIONS.get(option, {})
-    config = exp_config(strategy, num_chunks=2, **options)
-    inputs = dataclasses.replace(inputs, config=config)
+    with strategy_in_place(strategy) as strategy:
+        config = exp_config(strategy, num_chunks=2, **options)
+        inputs = dataclasses.replace(inputs, config=config)
+        result = run(inputs, config)
     # fp32 exponents of large logits, see assert_right; a softcap of 30 leaves none.
     largest = 300.0 if kind == "wide" and "logit_softcap" not in options else 1.0
-    assert_right(run(inputs, config), inputs, largest)
+    assert_right(result, inputs, largest)
 
 
 #: What the scaled-exp GEMM can round to here: the interpreter gets products of bf16 wrong.

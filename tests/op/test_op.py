@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,17 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, loop, planner
+from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import (
     KINDS,
     HeadInputs,
     HeadResult,
     assert_close,
+    assert_within,
     make_inputs,
+    plain_head,
     relative_error,
     truth,
 )
-from tests.support.head import mixed_plans
+from tests.support.head import column_plans, mixed_plans
 from tests.support.op import DTYPES, STRATEGIES, run, weights_for
+from tests.support.problems import open_main_grad
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -152,6 +157,38 @@ def test_backward_twice(strategy, dtype, device):
         assert torch.equal(one, same)
         assert relative_error(double, 2 * one.double()) < 4e-3
     assert_close(HeadResult(loss.detach(), *first), inputs)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("accumulator", ["returned", "main_grad", "low main_grad"])
+def test_a_backward_by_columns(accumulator, needs, device):
+    """Its own accumulators, an earlier micro-batch's gradient in them, twice, and with a frozen operand."""
+    inputs = make_inputs(
+        "odd-labels", s=23, b=3, hidden_size=48, vocab=331, dtype=torch.bfloat16, device=device
+    )
+    hidden, weight = inputs.hidden.clone(), inputs.weight.clone()
+    hidden.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
+    earlier, main_grad = truth(inputs).grad_weight.roll(1, 0), None
+    options = {}
+    if accumulator != "returned":
+        main_grad = earlier.to(torch.bfloat16 if "low" in accumulator else torch.float32)
+        earlier = main_grad.double()
+        options = {"open_grad_weight": partial(open_main_grad, main_grad)}
+    config = FusedCEConfig(strategy="recompute", num_chunks=4)
+    with column_plans(64):
+        loss = linear_cross_entropy(hidden, weight, inputs.labels, config=config, **options).loss
+    wanted = [x for x in (hidden, weight) if x.requires_grad]
+    made = torch.autograd.grad(loss, wanted, inputs.grad_loss, retain_graph=True, allow_unused=True)
+    exact, eager = truth(inputs), plain_head(inputs, torch.bfloat16)
+    grad_hidden = made[0] if needs[0] else exact.grad_hidden
+    grad_weight = made[-1] if needs[1] else exact.grad_weight
+    if main_grad is not None and needs[1]:
+        assert made[-1] is None
+        grad_weight = main_grad.double()
+        exact, eager = (r._replace(grad_weight=r.grad_weight + earlier) for r in (exact, eager))
+    assert_within(HeadResult(loss.detach(), grad_hidden, grad_weight), exact, eager, torch.bfloat16)
+    again = torch.autograd.grad(loss, wanted, inputs.grad_loss, allow_unused=True)
+    assert all(one is None or torch.equal(one, other) for one, other in zip(made, again, strict=True))
 
 
 def test_backward_twice_through_grad_in_forward_says_so(device):

@@ -87,7 +87,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 2500), "grad_in_forward", 22, 1536, 0, "budget of 2500 MiB"),
         (llama(32768, 2250), "mixed", 8, 4096, 1, "grad_in_forward needs 2333 MiB"),
         (llama(32768, 2000), "mixed", 11, 3072, 1, "grad_in_forward needs 2333 MiB"),
-        (llama(32768, 1000), "recompute", 11, 3072, 0, "grad_in_forward needs 2333 MiB"),
+        (llama(32768, 1000), "recompute", 4, 8192, 0, "grad_in_forward needs 2333 MiB"),
         (llama(32768, 320), "recompute", 32, 1024, 0, "store needs"),
         (llama(32768, 300), "recompute", 43, 768, 0, "store needs"),
         (llama(32768, 130), "recompute", 128, 256, 0, "budget of 130 MiB"),
@@ -105,7 +105,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         # Where grad_weight is returned in bf16, one chunk needs no fp32 sum.
         (llama(4096, wgrad_accumulator="returned"), "store", 1, 4096, 1, "default budget"),
         (
-            llama(12000, strategy="recompute", wgrad_accumulator="returned"),
+            llama(12000, strategy="recompute", wgrad_accumulator="returned", tp_size=2),
             "recompute",
             1,
             12000,
@@ -113,7 +113,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
             "",
         ),
         (
-            llama(17000, strategy="recompute", wgrad_accumulator="returned"),
+            llama(17000, strategy="recompute", wgrad_accumulator="returned", tp_size=2),
             "recompute",
             3,
             5760,
@@ -149,7 +149,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 100, num_chunks=4), "recompute", 4, 8192, 0, "with the chunks asked for"),
         # By name.
         (llama(100000, strategy="store"), "store", 4, 25088, 4, "asked for by name"),
-        (llama(32768, 1000, strategy="recompute"), "recompute", 11, 3072, 0, "budget of 1000 MiB"),
+        (llama(32768, 1000, strategy="recompute"), "recompute", 4, 8192, 0, "budget of 1000 MiB"),
         (
             llama(32768, 2400, strategy="grad_in_forward"),
             "grad_in_forward",
@@ -170,6 +170,43 @@ def test_choices(inputs, strategy, count, capacity, stored, words):
     assert came == (strategy, count, capacity, stored), chosen.why
     assert words in chosen.why
     assert "\n" not in chosen.why
+
+
+RETURNED = {"wgrad_accumulator": "returned"}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "block_columns"),
+    [
+        # As fast as chunks, which need several times as much.
+        (llama(8192, strategy="recompute"), 8448),
+        (llama(32768, strategy="recompute", **RETURNED), 8448),
+        # Less than twice as much: chunks, which are slightly faster.
+        (llama(32768, strategy="recompute"), 0),
+        (llama(131072, strategy="recompute", **RETURNED), 0),
+        # A budget narrows the blocks, and where the sum of grad_hidden is above it there are chunks.
+        (llama(32768, 1000, strategy="recompute"), 6272),
+        (llama(32768, 1000), 6272),
+        (llama(32768, 600, strategy="recompute"), 0),
+        # Whole rounds of 132 tiles of 128 x 256, at 4096, 3584 and 2304 hidden values 16, 14 and 9 across.
+        (replace(llama(8192, strategy="recompute"), hidden_size=3584), 8448),
+        (replace(llama(8192, strategy="recompute"), hidden_size=2304), 7424),
+        (llama(8192, 310, strategy="recompute"), 7296),
+        # Chunks by name; several ranks; the row kernels; a frozen weight; nothing to do.
+        (llama(8192, strategy="recompute", chunk_tokens=2048), 0),
+        (llama(8192, strategy="recompute", tp_size=2), 0),
+        (llama(8192, strategy="recompute", logits_backend="gemm_rows"), 0),
+        (llama(8192, strategy="recompute", wgrad_accumulator="none"), 0),
+        (llama(0, strategy="recompute"), 0),
+        (llama(8192, strategy="store"), 0),
+        # No more columns than a block.
+        (replace(llama(8192, strategy="recompute"), num_rows=1024), 0),
+    ],
+)
+def test_blocks_of_columns(inputs, block_columns):
+    chosen = plan(inputs)
+    assert chosen.block_columns == block_columns, chosen
+    assert ("columns" in chosen.chunks_in_words) == (block_columns > 0)
 
 
 @pytest.mark.parametrize("row", [*REAL_DEVICES, planner.UNKNOWN_DEVICE], ids=lambda row: row.name)

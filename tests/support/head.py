@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -91,27 +92,40 @@ def whole_rows(rank: Rank, of_rows: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def strategy_in_place(strategy: str, stored_chunks: int = 1) -> Iterator[str]:
-    """The name to give a config; ``mixed`` is otherwise the planner's choice, for budgets of whole MiB."""
-    if strategy != "mixed":
+    """The name to give a config. ``mixed`` is otherwise the planner's choice, for budgets of whole MiB;
+    ``by columns``, ``recompute`` over one rank, for heads of more columns than a test's."""
+    if strategy == "mixed":
+        with mixed_plans(stored_chunks):
+            yield "store"
+    elif strategy == "by columns":
+        with column_plans(64):
+            yield "recompute"
+    else:
         yield strategy
-        return
-    with mixed_plans(stored_chunks):
-        yield "store"
+
+
+def mixed_plans(stored_chunks: int) -> AbstractContextManager[None]:
+    """Every plan stores the first chunks and recomputes the others."""
+    return _plans(
+        lambda plan: replace(plan, strategy="mixed", stored_chunks=stored_chunks, wgrad_at_once=False)
+    )
+
+
+def column_plans(block_columns: int) -> AbstractContextManager[None]:
+    """Every backward of ``recompute`` goes by blocks of columns."""
+
+    def by_columns(plan: planner.Plan) -> planner.Plan:
+        return replace(plan, block_columns=block_columns) if plan.strategy == "recompute" else plan
+
+    return _plans(by_columns)
 
 
 @contextlib.contextmanager
-def mixed_plans(stored_chunks: int) -> Iterator[None]:
-    """Every plan stores the first chunks and recomputes the others."""
+def _plans(change: Callable[[planner.Plan], planner.Plan]) -> Iterator[None]:
     plan = planner.plan
     vocab_parallel.forget()
     try:
-        with patch.object(
-            planner,
-            "plan",
-            lambda inputs: replace(
-                plan(inputs), strategy="mixed", stored_chunks=stored_chunks, wgrad_at_once=False
-            ),
-        ):
+        with patch.object(planner, "plan", lambda inputs: change(plan(inputs))):
             yield
     finally:
         vocab_parallel.forget()

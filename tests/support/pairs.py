@@ -86,7 +86,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
     "options by the scaled-exp GEMM": {
         "option": ("plain", *SCALED_EXP_OPTIONS),
         "kind": KINDS,
-        "strategy": STRATEGIES[:3],
+        "strategy": (*STRATEGIES[:3], "by columns"),
     },
     "outputs": {
         "kind": tuple(kind for kind in KINDS if kind != "odd-labels"),
