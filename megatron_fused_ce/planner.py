@@ -308,6 +308,11 @@ class Plan:
         return self.memory.total
 
     @property
+    def name(self) -> str:
+        """The strategy, and whether its backward goes by columns."""
+        return f"{self.strategy} by columns" if self.block_columns else self.strategy
+
+    @property
     def chunks_in_words(self) -> str:
         words = f"{self.count} chunk{'' if self.count == 1 else 's'} of {self.capacity} tokens"
         if self.block_columns:
@@ -369,13 +374,16 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
 
 
 def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
-    """The best plan of each strategy, whatever the user named: within the budget, else its smallest."""
+    """The best plan of each strategy, whatever the user named: within the budget, else its smallest.
+
+    Of ``recompute`` the best by chunks and the best by columns.
+    """
     inputs = replace(inputs, strategy="auto", token_weights_known=True)
     budget = budget_bytes(inputs)
     options = _options(inputs, budget)
     best = []
-    for strategy in ("store", "grad_in_forward", "mixed", "recompute"):
-        of_it = [option for option in options if option.strategy == strategy]
+    for name in ("store", "grad_in_forward", "mixed", "recompute", "recompute by columns"):
+        of_it = [option for option in options if option.name == name]
         fitting = [option for option in of_it if option.predicted_peak_bytes <= budget]
         if fitting:
             best.append(min(fitting, key=_rank))

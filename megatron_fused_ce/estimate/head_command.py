@@ -82,11 +82,11 @@ def main(words: list[str]) -> int:
     for name, num_bytes in (*chosen.memory._asdict().items(), ("total", chosen.memory.total)):
         if num_bytes:
             print(f"  {name.replace('_', ' '):21} {num_bytes / MIB:10.1f} MiB")
-    print(f"\n  {'strategy':15} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
+    print(f"\n  {'strategy':20} {'chunks':>6} {'tokens':>7} {'stored':>6} {'MiB':>9} {'time':>6}")
     for option in alternatives(inputs):
         mark = "*" if chosen == option else " "
         print(
-            f"{mark} {option.strategy:15} {option.count:6} {option.capacity:7} "
+            f"{mark} {option.name:20} {option.count:6} {option.capacity:7} "
             f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
             f"{option.relative_time:6.3f}{_remark(inputs, option)}"
         )
