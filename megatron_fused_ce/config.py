@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -22,6 +24,38 @@ LOGIT_PRECISION_CHOICES = ("auto", "activations", "fp32")
 #: Tokens of a chunk for :func:`.chunking.plan_chunks` when neither ``num_chunks`` nor ``chunk_tokens``
 #: is given. The op and the adapter always give one: the planner's choice (:mod:`.planner`).
 DEFAULT_CHUNK_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Device:
+    """Tokens of a chunk for each strategy on one kind of device, if memory does not ask for fewer."""
+
+    #: A word in ``torch.cuda.get_device_name()``; of a row read from a file, the whole name.
+    name: str
+    recompute: int
+    grad_in_forward: int
+    store: int
+
+    def chunk_tokens(self, strategy: str) -> int:
+        """Tokens of a chunk; ``mixed`` takes those of ``recompute``, since it recomputes too."""
+        return {"store": self.store, "grad_in_forward": self.grad_in_forward}.get(strategy, self.recompute)
+
+    @staticmethod
+    def read(path: str | Path) -> Device:
+        """A row that ``python -m megatron_fused_ce sweep`` wrote: ``device.json`` in its folder.
+
+        Raises:
+            ValueError: no such file, or another content.
+        """
+        try:
+            row = Device(**json.loads(Path(path).read_text())["row"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"{str(path)[:200]} is no device.json of a sweep: {why}") from None
+        lengths = (row.recompute, row.grad_in_forward, row.store)
+        if not all(type(length) is int and length > 0 for length in lengths):
+            raise ValueError(f"{path}: tokens of a chunk must be whole numbers of 1 or more, got {lengths}")
+        return row
 
 
 @dataclass(frozen=True)
@@ -42,6 +76,8 @@ class FusedCEConfig:
     #: Budget in MiB of the head's own buffers, beside inputs, ``grad_hidden`` and the wgrad
     #: accumulator; None for what ``grad_in_forward`` needs.
     memory_mb: int | None = None
+    #: Chunk lengths measured on this GPU (:meth:`Device.read`), in place of the planner's table.
+    device: Device | None = None
     #: The logits are ``logit_scale * hidden @ weight.T`` (MuP, temperature).
     logit_scale: float = 1.0
     #: ``z -> cap * tanh(z / cap)`` of the scaled logits, before everything else (Gemma 2); None for none.
@@ -99,6 +135,8 @@ class FusedCEConfig:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
+        if self.device is not None and not isinstance(self.device, Device):
+            raise ValueError(f"device must be a Device, from Device.read(path), got {self.device!r}")
         if not math.isfinite(self.logit_scale) or self.logit_scale == 0:
             raise ValueError(f"logit_scale must be finite and not 0, got {self.logit_scale}")
         if not math.isfinite(self.z_loss) or self.z_loss < 0:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, Device, FusedCEConfig
 
 MIB = 2**20
 
@@ -39,21 +39,6 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: returned to autograd in the weight's dtype, or none (a frozen weight).
 WGRAD_ACCUMULATORS = ("main_grad", "low_main_grad", "returned", "none")
 LOGITS_BACKENDS = ("scaled_exp", "gemm_rows")
-
-
-@dataclass(frozen=True)
-class Device:
-    """Tokens of a chunk for each strategy on one kind of device, if memory does not ask for fewer."""
-
-    #: A word in ``torch.cuda.get_device_name()``.
-    name: str
-    recompute: int
-    grad_in_forward: int
-    store: int
-
-    def chunk_tokens(self, strategy: str) -> int:
-        """Tokens of a chunk; ``mixed`` takes those of ``recompute``, since it recomputes too."""
-        return {"store": self.store, "grad_in_forward": self.grad_in_forward}.get(strategy, self.recompute)
 
 
 #: The pinned table, one row per device that was measured.
@@ -153,6 +138,8 @@ class PlanInputs:
     chunk_tokens: int | None = None
     #: MiB, beside inputs, ``grad_hidden`` and the wgrad accumulator
     memory_mb: int | None = None
+    #: in place of the table's row for ``device``
+    row: Device | None = None
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
@@ -191,6 +178,7 @@ class PlanInputs:
             num_chunks=config.num_chunks,
             chunk_tokens=config.chunk_tokens,
             memory_mb=config.memory_mb,
+            row=config.device,
             **facts,
         )
 
@@ -217,7 +205,7 @@ class PlanInputs:
 
     @property
     def table_row(self) -> Device:
-        return row_of(self.device)
+        return self.row or row_of(self.device)
 
 
 class OverBudget(ValueError):

@@ -13,6 +13,7 @@ from megatron_fused_ce.config import (
     MERGE_CHOICES,
     SMOOTHING_FORM_CHOICES,
     STRATEGY_CHOICES,
+    Device,
     FusedCEConfig,
 )
 
@@ -29,6 +30,15 @@ def _share(text: str) -> float:
     if value >= 1:
         raise argparse.ArgumentTypeError(f"expected a number of 0 or more and below 1, got {text!r}")
     return value
+
+
+def _device_file(path: str) -> str:
+    """The path: Megatron writes its arguments into checkpoints, which should hold no class of ours."""
+    try:
+        Device.read(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -86,6 +96,14 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="C",
         help="or into chunks of C tokens, counted over the tensor-parallel group",
+    )
+    group.add_argument(
+        "--fused-ce-device",
+        type=_device_file,
+        default=None,
+        metavar="FILE",
+        help="chunk lengths measured on this GPU, for one that the planner has none of: the device.json of "
+        "python -m megatron_fused_ce sweep",
     )
     group.add_argument(
         "--fused-ce-label-smoothing",
@@ -172,11 +190,13 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
     if not getattr(args, "fused_chunked_ce", False):
         return None
     masks = getattr(args, "fused_ce_mask_padded_vocab", False)
+    device = getattr(args, "fused_ce_device", None)
     return FusedCEConfig(
         strategy=getattr(args, "fused_ce_strategy", "auto"),
         num_chunks=getattr(args, "fused_ce_num_chunks", None),
         chunk_tokens=getattr(args, "fused_ce_chunk_tokens", None),
         memory_mb=getattr(args, "fused_ce_memory_mb", None),
+        device=None if device is None else Device.read(device),
         debug_checks=getattr(args, "fused_ce_debug_checks", False),
         merge=getattr(args, "fused_ce_merge", "auto"),
         label_smoothing=getattr(args, "fused_ce_label_smoothing", 0.0),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.config import Device
 from megatron_fused_ce.scripts.lib import pictures, results, tables
 from megatron_fused_ce.scripts.lib.results import write_whole
 from megatron_fused_ce.scripts.runs.sweep_rows import (
@@ -141,7 +143,8 @@ def _table(result: Result) -> str:
 
 
 def write(result: Result, out: Path) -> list[str]:
-    """Names of what was written; no picture without matplotlib, or where nothing was timed."""
+    """Names of what was written; no picture without matplotlib, or where nothing was timed; device.json, for
+    the planner, where all strategies ran on a GPU."""
     best = result.recommendation
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
     source["recommended"] = best and {"flags": best.flags, "why": best.why}
@@ -149,8 +152,27 @@ def write(result: Result, out: Path) -> list[str]:
     rows = [{"shape": shape, "variant": row.cell.name, **asdict(row)} for row in result.rows]
     results.write(out / "sweep.json", rows, source)
     write_whole(out / "sweep.md", markdown(result))
+    row = device_row(result)
+    if row is not None:
+        write_whole(out / "device.json", json.dumps({"row": asdict(row), "made_by": source}, indent=1) + "\n")
     drawn = bool(timed(result.rows)) and draw(result, out / "sweep.png")
-    return ["sweep.json", "sweep.md", *(["sweep.png"] if drawn else [])]
+    return ["sweep.json", "sweep.md", *(["device.json"] if row else []), *(["sweep.png"] if drawn else [])]
+
+
+def device_row(result: Result) -> Device | None:
+    """The shortest chunk of each strategy within the tolerance of its fastest; None where one did not run."""
+    facts = result.facts
+    if facts["what"] != "head" or result.on_cpu:
+        return None
+    lengths = {}
+    for strategy in ("recompute", "grad_in_forward", "store"):
+        cells = [row for row in timed(result.rows) if row.strategy == strategy and row.num_chunks]
+        if not cells:
+            return None
+        allowed = min(row.time_ms for row in cells) * (1 + result.tolerance)
+        most = max(row.num_chunks for row in cells if row.time_ms <= allowed)
+        lengths[strategy] = -(-facts["T"] // most)
+    return Device(facts["device"], **lengths)
 
 
 def read(path: Path) -> Result:

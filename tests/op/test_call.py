@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, call, grad_guard, vocab_parallel
+from megatron_fused_ce.config import Device
 from megatron_fused_ce.grad_guard import Guard
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.loss_form import TeacherTargets
@@ -220,6 +221,7 @@ OPTIONS = (
     ("logit_precision", "fp32"),
     ("skip_masked", True),
     ("memory_mb", 1),
+    ("device", Device("x", 4, 4, 4)),
     ("row_backend", "triton"),
 )
 OUTPUTS = (("lse",), ("log_prob", "entropy"), ("entropy", "log_prob"), ("predicted", "correct"))
