@@ -615,6 +615,20 @@ FAULTS = (
         (f"{SLIME_AND_MILES} -k 'differentiable and 2ranks'",),
     ),
     Fault(
+        "verl's gather sums grad_hidden a second time",
+        f"{PACKAGE}/adapter/verl.py",
+        "reduce_grad_hidden=False,",
+        "reduce_grad_hidden=True,",
+        ("tests/megatron/test_verl.py -k 'kernel_is_replaced and 2ranks'",),
+    ),
+    Fault(
+        "SkyRL's temperature is lost on its way past SkyRL",
+        f"{PACKAGE}/adapter/skyrl.py",
+        "temperature=_temperature.get(),",
+        "temperature=1.0,",
+        ("tests/megatron/test_skyrl.py",),
+    ),
+    Fault(
         "a loss takes the whole vocabulary's logits for one rank's",
         f"{PACKAGE}/adapter/language_module.py",
         "if not logits.gathered or self.output_layer.tp_group.size() == 1:",
