@@ -8,7 +8,6 @@ the first runs, its model returns deferred logits, and the second evaluates them
 
 from __future__ import annotations
 
-import sys
 from functools import wraps
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter import deferred_logits, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
+from megatron_fused_ce.adapter.rl_stacks import replace_everywhere
 
 
 def patch(module: Any) -> None:
@@ -38,10 +38,7 @@ def patch(module: Any) -> None:
         return stock_log_softmax(deferred_logits.real(logits), index)
 
     module.selective_log_softmax = selective_log_softmax
-    other: Any
-    for other in (module, *sys.modules.values()):
-        if getattr(other, "__dict__", {}).get("get_logprobs") is stock_get_logprobs:
-            other.get_logprobs = get_logprobs
+    replace_everywhere(module, "get_logprobs", get_logprobs)
 
 
 def patch_upcast(module: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -13,9 +14,9 @@ from megatron_fused_ce.config import FusedCEConfig
 
 
 def function_of(
-    module: ModuleType, name: str, expected: Sequence[str], others: bool, way_out: str
+    module: ModuleType | type, name: str, expected: Sequence[str], others: bool, way_out: str
 ) -> Callable[..., Any]:
-    """The module's function, after a check of its parameters.
+    """The function of a module or class, after a check of its parameters.
 
     Args:
         expected: names of the parameters, in order; with ``others`` in any order, and more may follow.
@@ -33,6 +34,15 @@ def function_of(
             f"{list(expected)}: {way_out}"
         )
     return found
+
+
+def replace_everywhere(module: ModuleType, name: str, own: Callable[..., Any]) -> None:
+    """Let the module's function be ``own``, also where it was imported by name before."""
+    found = getattr(module, name)
+    other: Any
+    for other in (module, *sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) is found:
+            setattr(other, name, own)
 
 
 def entropy_of(wanted: bool, with_grad: bool) -> str:

@@ -3,13 +3,15 @@
     from megatron_fused_ce.adapter.verl import serve_verl
     serve_verl()  # on every rank, before its models are built
 
-Replaces verl's output processor, which GPTModel calls from megatron-core 0.18 on, after a look at its
-parameters. verl rolls the labels and packs the sequences before it; both stay as they are.
+Replaces verl's output processor, which GPTModel calls from megatron-core 0.18 on, and the function that verl
+calls in its place with an older one and with ``overlap_moe_expert_parallel_comm``, after a look at their
+parameters. verl rolls the labels and packs the sequences before; both stay as they are.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -23,6 +25,10 @@ MODULE = "verl.models.mcore.model_forward_fused"
 FUNCTION = "fused_output_processor"
 #: What the processor is called with and this package reads.
 PARAMETERS = ("hidden_states", "output_layer", "output_weight", "labels", "context", "config")
+#: verl's kernel, an autograd function, and the modules that have it by the name of its own module.
+KERNEL = "verl.utils.kernel.linear_cross_entropy"
+KERNEL_PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
+CALLERS = (MODULE, "verl.models.mcore.model_forward_1f1b_overlap")
 
 
 def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiable") -> None:
@@ -35,7 +41,7 @@ def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiab
 
     Raises:
         ImportError: there is no verl.
-        RuntimeError: its output processor takes other parameters than those that this was written for.
+        RuntimeError: its functions take other parameters than those that this was written for.
         ValueError: verl needs an entropy.
     """
     if entropy not in ("detached", "differentiable"):
@@ -43,6 +49,8 @@ def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiab
     module = import_module(MODULE)
     way_out = "leave serve_verl() out, verl then makes its log-probabilities itself"
     found = function_of(module, FUNCTION, PARAMETERS, True, way_out)
+    kernel = import_module(KERNEL)
+    function_of(kernel.LinearCrossEntropy, "forward", KERNEL_PARAMETERS, False, way_out)
 
     @functools.wraps(found)
     def process(*, hidden_states: Tensor, **given: Any) -> Any:
@@ -54,7 +62,33 @@ def serve_verl(config: FusedCEConfig | None = None, entropy: str = "differentiab
         output.log_probs, output.entropy = made.log_prob.flatten(), made.entropy.flatten()
         return output
 
+    def linear_cross_entropy(
+        hidden: Tensor,  # [s, 1, H], gathered by a function whose backward sums grad_hidden
+        weight: Tensor,
+        labels: Tensor,  # [1, s]
+        temperature: float = 1.0,
+        reduction: str = "none",
+        dist_process_group: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        if reduction != "none":
+            raise ValueError(f"reduction is {reduction!r}; verl's models call for none")
+        made = token_log_probs(
+            hidden,
+            weight,
+            labels,
+            temperature=temperature,
+            entropy=entropy,
+            reduce_grad_hidden=False,
+            tp_group=dist_process_group,
+            config=config,
+        )
+        assert made.entropy is not None
+        return made.log_prob.flatten(), made.entropy.flatten()
+
     setattr(module, FUNCTION, process)
+    for name in CALLERS:
+        with suppress(ImportError):  # the second needs a newer Megatron
+            setattr(import_module(name), linear_cross_entropy.__name__, linear_cross_entropy)
 
 
 def log_probs_of(

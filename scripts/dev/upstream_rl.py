@@ -17,7 +17,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import skyrl
+from megatron_fused_ce.adapter import nemo_rl, skyrl
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 
@@ -32,13 +32,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> list[Any] | None:
-    """Tests of what pytest does not collect; over several ranks nothing else."""
+    """Tests of what pytest does not collect; over several ranks nothing else, but for NeMo-RL's."""
     here = int(os.environ.get("WORLD_SIZE", "1"))
     ranks, cases = CASES.get(name, (0, None))
     if cases is None:
-        return [] if here > 1 else None
+        runs_on_more = collector.config.getoption("--fused-ce-project") == "nemo_rl"
+        return None if here == 1 or runs_on_more else []
     made = enumerate(cases(obj) if ranks == here else [])
     return [pytest.Function.from_parent(collector, name=f"{name}[{at}]", callobj=case) for at, case in made]
+
+
+@pytest.fixture
+def distributed_test_runner() -> Callable[..., None]:
+    """NeMo-RL's starts processes, which would import NeMo-RL's functions: here torchrun's are the ranks."""
+
+    def run(test: Callable[[int, int], None], world_size: int) -> None:
+        here = int(os.environ.get("WORLD_SIZE", "1"))
+        if here != world_size:
+            pytest.skip(f"{world_size} ranks")
+        if not dist.is_initialized():
+            dist.init_process_group("nccl")
+            torch.cuda.set_device(dist.get_rank())
+        test(dist.get_rank(), here)
+
+    return run
 
 
 def _skyrl() -> None:
@@ -95,7 +112,28 @@ def _verl() -> None:
     module.linear_cross_entropy = log_probs
 
 
-REPLACE = {"skyrl": _skyrl, "slime": _slime, "verl": _verl}
+def _nemo_rl() -> None:
+    nemo_rl.serve_nemo_rl()
+    module: Any = importlib.import_module(nemo_rl.MODULE)
+
+    def log_probs(logits: Any, target: Any, start: int, end: int, *others: Any) -> Any:
+        """Of logits [B, S, V / R], which are the hidden states; the weight is the identity."""
+        counters().fused += 1
+        *_, group, inference_only = others  # before them a chunk's length
+        parts = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(parts, logits.detach().contiguous(), group=group)
+        parts[group.rank()] = logits  # each rank's grad_hidden is whole: no sum over ranks
+        hidden = torch.cat(parts, -1).float().transpose(0, 1)
+        weight = torch.eye(hidden.shape[-1], device=hidden.device)[start:end]
+        # NeMo-RL's function gives the log-probability of the next token, and none of the last one's.
+        hidden, target = torch.cat((hidden, hidden[:1])), torch.cat((target[:, :1], target), 1)
+        head = hidden, weight, None, target, start, end, group
+        return getattr(module, nemo_rl.FUNCTION)(*head, inference_only=inference_only)
+
+    module.DistributedLogprob = module.ChunkedDistributedLogprob = SimpleNamespace(apply=log_probs)
+
+
+REPLACE = {"nemo_rl": _nemo_rl, "skyrl": _skyrl, "slime": _slime, "verl": _verl}
 
 
 def _verl_tp(of: Any) -> list[Callable[[], object]]:
@@ -116,4 +154,6 @@ CASES: dict[str, tuple[int, Callable[[Any], list[Callable[[], object]]]]] = {
         lambda of: [partial(lambda size: of(size).verify_correctness(2), size) for size in range(5)],
     ),
     "TestLinearCrossEntropy_TensorParallel": (2, _verl_tp),
+    # Memory of NeMo-RL's chunks.
+    "test_get_next_token_logprobs_chunking_reduces_memory": (0, lambda of: []),
 }

@@ -1,6 +1,6 @@
 """Tests of Megatron-LM and RL frameworks around output layer and loss, as they are and with ours in place.
 
-    python -m scripts.dev.upstream_tests ~/Megatron-LM ~/SkyRL ~/slime ~/verl
+    python -m scripts.dev.upstream_tests ~/Megatron-LM ~/SkyRL ~/NeMo-RL ~/slime ~/verl
 
 The checkouts (with their tests) are not changed: pytest plugins turn the flag on in Megatron-LM, and put our
 log-probabilities in the place of a framework's own. Each file runs twice for each number of ranks; a test
@@ -94,6 +94,7 @@ PROJECTS = {
             *("ray.util.placement_group", "ray.util.scheduling_strategies"),
         ),
     ),
+    "nemo_rl": Project("tests/unit/distributed", {"test_distributed_logprob.py": (1, 2)}, ("nemo_rl",)),
     "slime": Project("tests", {"test_ppo_logprob_entropy.py": (1,)}),
     "verl": Project(
         "tests/utils",
@@ -161,7 +162,8 @@ class Job:
 
     def command(self, deselected: Iterable[str]) -> list[str]:
         python, megatron = [sys.executable, "-m"], self.of == "megatron"
-        if self.ranks > 1 or megatron:  # the others' tests of one process make their own process groups
+        # The others' tests of one process make process groups of their own.
+        if self.ranks > 1 or self.of in ("megatron", "nemo_rl"):
             python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
         ours = ["-p", PLUGIN, "--fused-ce-hook", self.hook]
         ours += ["--fused-ce-results", str(self.folder), "-o", "addopts=", "-p", "no:cacheprovider"]

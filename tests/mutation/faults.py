@@ -42,6 +42,8 @@ CALLS = "tests/parallel/test_head_calls.py"
 MISMATCH = "tests/parallel/test_upstream_mismatch.py"
 MODELS = "tests/parallel/test_models.py"
 TRAIN_RL = "tests/parallel/test_train_rl.py"
+SLIME_AND_MILES = "tests/parallel/test_slime_and_miles.py"
+MILES = f"{SLIME_AND_MILES} -k 'miles and gpt-none and 2ranks'"
 
 FAULTS = (
     # One token's maths.
@@ -590,6 +592,41 @@ FAULTS = (
         "torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled())",
         "torch.set_grad_enabled(torch.is_grad_enabled())",
         (f"{TRAIN_RL} -k 'gpt-2ranks'",),
+    ),
+    Fault(
+        "miles evaluates a micro-batch once for each of its samples",
+        f"{PACKAGE}/adapter/miles.py",
+        "if entropy not in self._made:",
+        "if True:",
+        (MILES,),
+    ),
+    Fault(
+        "miles leaves its temperature out",
+        f"{PACKAGE}/adapter/miles.py",
+        "if args.rollout_temperature > 0:",
+        "if False:",
+        (MILES,),
+    ),
+    Fault(
+        "slime and miles get an entropy without a gradient for one with",
+        f"{PACKAGE}/adapter/rl_stacks.py",
+        '"differentiable" if with_grad else "detached"',
+        '"detached"',
+        (f"{SLIME_AND_MILES} -k 'differentiable and 2ranks'",),
+    ),
+    Fault(
+        "verl's gather sums grad_hidden a second time",
+        f"{PACKAGE}/adapter/verl.py",
+        "reduce_grad_hidden=False,",
+        "reduce_grad_hidden=True,",
+        ("tests/megatron/test_verl.py -k 'kernel_is_replaced and 2ranks'",),
+    ),
+    Fault(
+        "SkyRL's temperature is lost on its way past SkyRL",
+        f"{PACKAGE}/adapter/skyrl.py",
+        "temperature=_temperature.get(),",
+        "temperature=1.0,",
+        ("tests/megatron/test_skyrl.py",),
     ),
     Fault(
         "a loss takes the whole vocabulary's logits for one rank's",

@@ -266,7 +266,7 @@ def test_ranks_that_disagree():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("nowhere",), "nowhere is no checkout of megatron, skyrl, slime, verl"),
+        (("nowhere",), "nowhere is no checkout of megatron, skyrl, nemo_rl, slime, verl"),
         (("--files", "test_none.py"), "no test_none.py among the checkouts' tests"),
         (("--ranks", "0"), "expected a whole number from 1"),
     ],
