@@ -110,8 +110,8 @@ def _product(problem: Problem) -> Tensor:
     return out
 
 
-def _ours(strategy: str, entropy: str, per_token: bool = False) -> Made:
-    config = config_of(strategy)
+def _ours(strategy: str, entropy: str, memory_mb: int | None, per_token: bool = False) -> Made:
+    config = config_of(strategy, **({"memory_mb": memory_mb} if strategy == "auto" else {}))
 
     def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
         return token_log_probs(
@@ -158,21 +158,23 @@ def _verl() -> tuple[Made | None, str | None]:
     return made, None
 
 
-def cases_of(strategies: Sequence[str], vocab: int) -> list[Case]:
+def cases_of(strategies: Sequence[str], vocab: int, memory_mb: int | None = None) -> list[Case]:
+    """``auto`` within ``memory_mb``."""
     verl, why_not = _verl()
     found = [
         Case(PRODUCT, None, is_ours=False, backward=False),
         Case(VERL, verl, is_ours=False, entropy_grad=True, why_not=why_not),
         Case(VERL + FORWARD, verl, is_ours=False, backward=False, why_not=why_not),
-        Case("entropy" + FORWARD, _ours(strategies[0], "detached"), backward=False),
+        Case("entropy" + FORWARD, _ours(strategies[0], "detached", memory_mb), backward=False),
     ]
     for name in strategies:
         found += [
-            Case(f"log-probability, {name}", _ours(name, "none")),
-            Case(f"entropy, {name}", _ours(name, "detached")),
-            Case(f"entropy with gradient, {name}", _ours(name, "differentiable"), entropy_grad=True),
+            Case(f"log-probability, {name}", _ours(name, "none", memory_mb)),
+            Case(f"entropy, {name}", _ours(name, "detached", memory_mb)),
         ]
-    made = _ours(strategies[0], "differentiable", per_token=True)
+        made = _ours(name, "differentiable", memory_mb)
+        found.append(Case(f"entropy with gradient, {name}", made, entropy_grad=True))
+    made = _ours(strategies[0], "differentiable", memory_mb, per_token=True)
     name = f"temperature per token, {strategies[0]}"
     found.append(Case(name, made, entropy_grad=True, per_token=True))
     masks = [k for k in KEPT if k <= vocab]
@@ -275,7 +277,7 @@ def _problem(cell: Cell, given: argparse.Namespace, world: World, tokens: int) -
 
 
 def measure(given: argparse.Namespace, cell: Cell, world: World, started: float) -> list[Row]:
-    cases = cases_of(given.strategies, cell.vocab)
+    cases = cases_of(given.strategies, cell.vocab, given.memory_mb)
     if given.options:
         cases = [case for case in cases if case.name in (PRODUCT, *given.options)]
     rows = check(cases, cell, given, world)

@@ -168,12 +168,16 @@ def device_row(result: Result) -> Device | None:
         return None
     lengths = {}
     for strategy in ("recompute", "grad_in_forward", "store"):
-        cells = [row for row in timed(result.rows) if row.strategy == strategy and row.num_chunks]
-        if not cells:
+        times = {
+            row.num_chunks: row.time_ms
+            for row in timed(result.rows)
+            if row.strategy == strategy and row.num_chunks is not None and row.time_ms is not None
+        }
+        if not times:
             return None
         tolerance = 0.0 if strategy == "store" else result.tolerance
-        allowed = min(row.time_ms for row in cells) * (1 + tolerance)
-        most = max(row.num_chunks for row in cells if row.time_ms <= allowed)
+        allowed = min(times.values()) * (1 + tolerance)
+        most = max(count for count, time_ms in times.items() if time_ms <= allowed)
         lengths[strategy] = -(-facts["T"] // most)
     return Device(facts["device"], **lengths)
 
