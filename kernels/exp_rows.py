@@ -433,6 +433,8 @@ def _scale_rows_kernel(
     also_ptr,  # [C, H], any float, in place
     row_scale_ptr,  # [C] or [] fp32
     upstream_ptr,  # [C] or [] fp32
+    of_row_ptr,  # [C] fp32
+    of_column_ptr,  # [H] fp32
     num_columns,
     x_stride,
     out_stride,
@@ -442,6 +444,7 @@ def _scale_rows_kernel(
     BLOCK: tl.constexpr,
     WITH_UPSTREAM: tl.constexpr,
     WITH_ALSO: tl.constexpr,
+    ADDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(row_scale_ptr + row * row_scale_stride)
@@ -451,8 +454,11 @@ def _scale_rows_kernel(
         columns = start + tl.arange(0, BLOCK)
         mask = columns < num_columns
         x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        scaled = (x * factor).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + row * out_stride + columns, scaled, mask=mask)
+        scaled = x * factor
+        if ADDED:
+            of_column = tl.load(of_column_ptr + columns, mask=mask, other=0.0)
+            scaled += tl.load(of_row_ptr + row) * of_column
+        tl.store(out_ptr + row * out_stride + columns, scaled.to(out_ptr.dtype.element_ty), mask=mask)
         if WITH_ALSO:
             at = also_ptr + row * also_stride + columns
             y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -719,6 +725,7 @@ def _bound_scale(
     also_stride: int | None,
     row_scale_dim: int,
     upstream_dim: int | None,
+    added: bool,
 ) -> Bound:
     num_rows, num_columns = shape
     return _scale_rows.bind(
@@ -730,27 +737,29 @@ def _bound_scale(
         BLOCK=min(2048, next_power_of_2(num_columns)),
         WITH_UPSTREAM=upstream_dim is not None,
         WITH_ALSO=also_stride is not None,
+        ADDED=added,
     )
 
 
 def scale_rows(
     x: Tensor,  # [C, H], unit column stride
     row_scale: Tensor,  # [C] or [] fp32
-    out: Tensor,  # [C, H], may be x
+    out: Tensor,  # [C, H], may be x; further rows are left alone
     upstream: Tensor | None = None,  # [C] or [] fp32
     also: Tensor | None = None,  # [C, H], unit column stride
+    added: tuple[Tensor, Tensor] | None = None,  # [C] and [H] fp32, contiguous
 ) -> Tensor:
     """``out = factor[:, None] * x`` with ``factor = row_scale * upstream``, multiplied in fp32; returns
-    ``out``.
+    ``out``. With ``added`` the outer product of the two is added before ``out`` is rounded.
 
     In the same launch, in place: ``also *= factor[:, None]``.
     """
     launch = _bound_scale(
         *(x.shape, x.stride(0), out.stride(0), None if also is None else also.stride(0)),
-        *(row_scale.dim(), None if upstream is None else upstream.dim()),
+        *(row_scale.dim(), None if upstream is None else upstream.dim(), added is not None),
     )
     upstream = row_scale if upstream is None else upstream
-    launch((x, out, x if also is None else also, row_scale, upstream))
+    launch((x, out, x if also is None else also, row_scale, upstream, *(added or (row_scale, row_scale))))
     return out
 
 

@@ -45,7 +45,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 out = loop.forward(context, flat, weight, targets)
                 saved, tensors = out.saved, out.saved.tensors()
                 if phases is not UNTIMED:
-                    phases.waits(saved.last_hidden, saved.matrix, *tensors, *(saved.gradients or ()))
+                    gradients = () if saved.gradients is None else saved.gradients.tensors()
+                    phases.waits(saved.last_hidden, saved.matrix, *tensors, *gradients)
         except BaseException:
             spec.comm.settle(device)
             raise

@@ -113,6 +113,17 @@ class CallSpec(NamedTuple):
         return self.plan.wgrad_at_once and self.needs_grad[1]
 
     @property
+    def adds_constant(self) -> bool:
+        """Whether gradients of logits have a constant on every real column: see :class:`.LogitsGrad`."""
+        saves_e = self.logits.reads_saved_in_place and self.plan.strategy != "recompute"
+        return saves_e and self.form.smoothing_per_class is not None
+
+    @property
+    def constant_rows(self) -> int:
+        """More rows of ``E`` and of the scaled hidden states, by which ``grad_weight`` gets it; mostly 0."""
+        return logits_backend.CONSTANT_ROWS if self.adds_constant and self.needs_grad[1] else 0
+
+    @property
     def needs_argmax(self) -> bool:
         return self.with_argmax or "predicted" in self.form.outputs
 

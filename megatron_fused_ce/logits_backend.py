@@ -63,16 +63,24 @@ class Scores(NamedTuple):
     row_scale: Tensor | None = None
 
 
+#: Rows after those of ``E`` and of the scaled hidden states, by which the GEMM of ``grad_weight`` adds one
+#: vector to each of its real rows. Two of ``E``'s are ones on real columns; the hidden states have there the
+#: vector, rounded to their dtype, and what rounding lost. The others are 0: sizes stay multiples of 8.
+CONSTANT_ROWS = 8
+
+
 class LogitsGrad(NamedTuple):
     """``grad_logits = (row_scale * upstream)[:, None] * matrix``; fp32 ``[C]``, both None for 1.
 
     They are the same on every rank of the group, so that ``grad_hidden`` may be summed over the ranks before
-    its rows are scaled.
+    its rows are scaled. Where ``less`` is given ``upstream[:, None] * less`` is still to be subtracted, on
+    every real column; the matrix may then have :data:`CONSTANT_ROWS` more rows.
     """
 
     matrix: Tensor
     row_scale: Tensor | None = None
     upstream: Tensor | None = None
+    less: Tensor | None = None  # fp32 []
 
 
 class LogitsBackend(Protocol):
@@ -88,7 +96,8 @@ class LogitsBackend(Protocol):
 
     @property
     def reads_saved_in_place(self) -> bool:
-        """Whether :meth:`grad_from_saved` leaves the saved matrix as it is and needs no buffer."""
+        """Whether the saved matrix is ``E``, so that :meth:`grad_from_saved` leaves it as it is and needs no
+        buffer."""
 
     @property
     def logits_dtype(self) -> torch.dtype | None:
@@ -101,7 +110,8 @@ class LogitsBackend(Protocol):
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         """Launches the GEMM into ``out`` ``[C, V]`` and returns a closure that computes row statistics.
 
-        Two steps, so that they can be timed apart.
+        Two steps, so that they can be timed apart. Rows of ``out`` beyond ``C`` become those of
+        :data:`CONSTANT_ROWS`; so may the matrix of the next two functions have them.
         """
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
@@ -241,6 +251,11 @@ class ScaledExp:
         assert sample is not None
         exp_rows = _exp_rows()
         num_columns = weight.shape[0]
+        num_rows = labels.shape[0]
+        if out is not None and out.shape[0] > num_rows:
+            constant = out[num_rows:].zero_()
+            constant[:2, : form.real_columns] = 1.0
+            out = out[:num_rows]
         prologue = exp_rows.row_prologue(
             tokens, sample, labels, num_columns, logit_scale, form, inv_temperature
         )
@@ -273,7 +288,7 @@ class ScaledExp:
         if scores.row_scale is not None:
             return scores.row_scale
         row_scale: Tensor = _exp_rows().finalize_rows(
-            matrix,
+            first_rows(matrix, chunk.labels.shape[0]),
             chunk.labels,
             scores.tiles,
             scores.stats,
@@ -295,7 +310,7 @@ class ScaledExp:
         if self.saves_logits:
             return _row_gradients(_row_kernels(), matrix, chunk, terms, upstream, out)
         assert row_scale is not None
-        return LogitsGrad(matrix, row_scale, upstream.loss)
+        return LogitsGrad(matrix, row_scale, upstream.loss, chunk.form.smoothing_per_class)
 
     def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
@@ -313,6 +328,10 @@ class ScaledExp:
             chunk.inv_temperature,
         )
         return LogitsGrad(out)
+
+
+def first_rows(buffer: Tensor, num_rows: int) -> Tensor:
+    return buffer if buffer.shape[0] == num_rows else buffer[:num_rows]
 
 
 @cache
@@ -511,16 +530,20 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
 def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
     """Names of options whose gradient is no multiple of ``E``, so that logits are saved instead.
 
-    Label smoothing subtracts a constant; lse, entropy, and log_prob beside a z_loss have their own upstream
-    gradients. None for ``recompute``, which saves neither.
+    lse, entropy, and log_prob beside a z_loss or label smoothing have their own upstream gradients. The
+    constant that label smoothing subtracts needs logits with a softcap alone, whose gradient multiplies it
+    (else :attr:`LogitsGrad.less`). None for ``recompute``, which saves neither.
     """
     if config.strategy == "recompute":
         return []
     with_grad = requested.differentiable
     names = (
-        (bool(config.label_smoothing), "label_smoothing"),
+        (config.label_smoothing > 0 and config.logit_softcap is not None, "label_smoothing"),
         ("lse" in with_grad, "lse with a gradient"),
-        ("log_prob" in with_grad and config.z_loss > 0, "log_prob with a gradient beside z_loss"),
+        (
+            "log_prob" in with_grad and (config.z_loss > 0 or config.label_smoothing > 0),
+            "log_prob with a gradient beside z_loss or label_smoothing",
+        ),
         ("entropy" in with_grad, "entropy with a gradient"),
     )
     return [name for applies, name in names if applies]
@@ -532,6 +555,7 @@ def scale_rows(
     out: Tensor,
     upstream: Tensor | None = None,
     also: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """:func:`.exp_rows.scale_rows`, for a :class:`LogitsGrad`."""
-    _exp_rows().scale_rows(x, row_scale, out, upstream, also)
+    _exp_rows().scale_rows(x, row_scale, out, upstream, also, added)

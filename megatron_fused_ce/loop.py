@@ -35,6 +35,7 @@ from megatron_fused_ce.pipeline import (
     Context,
     GradientGemms,
     HiddenStates,
+    ScaledLater,
     Workspace,
     delay_next_gemm,
 )
@@ -58,7 +59,8 @@ class SavedChunk(NamedTuple):
     """Tensors of a chunk saved for the backward."""
 
     labels: Tensor  # [C] int64
-    #: [C, V]: its logits, or E; None where they are computed again, or part of :attr:`Saved.matrix`
+    #: [C, V]: its logits, or E with :attr:`.CallSpec.constant_rows`; None where they are computed again, or
+    #: part of :attr:`Saved.matrix`
     matrix: Tensor | None
     #: [C] fp32: see LogitsBackend.finalize. Where it is there, the terms are not needed.
     row_scale: Tensor | None
@@ -76,10 +78,11 @@ class PrecomputedGrads(NamedTuple):
     """Gradients made in the forward, for an upstream gradient equal to the token weights."""
 
     token_weights: Tensor  # [parts, n] fp32
-    grad_hidden: Tensor | None  # [n, H]
-    #: [n] fp32 that ``grad_hidden`` still has to be multiplied by, None for 1
-    row_scale: Tensor | None
     grad_weight: Tensor | None  # [V, H] fp32
+    grad_hidden: ScaledLater
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.token_weights, self.grad_weight, *self.grad_hidden
 
 
 class Saved(NamedTuple):
@@ -89,7 +92,8 @@ class Saved(NamedTuple):
     #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
     last_hidden: Tensor | None = None
     gradients: PrecomputedGrads | None = None
-    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
+    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`; with
+    #: :attr:`.CallSpec.constant_rows`
     matrix: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
@@ -159,8 +163,9 @@ def forward(
 ) -> Forward:
     """Loss of every token, chunk by chunk. Over several ranks a merge ends after the next chunk's GEMM.
 
-    Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
-    logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
+    Collectives, in order (see :class:`.VocabParallel` for each): the all-reduce of :class:`.GradientGemms`
+    (``grad_in_forward`` with label smoothing by ``E``); the sampled rows of the weight where the logits
+    backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
     parallelism); the gather of the second's. Then for each chunk ``c``, counted from 0:
 
     - ``store``, ``recompute``, ``mixed``: its merge and the gather of ``c + 2``, in one launch;
@@ -315,10 +320,10 @@ class _Save:
         if _stored(spec, chunk):
             parts = spec.comm.num_parts
             if not spec.wgrad_at_once:
-                num_tokens = parts * chunk.num_tokens
+                num_tokens = parts * chunk.num_tokens + spec.constant_rows
                 return self._hidden.new_empty(num_tokens, self._num_rows, dtype=spec.logits.logits_dtype)
             if self._matrix is None:
-                num_tokens = parts * context.chunks[-1].stop
+                num_tokens = parts * context.chunks[-1].stop + spec.constant_rows
                 self._matrix = self._hidden.new_empty(num_tokens, self._num_rows)
             return context.all_rows(self._matrix, chunk)
         return self._workspace.logits(chunk) if spec.logits.needs_logits_buffer else None
@@ -385,7 +390,7 @@ class _GradInForward:
         wants_grad_hidden, wants_grad_weight = spec.needs_grad
         self._held = HeldGradWeight(weight) if wants_grad_weight else None
         depth = 2 if spec.comm.size > 1 else 1
-        self._workspace = Workspace(spec, hidden, weight.shape[0], depth)
+        self._workspace = Workspace(spec, hidden, weight.shape[0], depth, spec.constant_rows)
         self._gemms = GradientGemms(
             context,
             hidden,
@@ -418,11 +423,10 @@ class _GradInForward:
         self._gemms.add(scored.chunk, grad, inputs.hidden)
 
     def finish(self) -> Saved:
-        grad_hidden, row_scale = self._gemms.finish()
+        grad_hidden = self._gemms.finish()
         with self._context.phases("grad-weight"):
             total = None if self._held is None else self._held.total(self._inv_scale)
-        made = PrecomputedGrads(self._token_weights, grad_hidden, row_scale, total)
-        return Saved(gradients=made)
+        return Saved(gradients=PrecomputedGrads(self._token_weights, total, grad_hidden))
 
 
 def backward(
@@ -438,8 +442,9 @@ def backward(
     """``grad_hidden`` of this rank's tokens and what autograd gets for the weight; the last chunk first,
     whose hidden states are there.
 
-    Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed (sequence
-    parallelism), under its first GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
+    Collectives, in order: the all-reduce of :class:`.GradientGemms` (label smoothing by saved ``E``); per
+    chunk the gather of the next chunk's hidden states that are needed (sequence parallelism), under its first
+    GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
     Where ``grad_weight`` is one GEMM for all chunks: per chunk that reduction and that gather in one launch,
     under the next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``. None with
     ``grad_in_forward``.
@@ -486,10 +491,11 @@ def backward(
         of_chunk_upstream = upstream.map(partial(context.split, chunk=chunk))
         grad = _grad_logits(context, chunk, of_chunk, inputs, of_chunk_upstream, workspace)
         gemms.add(chunk, grad, taken)
-    grad_hidden, row_scale = gemms.finish()
-    if grad_hidden is not None and row_scale is not None:
+    reduced = gemms.finish()
+    grad_hidden = reduced.grad_hidden
+    if grad_hidden is not None and reduced.row_scale is not None:
         with context.phases("grad-hidden"):
-            logits_backend.scale_rows(grad_hidden, row_scale, grad_hidden)
+            reduced.scale()
     if accumulator is None:
         return grad_hidden, None
     with context.phases("grad-weight"):
@@ -579,12 +585,11 @@ def _scale_precomputed(
         )
     scale, mismatch = grad_guard.fit_scalar(upstream.loss, made.token_weights)
     context.guard.record_mismatch(mismatch)
-    grad_hidden = made.grad_hidden if needs_grad[0] else None
-    row_scale = made.row_scale
+    grad_hidden = made.grad_hidden.grad_hidden if needs_grad[0] else None
     if grad_hidden is not None:
         with context.phases("grad-hidden"):
-            if row_scale is not None:
-                logits_backend.scale_rows(grad_hidden, row_scale, grad_hidden, scale)
+            if made.grad_hidden.row_scale is not None:
+                made.grad_hidden.scale(scale)
             elif grad_hidden.is_cuda:
                 # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
                 logits_backend.scale_rows(grad_hidden, scale, grad_hidden)

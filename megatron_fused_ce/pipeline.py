@@ -46,8 +46,8 @@ from megatron_fused_ce import logits_backend
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_guard import Guard
-from megatron_fused_ce.grad_weight import OpenGradWeight
-from megatron_fused_ce.logits_backend import LogitsGrad
+from megatron_fused_ce.grad_weight import OpenGradWeight, weighted_sum, write_in_two
+from megatron_fused_ce.logits_backend import LogitsGrad, first_rows
 from megatron_fused_ce.phases import Phases
 from megatron_fused_ce.vocab_parallel import DONE, Pending
 
@@ -74,9 +74,13 @@ class Context(NamedTuple):
         return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
 
     def all_rows(self, of_all: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's rows ``[C, ...]`` of all ranks' ``[T, ...]``, chunk after chunk."""
-        parts = self.spec.comm.num_parts
-        return of_all if len(self.chunks) == 1 else of_all[parts * chunk.start : parts * chunk.stop]
+        """The chunk's rows ``[C, ...]`` of all ranks' ``[T, ...]``, chunk after chunk; the last chunk's with
+        whatever is after them.
+        """
+        if len(self.chunks) == 1:
+            return of_all
+        parts, is_last = self.spec.comm.num_parts, chunk.index + 1 == len(self.chunks)
+        return of_all[parts * chunk.start : None if is_last else parts * chunk.stop]
 
     def own_part(self, per_token: Tensor) -> Tensor:
         """This rank's entries ``[n]`` of a chunk's ``[C]``."""
@@ -121,7 +125,7 @@ class HiddenStates:
         self.all_tokens: Tensor | None = None  # [T, H], chunk after chunk
         if depth is None and chunks:
             num_tokens = context.spec.comm.num_parts * context.chunks[-1].stop
-            self.all_tokens = hidden.new_empty(num_tokens, hidden.shape[1])
+            self.all_tokens = hidden.new_empty(num_tokens + context.spec.constant_rows, hidden.shape[1])
         self._under_way: dict[int, tuple[Tensor, Pending]] = {}
         self._gathers = context.spec.comm.sequence_parallel
         self._started = 0
@@ -142,7 +146,7 @@ class HiddenStates:
         self._started += 1
         chunk = self._chunks[index]
         comm = self._context.spec.comm
-        out = self._slot(index, chunk)
+        out = first_rows(self._slot(index, chunk), comm.num_parts * chunk.num_tokens)
         part = self._hidden[chunk.start : chunk.stop]
         self._under_way[index] = out, comm.gather(part, out)
         self._context.phases.moved("gather", comm.ring_bytes(out.nbytes))
@@ -163,18 +167,19 @@ class HiddenStates:
         return self._taken
 
     def buffer(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` to write the scaled hidden states of ``chunk`` into, the last or the last but one taken.
+        """``[C, H]`` to write the scaled hidden states of ``chunk`` into, the last or the last but one taken;
+        with :attr:`.CallSpec.constant_rows` after them (of :attr:`all_tokens` the last chunk alone).
 
         With sequence parallelism their own slot of the ring.
         """
         index = self._chunks.index(chunk) if self._gathers else 0
-        return self._slot(index, chunk)
+        return self._slot(index, chunk, self._context.spec.constant_rows)
 
     def last(self) -> Tensor | None:
         """The chunk gathered last, with which a backward begins; None without sequence parallelism."""
         return self._taken if self._gathers else None
 
-    def _slot(self, index: int, chunk: Chunk) -> Tensor:
+    def _slot(self, index: int, chunk: Chunk, more_rows: int = 0) -> Tensor:
         if self.all_tokens is not None:
             return self._context.all_rows(self.all_tokens, chunk)
         slot = index % len(self._ring)
@@ -182,14 +187,17 @@ class HiddenStates:
         if buffer is None:
             buffer = _chunk_buffer(self._context.spec, self._hidden, self._hidden.shape[1])
             self._ring[slot] = buffer
-        return _first_rows(buffer, self._context.spec.comm.num_parts * chunk.num_tokens)
+        return first_rows(buffer, self._context.spec.comm.num_parts * chunk.num_tokens + more_rows)
 
 
 class Workspace:
     """Buffers that the chunks of a pass share, allocated when first asked for."""
 
-    def __init__(self, spec: CallSpec, hidden: Tensor, num_rows: int, depth: int = 1) -> None:
+    def __init__(
+        self, spec: CallSpec, hidden: Tensor, num_rows: int, depth: int = 1, more_rows: int = 0
+    ) -> None:
         self._spec = spec
+        self._more_rows = more_rows
         self._hidden = hidden
         self._num_rows = num_rows
         self._logits: list[Tensor | None] = [None] * depth
@@ -197,14 +205,14 @@ class Workspace:
         self._grad_hidden: list[Tensor | None] = [None] * 2
 
     def logits(self, chunk: Chunk) -> Tensor:
-        """``[C, V]`` in the dtype of the logits; of ``depth`` chunks at a time."""
+        """``[C, V]`` in the dtype of the logits, with ``more_rows``; of ``depth`` chunks at a time."""
         slot = chunk.index % len(self._logits)
         buffer = self._logits[slot]
         if buffer is None:
             dtype = self._spec.logits.logits_dtype
             buffer = _chunk_buffer(self._spec, self._hidden, self._num_rows, dtype)
             self._logits[slot] = buffer
-        return _first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
+        return first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens + self._more_rows)
 
     def grad_logits(self, chunk: Chunk) -> Tensor:
         """``[C, V]`` in the hidden states' dtype: :meth:`logits`, where these have it."""
@@ -212,7 +220,7 @@ class Workspace:
             return self.logits(chunk)
         if self._grad_logits is None:
             self._grad_logits = _chunk_buffer(self._spec, self._hidden, self._num_rows)
-        return _first_rows(self._grad_logits, self._spec.comm.num_parts * chunk.num_tokens)
+        return first_rows(self._grad_logits, self._spec.comm.num_parts * chunk.num_tokens)
 
     def grad_hidden(self, chunk: Chunk, slot: int) -> Tensor:
         """``[C, H]`` in the hidden states' dtype; ``slot`` is 0 or 1."""
@@ -220,21 +228,38 @@ class Workspace:
         if buffer is None:
             buffer = _chunk_buffer(self._spec, self._hidden, self._hidden.shape[1])
             self._grad_hidden[slot] = buffer
-        return _first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
+        return first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
 
 
 def _chunk_buffer(spec: CallSpec, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty(spec.plan.capacity, width, dtype=dtype)
-
-
-def _first_rows(buffer: Tensor, num_rows: int) -> Tensor:
-    return buffer if buffer.shape[0] == num_rows else buffer[:num_rows]
+    return like.new_empty(spec.plan.capacity + spec.constant_rows, width, dtype=dtype)
 
 
 class AddsGradWeight(Protocol):
     """Takes a chunk's addend to ``grad_weight``."""
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None: ...
+
+
+class ScaledLater(NamedTuple):
+    """``grad_hidden`` ``[n, H]``, reduced, whose rows may still have to be scaled.
+
+    It is then ``row_scale[:, None] * grad_hidden``, plus ``of_row[:, None] * of_column`` where these are
+    there.
+    """
+
+    grad_hidden: Tensor | None
+    row_scale: Tensor | None  # [n] fp32, None for 1
+    of_row: Tensor | None  # [n] fp32
+    of_column: Tensor | None  # [H] fp32
+
+    def scale(self, scale: Tensor | None = None) -> None:
+        """Scale them in place, ``scale`` (fp32 ``[]``) times as far."""
+        assert self.grad_hidden is not None and self.row_scale is not None
+        added = None
+        if self.of_row is not None and self.of_column is not None:
+            added = self.of_row if scale is None else self.of_row * scale, self.of_column
+        logits_backend.scale_rows(self.grad_hidden, self.row_scale, self.grad_hidden, scale, added=added)
 
 
 class GradientGemms:
@@ -244,8 +269,14 @@ class GradientGemms:
     ``scales_later``. Over several it is summed first, since all ranks share the scale: that pass then runs
     over this rank's tokens only, and at the end.
 
+    A constant on every real column (:attr:`.LogitsGrad.less`) adds one vector for all tokens to
+    ``grad_hidden``, the sum of the weight's real rows, where its rows are scaled, at the end; and one vector
+    for all rows to ``grad_weight``, in the GEMM (:data:`.CONSTANT_ROWS`).
+
     ``saved`` ``[T, V]`` holds the gradients of all chunks, but for the scale of their rows: then one GEMM
     after the last chunk makes ``grad_weight``.
+
+    Collectives, when it is made: with such a constant, for ``grad_hidden``, an fp32 all-reduce of ``[H]``.
     """
 
     def __init__(
@@ -268,10 +299,19 @@ class GradientGemms:
         self._inv_scale = inv_scale
         self._workspace = workspace
         self._hidden_states = hidden_states
-        self._scales_later = scales_later or context.spec.comm.size > 1
+        spec = context.spec
+        self._scales_later = scales_later or spec.comm.size > 1 or spec.adds_constant
         self._saved = saved
         self._pending: deque[Pending] = deque()
         self._row_scale: Tensor | None = None  # [n] fp32
+        # Of the constant: the outer product of the first two is added to grad_hidden, the third to every row
+        # of grad_weight.
+        self._of_row: Tensor | None = None  # [n] fp32
+        self._of_column: Tensor | None = None  # [H] fp32
+        self._of_weight: Tensor | None = None  # [H] fp32, of the chunks since the last GEMM
+        if spec.adds_constant and wants_grad_hidden:
+            with context.phases("grad-hidden"):
+                self._of_column = self._sum_of_columns()
 
     def add(self, chunk: Chunk, grad: LogitsGrad, hidden: Tensor | None) -> None:
         """Gradients of the chunk with ``hidden`` ``[C, H]``, None where they are not read, or with ``saved``.
@@ -290,7 +330,7 @@ class GradientGemms:
         if grad.row_scale is None:
             delay_next_gemm(self._context, grad.matrix.device)
         elif self._scales_later and grad_hidden is not None:
-            self._remember_scale(chunk, grad.row_scale, grad.upstream)
+            self._remember_scale(chunk, grad)
             grad_hidden = None
         if self._grad_weight is None:
             if grad.row_scale is not None and grad_hidden is not None:
@@ -300,13 +340,38 @@ class GradientGemms:
         with self._context.phases("grad-weight"):
             if grad.row_scale is not None:
                 scaled = self._hidden_states.buffer(chunk)
+                if grad.less is not None:
+                    self._add_constant(grad, hidden)  # before they are scaled in place
                 logits_backend.scale_rows(hidden, grad.row_scale, scaled, grad.upstream, also=grad_hidden)
                 hidden = scaled
             if self._saved is None:
+                self._write_constant(hidden)
                 self._grad_weight.add(grad.matrix, hidden)
 
     def _together(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext() if self._saved is None else self._context.spec.comm.together(device)
+
+    def _sum_of_columns(self) -> Tensor:
+        """``-less`` times the sum of all shards' real rows, fp32 ``[H]``.
+
+        Made in every call: the weight's version number would miss writes through ``.data``.
+        """
+        spec = self._context.spec
+        assert spec.form.smoothing_per_class is not None
+        total = self._weight[: spec.form.real_columns].sum(0, dtype=torch.float32)
+        total = spec.comm.sum_over_shards(total).mul_(-spec.form.smoothing_per_class)
+        return total if self._inv_scale is None else total.mul_(self._inv_scale)
+
+    def _add_constant(self, grad: LogitsGrad, hidden: Tensor) -> None:
+        assert grad.upstream is not None and grad.less is not None
+        part = weighted_sum(hidden, -grad.less * grad.upstream)
+        self._of_weight = part if self._of_weight is None else self._of_weight.add_(part)
+
+    def _write_constant(self, scaled: Tensor) -> None:
+        """Into the last rows of scaled hidden states, for the GEMM that follows."""
+        if self._of_weight is not None:
+            write_in_two(self._of_weight, scaled[-self._context.spec.constant_rows :])
+            self._of_weight = None
 
     def _multiply_weight(self, chunk: Chunk, matrix: Tensor) -> Tensor:
         """The chunk's rows of ``grad_hidden``. Collectives: starts their reduction."""
@@ -321,34 +386,42 @@ class GradientGemms:
             self._wait(in_use)
             partial = self._workspace.grad_hidden(chunk, in_use and chunk.index % 2)
         with phases("grad-hidden"):
-            torch.mm(matrix, self._weight, out=partial)
+            torch.mm(first_rows(matrix, partial.shape[0]), self._weight, out=partial)
             if self._inv_scale is not None:
                 partial.mul_(self._inv_scale)
         self._pending.append(comm.reduce_grad_hidden(partial, out))
         phases.moved("reduce", comm.ring_bytes(partial.nbytes, not comm.sequence_parallel))
         return out
 
-    def _remember_scale(self, chunk: Chunk, row_scale: Tensor, upstream: Tensor | None) -> None:
-        row_scale = self._context.own_part(row_scale)
-        if upstream is not None:
-            row_scale = row_scale * self._context.own_part(upstream)
+    def _remember_scale(self, chunk: Chunk, grad: LogitsGrad) -> None:
+        assert grad.row_scale is not None
+        row_scale, upstream = self._context.own_part(grad.row_scale), None
+        if grad.upstream is not None:
+            upstream = self._context.own_part(grad.upstream)
+            row_scale = row_scale * upstream
+        if self._of_column is None:
+            upstream = None
         if len(self._context.chunks) == 1:
-            self._row_scale = row_scale
+            self._row_scale, self._of_row = row_scale, upstream
             return
         if self._row_scale is None:
             assert self._grad_hidden is not None
             self._row_scale = row_scale.new_ones(self._grad_hidden.shape[0])
+            if upstream is not None:
+                self._of_row = torch.zeros_like(self._row_scale)  # 0 where a chunk is recomputed
         self._row_scale[chunk.start : chunk.stop] = row_scale
+        if self._of_row is not None and upstream is not None:
+            self._of_row[chunk.start : chunk.stop] = upstream
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None]:
-        """``grad_hidden`` ``[n, H]``, reduced, and ``[n]`` fp32 to multiply it by (None for 1)."""
+    def finish(self) -> ScaledLater:
         if self._saved is not None and self._grad_weight is not None and self._context.chunks:
             hidden = self._hidden_states.all_tokens
             assert hidden is not None
             with self._context.phases("grad-weight"):
+                self._write_constant(hidden)
                 self._grad_weight.add(self._saved, hidden)
         self._wait()
-        return self._grad_hidden, self._row_scale
+        return ScaledLater(self._grad_hidden, self._row_scale, self._of_row, self._of_column)
 
     def _wait(self, but: int = 0) -> None:
         """Wait for all running reductions, or all but the last."""

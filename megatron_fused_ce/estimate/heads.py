@@ -116,13 +116,12 @@ def plugin_head(
     config = replace(setting.training.fused_ce, strategy=strategy)
     if memory_mb is not None:
         config = replace(config, memory_mb=memory_mb)
-    saves_logits = bool(config.label_smoothing) and strategy != "recompute"
     # As logits_backend.why_not_exp says it of tensors.
     exp = (
         exp_serves
         and setting.training.dtype == "bfloat16"
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
-        and not (saves_logits and (config.logit_softcap or config.logit_precision == "fp32"))
+        and not (config.label_smoothing and config.logit_softcap and strategy != "recompute")
     )
     inputs = PlanInputs.of(
         config,
@@ -135,7 +134,6 @@ def plugin_head(
         wgrad_accumulator=_wgrad_accumulator(setting),
         token_weights_known=True,
         logits_backend="scaled_exp" if exp else "gemm_rows",
-        saves_logits=exp and saves_logits,
         device=gpu,
         uses_in_flight=1 + setting.model.mtp_num_layers,
     )

@@ -6,6 +6,7 @@ Odd token counts and ragged vocabulary tiles throughout; every strategy against 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 
@@ -19,6 +20,7 @@ from megatron_fused_ce import (
     logits_backend,
 )
 from megatron_fused_ce.kernels import exp_product, exp_rows, forms
+from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.testing.reference import (
@@ -43,6 +45,7 @@ from tests.support.op import (
     without_interpreter,
 )
 from tests.support.pairs import SCALED_EXP_OPTIONS as OPTIONS
+from tests.support.problems import open_main_grad
 
 pytestmark = pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 
@@ -218,6 +221,32 @@ def test_where_a_z_loss_turns_the_gradient_around(distance, strategy, product, d
         config=config,
     )
     assert_close(run(inputs, config), inputs)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+@pytest.mark.parametrize("strategy", ["store", "grad_in_forward"])
+def test_smoothing_adds_to_grad_weight_what_rounding_would_lose(strategy, num_chunks, product, device):
+    """Every row gets the same vector: rounded to half precision once, its error would not average out."""
+    inputs = make_inputs("plain", s=600, b=1, hidden_size=64, vocab=128, dtype=HALF, device=device)
+    inputs.hidden[:] = 1 + inputs.hidden / 4
+    inputs.grad_loss[:] = 1 + inputs.grad_loss.abs() / 4
+    config = exp_config(strategy, num_chunks=num_chunks, label_smoothing=0.5)
+    inputs = dataclasses.replace(inputs, config=config)
+    main_grad = torch.zeros(128, 64, device=device)
+    weight = inputs.weight.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        inputs.hidden,
+        weight,
+        inputs.labels,
+        config=config,
+        token_weights=inputs.grad_loss,
+        open_grad_weight=functools.partial(open_main_grad, main_grad),
+    ).loss
+    loss.backward(inputs.grad_loss)
+    added = (inputs.grad_loss.double().t()[..., None] * inputs.hidden.double()).sum((0, 1)) * (0.5 / 127)
+    error = (main_grad.double() - truth(inputs).grad_weight.double()).mean(0)
+    # Rounding moves a number by a quarter of eps, on average; the other operands' moves are 600 and random.
+    assert error.norm() < torch.finfo(HALF).eps / 16 * added.norm()
 
 
 def test_a_factor_of_exactly_zero(product, device):
@@ -465,7 +494,7 @@ def test_on_a_cpu_it_serves_by_name_and_not_in_bf16(backend, dtype, device):
 
 
 @pytest.mark.parametrize(
-    ("words", "num_variants"), [(["--some"], 2), pytest.param(["--others"], 22, marks=pytest.mark.rest)]
+    ("words", "num_variants"), [(["--some"], 2), pytest.param(["--others"], 23, marks=pytest.mark.rest)]
 )
 def test_hopper_form_compiles_without_a_gpu(words, num_variants):
     """For sm_90 by the installed triton, whose Gluon is experimental: its names move."""

@@ -38,6 +38,7 @@ STOCK = "tests/megatron/test_stock_path.py"
 WEIGHTS = "tests/megatron/test_token_weights.py"
 FAILURES = "tests/op/test_faults.py"
 HEAD = "tests/parallel/test_head.py -k '2ranks and not scaled_exp'"
+SMOOTHING = "tests/parallel/test_head.py -k smoothing_beside_exponentials"
 CALLS = "tests/parallel/test_head_calls.py"
 MISMATCH = "tests/parallel/test_upstream_mismatch.py"
 MODELS = "tests/parallel/test_models.py"
@@ -314,7 +315,49 @@ FAULTS = (
         " * LN2",
         (f"{SCALED_EXP} -k 'against_fp64 and smoothing'",),
     ),
+    Fault(
+        "smoothing beside E: the label's entry has the constant, too",
+        f"{PACKAGE}/loss_form.py",
+        "neg_label_grad = neg_label_grad - self.smoothing_per_class",
+        "pass",
+        (f"{SCALED_EXP} -k 'against_fp64 and smoothing'",),
+    ),
+    Fault(
+        "smoothing beside E: its vector in grad_weight is rounded once",
+        f"{PACKAGE}/grad_weight.py",
+        "out[1] = vector - out[0]",
+        "pass",
+        (f"{SCALED_EXP} -k rounding_would_lose",),
+    ),
     # Between ranks.
+    Fault(
+        "smoothing beside E: padding columns take part in grad_weight",
+        f"{PACKAGE}/logits_backend.py",
+        "constant[:2, : form.real_columns]",
+        "constant[:2]",
+        (SMOOTHING,),
+    ),
+    Fault(
+        "smoothing beside E: padding columns take part in grad_hidden",
+        f"{PACKAGE}/pipeline.py",
+        "self._weight[: spec.form.real_columns]",
+        "self._weight",
+        (SMOOTHING,),
+    ),
+    Fault(
+        "smoothing beside E: grad_hidden has the constant of one shard",
+        f"{PACKAGE}/pipeline.py",
+        "spec.comm.sum_over_shards(total)",
+        "total",
+        (SMOOTHING,),
+    ),
+    Fault(
+        "smoothing beside E: chunks that are recomputed get the constant twice",
+        f"{PACKAGE}/pipeline.py",
+        "self._of_row = torch.zeros_like",
+        "self._of_row = torch.ones_like",
+        (SMOOTHING,),
+    ),
     Fault(
         "a shard's first id is off by one",
         f"{PACKAGE}/call.py",

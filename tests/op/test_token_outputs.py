@@ -385,6 +385,7 @@ def test_which_outputs_leave_the_exponentiating_product(device):
         (by_name, entropy),
         (by_name, RequestedOutputs(("log_prob", "lse"), ("log_prob", "lse"))),
         (with_z_loss, RequestedOutputs(("log_prob",), ("log_prob",))),
+        (replace(by_name, label_smoothing=0.1), RequestedOutputs(("log_prob",), ("log_prob",))),
     ):
         chosen, _ = choose(config, x, x, asked)
         assert chosen.name == "scaled_exp" and chosen.saves_logits

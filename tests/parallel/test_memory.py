@@ -20,13 +20,14 @@ from megatron_fused_ce import (
     planner,
     row_ops_torch,
 )
+from megatron_fused_ce.logits_backend import CONSTANT_ROWS
 from megatron_fused_ce.op import linear_cross_entropy
 from tests.support.head import column_plans
 from tests.support.problems import open_main_grad
 from tests.support.ranks import Rank, on_ranks
 
 #: A shard and a chunk whose buffers differ in shape: seven tiles of columns on a CPU and on a GPU.
-H, V, C = 16, 1600 if torch.cuda.is_available() else 448, 24
+H, V, C = 16, 1600 if torch.cuda.is_available() else 448, 40
 Shape = tuple[Any, ...]  # a dtype and the lengths
 
 
@@ -61,7 +62,7 @@ for _strategy in ("recompute", "store", "grad_in_forward"):
         "num_chunks": 4,
         "merge": "all_reduce",
     }
-    # The scaled-exp GEMM saves logits there.
+    # E and scaled hidden states have some rows more there.
     CASES[f"{_strategy} smoothing"] = CASES[f"{_strategy} two all-reduces"] | {"label_smoothing": 0.1}
 
 
@@ -189,7 +190,6 @@ def peaks_are_as_predicted(
         logit_precision=logit_precision,
         label_smoothing=label_smoothing,
     )
-    saves_logits = logits_backend == "scaled_exp" and label_smoothing > 0
     inputs = planner.PlanInputs.of(
         config,
         num_tokens=num_tokens,
@@ -201,13 +201,12 @@ def peaks_are_as_predicted(
         wgrad_accumulator="returned" if trained else "none",
         token_weights_known=True,
         logits_backend=logits_backend,
-        saves_logits=saves_logits,
         device="cpu",
     )
     stored = num_chunks if strategy == "store" else 0
     cut = (num_chunks, C, stored, stored * C)
     # Row scales stand for them in what the scaled-exp GEMM saves.
-    saves_e = logits_backend == "scaled_exp" and not saves_logits
+    saves_e = logits_backend == "scaled_exp"
     saves_terms = strategy == "recompute" or (strategy == "store" and not saves_e)
     with Storages() as seen:
         loss = fused_linear_cross_entropy(
@@ -264,8 +263,10 @@ def compare(
     chunks = inputs.num_tokens // C
 
     def of_tokens(width: int) -> int:
-        """Buffers of a chunk, and those of all chunks in one."""
-        return seen[dtype, C, width] + (chunks * seen[dtype, chunks * C, width] if chunks > 1 else 0)
+        """Buffers of a chunk, and those of all chunks in one; smoothing's rows are not planned."""
+        more = CONSTANT_ROWS if inputs.label_smoothing and inputs.strategy != "recompute" else 0
+        of_all = chunks * seen[dtype, chunks * C + more, width] if chunks > 1 else 0
+        return seen[dtype, C + more, width] + of_all
 
     logits_in_fp32 = 0 if dtype == fp32 else seen[fp32, C, V]
     counted = {
