@@ -257,6 +257,8 @@ def rescaling(device: torch.device) -> None:
     factor = torch.randn(7, generator=generator).to(device)
     out = exp_rows.scale_rows(x, factor, torch.empty_like(x))
     torch.testing.assert_close(out, x * factor[:, None])
+    more = exp_rows.scale_rows(x, factor, torch.empty_like(x), added=(factor, x[0].contiguous()))
+    torch.testing.assert_close(more, (x + x[:1]) * factor[:, None])
     total = x.clone()
     exp_rows.add_scaled_(total, out, factor[3])
     torch.testing.assert_close(total, x + factor[3] * out)
