@@ -792,10 +792,8 @@ def _by_name(inputs: PlanInputs) -> Plan:
     options = _pure_options(inputs, inputs.strategy, SHORTEST_CHUNK)
     by_columns = _column_options(inputs) if inputs.strategy == "recompute" else iter(())
     if inputs.memory_mb is None:
-        chosen, widest = next(options), next(by_columns, None)
-        if widest is not None and 2 * widest.predicted_peak_bytes <= chosen.predicted_peak_bytes:
-            chosen = widest  # up to 1 % slower on an H200, 4 % on an H100: docs/benchmarks/2026-11-23.md
-        return replace(chosen, chosen_for=inputs)
+        first = [option for option in (next(options), next(by_columns, None)) if option is not None]
+        return replace(min(first, key=_rank), chosen_for=inputs)
     every = [*options, *by_columns]
     fitting = [o for o in every if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
     if fitting:

@@ -179,29 +179,29 @@ RETURNED = {"wgrad_accumulator": "returned"}
 @pytest.mark.parametrize(
     ("inputs", "block_columns"),
     [
-        # As fast as chunks, which need several times as much.
-        (llama(8192, strategy="recompute"), 8448),
+        # Faster than chunks that need a sum of grad_weight; else chunks are.
         (llama(32768, strategy="recompute", **RETURNED), 8448),
-        # Less than twice as much: chunks, which are slightly faster.
         (llama(32768, strategy="recompute"), 0),
-        (llama(131072, strategy="recompute", **RETURNED), 0),
-        # A budget narrows the blocks, and where the sum of grad_hidden is above it there are chunks.
+        (llama(8192, strategy="recompute"), 0),
+        (llama(8192, strategy="recompute", **RETURNED), 0),
+        # A budget takes them, and narrower ones; where the sum of grad_hidden is above it there are chunks.
+        (llama(8192, 1000, strategy="recompute"), 8448),
         (llama(32768, 1000, strategy="recompute"), 6272),
         (llama(32768, 1000), 6272),
         (llama(32768, 600, strategy="recompute"), 0),
         # Whole rounds of 132 tiles of 128 x 256, at 4096, 3584 and 2304 hidden values 16, 14 and 9 across.
-        (replace(llama(8192, strategy="recompute"), hidden_size=3584), 8448),
-        (replace(llama(8192, strategy="recompute"), hidden_size=2304), 7424),
+        (replace(llama(8192, 1000, strategy="recompute"), hidden_size=3584), 8448),
+        (replace(llama(8192, 1000, strategy="recompute"), hidden_size=2304), 7424),
         (llama(8192, 310, strategy="recompute"), 7296),
         # Chunks by name; several ranks; the row kernels; a frozen weight; nothing to do.
-        (llama(8192, strategy="recompute", chunk_tokens=2048), 0),
-        (llama(8192, strategy="recompute", tp_size=2), 0),
-        (llama(8192, strategy="recompute", logits_backend="gemm_rows"), 0),
-        (llama(8192, strategy="recompute", wgrad_accumulator="none"), 0),
+        (llama(8192, strategy="recompute", memory_mb=1000, chunk_tokens=2048), 0),
+        (llama(8192, memory_mb=1000, strategy="recompute", tp_size=2), 0),
+        (llama(8192, memory_mb=1000, strategy="recompute", logits_backend="gemm_rows"), 0),
+        (llama(8192, memory_mb=1000, strategy="recompute", wgrad_accumulator="none"), 0),
         (llama(0, strategy="recompute"), 0),
         (llama(8192, strategy="store"), 0),
         # No more columns than a block.
-        (replace(llama(8192, strategy="recompute"), num_rows=1024), 0),
+        (replace(llama(8192, 1000, strategy="recompute"), num_rows=1024), 0),
     ],
 )
 def test_blocks_of_columns(inputs, block_columns):
