@@ -130,7 +130,7 @@ def test_smoothing_beside_exponentials(rank: Rank, strategy, sequence_parallel):
     eager = plain_head(inputs, inputs.hidden.dtype)
     assert_within(result, exact, eager, inputs.hidden.dtype)
     assert torch.equal(result.grad_weight[300:], torch.zeros_like(result.grad_weight[300:]))
-    # Token by token: the small ones too. One token's 32 values may meet all roundings of bf16 at their largest:
+    # Token by token: the small ones too. A token's 32 values may meet all roundings of bf16 at their largest:
     # of E, a shard's product, its sum over the ranks, the scaled row.
     floor = FLOOR[torch.float32] if inputs.hidden.dtype == torch.float32 else 4 * 2.0**-9
     for made, true, plain in zip(result.grad_hidden, exact.grad_hidden, eager.grad_hidden, strict=True):
