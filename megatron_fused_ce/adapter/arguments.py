@@ -98,14 +98,6 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
         help="or into chunks of C tokens, counted over the tensor-parallel group",
     )
     group.add_argument(
-        "--fused-ce-device",
-        type=_device_file,
-        default=None,
-        metavar="FILE",
-        help="chunk lengths measured on this GPU, for one that the planner has none of: the device.json of "
-        "python -m megatron_fused_ce sweep",
-    )
-    group.add_argument(
         "--fused-ce-label-smoothing",
         type=_share,
         default=0.0,
@@ -177,6 +169,14 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
         "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM "
         "(bf16 on Hopper and newer), rounded elsewhere",
+    )
+    group.add_argument(
+        "--fused-ce-device",
+        type=_device_file,
+        default=None,
+        metavar="FILE",
+        help="chunk lengths measured on this GPU, for one that the planner has none of: the device.json of "
+        "python -m megatron_fused_ce sweep",
     )
     group.add_argument(
         "--fused-ce-debug-checks",
