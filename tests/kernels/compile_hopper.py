@@ -41,7 +41,7 @@ VARIANTS = (
     "gradients write masked softcap",
     "write logits weighted with_sum masked rounded",
     "write logits with_argmax weighted with_sum masked rounded",
-    "write with_argmax weighted with_sum masked rounded temperature squares",
+    "write with_argmax weighted with_sum masked",
     "gradients write entropy smoothing masked rounded",
     "write temperature",
     "write squares",

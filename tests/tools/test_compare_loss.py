@@ -433,7 +433,7 @@ def test_what_the_bounds_are_from():
             for curve in found.curves:
                 first[curve.name != GRAD_NORM].append(curve.first_difference)
                 whole[curve.name != GRAD_NORM].append(curve.difference)
-    assert max(first[True]) == pytest.approx(1.5e-4, rel=0.05)
+    assert max(first[True]) == pytest.approx(3.0e-4, rel=0.05)
     assert max(first[False]) == pytest.approx(4.8e-3, rel=0.05)
     assert max(whole[True]) == pytest.approx(6.0e-2, rel=0.05)
     assert max(whole[False]) == pytest.approx(1.8e-1, rel=0.05)
