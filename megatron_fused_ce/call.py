@@ -456,9 +456,9 @@ _SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
     "vocab_start given": lambda args, comm: args.vocab_start is not None,
     "debug_checks": lambda args, comm: args.config.debug_checks,
     "memory_mb": lambda args, comm: args.config.memory_mb or 0,
-    "device.recompute": lambda args, comm: getattr(args.config.device, "recompute", 0),
-    "device.grad_in_forward": lambda args, comm: getattr(args.config.device, "grad_in_forward", 0),
-    "device.store": lambda args, comm: getattr(args.config.device, "store", 0),
+    "chunk_lengths (recompute)": lambda args, comm: _length(args, "recompute"),
+    "chunk_lengths (grad_in_forward)": lambda args, comm: _length(args, "grad_in_forward"),
+    "chunk_lengths (store)": lambda args, comm: _length(args, "store"),
     "token_weights given": lambda args, comm: args.token_weights is not None,
     "weight.requires_grad": lambda args, comm: args.weight.requires_grad,
     "logits_backend": lambda args, comm: LOGITS_BACKEND_CHOICES.index(args.config.logits_backend),
@@ -511,6 +511,11 @@ def _must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -
         name: 0 if error is not None else int(number(args, comm))
         for name, number in _SAME_ON_ALL_RANKS.items()
     }
+
+
+def _length(args: Arguments, strategy: str) -> int:
+    lengths = args.config.chunk_lengths
+    return 0 if lengths is None else lengths.chunk_tokens(strategy)
 
 
 def _bits(value: float) -> int:

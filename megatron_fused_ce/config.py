@@ -42,7 +42,7 @@ class Device:
 
     @staticmethod
     def read(path: str | Path) -> Device:
-        """A row that ``python -m megatron_fused_ce sweep`` wrote: ``device.json`` in its folder.
+        """A row that ``python -m megatron_fused_ce sweep`` wrote: ``chunk_lengths.json`` in its folder.
 
         Raises:
             ValueError: no such file, or another content.
@@ -51,7 +51,7 @@ class Device:
             row = Device(**json.loads(Path(path).read_text())["row"])
         except (OSError, ValueError, TypeError, KeyError) as error:
             why = getattr(error, "strerror", None) or error
-            raise ValueError(f"{str(path)[:200]} is no device.json of a sweep: {why}") from None
+            raise ValueError(f"{str(path)[:200]} is no chunk_lengths.json of a sweep: {why}") from None
         lengths = (row.recompute, row.grad_in_forward, row.store)
         if not all(type(length) is int and length > 0 for length in lengths):
             raise ValueError(f"{path}: tokens of a chunk must be whole numbers of 1 or more, got {lengths}")
@@ -77,7 +77,7 @@ class FusedCEConfig:
     #: accumulator; None for what ``grad_in_forward`` needs.
     memory_mb: int | None = None
     #: Chunk lengths measured on this GPU (:meth:`Device.read`), in place of the planner's table.
-    device: Device | None = None
+    chunk_lengths: Device | None = None
     #: The logits are ``logit_scale * hidden @ weight.T`` (MuP, temperature).
     logit_scale: float = 1.0
     #: ``z -> cap * tanh(z / cap)`` of the scaled logits, before everything else (Gemma 2); None for none.
@@ -135,8 +135,10 @@ class FusedCEConfig:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
-        if self.device is not None and not isinstance(self.device, Device):
-            raise ValueError(f"device must be a Device, from Device.read(path), got {self.device!r}")
+        if self.chunk_lengths is not None and not isinstance(self.chunk_lengths, Device):
+            raise ValueError(
+                f"chunk_lengths must be a Device, from Device.read(path), got {self.chunk_lengths!r}"
+            )
         if not math.isfinite(self.logit_scale) or self.logit_scale == 0:
             raise ValueError(f"logit_scale must be finite and not 0, got {self.logit_scale}")
         if not math.isfinite(self.z_loss) or self.z_loss < 0:

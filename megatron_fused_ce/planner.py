@@ -182,7 +182,7 @@ class PlanInputs:
             num_chunks=config.num_chunks,
             chunk_tokens=config.chunk_tokens,
             memory_mb=config.memory_mb,
-            row=config.device,
+            row=config.chunk_lengths,
             **facts,
         )
 

@@ -32,7 +32,7 @@ def _share(text: str) -> float:
     return value
 
 
-def _device_file(path: str) -> str:
+def _chunk_lengths(path: str) -> str:
     """The path: Megatron writes its arguments into checkpoints, which should hold no class of ours."""
     try:
         Device.read(path)
@@ -171,12 +171,12 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         "(bf16 on Hopper and newer), rounded elsewhere",
     )
     group.add_argument(
-        "--fused-ce-device",
-        type=_device_file,
+        "--fused-ce-chunk-lengths",
+        type=_chunk_lengths,
         default=None,
         metavar="FILE",
-        help="chunk lengths measured on this GPU, for one that the planner has none of: the device.json of "
-        "python -m megatron_fused_ce sweep",
+        help="chunk lengths measured on this GPU, for one that the planner has none of: "
+        "chunk_lengths.json, which python -m megatron_fused_ce sweep writes",
     )
     group.add_argument(
         "--fused-ce-debug-checks",
@@ -190,13 +190,13 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
     if not getattr(args, "fused_chunked_ce", False):
         return None
     masks = getattr(args, "fused_ce_mask_padded_vocab", False)
-    device = getattr(args, "fused_ce_device", None)
+    lengths = getattr(args, "fused_ce_chunk_lengths", None)
     return FusedCEConfig(
         strategy=getattr(args, "fused_ce_strategy", "auto"),
         num_chunks=getattr(args, "fused_ce_num_chunks", None),
         chunk_tokens=getattr(args, "fused_ce_chunk_tokens", None),
         memory_mb=getattr(args, "fused_ce_memory_mb", None),
-        device=None if device is None else Device.read(device),
+        chunk_lengths=None if lengths is None else Device.read(lengths),
         debug_checks=getattr(args, "fused_ce_debug_checks", False),
         merge=getattr(args, "fused_ce_merge", "auto"),
         label_smoothing=getattr(args, "fused_ce_label_smoothing", 0.0),

@@ -211,11 +211,11 @@ def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, bef
     elif why_not_exp:
         notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not_exp}")
     device = _device_name()
-    if device != "cpu" and config.device is None and planner.row_of(device) is planner.UNKNOWN_DEVICE:
+    if device != "cpu" and config.chunk_lengths is None and planner.row_of(device) is planner.UNKNOWN_DEVICE:
         measured = ", ".join(row.name for row in planner.DEVICES)
         notes.append(
             f"no constants measured on this GPU ({device}), only on {measured}: "
-            "python -m megatron_fused_ce sweep measures them, --fused-ce-device takes its device.json"
+            "python -m megatron_fused_ce sweep writes them for --fused-ce-chunk-lengths"
         )
     if config.skip_masked:
         notes.append("masked tokens are skipped, the sizes are for none")

@@ -47,7 +47,11 @@ def _parser() -> Parser:
         help="[scaled_exp in bf16, gemm_rows otherwise]",
     )
     add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
-    add("--device-file", metavar="FILE", help="device.json of a sweep on it (--fused-ce-device)")
+    add(
+        "--chunk-lengths",
+        metavar="FILE",
+        help="chunk_lengths.json of a sweep on it",
+    )
     add("--mtp-num-layers", type=whole(0, 1000), default=0, help="depths of multi-token prediction")
     return parser
 
@@ -73,7 +77,7 @@ def main(words: list[str]) -> int:
             num_chunks=given.num_chunks,
             chunk_tokens=given.chunk_tokens,
             memory_mb=given.memory_mb,
-            row=given.device_file and Device.read(given.device_file),
+            row=given.chunk_lengths and Device.read(given.chunk_lengths),
             uses_in_flight=1 + given.mtp_num_layers,
         )
         chosen = plan(inputs)

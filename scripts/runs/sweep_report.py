@@ -143,8 +143,9 @@ def _table(result: Result) -> str:
 
 
 def write(result: Result, out: Path) -> list[str]:
-    """Names of what was written; no picture without matplotlib, or where nothing was timed; device.json, for
-    the planner, where all strategies ran on a GPU."""
+    """Names of what was written; no picture without matplotlib, or where nothing was timed; lengths for the
+    planner where all strategies ran on a GPU.
+    """
     best = result.recommendation
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
     source["recommended"] = best and {"flags": best.flags, "why": best.why}
@@ -154,9 +155,11 @@ def write(result: Result, out: Path) -> list[str]:
     write_whole(out / "sweep.md", markdown(result))
     row = device_row(result)
     if row is not None:
-        write_whole(out / "device.json", json.dumps({"row": asdict(row), "made_by": source}, indent=1) + "\n")
+        lengths = {"row": asdict(row), "made_by": source}
+        write_whole(out / "chunk_lengths.json", json.dumps(lengths, indent=1) + "\n")
     drawn = bool(timed(result.rows)) and draw(result, out / "sweep.png")
-    return ["sweep.json", "sweep.md", *(["device.json"] if row else []), *(["sweep.png"] if drawn else [])]
+    written = {"chunk_lengths.json": row is not None, "sweep.png": drawn}
+    return ["sweep.json", "sweep.md", *(name for name, is_there in written.items() if is_there)]
 
 
 def device_row(result: Result) -> Device | None:

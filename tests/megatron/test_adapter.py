@@ -520,7 +520,7 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
         "--fused-ce-merge",
         "--fused-ce-label-smoothing-form",
         "--fused-ce-logit-precision",
-        "--fused-ce-device",
+        "--fused-ce-chunk-lengths",
         "--fused-ce-debug-checks",
     }
     assert len(common) == 13 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common

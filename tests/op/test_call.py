@@ -221,7 +221,7 @@ OPTIONS = (
     ("logit_precision", "fp32"),
     ("skip_masked", True),
     ("memory_mb", 1),
-    ("device", Device("x", 4, 4, 4)),
+    ("chunk_lengths", Device("x", 4, 4, 4)),
     ("row_backend", "triton"),
 )
 OUTPUTS = (("lse",), ("log_prob", "entropy"), ("entropy", "log_prob"), ("predicted", "correct"))

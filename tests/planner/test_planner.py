@@ -671,23 +671,23 @@ MEASURED = planner.Device("NVIDIA Other", recompute=2048, grad_in_forward=1024, 
 
 @pytest.fixture
 def device_file(tmp_path):
-    path = tmp_path / "device.json"
+    path = tmp_path / "chunk_lengths.json"
     path.write_text(json.dumps({"row": asdict(MEASURED), "made_by": {}}))
     return str(path)
 
 
 def test_chunk_lengths_from_a_file(device_file, capsys):
     """In place of the table, on any device; a launch's argument stays the path."""
-    words = ["--fused-chunked-ce", "--fused-ce-device", device_file]
-    assert arguments.args_from_argv(words).fused_ce_device == device_file
+    words = ["--fused-chunked-ce", "--fused-ce-chunk-lengths", device_file]
+    assert arguments.args_from_argv(words).fused_ce_chunk_lengths == device_file
     config = arguments.config_from_argv(words)
-    assert config == FusedCEConfig(device=MEASURED)
+    assert config == FusedCEConfig(chunk_lengths=MEASURED)
     for strategy, tokens in (("grad_in_forward", 1024), ("store", 512)):
         named = replace(config, strategy=strategy)
         facts = {"num_tokens": 8192, "hidden_size": 4096, "num_rows": 128256, "token_weights_known": True}
         assert plan(PlanInputs.of(named, device="NVIDIA Pinned", **facts)).capacity == tokens
     line = f"{LINE} --strategy grad_in_forward"
-    assert head_command.main([*line.split(), "--device-file", device_file]) == 0
+    assert head_command.main([*line.split(), "--chunk-lengths", device_file]) == 0
     assert "of 1024 tokens" in capsys.readouterr().out
 
 
@@ -695,23 +695,23 @@ def test_chunk_lengths_from_a_file(device_file, capsys):
     ("content", "words"),
     [
         (None, "No such file"),
-        ("{", "is no device.json"),
-        ('{"row": {"name": "x"}}', "is no device.json"),
+        ("{", "is no chunk_lengths.json"),
+        ('{"row": {"name": "x"}}', "is no chunk_lengths.json"),
         ('{"row": {"name": "x", "recompute": 1, "grad_in_forward": 0, "store": 5}}', "1 or more"),
         ('{"row": {"name": "x", "recompute": 1, "grad_in_forward": 2.5, "store": 5}}', "1 or more"),
     ],
 )
 def test_a_bad_file_of_chunk_lengths(content, words, tmp_path, capsys):
-    path = tmp_path / "device.json"
+    path = tmp_path / "chunk_lengths.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(SystemExit) as end:
-        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-device", str(path)])
+        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-chunk-lengths", str(path)])
     assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
-    assert head_command.main([*LINE.split(), "--device-file", str(path)]) == 2
+    assert head_command.main([*LINE.split(), "--chunk-lengths", str(path)]) == 2
     assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="device must be a Device"):
-        FusedCEConfig(device=str(path))
+    with pytest.raises(ValueError, match="chunk_lengths must be a Device"):
+        FusedCEConfig(chunk_lengths=str(path))
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "1.5", "2G", ""])
