@@ -109,7 +109,7 @@ def compiled(variant: str):
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )
-    options = {"num_warps": 4, "maxnreg": 168}
+    options = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
