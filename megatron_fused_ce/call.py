@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce import logits_backend, planner
-from megatron_fused_ce.chunking import Chunk, plan_chunks
+from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
     LOGITS_BACKEND_CHOICES,
@@ -234,16 +234,14 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
         logits, why_not = _choose(args, logits_backend.NOT_ON_EVERY_RANK)
     plan = _plan(args, comm, settled, logits)
     num_tokens = args.hidden.shape[:-1].numel()
-    cut = replace(args.config, num_chunks=plan.num_chunks, chunk_tokens=plan.chunk_tokens)
-    chunks = plan_chunks(num_tokens, comm.num_parts, cut)
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(args, comm, settled)
     logit_scale, softcap = at_temperature(args)
     return CallSpec(
-        comm=replace(comm, beside=len(chunks) > 1),
+        comm=replace(comm, beside=plan.count > 1),
         num_tokens=num_tokens,
         plan=plan,
-        chunks=chunks,
+        chunks=plan.cut.chunks,
         logits=logits,
         why_not_scaled_exp=why_not,
         copies=logits_backend.must_copy(logits, args.hidden, args.weight),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_fused_ce.config import DEFAULT_CHUNK_TOKENS, FusedCEConfig
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -25,27 +23,38 @@ class Chunk:
         return self.stop - self.start
 
 
-def plan_chunks(num_tokens: int, num_parts: int, config: FusedCEConfig) -> tuple[Chunk, ...]:
-    """Cut ``num_tokens`` tokens of each of ``num_parts`` ranks into chunks.
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut a part, the tokens of one rank, into chunks. No chunk is empty."""
 
-    Args:
-        num_tokens: tokens in this rank's part (``T / R`` with sequence parallelism, else ``T``).
-        num_parts: ranks whose parts make up one chunk (``R`` with sequence parallelism, else 1).
-        config: ``num_chunks`` equal chunks, or ``chunk_tokens`` tokens each with a ragged last one.
+    num_tokens: int
+    #: Number of chunks; 0 for an empty part.
+    count: int
+    #: Tokens of the longest chunk.
+    longest: int
+    #: Whether lengths differ by one token at most; else only the last chunk is shorter.
+    equal: bool
 
-    Returns:
-        The chunks in order; none for an empty batch, never an empty chunk.
-    """
-    if num_tokens == 0:
-        return ()
-    if config.num_chunks is not None:
-        num_chunks = min(config.num_chunks, num_tokens)
-        bounds = [num_tokens * i // num_chunks for i in range(num_chunks + 1)]
-    else:
-        chunk_tokens = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
-        step = max(1, chunk_tokens // num_parts)
-        bounds = [*range(0, num_tokens, step), num_tokens]
-    return tuple(Chunk(index, start, stop) for index, (start, stop) in enumerate(pairwise(bounds)))
+    @classmethod
+    def into(cls, num_tokens: int, num_chunks: int) -> Cut:
+        """``num_chunks`` chunks, or as many as there are tokens."""
+        count = min(num_chunks, num_tokens)
+        return cls(num_tokens, count, -(-num_tokens // max(1, count)), True)
+
+    @classmethod
+    def of_length(cls, num_tokens: int, length: int) -> Cut:
+        return cls(num_tokens, -(-num_tokens // length), min(length, num_tokens), False)
+
+    def tokens_of(self, first: int) -> int:
+        """Tokens of the ``first`` chunks together."""
+        if self.equal:
+            return self.num_tokens * first // max(1, self.count)
+        return min(self.num_tokens, self.longest * first)
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        bounds = pairwise(self.tokens_of(first) for first in range(self.count + 1))
+        return tuple(Chunk(index, start, stop) for index, (start, stop) in enumerate(bounds))
 
 
 def first_tokens(chunks: tuple[Chunk, ...], num_tokens: int) -> tuple[Chunk, ...]:

@@ -21,10 +21,6 @@ MERGE_CHOICES = ("auto", "packed", "all_reduce")
 SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
 LOGIT_PRECISION_CHOICES = ("auto", "activations", "fp32")
 
-#: Tokens of a chunk for :func:`.chunking.plan_chunks` when neither ``num_chunks`` nor ``chunk_tokens``
-#: is given. The op and the adapter always give one: the planner's choice (:mod:`.planner`).
-DEFAULT_CHUNK_TOKENS = 4096
-
 
 @dataclass(frozen=True)
 class Device:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, Device, FusedCEConfig
 
 MIB = 2**20
@@ -170,7 +171,7 @@ class PlanInputs:
                 f"num_parts is {self.num_parts} with tp_size {self.tp_size}; expected tp_size with "
                 "sequence parallelism, else 1"
             )
-        self.config()  # its own checks of the chunks
+        FusedCEConfig(num_chunks=self.num_chunks, chunk_tokens=self.chunk_tokens)  # its checks of the two
 
     @classmethod
     def of(cls, config: FusedCEConfig, **facts: Any) -> PlanInputs:
@@ -185,9 +186,6 @@ class PlanInputs:
             row=config.chunk_lengths,
             **facts,
         )
-
-    def config(self) -> FusedCEConfig:
-        return FusedCEConfig(num_chunks=self.num_chunks, chunk_tokens=self.chunk_tokens)
 
     @property
     def itemsize(self) -> int:
@@ -268,13 +266,11 @@ class Plan:
 
     #: store, grad_in_forward, recompute, or mixed
     strategy: str
-    #: How to cut the tokens, as in :class:`FusedCEConfig`: one of the two is None.
-    num_chunks: int | None
-    chunk_tokens: int | None
+    #: How to cut the tokens of each part.
+    cut: Cut
     #: Number of leading chunks whose logits are stored: all in store, some in mixed, else 0.
     stored_chunks: int
-    #: Resulting number of chunks, and tokens of the largest over the tensor-parallel group.
-    count: int
+    #: Tokens of the longest chunk over the tensor-parallel group.
     capacity: int
     #: Whether grad_weight is one GEMM over all tokens: its fp32 sum is written once, and the scaled hidden
     #: states of all tokens are held beside E.
@@ -288,6 +284,11 @@ class Plan:
     relative_time: float
     #: The inputs of this plan; None for an option that was only considered.
     chosen_for: PlanInputs | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return self.cut.count
 
     @property
     def why(self) -> str:
@@ -354,10 +355,10 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
             best = option if best is None else min(best, option, key=_rank)
             break
     for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
-        if cut.num < 2:
+        if cut.count < 2:
             continue
         # A mixed plan stores at best all chunks except the last.
-        bound = relative_time(inputs, "mixed", cut.num, _stored_tokens(inputs, cut, cut.num - 1))
+        bound = relative_time(inputs, "mixed", cut.count, _stored_tokens(inputs, cut, cut.count - 1))
         if best is None or bound <= best.relative_time:
             mixed = _mixed_option(inputs, cut, budget)
             if mixed is not None:
@@ -618,37 +619,14 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
     return inputs.wgrad_accumulator == "low_main_grad" or (inputs.wgrad_accumulator == "main_grad" and scaled)
 
 
-class _Cut(NamedTuple):
-    """One way to cut the tokens of each part into chunks."""
-
-    num_chunks: int | None
-    chunk_tokens: int | None
-    tokens: int  # of a part
-    num: int
-    longest: int  # tokens of a part in the longest chunk
-
-    def tokens_of(self, chunks: int) -> int:
-        """Tokens of a part in the first chunks; as :func:`.chunking.plan_chunks` cuts them."""
-        if self.num_chunks is not None:
-            return self.tokens * chunks // max(1, self.num)
-        return min(self.tokens, self.longest * chunks)
-
-
-def _cut_into(inputs: PlanInputs, num_chunks: int | None, chunk_tokens: int | None) -> _Cut:
-    tokens = -(-inputs.num_tokens // inputs.num_parts)
-    if num_chunks is not None:
-        count = min(num_chunks, tokens)
-        return _Cut(num_chunks, None, tokens, count, -(-tokens // count) if count else 0)
-    assert chunk_tokens is not None
-    step = max(1, chunk_tokens // inputs.num_parts)
-    return _Cut(None, chunk_tokens, tokens, -(-tokens // step), min(step, tokens))
-
-
-def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
+def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[Cut]:
     """Ways to cut the tokens, longest chunks first: the user's, or from the table's length downwards."""
     tokens_per_rank = -(-inputs.num_tokens // inputs.num_parts)
-    if inputs.chunks_asked:
-        yield _cut_into(inputs, inputs.num_chunks, inputs.chunk_tokens)
+    if inputs.num_chunks is not None:
+        yield Cut.into(tokens_per_rank, inputs.num_chunks)
+        return
+    if inputs.chunk_tokens is not None:
+        yield Cut.of_length(tokens_per_rank, max(1, inputs.chunk_tokens // inputs.num_parts))
         return
     longest = inputs.table_row.chunk_tokens(strategy)
     if (
@@ -670,7 +648,7 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[_Cut]:
         last_count = count
         step = -(-tokens_per_rank // count)
         step = min(-(-step // tile) * tile, tokens_per_rank) or size
-        yield _cut_into(inputs, None, step * inputs.num_parts)
+        yield Cut.of_length(tokens_per_rank, step)
 
 
 def _sizes(longest: int, shortest: int) -> Iterator[int]:
@@ -684,7 +662,7 @@ def _sizes(longest: int, shortest: int) -> Iterator[int]:
         power //= 2
 
 
-def _stored_tokens(inputs: PlanInputs, cut: _Cut, stored_chunks: int) -> int:
+def _stored_tokens(inputs: PlanInputs, cut: Cut, stored_chunks: int) -> int:
     return inputs.num_parts * cut.tokens_of(stored_chunks)
 
 
@@ -698,7 +676,7 @@ def _may_be_at_once(inputs: PlanInputs, strategy: str) -> bool:
 def _option(
     inputs: PlanInputs,
     strategy: str,
-    cut: _Cut,
+    cut: Cut,
     stored_chunks: int,
     wgrad_at_once: bool = False,
     block_columns: int = 0,
@@ -708,15 +686,13 @@ def _option(
     once = wgrad_at_once, block_columns
     return Plan(
         strategy=strategy,
-        num_chunks=cut.num_chunks,
-        chunk_tokens=cut.chunk_tokens,
+        cut=cut,
         stored_chunks=stored_chunks,
-        count=cut.num,
         capacity=capacity,
         wgrad_at_once=wgrad_at_once,
         block_columns=block_columns,
-        memory=peak_memory(inputs, strategy, cut.num, capacity, stored_chunks, stored_tokens, *once),
-        relative_time=relative_time(inputs, strategy, cut.num, stored_tokens, *once),
+        memory=peak_memory(inputs, strategy, cut.count, capacity, stored_chunks, stored_tokens, *once),
+        relative_time=relative_time(inputs, strategy, cut.count, stored_tokens, *once),
     )
 
 
@@ -732,7 +708,7 @@ def _pure_options(inputs: PlanInputs, strategy: str, shortest: int | None = None
     if shortest is None:
         shortest = SHORTEST_CHUNK if strategy == "recompute" else SHORTEST_FAST_CHUNK
     for cut in _cuts(inputs, strategy, shortest):
-        stored_chunks = cut.num if strategy == "store" else 0
+        stored_chunks = cut.count if strategy == "store" else 0
         if _may_be_at_once(inputs, strategy):
             yield _option(inputs, strategy, cut, stored_chunks, wgrad_at_once=True)
         yield _option(inputs, strategy, cut, stored_chunks)
@@ -749,7 +725,7 @@ def _column_options(inputs: PlanInputs) -> Iterator[Plan]:
         return
     if inputs.chunks_asked or not tokens or inputs.wgrad_accumulator == "none":
         return
-    cut = _cut_into(inputs, None, min(tokens, inputs.table_row.recompute))
+    cut = Cut.of_length(tokens, inputs.table_row.recompute)
     height, width = GEMM_TILE
     across = -(-inputs.hidden_size // width)
     for rounds in range(max(1, across // 2), 0, -1):
@@ -758,13 +734,13 @@ def _column_options(inputs: PlanInputs) -> Iterator[Plan]:
             yield _option(inputs, "recompute", cut, 0, block_columns=size)
 
 
-def _mixed_option(inputs: PlanInputs, cut: _Cut, budget: int) -> Plan | None:
+def _mixed_option(inputs: PlanInputs, cut: Cut, budget: int) -> Plan | None:
     """The mixed plan that stores as many chunks as fit; None if not even one fits."""
 
     def peak(stored_chunks: int) -> int:
         return _option(inputs, "mixed", cut, stored_chunks).predicted_peak_bytes
 
-    fitting = bisect_right(range(cut.num), budget, key=peak)
+    fitting = bisect_right(range(cut.count), budget, key=peak)
     return _option(inputs, "mixed", cut, fitting - 1) if fitting > 1 else None
 
 

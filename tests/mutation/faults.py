@@ -419,8 +419,8 @@ FAULTS = (
     Fault(
         "the last chunk loses its last token",
         f"{PACKAGE}/chunking.py",
-        "bounds = [*range(0, num_tokens, step), num_tokens]",
-        "bounds = [*range(0, num_tokens, step), max(num_tokens - 1, 1)]",
+        "return min(self.num_tokens, self.longest * first)",
+        "return min(max(self.num_tokens - 1, 1), self.longest * first)",
         (f"{OP} -k any_chunking",),
     ),
     Fault(

@@ -15,7 +15,7 @@ from megatron_fused_ce import (
     logits_backend,
     row_ops,
 )
-from megatron_fused_ce.chunking import plan_chunks
+from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.kernels import records
 from megatron_fused_ce.logits_backend import RequestedOutputs, choose
 from megatron_fused_ce.loss_form import merge_duplicates
@@ -446,7 +446,7 @@ def eager_by_chunks(inputs, ids, log_probs, num_chunks):
         return x.transpose(0, 1).flatten(0, 1)
 
     parts = []
-    for chunk in plan_chunks(b * s, 1, FusedCEConfig(num_chunks=num_chunks)):
+    for chunk in Cut.into(b * s, num_chunks).chunks:
         at = slice(chunk.start, chunk.stop)
         part = replace(
             inputs,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_fused_ce import FusedCEConfig, planner
 from megatron_fused_ce.adapter import arguments, report
-from megatron_fused_ce.chunking import plan_chunks
+from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.estimate import head_command
 from megatron_fused_ce.planner import PlanInputs, alternatives, plan
 from megatron_fused_ce.scripts.dev.figures_plan import chunk_by_chunk
@@ -354,14 +354,22 @@ many = settings(max_examples=300, deadline=None)
 @many
 @given(heads(), st.none() | budgets, CHUNKINGS)
 def test_planned_chunks_are_those_that_will_run(inputs, memory_mb, chunking):
-    """The plan's cut is plan_chunks'. Its bytes are held against measured ones, not a second formula."""
+    """Chunks cover each part in order, none is empty, the longest is the one that bytes are predicted for."""
     inputs = replace(inputs, memory_mb=memory_mb, **chunking)
+    part = inputs.num_tokens // inputs.num_parts
     for chosen in (plan(inputs), *alternatives(inputs)):
-        config = FusedCEConfig(num_chunks=chosen.num_chunks, chunk_tokens=chosen.chunk_tokens)
-        parts = inputs.num_parts
-        chunks = plan_chunks(inputs.num_tokens // parts, parts, config)
-        sizes = [chunk.num_tokens * parts for chunk in chunks]
+        chunks = chosen.cut.chunks
+        bounds = [0, *(chunk.stop for chunk in chunks)]
+        assert bounds == [*(chunk.start for chunk in chunks), part]
+        sizes = [chunk.num_tokens * inputs.num_parts for chunk in chunks]
         assert (chosen.count, chosen.capacity) == (len(sizes), max(sizes, default=0))
+        assert min(sizes, default=1) > 0
+        if "num_chunks" in chunking:
+            assert len(sizes) == min(chunking["num_chunks"], part)
+            assert max(sizes, default=0) - min(sizes, default=0) <= inputs.num_parts
+        elif "chunk_tokens" in chunking:
+            length = max(1, chunking["chunk_tokens"] // inputs.num_parts) * inputs.num_parts
+            assert set(sizes[:-1]) <= {length}
         in_part = {"store": len(sizes), "mixed": chosen.stored_chunks}
         assert chosen.stored_chunks == in_part.get(chosen.strategy, 0)
         assert chosen.strategy != "mixed" or 0 < chosen.stored_chunks < len(sizes)
@@ -936,7 +944,7 @@ def test_first_evaluation_tells_what_differs(said):
     assert said[3].startswith("why: asked for by name")
     # The main head comes after those of multi-token prediction; batches may differ in length.
     report.evaluation_once(layer, hidden, layer.weight, expected)
-    report.evaluation_once(layer, hidden, layer.weight, replace(other, count=2))
+    report.evaluation_once(layer, hidden, layer.weight, replace(other, cut=Cut.into(64, 2)))
     assert len(said) == 4
 
 
@@ -952,7 +960,8 @@ def test_first_evaluation_repeats_nothing(said, change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"count": 2}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "grad_in_forward"}]
+    "change",
+    [{"cut": Cut.into(64, 2)}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "grad_in_forward"}],
 )
 def test_first_evaluation_tells_of_other_chunks(said, change):
     model = megatron_head(FusedCEConfig(memory_mb=7))
