@@ -175,8 +175,8 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         type=_chunk_lengths,
         default=None,
         metavar="FILE",
-        help="chunk lengths measured on this GPU, for one that the planner has none of: "
-        "chunk_lengths.json, which python -m megatron_fused_ce sweep writes",
+        help="chunk_lengths.json of python -m megatron_fused_ce sweep on this GPU; the planner has the "
+        "lengths of H100 and H200",
     )
     group.add_argument(
         "--fused-ce-debug-checks",

@@ -96,13 +96,17 @@ def main(words: list[str]) -> int:
             f"{option.stored_chunks:6} {option.predicted_peak_bytes / MIB:9.1f} "
             f"{option.relative_time:6.3f}{_remark(inputs, option)}"
         )
-    print("\ntime: over the matrix products alone; * the one that was chosen")
+    budget = f"{budget_bytes(inputs) // MIB} MiB" + (
+        "" if inputs.memory_mb else ", what grad_in_forward needs"
+    )
+    print("\n*: chosen; tokens: of a chunk; stored: chunks whose logits are kept; MiB: the predicted peak,")
+    print(f"budget {budget}; time: over three bare GEMMs, predicted for {inputs.device} (--device)")
     return 0
 
 
 def _remark(inputs: PlanInputs, option: Plan) -> str:
     if option.predicted_peak_bytes > budget_bytes(inputs):
-        return "  does not fit"
+        return "  over the budget"
     if option.strategy == "grad_in_forward" and not inputs.token_weights_known:
         return "  needs token weights"
     return ""

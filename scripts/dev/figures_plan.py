@@ -203,39 +203,6 @@ def bytes_per_logit(row: dict[str, Any]) -> float:
     return float(held / (row["T"] * row["V"]))
 
 
-# --- the case of 8 GPUs and 16 bytes a parameter ---------------------------------------------
-
-CASE = (
-    "--gpus 8 --seq-length 4096 --sharding full --bytes-per-parameter 16 --recompute-granularity full"
-    " --logit-bytes 12"
-)
-CASE_MODELS = ("qwen2.5-7b", "qwen2.5-14b")
-
-
-def case() -> list[list[str]]:
-    """The plain sums of both models, GiB, and what the step's copies make of them."""
-    lines = []
-    for name in CASE_MODELS:
-        sums = _case_sums(name)
-        lines.append([name, *(f"{value:.2f}" for value in sums[:7]), *(f"{x:.1%}" for x in sums[7:])])
-    return lines
-
-
-def _case_sums(name: str) -> list[float]:
-    given = command.plan_of(shlex.split(f"--model {name} {CASE} --adam foreach"))
-    setting, advice = given.setting, given.advice
-    stock = advice.baseline.estimate
-    parts = stock.moment("head").parts
-    held = parts["weights"] + parts["gradients"] + parts["optimizer"]
-    logits = 12 * setting.num_tokens * setting.vocab_rows
-    plain = held + parts["activations"] + logits
-    small = plain - logits + advice.recommended.head.peak
-    step = held + stock.moment("step").parts["optimizer's copies"]
-    sizes = [held, parts["activations"], logits, plain, small, step, max(small, step)]
-    saved = [1 - (plain - logits) / plain, 1 - small / plain, 1 - max(small, step) / plain]
-    return [*(size / GIB for size in sizes), *saved]
-
-
 # --- the page --------------------------------------------------------------------------------
 
 EXAMPLE = "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full"
@@ -271,13 +238,7 @@ def heads_table(found: Sequence[Compared]) -> str:
     rows = [
         [name, str(len(values)), _percent(min(values)), _percent(max(values))] for name, values in off.items()
     ]
-    return table(["loss", "heads", "planned at least", "at most"], rows)
-
-
-def case_table() -> str:
-    head = ["model", "16 B / 8", "kept inputs", "logits, 12 B", "sum", "with the flag", "step, foreach"]
-    head += ["the larger of both", "saved: all logits", "by the flag", "beside the step"]
-    return table(head, case())
+    return table(["loss", "heads measured", "least (planned − measured) / measured", "most"], rows)
 
 
 def logits_table() -> str:
@@ -311,7 +272,6 @@ def parts() -> dict[str, str]:
         "steps": steps_table(steps()),
         "heads": heads_table(alone()),
         "logits": logits_table(),
-        "case": case_table(),
     }
 
 

@@ -404,7 +404,7 @@ def markdown(rows: Sequence[Row], device: str) -> str:
         head = ["version", "model", "case", "variant", "compared with", "loss difference"]
         head += ["loss: native − unfused", "grad norm difference", "grad norm: native − unfused"]
     else:
-        head = ["version", "case", "variant", "ms per iteration", "max allocated MB"]
+        head = ["version", "case", "variant", "ms per iteration", "max allocated MiB"]
         head += ["last lm loss", "compared with", "largest loss difference"]
     head += ["heads fused", "logits materialised", "within bounds"]
     lines = []
