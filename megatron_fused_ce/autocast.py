@@ -11,14 +11,11 @@ from torch import Tensor
 
 
 def cast(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast both to autocast's dtype, if it is on for the device of ``hidden``.
+    """Cast both to autocast's dtype, which is on for the device of ``hidden``.
 
     The weight is cast as in ``F.linear``: one copy for all calls inside the outermost context.
     """
-    device = hidden.device.type
-    if not torch.is_autocast_enabled(device):
-        return hidden, weight
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(hidden.device.type)
     cached = _cached(weight, dtype)
     return hidden.to(dtype), weight.to(dtype) if cached is None else cached
 

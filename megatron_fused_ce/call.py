@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import logits_backend, planner
+from megatron_fused_ce import autocast, logits_backend, planner
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
@@ -88,6 +88,20 @@ class Arguments(NamedTuple):
     #: of the model that holds the head: records mismatches, and says whether ``auto`` may take
     #: ``grad_in_forward``
     guard: Guard = WITHOUT_MODEL
+
+    def completed(self) -> Arguments:
+        """With a config, in autocast's dtype, and without ``differentiable`` outputs under ``no_grad``."""
+        args = self
+        if args.config is None:
+            args = args._replace(config=DEFAULT_CONFIG)
+        if args.differentiable and not torch.is_grad_enabled():
+            args = args._replace(differentiable=())
+        hidden, weight = args.hidden, args.weight
+        if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
+            if isinstance(weight, Tensor):
+                hidden, weight = autocast.cast(hidden, weight)
+            args = args._replace(hidden=hidden, weight=weight)
+        return args
 
 
 class CallSpec(NamedTuple):

@@ -84,7 +84,7 @@ class FusedCEConfig:
     label_smoothing: float = 0.0
     #: ``megatron``: the share is ``label_smoothing * K / (K - 1)`` of K classes; ``pytorch``: as given.
     label_smoothing_form: str = "megatron"
-    #: Tokens with this label have loss 0 and no gradient; None: no label is ignored.
+    #: Tokens with this label have loss and log-probability 0 without a gradient; None: no label is ignored.
     ignore_index: int | None = None
     #: Columns from this global id on (the padding) are left out of the softmax; None: all count, as in stock
     #: Megatron.

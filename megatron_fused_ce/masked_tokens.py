@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_fused_ce.grad_guard import WITHOUT_MODEL, Guard
+from megatron_fused_ce.grad_guard import Guard
 from megatron_fused_ce.vocab_parallel import largest_over_ranks
 
 #: ``m`` is rounded up to whole tiles of the GEMMs: fewer sizes for the allocator, at no cost in time.
@@ -83,7 +83,7 @@ class Kept(NamedTuple):
         taken: Tensor = _Take.apply(hidden, self.tokens[part])
         return taken
 
-    def put_back(self, per_token: Tensor, guard: Guard = WITHOUT_MODEL) -> Tensor:
+    def put_back(self, per_token: Tensor, guard: Guard) -> Tensor:
         """Put results back in place: ``[parts * m]`` to ``[parts * n]``.
 
         Masked tokens get 0, -1 (ids) or False.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import autocast, masked_tokens, planner
+from megatron_fused_ce import masked_tokens, planner
 from megatron_fused_ce.autograd import FusedLinearCrossEntropy, in_labels_layout
-from megatron_fused_ce.call import DEFAULT_CONFIG, Arguments, CallSpec, spec_of
+from megatron_fused_ce.call import Arguments, CallSpec, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.kernels.records import SoftTargets
@@ -36,6 +36,9 @@ class HeadOutputs(NamedTuple):
     @property
     def loss(self) -> Tensor:
         return self.outputs.loss
+
+
+Result = TypeVar("Result")
 
 
 @takes_config
@@ -97,7 +100,9 @@ def fused_linear_cross_entropy(
     all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of
     hidden states (sequence parallelism, if a GEMM needs them; the first chunk's are still there), one
     reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this
-    reduction is in the forward, and the backward has none. Their order: :mod:`.loop`; the same on every rank.
+    reduction is in the forward, and the backward has none. With label smoothing, unless ``recompute`` or the
+    row kernels run: an all-reduce of fp32 ``[H]`` before all else of the pass that makes the gradients. Their
+    order: :mod:`.loop`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
@@ -133,7 +138,9 @@ def fused_linear_token_outputs(
 
     Args:
         outputs: names among ``log_prob``, ``lse``, ``entropy``, ``predicted``, ``correct``,
-            ``sum_p_squared``; :class:`.TokenOutputs` defines them; in the labels' shape.
+            ``sum_p_squared``; :class:`.TokenOutputs` defines them; in the labels' shape. A token labelled
+            ``config.ignore_index`` has ``log_prob`` 0 without a gradient; its other outputs are as if it had
+            another label.
         differentiable: whether ``log_prob``, ``lse`` and ``entropy`` carry gradients, each for any upstream
             of its own. They then need a strategy other than ``grad_in_forward``, which cannot know those
             upstreams.
@@ -200,51 +207,54 @@ def fused_linear_distillation(
 
     Source: d loss / d s_j = (sum q) p_j - q_j; docs/math.md.
     """
+    wrong = None
+    labels = teacher_ids  # for the error alone
+    if isinstance(teacher_ids, Tensor) and isinstance(teacher_log_probs, Tensor):
+        labels = teacher_ids.new_full(teacher_ids.shape[:-1], -1, dtype=torch.int64)  # none
+    else:
+        kinds = type(teacher_ids).__name__, type(teacher_log_probs).__name__
+        wrong = TypeError(f"teacher_ids and teacher_log_probs must be tensors, got {' and '.join(kinds)}")
     head: HeadOutputs = linear_cross_entropy(
         hidden,
         weight,
-        # No token has a label.
-        teacher_ids.new_full(teacher_ids.shape[:-1], -1, dtype=torch.int64),
+        labels,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         token_weights=token_weights,
         vocab_start=vocab_start,
         config=config,
         teacher=TeacherTargets(teacher_ids, teacher_log_probs),
+        caller_error=wrong,
     )
     return head.loss
 
 
 @torch.compiler.disable
 def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
-    """The common implementation of the functions above and of the Megatron adapter.
+    """The functions above and the Megatron adapter's calls: evaluates a head.
 
     Args:
-        args, kwargs: :class:`.call.Arguments`.
+        args, kwargs: the fields of :class:`.call.Arguments`.
+
+    Returns:
+        the outputs for each token, this shard's largest logits where asked for, the plan and the logits
+        backend.
 
     Errors and collectives: those of :func:`fused_linear_cross_entropy`.
     """
-    call = _completed(Arguments(*args, **kwargs))
-    # Triton's launches and the collectives' streams are the current device's. Autograd's thread for a
-    # backward sees to it by itself.
-    if getattr(call.hidden, "is_cuda", False) and call.hidden.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(call.hidden.device):
-            return _evaluate(call)
-    return _evaluate(call)
+    return on_its_device(Arguments(*args, **kwargs).completed(), _evaluate)
 
 
-def _completed(args: Arguments) -> Arguments:
-    """The arguments with a config, autocast's dtypes, and no ``differentiable`` outputs under ``no_grad``."""
-    if args.config is None:
-        args = args._replace(config=DEFAULT_CONFIG)
-    if args.differentiable and not torch.is_grad_enabled():
-        args = args._replace(differentiable=())
-    hidden, weight = args.hidden, args.weight
-    if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
-        if isinstance(weight, Tensor):
-            hidden, weight = autocast.cast(hidden, weight)
-        return args._replace(hidden=hidden, weight=weight)
-    return args
+def on_its_device(args: Arguments, evaluate: Callable[[Arguments], Result]) -> Result:
+    """``evaluate(args)`` with the device of ``args.hidden`` as the current one.
+
+    Triton's launches and the collectives' streams are the current device's. Autograd's thread for a backward
+    sees to it by itself.
+    """
+    if getattr(args.hidden, "is_cuda", False) and args.hidden.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(args.hidden.device):
+            return evaluate(args)
+    return evaluate(args)
 
 
 def _evaluate(args: Arguments) -> HeadOutputs:

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import sampling_mask
 from megatron_fused_ce.call import Arguments
 from megatron_fused_ce.config import FusedCEConfig, check_config, takes_config
 from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.sampling_mask import masked_log_probs
+from megatron_fused_ce.token_outputs import TokenLogProbs
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
-
-
-class TokenLogProbs(NamedTuple):
-    """Of each token, fp32, in the labels' shape."""
-
-    log_prob: Tensor
-    entropy: Tensor | None = None  # where asked for
-    #: where asked for: the sum of the squared probabilities of all classes, without a gradient
-    sum_p_squared: Tensor | None = None
 
 
 @takes_config
@@ -69,7 +60,7 @@ def token_log_probs(
         sum_p_squared: also give it (verl's ``sum_pi_squared``), without a gradient.
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
-            log-probability 0 and no gradient.
+            log-probability 0 without a gradient, and leaves entropy and ``sum_p_squared`` as they are.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's
             part, for a caller who gathered the hidden states and whose backward sums them; not with
             ``sequence_parallel``.
@@ -176,8 +167,8 @@ def masked_token_log_probs(
             ``mask_ids[mask_offsets[t] : mask_offsets[t + 1]]``. Both the same on every rank.
         entropy, sum_p_squared: over the kept ids; :func:`token_log_probs` has them over the vocabulary.
         config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
-            With ``ignore_index`` a token with that label and an empty set has log-probability 0 and costs no
-            product; with a set its label is outside of it.
+            With ``ignore_index`` a token with that label and an empty set costs no GEMM, and all its results
+            are 0 without a gradient; with a set its label is outside of it.
 
     The other arguments are those of :func:`token_log_probs`.
 
@@ -216,4 +207,5 @@ def masked_token_log_probs(
         reduce_grad_hidden=reduce_grad_hidden,
         caller_error=_wrong_entropy(entropy),
     )
-    return TokenLogProbs(*sampling_mask.evaluate(args, mask_ids, mask_offsets))
+    result: TokenLogProbs = masked_log_probs(args, mask_ids, mask_offsets)
+    return result

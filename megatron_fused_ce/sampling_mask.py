@@ -28,18 +28,14 @@ from megatron_fused_ce.kernels.records import (
 )
 from megatron_fused_ce.logits_backend import write_product
 from megatron_fused_ce.loss_form import LossForm
-from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy
+from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy, on_its_device
 from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.scaling import scale_for_fp16
-from megatron_fused_ce.token_outputs import Upstream
-from megatron_fused_ce.vocab_parallel import VocabParallel
+from megatron_fused_ce.token_outputs import TokenLogProbs, Upstream
+from megatron_fused_ce.vocab_parallel import VocabParallel, check_true_vocab_size
 
 #: Bytes of a block: logits in fp32 in the forward, their gradients in the operands' dtype in the backward.
 BLOCK_BYTES = 1 << 30
-
-
-#: Log-probability, and entropy and sum of squared probabilities where asked for.
-Made = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Mask(NamedTuple):
@@ -157,7 +153,7 @@ class _Sets(NamedTuple):
     label: Tensor  # int64 [B]: position of the label among the K, -1 if it is not there
 
 
-class Problem(NamedTuple):
+class MaskedCall(NamedTuple):
     """A call's inputs other than the operands; tokens in the order of the hidden states."""
 
     comm: VocabParallel
@@ -172,16 +168,16 @@ class Problem(NamedTuple):
         ``product``: ``hidden @ weight.T`` at the kept ids.
         """
         z = product * self.logit_scale
-        slope = torch.full_like(z, self.logit_scale)
+        z_grad = torch.full_like(z, self.logit_scale)
         cap = self.form.softcap
         if cap is not None:
             e = (z.abs() * (-2 / cap)).exp()
-            slope = slope * 4 * e / (1 + e).square()
+            z_grad = z_grad * 4 * e / (1 + e).square()
             z = cap * torch.tanh(z / cap)
         if self.inv_temperature is not None:
             factor = self.inv_temperature[tokens].unsqueeze(-1)
-            z, slope = z * factor, slope * factor
-        return z.masked_fill(~sets.real, -torch.inf), slope
+            z, z_grad = z * factor, z_grad * factor
+        return z.masked_fill(~sets.real, -torch.inf), z_grad
 
     @property
     def plain(self) -> LossForm:
@@ -192,7 +188,7 @@ class Problem(NamedTuple):
 
 
 class MaskedLogProbs(torch.autograd.Function):
-    """:data:`Made` over the kept ids, fp32 ``[T]``; undefined for a token without any.
+    """:class:`.TokenLogProbs` over the kept ids, fp32 ``[T]``; undefined for a token without any.
 
     Collectives of the forward: the all-gather of all hidden states (sequence parallelism), then the merge of
     all tokens' statistics. Of the backward: that gather again, and the reduction of ``grad_hidden``.
@@ -203,9 +199,9 @@ class MaskedLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,  # [n, H]
         weight: Tensor,  # [V, H]
-        problem: Problem,
-    ) -> Made:
-        pairs, form = problem.pairs, problem.plain
+        call: MaskedCall,
+    ) -> tuple[Tensor | None, ...]:
+        pairs, form = call.pairs, call.plain
         num_tokens = len(pairs.labels)
         shard = torch.zeros(4, num_tokens, device=hidden.device)
         shard[:2], shard[3] = -torch.inf, NOT_HERE
@@ -213,7 +209,7 @@ class MaskedLogProbs(torch.autograd.Function):
         squares = torch.zeros_like(shard[0]) if form.with_squares else None
         products = torch.empty(len(pairs.columns), device=hidden.device)  # of every pair
         with autocast.off(hidden.device):
-            all_hidden = _gathered(problem.comm, hidden)
+            all_hidden = _gathered(call.comm, hidden)
             blocks = pairs.blocks(4 * len(weight))
             buffer = products.new_empty(len(blocks[0].tokens) if blocks else 0, len(weight))
             for block in blocks:
@@ -221,7 +217,7 @@ class MaskedLogProbs(torch.autograd.Function):
                 write_product(all_hidden[block.tokens], weight, out)
                 product = out.gather(1, sets.columns)
                 products[sets.pairs] = product
-                z, _ = problem.logits(block.tokens, sets, product)
+                z, _ = call.logits(block.tokens, sets, product)
                 stats = row_ops_torch.row_statistics(z, sets.label, 1.0, form=form)
                 shard[:, block.tokens] = stats.shard
                 if weighted is not None and stats.extra.weighted is not None:
@@ -230,14 +226,14 @@ class MaskedLogProbs(torch.autograd.Function):
                     squares[block.tokens] = stats.extra.squares
             del buffer
             stats = RowStatistics(shard, extra=ExtraStatistics(weighted=weighted, squares=squares))
-            merged = problem.comm.start_merge(stats, row_ops).finish()
+            merged = call.comm.start_merge(stats, row_ops).finish()
             made = form.finish(merged)
         assert made.log_prob is not None and merged.terms is not None
         known = merged.terms[3] != NOT_HERE
-        ctx.problem = problem
+        ctx.call = call
         ctx.save_for_backward(hidden, weight, products, merged.terms, known, made.entropy)
         ctx.set_materialize_grads(False)
-        if made.entropy is not None and "entropy" not in problem.form.differentiable:
+        if made.entropy is not None and "entropy" not in call.form.differentiable:
             ctx.mark_non_differentiable(made.entropy)
         if made.sum_p_squared is not None:
             ctx.mark_non_differentiable(made.sum_p_squared)
@@ -247,21 +243,21 @@ class MaskedLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, products, merged_terms, known, entropy = ctx.saved_tensors
-        problem, (of_log_prob, of_entropy, _) = ctx.problem, grads
+        call, (of_log_prob, of_entropy, _) = ctx.call, grads
         wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
         if of_log_prob is None and of_entropy is None:
             return None, None, None
         grad_loss = torch.zeros_like(merged_terms[0])
         if of_log_prob is not None:
             grad_loss = torch.where(known, -of_log_prob, 0.0)
-        terms, plain = TokenTerms.of(merged_terms), problem.plain
+        terms, plain = TokenTerms.of(merged_terms), call.plain
         upstream = Upstream(grad_loss, None, None, of_entropy, None if of_entropy is None else entropy)
         inv_scale = None
         if weight.dtype == torch.float16:
             scale, inv_scale = scale_for_fp16(upstream.gradients, weight)
             upstream = upstream.scaled(scale)
         coefficients = plain.grad_coefficients(terms, upstream)
-        comm, pairs = problem.comm, problem.pairs
+        comm, pairs = call.comm, call.pairs
         with autocast.off(hidden.device):
             all_hidden = _gathered(comm, hidden)
             partial = torch.zeros_like(all_hidden) if wants_grad_hidden else None
@@ -271,7 +267,7 @@ class MaskedLogProbs(torch.autograd.Function):
             for block in blocks:
                 tokens, sets = block.tokens, pairs.sets(block)
                 grad_logits = buffer[: len(tokens)].zero_()
-                _write_gradients(problem, tokens, sets, products[sets.pairs], coefficients, grad_logits)
+                _write_gradients(call, tokens, sets, products[sets.pairs], coefficients, grad_logits)
                 if partial is not None:
                     partial[tokens] = grad_logits @ weight
                 if wants_grad_weight:
@@ -287,7 +283,7 @@ class MaskedLogProbs(torch.autograd.Function):
 
 
 def _write_gradients(
-    problem: Problem,
+    call: MaskedCall,
     tokens: Tensor,  # int64 [B]
     sets: _Sets,
     product: Tensor,  # [B, K] fp32
@@ -295,17 +291,22 @@ def _write_gradients(
     out: Tensor,  # [B, V]
 ) -> None:
     """Write the gradients with respect to ``hidden @ weight.T`` at the kept ids."""
-    z, slope = problem.logits(tokens, sets, product)
+    z, z_grad = call.logits(tokens, sets, product)
     of_block = coefficients._replace(
         **{name: value[tokens] for name, value in coefficients._asdict().items() if value is not None}
     )
-    grad = row_ops_torch.row_gradients(z, sets.label, of_block, 1.0, z, problem.plain) * slope
+    grad = row_ops_torch.row_gradients(z, sets.label, of_block, 1.0, z, call.plain) * z_grad
     # Padding writes what the token's last id writes.
     out.scatter_(1, sets.columns, grad.gather(1, sets.place).to(out.dtype))
 
 
-def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> Made:
-    """:func:`.rl.masked_token_log_probs`: the fields of its result, in the labels' shape."""
+@torch.compiler.disable
+def masked_log_probs(args: Arguments, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
+    """:func:`.rl.masked_token_log_probs`, whose ``mask_ids`` and ``mask_offsets`` are the last two."""
+    return on_its_device(args.completed(), lambda args: _evaluate(args, ids, offsets))
+
+
+def _evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
     config, reduces = args.config, args.reduce_grad_hidden
     comm = VocabParallel.of(args.tp_group, args.sequence_parallel, config.merge, reduces)
     mask, error, found = None, None, Mask.unknown()
@@ -321,21 +322,24 @@ def evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> Made:
         raise error
     else:
         sizes = (args.weight.shape[0],)
+        check_true_vocab_size(config.true_vocab_size, sizes[0])
     assert mask is not None
-    num_classes = config.true_vocab_size or sum(sizes)
+    before = sum(sizes[: comm.rank])
+    vocab_start = before if args.vocab_start is None else args.vocab_start
+    first = vocab_start - before
+    end = first + sum(sizes) if config.true_vocab_size is None else config.true_vocab_size
     smallest, largest = mask.facts["smallest id"], mask.facts["largest id"]
-    if smallest < 0 or largest >= num_classes:
+    if mask.facts["kept ids"] and not first <= smallest <= largest < end:
         raise ValueError(
-            f"mask_ids are {smallest} to {largest}; expected ids of the vocabulary, 0 to {num_classes - 1}"
+            f"mask_ids are {smallest} to {largest}; expected ids of the vocabulary, {first} to {end - 1}"
         )
-    vocab_start = sum(sizes[: comm.rank]) if args.vocab_start is None else args.vocab_start
-    made = _among_kept(args, mask, comm, vocab_start)
+    among_kept = _among_kept(args, mask, comm, vocab_start)
     if mask.facts["tokens without a set"]:
-        made = _with_unfiltered(args, mask, made)
-    return made
+        return _with_unfiltered(args, mask, among_kept)
+    return among_kept
 
 
-def _among_kept(args: Arguments, mask: Mask, comm: VocabParallel, vocab_start: int) -> Made:
+def _among_kept(args: Arguments, mask: Mask, comm: VocabParallel, vocab_start: int) -> TokenLogProbs:
     labels, hidden = args.labels, args.hidden
     order = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
     order, in_order = (in_token_order(x, args, 1).flatten() for x in (order, labels.to(torch.int64)))
@@ -350,15 +354,14 @@ def _among_kept(args: Arguments, mask: Mask, comm: VocabParallel, vocab_start: i
         with_squares="sum_p_squared" in args.outputs,
     )
     flat = None if inv_temperature is None else inv_temperature.flatten()
-    problem = Problem(comm, pairs, logit_scale, flat, form)
-    made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), args.weight, problem)
+    call = MaskedCall(comm, pairs, logit_scale, flat, form)
+    made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), args.weight, call)
     b_s = tuple(labels.shape) if labels.dim() == 2 else None
-    log_prob, entropy, sum_p_squared = (None if x is None else in_labels_layout(x, b_s) for x in made)
-    assert log_prob is not None
-    return log_prob, entropy, sum_p_squared
+    in_layout = (None if x is None else in_labels_layout(x, b_s) for x in made)
+    return TokenLogProbs(*in_layout)  # type: ignore[arg-type]  # the first is there
 
 
-def _with_unfiltered(args: Arguments, mask: Mask, made: Made) -> Made:
+def _with_unfiltered(args: Arguments, mask: Mask, among_kept: TokenLogProbs) -> TokenLogProbs:
     """Fill in the tokens without a set, by the head over the whole vocabulary.
 
     Collectives: the head's, with ``skip_masked``."""
@@ -377,9 +380,8 @@ def _with_unfiltered(args: Arguments, mask: Mask, made: Made) -> Made:
             return None
         return torch.where(counts, of_all, of_kept).masked_fill(ignored, 0.0)
 
-    log_prob = filled(head.log_prob, made[0])
-    assert log_prob is not None
-    return log_prob, filled(head.entropy, made[1]), filled(head.sum_p_squared, made[2])
+    of_head = head.log_prob, head.entropy, head.sum_p_squared
+    return TokenLogProbs(*map(filled, of_head, among_kept))  # type: ignore[arg-type]  # the first is there
 
 
 def _gathered(comm: VocabParallel, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def differentiable_of(outputs: Sequence[str]) -> tuple[str, ...]:
 class TokenOutputs(NamedTuple):
     """Results for each token, in the labels' shape; None if not requested.
 
-    With ``s`` the logits of the loss (scaled, softcapped, without masked padding) and ``p = softmax(s)``:
+    ``s`` are the logits of the loss (scaled, softcapped, without masked padding), ``p = softmax(s)``.
     """
 
     loss: Tensor  # fp32
@@ -36,6 +36,14 @@ class TokenOutputs(NamedTuple):
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenOutputs:
         """Apply a function to every result that is there."""
         return TokenOutputs(*[None if given is None else change(given) for given in self])  # type: ignore[arg-type]
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probabilities of given tokens, fp32, in the labels' shape; None if not requested."""
+
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    sum_p_squared: Tensor | None = None  # of all classes; without a gradient
 
 
 class Upstream(NamedTuple):

@@ -35,7 +35,7 @@ def check_call(
                 "plain tensor: call inside the forward of the module that FSDP2 gathers it for, or pass "
                 "full_tensor(), or to_local() of tensor-parallel rows"
             )
-    _check_types(hidden, weight, labels)
+    _check_types(hidden, weight, labels, token_weights)
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; expected [V, H], this rank's vocabulary rows, "
@@ -68,7 +68,7 @@ def check_call(
         )
 
 
-def _check_types(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check_types(hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: Tensor | None) -> None:
     """Dtypes and devices."""
     if hidden.dtype not in DTYPES:
         raise TypeError(
@@ -82,6 +82,8 @@ def _check_types(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels have dtype {labels.dtype}; expected int64 (or int32) token ids")
     devices = {"hidden": hidden.device, "weight": weight.device, "labels": labels.device}
+    if isinstance(token_weights, Tensor):
+        devices["token_weights"] = token_weights.device
     if len(set(devices.values())) > 1:
         listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(f"{listed}; expected all on one device")
@@ -162,9 +164,10 @@ def check_requested(
             f"teacher_ids are {tuple(ids.shape)} and teacher_log_probs {tuple(log_probs.shape)}; expected "
             "both [b, s, k] for hidden [s, b, H], or [T, k], with k of 1 or more"
         )
-    if log_probs.device != ids.device:
+    if not ids.device == log_probs.device == weight.device:
         raise ValueError(
-            f"teacher_ids on {ids.device}, teacher_log_probs on {log_probs.device}; expected one device"
+            f"weight on {weight.device}, teacher_ids on {ids.device}, teacher_log_probs on "
+            f"{log_probs.device}; expected all on one device"
         )
     if config.label_smoothing or config.ignore_index is not None:
         raise ValueError(

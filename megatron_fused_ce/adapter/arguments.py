@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from megatron_fused_ce.command_line import BILLION, number, whole
@@ -189,25 +190,16 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
     """The config from parsed arguments; None without the flag."""
     if not getattr(args, "fused_chunked_ce", False):
         return None
-    masks = getattr(args, "fused_ce_mask_padded_vocab", False)
-    lengths = getattr(args, "fused_ce_chunk_lengths", None)
-    return FusedCEConfig(
-        strategy=getattr(args, "fused_ce_strategy", "auto"),
-        num_chunks=getattr(args, "fused_ce_num_chunks", None),
-        chunk_tokens=getattr(args, "fused_ce_chunk_tokens", None),
-        memory_mb=getattr(args, "fused_ce_memory_mb", None),
-        chunk_lengths=None if lengths is None else Device.read(lengths),
-        debug_checks=getattr(args, "fused_ce_debug_checks", False),
-        merge=getattr(args, "fused_ce_merge", "auto"),
-        label_smoothing=getattr(args, "fused_ce_label_smoothing", 0.0),
-        label_smoothing_form=getattr(args, "fused_ce_label_smoothing_form", "megatron"),
-        z_loss=getattr(args, "fused_ce_z_loss", 0.0),
-        logit_softcap=getattr(args, "fused_ce_logit_softcap", None),
-        ignore_index=getattr(args, "fused_ce_ignore_index", None),
-        true_vocab_size=_true_vocab_size() if masks else None,
-        logit_precision=getattr(args, "fused_ce_logit_precision", "auto"),
-        skip_masked=getattr(args, "fused_ce_skip_masked", False),
-    )
+    given = {
+        option.name: getattr(args, f"fused_ce_{option.name}")
+        for option in fields(FusedCEConfig)
+        if hasattr(args, f"fused_ce_{option.name}")
+    }
+    if given.get("chunk_lengths") is not None:
+        given["chunk_lengths"] = Device.read(given["chunk_lengths"])
+    if getattr(args, "fused_ce_mask_padded_vocab", False):
+        given["true_vocab_size"] = _true_vocab_size()
+    return FusedCEConfig(**given)
 
 
 def _true_vocab_size() -> int:

@@ -69,13 +69,13 @@ def why_caller_needs_logits() -> str:
     return _caller.why_logits
 
 
-def caller_takes_shards(takes: bool = True) -> None:
+def caller_takes_shards() -> None:
     """Let models called without labels return deferred logits of this rank's part, from now on.
 
     For processes whose log-softmax knows them; elsewhere they become real logits where they are used.
     """
     global _takes_shards
-    _takes_shards = takes
+    _takes_shards = True
 
 
 def for_caller(weight: Any) -> bool:
@@ -245,28 +245,28 @@ class DeferredLogits:
             return self.materialise() / other
         return self._after(lambda real: real / other, logit_scale=self.logit_scale / other)
 
-    def transpose(self, first: int, second: int) -> Any:
+    def transpose(self, *dims: Any, **named: Any) -> Any:
         batched = self.for_caller and not self._squeezed
-        if not batched or {first % self.ndim, second % self.ndim} != {0, 1}:
-            return self.materialise().transpose(first, second)
+        if not batched or named or {dim % self.ndim for dim in dims} != {0, 1}:
+            return self.materialise().transpose(*dims, **named)
         shape = torch.Size((self.shape[1], self.shape[0], self.shape[2]))
         step = operator.methodcaller("transpose", 0, 1)
         return self._after(step, shape=shape, _batch_first=not self._batch_first)
 
-    def squeeze(self, *dim: int) -> Any:
+    def squeeze(self, *dim: Any, **named: Any) -> Any:
         batched = self.for_caller and self._batch_first and not self._squeezed
-        if not batched or dim != (0,) or self.shape[0] != 1:
-            return self.materialise().squeeze(*dim)
+        if not batched or named or dim != (0,) or self.shape[0] != 1:
+            return self.materialise().squeeze(*dim, **named)
         return self._after(operator.methodcaller("squeeze", 0), shape=self.shape[1:], _squeezed=True)
 
-    def contiguous(self) -> Any:
-        if not self.for_caller:
-            return self.materialise().contiguous()
+    def contiguous(self, **named: Any) -> Any:
+        if not self.for_caller or named:
+            return self.materialise().contiguous(**named)
         return self._after(operator.methodcaller("contiguous"))
 
-    def float(self) -> Any:
-        if not self.for_caller:
-            return self.materialise().float()
+    def float(self, **named: Any) -> Any:
+        if not self.for_caller or named:
+            return self.materialise().float(**named)
         return self._after(operator.methodcaller("float"), dtype=torch.float32)
 
     def __getitem__(self, index: Any) -> Any:

@@ -17,7 +17,6 @@ stops.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Sequence
 from functools import wraps
 from types import ModuleType
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from megatron_fused_ce import vocab_parallel
 from megatron_fused_ce.adapter import switch
+from megatron_fused_ce.adapter.rl_stacks import replace_everywhere
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.grad_guard import Guard
 
@@ -81,9 +81,7 @@ def patch(module: ModuleType) -> None:
         tell_all_ranks(given["model"], given.get("pg_collection"))
         return result
 
-    for other in list(sys.modules.values()):
-        if getattr(other, "__dict__", {}).get(SEAM) is stock:
-            setattr(other, SEAM, finalize_model_grads)
+    replace_everywhere(module, SEAM, finalize_model_grads)
 
 
 def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:

@@ -6,7 +6,7 @@ Checked once when a model is built (:func:`reason_at_build`) and on every call o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_fused_ce.adapter import deferred_logits, token_weights
 from megatron_fused_ce.config import FusedCEConfig
@@ -123,12 +123,8 @@ def reason_for_log_probs(model: Any) -> str:
     return ""
 
 
-def refuse_accuracy(reason: str) -> None:
-    """Raise if the accuracy is on but the model has no head that can count it.
-
-    Raises:
-        ValueError: gives the reason.
-    """
+def refuse_accuracy(reason: str) -> NoReturn:
+    """Raises ``ValueError``: the accuracy is on, but this model's head cannot count it."""
     raise ValueError(
         f"--fused-ce-log-accuracy (log_accuracy) takes what the fused head counts: {reason}. Leave it out, "
         "or what stands in its way"

@@ -49,13 +49,20 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
 
     Raises:
         TypeError: ``config`` is no :class:`FusedCEConfig`.
+        ValueError: it has a ``logit_scale``, which Megatron's own path would not apply.
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
     global _enabled_config, _ever_enabled, _enabled_log_accuracy, _enabled_report
     from megatron_fused_ce.adapter import import_hook
 
     check_config(config)
-    _enabled_config = config or FusedCEConfig()
+    config = config or FusedCEConfig()
+    if config.logit_scale != 1.0:
+        raise ValueError(
+            f"logit_scale is {config.logit_scale}; under Megatron the model scales its logits (MuP's output "
+            "multiplier is taken over from it): leave it at 1"
+        )
+    _enabled_config = config
     _ever_enabled = True
     _enabled_log_accuracy = log_accuracy
     _enabled_report = report

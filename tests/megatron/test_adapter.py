@@ -69,6 +69,10 @@ def test_looking_costs_nothing(deferred):
     "use",
     [
         lambda z: z.transpose(0, 1).contiguous(),
+        lambda z: z.transpose(dim0=0, dim1=1),
+        lambda z: z.squeeze(dim=0),
+        lambda z: z.contiguous(memory_format=torch.contiguous_format),
+        lambda z: z.float(memory_format=torch.preserve_format),
         lambda z: torch.log_softmax(z, dim=-1),
         lambda z: torch.cat([z, z]),
         lambda z: z.float(),
@@ -505,6 +509,13 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
     assert run("-m", "megatron_fused_ce.autoload", "remove").returncode == 0
     assert run(script, *FLAGS).returncode == 2
+
+
+def test_a_scale_of_the_logits_is_the_models_own():
+    """Megatron's layer would not apply it where it makes real logits."""
+    with pytest.raises(ValueError, match="under Megatron the model scales its logits"):
+        megatron_fused_ce.enable(FusedCEConfig(logit_scale=0.5))
+    assert switch.active_config() is None
 
 
 def test_flags_for_experts_stand_in_a_group_of_their_own():

@@ -495,7 +495,7 @@ FAULTS = (
     ),
     Fault(
         "autocast is ignored",
-        f"{PACKAGE}/op.py",
+        f"{PACKAGE}/call.py",
         "hidden, weight = autocast.cast(hidden, weight)",
         "pass",
         (f"{OP} -k 'autocast and not copies'",),

@@ -87,6 +87,42 @@ def test_ignored_tokens_without_a_set(device):
     assert relative_error(made.log_prob[:, 5:].detach(), alone.log_prob) < FLOOR[torch.float32]
 
 
+def one_set_for_all(labels, *ids):
+    """The same kept ids for every token."""
+    count = labels.numel()
+    offsets = torch.arange(0, count * len(ids) + 1, len(ids), device=labels.device)
+    return torch.tensor(ids * count, device=labels.device), offsets
+
+
+def test_ids_of_a_mask_are_those_of_the_shards(device):
+    """Rows that begin at an id above 0, and a vocabulary that is said to be larger than the weight."""
+    hidden, weight = torch.randn(3, 4, device=device), torch.randn(8, 4, device=device)
+    labels = torch.tensor([1, 2, 1], device=device)
+    ids, offsets = one_set_for_all(labels, 1, 2, 5)
+    expected = masked_token_log_probs(hidden, weight, labels, ids, offsets).log_prob
+    shifted = labels + 100, ids + 100, offsets
+    found = masked_token_log_probs(hidden, weight, *shifted, vocab_start=100).log_prob
+    assert torch.equal(found, expected)
+    for bad in (ids, ids + 103):
+        with pytest.raises(ValueError, match="expected ids of the vocabulary, 100 to 107"):
+            masked_token_log_probs(hidden, weight, labels + 100, bad, offsets, vocab_start=100)
+    with pytest.raises(ValueError, match="the vocabulary has 8 rows"):
+        config = FusedCEConfig(true_vocab_size=16)
+        masked_token_log_probs(hidden, weight, labels, *one_set_for_all(labels, 1, 2, 12), config=config)
+
+
+def test_a_mask_under_autocast_and_without_gradients(device):
+    """As in token_log_probs: operands in autocast's dtype, any strategy where no gradient is wanted."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
+    given = inputs.hidden, inputs.weight
+    config = FusedCEConfig(strategy="grad_in_forward")
+    with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
+        found = masked_token_log_probs(*given, inputs.labels, *mask, config=config).log_prob
+    half = (tensor.bfloat16() for tensor in given)
+    assert torch.equal(found, masked_token_log_probs(*half, inputs.labels, *mask).log_prob)
+
+
 def test_a_mask_in_half_precision(device):
     """Logits of kept ids are fp32: the error is that of the operands' own products."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.bfloat16, device=device)

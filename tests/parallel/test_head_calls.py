@@ -414,6 +414,7 @@ DIFFERENCES = {
     "temperature below 0": (lambda device: {"temperature": -1.0}, "above 0 and finite"),
     "bad shape": (lambda device: {"hidden": ones(device, 8, 1, 3)}, "H = 3"),
     "bad dtype": (lambda device: {"labels": ones(device, 1, 8)}, "expected int64"),
+    "weights elsewhere": (lambda device: {"token_weights": ones("meta", 1, 8)}, "token_weights on meta"),
 }
 
 
@@ -425,6 +426,16 @@ def test_one_rank_differs(rank: Rank, what):
     changes = make(rank.device) if rank.rank == rank.size - 1 else {}
     with fresh_group(rank) as group, pytest.raises((TypeError, ValueError), match=words):
         one_call(rank, group, **changes)
+
+
+@on_ranks(2)
+def test_a_teacher_that_is_no_tensor(rank: Rank):
+    """On one rank: every rank raises."""
+    hidden, weight = ones(rank.device, 8, 1, 4), ones(rank.device, 5, 4)
+    ids = torch.zeros(1, 8, 2, dtype=torch.int64, device=rank.device)
+    given = ids.tolist() if rank.rank else ids
+    with fresh_group(rank) as group, pytest.raises((TypeError, ValueError), match="must be tensors"):
+        fused_linear_distillation(hidden, weight, given, ids.float(), tp_group=group)
 
 
 @on_ranks(2)
