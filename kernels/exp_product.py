@@ -37,7 +37,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
 from megatron_fused_ce.kernels.records import (
+    HEADROOM,
     LOG2_E,
+    LOWEST,
     NO_OPTIONS,
     SQUARED_UNIT,
     GradProduct,
@@ -46,13 +48,9 @@ from megatron_fused_ce.kernels.records import (
 )
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
-#: A tile is exponentiated against its own maximum once that exceeds the row's shift by more than
-#: this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is below
-#: ``2**-126`` of the row's largest.
-HEADROOM = tl.constexpr(64.0)
-
-#: Exponents are no lower than this where they are summed times their exponential: 0 times -inf is NaN.
-LOWEST = tl.constexpr(-1000.0)
+_HEADROOM = tl.constexpr(HEADROOM)
+_LOG2_E = tl.constexpr(LOG2_E)
+_LOWEST = tl.constexpr(LOWEST)
 _SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 _PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -123,7 +121,6 @@ def _exp_product_kernel(
     TEMPERATURE: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
@@ -155,7 +152,7 @@ def _exp_product_kernel(
             out_desc.store([m * BLOCK_M, n * BLOCK_N], z.to(out_desc.dtype))
         if SOFTCAP:
             z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E * inv_temperature)
+            z = z * (softcap * _LOG2_E * inv_temperature)
         else:
             z = z * (scale2 * inv_temperature)
         left_out = is_label | (columns[None, :] >= valid_columns)
@@ -168,10 +165,10 @@ def _exp_product_kernel(
             tl.store(tile_argmax_ptr + at, n * BLOCK_N + tile_argmax, mask=inside)
         else:
             tile_max = tl.max(z, axis=1)
-        tile_shift = tl.where(tile_max > HEADROOM, tile_max, 0.0)
+        tile_shift = tl.where(tile_max > _HEADROOM, tile_max, 0.0)
         z -= tile_shift[:, None]
         if WEIGHTED:
-            z = tl.maximum(z, LOWEST, propagate_nan=_PROPAGATE_NAN)
+            z = tl.maximum(z, _LOWEST, propagate_nan=_PROPAGATE_NAN)
         e = tl.exp2(z)
         if WEIGHTED:
             tl.store(tile_weighted_ptr + at, tl.sum(e * z, axis=1), mask=inside)
@@ -217,7 +214,6 @@ def _gradient_product_kernel(
     ROUNDED: tl.constexpr,
     TEMPERATURE: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
@@ -244,14 +240,14 @@ def _gradient_product_kernel(
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
         if SOFTCAP:
             z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E * inv_temperature)
+            z = z * (softcap * _LOG2_E * inv_temperature)
         else:
             z = z * (scale2 * inv_temperature)
         z -= max2[:, None]
         gradient = factor[:, None]
         if ENTROPY:
             entropy_factor = tl.load(entropy_factor_ptr + rows, mask=inside, other=0.0)
-            z = tl.maximum(z, LOWEST, propagate_nan=_PROPAGATE_NAN)
+            z = tl.maximum(z, _LOWEST, propagate_nan=_PROPAGATE_NAN)
             gradient += entropy_factor[:, None] * z
         gradient = tl.exp2(z) * gradient
         if SMOOTHING:

@@ -52,7 +52,9 @@ from megatron_fused_ce.kernels.launch import (
     num_sms,
 )
 from megatron_fused_ce.kernels.records import (
+    HEADROOM,
     LOG2_E,
+    LOWEST,
     NO_OPTIONS,
     SQUARED_UNIT,
     TABLE_HEADER,
@@ -61,10 +63,10 @@ from megatron_fused_ce.kernels.records import (
     TileStatistics,
 )
 
-#: See exp_product.HEADROOM and LOWEST.
-HEADROOM = gl.constexpr(64.0)
-LOWEST = gl.constexpr(-1000.0)
 _HEADER = gl.constexpr(TABLE_HEADER)
+_HEADROOM = gl.constexpr(HEADROOM)
+_LOG2_E = gl.constexpr(LOG2_E)
+_LOWEST = gl.constexpr(LOWEST)
 _SQUARED_UNIT = gl.constexpr(SQUARED_UNIT)
 
 #: A NaN logit must reach the sums.
@@ -271,11 +273,11 @@ def _exponentials(
     """
     if SOFTCAP:
         z2, softcap_grad = _softcapped(z, to_exponent, _rows_of(softcap2, z))
-        exponent = gl.where(z == float("-inf"), LOWEST, z2 - _rows_of(shift, z))
+        exponent = gl.where(z == float("-inf"), _LOWEST, z2 - _rows_of(shift, z))
     else:
         z2 = z * _rows_of(scale2, z)
         exponent = z2 - _rows_of(shift, z)
-        exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
+        exponent = gl.maximum(exponent, _LOWEST, propagate_nan=PROPAGATE_NAN)
     logit_sum = shift
     if WITH_SUM:
         logit_sum = gl.reduce(gl.where(z == float("-inf"), 0.0, z2), 1, _plus)
@@ -317,7 +319,7 @@ def _gradients(
     else:
         exponent = z * _rows_of(scale2, z) - _rows_of(row_shift, z)
     if ENTROPY:
-        exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
+        exponent = gl.maximum(exponent, _LOWEST, propagate_nan=PROPAGATE_NAN)
         out = gl.exp2(exponent) * (_rows_of(factor, z) + _rows_of(entropy_factor, z) * exponent)
     else:
         out = gl.exp2(exponent) * _rows_of(factor, z)
@@ -507,7 +509,7 @@ def _consume_tile(
         z = _rounded(z)
 
     to_exponent = 2.0 * scales.scale2 / scales.softcap
-    softcap2 = scales.softcap * 1.4426950408889634 * inv_temperature
+    softcap2 = scales.softcap * _LOG2_E * inv_temperature
     scale2 = scales.scale2 * inv_temperature
     if kind.MODE == STATISTICS:
         if (holds_label != 0) | (first_column + BLOCK_N > sizes.valid_columns):
@@ -532,7 +534,7 @@ def _consume_tile(
             tile_max = gl.where(row_max == float("-inf"), row_max, softcapped_max) - row_shift
         else:
             tile_max = row_max * scale2 - row_shift
-        shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + row_shift
+        shift = gl.where(tile_max > _HEADROOM, tile_max, 0.0) + row_shift
         gl.store(of_tiles.max + at, tile_max, mask=inside)
         if kind.SOFTCAP | kind.WEIGHTED | kind.WITH_SUM | kind.LOGITS:
             # By halves: registers hold no more than one of them beside what it is multiplied by.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 
 #: int32 entries before the marks of a tile table (exp_rows.RowPrologue): the counter, and padding that puts
 #: the marks at a multiple of 16 bytes.
@@ -23,7 +24,13 @@ NUM_STATISTICS = 4
 #: Label logit of a token whose label is not in this shard. A real label logit of ``+inf`` makes the token NaN
 #: anyway, so the two cannot be confused.
 NOT_HERE = float("inf")
-#: Exponentials are multiplied by this before they are squared: they reach ``2**64`` (exp_product.HEADROOM).
+#: A tile of the scaled-exp GEMM is exponentiated against its own maximum once that exceeds the row's shift by
+#: more than this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is
+#: below ``2**-126`` of the row's largest.
+HEADROOM = 64.0
+#: Its exponents are no lower than this where they are summed times their exponential: 0 times -inf is NaN.
+LOWEST = -1000.0
+#: Exponentials are multiplied by this before they are squared: they reach ``2**HEADROOM``.
 SQUARED_UNIT = 2.0**-32
 
 

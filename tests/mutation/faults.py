@@ -311,8 +311,8 @@ FAULTS = (
     Fault(
         "scaled-exp GEMM: a sum of logits without the label's own",
         "kernels/exp_rows.py",
-        " * LN2 + tl.where(here, label_logit, 0.0)",
-        " * LN2",
+        " * _LN_2 + tl.where(here, label_logit, 0.0)",
+        " * _LN_2",
         (f"{SCALED_EXP} -k 'against_fp64 and smoothing'",),
     ),
     Fault(
