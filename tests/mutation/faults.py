@@ -447,7 +447,7 @@ FAULTS = (
     Fault(
         "fp16's scale stays in grad_hidden",
         f"{PACKAGE}/pipeline.py",
-        "partial.mul_(self._inv_scale)",
+        "scale_(partial, self._inv_scale)",
         "pass",
         (f"{OP} -k 'against_fp64 and float16 and plain'",),
     ),
@@ -475,7 +475,7 @@ FAULTS = (
     Fault(
         "grad_in_forward's grad_hidden does not get the loss's scale",
         f"{PACKAGE}/loop.py",
-        "grad_hidden.mul_(scale)",
+        "scale_(grad_hidden, scale)",
         "pass",
         (f"{GUARD} -k 'scalar_keeps_its_digits'",),
     ),
