@@ -18,8 +18,8 @@ LN_2 = 0.6931471805599453
 #: the marks at a multiple of 16 bytes.
 TABLE_HEADER = 4
 
-#: Rows of :attr:`RowStatistics.shard`.
-ROW_MAX, ROW_SHIFT, SUM_EXP_NONLABEL, LABEL_LOGIT = range(4)
+#: The first two rows of :attr:`RowStatistics.shard`, and the number of all.
+ROW_MAX, ROW_SHIFT = range(2)
 NUM_STATISTICS = 4
 #: Label logit of a token whose label is not in this shard. A real label logit of ``+inf`` makes the token NaN
 #: anyway, so the two cannot be confused.
@@ -64,7 +64,7 @@ class SoftTargets(NamedTuple):
 class ExtraStatistics(NamedTuple):
     """Statistics that only some losses and outputs need, fp32 ``[C]``, natural units; None if not needed.
 
-    Of one shard: relative to its :attr:`RowStatistics.row_shift`. In :class:`Merged`: over the whole
+    Of one shard: relative to the row shift in :attr:`RowStatistics.shard`. In :class:`Merged`: over the whole
     vocabulary, relative to the row's maximum.
     """
 
@@ -115,18 +115,6 @@ class RowStatistics(NamedTuple):
     @property
     def row_max(self) -> Tensor:
         return self.shard[ROW_MAX]
-
-    @property
-    def row_shift(self) -> Tensor:
-        return self.shard[ROW_SHIFT]
-
-    @property
-    def sum_exp_nonlabel(self) -> Tensor:
-        return self.shard[SUM_EXP_NONLABEL]
-
-    @property
-    def label_logit(self) -> Tensor:
-        return self.shard[LABEL_LOGIT]
 
 
 class TileStatistics(NamedTuple):
