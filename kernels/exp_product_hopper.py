@@ -85,8 +85,8 @@ NUM_SLOTS = gl.constexpr(4)
 GROUP_BYTES = 16 * 2**20
 LARGEST_GROUP = 16
 #: Registers of a consumer's thread and of the loader's, of the 168 * 384 that a program has.
-CONSUMER_REGISTERS = 240
-LOADER_REGISTERS = 24
+CONSUMER_REGISTERS = gl.constexpr(240)
+LOADER_REGISTERS = gl.constexpr(24)
 #: Slots before a tile's end at which its loader asks for the next tile: 8 * 1024 cycles, 5 us, for an
 #: atomic of about 1 us. Not earlier: all programs have then begun their first tile, so that the tiles
 #: in flight stay neighbours, and a program that starts late finds more left.
@@ -643,7 +643,6 @@ def _consumer(
         tma.store_wait(0)
 
 
-# The counter is a slice of other zeros: its alignment differs from shape to shape.
 @gluon.jit
 def _product_kernel(
     tokens_desc,
@@ -734,7 +733,7 @@ def _product_kernel(
                 ),
             )),
             (_consumer, (
-                out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, 64,
+                out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, HALF_M,
                 _Kind(
                     GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
                     MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
@@ -745,7 +744,7 @@ def _product_kernel(
             )),
         ],
         [4, 1],
-        [240, 24],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )
     # fmt: on
 
