@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
+from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, num_sms
 from megatron_fused_ce.kernels.records import (
     HEADROOM,
     LOG2_E,
@@ -92,10 +92,10 @@ def _exp_product_kernel(
     row_shift_ptr,  # [C] fp32
     tile_max_ptr,  # [num_n, C] fp32
     tile_sum_ptr,  # [num_n, C] fp32
+    label_logit_ptr,  # [C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     tile_weighted_ptr,  # [num_n, C] fp32
     tile_logit_sum_ptr,  # [num_n, C] fp32
-    label_logit_ptr,  # [C] fp32
     tile_squares_ptr,  # [num_n, C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
@@ -303,14 +303,7 @@ def exp_product(
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
     tiling, num_programs = _launch_shape(tokens.device)
-    num_tiles = ceil_div(num_columns, tiling.block_n)
-    tile_max = row_shift2.new_empty(num_tiles, num_rows)
-    tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.empty_like(row_shift2)
-    tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
-    tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
-    tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
-    tile_squares = torch.empty_like(tile_max) if form.with_squares else None
+    tiles = TileStatistics.empty(row_shift2, num_columns, tiling.block_n, with_argmax, form)
     tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc
     if out is not None:
@@ -318,11 +311,8 @@ def exp_product(
     _exp_product[tiling](
         (num_programs,),
         (
-            *(labels, row_shift2, tile_max, tile_sum),
-            tile_max if tile_argmax is None else tile_argmax,
-            tile_max if tile_weighted is None else tile_weighted,
-            *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
-            tile_max if tile_squares is None else tile_squares,
+            *(labels, row_shift2),
+            *(tiles.tile_max if each is None else each for each in tiles[1:]),
             labels if form.valid_columns is None else form.valid_columns,
             row_shift2 if inv_temperature is None else inv_temperature,
         ),
@@ -351,10 +341,7 @@ def exp_product(
         TEMPERATURE=inv_temperature is not None,
         SQUARES=form.with_squares,
     )
-    return TileStatistics(
-        *(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum),
-        tile_squares,
-    )
+    return tiles
 
 
 def gradient_product(

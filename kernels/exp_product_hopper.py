@@ -48,7 +48,6 @@ from megatron_fused_ce.kernels.launch import (
     Bound,
     DescriptorTemplates,
     Launch,
-    ceil_div,
     num_sms,
 )
 from megatron_fused_ce.kernels.records import (
@@ -657,10 +656,10 @@ def _product_kernel(
     table_ptr,  # int32: exp_rows.RowPrologue.table
     tile_max_ptr,
     tile_sum_ptr,
+    label_logit_ptr,
     tile_argmax_ptr,
     tile_weighted_ptr,
     tile_logit_sum_ptr,
-    label_logit_ptr,
     tile_squares_ptr,
     valid_columns_ptr,
     inv_temperature_ptr,
@@ -863,14 +862,7 @@ def exp_product(
     inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> TileStatistics:
     """``E`` or logits into ``out`` (unless None); statistics of tiles: :func:`.exp_product.exp_product`."""
-    num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
-    tile_max = row_shift2.new_empty(num_tiles, tokens.shape[0])
-    tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.empty_like(row_shift2)
-    tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
-    tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
-    tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
-    tile_squares = torch.empty_like(tile_max) if form.with_squares else None
+    tiles = TileStatistics.empty(row_shift2, weight.shape[0], int(BLOCK_N), with_argmax, form)
     _launch(
         tokens,
         weight,
@@ -878,12 +870,7 @@ def exp_product(
         labels,
         table,
         GradProduct(row_shift2, row_shift2, row_shift2),
-        (
-            *(tile_max, tile_sum, table if tile_argmax is None else tile_argmax),
-            tile_max if tile_weighted is None else tile_weighted,
-            *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
-            tile_max if tile_squares is None else tile_squares,
-        ),
+        tuple(tiles.tile_max if each is None else each for each in tiles[1:]),
         logit_scale,
         int(STATISTICS),
         with_argmax,
@@ -891,10 +878,7 @@ def exp_product(
         logits,
         inv_temperature,
     )
-    return TileStatistics(
-        *(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum),
-        tile_squares,
-    )
+    return tiles
 
 
 def gradient_product(
@@ -916,7 +900,7 @@ def gradient_product(
         labels,
         table,
         gradient,
-        (gradient.max2, gradient.max2, table, *[gradient.max2] * 4),
+        (gradient.max2,) * 7,
         logit_scale,
         int(GRADIENTS),
         False,

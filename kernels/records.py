@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
@@ -137,6 +138,27 @@ class TileStatistics(NamedTuple):
     tile_logit_sum: Tensor | None = None
     #: fp32: sum of (SQUARED_UNIT * E)**2, label left out; with RowOptions.with_squares
     tile_squares: Tensor | None = None
+
+    @staticmethod
+    def empty(
+        row_shift2: Tensor,  # [C] fp32
+        num_columns: int,
+        tile_columns: int,
+        with_argmax: bool,
+        form: RowOptions,
+    ) -> TileStatistics:
+        """Those that ``form`` needs, for a kernel to write."""
+        tile_max = row_shift2.new_empty(-(-num_columns // tile_columns), row_shift2.shape[0])
+        return TileStatistics(
+            tile_columns,
+            tile_max,
+            torch.empty_like(tile_max),
+            torch.empty_like(row_shift2),
+            torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None,
+            torch.empty_like(tile_max) if form.with_weighted else None,
+            torch.empty_like(tile_max) if form.with_logit_sum else None,
+            torch.empty_like(tile_max) if form.with_squares else None,
+        )
 
 
 class Merged(NamedTuple):
