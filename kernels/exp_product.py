@@ -35,9 +35,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, ceil_div, num_sms
+from megatron_fused_ce.kernels.launch import DescriptorTemplates, Launch, num_sms
 from megatron_fused_ce.kernels.records import (
+    HEADROOM,
     LOG2_E,
+    LOWEST,
     NO_OPTIONS,
     SQUARED_UNIT,
     GradProduct,
@@ -46,13 +48,9 @@ from megatron_fused_ce.kernels.records import (
 )
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
-#: A tile is exponentiated against its own maximum once that exceeds the row's shift by more than
-#: this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is below
-#: ``2**-126`` of the row's largest.
-HEADROOM = tl.constexpr(64.0)
-
-#: Exponents are no lower than this where they are summed times their exponential: 0 times -inf is NaN.
-LOWEST = tl.constexpr(-1000.0)
+_HEADROOM = tl.constexpr(HEADROOM)
+_LOG2_E = tl.constexpr(LOG2_E)
+_LOWEST = tl.constexpr(LOWEST)
 _SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 _PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -94,10 +92,10 @@ def _exp_product_kernel(
     row_shift_ptr,  # [C] fp32
     tile_max_ptr,  # [num_n, C] fp32
     tile_sum_ptr,  # [num_n, C] fp32
+    label_logit_ptr,  # [C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     tile_weighted_ptr,  # [num_n, C] fp32
     tile_logit_sum_ptr,  # [num_n, C] fp32
-    label_logit_ptr,  # [C] fp32
     tile_squares_ptr,  # [num_n, C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
@@ -123,7 +121,6 @@ def _exp_product_kernel(
     TEMPERATURE: tl.constexpr,
     SQUARES: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
@@ -155,7 +152,7 @@ def _exp_product_kernel(
             out_desc.store([m * BLOCK_M, n * BLOCK_N], z.to(out_desc.dtype))
         if SOFTCAP:
             z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E * inv_temperature)
+            z = z * (softcap * _LOG2_E * inv_temperature)
         else:
             z = z * (scale2 * inv_temperature)
         left_out = is_label | (columns[None, :] >= valid_columns)
@@ -168,10 +165,10 @@ def _exp_product_kernel(
             tl.store(tile_argmax_ptr + at, n * BLOCK_N + tile_argmax, mask=inside)
         else:
             tile_max = tl.max(z, axis=1)
-        tile_shift = tl.where(tile_max > HEADROOM, tile_max, 0.0)
+        tile_shift = tl.where(tile_max > _HEADROOM, tile_max, 0.0)
         z -= tile_shift[:, None]
         if WEIGHTED:
-            z = tl.maximum(z, LOWEST, propagate_nan=_PROPAGATE_NAN)
+            z = tl.maximum(z, _LOWEST, propagate_nan=_PROPAGATE_NAN)
         e = tl.exp2(z)
         if WEIGHTED:
             tl.store(tile_weighted_ptr + at, tl.sum(e * z, axis=1), mask=inside)
@@ -217,7 +214,6 @@ def _gradient_product_kernel(
     ROUNDED: tl.constexpr,
     TEMPERATURE: tl.constexpr,
 ):
-    LOG2E: tl.constexpr = 1.4426950408889634
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
     num_n = tl.cdiv(num_columns, BLOCK_N)
@@ -244,14 +240,14 @@ def _gradient_product_kernel(
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
         if SOFTCAP:
             z, softcap_grad = tanh_and_grad(z * (logit_scale / softcap))
-            z = z * (softcap * LOG2E * inv_temperature)
+            z = z * (softcap * _LOG2_E * inv_temperature)
         else:
             z = z * (scale2 * inv_temperature)
         z -= max2[:, None]
         gradient = factor[:, None]
         if ENTROPY:
             entropy_factor = tl.load(entropy_factor_ptr + rows, mask=inside, other=0.0)
-            z = tl.maximum(z, LOWEST, propagate_nan=_PROPAGATE_NAN)
+            z = tl.maximum(z, _LOWEST, propagate_nan=_PROPAGATE_NAN)
             gradient += entropy_factor[:, None] * z
         gradient = tl.exp2(z) * gradient
         if SMOOTHING:
@@ -307,14 +303,7 @@ def exp_product(
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
     tiling, num_programs = _launch_shape(tokens.device)
-    num_tiles = ceil_div(num_columns, tiling.block_n)
-    tile_max = row_shift2.new_empty(num_tiles, num_rows)
-    tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.empty_like(row_shift2)
-    tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
-    tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
-    tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
-    tile_squares = torch.empty_like(tile_max) if form.with_squares else None
+    tiles = TileStatistics.empty(row_shift2, num_columns, tiling.block_n, with_argmax, form)
     tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
     out_desc = tokens_desc
     if out is not None:
@@ -322,11 +311,8 @@ def exp_product(
     _exp_product[tiling](
         (num_programs,),
         (
-            *(labels, row_shift2, tile_max, tile_sum),
-            tile_max if tile_argmax is None else tile_argmax,
-            tile_max if tile_weighted is None else tile_weighted,
-            *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
-            tile_max if tile_squares is None else tile_squares,
+            *(labels, row_shift2),
+            *(tiles.tile_max if each is None else each for each in tiles[1:]),
             labels if form.valid_columns is None else form.valid_columns,
             row_shift2 if inv_temperature is None else inv_temperature,
         ),
@@ -355,10 +341,7 @@ def exp_product(
         TEMPERATURE=inv_temperature is not None,
         SQUARES=form.with_squares,
     )
-    return TileStatistics(
-        *(tiling.block_n, tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum),
-        tile_squares,
-    )
+    return tiles
 
 
 def gradient_product(

@@ -48,11 +48,12 @@ from megatron_fused_ce.kernels.launch import (
     Bound,
     DescriptorTemplates,
     Launch,
-    ceil_div,
     num_sms,
 )
 from megatron_fused_ce.kernels.records import (
+    HEADROOM,
     LOG2_E,
+    LOWEST,
     NO_OPTIONS,
     SQUARED_UNIT,
     TABLE_HEADER,
@@ -61,10 +62,10 @@ from megatron_fused_ce.kernels.records import (
     TileStatistics,
 )
 
-#: See exp_product.HEADROOM and LOWEST.
-HEADROOM = gl.constexpr(64.0)
-LOWEST = gl.constexpr(-1000.0)
 _HEADER = gl.constexpr(TABLE_HEADER)
+_HEADROOM = gl.constexpr(HEADROOM)
+_LOG2_E = gl.constexpr(LOG2_E)
+_LOWEST = gl.constexpr(LOWEST)
 _SQUARED_UNIT = gl.constexpr(SQUARED_UNIT)
 
 #: A NaN logit must reach the sums.
@@ -83,8 +84,8 @@ NUM_SLOTS = gl.constexpr(4)
 GROUP_BYTES = 16 * 2**20
 LARGEST_GROUP = 16
 #: Registers of a consumer's thread and of the loader's, of the 168 * 384 that a program has.
-CONSUMER_REGISTERS = 240
-LOADER_REGISTERS = 24
+CONSUMER_REGISTERS = gl.constexpr(240)
+LOADER_REGISTERS = gl.constexpr(24)
 #: Slots before a tile's end at which its loader asks for the next tile: 8 * 1024 cycles, 5 us, for an
 #: atomic of about 1 us. Not earlier: all programs have then begun their first tile, so that the tiles
 #: in flight stay neighbours, and a program that starts late finds more left.
@@ -271,11 +272,11 @@ def _exponentials(
     """
     if SOFTCAP:
         z2, softcap_grad = _softcapped(z, to_exponent, _rows_of(softcap2, z))
-        exponent = gl.where(z == float("-inf"), LOWEST, z2 - _rows_of(shift, z))
+        exponent = gl.where(z == float("-inf"), _LOWEST, z2 - _rows_of(shift, z))
     else:
         z2 = z * _rows_of(scale2, z)
         exponent = z2 - _rows_of(shift, z)
-        exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
+        exponent = gl.maximum(exponent, _LOWEST, propagate_nan=PROPAGATE_NAN)
     logit_sum = shift
     if WITH_SUM:
         logit_sum = gl.reduce(gl.where(z == float("-inf"), 0.0, z2), 1, _plus)
@@ -317,7 +318,7 @@ def _gradients(
     else:
         exponent = z * _rows_of(scale2, z) - _rows_of(row_shift, z)
     if ENTROPY:
-        exponent = gl.maximum(exponent, LOWEST, propagate_nan=PROPAGATE_NAN)
+        exponent = gl.maximum(exponent, _LOWEST, propagate_nan=PROPAGATE_NAN)
         out = gl.exp2(exponent) * (_rows_of(factor, z) + _rows_of(entropy_factor, z) * exponent)
     else:
         out = gl.exp2(exponent) * _rows_of(factor, z)
@@ -507,7 +508,7 @@ def _consume_tile(
         z = _rounded(z)
 
     to_exponent = 2.0 * scales.scale2 / scales.softcap
-    softcap2 = scales.softcap * 1.4426950408889634 * inv_temperature
+    softcap2 = scales.softcap * _LOG2_E * inv_temperature
     scale2 = scales.scale2 * inv_temperature
     if kind.MODE == STATISTICS:
         if (holds_label != 0) | (first_column + BLOCK_N > sizes.valid_columns):
@@ -532,7 +533,7 @@ def _consume_tile(
             tile_max = gl.where(row_max == float("-inf"), row_max, softcapped_max) - row_shift
         else:
             tile_max = row_max * scale2 - row_shift
-        shift = gl.where(tile_max > HEADROOM, tile_max, 0.0) + row_shift
+        shift = gl.where(tile_max > _HEADROOM, tile_max, 0.0) + row_shift
         gl.store(of_tiles.max + at, tile_max, mask=inside)
         if kind.SOFTCAP | kind.WEIGHTED | kind.WITH_SUM | kind.LOGITS:
             # By halves: registers hold no more than one of them beside what it is multiplied by.
@@ -641,7 +642,6 @@ def _consumer(
         tma.store_wait(0)
 
 
-# The counter is a slice of other zeros: its alignment differs from shape to shape.
 @gluon.jit
 def _product_kernel(
     tokens_desc,
@@ -656,10 +656,10 @@ def _product_kernel(
     table_ptr,  # int32: exp_rows.RowPrologue.table
     tile_max_ptr,
     tile_sum_ptr,
+    label_logit_ptr,
     tile_argmax_ptr,
     tile_weighted_ptr,
     tile_logit_sum_ptr,
-    label_logit_ptr,
     tile_squares_ptr,
     valid_columns_ptr,
     inv_temperature_ptr,
@@ -732,7 +732,7 @@ def _product_kernel(
                 ),
             )),
             (_consumer, (
-                out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, 64,
+                out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, HALF_M,
                 _Kind(
                     GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
                     MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
@@ -743,7 +743,7 @@ def _product_kernel(
             )),
         ],
         [4, 1],
-        [240, 24],
+        [CONSUMER_REGISTERS, LOADER_REGISTERS],
     )
     # fmt: on
 
@@ -862,14 +862,7 @@ def exp_product(
     inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> TileStatistics:
     """``E`` or logits into ``out`` (unless None); statistics of tiles: :func:`.exp_product.exp_product`."""
-    num_tiles = ceil_div(weight.shape[0], int(BLOCK_N))
-    tile_max = row_shift2.new_empty(num_tiles, tokens.shape[0])
-    tile_sum = torch.empty_like(tile_max)
-    label_logit = torch.empty_like(row_shift2)
-    tile_argmax = torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None
-    tile_weighted = torch.empty_like(tile_max) if form.with_weighted else None
-    tile_logit_sum = torch.empty_like(tile_max) if form.with_logit_sum else None
-    tile_squares = torch.empty_like(tile_max) if form.with_squares else None
+    tiles = TileStatistics.empty(row_shift2, weight.shape[0], int(BLOCK_N), with_argmax, form)
     _launch(
         tokens,
         weight,
@@ -877,12 +870,7 @@ def exp_product(
         labels,
         table,
         GradProduct(row_shift2, row_shift2, row_shift2),
-        (
-            *(tile_max, tile_sum, table if tile_argmax is None else tile_argmax),
-            tile_max if tile_weighted is None else tile_weighted,
-            *(tile_max if tile_logit_sum is None else tile_logit_sum, label_logit),
-            tile_max if tile_squares is None else tile_squares,
-        ),
+        tuple(tiles.tile_max if each is None else each for each in tiles[1:]),
         logit_scale,
         int(STATISTICS),
         with_argmax,
@@ -890,10 +878,7 @@ def exp_product(
         logits,
         inv_temperature,
     )
-    return TileStatistics(
-        *(int(BLOCK_N), tile_max, tile_sum, label_logit, tile_argmax, tile_weighted, tile_logit_sum),
-        tile_squares,
-    )
+    return tiles
 
 
 def gradient_product(
@@ -915,7 +900,7 @@ def gradient_product(
         labels,
         table,
         gradient,
-        (gradient.max2, gradient.max2, table, *[gradient.max2] * 4),
+        (gradient.max2,) * 7,
         logit_scale,
         int(GRADIENTS),
         False,

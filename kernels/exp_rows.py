@@ -37,9 +37,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce.kernels.exp_product import HEADROOM
 from megatron_fused_ce.kernels.launch import MAX_REMEMBERED, Bound, Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import (
+    HEADROOM,
+    LN_2,
+    LOG2_E,
     NO_OPTIONS,
     NOT_HERE,
     TABLE_HEADER,
@@ -61,6 +63,9 @@ SAMPLED_ROWS = 64
 FAR_BELOW = tl.constexpr(-60.0)
 _NOT_HERE = tl.constexpr(NOT_HERE)
 _HEADER = tl.constexpr(TABLE_HEADER)
+_HEADROOM = tl.constexpr(HEADROOM)
+_LN_2 = tl.constexpr(LN_2)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 #: Rows and columns of the GEMM's half tiles; row_prologue marks those that hold a label.
 HALF_TILE_ROWS = 64
@@ -135,7 +140,6 @@ def _row_prologue_kernel(
 
     Every row is summed over H in the same order, so its shift does not depend on its neighbours.
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
     _fill_table(
         label_ptr, table_ptr, num_rows, num_columns, halves, num_tiles,
         HALF_TILE, TILE, BLOCK_TILES,
@@ -162,7 +166,7 @@ def _row_prologue_kernel(
         row_shift = softcap * tanh
     if TEMPERATURE:
         row_shift *= tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
-    tl.store(row_shift_ptr + rows, row_shift * LOG2E, mask=inside)
+    tl.store(row_shift_ptr + rows, row_shift * _LOG2_E, mask=inside)
 
 
 @triton.jit
@@ -229,7 +233,6 @@ def _combine_tiles_kernel(
     ``ALONE``: the shard is the whole vocabulary, so the tokens' losses are computed here too. With
     ``FINALIZE`` (plain loss only) this launch also does the work of :func:`_finalize_rows_kernel`.
     """
-    LN2: tl.constexpr = 0.6931471805599453
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = rows < num_rows
     slots = tl.zeros((BLOCK_TILES, BLOCK_ROWS), dtype=tl.float32)
@@ -251,7 +254,7 @@ def _combine_tiles_kernel(
             columns = tl.load(tile_argmax_ptr + at, mask=real, other=0)
             slot_best = tl.where(tile_max > slot_max, columns, slot_best)
         slot_max = tl.maximum(slot_max, tile_max)
-        tile_shift = tl.where(tile_max > HEADROOM, tile_max, 0.0)
+        tile_shift = tl.where(tile_max > _HEADROOM, tile_max, 0.0)
         slot_lowest = tl.minimum(slot_lowest, tl.where(real, tile_shift, float("inf")))
         new_shift = tl.maximum(slot_shift, tile_shift)
         of_slot, of_tile = slot_shift - new_shift, tile_shift - new_shift
@@ -274,7 +277,7 @@ def _combine_tiles_kernel(
     sum_exp_nonlabel = tl.sum(slot_sum_exp * tl.exp2(of_slot), axis=0)
     if WEIGHTED:
         weighted = tl.sum((slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot), axis=0)
-        tl.store(weighted_ptr + rows, weighted * LN2, mask=inside)
+        tl.store(weighted_ptr + rows, weighted * _LN_2, mask=inside)
     if SQUARES:
         squares = tl.sum(slot_squares * tl.exp2(2.0 * of_slot), axis=0)
         tl.store(squares_ptr + rows, squares, mask=inside)
@@ -289,14 +292,14 @@ def _combine_tiles_kernel(
     if TEMPERATURE:
         label_logit *= tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
     if WITH_SUM:
-        logit_sum = tl.sum(slot_logit_sum, axis=0) * LN2 + tl.where(here, label_logit, 0.0)
+        logit_sum = tl.sum(slot_logit_sum, axis=0) * _LN_2 + tl.where(here, label_logit, 0.0)
         tl.store(logit_sum_ptr + rows, logit_sum, mask=inside)
-    nonlabel_max = (row_shift + largest) * LN2
+    nonlabel_max = (row_shift + largest) * _LN_2
     own_wins = here & (label_logit >= nonlabel_max)
     row_max = tl.where(own_wins, label_logit, nonlabel_max)
     label_logit = tl.where(here, label_logit, _NOT_HERE)
     tl.store(shard_ptr + rows, row_max, mask=inside)
-    tl.store(shard_ptr + num_rows + rows, (row_shift + row_tile_shift) * LN2, mask=inside)
+    tl.store(shard_ptr + num_rows + rows, (row_shift + row_tile_shift) * _LN_2, mask=inside)
     tl.store(shard_ptr + 2 * num_rows + rows, sum_exp_nonlabel, mask=inside)
     tl.store(shard_ptr + 3 * num_rows + rows, label_logit, mask=inside)
     mixed_shift = tl.where(lowest_shift < row_tile_shift, row_tile_shift, -1.0)
@@ -307,7 +310,7 @@ def _combine_tiles_kernel(
         best = tl.min(first, axis=0)
         tl.store(argmax_ptr + rows, tl.where(own_wins, label, best.to(tl.int64)), mask=inside)
     if ALONE:
-        row_shift = (row_shift + row_tile_shift) * LN2
+        row_shift = (row_shift + row_tile_shift) * _LN_2
         sum_exp_nonlabel, of_label, shifted = addends(row_shift, sum_exp_nonlabel, label_logit, row_max)
         scale, neg_label_grad = store_loss(
             sum_exp_nonlabel,
@@ -397,9 +400,8 @@ def _finalize(
     ``E`` is read and written only if its tiles or shards have different shifts, or its row scale would
     underflow.
     """
-    LOG2E: tl.constexpr = 1.4426950408889634
     sign = tl.where(scale < 0.0, -1.0, 1.0)
-    log2_row_scale = (row_shift - row_max) * LOG2E + tl.log2(tl.abs(scale))
+    log2_row_scale = (row_shift - row_max) * _LOG2_E + tl.log2(tl.abs(scale))
     far_below = log2_row_scale < FAR_BELOW
     row_scale = tl.where(far_below, 1.0, sign * tl.exp2(log2_row_scale))
     mixed = mixed_shift >= 0.0
@@ -407,14 +409,14 @@ def _finalize(
     here = inside & (label >= 0) & (label < num_columns)
     row_ptr = e_ptr + rows.to(tl.int64) * e_stride
     if tl.max(moves.to(tl.int32), axis=0) > 0:
-        shift = (own_row_shift - row_shift) * LOG2E
+        shift = (own_row_shift - row_shift) * _LOG2_E
         shift += tl.where(far_below, log2_row_scale, 0.0) - tl.where(mixed, mixed_shift, 0.0)
         sign = tl.where(far_below, sign, 1.0)
         tile_ptr = tile_max_ptr + rows
         for tile in range(0, num_tiles):
             tile_max = tl.load(tile_ptr, mask=moves, other=0.0)
             tile_ptr += num_rows
-            tile_shift = tl.where(mixed & (tile_max > HEADROOM), tile_max, 0.0)
+            tile_shift = tl.where(mixed & (tile_max > _HEADROOM), tile_max, 0.0)
             columns = tile * TILE + tl.arange(0, TILE)
             mask = moves[:, None] & (columns < num_columns)[None, :] & (columns[None, :] != label[:, None])
             at = row_ptr[:, None] + columns[None, :]

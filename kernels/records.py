@@ -9,21 +9,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
 
 #: int32 entries before the marks of a tile table (exp_rows.RowPrologue): the counter, and padding that puts
 #: the marks at a multiple of 16 bytes.
 TABLE_HEADER = 4
 
-#: Rows of :attr:`RowStatistics.shard`.
-ROW_MAX, ROW_SHIFT, SUM_EXP_NONLABEL, LABEL_LOGIT = range(4)
+#: The first two rows of :attr:`RowStatistics.shard`, and the number of all.
+ROW_MAX, ROW_SHIFT = range(2)
 NUM_STATISTICS = 4
 #: Label logit of a token whose label is not in this shard. A real label logit of ``+inf`` makes the token NaN
 #: anyway, so the two cannot be confused.
 NOT_HERE = float("inf")
-#: Exponentials are multiplied by this before they are squared: they reach ``2**64`` (exp_product.HEADROOM).
+#: A tile of the scaled-exp GEMM is exponentiated against its own maximum once that exceeds the row's shift by
+#: more than this many powers of two: sums then stay below ``2**(64 + 18)``, and an entry that underflows is
+#: below ``2**-126`` of the row's largest.
+HEADROOM = 64.0
+#: Its exponents are no lower than this where they are summed times their exponential: 0 times -inf is NaN.
+LOWEST = -1000.0
+#: Exponentials are multiplied by this before they are squared: they reach ``2**HEADROOM``.
 SQUARED_UNIT = 2.0**-32
 
 
@@ -57,7 +65,7 @@ class SoftTargets(NamedTuple):
 class ExtraStatistics(NamedTuple):
     """Statistics that only some losses and outputs need, fp32 ``[C]``, natural units; None if not needed.
 
-    Of one shard: relative to its :attr:`RowStatistics.row_shift`. In :class:`Merged`: over the whole
+    Of one shard: relative to the row shift in :attr:`RowStatistics.shard`. In :class:`Merged`: over the whole
     vocabulary, relative to the row's maximum.
     """
 
@@ -109,18 +117,6 @@ class RowStatistics(NamedTuple):
     def row_max(self) -> Tensor:
         return self.shard[ROW_MAX]
 
-    @property
-    def row_shift(self) -> Tensor:
-        return self.shard[ROW_SHIFT]
-
-    @property
-    def sum_exp_nonlabel(self) -> Tensor:
-        return self.shard[SUM_EXP_NONLABEL]
-
-    @property
-    def label_logit(self) -> Tensor:
-        return self.shard[LABEL_LOGIT]
-
 
 class TileStatistics(NamedTuple):
     """Statistics of each row and tile of columns that the scaled-exp GEMM writes, ``[num_tiles, C]``.
@@ -142,6 +138,27 @@ class TileStatistics(NamedTuple):
     tile_logit_sum: Tensor | None = None
     #: fp32: sum of (SQUARED_UNIT * E)**2, label left out; with RowOptions.with_squares
     tile_squares: Tensor | None = None
+
+    @staticmethod
+    def empty(
+        row_shift2: Tensor,  # [C] fp32
+        num_columns: int,
+        tile_columns: int,
+        with_argmax: bool,
+        form: RowOptions,
+    ) -> TileStatistics:
+        """Those that ``form`` needs, for a kernel to write."""
+        tile_max = row_shift2.new_empty(-(-num_columns // tile_columns), row_shift2.shape[0])
+        return TileStatistics(
+            tile_columns,
+            tile_max,
+            torch.empty_like(tile_max),
+            torch.empty_like(row_shift2),
+            torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None,
+            torch.empty_like(tile_max) if form.with_weighted else None,
+            torch.empty_like(tile_max) if form.with_logit_sum else None,
+            torch.empty_like(tile_max) if form.with_squares else None,
+        )
 
 
 class Merged(NamedTuple):

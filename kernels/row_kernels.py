@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import (
+    LN_2,
     NO_OPTIONS,
     NOT_HERE,
     SQUARED_UNIT,
@@ -42,6 +43,7 @@ STATISTICS_BLOCK = 2048
 STATISTICS_WARPS = 4
 GRADIENT_BLOCK = 4096
 GRADIENT_WARPS = 8
+_LN_2 = tl.constexpr(LN_2)
 _NOT_HERE = tl.constexpr(NOT_HERE)
 _SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 
@@ -57,7 +59,7 @@ def _exp(t, EXACT: tl.constexpr):
         LOG2E_REST: tl.constexpr = 1.925963033500e-8
         high = t * LOG2E
         rest = tl.fma(t, LOG2E, -high) + t * LOG2E_REST
-        e = tl.exp2(high) * (1.0 + rest * 0.6931471805599453)
+        e = tl.exp2(high) * (1.0 + rest * _LN_2)
         e = tl.where(t == float("-inf"), 0.0, e)  # inf - inf in the rest
     else:
         e = tl.exp(t)

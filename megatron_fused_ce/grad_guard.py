@@ -279,19 +279,15 @@ def raise_if_mismatch(stepped: list[Tensor] | None = None) -> None:
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         here = torch.device("cuda", torch.cuda.current_device())
-        for seen in [guard.flag_on(here) for guard in _guards]:
+        for guard in _stopping(list(_guards), stepped):
+            seen = guard.flag_on(here)
             if seen is not None:
                 torch._assert_async(~seen, _ASSERTION)  # type: ignore[call-overload]
         return  # flags of other devices are read at the next call outside a capture
     if _poisoned:
         _raise_if_poisoned()
     wrong = [guard for guard in list(_guards) if guard.read()]
-    if wrong:
-        complete = _stepping.parameters is not None
-        if _stepping.parameters is not None:
-            stepped = _stepping.parameters()
-        wrong = [guard for guard in wrong if guard.stops(stepped, complete)]
-    if wrong:
+    if wrong and (wrong := _stopping(wrong, stepped)):
         for guard in wrong:
             guard.clear()
         heads = ", ".join(sorted(guard.heads for guard in wrong))
@@ -300,6 +296,14 @@ def raise_if_mismatch(stepped: list[Tensor] | None = None) -> None:
             "that strategy grad_in_forward was given in the forward (under Megatron: the loss_mask that the "
             f"model was called with), so its gradients are wrong; they were not applied. To go on: {_FIX}"
         )
+
+
+def _stopping(guards: list[Guard], stepped: list[Tensor] | None) -> list[Guard]:
+    """Those that belong to a model about to be stepped."""
+    complete = _stepping.parameters is not None
+    if _stepping.parameters is not None:
+        stepped = _stepping.parameters()
+    return [guard for guard in guards if guard.stops(stepped, complete)]
 
 
 def _raise_if_poisoned() -> None:

@@ -38,7 +38,7 @@ class GradWeight(Protocol):
         """After a failed backward: leave no partial sum that could be taken for the whole."""
 
 
-#: Opens a wgrad accumulator: (weight, number of chunks, whether a scale is to be undone).
+#: Opens a wgrad accumulator: (weight, number of GEMMs, whether a scale is to be undone).
 OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
 
 
@@ -49,8 +49,8 @@ class OpenedAccumulators:
         self._open = open_grad_weight
         self._opened: list[GradWeight] = []
 
-    def __call__(self, weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
-        self._opened.append(self._open(weight, num_chunks, scaled))
+    def __call__(self, weight: Tensor, num_gemms: int, scaled: bool) -> GradWeight:
+        self._opened.append(self._open(weight, num_gemms, scaled))
         return self._opened[-1]
 
     def abandon(self) -> None:
@@ -91,13 +91,13 @@ class HeldGradWeight:
 class ReturnedGradWeight:
     """Returns ``grad_weight`` to autograd in the weight's dtype.
 
-    Accumulates in an fp32 buffer of ``4 * V * H`` bytes; a single unscaled chunk needs none.
+    Accumulates in an fp32 buffer of ``4 * V * H`` bytes; a single unscaled GEMM needs none.
     """
 
-    def __init__(self, weight: Tensor, num_chunks: int, scaled: bool) -> None:
+    def __init__(self, weight: Tensor, num_gemms: int, scaled: bool) -> None:
         self._weight = weight
         self._dtype = weight.dtype
-        self._direct = num_chunks == 1 and not scaled
+        self._direct = num_gemms == 1 and not scaled
         self._product: Tensor | None = None
         self._held = HeldGradWeight(weight)
 
@@ -142,7 +142,6 @@ class InPlaceGradWeight:
     def __init__(
         self,
         buffer: Tensor,  # [V, H]
-        num_chunks: int,
         scaled: bool,
         returned: Callable[[], Tensor | None],
     ) -> None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import grad_guard, logits_backend
+from megatron_fused_ce import grad_guard
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight, accumulate_
@@ -40,7 +40,7 @@ from megatron_fused_ce.pipeline import (
     delay_next_gemm,
 )
 from megatron_fused_ce.row_ops import TokenTerms
-from megatron_fused_ce.scaling import scale_for_fp16, scale_token_weights
+from megatron_fused_ce.scaling import scale_, scale_for_fp16, scale_token_weights
 from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
 from megatron_fused_ce.vocab_parallel import DONE, Merge
 
@@ -590,11 +590,8 @@ def _scale_precomputed(
         with context.phases("grad-hidden"):
             if made.grad_hidden.row_scale is not None:
                 made.grad_hidden.scale(scale)
-            elif grad_hidden.is_cuda:
-                # mul_ would round a scalar that lives on the device to grad_hidden's dtype first.
-                logits_backend.scale_rows(grad_hidden, scale, grad_hidden)
             else:
-                grad_hidden.mul_(scale)
+                scale_(grad_hidden, scale)
     if made.grad_weight is None or not needs_grad[1]:
         return grad_hidden, None
     with context.phases("grad-weight"):

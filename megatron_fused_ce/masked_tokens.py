@@ -90,7 +90,7 @@ class Kept(NamedTuple):
 
         ``guard`` records an upstream gradient for a masked token as a mismatch.
         """
-        fill = -1.0 if per_token.dtype == torch.int64 else 0.0
+        fill = -1 if per_token.dtype == torch.int64 else 0
         whole: Tensor = _PutBack.apply(per_token, self, fill, guard)
         return whole
 
@@ -117,7 +117,7 @@ class _Take(torch.autograd.Function):
 
 class _PutBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, per_token: Tensor, kept: Kept, fill: float, guard: Guard) -> Tensor:
+    def forward(ctx: Any, per_token: Tensor, kept: Kept, fill: int, guard: Guard) -> Tensor:
         ctx.save_for_backward(*kept)
         whole = per_token.new_full(kept.skipped.shape, fill)
         made = per_token.view(kept.tokens.shape)

@@ -49,6 +49,7 @@ from megatron_fused_ce.grad_guard import Guard
 from megatron_fused_ce.grad_weight import OpenGradWeight, weighted_sum, write_in_two
 from megatron_fused_ce.logits_backend import LogitsGrad, first_rows
 from megatron_fused_ce.phases import Phases
+from megatron_fused_ce.scaling import scale_
 from megatron_fused_ce.vocab_parallel import DONE, Pending
 
 
@@ -388,7 +389,7 @@ class GradientGemms:
         with phases("grad-hidden"):
             torch.mm(first_rows(matrix, partial.shape[0]), self._weight, out=partial)
             if self._inv_scale is not None:
-                partial.mul_(self._inv_scale)
+                scale_(partial, self._inv_scale)
         self._pending.append(comm.reduce_grad_hidden(partial, out))
         phases.moved("reduce", comm.ring_bytes(partial.nbytes, not comm.sequence_parallel))
         return out

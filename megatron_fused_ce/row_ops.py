@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import (
-    NO_EXTRA,
     NOT_HERE,
     ROW_MAX,
     ROW_SHIFT,
@@ -107,13 +106,11 @@ def extra_addends(
 
 
 def merge_extra(
-    names: tuple[str, ...],
+    names: tuple[str, ...],  # one or more
     extra: Tensor,  # [R, K, C] fp32: the statistics that each shard has
     shards: Tensor,  # [R, 4, C] fp32
 ) -> ExtraStatistics:
     """Merge the extra statistics of all shards into those of the whole vocabulary."""
-    if not names:
-        return NO_EXTRA
     addends = extra_addends(ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0))
     return ExtraStatistics.of(
         names,

@@ -30,7 +30,7 @@ from megatron_fused_ce.logits_backend import write_product
 from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy, on_its_device
 from megatron_fused_ce.row_ops import TokenTerms
-from megatron_fused_ce.scaling import scale_for_fp16
+from megatron_fused_ce.scaling import scale_, scale_for_fp16
 from megatron_fused_ce.token_outputs import TokenLogProbs, Upstream
 from megatron_fused_ce.vocab_parallel import VocabParallel, check_true_vocab_size
 
@@ -276,7 +276,7 @@ class MaskedLogProbs(torch.autograd.Function):
             grad_hidden = None
             if partial is not None:
                 if inv_scale is not None:
-                    partial.mul_(inv_scale)
+                    scale_(partial, inv_scale)
                 grad_hidden = hidden.new_empty(hidden.shape) if comm.num_parts > 1 else partial
                 comm.reduce_grad_hidden(partial, grad_hidden).wait()
         return grad_hidden, accumulator.close(inv_scale) if wants_grad_weight else None, None

@@ -1,4 +1,4 @@
-"""Powers of two that keep gradients within the range of their dtype."""
+"""Powers of two that keep gradients within the range of their dtype, and what undoes them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ def scale_for_fp16(gradients: Sequence[Tensor], weight: Tensor) -> tuple[Tensor,
     shift = _shift_to(headroom, largest)
     one = torch.ones_like(largest)
     return torch.ldexp(one, shift), torch.ldexp(one, -shift)
+
+
+def scale_(rows: Tensor, scale: Tensor) -> None:
+    """``rows *= scale`` in place, multiplied in fp32: ``[n, H]``, unit column stride, times fp32 ``[]``.
+
+    On a GPU ``mul_`` would first round a factor without dimensions to the rows' dtype.
+    """
+    if rows.is_cuda:
+        from megatron_fused_ce.kernels import exp_rows
+
+        exp_rows.scale_rows(rows, scale, rows)
+    else:
+        rows.mul_(scale.view(1, 1))
 
 
 def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -142,7 +142,8 @@ class VocabParallel:
     ``num_parts`` ranks hold different tokens of a chunk: ``R`` with sequence parallelism, else 1.
     """
 
-    group: dist.ProcessGroup | None
+    #: weak: a :class:`.CallSpec` holds this, and the group's own history the spec
+    _group: ref[dist.ProcessGroup] | None
     size: int
     rank: int
     sequence_parallel: bool
@@ -163,11 +164,21 @@ class VocabParallel:
     ) -> VocabParallel:
         """Describe ``group``; ``None`` or a group of one rank runs no collective at all."""
         size = 1 if group is None else dist.get_world_size(group)
-        if size == 1:
+        if group is None or size == 1:
             return VocabParallel(None, 1, 0, False)
         merge = "packed" if merge == "auto" else merge
         rank = dist.get_rank(group)
-        return VocabParallel(group, size, rank, sequence_parallel, merge, reduces_grad_hidden)
+        return VocabParallel(ref(group), size, rank, sequence_parallel, merge, reduces_grad_hidden)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None over one rank."""
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the head's tensor-parallel group was destroyed after its forward")
+        return group
 
     @property
     def num_parts(self) -> int:

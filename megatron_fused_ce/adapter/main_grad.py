@@ -36,12 +36,10 @@ def open_grad_weight_for(weight: Any, gradient_accumulation_fusion: bool) -> Ope
     ):
         return ReturnedGradWeight
 
-    def open_main_grad(saved_weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
+    def open_main_grad(saved_weight: Tensor, num_gemms: int, scaled: bool) -> GradWeight:
         # A view of the same parameter may have replaced the attribute since.
         weight.main_grad = main_grad
-        return InPlaceGradWeight(
-            main_grad, num_chunks, scaled, lambda: _what_autograd_gets(weight, saved_weight.dtype)
-        )
+        return InPlaceGradWeight(main_grad, scaled, lambda: _what_autograd_gets(weight, saved_weight.dtype))
 
     kind = "main_grad" if main_grad.dtype == torch.float32 else "low_main_grad"
     open_main_grad.kind = kind  # type: ignore[attr-defined]

@@ -252,8 +252,8 @@ class Problem:
         if main_grad is None:
             return ReturnedGradWeight
 
-        def open_main_grad(weight: Tensor, num_chunks: int, scaled: bool) -> GradWeight:
-            return InPlaceGradWeight(main_grad, num_chunks, scaled, lambda: None)
+        def open_main_grad(weight: Tensor, num_gemms: int, scaled: bool) -> GradWeight:
+            return InPlaceGradWeight(main_grad, scaled, lambda: None)
 
         open_main_grad.kind = "main_grad"  # type: ignore[attr-defined]
         return open_main_grad

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.planner import PlanInputs, plan
+from megatron_fused_ce.planner import TILE_COLUMNS, PlanInputs, plan
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
 from megatron_fused_ce.scripts.lib.tables import markdown
@@ -30,7 +30,6 @@ RESULTS = REPOSITORY / results.RESULTS
 FIRST_WITH_ONE_GEMM = "2026-11-22"
 PAGE = REPOSITORY / "docs" / "scaling.md"
 STRATEGIES = ("store", "grad_in_forward", "recompute")
-TILE_COLUMNS = 256
 
 
 @dataclass(frozen=True)

@@ -300,8 +300,8 @@ def train_step(entry: Entry, layout: Layout, plans: Counter[str]) -> list[Tensor
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
     if problem.in_place:
 
-        def opened(weight: Tensor, num_chunks: int, scaled: bool) -> InPlaceGradWeight:
-            return InPlaceGradWeight(main_grad, num_chunks, scaled, lambda: None)
+        def opened(weight: Tensor, num_gemms: int, scaled: bool) -> InPlaceGradWeight:
+            return InPlaceGradWeight(main_grad, scaled, lambda: None)
 
         open_grad_weight = opened
     hiddens, losses = [], []

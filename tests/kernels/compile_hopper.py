@@ -91,7 +91,7 @@ def compiled(variant: str):
         "out_desc": descriptor(half, block_n // 2) if write else descriptor(half, block_k),
         "label_ptr": "*i64",
         "table_ptr": "*i32",
-        "tile_argmax_ptr": "*i32",
+        "tile_argmax_ptr": "*i32" if "with_argmax" in variant else "*fp32",
         "valid_columns_ptr": "*i64",
         "num_rows": "i32",
         "num_columns": "i32",

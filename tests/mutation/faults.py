@@ -311,8 +311,8 @@ FAULTS = (
     Fault(
         "scaled-exp GEMM: a sum of logits without the label's own",
         "kernels/exp_rows.py",
-        " * LN2 + tl.where(here, label_logit, 0.0)",
-        " * LN2",
+        " * _LN_2 + tl.where(here, label_logit, 0.0)",
+        " * _LN_2",
         (f"{SCALED_EXP} -k 'against_fp64 and smoothing'",),
     ),
     Fault(
@@ -447,7 +447,7 @@ FAULTS = (
     Fault(
         "fp16's scale stays in grad_hidden",
         f"{PACKAGE}/pipeline.py",
-        "partial.mul_(self._inv_scale)",
+        "scale_(partial, self._inv_scale)",
         "pass",
         (f"{OP} -k 'against_fp64 and float16 and plain'",),
     ),
@@ -475,7 +475,7 @@ FAULTS = (
     Fault(
         "grad_in_forward's grad_hidden does not get the loss's scale",
         f"{PACKAGE}/loop.py",
-        "grad_hidden.mul_(scale)",
+        "scale_(grad_hidden, scale)",
         "pass",
         (f"{GUARD} -k 'scalar_keeps_its_digits'",),
     ),
@@ -576,8 +576,8 @@ FAULTS = (
     Fault(
         "--fused-ce-z-loss is not handed on",
         f"{PACKAGE}/adapter/arguments.py",
-        'z_loss=getattr(args, "fused_ce_z_loss", 0.0),',
-        "z_loss=0.0,",
+        'if hasattr(args, f"fused_ce_{option.name}")',
+        'if hasattr(args, f"fused_ce_{option.name}") and option.name != "z_loss"',
         (f"{ADAPTER} -k config_from_a_command_line",),
     ),
     Fault(

@@ -174,8 +174,8 @@ class AddsTo:
         self.kind = "main_grad" if main_grad.dtype == torch.float32 else "low_main_grad"
         self._main_grad = main_grad
 
-    def __call__(self, weight: Tensor, num_chunks: int, scaled: bool) -> InPlaceGradWeight:
-        return InPlaceGradWeight(self._main_grad, num_chunks, scaled, lambda: None)
+    def __call__(self, weight: Tensor, num_gemms: int, scaled: bool) -> InPlaceGradWeight:
+        return InPlaceGradWeight(self._main_grad, scaled, lambda: None)
 
 
 def same(one: list[Any], other: list[Any]) -> bool:

@@ -111,6 +111,23 @@ def test_check_without_an_optimizer_raises_for_any_model(models):
     raise_if_mismatch()
 
 
+def test_a_captured_step_asserts_its_own_models_flag(models, monkeypatch):
+    """As if this CPU were a GPU that captures: an assertion here is checked at once."""
+    actor, critic, _, of_critic = models
+    mismatch(of_critic)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    flag_on = Guard.flag_on
+    monkeypatch.setattr(Guard, "flag_on", lambda guard, _: flag_on(guard, torch.device("cpu")))
+    raise_if_mismatch(list(actor.parameters()))
+    with stepping(lambda: list(actor.parameters())):
+        raise_if_mismatch(copies_of(actor))
+    for stepped in (list(critic.parameters()), copies_of(actor), None):
+        with pytest.raises(RuntimeError, match="not a scalar times the token weights"):
+            raise_if_mismatch(stepped)
+
+
 def test_a_guard_ends_with_its_model():
     """Nothing global holds it: a model built anew for each trial leaves none behind."""
     import gc

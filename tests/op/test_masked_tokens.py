@@ -155,6 +155,13 @@ def test_outputs_and_teachers(device):
     assert_within(result, truth, plain, torch.float32)
 
 
+def test_large_ids_are_put_back_whole(device):
+    """2**24 + 1 is no number of fp32."""
+    kept = masked_tokens.Kept.of(torch.tensor([[0.0, 1.0, 1.0]], device=device), 2)
+    ids = torch.tensor([2**24 + 1, 2**40 + 1], device=device)
+    assert kept.put_back(ids).tolist() == [-1, *ids.tolist()]
+
+
 def test_a_count_that_was_started_before(device):
     inputs, masked = masked_problem(0.5, device)
     weights = inputs.grad_loss.t().reshape(1, -1)

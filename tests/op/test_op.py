@@ -26,7 +26,7 @@ from megatron_fused_ce.testing.reference import (
     truth,
 )
 from tests.support.head import column_plans, mixed_plans
-from tests.support.op import DTYPES, STRATEGIES, run, weights_for
+from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, run, weights_for
 from tests.support.problems import open_main_grad
 
 
@@ -363,6 +363,20 @@ def test_fp16_small_upstream_does_not_vanish(device):
     # The outputs are fp16 and partly subnormal there: their own rounding is what is left.
     assert relative_error(result.grad_weight, exact.grad_weight.half()) < 2e-3
     assert relative_error(result.grad_hidden, exact.grad_hidden.half()) < 2e-2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fp16_smaller_upstream_does_not_vanish(strategy, device):
+    """Below 2**-17 the inverse of the power of two is no number of fp16: it must not be rounded to one."""
+    inputs = make_inputs("plain", s=16, b=1, hidden_size=16, vocab=2000, dtype=torch.float16, device=device)
+    tiny = inputs.__class__(inputs.hidden, inputs.weight, inputs.labels, inputs.grad_loss * 2.0**-20)
+    with RoundedFactors():
+        result = run(tiny, FusedCEConfig(strategy=strategy, num_chunks=3))
+    exact = truth(tiny)
+    for name in ("grad_hidden", "grad_weight"):  # in steps of 2**-24, and rounded once
+        error = getattr(result, name).double() - getattr(exact, name)
+        assert error.abs().max() < 1.05 * 2.0**-25, name
+        assert getattr(exact, name).abs().max() > 2.0**-22
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -277,6 +279,22 @@ def test_one_rank_alone_has_lost_its_specs(rank: Rank) -> None:
         _, after = call()
     assert not [made for made in issued.calls if made.dtype == "int64"]
     assert all(map(torch.equal, before, after))
+
+
+@on_ranks(2)
+def test_a_destroyed_group_is_let_go(rank: Rank) -> None:
+    """Its history, whose specs name it, does not keep it."""
+    call = Call(rank)
+    hidden, weight = call.hidden.clone().requires_grad_(), call.weight.clone().requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, call.labels, tp_group=call.group).loss
+    assert history_of(call.group).specs
+    group = weakref.ref(call.group)
+    dist.destroy_process_group(call.group)
+    del call
+    gc.collect()  # Triton's interpreter leaves cycles that hold its arguments
+    assert group() is None
+    with pytest.raises(RuntimeError, match="destroyed after its forward"):
+        loss.sum().backward()
 
 
 @on_ranks(2)

@@ -109,8 +109,8 @@ class Step:
         )
         return made.loss
 
-    def open(self, weight, num_chunks, scaled):
-        return InPlaceGradWeight(self.main_grad, num_chunks, scaled, lambda: None)
+    def open(self, weight, num_gemms, scaled):
+        return InPlaceGradWeight(self.main_grad, scaled, lambda: None)
 
     def gradients(self):
         of_weight = self.weight.grad if self.main_grad is None else self.main_grad

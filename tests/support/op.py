@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.kernels import exp_product
@@ -60,6 +61,16 @@ def run(inputs: HeadInputs, config: FusedCEConfig, *, flat: bool = False, **kwar
     loss.backward(inputs.grad_loss)
     assert hidden.grad is not None and weight.grad is not None
     return HeadResult(loss.detach(), hidden.grad, weight.grad)
+
+
+class RoundedFactors(TorchDispatchMode):
+    """Multiplies as a GPU does: a factor without dimensions is first rounded to the other's dtype."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        multiplies = func in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor)
+        if multiplies and args[0].dim() and isinstance(args[1], torch.Tensor) and not args[1].dim():
+            args = args[0], args[1].to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def accumulation_is_the_sum(strategy, **where) -> None:
             head.weight,
             head.labels,
             **head.options,
-            open_grad_weight=lambda weight, n, scaled: InPlaceGradWeight(main_grad, n, scaled, lambda: None),
+            open_grad_weight=lambda weight, n, scaled: InPlaceGradWeight(main_grad, scaled, lambda: None),
         )
         made.loss.backward(head.upstream)
     summed = sum(head.alone()[1] for head in heads)

@@ -281,8 +281,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.float().view(torch.int32), b.float().view(torch.int32))
 
 
-def open_main_grad(main_grad: Tensor, weight: Tensor, num_chunks: int, scaled: bool) -> InPlaceGradWeight:
-    return InPlaceGradWeight(main_grad, num_chunks, scaled, lambda: None)
+def open_main_grad(main_grad: Tensor, weight: Tensor, num_gemms: int, scaled: bool) -> InPlaceGradWeight:
+    return InPlaceGradWeight(main_grad, scaled, lambda: None)
 
 
 # --- what is held against fp64 ---------------------------------------------------------------
