@@ -15,8 +15,8 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
-#: int32 entries before the marks of a tile table (exp_rows.RowPrologue): the counter, and padding that puts
-#: the marks at a multiple of 16 bytes.
+#: int32 entries before the marks of a tile table (scaled_exp_rows.RowPrologue): the counter, and padding that
+#: puts the marks at a multiple of 16 bytes.
 TABLE_HEADER = 4
 
 #: The first two rows of :attr:`RowStatistics.shard`, and the number of all.
@@ -187,7 +187,7 @@ class GradCoefficients(NamedTuple):
     smoothing_per_class: Tensor | None = None  # or []
 
     def in_base_2(self) -> GradProduct:
-        """For the epilogue of ``gradient_product``."""
+        """For the epilogue of ``grad_logits_gemm``."""
         factor = self.factor * self.scale
         return GradProduct(
             self.row_max * LOG2_E,

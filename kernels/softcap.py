@@ -1,7 +1,7 @@
 """``tanh`` and its gradient for softcapped logits, inlined into the kernels that need them.
 
 One ``exp`` and one reciprocal an element.
-:mod:`.exp_product_hopper` has its own, in Gluon.
+:mod:`.scaled_exp_hopper` has its own, in Gluon.
 """
 
 from __future__ import annotations

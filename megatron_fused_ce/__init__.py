@@ -14,7 +14,7 @@ Shape letters, the same in every file, kernel and document:
 ======  ==========================================================================
 
 Read the code in this order: :mod:`.op`, :mod:`.call`, :mod:`.autograd`, :mod:`.loop`, :mod:`.pipeline`,
-:mod:`.logits_backend`, :mod:`.row_ops`, :mod:`.vocab_parallel`, :mod:`.grad_weight`,
+:mod:`.logits_backend`, :mod:`.loss_form`, :mod:`.row_ops`, :mod:`.vocab_parallel`, :mod:`.grad_weight`,
 :mod:`.grad_guard`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
 
 Names are imported when they are first used: the hook that waits for Megatron can then be installed

@@ -114,9 +114,9 @@ class ReturnedGradWeight:
 
     def add_total(self, total: Tensor, scale: Tensor) -> None:
         if total.is_cuda and self._dtype != torch.float32:
-            from megatron_fused_ce.kernels import exp_rows
+            from megatron_fused_ce.kernels import scaled_exp_rows
 
-            self._product = exp_rows.scaled_copy(total, scale, self._dtype)
+            self._product = scaled_exp_rows.scaled_copy(total, scale, self._dtype)
         else:
             self._product = total.mul_(scale)
 
@@ -189,9 +189,9 @@ class InPlaceGradWeight:
 def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:
     """``total += scale * addend``, fp32, in one pass over both."""
     if total.is_cuda and total.is_contiguous() and addend.is_contiguous():
-        from megatron_fused_ce.kernels import exp_rows
+        from megatron_fused_ce.kernels import scaled_exp_rows
 
-        exp_rows.add_scaled_(total, addend, scale)
+        scaled_exp_rows.add_scaled_(total, addend, scale)
     else:
         total.addcmul_(addend, scale)
 

@@ -226,7 +226,7 @@ class ScaledExp:
     statistics are made, and row kernels make the gradients.
     """
 
-    product: ModuleType  # kernels.exp_product or kernels.exp_product_hopper
+    product: ModuleType  # kernels.scaled_exp or kernels.scaled_exp_hopper
     saves_logits: bool = False
 
     name = "scaled_exp"
@@ -242,24 +242,24 @@ class ScaledExp:
         return _token_kernels()
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor:
-        exp_rows = _exp_rows()
-        rows: Tensor = exp_rows.sample_rows(weight, -(-exp_rows.SAMPLED_ROWS // num_ranks), form)
+        kernels = _scaled_exp_rows()
+        rows: Tensor = kernels.sample_rows(weight, -(-kernels.SAMPLED_ROWS // num_ranks), form)
         return rows
 
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         tokens, weight, labels, logit_scale, sample, form, _, alone, inv_temperature = chunk
         assert sample is not None
-        exp_rows = _exp_rows()
+        scaled_exp_rows = _scaled_exp_rows()
         num_columns = weight.shape[0]
         num_rows = labels.shape[0]
         if out is not None and out.shape[0] > num_rows:
             constant = out[num_rows:].zero_()
             constant[:2, : form.real_columns] = 1.0
             out = out[:num_rows]
-        prologue = exp_rows.row_prologue(
+        prologue = scaled_exp_rows.row_prologue(
             tokens, sample, labels, num_columns, logit_scale, form, inv_temperature
         )
-        tiles = self.product.exp_product(
+        tiles = self.product.scaled_exp_gemm(
             tokens,
             weight,
             labels,
@@ -275,7 +275,7 @@ class ScaledExp:
 
         def statistics() -> Scores:
             at_once = out if alone and form.is_plain and not self.saves_logits else None
-            stats, row_scale = exp_rows.combine_tiles(
+            stats, row_scale = scaled_exp_rows.combine_tiles(
                 prologue, tiles, labels, num_columns, form, alone, at_once, inv_temperature
             )
             return Scores(stats, tiles, row_scale)
@@ -287,7 +287,7 @@ class ScaledExp:
             return None
         if scores.row_scale is not None:
             return scores.row_scale
-        row_scale: Tensor = _exp_rows().finalize_rows(
+        row_scale: Tensor = _scaled_exp_rows().finalize_rows(
             first_rows(matrix, chunk.labels.shape[0]),
             chunk.labels,
             scores.tiles,
@@ -316,11 +316,11 @@ class ScaledExp:
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
     ) -> LogitsGrad:
         tokens, weight, labels, logit_scale, _, form, *_ = chunk
-        self.product.gradient_product(
+        self.product.grad_logits_gemm(
             tokens,
             weight,
             labels,
-            _exp_rows().tile_table(labels, weight.shape[0]),
+            _scaled_exp_rows().tile_table(labels, weight.shape[0]),
             form.grad_coefficients(terms, upstream).in_base_2(),
             logit_scale,
             out,
@@ -349,20 +349,20 @@ def _row_kernels() -> ModuleType:
 
 
 @cache
-def _forms() -> Any:
-    from megatron_fused_ce.kernels import forms
+def _variants() -> Any:
+    from megatron_fused_ce.kernels import gemm_variants
 
-    return forms
+    return gemm_variants
 
 
 @cache
-def _exp_rows() -> Any:
-    from megatron_fused_ce.kernels import exp_rows
+def _scaled_exp_rows() -> Any:
+    from megatron_fused_ce.kernels import scaled_exp_rows
 
-    return exp_rows
+    return scaled_exp_rows
 
 
-def row_pass(
+def gemm_then_rows(
     device: torch.device, requested: str = "auto", logits_dtype: torch.dtype | None = None
 ) -> GemmThenRows:
     """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested.
@@ -382,7 +382,7 @@ def row_pass(
     if requested == "auto":
         requested = "triton" if device.type == "cuda" else "torch"
     if requested == "triton":
-        versions.require("triton", _forms().triton_version())
+        versions.require("triton", _variants().triton_version())
         return GemmThenRows(_row_kernels(), logits_dtype)
     return GemmThenRows(row_ops_torch, logits_dtype)
 
@@ -418,19 +418,19 @@ def choose(
     Raises:
         ValueError: ``scaled_exp`` was asked for by name and cannot serve.
     """
-    reason = why_not_exp(config, tokens, weight, requested, why_not_here)
+    reason = why_not_scaled_exp(config, tokens, weight, requested, why_not_here)
     if not reason:
         saves_logits = bool(_saved_as_logits(config, requested))
-        return ScaledExp(_forms().product_for(tokens.device), saves_logits), ""
+        return ScaledExp(_variants().gemm_for(tokens.device), saves_logits), ""
     if config.logits_backend == "scaled_exp":
         raise ValueError(
             f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
         )
     in_fp32 = config.logit_precision == "fp32" and tokens.dtype != torch.float32
-    return row_pass(tokens.device, config.row_backend, torch.float32 if in_fp32 else None), reason
+    return gemm_then_rows(tokens.device, config.row_backend, torch.float32 if in_fp32 else None), reason
 
 
-def why_not_exp(
+def why_not_scaled_exp(
     config: FusedCEConfig,
     tokens: Tensor,
     weight: Tensor,
@@ -475,7 +475,7 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     )
     if not tokens.is_cuda and not interpreted:
         return f"it runs on CUDA devices, not on {tokens.device.type}"
-    missing: str = _forms().triton_lacks()
+    missing: str = _variants().triton_lacks()
     if missing:
         return missing
     if not interpreted:
@@ -489,8 +489,8 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     if not _loads(weight):
         return "TMA needs rows of weight that are contiguous and begin at multiples of 16 bytes"
     compiles = tokens.dtype == torch.bfloat16 or interpreted  # else nothing is served
-    if compiles and _forms().product_for(tokens.device) is None:
-        return str(_forms().compiled(tokens.device).failure)
+    if compiles and _variants().gemm_for(tokens.device) is None:
+        return str(_variants().compiled(tokens.device).failure)
     return ""
 
 
@@ -557,5 +557,5 @@ def scale_rows(
     also: Tensor | None = None,
     added: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """:func:`.exp_rows.scale_rows`, for a :class:`LogitsGrad`."""
-    _exp_rows().scale_rows(x, row_scale, out, upstream, also, added)
+    """:func:`.scaled_exp_rows.scale_rows`, for a :class:`LogitsGrad`."""
+    _scaled_exp_rows().scale_rows(x, row_scale, out, upstream, also, added)

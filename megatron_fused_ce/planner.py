@@ -95,7 +95,7 @@ CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
-#: Sampled rows of the weight for the scaled-exp GEMM's row shifts (kernels.exp_rows).
+#: Sampled rows of the weight for the scaled-exp GEMM's row shifts (kernels.scaled_exp_rows).
 SAMPLED_ROWS = 64
 #: cuBLAS's workspace, as torch allocates it on Hopper: one for the forward's thread and one for autograd's,
 #: shared with the rest of the model.

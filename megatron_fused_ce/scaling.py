@@ -42,9 +42,9 @@ def scale_(rows: Tensor, scale: Tensor) -> None:
     On a GPU ``mul_`` would first round a factor without dimensions to the rows' dtype.
     """
     if rows.is_cuda:
-        from megatron_fused_ce.kernels import exp_rows
+        from megatron_fused_ce.kernels import scaled_exp_rows
 
-        exp_rows.scale_rows(rows, scale, rows)
+        scaled_exp_rows.scale_rows(rows, scale, rows)
     else:
         rows.mul_(scale.view(1, 1))
 

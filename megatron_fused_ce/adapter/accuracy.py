@@ -30,7 +30,7 @@ from megatron_fused_ce.adapter.token_weights import TokenWeights
 
 KEY = "lm accuracy"
 LOSS_KEY = "lm loss"
-SEAM = "forward_step_calc_loss"
+HOOK_POINT = "forward_step_calc_loss"
 
 
 class Counts(NamedTuple):
@@ -62,8 +62,8 @@ def reason_at_build(takes_mask: bool) -> str | None:
     """Why a launch with a fused head cannot have the accuracy, or None."""
     from megatron.core.pipeline_parallel import schedules
 
-    if not hasattr(schedules, SEAM):
-        return f"this Megatron's schedules have no {SEAM}"
+    if not hasattr(schedules, HOOK_POINT):
+        return f"this Megatron's schedules have no {HOOK_POINT}"
     return None if takes_mask else "this Megatron calls the model without a loss_mask"
 
 
@@ -88,7 +88,7 @@ def remember(loss: Tensor, counts: Counts | None, unknown: str, tp_rank: int) ->
 
 def patch(module: ModuleType) -> None:
     """Wrap the loss function that ``megatron.core.pipeline_parallel.schedules`` is about to call."""
-    stock = getattr(module, SEAM, None)
+    stock = getattr(module, HOOK_POINT, None)
     if stock is None:
         return  # reason_at_build reports it if the accuracy is on
 
@@ -101,7 +101,7 @@ def patch(module: ModuleType) -> None:
             loss_func = _reporting(loss_func, evaluated, output_tensor)
         return stock(model, output_tensor, loss_func, *args, **kwargs)
 
-    setattr(module, SEAM, forward_step_calc_loss)
+    setattr(module, HOOK_POINT, forward_step_calc_loss)
 
 
 def _reporting(loss_func: Callable[..., Any], evaluated: _Evaluated, output: Any) -> Callable[..., Any]:

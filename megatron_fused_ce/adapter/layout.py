@@ -19,7 +19,7 @@ LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
 
 #: Module -> names in it that must be there. Only ``--fused-ce-log-accuracy`` needs the schedules' function,
 #: and torch's own hook covers the optimizers.
-SEAMS = {
+HOOK_POINTS = {
     "megatron.training.arguments": ("add_megatron_arguments",),
     LANGUAGE_MODULE: (
         "LanguageModule.setup_embeddings_and_output_layer",
@@ -46,12 +46,12 @@ def why_unknown(module: ModuleType) -> str | None:
             reason = versions.too_old("torch", torch.__version__)
         if reason is not None:
             return reason
-    for seam in SEAMS.get(module.__name__, ()):
+    for hook_point in HOOK_POINTS.get(module.__name__, ()):
         found: Any = module
-        for name in seam.split("."):
+        for name in hook_point.split("."):
             found = getattr(found, name, None)
         if found is None:
-            return _other_layout(f"{module.__name__}.{seam}")
+            return _other_layout(f"{module.__name__}.{hook_point}")
     return None
 
 

@@ -32,7 +32,7 @@ from megatron_fused_ce.adapter.rl_stacks import replace_everywhere
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.grad_guard import Guard
 
-SEAM = "finalize_model_grads"
+HOOK_POINT = "finalize_model_grads"
 
 _of_layer: WeakKeyDictionary[nn.Module, Guard] = WeakKeyDictionary()
 
@@ -69,7 +69,7 @@ def adopt(model: nn.Module, layer: nn.Module, config: FusedCEConfig) -> None:
 
 def patch(module: ModuleType) -> None:
     """Wrap ``finalize_model_grads``, also in modules that imported it by name before."""
-    stock = getattr(module, SEAM, None)
+    stock = getattr(module, HOOK_POINT, None)
     if stock is None or "model" not in inspect.signature(stock).parameters:
         return
     signature = inspect.signature(stock)
@@ -81,7 +81,7 @@ def patch(module: ModuleType) -> None:
         tell_all_ranks(given["model"], given.get("pg_collection"))
         return result
 
-    replace_everywhere(module, SEAM, finalize_model_grads)
+    replace_everywhere(module, HOOK_POINT, finalize_model_grads)
 
 
 def tell_all_ranks(chunks: Sequence[nn.Module], groups: Any) -> None:

@@ -27,7 +27,7 @@ PREFIX = "fused-ce-"
 TRAINING = ("forward", "backward")
 EVALUATION = ("evaluation",)
 TRAINER = "megatron.training.training"
-SEAM = "training_log"
+HOOK_POINT = "training_log"
 
 
 @lru_cache(maxsize=1)
@@ -38,7 +38,7 @@ def recorder() -> PhaseTimes:
 
 def patch(module: ModuleType) -> None:
     """Wrap ``training_log`` of ``megatron.training.training``, which is looked up there at each call."""
-    stock = getattr(module, SEAM, None)
+    stock = getattr(module, HOOK_POINT, None)
     if stock is None:
         return  # times_heads reports it if the report is on
     signature = inspect.signature(stock)
@@ -52,12 +52,14 @@ def patch(module: ModuleType) -> None:
         with reporting.of_iteration(int(iteration), module.get_tensorboard_writer()):
             return stock(*args, **kwargs)
 
-    setattr(module, SEAM, training_log)
+    setattr(module, HOOK_POINT, training_log)
 
 
 def missing(module: Any) -> str:
     """Names in the trainer's module that the report needs and does not find; empty if all are there."""
-    names = [name for name in (SEAM, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)]
+    names = [
+        name for name in (HOOK_POINT, "get_timers", "get_tensorboard_writer") if not hasattr(module, name)
+    ]
     if not names:
         timers = module.get_timers()
         of_timers = ("log", "write", "_timers", "_log_levels")
@@ -74,8 +76,8 @@ def times_heads(tp_rank: int) -> bool:
     if not reports_phases():
         return False
     trainer = sys.modules.get(TRAINER)
-    if trainer is not None and not hasattr(trainer, SEAM):
-        report.say_once(tp_rank, no_report(SEAM))
+    if trainer is not None and not hasattr(trainer, HOOK_POINT):
+        report.say_once(tp_rank, no_report(HOOK_POINT))
     return True
 
 

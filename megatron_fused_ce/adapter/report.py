@@ -194,7 +194,7 @@ def _device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, before: str = "on") -> None:
+def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not: str, before: str = "on") -> None:
     """Log one line on strategy and memory, and one on the reason and on differences from a plain head."""
     if not _speaks(layer.tp_group.rank()):
         return
@@ -208,8 +208,8 @@ def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not_exp: str, bef
     notes = [chosen.why] if config.strategy == "auto" else []
     if config.logits_backend == "gemm_rows":
         notes.append("logits backend gemm_rows (asked for)")
-    elif why_not_exp:
-        notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not_exp}")
+    elif why_not:
+        notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not}")
     device = _device_name()
     if device != "cpu" and config.chunk_lengths is None and planner.row_of(device) is planner.UNKNOWN_DEVICE:
         measured = ", ".join(row.name for row in planner.DEVICES)

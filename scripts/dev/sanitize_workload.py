@@ -31,7 +31,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, row_ops
-from megatron_fused_ce.kernels import exp_rows, forms, row_kernels, token_kernels, upstream_kernels
+from megatron_fused_ce.kernels import (
+    gemm_variants,
+    row_kernels,
+    scaled_exp_rows,
+    token_kernels,
+    upstream_kernels,
+)
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.results import PACKAGE
 from megatron_fused_ce.testing.reference import (
@@ -54,8 +60,8 @@ GROUPS = ("rows", "portable", "hopper")
 #: Modules whose kernels a group must launch, all of them.
 MODULES = {
     "rows": ("row_kernels", "token_kernels", "upstream_kernels"),
-    "portable": ("exp_product", "exp_rows"),
-    "hopper": ("exp_product_hopper",),
+    "portable": ("scaled_exp", "scaled_exp_rows"),
+    "hopper": ("scaled_exp_hopper",),
 }
 STRATEGIES = ("recompute", "store", "grad_in_forward")
 #: Of a kernel's PTX: what runs beside the threads that issued it.
@@ -255,14 +261,14 @@ def rescaling(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(7, 2051, generator=generator).to(device)
     factor = torch.randn(7, generator=generator).to(device)
-    out = exp_rows.scale_rows(x, factor, torch.empty_like(x))
+    out = scaled_exp_rows.scale_rows(x, factor, torch.empty_like(x))
     torch.testing.assert_close(out, x * factor[:, None])
-    more = exp_rows.scale_rows(x, factor, torch.empty_like(x), added=(factor, x[0].contiguous()))
+    more = scaled_exp_rows.scale_rows(x, factor, torch.empty_like(x), added=(factor, x[0].contiguous()))
     torch.testing.assert_close(more, (x + x[:1]) * factor[:, None])
     total = x.clone()
-    exp_rows.add_scaled_(total, out, factor[3])
+    scaled_exp_rows.add_scaled_(total, out, factor[3])
     torch.testing.assert_close(total, x + factor[3] * out)
-    copy = exp_rows.scaled_copy(x, factor[3], torch.bfloat16)
+    copy = scaled_exp_rows.scaled_copy(x, factor[3], torch.bfloat16)
     torch.testing.assert_close(copy, (factor[3] * x).bfloat16())
 
 
@@ -339,19 +345,19 @@ def checks_of_exp(device: torch.device) -> dict[str, Check]:
 @contextmanager
 def product(name: str) -> Iterator[None]:
     """The op takes this form of the product."""
-    chosen, usual = kernels_module(name), forms.product_for
-    forms.product_for = lambda device: chosen  # type: ignore[assignment]
+    chosen, usual = kernels_module(name), gemm_variants.gemm_for
+    gemm_variants.gemm_for = lambda device: chosen  # type: ignore[assignment]
     try:
         yield
     finally:
-        forms.product_for = usual
+        gemm_variants.gemm_for = usual
 
 
 def run(group: str, device: torch.device) -> dict[str, Any]:
     """All checks of a group: what went wrong by name, and the launches."""
     failed = {}
     checks = checks_of_rows() if group == "rows" else checks_of_exp(device)
-    form = "exp_product_hopper" if group == "hopper" else "exp_product"
+    form = "scaled_exp_hopper" if group == "hopper" else "scaled_exp"
     with watched(MODULES[group]) as launches, product(form):
         for name, check in checks.items():
             try:

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from megatron_fused_ce.kernels import exp_product_hopper as hopper
+from megatron_fused_ce.kernels import scaled_exp_hopper as hopper
 
 #: What a thread block of sm_90 can have.
 SHARED_MEMORY = 227 * 1024

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, row_ops_torch
-from megatron_fused_ce.kernels import exp_rows, forms, row_kernels
+from megatron_fused_ce.kernels import gemm_variants, row_kernels, scaled_exp_rows
 from megatron_fused_ce.kernels.records import TileStatistics
 from megatron_fused_ce.loss_form import PLAIN
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
@@ -84,13 +84,13 @@ def test_sealing_and_scaling_far_rows(logits, device):
     reference = column + 0.6931471805599453
     stats = row_ops_torch.row_statistics(near, labels, 1.0)
     stats = stats._replace(shard=torch.zeros_like(stats.shard), tile_shift=column - 1.0)
-    unit = exp_rows.finalize_rows(far, labels, tiles, stats, reference, terms)
+    unit = scaled_exp_rows.finalize_rows(far, labels, tiles, stats, reference, terms)
     expected = 0.5 * e
     here = (labels >= 0).nonzero()[:, 0]
     expected[here, labels[here]] = (-0.25 / unit[here]).to(expected.dtype)
     torch.testing.assert_close(unit, column + 2.0)
     torch.testing.assert_close(far, expected, rtol=8e-3, atol=0)
-    exp_rows.scale_rows(far, unit, far)
+    scaled_exp_rows.scale_rows(far, unit, far)
     torch.testing.assert_close(far, 2 * expected, rtol=8e-3, atol=0)
 
 
@@ -169,7 +169,7 @@ def passes():
 def taking(name, monkeypatch):
     """The logits backend by name, in a form of its product."""
     chosen = {module.__name__.rsplit(".", 1)[-1]: module for module in products()}
-    monkeypatch.setattr(forms, "product_for", lambda device: chosen.get(name))
+    monkeypatch.setattr(gemm_variants, "gemm_for", lambda device: chosen.get(name))
     return {"logits_backend": "gemm_rows" if name == "gemm_rows" else "scaled_exp"}
 
 
@@ -229,5 +229,5 @@ def test_adding_more_elements():
     large_weight.cache_clear()
     total = torch.ones(FAR + 4099, device="cuda")
     addend = torch.full_like(total, 2.0)
-    exp_rows.add_scaled_(total, addend, torch.tensor(0.5, device="cuda"))
+    scaled_exp_rows.add_scaled_(total, addend, torch.tensor(0.5, device="cuda"))
     assert bool((total == 2.0).all())

@@ -19,7 +19,7 @@ from megatron_fused_ce import (
     fused_linear_token_outputs,
     logits_backend,
 )
-from megatron_fused_ce.kernels import exp_product, exp_rows, forms
+from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
@@ -63,7 +63,7 @@ if not ON_GPU:
 
 @pytest.fixture(params=products(), ids=lambda module: module.__name__.rsplit(".", 1)[-1])
 def product(request, monkeypatch):
-    monkeypatch.setattr(forms, "product_for", lambda device: request.param)
+    monkeypatch.setattr(gemm_variants, "gemm_for", lambda device: request.param)
     return request.param
 
 
@@ -319,13 +319,13 @@ def test_entropy_and_squares_of_tiles_that_differ_in_their_shift(below_their_own
     Or a tile full of them, just below what is exponentiated against its own maximum: their squares reach
     2**128.
     """
-    tile = 256 if ON_GPU else exp_product.INTERPRETER_TILING.block_n
+    tile = 256 if ON_GPU else scaled_exp.INTERPRETER_TILING.block_n
     vocab, tokens = 66 * tile, 3
     noise = torch.randn(vocab, 16, generator=torch.Generator().manual_seed(2))
     weight = (0.25 * noise).to(device, EXP_DTYPE)
     outliers = ((tile + 1, 99.5), (2 * tile + 1, 100.0), (65 * tile + 1, 99.0))
     if below_their_own_shift:
-        sampled = range(0, vocab, vocab // exp_rows.SAMPLED_ROWS)
+        sampled = range(0, vocab, vocab // scaled_exp_rows.SAMPLED_ROWS)
         outliers = tuple((column, 46.0) for column in range(tile, 2 * tile) if column not in sampled)
     for column, logit in outliers:
         weight[column] = 0
@@ -398,14 +398,14 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
     weight[vocab - 6, 0] = 7.0  # a tie in another tile
     weight[column + 1, 0] = 7.0  # and one in the same
     labels = torch.arange(tokens, device=device) % 4 + column - 1
-    reference = exp_rows.row_prologue(
-        hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
+    reference = scaled_exp_rows.row_prologue(
+        hidden.flatten(0, 1), scaled_exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
     )
-    tiles = product.exp_product(
+    tiles = product.scaled_exp_gemm(
         hidden.flatten(0, 1), weight, labels, reference.row_shift2, reference.table, 1.0,
         None, True,
     )  # fmt: skip
-    stats, _ = exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    stats, _ = scaled_exp_rows.combine_tiles(reference, tiles, labels, vocab)
     assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 7.0))
     # A label that ties with the rest wins: its logit was taken apart from them.
     expected = torch.where(labels == column + 1, column + 1, column)
@@ -413,14 +413,14 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
     # A label that is the largest by itself is nowhere in the tiles' maxima.
     weight[40, 0] = 9.0
     labels = torch.where(torch.arange(tokens, device=device) % 2 == 0, 40, 7)
-    reference = exp_rows.row_prologue(
-        hidden.flatten(0, 1), exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
+    reference = scaled_exp_rows.row_prologue(
+        hidden.flatten(0, 1), scaled_exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
     )
-    tiles = product.exp_product(
+    tiles = product.scaled_exp_gemm(
         hidden.flatten(0, 1), weight, labels, reference.row_shift2, reference.table, 1.0,
         None, True,
     )  # fmt: skip
-    stats, _ = exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    stats, _ = scaled_exp_rows.combine_tiles(reference, tiles, labels, vocab)
     assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 9.0))
     assert torch.equal(stats.argmax, torch.full_like(labels, 40))
 
@@ -479,7 +479,7 @@ def test_a_weight_that_tma_cannot_load(device):
     spread = inputs.weight.repeat_interleave(2, dim=1)[:, ::2]
     moved = torch.nn.functional.pad(inputs.weight, (1, 15))[:, 1:49]
     for weight in (spread, moved):
-        reason = logits_backend.why_not_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
+        reason = logits_backend.why_not_scaled_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
         assert "begin at multiples of 16 bytes" in reason
 
 
@@ -489,7 +489,7 @@ def test_on_a_cpu_it_serves_by_name_and_not_in_bf16(backend, dtype, device):
     """Whose products Triton's interpreter gets wrong."""
     inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=dtype, device=device)
     config, hidden = FusedCEConfig(logits_backend=backend), inputs.hidden.flatten(0, 1)
-    reason = logits_backend.why_not_exp(config, hidden, inputs.weight)
+    reason = logits_backend.why_not_scaled_exp(config, hidden, inputs.weight)
     assert reason == "it runs on CUDA devices, not on cpu"
 
 
@@ -506,12 +506,12 @@ def test_hopper_form_compiles_without_a_gpu(words, num_variants):
 class BrokenProduct:
     """A form whose kernel the compiler refuses, in lines as triton's."""
 
-    __name__ = "megatron_fused_ce.kernels.exp_product_broken"
+    __name__ = "megatron_fused_ce.kernels.scaled_exp_broken"
 
     def __init__(self):
         self.tried = 0
 
-    def exp_product(self, *args):
+    def scaled_exp_gemm(self, *args):
         self.tried += 1
         raise RuntimeError("at 3:7:\n  x = gl.load(p)\n      ^\nunexpected layout")
 
@@ -519,19 +519,19 @@ class BrokenProduct:
 @pytest.fixture
 def forms_to_try(monkeypatch):
     def take(*modules):
-        monkeypatch.setattr(forms, "_candidates", lambda device: modules)
-        forms.compiled.cache_clear()
+        monkeypatch.setattr(gemm_variants, "_candidates", lambda device: modules)
+        gemm_variants.compiled.cache_clear()
 
     yield take
-    forms.compiled.cache_clear()
+    gemm_variants.compiled.cache_clear()
 
 
 def test_a_form_that_does_not_compile_leaves_the_next(forms_to_try, device):
     """Once, at the first choice, with a line; the step is run by the form that compiles."""
     broken = BrokenProduct()
-    forms_to_try(broken, exp_product)
+    forms_to_try(broken, scaled_exp)
     inputs = make_inputs("plain", dtype=EXP_DTYPE, device=device, **SIZES)
-    with pytest.warns(RuntimeWarning, match=r"exp_product_broken does not compile.*unexpected lay"):
+    with pytest.warns(RuntimeWarning, match=r"scaled_exp_broken does not compile.*unexpected lay"):
         assert_close(run(inputs, exp_config("store")), inputs)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not compile")
@@ -544,9 +544,9 @@ def test_no_form_that_compiles_is_a_reason_for_the_rows(forms_to_try, device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reason is what is told
-        reason = logits_backend.why_not_exp(exp_config("store"), x, x)
-    assert "exp_product_broken does not compile here (RuntimeError: unexpected layout)" in reason
-    with pytest.raises(ValueError, match="exp_product_broken does not compile"):
+        reason = logits_backend.why_not_scaled_exp(exp_config("store"), x, x)
+    assert "scaled_exp_broken does not compile here (RuntimeError: unexpected layout)" in reason
+    with pytest.raises(ValueError, match="scaled_exp_broken does not compile"):
         logits_backend.choose(exp_config("store"), x, x)
     chosen, why = logits_backend.choose(FusedCEConfig(), x, x)
     assert chosen.name == "gemm_rows" and (why == reason or not ON_GPU)
@@ -554,18 +554,18 @@ def test_no_form_that_compiles_is_a_reason_for_the_rows(forms_to_try, device):
 
 def test_every_form_is_tried_out(product, device):
     """The kernels that the trial compiles are those of a step: it runs here."""
-    forms._try_out(product, torch.device(device))
+    gemm_variants._try_out(product, torch.device(device))
 
 
 def test_memory_that_is_full_decides_nothing(forms_to_try, device, monkeypatch):
     """Out of memory in the trial is the caller's error, and the next call tries again."""
-    forms_to_try(exp_product)
+    forms_to_try(scaled_exp)
 
     def full(*args):
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(exp_product, "exp_product", full)
+        patch.setattr(scaled_exp, "scaled_exp_gemm", full)
         with pytest.raises(torch.OutOfMemoryError):
-            forms.product_for(torch.device(device))
-    assert forms.product_for(torch.device(device)) is exp_product
+            gemm_variants.gemm_for(torch.device(device))
+    assert gemm_variants.gemm_for(torch.device(device)) is scaled_exp

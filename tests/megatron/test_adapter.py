@@ -672,7 +672,7 @@ def test_a_megatron_without_the_seam_of_the_guard_is_left_alone():
     """``finalize_model_grads`` is elsewhere, or does not say which model it is for."""
     module = types.ModuleType("megatron.core.distributed.finalize_model_grads")
     model_guard.patch(module)
-    assert not hasattr(module, model_guard.SEAM)
+    assert not hasattr(module, model_guard.HOOK_POINT)
 
     def finalize_model_grads(chunks): ...
 

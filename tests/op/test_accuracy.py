@@ -246,7 +246,7 @@ def test_an_error_after_the_head_joins_no_other_loss(schedules):
 def test_schedules_without_the_seam_are_left_alone():
     module = types.ModuleType("fake.schedules")
     accuracy.patch(module)
-    assert not hasattr(module, accuracy.SEAM)
+    assert not hasattr(module, accuracy.HOOK_POINT)
 
 
 def test_nan_is_told_once(schedules, monkeypatch):

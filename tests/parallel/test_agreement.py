@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend
-from megatron_fused_ce.kernels import forms
+from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.testing.collectives import Collectives
 from megatron_fused_ce.vocab_parallel import history_of
@@ -316,11 +316,11 @@ def test_a_kernel_that_compiles_on_one_rank_alone(rank: Rank) -> None:
     """The row kernels serve on every rank, from the first call on."""
     call = Call(rank)
     auto = FusedCEConfig(num_chunks=2)
-    fails = forms.Compiled(None, "exp_product does not compile here (a test)")
+    fails = gemm_variants.Compiled(None, "scaled_exp does not compile here (a test)")
     with serve_everywhere(), contextlib.ExitStack() as stack:
         assert Call(rank)(config=auto)[0].logits_backend == "scaled_exp"
         if is_last(rank):
-            stack.enter_context(patch.object(forms, "compiled", lambda device: fails))
+            stack.enter_context(patch.object(gemm_variants, "compiled", lambda device: fails))
         for _ in range(2):
             out, made = call(config=auto)
             assert out.logits_backend == "gemm_rows"

@@ -253,9 +253,9 @@ def compare(
     ranks, e, dtype, fp32 = inputs.tp_size, inputs.itemsize, getattr(torch, inputs.dtype), torch.float32
     tile_columns = planner.TILE_COLUMNS
     if not torch.cuda.is_available():
-        from megatron_fused_ce.kernels import exp_product
+        from megatron_fused_ce.kernels import scaled_exp
 
-        tile_columns = exp_product.INTERPRETER_TILING.block_n
+        tile_columns = scaled_exp.INTERPRETER_TILING.block_n
     num_tiles = -(-V // tile_columns)
     logits = predicted.chunk_logits + predicted.kept_logits
     hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden

@@ -495,7 +495,7 @@ def test_accuracy_that_cannot_be_had(rank: Rank):
         if not takes_mask(Model(family="hybrid")):
             with pytest.raises(ValueError, match=r"log-accuracy.*without a loss_mask"):
                 build(Model(family="hybrid"), rank)
-        patch.setattr("megatron_fused_ce.adapter.accuracy.SEAM", "no_such_function")
+        patch.setattr("megatron_fused_ce.adapter.accuracy.HOOK_POINT", "no_such_function")
         with pytest.raises(ValueError, match="schedules have no no_such_function"):
             build(Model(), rank)
         patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")

@@ -19,7 +19,7 @@ from megatron_fused_ce import FusedCEConfig, planner
 from megatron_fused_ce.adapter import arguments, report
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.estimate import head_command
-from megatron_fused_ce.kernels import exp_product, exp_rows
+from megatron_fused_ce.kernels import scaled_exp, scaled_exp_rows
 from megatron_fused_ce.planner import PlanInputs, alternatives, plan
 from megatron_fused_ce.scripts.dev.figures_plan import chunk_by_chunk
 from megatron_fused_ce.scripts.lib import results as committed_results
@@ -650,8 +650,8 @@ def test_command_line_bad_input_is_one_line_and_status_2(line, words, capsys):
 
 def test_its_sizes_are_those_of_the_kernels():
     """Which it cannot import: it answers without torch and triton."""
-    assert planner.SAMPLED_ROWS == exp_rows.SAMPLED_ROWS
-    assert planner.TILE_COLUMNS == exp_rows.TILE_COLUMNS == exp_product.TILING.block_n
+    assert planner.SAMPLED_ROWS == scaled_exp_rows.SAMPLED_ROWS
+    assert planner.TILE_COLUMNS == scaled_exp_rows.TILE_COLUMNS == scaled_exp.TILING.block_n
 
 
 def test_the_module_runs_without_torch():

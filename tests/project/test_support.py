@@ -134,7 +134,7 @@ def test_an_old_triton_under_the_row_kernels(monkeypatch, found, words):
     else:
         monkeypatch.setattr("triton.__version__", found)
     with pytest.raises(ImportError, match=words) as error:
-        logits_backend.row_pass(torch.device("cpu"), "triton")
+        logits_backend.gemm_then_rows(torch.device("cpu"), "triton")
     assert "\n" not in str(error.value)
 
 

@@ -123,7 +123,7 @@ def _kill(sessions: list[int]) -> None:
 
 
 def _load_head() -> None:
-    import megatron_fused_ce.kernels.exp_rows
+    import megatron_fused_ce.kernels.scaled_exp_rows
     import megatron_fused_ce.scripts.bench.problem  # noqa: F401
     from megatron_fused_ce.testing import gloo
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.kernels import exp_product
+from megatron_fused_ce.kernels import scaled_exp
 from megatron_fused_ce.testing.reference import HeadInputs, HeadResult
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,11 +27,11 @@ EXP_DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 
 def products() -> list[ModuleType]:
     """Every form of the scaled-exp GEMM that this device can run."""
-    forms = [exp_product]
+    forms = [scaled_exp]
     if ON_GPU and torch.cuda.get_device_capability()[0] == 9:
-        from megatron_fused_ce.kernels import exp_product_hopper
+        from megatron_fused_ce.kernels import scaled_exp_hopper
 
-        forms.append(exp_product_hopper)
+        forms.append(scaled_exp_hopper)
     return forms
 
 

@@ -67,7 +67,7 @@ MEMCHECK = """\
 ========= COMPUTE-SANITIZER
 portable: 10 checks, failed: {}
 ========= Invalid __global__ read of size 4 bytes
-=========     at _finalize_rows_kernel+0x1d0 in exp_rows.py:301
+=========     at _finalize_rows_kernel+0x1d0 in scaled_exp_rows.py:301
 =========     by thread (100,0,0) in block (0,0,0)
 =========     Address 0x7f2b7f400190 is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f2b7f400000 of size 400 bytes
@@ -104,9 +104,9 @@ def child(folder, tool, log, group="portable", failed=None):
     made = sanitize.Child(tool, group, folder, "compute-sanitizer", ended="status 0")
     made.stem.with_suffix(".log").write_text(log)
     if failed is not None:
-        launches = {"_finalize_rows_kernel": 12, "_exp_product_kernel": 17}
+        launches = {"_finalize_rows_kernel": 12, "_scaled_exp_kernel": 17}
         results = {"group": group, "checks": 9, "failed": failed, "launches": launches}
-        results["asynchronous"] = {"_exp_product_kernel": ["TMA", "wgmma"]}
+        results["asynchronous"] = {"_scaled_exp_kernel": ["TMA", "wgmma"]}
         made.stem.with_suffix(".json").write_text(json.dumps(results))
     return made
 
@@ -121,8 +121,8 @@ def test_findings_are_told_from_controls(tmp_path):
     clean = child(tmp_path, "initcheck", INITCHECK, failed={})
     assert clean.problems() == []
     table = sanitize.markdown([made, raced, clean], {"commit": "abc"})
-    assert "| `exp_rows._finalize_rows_kernel` | 12 / 1 | 12 / 0 | 12 / 0 |  |" in table
-    assert "| `exp_product._exp_product_kernel` | 17 / 0 | 17 / 0 | 17 / 0 | TMA, wgmma |" in table
+    assert "| `scaled_exp_rows._finalize_rows_kernel` | 12 / 1 | 12 / 0 | 12 / 0 |  |" in table
+    assert "| `scaled_exp._scaled_exp_kernel` | 17 / 0 | 17 / 0 | 17 / 0 | TMA, wgmma |" in table
 
 
 @pytest.mark.parametrize(

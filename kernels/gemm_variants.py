@@ -1,4 +1,4 @@
-"""Which form of the scaled-exp GEMM runs with this device and triton. Imports triton only when called."""
+"""Which variant of the scaled-exp GEMM runs with this device and triton. Imports triton only when called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Versions of triton whose Gluon the Hopper form was compiled with; it ran with 3.6.
+#: Versions of triton whose Gluon the Hopper variant was compiled with; it ran with 3.6.
 GLUON_VERSIONS = ((3, 6), (3, 9))
 
 
@@ -26,7 +26,7 @@ def triton_version() -> str:
 
 @lru_cache(maxsize=1)
 def triton_lacks() -> str:
-    """Why no form can compile with the installed triton; an empty string if one may."""
+    """Why no variant can compile with the installed triton; an empty string if one may."""
     try:
         import triton
         from triton.tools import tensor_descriptor  # noqa: F401
@@ -38,29 +38,29 @@ def triton_lacks() -> str:
 
 
 class Compiled(NamedTuple):
-    """Result of compiling a device's forms."""
+    """Result of compiling a device's variants."""
 
-    product: ModuleType | None  # the first form that compiles
+    product: ModuleType | None  # the first variant that compiles
     failure: str  # why none compiles; empty if one does
 
 
-def product_for(device: torch.device) -> ModuleType | None:
-    """The Hopper form if it fits chip and triton and compiles, else the portable one, else None."""
+def gemm_for(device: torch.device) -> ModuleType | None:
+    """The Hopper variant if it fits chip and triton and compiles, else the portable one, else None."""
     return compiled(device).product
 
 
 @lru_cache(maxsize=8)
 def compiled(device: torch.device) -> Compiled:
-    """Compile this device's forms on a small chunk, once a process, and take the first that compiles.
+    """Compile this device's variants on a small chunk, once a process, and take the first that compiles.
 
-    A compiler's error then leads to the next form and does not end the first training step.
+    A compiler's error then leads to the next variant and does not end the first training step.
     """
     failure = ""
     for product in _candidates(device):
         try:
             _try_out(product, device)
         except torch.OutOfMemoryError:
-            raise  # says nothing about the form
+            raise  # says nothing about the variant
         except Exception as error:  # the compiler's, the assembler's, or a Gluon name that moved
             name = product.__name__.rpartition(".")[2]
             said = (str(error).strip() or "without a word").splitlines()[-1].strip()
@@ -74,25 +74,25 @@ def compiled(device: torch.device) -> Compiled:
 
 
 def _candidates(device: torch.device) -> tuple[ModuleType, ...]:
-    """The forms for this chip and triton, the fastest first."""
+    """The variants for this chip and triton, the fastest first."""
     import triton
 
-    from megatron_fused_ce.kernels import exp_product
+    from megatron_fused_ce.kernels import scaled_exp
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     if hopper and GLUON_VERSIONS[0] <= version <= GLUON_VERSIONS[1]:
         try:
-            from megatron_fused_ce.kernels import exp_product_hopper
+            from megatron_fused_ce.kernels import scaled_exp_hopper
         except (ImportError, AttributeError):  # Gluon is experimental: names move
-            return (exp_product,)
-        return exp_product_hopper, exp_product
-    return (exp_product,)
+            return (scaled_exp,)
+        return scaled_exp_hopper, scaled_exp
+    return (scaled_exp,)
 
 
 def _try_out(product: Any, device: torch.device) -> None:
     """Run statistics and gradients of a small chunk; most steps then find these kernels in Triton's cache."""
-    from megatron_fused_ce.kernels import exp_rows
+    from megatron_fused_ce.kernels import scaled_exp_rows
     from megatron_fused_ce.kernels.records import GradProduct
 
     on_gpu = device.type == "cuda"
@@ -100,9 +100,9 @@ def _try_out(product: Any, device: torch.device) -> None:
     x = torch.zeros(size, size, dtype=torch.bfloat16 if on_gpu else torch.float32, device=device)
     labels = torch.zeros(size, dtype=torch.int64, device=device)
     out = torch.empty_like(x)
-    prologue = exp_rows.row_prologue(x, x, labels, size, 1.0)
+    prologue = scaled_exp_rows.row_prologue(x, x, labels, size, 1.0)
     per_row = prologue.row_shift2
-    tiles = product.exp_product(x, x, labels, per_row, prologue.table, 1.0, out)
-    exp_rows.combine_tiles(prologue, tiles, labels, size)
-    table = exp_rows.tile_table(labels, size)
-    product.gradient_product(x, x, labels, table, GradProduct(per_row, per_row, per_row), 1.0, out)
+    tiles = product.scaled_exp_gemm(x, x, labels, per_row, prologue.table, 1.0, out)
+    scaled_exp_rows.combine_tiles(prologue, tiles, labels, size)
+    table = scaled_exp_rows.tile_table(labels, size)
+    product.grad_logits_gemm(x, x, labels, table, GradProduct(per_row, per_row, per_row), 1.0, out)

@@ -4,12 +4,12 @@ A persistent GEMM with TMA loads computes one tile of logits in fp32 registers a
 them, either
 
 * exponentiates it against a shift of its row and writes ``E = 2**(z2 - row_shift2 - tile_shift)`` in the
-  operands' dtype (or nothing at all) with the tile's row sums and maxima (:func:`exp_product`), or
+  operands' dtype (or nothing at all) with the tile's row sums and maxima (:func:`scaled_exp`), or
 * turns it into gradients of the logits with statistics that are known already
-  (:func:`gradient_product`).
+  (:func:`grad_logits_gemm`).
 
 ``z2 = logit_scale * log2(e) * z`` throughout: all exponents here are base 2. This is the portable form
-in Triton's language (Hopper, Blackwell, the interpreter); :mod:`.exp_product_hopper` is the fast one.
+in Triton's language (Hopper, Blackwell, the interpreter); :mod:`.scaled_exp_hopper` is the fast one.
 
 FLOP and bytes at ``C = 8192, H = 4096, V = 128256``, bf16. On an H200 it is slower than cuBLAS's GEMM of the
 same shape, more so at H = 2048: of eight instructions an element four go to the half-rate integer pipe
@@ -19,9 +19,9 @@ Hopper form solves that.
 ====================  =============================  ==================================
 kernel                FLOP                           bytes
 ====================  =============================  ==================================
-exp_product           ``2CHV`` = 8.6 T, ``CV`` exp2  ``2(CH + VH)`` read, ``2CV`` (or 0)
+scaled_exp           ``2CHV`` = 8.6 T, ``CV`` exp2  ``2(CH + VH)`` read, ``2CV`` (or 0)
                                                      ``+ 8CV/256`` written
-gradient_product      the same                       the same, without the ``8CV/256``
+grad_logits_gemm      the same                       the same, without the ``8CV/256``
 ====================  =============================  ==================================
 """
 
@@ -84,7 +84,7 @@ def _tile_of(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _exp_product_kernel(
+def _scaled_exp_kernel(
     tokens_desc,  # [C, H]
     weight_desc,  # [V, H]
     out_desc,  # [C, V]
@@ -267,7 +267,7 @@ def _of_each_tiling(kernel: Any) -> dict[Tiling, Launch]:
     }
 
 
-_exp_product = _of_each_tiling(_exp_product_kernel)
+_scaled_exp = _of_each_tiling(_scaled_exp_kernel)
 _gradient_product = _of_each_tiling(_gradient_product_kernel)
 _descriptor = DescriptorTemplates(TensorDescriptor.from_tensor)
 
@@ -279,7 +279,7 @@ def _launch_shape(device: torch.device) -> tuple[Tiling, int]:
     return TILING, num_sms(device)
 
 
-def exp_product(
+def scaled_exp_gemm(
     tokens: Tensor,  # [C, H]
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
@@ -294,8 +294,8 @@ def exp_product(
 ) -> TileStatistics:
     """``E`` into ``out`` (unless None) and the statistics of its tiles, labels left out of both.
 
-    The label's own entry of ``out`` is 0 afterwards; see :func:`.exp_rows.finalize_rows`. So are masked
-    columns; with a softcap ``out`` is times the softcap's gradient (the statistics are not).
+    The label's own entry of ``out`` is 0 afterwards; see :func:`.scaled_exp_rows.finalize_rows`. So are
+    masked columns; with a softcap ``out`` is times the softcap's gradient (the statistics are not).
 
     ``logits``: ``out`` gets the logits instead, before ``logit_scale`` and softcap; undefined at labels and
     in masked columns.
@@ -308,7 +308,7 @@ def exp_product(
     out_desc = tokens_desc
     if out is not None:
         out_desc = _descriptor(out, (tiling.block_m, tiling.block_n))
-    _exp_product[tiling](
+    _scaled_exp[tiling](
         (num_programs,),
         (
             *(labels, row_shift2),
@@ -344,7 +344,7 @@ def exp_product(
     return tiles
 
 
-def gradient_product(
+def grad_logits_gemm(
     tokens: Tensor,  # [C, H]
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64

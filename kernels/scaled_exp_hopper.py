@@ -1,6 +1,6 @@
 """The scaled-exp GEMM on Hopper, in Gluon: warp-specialised, its epilogue hidden.
 
-The same maths as :mod:`.exp_product`. One program per SM: a loader warp brings 128 x 64 tokens and
+The same maths as :mod:`.scaled_exp`. One program per SM: a loader warp brings 128 x 64 tokens and
 256 x 64 weights into a ring of shared memory by TMA; two warpgroups take 64 rows each of the
 128 x 256 tile. They wait for the ring one by one, never for each other, so one can run up to the ring's
 length ahead: while it exponentiates, the other has the tensor cores to itself.
@@ -653,7 +653,7 @@ def _product_kernel(
     at_label_ptr,
     entropy_factor_ptr,
     smoothing_ptr,
-    table_ptr,  # int32: exp_rows.RowPrologue.table
+    table_ptr,  # int32: scaled_exp_rows.RowPrologue.table
     tile_max_ptr,
     tile_sum_ptr,
     label_logit_ptr,
@@ -848,12 +848,12 @@ def _bound_product(
     )
 
 
-def exp_product(
+def scaled_exp_gemm(
     tokens: Tensor,  # [C, H] bf16
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64, columns of this shard; anything else: not here
     row_shift2: Tensor,  # [C] fp32
-    table: Tensor,  # int32: exp_rows.RowPrologue.table; its counter is used up here
+    table: Tensor,  # int32: scaled_exp_rows.RowPrologue.table; its counter is used up here
     logit_scale: float,  # above 0
     out: Tensor | None,  # [C, V] bf16
     with_argmax: bool = False,
@@ -861,7 +861,7 @@ def exp_product(
     logits: bool = False,
     inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> TileStatistics:
-    """``E`` or logits into ``out`` (unless None); statistics of tiles: :func:`.exp_product.exp_product`."""
+    """``E`` or logits into ``out`` (unless None), with tiles' statistics; as in :mod:`.scaled_exp`."""
     tiles = TileStatistics.empty(row_shift2, weight.shape[0], int(BLOCK_N), with_argmax, form)
     _launch(
         tokens,
@@ -881,11 +881,11 @@ def exp_product(
     return tiles
 
 
-def gradient_product(
+def grad_logits_gemm(
     tokens: Tensor,  # [C, H] bf16
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64
-    table: Tensor,  # int32: see exp_product
+    table: Tensor,  # int32: see scaled_exp
     gradient: GradProduct,
     logit_scale: float,
     out: Tensor,  # [C, V] bf16
