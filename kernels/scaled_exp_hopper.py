@@ -148,6 +148,23 @@ class _Scales(NamedTuple):
     softcap: gl.tensor
 
 
+class _HalfTile(NamedTuple):
+    """What the epilogue of 64 rows reads: one number for each row unless said otherwise."""
+
+    index: gl.tensor  # of the row, in the chunk
+    inside: gl.tensor  # bool: a row of the chunk
+    shift: gl.tensor
+    label: gl.tensor  # its column in the tile; -1: not in this tile
+    holds_label: gl.tensor  # one number: not 0 if any of the rows has its label here
+    scale2: gl.tensor  # these three: one number without a temperature per token
+    to_exponent: gl.tensor  # always one number
+    softcap2: gl.tensor
+    factor: gl.tensor  # from here on only GRADIENTS reads
+    at_label: gl.tensor
+    entropy_factor: gl.tensor
+    smoothing: gl.tensor
+
+
 class _Kind(NamedTuple):
     """What a launch is compiled for."""
 
@@ -253,80 +270,55 @@ def _sum_of_squares(e):
 
 
 @gluon.jit
-def _exponentials(
-    z,
-    shift,
-    scale2,
-    to_exponent,
-    softcap2,
-    SOFTCAP: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    WITH_SUM: gl.constexpr,
-    LOGITS: gl.constexpr,
-    SQUARES: gl.constexpr,
-):
+def _exponentials(z, shift, row, kind):
     """``E = 2**(z2 - shift)``, 0 where z is -inf, times the softcap's gradient, in bf16; with ``LOGITS`` z.
 
     Before it, of each row, without the softcap's gradient and where z is not -inf: the sum of E, that of E
     times its exponent (where ``WEIGHTED``), of z2 (``WITH_SUM``), of squares (``SQUARES``).
     """
-    if SOFTCAP:
-        z2, softcap_grad = _softcapped(z, to_exponent, _rows_of(softcap2, z))
+    if kind.SOFTCAP:
+        z2, softcap_grad = _softcapped(z, row.to_exponent, _rows_of(row.softcap2, z))
         exponent = gl.where(z == float("-inf"), _LOWEST, z2 - _rows_of(shift, z))
     else:
-        z2 = z * _rows_of(scale2, z)
+        z2 = z * _rows_of(row.scale2, z)
         exponent = z2 - _rows_of(shift, z)
         exponent = gl.maximum(exponent, _LOWEST, propagate_nan=PROPAGATE_NAN)
     logit_sum = shift
-    if WITH_SUM:
+    if kind.WITH_SUM:
         logit_sum = gl.reduce(gl.where(z == float("-inf"), 0.0, z2), 1, _plus)
     e = gl.exp2(exponent)
     total = gl.reduce(e, 1, _plus)
     weighted = total
-    if WEIGHTED:
+    if kind.WEIGHTED:
         weighted = gl.reduce(e * exponent, 1, _plus)
     squares = total
-    if SQUARES:
+    if kind.SQUARES:
         squares = _sum_of_squares(e)
-    if LOGITS:
+    if kind.LOGITS:
         e = z
-    elif SOFTCAP:
+    elif kind.SOFTCAP:
         e = e * softcap_grad
     return total, weighted, logit_sum, squares, e.to(gl.bfloat16)
 
 
 @gluon.jit
-def _gradients(
-    z,
-    row_shift,
-    factor,
-    entropy_factor,
-    smoothing,
-    at_label,
-    label,
-    scale2,
-    to_exponent,
-    softcap2,
-    SOFTCAP: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    SMOOTHING: gl.constexpr,
-):
+def _gradients(z, label, row, kind):
     """Gradients of the logits (records.GradProduct), in bf16."""
-    if SOFTCAP:
-        z2, softcap_grad = _softcapped(z, to_exponent, _rows_of(softcap2, z))
-        exponent = z2 - _rows_of(row_shift, z)
+    if kind.SOFTCAP:
+        z2, softcap_grad = _softcapped(z, row.to_exponent, _rows_of(row.softcap2, z))
+        exponent = z2 - _rows_of(row.shift, z)
     else:
-        exponent = z * _rows_of(scale2, z) - _rows_of(row_shift, z)
-    if ENTROPY:
+        exponent = z * _rows_of(row.scale2, z) - _rows_of(row.shift, z)
+    if kind.ENTROPY:
         exponent = gl.maximum(exponent, _LOWEST, propagate_nan=PROPAGATE_NAN)
-        out = gl.exp2(exponent) * (_rows_of(factor, z) + _rows_of(entropy_factor, z) * exponent)
+        out = gl.exp2(exponent) * (_rows_of(row.factor, z) + _rows_of(row.entropy_factor, z) * exponent)
     else:
-        out = gl.exp2(exponent) * _rows_of(factor, z)
-    if SMOOTHING:
-        out -= _rows_of(smoothing, z)
+        out = gl.exp2(exponent) * _rows_of(row.factor, z)
+    if kind.SMOOTHING:
+        out -= _rows_of(row.smoothing, z)
     columns = gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
-    out = gl.where(columns[None, :] == _rows_of(label, z), _rows_of(at_label, z), out)
-    if SOFTCAP:
+    out = gl.where(columns[None, :] == _rows_of(label, z), _rows_of(row.at_label, z), out)
+    if kind.SOFTCAP:
         out = out * softcap_grad
     return out.to(gl.bfloat16)
 
@@ -445,6 +437,109 @@ def _store_half(out_desc, half, staging, row, column):
 
 
 @gluon.jit
+def _multiply(token_slots, ring, num_k, step):
+    """The half tile's product over all of H, and the step after its last; its first slot is full."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
+    slot = step % NUM_SLOTS
+    weights = ring.weights.index(slot).permute((1, 0))
+    z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
+    z = warpgroup_mma_wait(1, deps=[z])
+    step += 1
+    for _k in range(1, num_k):
+        slot = step % NUM_SLOTS
+        mbarrier.wait(ring.full.index(slot), (step // NUM_SLOTS) & 1)
+        weights = ring.weights.index(slot).permute((1, 0))
+        z = warpgroup_mma(token_slots.index(slot), weights, z, is_async=True)
+        z = warpgroup_mma_wait(1, deps=[z])
+        # All four warps are done with the slot before one thread gives it back.
+        _barrier()
+        mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
+        step += 1
+    z = warpgroup_mma_wait(0, deps=[z])
+    _barrier()
+    mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
+    return z, step
+
+
+@gluon.jit
+def _statistics_epilogue(z, row, first_column, n, of_tiles, num_rows, valid_columns, scales, kind):
+    """Write a half tile's statistics; its left and right columns of E or logits, in bf16."""
+    ACC: gl.constexpr = z.type.layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
+    if (row.holds_label != 0) | (first_column + BLOCK_N > valid_columns):
+        columns = gl.arange(0, BLOCK_N, COLUMNS)
+        is_label = columns[None, :] == row.label[:, None]
+        picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
+        here = row.inside & (row.label >= 0)
+        gl.store(of_tiles.label_logit + row.index, picked * scales.logit_scale, mask=here)
+        left_out = is_label | ((columns + first_column)[None, :] >= valid_columns)
+        z = gl.where(left_out, float("-inf"), z)
+    at = n.to(gl.int64) * num_rows + row.index
+    if kind.WITH_ARGMAX:
+        columns = gl.arange(0, BLOCK_N, COLUMNS) + first_column
+        index = gl.zeros([HALF_M, BLOCK_N], gl.int32, ACC) + columns[None, :]
+        row_max, row_argmax = gl.reduce((z, index), 1, _larger_first)
+        gl.store(of_tiles.argmax + at, row_argmax, mask=row.inside)
+    else:
+        row_max = gl.reduce(z, 1, _larger)
+    # logit_scale is above 0 here, so the maximum commutes with it.
+    if kind.SOFTCAP:
+        softcapped_max, _ = _softcapped(row_max, row.to_exponent, row.softcap2)
+        # Softcapped, -inf would be -softcap.
+        tile_max = gl.where(row_max == float("-inf"), row_max, softcapped_max) - row.shift
+    else:
+        tile_max = row_max * row.scale2 - row.shift
+    shift = gl.where(tile_max > _HEADROOM, tile_max, 0.0) + row.shift
+    gl.store(of_tiles.max + at, tile_max, mask=row.inside)
+    if kind.SOFTCAP | kind.WEIGHTED | kind.WITH_SUM | kind.LOGITS:
+        # By halves: registers hold no more than one of them beside what it is multiplied by.
+        left, right = _halves(z)
+        left_sum, left_weighted, left_logit_sum, left_squares, left = _exponentials(left, shift, row, kind)
+        right_sum, right_weighted, right_logit_sum, right_squares, right = _exponentials(
+            right, shift, row, kind
+        )
+        gl.store(of_tiles.sum + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=row.inside)
+        if kind.WEIGHTED:
+            weighted = gl.convert_layout(left_weighted + right_weighted, ROWS)
+            gl.store(of_tiles.weighted + at, weighted, mask=row.inside)
+        if kind.WITH_SUM:
+            logit_sum = gl.convert_layout(left_logit_sum + right_logit_sum, ROWS)
+            gl.store(of_tiles.logit_sum + at, logit_sum, mask=row.inside)
+        if kind.SQUARES:
+            squares = gl.convert_layout(left_squares + right_squares, ROWS)
+            gl.store(of_tiles.squares + at, squares, mask=row.inside)
+    else:
+        e = gl.exp2(z * _rows_of(row.scale2, z) - shift[:, None])
+        gl.store(of_tiles.sum + at, gl.reduce(e, 1, _plus), mask=row.inside)
+        if kind.SQUARES:
+            gl.store(of_tiles.squares + at, _sum_of_squares(e), mask=row.inside)
+        left, right = _halves(e.to(gl.bfloat16))
+    return left, right
+
+
+@gluon.jit
+def _gradient_epilogue(z, row, first_column, valid_columns, kind):
+    """Gradients of a half tile's logits: its left and right columns, in bf16."""
+    if kind.SOFTCAP | kind.ENTROPY | kind.SMOOTHING:
+        left, right = _halves(z)
+        left = _gradients(left, row.label, row, kind)
+        right = _gradients(right, row.label - BLOCK_N // 2, row, kind)
+    else:
+        grad = gl.exp2(z * _rows_of(row.scale2, z) - row.shift[:, None]) * row.factor[:, None]
+        if row.holds_label != 0:
+            columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, z.type.layout))
+            grad = gl.where(columns[None, :] == row.label[:, None], row.at_label[:, None], grad)
+        left, right = _halves(grad.to(gl.bfloat16))
+    if kind.MASKED:  # noqa: SIM102 (known when compiled, unlike the next)
+        if first_column + BLOCK_N > valid_columns:
+            left = _without_padding(left, valid_columns - first_column)
+            right = _without_padding(right, valid_columns - first_column - BLOCK_N // 2)
+    return left, right
+
+
+@gluon.jit
 def _consume_tile(
     tile,
     step,
@@ -460,145 +555,53 @@ def _consume_tile(
     kind,  # _Kind
 ):
     """64 rows of one tile, whose first slot is full; returns the step after its last."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     m, n = _tile_of(tile, sizes.num_m, sizes.num_n, kind.GROUP_M)
     first_row = m * BLOCK_M + FIRST_ROW
     first_column = n * BLOCK_N
     # Row vectors first: their latency hides under the products.
     rows = first_row + gl.arange(0, HALF_M, ROWS)
     inside = rows < sizes.num_rows
-    row_shift = gl.load(of_rows.shift + rows, mask=inside, other=0.0)
+    shift = gl.load(of_rows.shift + rows, mask=inside, other=0.0)
     label = gl.load(of_rows.label + rows, mask=inside, other=-1) - first_column
     label = gl.where((label >= 0) & (label < BLOCK_N), label, -1).to(gl.int32)
     inv_temperature = 1.0
     if kind.TEMPERATURE:
         inv_temperature = gl.load(of_rows.inv_temperature + rows, mask=inside, other=1.0)
     holds_label = gl.load(of_tiles.marks + n * (2 * sizes.num_m) + first_row // HALF_M)
+    factor, at_label, entropy_factor, smoothing = shift, shift, shift, shift
     if kind.MODE == GRADIENTS:
         factor = gl.load(of_rows.factor + rows, mask=inside, other=0.0)
         at_label = gl.load(of_rows.at_label + rows, mask=inside, other=0.0)
-        entropy_factor, smoothing = factor, factor
         if kind.ENTROPY:
             entropy_factor = gl.load(of_rows.entropy_factor + rows, mask=inside, other=0.0)
         if kind.SMOOTHING:
             smoothing = gl.load(of_rows.smoothing + rows, mask=inside, other=0.0)
 
-    z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
-    slot = step % NUM_SLOTS
-    weights = ring.weights.index(slot).permute((1, 0))
-    z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
-    z = warpgroup_mma_wait(1, deps=[z])
-    step += 1
-    for _k in range(1, sizes.num_k):
-        slot = step % NUM_SLOTS
-        mbarrier.wait(ring.full.index(slot), (step // NUM_SLOTS) & 1)
-        weights = ring.weights.index(slot).permute((1, 0))
-        z = warpgroup_mma(token_slots.index(slot), weights, z, is_async=True)
-        z = warpgroup_mma_wait(1, deps=[z])
-        # All four warps are done with the slot before one thread gives it back.
-        _barrier()
-        mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
-        step += 1
-    z = warpgroup_mma_wait(0, deps=[z])
-    _barrier()
-    mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
+    z, step = _multiply(token_slots, ring, sizes.num_k, step)
     if kind.ROUNDED:
         z = _rounded(z)
 
-    to_exponent = 2.0 * scales.scale2 / scales.softcap
-    softcap2 = scales.softcap * _LOG2_E * inv_temperature
-    scale2 = scales.scale2 * inv_temperature
+    row = _HalfTile(
+        rows,
+        inside,
+        shift,
+        label,
+        holds_label,
+        scales.scale2 * inv_temperature,
+        2.0 * scales.scale2 / scales.softcap,
+        scales.softcap * _LOG2_E * inv_temperature,
+        factor,
+        at_label,
+        entropy_factor,
+        smoothing,
+    )
     if kind.MODE == STATISTICS:
-        if (holds_label != 0) | (first_column + BLOCK_N > sizes.valid_columns):
-            columns = gl.arange(0, BLOCK_N, COLUMNS)
-            is_label = columns[None, :] == label[:, None]
-            picked = gl.reduce(gl.where(is_label, z, 0.0), 1, _plus)
-            gl.store(of_tiles.label_logit + rows, picked * scales.logit_scale, mask=inside & (label >= 0))
-            left_out = is_label | ((columns + first_column)[None, :] >= sizes.valid_columns)
-            z = gl.where(left_out, float("-inf"), z)
-        at = n.to(gl.int64) * sizes.num_rows + rows
-        if kind.WITH_ARGMAX:
-            columns = gl.arange(0, BLOCK_N, COLUMNS) + first_column
-            index = gl.zeros([HALF_M, BLOCK_N], gl.int32, ACC) + columns[None, :]
-            row_max, row_argmax = gl.reduce((z, index), 1, _larger_first)
-            gl.store(of_tiles.argmax + at, row_argmax, mask=inside)
-        else:
-            row_max = gl.reduce(z, 1, _larger)
-        # logit_scale is above 0 here, so the maximum commutes with it.
-        if kind.SOFTCAP:
-            softcapped_max, _ = _softcapped(row_max, to_exponent, softcap2)
-            # Softcapped, -inf would be -softcap.
-            tile_max = gl.where(row_max == float("-inf"), row_max, softcapped_max) - row_shift
-        else:
-            tile_max = row_max * scale2 - row_shift
-        shift = gl.where(tile_max > _HEADROOM, tile_max, 0.0) + row_shift
-        gl.store(of_tiles.max + at, tile_max, mask=inside)
-        if kind.SOFTCAP | kind.WEIGHTED | kind.WITH_SUM | kind.LOGITS:
-            # By halves: registers hold no more than one of them beside what it is multiplied by.
-            left, right = _halves(z)
-            left_sum, left_weighted, left_logit_sum, left_squares, left = _exponentials(
-                left,
-                shift,
-                scale2,
-                to_exponent,
-                softcap2,
-                kind.SOFTCAP,
-                kind.WEIGHTED,
-                kind.WITH_SUM,
-                kind.LOGITS,
-                kind.SQUARES,
-            )
-            right_sum, right_weighted, right_logit_sum, right_squares, right = _exponentials(
-                right,
-                shift,
-                scale2,
-                to_exponent,
-                softcap2,
-                kind.SOFTCAP,
-                kind.WEIGHTED,
-                kind.WITH_SUM,
-                kind.LOGITS,
-                kind.SQUARES,
-            )
-            gl.store(of_tiles.sum + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=inside)
-            if kind.WEIGHTED:
-                weighted = gl.convert_layout(left_weighted + right_weighted, ROWS)
-                gl.store(of_tiles.weighted + at, weighted, mask=inside)
-            if kind.WITH_SUM:
-                logit_sum = gl.convert_layout(left_logit_sum + right_logit_sum, ROWS)
-                gl.store(of_tiles.logit_sum + at, logit_sum, mask=inside)
-            if kind.SQUARES:
-                squares = gl.convert_layout(left_squares + right_squares, ROWS)
-                gl.store(of_tiles.squares + at, squares, mask=inside)
-        else:
-            out = gl.exp2(z * _rows_of(scale2, z) - shift[:, None])
-            gl.store(of_tiles.sum + at, gl.reduce(out, 1, _plus), mask=inside)
-            if kind.SQUARES:
-                gl.store(of_tiles.squares + at, _sum_of_squares(out), mask=inside)
-            left, right = _halves(out.to(out_desc.dtype))
+        left, right = _statistics_epilogue(
+            z, row, first_column, n, of_tiles, sizes.num_rows, sizes.valid_columns, scales, kind
+        )
     else:
-        if kind.SOFTCAP | kind.ENTROPY | kind.SMOOTHING:
-            left, right = _halves(z)
-            left = _gradients(
-                left, row_shift, factor, entropy_factor, smoothing, at_label, label,
-                scale2, to_exponent, softcap2, kind.SOFTCAP, kind.ENTROPY, kind.SMOOTHING,
-            )  # fmt: skip
-            right = _gradients(
-                right, row_shift, factor, entropy_factor, smoothing, at_label, label - BLOCK_N // 2,
-                scale2, to_exponent, softcap2, kind.SOFTCAP, kind.ENTROPY, kind.SMOOTHING,
-            )  # fmt: skip
-        else:
-            out = gl.exp2(z * _rows_of(scale2, z) - row_shift[:, None]) * factor[:, None]
-            if holds_label != 0:
-                columns = gl.arange(0, BLOCK_N, COLUMNS)
-                out = gl.where(columns[None, :] == label[:, None], at_label[:, None], out)
-            left, right = _halves(out.to(out_desc.dtype))
-        if kind.MASKED:  # noqa: SIM102 (known when compiled, unlike the next)
-            if first_column + BLOCK_N > sizes.valid_columns:
-                left = _without_padding(left, sizes.valid_columns - first_column)
-                right = _without_padding(right, sizes.valid_columns - first_column - BLOCK_N // 2)
+        left, right = _gradient_epilogue(z, row, first_column, sizes.valid_columns, kind)
     if kind.WRITE:
         _store_half(out_desc, left, staging, first_row, first_column)
         _store_half(out_desc, right, staging, first_row, first_column + BLOCK_N // 2)
