@@ -142,8 +142,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             phases=phase_report.recorder() if self.fused_ce_timed else UNTIMED,
             guard=model_guard.guard_of(self),
         )
-        served = out.logits_backend, out.why_not_scaled_exp
-        report.evaluation_once(self, input_, weight, out.plan, served)
+        report.evaluation_once(self, input_, out.plan, out.why_not_scaled_exp)
         fused_ce_request.correct = out.outputs.correct
         fused_ce_request.made_entropy = out.outputs.entropy
         if out.local_max is not None and out.local_argmax is not None:

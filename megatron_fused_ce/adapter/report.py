@@ -12,10 +12,8 @@ from torch import Tensor
 
 from megatron_fused_ce import logits_backend, planner, versions
 from megatron_fused_ce.adapter import layout
-from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.grad_weight import kind_of
 from megatron_fused_ce.planner import Plan, PlanInputs, plan, size_in_words
 
 PREFIX = "[fused-ce]"
@@ -104,55 +102,48 @@ def adopted(model: Any, megatron_args: Any) -> None:
         # Stand-ins with the attributes that the choice of the logits backend reads.
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hidden = torch.empty(1, layer.input_size, dtype=dtype, device=device)
-        score, why = _logits_backend(layer, hidden, hidden.expand(layer.output_size_per_partition, -1))
-        layer._fused_ce_expected = plan(
-            _plan_inputs(
-                layer,
-                tokens,
-                hidden.dtype,
-                score,
-                _wgrad_accumulator_to_be(layer, weight, megatron_args),
-                # As pretrain_gpt.py and train_rl.py call their models; the first evaluation corrects it.
-                token_weights_known=not trains_by_rl,
-                uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
-            )
+        rows = hidden.expand(layer.output_size_per_partition, -1)
+        backend, why = logits_backend.choose(layer.fused_ce_config, hidden, rows)
+        tp_size = layer.tp_group.size()
+        inputs = PlanInputs.of(
+            layer.fused_ce_config,
+            num_tokens=tokens,
+            hidden_size=layer.input_size,
+            num_rows=layer.output_size_per_partition,
+            dtype=str(hidden.dtype).removeprefix("torch."),
+            num_parts=tp_size if layer.sequence_parallel else 1,
+            tp_size=tp_size,
+            wgrad_accumulator=_wgrad_accumulator_to_be(layer, weight, megatron_args),
+            logits_backend=backend.name,
+            device=_device_name(),
+            # As pretrain_gpt.py and train_rl.py call their models; the first evaluation corrects it.
+            token_weights_known=not trains_by_rl,
+            uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
         )
+        layer._fused_ce_expected = plan(inputs)
         _say_plan(layer, layer._fused_ce_expected, _logits_bytes(layer, tokens, hidden.dtype), why)
 
 
-def evaluation_once(
-    layer: Any,
-    hidden: Tensor,
-    weight: Tensor,
-    ran: Plan | None = None,
-    served: tuple[str, str] | None = None,
-) -> None:
+def evaluation_once(layer: Any, hidden: Tensor, ran: Plan, why_not_exp: str) -> None:
     """Log what runs, once for each strategy of a head, unless it was logged when the model was built.
 
     Heads of multi-token prediction share a layer with the main one and may run another strategy.
 
     Args:
-        ran: the plan that the op followed. None: predict it, and log only if nothing was logged yet.
-        served: the logits backend that the op used, and why not ``scaled_exp``. None: predict them.
+        hidden: this rank's part of the hidden states, ``[s, b, H]``.
+        ran: the plan that the op followed.
+        why_not_exp: why the op's logits backend is not ``scaled_exp``; empty if it is.
     """
     told: set[str] = layer.__dict__.setdefault("_fused_ce_told", set())
-    expected: Plan | None = layer.__dict__.get("_fused_ce_expected")
-    if ran is None and (told or expected is not None):
+    if ran.strategy in told:
         return
-    if ran is not None and ran.strategy in told:
-        return
-    num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
-    tokens = hidden.shape[0] * hidden.shape[1] * num_parts
-    score, why = served or _logits_backend(layer, hidden.flatten(0, 1), weight)
-    if ran is None:
-        wgrad_accumulator = kind_of(open_grad_weight_for(weight, layer.gradient_accumulation_fusion))
-        if not weight.requires_grad:
-            wgrad_accumulator = "none"
-        ran = plan(_plan_inputs(layer, tokens, hidden.dtype, score, wgrad_accumulator))
     told.add(ran.strategy)
+    expected: Plan | None = layer.__dict__.get("_fused_ce_expected")
     if expected is None or _what_runs(expected) != _what_runs(ran):
+        num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
+        tokens = hidden.shape[0] * hidden.shape[1] * num_parts
         before = "on" if expected is None else "as it runs"
-        _say_plan(layer, ran, _logits_bytes(layer, tokens, hidden.dtype), why, before)
+        _say_plan(layer, ran, _logits_bytes(layer, tokens, hidden.dtype), why_not_exp, before)
 
 
 def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
@@ -163,31 +154,6 @@ def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> 
         return "returned"
     in_fp32 = getattr(megatron_args, "accumulate_allreduce_grads_in_fp32", True)
     return "main_grad" if in_fp32 else "low_main_grad"
-
-
-def _logits_backend(layer: Any, hidden: Tensor, weight: Tensor) -> tuple[str, str]:
-    """Name of the logits backend for ``[T, H]`` and ``[V, H]``, and why not ``scaled_exp``."""
-    chosen, why = logits_backend.choose(layer.fused_ce_config, hidden, weight)
-    return chosen.name, why
-
-
-def _plan_inputs(
-    layer: Any, tokens: int, dtype: torch.dtype, score: str, wgrad_accumulator: str, **facts: Any
-) -> PlanInputs:
-    tp_size = layer.tp_group.size()
-    return PlanInputs.of(
-        layer.fused_ce_config,
-        num_tokens=tokens,
-        hidden_size=layer.input_size,
-        num_rows=layer.output_size_per_partition,
-        dtype=str(dtype).removeprefix("torch."),
-        num_parts=tp_size if layer.sequence_parallel else 1,
-        tp_size=tp_size,
-        wgrad_accumulator=wgrad_accumulator,
-        logits_backend=score,
-        device=_device_name(),
-        **facts,
-    )
 
 
 def _device_name() -> str:

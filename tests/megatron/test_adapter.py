@@ -24,7 +24,7 @@ from megatron_fused_ce.adapter import arguments, model_guard, phase_report, repo
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
-from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
+from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight, kind_of
 
 ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = TokenWeights(None, "nobody said")
@@ -271,6 +271,14 @@ def test_flags_in_a_group_of_their_own():
         ("--fused-chunked-ce", FusedCEConfig()),
         ("--fused-chunked-ce --fused-ce-num-chunks 4", FusedCEConfig(num_chunks=4)),
         (
+            "--fused-chunked-ce --fused-ce-memory-mb 512 --fused-ce-merge all_reduce",
+            FusedCEConfig(memory_mb=512, merge="all_reduce"),
+        ),
+        (
+            "--fused-chunked-ce --fused-ce-strategy grad_in_forward --fused-ce-merge packed",
+            FusedCEConfig(strategy="grad_in_forward", merge="packed"),
+        ),
+        (
             "--x --fused-ce-chunk-tokens 64 --fused-chunked-ce --fused-ce-strategy store --y 3",
             FusedCEConfig(chunk_tokens=64, strategy="store"),
         ),
@@ -312,13 +320,25 @@ def test_masked_padding_begins_where_the_tokenizer_ends(monkeypatch):
         ("--fused-ce-chunk-tokens x", "a whole number from 1 to"),
         ("--fused-ce-num-chunks 2 --fused-ce-chunk-tokens 8", "not allowed with"),
         ("--fused-ce-strategy fast", "invalid choice"),
+        ("--fused-ce-merge ring", "invalid choice"),
+        *((f"--fused-ce-memory-mb={x}", f"1 to 1000000000, got {x!r}") for x in ("0", "-3", "1.5", "2G", "")),
     ],
 )
 def test_bad_flags_end_with_status_2(line, words, capsys):
+    """One line after argparse's usage, with the flag and what was expected."""
     with pytest.raises(SystemExit) as end:
         arguments.config_from_argv(["--fused-chunked-ce", *line.split()])
+    said = capsys.readouterr().err.splitlines()[-1]
     assert end.value.code == 2
-    assert words in capsys.readouterr().err
+    assert re.split("[ =]", line)[0] in said and words in said
+
+
+def test_merge_of_parsed_arguments():
+    """A YAML launch's or an older checkpoint's arguments have no such name: the default stays."""
+    named = types.SimpleNamespace(fused_chunked_ce=True, fused_ce_merge="all_reduce")
+    assert arguments.config_from_args(named) == FusedCEConfig(merge="all_reduce")
+    unnamed = types.SimpleNamespace(fused_chunked_ce=True)
+    assert arguments.config_from_args(unnamed) == FusedCEConfig()
 
 
 def test_megatrons_arguments_come_before_the_command_line(monkeypatch):
@@ -381,7 +401,9 @@ def add_three_chunks(accumulator):
 @pytest.mark.parametrize("scaled", [False, True])
 def test_main_grad_takes_the_gradient(main_grad_dtype, scaled):
     weight = weight_with(main_grad_dtype, grad_added_to_main_grad=False)
-    accumulator = open_grad_weight_for(weight, True)(weight, 3, scaled)
+    opens = open_grad_weight_for(weight, True)
+    assert kind_of(opens) == ("main_grad" if main_grad_dtype == torch.float32 else "low_main_grad")
+    accumulator = opens(weight, 3, scaled)
     assert isinstance(accumulator, InPlaceGradWeight)
     total = add_three_chunks(accumulator)
     dummy = accumulator.close(torch.tensor(0.5) if scaled else None)

@@ -58,11 +58,10 @@ class Sharding:
 
 
 def wrapped(sharding: Sharding, model: Any) -> Any:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     if sharding.kind == "fsdp2":
         return fsdp2(sharding, model)
     if sharding.kind == "megatron":
+        from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
         config = DistributedDataParallelConfig(
@@ -73,8 +72,7 @@ def wrapped(sharding: Sharding, model: Any) -> Any:
             gradient_reduce_div_fusion=False,  # gloo cannot
         )
         return FullyShardedDataParallel(model.config, config, model)
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return DistributedDataParallel(model.config, config, model)
+    return None  # Megatron's DDP
 
 
 def fsdp2(sharding: Sharding, model: Any) -> Any:
@@ -96,22 +94,14 @@ def fsdp2(sharding: Sharding, model: Any) -> Any:
     return TorchFullyShardedDataParallel(model.config, config, model, sub_modules_to_wrap=units)
 
 
-class Training:
+class Training(megatron.Training):
     """One model under training. ``seen``: what it can be compared by."""
 
     def __init__(self, rank: Rank, model: Model, sharding: Sharding) -> None:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-        self.rank, self.sharding = rank, sharding
-        self.built = megatron.build(model, replace(rank, size=1))
-        self.model = wrapped(sharding, self.built)
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-3,
-            clip_grad=1.0,
-            use_distributed_optimizer=sharding.kind == "megatron",
-        )
-        self.optimizer = get_megatron_optimizer(config, [self.model])
+        built = megatron.build(model, replace(rank, size=1))
+        distributed = sharding.kind == "megatron"
+        super().__init__(rank, built, wrapped(sharding, built), distributed=distributed, lr=1e-3)
+        self.sharding = sharding
         self.generator = torch.Generator().manual_seed(11 + rank.rank)
         self.seen: dict[str, torch.Tensor] = {}
 
@@ -121,32 +111,31 @@ class Training:
         mask = (torch.rand(BATCH, SEQUENCE, generator=self.generator) < 0.8).float()
         ids, mask = ids.to(self.rank.device), mask.to(self.rank.device)
         positions = megatron.positions_and_mask(self.rank)
-        return self.model(ids[:, :-1], *positions, labels=ids[:, 1:], loss_mask=mask), mask
+        return self.ddp(ids[:, :-1], *positions, labels=ids[:, 1:], loss_mask=mask), mask
 
-    def step(self, number: int) -> None:
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+    def train(self, number: int) -> None:
+        self.zero_grad()
         for micro_batch in range(MICRO_BATCHES):
             losses, mask = self.losses()
             (losses * mask).sum().div(mask.sum() * MICRO_BATCHES).backward()
             self.seen[f"loss {number}.{micro_batch}"] = losses.detach().clone()
-        self.model.finish_grad_sync()
+        self.ddp.finish_grad_sync()
         succeeded, norm, _ = self.optimizer.step()
         assert succeeded
         self.seen[f"gradient norm {number}"] = torch.as_tensor(norm)
 
     def evaluate(self) -> None:
-        self.model.eval()
+        self.ddp.eval()
         with torch.no_grad():
             self.seen["evaluation"] = self.losses()[0]
-        self.model.train()
+        self.ddp.train()
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Every parameter, whole, as the next forward would see it."""
         whole = functools.partial(gathered, self.sharding)
         if self.sharding.kind == "megatron":
-            self.model.module._replace_param_with_distributed_if_needed()
-        return {name: whole(tensor).clone() for name, tensor in self.built.named_parameters()}
+            self.ddp.module._replace_param_with_distributed_if_needed()
+        return {name: whole(tensor).clone() for name, tensor in self.model.named_parameters()}
 
 
 def gathered(sharding: Sharding, parameter: torch.Tensor) -> torch.Tensor:
@@ -180,10 +169,10 @@ CASES = {
 
 def trained(rank: Rank, model: Model, sharding: Sharding) -> dict[str, torch.Tensor]:
     training = Training(rank, model, sharding)
-    are_sharded = [hasattr(parameter, "placements") for parameter in training.built.parameters()]
+    are_sharded = [hasattr(parameter, "placements") for parameter in training.model.parameters()]
     assert all(are_sharded) if sharding.kind != "ddp" else not any(are_sharded)
     for number in range(STEPS):
-        training.step(number)
+        training.train(number)
         if number == 0:
             training.evaluate()
     return training.seen | training.parameters()
@@ -270,8 +259,8 @@ def test_accuracy_beside_the_loss(rank: Rank, sharding):
     training = Training(rank, Model(), sharding)
     megatron_fused_ce.disable()
     for forward_only in (False, True):
-        training.model.zero_grad_buffer()
-        reports = megatron.run_schedule(training.model, batches, alone, forward_only)
+        training.ddp.zero_grad_buffer()
+        reports = megatron.run_schedule(training.ddp, batches, alone, forward_only)
         megatron.check_accuracy(reports, batches, corrects)
 
 
@@ -283,12 +272,12 @@ def test_log_probs_of_a_sharded_model(rank: Rank, sharding):
 
     def step(how: Sharding) -> tuple[torch.Tensor, torch.Tensor]:
         training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
-        training.model.zero_grad_buffer()
+        training.ddp.zero_grad_buffer()
         tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=training.generator).to(rank.device)
         positions = torch.arange(SEQUENCE, device=rank.device).expand(BATCH, -1)
-        log_probs = rl_utils.get_logprobs(training.model, tokens, positions)
+        log_probs = rl_utils.get_logprobs(training.ddp, tokens, positions)
         log_probs.mean().backward()
-        training.model.finish_grad_sync()
+        training.ddp.finish_grad_sync()
         return log_probs.detach(), torch.as_tensor(training.optimizer.step()[1])
 
     have_groups(1)

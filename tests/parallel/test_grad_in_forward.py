@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import megatron
 from tests.support.megatron import (
     BATCH,
     INSTALLED,
@@ -64,49 +65,22 @@ OPTIMIZERS = {
 }
 
 
-class Training:
+class Training(megatron.Training):
     """One model under training, step by step."""
 
     def __init__(self, rank: Rank, setup: Setup) -> None:
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer.optimizer import ChainedOptimizer
 
         import megatron_fused_ce
 
         megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(strategy=setup.strategy, num_chunks=3))
-        self.rank = rank
-        self.model = build(setup.model, rank)
+        model = build(setup.model, rank)
         megatron_fused_ce.disable()
-        self.ddp = DistributedDataParallel(
-            self.model.config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=setup.distributed
-            ),
-            self.model,
-        )
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            fp16=setup.fp16,
-            bf16=setup.model.dtype == torch.bfloat16,
-            params_dtype=setup.model.dtype,
-            use_distributed_optimizer=setup.distributed,
-            initial_loss_scale=setup.loss_scale,
-            min_loss_scale=1.0,
-            clip_grad=1.0,
-        )
-        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+        scale = {"fp16": setup.fp16, "initial_loss_scale": setup.loss_scale, "min_loss_scale": 1.0}
+        super().__init__(rank, model, distributed=setup.distributed, **scale)
         if setup.chained and not isinstance(self.optimizer, ChainedOptimizer):
             self.optimizer = ChainedOptimizer([self.optimizer])
         self.generator = torch.Generator().manual_seed(5)
-
-    def zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
     def mask(self) -> torch.Tensor:
         random = torch.rand(BATCH, SEQUENCE, generator=self.generator)
@@ -137,32 +111,9 @@ class Training:
         self.optimizer.scale_loss(loss * scale).backward()
         return loss.detach()
 
-    def state(self) -> list[torch.Tensor]:
-        """Every parameter of the model and of the optimizer, copied."""
-        kept = [*self.model.parameters(), *self.optimizer.get_parameters()]
-        return [parameter.detach().clone() for parameter in kept]
-
     def step(self) -> bool:
         self.ddp.finish_grad_sync()
-        succeeded, _, _ = self.optimizer.step()
-        return bool(succeeded)
-
-    def assert_raises_and_changes_nothing(self) -> None:
-        from megatron_fused_ce.grad_guard import UpstreamMismatch
-
-        before = self.state()
-        try:
-            self.step()
-        except UpstreamMismatch as error:
-            assert "--fused-ce-strategy store or recompute" in str(error)
-        else:
-            raise AssertionError("the step was taken")
-        assert all(map(torch.equal, before, self.state())), "a parameter changed before the error"
-
-    def assert_steps(self) -> None:
-        before = self.state()
-        assert self.step()
-        assert not all(map(torch.equal, before, self.state())), "no parameter changed"
+        return super().step()
 
 
 def one_token_changed(mask: torch.Tensor) -> torch.Tensor:

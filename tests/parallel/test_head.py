@@ -66,7 +66,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def cases(size: str) -> list[Any]:
-    return [pytest.param(case, id=name_of(case)) for case in pairs.committed()[size]]
+    return [pytest.param(case, id=name_of(case)) for case in pairs.rows_of(size)]
 
 
 @on_ranks(2)
@@ -226,17 +226,11 @@ def call(rank: Rank, case: dict[str, Any], inputs: Any, exact: HeadResult) -> tu
     ), earlier
 
 
-# --- the committed list ----------------------------------------------------------------------
+# --- the list of calls -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", pairs.AXES)
 def test_all_pairs_meet(size):
-    met = {pair for row in pairs.committed()[size] for pair in pairs.pairs_of(row)}
+    met = {pair for row in pairs.rows_of(size) for pair in pairs.pairs_of(row)}
     wanted = set(pairs.all_pairs(pairs.AXES[size]))
     assert met == wanted, f"missing {wanted - met}, not allowed {met - wanted}"
-
-
-def test_the_committed_list_is_the_generated_one():
-    """After a change of the axes: python -m tests.support.pairs."""
-    generated = {size: pairs.generate(axes) for size, axes in pairs.AXES.items()}
-    assert pairs.FILE.read_text() == pairs.written(generated)

@@ -64,13 +64,51 @@ class Launch:
     skip_masked: bool = False
 
 
-class Training:
+def build(rank: Rank, launch: Launch, seed: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    config = transformer_config(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=launch.tp,
+        pipeline_model_parallel_size=launch.pp,
+        pipeline_dtype=launch.dtype,
+        params_dtype=launch.dtype,
+        bf16=launch.dtype == torch.bfloat16,
+    )
+    model = GPTModel(
+        config,
+        gpt_layer_specs.get_gpt_layer_local_spec(),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    ).to(rank.device, launch.dtype)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        if launch.frozen and launch.frozen in f"{name} stage {stage}":
+            parameter.requires_grad_(False)
+    return model
+
+
+class Training(megatron.Training):
     """One model and its optimizer on this rank."""
 
     def __init__(self, rank: Rank, launch: Launch, seed: int = 7) -> None:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.parallel_state import get_data_parallel_rank
+
         import megatron_fused_ce
 
-        self.rank = rank
         have_groups(launch.tp, launch.pp)
         megatron_fused_ce.enable(
             megatron_fused_ce.FusedCEConfig(
@@ -78,64 +116,13 @@ class Training:
             )
         )
         try:
-            self._build(launch, seed)
+            model = build(rank, launch, seed)
         finally:
             megatron_fused_ce.disable()
-
-    def _build(self, launch: Launch, seed: int) -> None:
-        from megatron.core import distributed, parallel_state
-        from megatron.core.models.gpt import gpt_layer_specs
-        from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
-        config = transformer_config(
-            num_layers=2,
-            hidden_size=HIDDEN,
-            num_attention_heads=2,
-            gradient_accumulation_fusion=False,
-            tensor_model_parallel_size=launch.tp,
-            pipeline_model_parallel_size=launch.pp,
-            pipeline_dtype=launch.dtype,
-            params_dtype=launch.dtype,
-            bf16=launch.dtype == torch.bfloat16,
-        )
-        self.model = GPTModel(
-            config,
-            gpt_layer_specs.get_gpt_layer_local_spec(),
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-        ).to(self.rank.device, launch.dtype)
-        self.has_head = self.model.post_process
-        for name, parameter in self.model.named_parameters():
-            if (
-                launch.frozen
-                and launch.frozen in f"{name} stage {parallel_state.get_pipeline_model_parallel_rank()}"
-            ):
-                parameter.requires_grad_(False)
-        ddp_config = distributed.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=launch.distributed
-        )
-        self.ddp = distributed.DistributedDataParallel(config, ddp_config, self.model)
-        config.finalize_model_grads_func = distributed.finalize_model_grads
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=1e-2,
-                bf16=launch.dtype == torch.bfloat16,
-                params_dtype=launch.dtype,
-                use_distributed_optimizer=launch.distributed,
-                clip_grad=launch.clip_grad,
-            ),
-            [self.ddp],
-        )
-        self.replica = parallel_state.get_data_parallel_rank()
+        super().__init__(rank, model, distributed=launch.distributed, clip_grad=launch.clip_grad)
+        self.has_head = model.post_process
+        model.config.finalize_model_grads_func = finalize_model_grads
+        self.replica = get_data_parallel_rank()
         self.iteration = 0
 
     def forward_backward(self, wrong: bool = False) -> None:
@@ -143,8 +130,7 @@ class Training:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         self.iteration += 1
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.zero_grad()
         get_forward_backward_func()(
             forward_step_func=functools.partial(self._forward_step, wrong=wrong),
             data_iterator=iter(range(NUM_MICRO_BATCHES)),
@@ -173,30 +159,6 @@ class Training:
             return (losses.float() * used).sum() / used.sum().clamp(min=1), {}
 
         return output, loss_of
-
-    def state(self) -> list[torch.Tensor]:
-        kept = [*self.model.parameters(), *self.optimizer.get_parameters()]
-        return [parameter.detach().clone() for parameter in kept]
-
-    def assert_raises_and_changes_nothing(self) -> str:
-        from megatron_fused_ce.grad_guard import UpstreamMismatch
-
-        before = self.state()
-        try:
-            self.optimizer.step()
-        except UpstreamMismatch as error:
-            said = str(error)
-        else:
-            raise AssertionError("the step was taken on this rank")
-        assert "--fused-ce-strategy store or recompute" in said
-        assert all(map(torch.equal, before, self.state())), "a parameter changed before the error"
-        return said
-
-    def assert_steps(self) -> None:
-        before = self.state()
-        assert self.optimizer.step()[0]
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
-            assert not all(map(torch.equal, before, self.state())), "no parameter changed"
 
 
 def last_replica(rank: Rank, launch: Launch) -> int:

@@ -21,15 +21,14 @@ def table() -> dict[str, dict[str, str]]:
     return {row[1].strip("`"): dict(zip(STRATEGIES, row[2:], strict=True)) for row in rows[2:]}
 
 
-#: What a row is called in the committed lists of calls.
+#: What a row is called in the lists of calls.
 NAMES = {"masked tokens skipped": ("skip_masked", True)}
 IN_THE_PRODUCT = "scaled-exp GEMM with "
 
 
 def meet(*values: tuple[str, object]) -> bool:
     """Whether a call over ranks has all of these."""
-    lists = pairs.committed()
-    rows = [*lists["2 ranks"], *lists["other results"]]
+    rows = [*pairs.rows_of("2 ranks"), *pairs.rows_of("other results")]
     return any(set(values) <= set(row.items()) for row in rows)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+FAKE_PRETRAIN = Path(__file__).with_name("fake_pretrain.py").read_text()
 CHECKOUTS = [path for path in os.environ.get("MEGATRON_LM_PATH", "").split(os.pathsep) if path]
 
 

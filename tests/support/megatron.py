@@ -229,6 +229,68 @@ def build(model: Model, rank: Rank) -> Any:
     return built.to(rank.device, model.dtype or torch.float32)
 
 
+class Training:
+    """A model under training by Megatron's Adam: ``model``, ``ddp`` around it, and ``optimizer``."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        model: Any,
+        ddp: Any = None,
+        *,
+        distributed: bool = False,
+        lr: float = 1e-2,
+        **options: Any,
+    ) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config = model.config
+        self.rank, self.model = rank, model
+        self.ddp = ddp or DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed),
+            model,
+        )
+        adam = {"lr": lr, "bf16": config.bf16, "params_dtype": config.params_dtype, "clip_grad": 1.0}
+        adam |= {"use_distributed_optimizer": distributed, **options}
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", **adam), [self.ddp])
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def step(self) -> bool:
+        """The optimizer's; False where it skips."""
+        return bool(self.optimizer.step()[0])
+
+    def state(self) -> list[torch.Tensor]:
+        """Every parameter of the model and of the optimizer, copied."""
+        kept = [*self.model.parameters(), *self.optimizer.get_parameters()]
+        return [parameter.detach().clone() for parameter in kept]
+
+    def assert_raises_and_changes_nothing(self) -> str:
+        """A step ends in :class:`.UpstreamMismatch`, whose words are returned."""
+        from megatron_fused_ce.grad_guard import UpstreamMismatch
+
+        before = self.state()
+        try:
+            self.step()
+        except UpstreamMismatch as error:
+            said = str(error)
+        else:
+            raise AssertionError("the step was taken on this rank")
+        assert "--fused-ce-strategy store or recompute" in said
+        assert all(map(torch.equal, before, self.state())), "a parameter changed before the error"
+        return said
+
+    def assert_steps(self) -> None:
+        before = self.state()
+        assert self.step()
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            assert not all(map(torch.equal, before, self.state())), "no parameter changed"
+
+
 def takes_mask(model: Model) -> bool:
     """MambaModel takes no loss_mask before 0.17."""
     return model.family == "gpt" or core_version() >= (0, 17)

@@ -1,24 +1,15 @@
-"""All pairs: calls of the head in which every two values of two axes meet, in pairs.json beside this.
-
-    python -m tests.support.pairs        write the file anew, after a change of the axes
-
-The list is committed, so that a test keeps its name and a change of the list is seen.
-"""
+"""All pairs: calls of the head in which every two values of two axes meet."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_fused_ce.testing.reference import KINDS, LOSS_OPTIONS
-
-FILE = Path(__file__).with_name("pairs.json")
 
 DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")
@@ -145,11 +136,17 @@ def generate(axes: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
             candidates = [
                 value for value in axes[axis] if all(allowed((axis, value), item) for item in row.items())
             ]
-            row[axis] = max(candidates, key=partial(_num_new, axes, left, row, axis))
+            row[axis] = max(candidates, key=functools.partial(_num_new, axes, left, row, axis))
         rows.append({axis: row[axis] for axis in axes})
         for pair in pairs_of(rows[-1]):
             left.pop(pair, None)
     return rows
+
+
+@functools.cache
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The calls of one of ``AXES``."""
+    return generate(AXES[name])
 
 
 def _num_new(axes: Any, left: Any, row: dict[str, Any], axis: str, value: Any) -> int:
@@ -158,27 +155,8 @@ def _num_new(axes: Any, left: Any, row: dict[str, Any], axis: str, value: Any) -
     return sum(pair in left for pair in pairs_of(extended) if (axis, value) in pair)
 
 
-def written(rows_of: dict[str, list[dict[str, Any]]]) -> str:
-    """The file's text: a row is a line."""
-    parts = []
-    for name, rows in rows_of.items():
-        lines = ",\n".join(f"    {json.dumps(list(row.values()))}" for row in rows)
-        parts.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def committed() -> dict[str, list[dict[str, Any]]]:
-    """The file's rows, by axis."""
-    rows_of = json.loads(FILE.read_text())
-    return {name: [dict(zip(AXES[name], row, strict=True)) for row in rows] for name, rows in rows_of.items()}
-
-
 def parametrize(name: str) -> pytest.MarkDecorator:
     """A test by the rows of ``name``: the axes are its parameters, and a row's values name the case."""
-    rows = [tuple(row.values()) for row in committed()[name]]
+    rows = [tuple(row.values()) for row in rows_of(name)]
     ids = ["-".join(map(str, row)) for row in rows]
     return pytest.mark.parametrize(tuple(AXES[name]), rows, ids=ids)
-
-
-if __name__ == "__main__":
-    FILE.write_text(written({name: generate(axes) for name, axes in AXES.items()}))

@@ -8,30 +8,21 @@ an operator allocates and frees inside itself is not seen, nor is what is older 
 from __future__ import annotations
 
 import sys
-import weakref
-from functools import partial
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_fused_ce.scripts.runs import snapshots as memory_snapshots
 from megatron_fused_ce.scripts.runs.snapshots import now_us
+from megatron_fused_ce.testing import live_storages
 
 
-class StorageRecording(TorchDispatchMode):
-    """Trace and live blocks as `torch.cuda.memory._snapshot` gives them; addresses are running numbers."""
+class StorageRecording(live_storages.LiveStorages):
+    """Trace and live blocks as `torch.cuda.memory._snapshot` gives them; an address is a storage's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.marks: list[tuple[int, str]] = []
-        self.live_bytes = 0
-        self.peak_bytes = 0
         self._trace: list[dict[str, Any]] = []
         self._blocks: dict[int, dict[str, Any]] = {}
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def begin(self) -> None:
         self._begin_us = now_us()
@@ -49,44 +40,28 @@ class StorageRecording(TorchDispatchMode):
         timeline.marks, timeline.allocator_peak_bytes = self.marks, self.peak_bytes
         return timeline, {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
-        result = func(*args, **kwargs)
-        for tensor in tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._known:
-                self._allocate(storage)
-        return result
+    def _count(self, key: int, num_bytes: int) -> None:
+        if self._counted_bytes.get(key) != num_bytes:  # new, or resized
+            self._free(key)
+            sizes = {"requested_size": num_bytes, "state": "active_allocated"}
+            self._blocks[key] = {"address": key, **sizes, "frames": python_stack()}
+            self._note("alloc", key)
+        super()._count(key, num_bytes)
 
-    def _allocate(self, storage: torch.UntypedStorage) -> None:
-        address = len(self._trace)
-        block = {
-            "address": address,
-            "requested_size": storage.nbytes(),
-            "state": "active_allocated",
-            "frames": python_stack(),
-        }
-        self._blocks[address] = block
-        self._known[storage._cdata] = weakref.ref(storage, partial(self._free, storage._cdata, address))
-        self._note("alloc", address)
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+    def _forget(self, key: int, _: object) -> None:
+        super()._forget(key, _)
+        self._free(key)
 
-    def _free(self, key: int, address: int, _: object) -> None:
-        self._known.pop(key, None)
-        self._note("free_requested", address)
-        self._note("free_completed", address)
-        self.live_bytes -= self._blocks.pop(address)["requested_size"]
+    def _free(self, key: int) -> None:
+        if key in self._blocks:
+            self._note("free_requested", key)
+            self._note("free_completed", key)
+            del self._blocks[key]
 
     def _note(self, action: str, address: int) -> None:
         block = self._blocks[address]
         entry = {"action": action, "addr": address, "size": block["requested_size"]}
         self._trace.append(entry | {"time_us": now_us(), "frames": block["frames"]})
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
 
 
 def python_stack() -> list[dict[str, Any]]:
@@ -95,7 +70,7 @@ def python_stack() -> list[dict[str, Any]]:
     found = []
     while frame is not None:
         code = frame.f_code
-        if code.co_filename != __file__:
+        if code.co_filename not in (__file__, live_storages.__file__):
             found.append({"filename": code.co_filename, "name": code.co_name, "line": frame.f_lineno})
         frame = frame.f_back
     return found

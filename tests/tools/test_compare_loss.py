@@ -18,7 +18,7 @@ from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs, read_run, unit_of
 from megatron_fused_ce.scripts.runs import compare as compare_loss
 from megatron_fused_ce.scripts.runs.compare import Judge, compare, paired
-from tests.support.checkouts import on_checkouts
+from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts
 from tests.support.commands import run_here
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -578,23 +578,6 @@ def test_names_are_the_ends_that_differ():
 
 
 # --- launches ------------------------------------------------------------------------------------
-
-FAKE_PRETRAIN = """
-import sys
-flag, native = "--fused-chunked-ce" in sys.argv, "native" in sys.argv
-if flag and "--break" in sys.argv:
-    raise RuntimeError("no kernel for this GPU")
-for i in range(1, 13):
-    loss = 5.0 - 0.1 * i + 1e-6 * native
-    if flag and "--wrong" in sys.argv:
-        loss += 0.1
-    print(f" iteration {i:8d}/ 12 | lm loss: {loss:.6E} | grad norm: 1.000 | "
-          "number of skipped iterations:   0 | number of nan iterations:   0 |")
-if flag and "--idle" not in sys.argv:
-    print("[fused-ce] heads evaluated fused: 12, logits materialised: 0, heads on the stock path: 0")
-if flag != ("--fused-ce-num-chunks" in sys.argv):
-    raise RuntimeError("the plugin's flags belong to the launch with the flag")
-"""
 
 
 @pytest.fixture

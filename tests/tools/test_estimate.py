@@ -524,13 +524,13 @@ def test_tight_is_told_apart():
 # --- against what was measured ---------------------------------------------------------------
 
 
-def test_whole_steps_are_within_their_bound():
-    found = check_plan.steps()
-    trained = [one for one in found if one.measured is not None]
+def test_enough_was_measured():
+    """test_every_page_is_up_to_date holds each against its bound."""
+    trained = [one for one in check_plan.steps() if one.measured is not None]
     assert len(trained) > 40
-    assert not check_plan.outside(found, check_plan.STEP_BOUND)
     # What bounds the run is told right as well: both kinds were measured.
     assert {one.bound for one in trained} == {"head", "layers"}
+    assert len(check_plan.alone()) > 60
 
 
 def test_what_ran_out_of_memory_is_not_said_to_fit():
@@ -539,12 +539,6 @@ def test_what_ran_out_of_memory_is_not_said_to_fit():
         found = estimate(one, check_plan.head_of(one, row["variant"]))
         verdict = advice.verdict(found, check_plan.h200())
         assert (verdict == "fits") == (row["status"] == "ok"), (name, row["variant"])
-
-
-def test_heads_are_within_their_bound():
-    found = check_plan.alone()
-    assert len(found) > 60
-    assert not check_plan.outside(found, check_plan.HEAD_BOUND)
 
 
 def test_bytes_a_logit_are_those_that_were_measured():
@@ -557,9 +551,3 @@ def test_bytes_a_logit_are_those_that_were_measured():
     assert {name for name, _ in measured} == set(used)
     for name, found in measured:
         assert found == pytest.approx(used[name], abs=0.02)
-
-
-def test_the_example_in_the_page_is_what_the_command_prints():
-    text = check_plan.printed(check_plan.EXAMPLE)
-    assert "Flags: --fused-chunked-ce" in text
-    assert text in check_plan.PAGE.read_text(), "run `make figures`"

@@ -24,7 +24,7 @@ from megatron_fused_ce.scripts.lib import launches, losses, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain as harness
 from megatron_fused_ce.testing import megatron_cpu
-from tests.support.checkouts import on_checkouts, stand_in
+from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
 from tests.support.commands import launches_without_torch, run_here
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -497,20 +497,6 @@ def test_unknown_cases_and_variants(tmp_path):
         assert len(run.stderr.splitlines()) == 1
 
 
-FAKE_PRETRAIN = """
-import sys
-loss = 5.0
-if "--cross-entropy-loss-fusion" in sys.argv:
-    loss = 5.00004
-if "--wrong" in sys.argv:
-    loss = 5.1
-if "--full" in sys.argv:
-    raise SystemExit("torch.OutOfMemoryError: CUDA out of memory")
-for i in 1, 2:
-    print(f"iteration {i}/ 2 | elapsed time per iteration (ms): {i}.5 | lm loss: {loss} | grad norm: 1.0 |")
-"""
-
-
 @pytest.fixture
 def fake_checkout(tmp_path):
     """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
@@ -525,17 +511,16 @@ def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
         "--nproc=1",
         f"--out={tmp_path / 'out'}",
         "--variants=unfused,native",
-        "--variant=too-large=--full",
+        "--variant=too-large=--fused-chunked-ce --fused-ce-num-chunks 4 --full",
         "--may-run-out-of-memory=too-large",
-        "--",
-        "--bf16",
+        *("--", "--bf16", "--train-iters", "2"),
     )
     run = run_harness(*options)
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["ok", "ok", "out of memory"]
-    assert [row["time_ms"] for row in rows] == [2.5, 2.5, None]
-    assert rows[1]["loss_difference"] == pytest.approx(8e-6)
+    assert [row["time_ms"] for row in rows] == [55.0, 55.0, None]
+    assert rows[1]["loss_difference"] == pytest.approx(1e-6 / 4.8, rel=0.05)
     assert rows[1]["command"].endswith("--cross-entropy-fusion-impl native")
     assert str(tmp_path) not in rows[1]["command"]
 
@@ -592,10 +577,11 @@ def test_cases_on_two_gpus(fake_checkout, tmp_path):
     for run, connections in zip(runs, ("", *["CUDA_DEVICE_MAX_CONNECTIONS=8 "] * 2), strict=True):
         assert run.command.startswith(f"{connections}{launcher}")
     run = run_harness(*options, f"--out={tmp_path / 'out'}", "--variants=megatron-fsdp-fused-ce")
-    assert run.returncode == 1 and "printed no count of fused heads" in run.stderr
+    assert run.returncode == 0, run.stderr
     (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert (row["status"], row["command"]) == ("ok", runs[2].command)
-    assert row["figures"]["losses"]["lm loss"] == [5.0] * 4  # of two ranks
+    losses = row["figures"]["losses"]["lm loss"]
+    assert sorted(losses) == pytest.approx(sorted(2 * [5 - i / 10 for i in range(1, 11)]))  # of two ranks
     text = (tmp_path / "out" / "results.md").read_text()
     assert "- `fsdp`: DP 2" in text and "on four GPUs" not in text
 
@@ -619,12 +605,11 @@ def test_broken_bound_is_status_1(fake_checkout, tmp_path):
         "--nproc=1",
         f"--out={tmp_path / 'out'}",
         "--variants=unfused",
-        "--variant=flag=--fused-chunked-ce --wrong",
-        "--",
-        "--train-iters=2",
+        "--variant=flag=--fused-chunked-ce --fused-ce-num-chunks 4 --wrong --idle",
+        *("--", "--train-iters", "2"),
     )
     assert run.returncode == 1
-    assert "loss differs by 2.0e-02" in run.stderr
+    assert "loss differs by 2.1e-02" in run.stderr
     assert "printed no count of fused heads" in run.stderr
 
 

@@ -32,7 +32,7 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
     pareto_front,
     recommend,
 )
-from tests.support.checkouts import on_checkouts, stand_in
+from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
 from tests.support.commands import launches_without_torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -372,31 +372,6 @@ def test_a_picture_without_peaks(tmp_path):
 
 # --- launches ------------------------------------------------------------------------------------
 
-FAKE_PRETRAIN = """
-import os, sys
-words = sys.argv[1:]
-with open(os.environ["LAUNCHES"], "a") as file:
-    print(*words, file=file)
-flag = "--fused-chunked-ce" in words
-if flag and "4" in words and "--full" in words:
-    raise SystemExit("torch.OutOfMemoryError: CUDA out of memory")
-if flag and "4" in words and "--break" in words:
-    raise RuntimeError("no kernel for this GPU")
-if "--refused" in words:
-    raise SystemExit("pretrain_gpt.py: error: unrecognized arguments: --refused")
-end = int(words[len(words) - words[::-1].index("--exit-interval")])
-base = float(os.environ.get("BASE_MS", "10"))
-ms = base * (1 if "--fused-ce-num-chunks" not in words else 1.2 if flag else 2)
-print(f"[Rank 0] memory (MB) | allocated: 1.00 | max allocated: {500 if flag else 900}.00 |")
-for i in range(1, end + 1):
-    loss = 5.0 - 0.1 * i + 1e-7 * ("native" in words)
-    if flag and "4" in words and "--wrong" in words:
-        loss += 0.01
-    print(f" iteration {i:8d}/ 99 | elapsed time per iteration (ms): {ms + 90 * (i < 3):.1f} | "
-          f"lm loss: {loss:.6E} | grad norm: 1.000 |")
-if flag and not ("--idle" in words and "4" in words):
-    print("[fused-ce] heads evaluated fused: 12, logits materialised: 0, heads on the stock path: 0")
-"""
 LAUNCH_KEYS = ["auto", "unfused", "native", "recompute x 1", "recompute x 4"]
 
 
@@ -435,7 +410,7 @@ def test_launches(fake):
     assert (unfused, auto) == (ends, f"{ends} --fused-chunked-ce")
     assert native == f"{ends} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
     assert four == f"{ends} {rows['recompute x 4']['flags']}" and one != four
-    assert rows["native"]["error"] == pytest.approx(1e-7 / 4.9, abs=1e-6)
+    assert rows["native"]["error"] == pytest.approx(1e-6 / 4.5, rel=0.05)
     assert rows["unfused"]["error"] is None
 
 
@@ -444,7 +419,7 @@ def test_launches(fake):
     [
         ("--full", OUT_OF_MEMORY, 0),
         ("--break", "failed: RuntimeError: no kernel for this GPU", 1),
-        ("--wrong", "losses differ from unfused's by 2.2e-03", 1),
+        ("--wrong", "losses differ from unfused's by 2.2e-02", 1),
         ("--idle", "the head was not fused", 1),
     ],
 )

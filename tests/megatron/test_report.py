@@ -1,0 +1,220 @@
+"""The report: the start-up line, and what the first evaluation adds to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.adapter import report
+from megatron_fused_ce.chunking import Cut
+from megatron_fused_ce.planner import PlanInputs, plan
+
+
+class TpGroup:
+    def __init__(self, size=1, rank=0):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+def megatron_head(config=None, rank=0, **others):
+    """What the start-up line reads of a model: its output layer, its config."""
+    weight = torch.nn.Parameter(torch.zeros(1000, 16), requires_grad=others.pop("trained", True))
+    layer = SimpleNamespace(
+        tp_group=TpGroup(2, rank),
+        sequence_parallel=True,
+        gradient_accumulation_fusion=True,
+        weight=weight,
+        input_size=16,
+        output_size=2000,
+        output_size_per_partition=1000,
+        # Under Triton's interpreter the scaled-exp GEMM would serve on a CPU.
+        fused_ce_config=replace(
+            config or FusedCEConfig(num_chunks=4, strategy="recompute"), logits_backend="gemm_rows"
+        ),
+    )
+    settings = {"bf16": True, "fp16": False, "mtp_num_layers": None, **others}
+    return SimpleNamespace(output_layer=layer, config=SimpleNamespace(**settings))
+
+
+LAUNCH = SimpleNamespace(seq_length=64, micro_batch_size=2, context_parallel_size=1)
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Each plan that the report makes, with its inputs."""
+    made = []
+
+    def record(inputs):
+        made.append((inputs, plan(inputs)))
+        return made[-1][1]
+
+    monkeypatch.setattr(report, "plan", record)
+    return made
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """Lines of the report, by a process whose first rank speaks."""
+    pytest.importorskip("megatron.core")
+    lines = []
+    monkeypatch.setattr(report, "say", lines.append)
+    monkeypatch.setattr(report, "_tells_totals", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return lines
+
+
+def rows_bytes(tokens: int, capacity: int, summed_bytes: int = 0) -> int:
+    """recompute with row kernels on a CPU, bf16, H = 16, V = 1000, sequence parallelism over 2 ranks.
+
+    The forward has two chunks of hidden states and two merges, the backward three, an unreduced
+    grad_hidden and the sum.
+    """
+    hidden, merges = 2 * capacity * 16, 2 * 16 * capacity * (1 + 2)
+    both = 2 * capacity * 1000 + 2 * hidden + 32 * tokens
+    both += 40 * capacity
+    return both + max(merges, 2 * hidden + summed_bytes)
+
+
+def test_start_up_line(said, planned):
+    report.adopted(megatron_head(), LAUNCH)
+    ((_, chosen),) = planned
+    assert chosen.predicted_peak_bytes == rows_bytes(128, 32)
+    assert said == [
+        "on: strategy recompute (asked for), 4 chunks of 32 tokens; about 0.1 MiB for the head, "
+        "where the logits alone would be 0.2 MiB",
+        "logits backend gemm_rows (asked for)",
+    ]
+
+
+def test_start_up_line_of_auto_says_why(said):
+    head = megatron_head(FusedCEConfig(memory_mb=7, z_loss=1e-4, skip_masked=True))
+    head.output_layer.fused_ce_config = replace(head.output_layer.fused_ce_config, logits_backend="auto")
+    report.adopted(head, LAUNCH)
+    assert said[0].startswith("on: strategy store (chosen by auto), 1 chunk of 128 tokens; about")
+    assert said[1] == (
+        "why: the fastest within the budget of 7 MiB; grad_in_forward is no faster; logits backend "
+        "gemm_rows, since scaled_exp cannot serve: it runs on CUDA devices, not on cpu; masked tokens are "
+        "skipped, the sizes are for none; loss with z_loss"
+    )
+    assert len(said) == 2
+
+
+def test_start_up_line_expects_the_loss_mask(said, planned):
+    """pretrain_gpt.py's model is called with one: grad_in_forward is possible."""
+    report.adopted(megatron_head(FusedCEConfig()), SimpleNamespace(seq_length=16384, micro_batch_size=2))
+    assert said[0] == (
+        "on: strategy grad_in_forward (chosen by auto), 8 chunks of 4096 tokens; about 18 MiB for the head, "
+        "where the logits alone would be 62 MiB"
+    )
+    # Two chunks of logits, three gathered and one unreduced of hidden states.
+    logits, hidden, merge = 2 * 4096 * 1000, 2 * 4096 * 16, 16 * 4096 * (1 + 2)
+    peak_bytes = 2 * logits + 4 * 1000 * 16 + 4 * hidden + 2 * merge + 32 * 32768 + 40 * 4096
+    assert planned[0][1].predicted_peak_bytes == peak_bytes
+
+
+@pytest.mark.parametrize(("context_parallel", "tokens"), [(4, 32), (1, 128), (None, 128)])
+def test_start_up_line_counts_this_context_ranks_tokens(said, planned, context_parallel, tokens):
+    launch = SimpleNamespace(**{**vars(LAUNCH), "context_parallel_size": context_parallel})
+    report.adopted(megatron_head(), launch)
+    assert planned[0][0].num_tokens == tokens
+    assert f"4 chunks of {tokens // 4} tokens" in said[0]
+
+
+def test_only_the_first_rank_tells(said):
+    report.adopted(megatron_head(rank=1), LAUNCH)
+    assert said == []
+
+
+def test_a_budget_that_a_named_strategy_cannot_meet_ends_the_launch(said):
+    wide = megatron_head(FusedCEConfig(strategy="store", memory_mb=1))
+    launch = SimpleNamespace(seq_length=4096, micro_batch_size=2)
+    with pytest.raises(ValueError, match="--fused-ce-memory-mb"):
+        report.adopted(wide, launch)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "trained", "launch", "summed_bytes"),
+    [
+        (True, True, {}, 0),
+        (True, True, {"accumulate_allreduce_grads_in_fp32": False}, 4 * 1000 * 16),
+        (False, True, {}, 4 * 1000 * 16),
+        (False, False, {}, 0),
+    ],
+)
+def test_start_up_line_counts_the_sum_of_grad_weight(said, planned, fusion, trained, launch, summed_bytes):
+    model = megatron_head(trained=trained)
+    model.output_layer.gradient_accumulation_fusion = fusion
+    report.adopted(model, SimpleNamespace(**vars(LAUNCH), **launch))
+    assert planned[0][1].predicted_peak_bytes == rows_bytes(128, 32, summed_bytes)
+
+
+def test_start_up_line_counts_the_heads_of_multi_token_prediction(said, planned):
+    store = FusedCEConfig(strategy="store", num_chunks=4)
+    report.adopted(megatron_head(store, mtp_num_layers=2), LAUNCH)
+    # A chunk of hidden states waits in each of the three.
+    one_chunk = 2 * 32 * 1000 + (3 + 2 + 1) * (2 * 32 * 16)
+    peak_bytes = one_chunk + 40 * 32 + 3 * 32 * 128 + 3 * 2 * 128 * 1000
+    assert planned[0][1].predicted_peak_bytes == peak_bytes
+
+
+def evaluated(layer, ran, hidden=32):
+    """A call of the head on ``[hidden, 2, 16]``, by the plan that the op followed."""
+    report.evaluation_once(layer, torch.zeros(hidden, 2, 16, dtype=torch.bfloat16), ran, "")
+
+
+def test_first_evaluation_tells_what_differs(said):
+    """Plans that the op followed, against what the start-up line expected."""
+    model = megatron_head(FusedCEConfig(memory_mb=7))
+    layer = model.output_layer
+    report.adopted(model, LAUNCH)
+    expected = layer._fused_ce_expected
+    by_name = replace(expected.chosen_for, strategy="recompute")
+    other = replace(expected, strategy="recompute", stored_chunks=0, chosen_for=by_name)
+    evaluated(layer, other)
+    assert len(said) == 4
+    assert said[2].startswith("as it runs: strategy recompute (chosen by auto), 1 chunk of 128 tokens")
+    assert said[3].startswith("why: asked for by name")
+    # The main head comes after those of multi-token prediction; batches may differ in length.
+    evaluated(layer, expected)
+    evaluated(layer, replace(other, cut=Cut.into(64, 2)))
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize("change", [{}, {"chosen_for": None}])
+def test_first_evaluation_repeats_nothing(said, change):
+    model = megatron_head(FusedCEConfig())
+    report.adopted(model, LAUNCH)
+    evaluated(model.output_layer, replace(model.output_layer._fused_ce_expected, **change))
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cut": Cut.into(64, 2)}, {"capacity": 100}, {"stored_chunks": 0, "strategy": "grad_in_forward"}],
+)
+def test_first_evaluation_tells_of_other_chunks(said, change):
+    model = megatron_head(FusedCEConfig(memory_mb=7))
+    report.adopted(model, LAUNCH)
+    evaluated(model.output_layer, replace(model.output_layer._fused_ce_expected, **change))
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize(("sequence_parallel", "logits"), [(True, "0.4 MiB"), (False, "0.2 MiB")])
+def test_first_evaluation_tells_where_the_launch_could_not(said, sequence_parallel, logits):
+    """No Megatron arguments: Bridge, NeMo, own scripts."""
+    layer = megatron_head().output_layer
+    layer.sequence_parallel = sequence_parallel
+    ran = plan(PlanInputs.of(layer.fused_ce_config, num_tokens=200, hidden_size=16, num_rows=1000))
+    for _ in range(2):
+        evaluated(layer, ran, hidden=50)
+    assert len(said) == 2 and "on: strategy recompute (asked for), 4 chunks of 50 tokens" in said[0]
+    assert said[0].endswith(f"the logits alone would be {logits}")

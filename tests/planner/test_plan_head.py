@@ -1,0 +1,133 @@
+"""plan-head's command line and its file of chunk lengths."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce.adapter import arguments
+from megatron_fused_ce.estimate import head_command
+from megatron_fused_ce.planner import PlanInputs, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+LINE = "--tokens 32768 --hidden 4096 --vocab 128256 --device H200"
+
+
+def test_command_line(capsys):
+    line = f"{LINE} --tp 4 --sequence-parallel --dtype bf16 --memory-mb 1000 --no-token-weights"
+    assert head_command.main(line.split()) == 0
+    chosen = plan(PlanInputs(32768, 4096, 32064, tp_size=4, num_parts=4, memory_mb=1000, device="H200"))
+    said = capsys.readouterr().out
+    assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}\n")
+    assert f"{chosen.predicted_peak_bytes / MIB:.1f} MiB" in said
+    assert f"gathered hidden       {chosen.memory.gathered_hidden / MIB:10.1f} MiB" in said
+    table = said.split("time\n")[1].split("\n\n")[0]
+    rows = {line[2:].split()[0]: line for line in table.splitlines()}
+    assert list(rows)[:4] == ["store", "grad_in_forward", "mixed", "recompute"]
+    assert [name for name, row in rows.items() if row.startswith("*")] == [chosen.strategy]
+    assert rows["store"].endswith("over the budget")
+    assert not rows["recompute"].endswith("over the budget")
+
+
+def test_documented_examples(capsys):
+    """docs/memory.md shows what the tool prints: refresh it when the table of devices changes."""
+    text = (ROOT / "docs" / "memory.md").read_text()
+    examples = text.split("```\n$ python -m megatron_fused_ce plan-head ")[1:]
+    assert len(examples) == 2
+    for example in examples:
+        command, shown = example.split("```")[0].split("\n", 1)
+        head_command.main(command.split())
+        assert shown == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-token-weights"]])
+def test_command_line_says_what_grad_in_forward_needs(flags, capsys):
+    assert head_command.main([*LINE.split(), *flags]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    needs = [row[2:].split()[0] for row in rows if row.endswith("needs token weights")]
+    assert needs == (["grad_in_forward"] if flags else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "--tokens"),
+        (f"{LINE} --memory-mb x", "expected a whole number from 1"),
+        (f"{LINE} --memory-mb 0", "expected a whole number from 1"),
+        (f"{LINE} --tp 0", "expected a whole number from 1"),
+        (f"{LINE} --strategy fast", "invalid choice"),
+        (f"{LINE} --strategy store --memory-mb 9", "memory_mb (--fused-ce-memory-mb)"),
+        (f"{LINE} --num-chunks 2 --chunk-tokens 3", "give one of them"),
+    ],
+)
+def test_command_line_bad_input_is_one_line_and_status_2(line, words, capsys):
+    assert head_command.main(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err and len(said.err.splitlines()) == 1
+
+
+def test_the_module_runs_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; from megatron_fused_ce.estimate.head_command import main; "
+        f"main({LINE.split()!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "predicted peak" in done.stdout, done.stderr
+    module = [sys.executable, "-m", "megatron_fused_ce", "plan-head", *LINE.split()]
+    assert subprocess.run(module, cwd=ROOT, capture_output=True, text=True).stdout == done.stdout
+
+
+MEASURED = planner.Device("NVIDIA Other", recompute=2048, grad_in_forward=1024, store=512)
+
+
+@pytest.fixture
+def device_file(tmp_path):
+    path = tmp_path / "chunk_lengths.json"
+    path.write_text(json.dumps({"row": asdict(MEASURED), "made_by": {}}))
+    return str(path)
+
+
+def test_chunk_lengths_from_a_file(device_file, capsys):
+    """In place of the table, on any device; a launch's argument stays the path."""
+    words = ["--fused-chunked-ce", "--fused-ce-chunk-lengths", device_file]
+    assert arguments.args_from_argv(words).fused_ce_chunk_lengths == device_file
+    config = arguments.config_from_argv(words)
+    assert config == FusedCEConfig(chunk_lengths=MEASURED)
+    for strategy, tokens in (("grad_in_forward", 1024), ("store", 512)):
+        named = replace(config, strategy=strategy)
+        facts = {"num_tokens": 8192, "hidden_size": 4096, "num_rows": 128256, "token_weights_known": True}
+        assert plan(PlanInputs.of(named, device="NVIDIA H200", **facts)).capacity == tokens
+    line = f"{LINE} --strategy grad_in_forward"
+    assert head_command.main([*line.split(), "--chunk-lengths", device_file]) == 0
+    assert "of 1024 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("{", "is no chunk_lengths.json"),
+        ('{"row": {"name": "x"}}', "is no chunk_lengths.json"),
+        ('{"row": {"name": "x", "recompute": 1, "grad_in_forward": 0, "store": 5}}', "1 or more"),
+        ('{"row": {"name": "x", "recompute": 1, "grad_in_forward": 2.5, "store": 5}}', "1 or more"),
+    ],
+)
+def test_a_bad_file_of_chunk_lengths(content, words, tmp_path, capsys):
+    path = tmp_path / "chunk_lengths.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as end:
+        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-chunk-lengths", str(path)])
+    assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+    assert head_command.main([*LINE.split(), "--chunk-lengths", str(path)]) == 2
+    assert words in capsys.readouterr().err
+    with pytest.raises(ValueError, match="chunk_lengths must be a Device"):
+        FusedCEConfig(chunk_lengths=str(path))
