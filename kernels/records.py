@@ -184,7 +184,7 @@ class GradCoefficients(NamedTuple):
     neg_label_grad: Tensor
     factor: Tensor
     entropy_scale: Tensor | None = None
-    smoothing_per_class: Tensor | None = None  # or []
+    smoothing_per_class: Tensor | None = None  # fp32 [C], or [] where all rows share it
 
     def in_base_2(self) -> GradProduct:
         """For the epilogue of ``grad_logits_gemm``."""

@@ -46,9 +46,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 saved, tensors = out.saved, out.saved.tensors()
                 if phases is not UNTIMED:
                     gradients = () if saved.gradients is None else saved.gradients.tensors()
-                    phases.waits(saved.last_hidden, saved.matrix, *tensors, *gradients)
+                    phases.saved(saved.last_hidden, saved.matrix, *tensors, *gradients)
         except BaseException:
-            spec.comm.settle(device)
+            spec.comm.join(device)
             raise
         outputs = _fill_ignored(out.outputs, targets.ignored)
         ctx.set_materialize_grads(False)
@@ -101,7 +101,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 )
         except BaseException:
             accumulators.abandon()
-            context.spec.comm.settle(device)
+            context.spec.comm.join(device)
             raise
         if grad_hidden is not None:
             grad_hidden = grad_hidden.view(ctx.hidden_shape)

@@ -134,7 +134,8 @@ class CallSpec(NamedTuple):
 
     @property
     def constant_rows(self) -> int:
-        """More rows of ``E`` and of the scaled hidden states, by which ``grad_weight`` gets it; mostly 0."""
+        """Extra rows (8 or 0) of saved ``E`` and of the scaled hidden states, which carry label smoothing's
+        constant into the ``grad_weight`` GEMM."""
         return logits_backend.CONSTANT_ROWS if self.adds_constant and self.needs_grad[1] else 0
 
     @property

@@ -74,7 +74,7 @@ class Guard:
         """
         self.heads = heads
         self.number = next(_numbers)  # unlike id(), never reused
-        self.belongs_to(modules)
+        self.set_modules(modules)
         #: Whether a head may use ``grad_in_forward``: False once all ranks know that none does.
         self.allowed = True
         #: Whether a head will use it, even if none has so far.
@@ -82,7 +82,7 @@ class Guard:
         self._flags: dict[torch.device, _Flag] = {}
         _guards.add(self)
 
-    def belongs_to(self, modules: Iterable[torch.nn.Module]) -> None:
+    def set_modules(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = [weakref.ref(module) for module in modules]
 
     def modules(self) -> list[torch.nn.Module]:
@@ -153,7 +153,7 @@ class Guard:
             flag.unread = False
 
     def flag_on(self, device: torch.device) -> Tensor | None:
-        """bool []: mismatch."""
+        """This device's mismatch flag, bool ``[]``; None before :meth:`prepare`."""
         flag = self._flags.get(device)
         return None if flag is None else flag.seen[1]
 

@@ -73,14 +73,15 @@ class LogitsGrad(NamedTuple):
     """``grad_logits = (row_scale * upstream)[:, None] * matrix``; fp32 ``[C]``, both None for 1.
 
     They are the same on every rank of the group, so that ``grad_hidden`` may be summed over the ranks before
-    its rows are scaled. Where ``less`` is given ``upstream[:, None] * less`` is still to be subtracted, on
+    its rows are scaled. Where ``smoothing_per_class`` is given
+    ``upstream[:, None] * smoothing_per_class`` is still to be subtracted, on
     every real column; the matrix may then have :data:`CONSTANT_ROWS` more rows.
     """
 
     matrix: Tensor
     row_scale: Tensor | None = None
     upstream: Tensor | None = None
-    less: Tensor | None = None  # fp32 []
+    smoothing_per_class: Tensor | None = None  # fp32 []
 
 
 class LogitsBackend(Protocol):
@@ -532,7 +533,7 @@ def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list
 
     lse, entropy, and log_prob beside a z_loss or label smoothing have their own upstream gradients. The
     constant that label smoothing subtracts needs logits with a softcap alone, whose gradient multiplies it
-    (else :attr:`LogitsGrad.less`). None for ``recompute``, which saves neither.
+    (else :attr:`LogitsGrad.smoothing_per_class`). None for ``recompute``, which saves neither.
     """
     if config.strategy == "recompute":
         return []

@@ -35,7 +35,7 @@ from megatron_fused_ce.pipeline import (
     Context,
     GradientGemms,
     HiddenStates,
-    ScaledLater,
+    UnscaledGradHidden,
     Workspace,
     delay_next_gemm,
 )
@@ -79,7 +79,7 @@ class PrecomputedGrads(NamedTuple):
 
     token_weights: Tensor  # [parts, n] fp32
     grad_weight: Tensor | None  # [V, H] fp32
-    grad_hidden: ScaledLater
+    grad_hidden: UnscaledGradHidden
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self.token_weights, self.grad_weight, *self.grad_hidden
@@ -201,7 +201,7 @@ def forward(
             statistics = spec.logits.logits_gemm(inputs, matrix, spec.needs_argmax)
         with phases("statistics"):
             scores = statistics()
-        with spec.comm.together(hidden.device):
+        with spec.comm.coalesced(hidden.device):
             waiting.append(_start_merge(context, chunk, inputs, scores, matrix))
             if not strategy.gathers_early or chunk.index == 0:
                 hidden_states.start()
@@ -220,7 +220,7 @@ def _begin(context: Context, weight: Tensor, hidden_states: HiddenStates) -> Ten
     spec = context.spec
     size = spec.comm.size
     sample, pending = None, DONE
-    with spec.comm.together(weight.device):
+    with spec.comm.coalesced(weight.device):
         if context.chunks:
             sample = rows = spec.logits.sample_rows(weight, size, spec.form)
             if rows is not None and size > 1:
@@ -325,7 +325,7 @@ class _Save:
             if self._matrix is None:
                 num_tokens = parts * context.chunks[-1].stop + spec.constant_rows
                 self._matrix = self._hidden.new_empty(num_tokens, self._num_rows)
-            return context.all_rows(self._matrix, chunk)
+            return context.chunk_of_all(self._matrix, chunk)
         return self._workspace.logits(chunk) if spec.logits.needs_logits_buffer else None
 
     def after_merge(self, scored: _Scored, merged: Merged) -> None:
@@ -453,12 +453,30 @@ def backward(
     if spec.plan.strategy == "grad_in_forward":
         return _scale_precomputed(context, weight, saved.gradients, upstream, needs_grad)
     assert hidden is not None
-    wants_grad_hidden, wants_grad_weight = needs_grad
     upstream, inv_scale = _scaled(upstream, spec.logit_scale, inv_temperature, weight)
     if spec.plan.block_columns and saved.chunks:
         return _backward_by_columns(
             context, hidden, weight, inv_temperature, saved.chunks, upstream, needs_grad
         )
+    return _backward_by_chunks(
+        context, hidden, weight, soft, inv_temperature, saved, upstream, inv_scale, needs_grad
+    )
+
+
+def _backward_by_chunks(
+    context: Context,
+    hidden: Tensor,  # [n, H]
+    weight: Tensor,  # [V, H]
+    soft: SoftTargets | None,
+    inv_temperature: Tensor | None,
+    saved: Saved,
+    upstream: Upstream,  # [parts, n] fp32, times inv_scale's inverse
+    inv_scale: Tensor | None,  # fp32 []
+    needs_grad: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """:func:`backward` of ``store``, ``mixed`` and ``recompute``: its collectives are here."""
+    spec = context.spec
+    wants_grad_hidden, wants_grad_weight = needs_grad
     accumulator = None
     at_once = saved.matrix is not None and wants_grad_weight
     if wants_grad_weight:
@@ -477,7 +495,7 @@ def backward(
         inv_scale,
         workspace,
         hidden_states,
-        saved=saved.matrix if at_once else None,
+        all_e=saved.matrix if at_once else None,
     )
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
         taken = None
@@ -486,7 +504,7 @@ def backward(
         if not at_once and hidden_states.start():
             delay_next_gemm(context, hidden.device)
         if saved.matrix is not None:
-            of_chunk = of_chunk._replace(matrix=context.all_rows(saved.matrix, chunk))
+            of_chunk = of_chunk._replace(matrix=context.chunk_of_all(saved.matrix, chunk))
         inputs = _inputs(context, chunk, taken, weight, of_chunk.labels, soft, inv_temperature)
         of_chunk_upstream = upstream.map(partial(context.split, chunk=chunk))
         grad = _grad_logits(context, chunk, of_chunk, inputs, of_chunk_upstream, workspace)

@@ -23,13 +23,13 @@ PASSES = ("forward", "backward", "evaluation")
 #: Phase -> its description. Timed on the current stream: of a collective only the wait for it counts.
 PHASES = {
     "gather": "wait for the other ranks' hidden states (sequence parallelism)",
-    "logits": "the product that makes a chunk's logits or their exponentials",
-    "statistics": "the rows' statistics, and making ready what is kept of them",
-    "merge": "wait for the other ranks' statistics; the tokens' losses",
-    "grad-logits": "gradients of the logits; with recompute the product before them too",
-    "grad-hidden": "their product with the weight, and the rows' factors",
+    "logits": "the logits or scaled-exp GEMM",
+    "statistics": "row statistics; finalizing saved E",
+    "merge": "wait for the other ranks' statistics; the losses",
+    "grad-logits": "gradients of the logits; with recompute their GEMM too",
+    "grad-hidden": "GEMM with the weight; row scales",
     "reduce": "wait for the sum of grad_hidden over the ranks",
-    "grad-weight": "their product with the hidden states, added up over the chunks",
+    "grad-weight": "GEMM with the hidden states, summed over the chunks",
 }
 
 
@@ -45,7 +45,7 @@ class Phases(Protocol):
     def moved(self, name: str, num_bytes: int) -> None:
         """Count the bytes of started collectives, as :meth:`.VocabParallel.ring_bytes` gives them."""
 
-    def waits(self, *tensors: Tensor | None) -> None:
+    def saved(self, *tensors: Tensor | None) -> None:
         """Count tensors saved for the backward."""
 
 
@@ -61,7 +61,7 @@ class _Untimed:
     def moved(self, name: str, num_bytes: int) -> None:
         pass
 
-    def waits(self, *tensors: Tensor | None) -> None:
+    def saved(self, *tensors: Tensor | None) -> None:
         pass
 
 
@@ -78,7 +78,7 @@ class Tally:
     #: most bytes allocated at its end beyond those at the start of the pass; 0 on a CPU
     held_bytes: int = 0
     #: most bytes saved for one backward; forward only
-    waiting_bytes: int = 0
+    saved_bytes: int = 0
 
 
 class _Clock(Protocol):
@@ -172,11 +172,11 @@ class PhaseTimes:
             self._tally(f"{self._pass}-{name}").moved_bytes += num_bytes
             self._tally(self._pass).moved_bytes += num_bytes
 
-    def waits(self, *tensors: Tensor | None) -> None:
+    def saved(self, *tensors: Tensor | None) -> None:
         if self._pass:
             tally = self._tally(self._pass)
             waiting = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-            tally.waiting_bytes = max(tally.waiting_bytes, waiting)
+            tally.saved_bytes = max(tally.saved_bytes, waiting)
 
     def read(self) -> dict[str, Tally]:
         """All tallies, live objects. Waits for phases that still run."""

@@ -37,7 +37,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +46,17 @@ from megatron_fused_ce import logits_backend
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_guard import Guard
-from megatron_fused_ce.grad_weight import OpenGradWeight, weighted_sum, write_in_two
+from megatron_fused_ce.grad_weight import (
+    GradWeight,
+    HeldGradWeight,
+    OpenGradWeight,
+    weighted_sum,
+    write_in_two,
+)
 from megatron_fused_ce.logits_backend import LogitsGrad, first_rows
 from megatron_fused_ce.phases import Phases
 from megatron_fused_ce.scaling import scale_
-from megatron_fused_ce.vocab_parallel import DONE, Pending
+from megatron_fused_ce.vocab_parallel import DONE, Work
 
 
 class Context(NamedTuple):
@@ -74,9 +80,9 @@ class Context(NamedTuple):
         """The chunk's rows of this rank's ``[n, ...]``."""
         return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
 
-    def all_rows(self, of_all: Tensor, chunk: Chunk) -> Tensor:
-        """The chunk's rows ``[C, ...]`` of all ranks' ``[T, ...]``, chunk after chunk; the last chunk's with
-        whatever is after them.
+    def chunk_of_all(self, of_all: Tensor, chunk: Chunk) -> Tensor:
+        """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk; the last chunk's
+        include trailing constant rows.
         """
         if len(self.chunks) == 1:
             return of_all
@@ -127,7 +133,7 @@ class HiddenStates:
         if depth is None and chunks:
             num_tokens = context.spec.comm.num_parts * context.chunks[-1].stop
             self.all_tokens = hidden.new_empty(num_tokens + context.spec.constant_rows, hidden.shape[1])
-        self._under_way: dict[int, tuple[Tensor, Pending]] = {}
+        self._under_way: dict[int, tuple[Tensor, Work]] = {}
         self._gathers = context.spec.comm.sequence_parallel
         self._started = 0
         if first is not None:
@@ -182,7 +188,7 @@ class HiddenStates:
 
     def _slot(self, index: int, chunk: Chunk, more_rows: int = 0) -> Tensor:
         if self.all_tokens is not None:
-            return self._context.all_rows(self.all_tokens, chunk)
+            return self._context.chunk_of_all(self.all_tokens, chunk)
         slot = index % len(self._ring)
         buffer = self._ring[slot]
         if buffer is None:
@@ -236,30 +242,25 @@ def _chunk_buffer(spec: CallSpec, like: Tensor, width: int, dtype: torch.dtype |
     return like.new_empty(spec.plan.capacity + spec.constant_rows, width, dtype=dtype)
 
 
-class AddsGradWeight(Protocol):
-    """Takes a chunk's addend to ``grad_weight``."""
-
-    def add(self, grad_logits: Tensor, hidden: Tensor) -> None: ...
-
-
-class ScaledLater(NamedTuple):
+class UnscaledGradHidden(NamedTuple):
     """``grad_hidden`` ``[n, H]``, reduced, whose rows may still have to be scaled.
 
-    It is then ``row_scale[:, None] * grad_hidden``, plus ``of_row[:, None] * of_column`` where these are
-    there.
+    It is then ``row_scale[:, None] * grad_hidden``, plus
+    ``constant_upstream[:, None] * constant_row`` where these are there.
     """
 
     grad_hidden: Tensor | None
     row_scale: Tensor | None  # [n] fp32, None for 1
-    of_row: Tensor | None  # [n] fp32
-    of_column: Tensor | None  # [H] fp32
+    constant_upstream: Tensor | None  # [n] fp32
+    constant_row: Tensor | None  # [H] fp32
 
     def scale(self, scale: Tensor | None = None) -> None:
         """Scale them in place, ``scale`` (fp32 ``[]``) times as far."""
         assert self.grad_hidden is not None and self.row_scale is not None
         added = None
-        if self.of_row is not None and self.of_column is not None:
-            added = self.of_row if scale is None else self.of_row * scale, self.of_column
+        if self.constant_upstream is not None and self.constant_row is not None:
+            upstream = self.constant_upstream
+            added = upstream if scale is None else upstream * scale, self.constant_row
         logits_backend.scale_rows(self.grad_hidden, self.row_scale, self.grad_hidden, scale, added=added)
 
 
@@ -270,11 +271,11 @@ class GradientGemms:
     ``scales_later``. Over several it is summed first, since all ranks share the scale: that pass then runs
     over this rank's tokens only, and at the end.
 
-    A constant on every real column (:attr:`.LogitsGrad.less`) adds one vector for all tokens to
-    ``grad_hidden``, the sum of the weight's real rows, where its rows are scaled, at the end; and one vector
-    for all rows to ``grad_weight``, in the GEMM (:data:`.CONSTANT_ROWS`).
+    A constant on every real column (:attr:`.LogitsGrad.smoothing_per_class`) adds one vector for all tokens
+    to ``grad_hidden``, the sum of the weight's real rows, where its rows are scaled, at the end; and one
+    vector for all rows to ``grad_weight``, in the GEMM (:data:`.CONSTANT_ROWS`).
 
-    ``saved`` ``[T, V]`` holds the gradients of all chunks, but for the scale of their rows: then one GEMM
+    ``all_e`` ``[T, V]`` holds the gradients of all chunks, but for the scale of their rows: then one GEMM
     after the last chunk makes ``grad_weight``.
 
     Collectives, when it is made: with such a constant, for ``grad_hidden``, an fp32 all-reduce of ``[H]``.
@@ -286,12 +287,12 @@ class GradientGemms:
         hidden: Tensor,
         weight: Tensor,
         wants_grad_hidden: bool,
-        grad_weight: AddsGradWeight | None,
+        grad_weight: GradWeight | HeldGradWeight | None,
         inv_scale: Tensor | None,
         workspace: Workspace,
         hidden_states: HiddenStates,
         scales_later: bool = False,
-        saved: Tensor | None = None,
+        all_e: Tensor | None = None,
     ) -> None:
         self._context = context
         self._weight = weight
@@ -302,31 +303,31 @@ class GradientGemms:
         self._hidden_states = hidden_states
         spec = context.spec
         self._scales_later = scales_later or spec.comm.size > 1 or spec.adds_constant
-        self._saved = saved
-        self._pending: deque[Pending] = deque()
+        self._all_e = all_e
+        self._pending: deque[Work] = deque()
         self._row_scale: Tensor | None = None  # [n] fp32
         # Of the constant: the outer product of the first two is added to grad_hidden, the third to every row
         # of grad_weight.
-        self._of_row: Tensor | None = None  # [n] fp32
-        self._of_column: Tensor | None = None  # [H] fp32
-        self._of_weight: Tensor | None = None  # [H] fp32, of the chunks since the last GEMM
+        self._constant_upstream: Tensor | None = None  # [n] fp32
+        self._constant_row: Tensor | None = None  # [H] fp32
+        self._constant_wgrad: Tensor | None = None  # [H] fp32, of the chunks since the last GEMM
         if spec.adds_constant and wants_grad_hidden:
             with context.phases("grad-hidden"):
-                self._of_column = self._sum_of_columns()
+                self._constant_row = self._sum_of_columns()
 
     def add(self, chunk: Chunk, grad: LogitsGrad, hidden: Tensor | None) -> None:
-        """Gradients of the chunk with ``hidden`` ``[C, H]``, None where they are not read, or with ``saved``.
+        """Gradients of the chunk with ``hidden`` ``[C, H]``, None where they are not read, or with ``all_e``.
 
-        Collectives: starts the reduction of its ``grad_hidden``; with ``saved`` in one launch with the gather
+        Collectives: starts the reduction of its ``grad_hidden``; with ``all_e`` in one launch with the gather
         of the next chunk's hidden states.
         """
         grad_hidden = None  # whose rows are to be scaled
-        with self._together(grad.matrix.device):
+        with self._coalesced(grad.matrix.device):
             if self._grad_hidden is not None:
                 grad_hidden = self._multiply_weight(chunk, grad.matrix)
-            if self._saved is not None:
+            if self._all_e is not None:
                 self._hidden_states.start()
-        if self._saved is not None:
+        if self._all_e is not None:
             hidden = self._hidden_states.take(chunk)
         if grad.row_scale is None:
             delay_next_gemm(self._context, grad.matrix.device)
@@ -341,19 +342,19 @@ class GradientGemms:
         with self._context.phases("grad-weight"):
             if grad.row_scale is not None:
                 scaled = self._hidden_states.buffer(chunk)
-                if grad.less is not None:
+                if grad.smoothing_per_class is not None:
                     self._add_constant(grad, hidden)  # before they are scaled in place
                 logits_backend.scale_rows(hidden, grad.row_scale, scaled, grad.upstream, also=grad_hidden)
                 hidden = scaled
-            if self._saved is None:
+            if self._all_e is None:
                 self._write_constant(hidden)
                 self._grad_weight.add(grad.matrix, hidden)
 
-    def _together(self, device: torch.device) -> AbstractContextManager[None]:
-        return nullcontext() if self._saved is None else self._context.spec.comm.together(device)
+    def _coalesced(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext() if self._all_e is None else self._context.spec.comm.coalesced(device)
 
     def _sum_of_columns(self) -> Tensor:
-        """``-less`` times the sum of all shards' real rows, fp32 ``[H]``.
+        """``-smoothing_per_class`` times the sum of all shards' real rows, fp32 ``[H]``.
 
         Made in every call: the weight's version number would miss writes through ``.data``.
         """
@@ -364,15 +365,15 @@ class GradientGemms:
         return total if self._inv_scale is None else total.mul_(self._inv_scale)
 
     def _add_constant(self, grad: LogitsGrad, hidden: Tensor) -> None:
-        assert grad.upstream is not None and grad.less is not None
-        part = weighted_sum(hidden, -grad.less * grad.upstream)
-        self._of_weight = part if self._of_weight is None else self._of_weight.add_(part)
+        assert grad.upstream is not None and grad.smoothing_per_class is not None
+        part = weighted_sum(hidden, -grad.smoothing_per_class * grad.upstream)
+        self._constant_wgrad = part if self._constant_wgrad is None else self._constant_wgrad.add_(part)
 
     def _write_constant(self, scaled: Tensor) -> None:
         """Into the last rows of scaled hidden states, for the GEMM that follows."""
-        if self._of_weight is not None:
-            write_in_two(self._of_weight, scaled[-self._context.spec.constant_rows :])
-            self._of_weight = None
+        if self._constant_wgrad is not None:
+            write_in_two(self._constant_wgrad, scaled[-self._context.spec.constant_rows :])
+            self._constant_wgrad = None
 
     def _multiply_weight(self, chunk: Chunk, matrix: Tensor) -> Tensor:
         """The chunk's rows of ``grad_hidden``. Collectives: starts their reduction."""
@@ -381,9 +382,9 @@ class GradientGemms:
         out = self._context.rows(self._grad_hidden, chunk)
         partial = out
         if comm.num_parts > 1:
-            # With `saved` the reduction of the chunk before runs under this GEMM and reads the other buffer.
+            # With `all_e` the reduction of the chunk before runs under this GEMM and reads the other buffer.
             # Else it has long ended, under the GEMM of grad_weight.
-            in_use = 0 if self._saved is None else 1
+            in_use = 0 if self._all_e is None else 1
             self._wait(in_use)
             partial = self._workspace.grad_hidden(chunk, in_use and chunk.index % 2)
         with phases("grad-hidden"):
@@ -400,29 +401,31 @@ class GradientGemms:
         if grad.upstream is not None:
             upstream = self._context.own_part(grad.upstream)
             row_scale = row_scale * upstream
-        if self._of_column is None:
+        if self._constant_row is None:
             upstream = None
         if len(self._context.chunks) == 1:
-            self._row_scale, self._of_row = row_scale, upstream
+            self._row_scale, self._constant_upstream = row_scale, upstream
             return
         if self._row_scale is None:
             assert self._grad_hidden is not None
             self._row_scale = row_scale.new_ones(self._grad_hidden.shape[0])
             if upstream is not None:
-                self._of_row = torch.zeros_like(self._row_scale)  # 0 where a chunk is recomputed
+                self._constant_upstream = torch.zeros_like(self._row_scale)  # 0 where a chunk is recomputed
         self._row_scale[chunk.start : chunk.stop] = row_scale
-        if self._of_row is not None and upstream is not None:
-            self._of_row[chunk.start : chunk.stop] = upstream
+        if self._constant_upstream is not None and upstream is not None:
+            self._constant_upstream[chunk.start : chunk.stop] = upstream
 
-    def finish(self) -> ScaledLater:
-        if self._saved is not None and self._grad_weight is not None and self._context.chunks:
+    def finish(self) -> UnscaledGradHidden:
+        if self._all_e is not None and self._grad_weight is not None and self._context.chunks:
             hidden = self._hidden_states.all_tokens
             assert hidden is not None
             with self._context.phases("grad-weight"):
                 self._write_constant(hidden)
-                self._grad_weight.add(self._saved, hidden)
+                self._grad_weight.add(self._all_e, hidden)
         self._wait()
-        return ScaledLater(self._grad_hidden, self._row_scale, self._of_row, self._of_column)
+        return UnscaledGradHidden(
+            self._grad_hidden, self._row_scale, self._constant_upstream, self._constant_row
+        )
 
     def _wait(self, but: int = 0) -> None:
         """Wait for all running reductions, or all but the last."""

@@ -35,7 +35,7 @@ from megatron_fused_ce.kernels.records import (
 from megatron_fused_ce.row_ops import extra_addends, merge_extra
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """A running collective; call ``wait`` before its result is read or its input is overwritten."""
 
     def wait(self) -> Any: ...
@@ -46,7 +46,7 @@ class _Done:
         """Return at once: no collective was started."""
 
 
-DONE: Pending = _Done()
+DONE: Work = _Done()
 
 
 class Merge(Protocol):
@@ -70,7 +70,7 @@ class _OnSideStream:
         self._held = held
 
     def wait(self) -> None:
-        assert self.event is not None, "not sent yet: it was started inside together()"
+        assert self.event is not None, "not sent yet: it was started inside coalesced()"
         torch.cuda.current_stream(self._device).wait_event(self.event)
         self._held = ()
 
@@ -83,7 +83,7 @@ class _SideStream:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._together: list[_OnSideStream] | None = None
 
-    def start(self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any) -> Pending:
+    def start(self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any) -> Work:
         pending = _OnSideStream(self.device, tensors)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -97,7 +97,7 @@ class _SideStream:
         return pending
 
     @contextmanager
-    def together(self, group: Any) -> Iterator[None]:
+    def coalesced(self, group: Any) -> Iterator[None]:
         if self._together is not None or not hasattr(group, "_start_coalescing"):
             yield
             return
@@ -115,7 +115,7 @@ class _SideStream:
             for pending in started:
                 pending.event = event
 
-    def settle(self) -> None:
+    def join(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
 
@@ -124,11 +124,11 @@ def _side_stream(device: torch.device) -> _SideStream:
     return _SideStream(device)
 
 
-def _start(collective: Callable[..., Any], *tensors: Tensor, beside: bool = True, **options: Any) -> Pending:
+def _start(collective: Callable[..., Any], *tensors: Tensor, beside: bool = True, **options: Any) -> Work:
     """Start a collective on ``tensors``; on a GPU ``beside`` what follows, or on the current stream."""
     device = tensors[0].device
     if device.type != "cuda":
-        return cast(Pending, collective(*tensors, async_op=True, **options))
+        return cast(Work, collective(*tensors, async_op=True, **options))
     if beside:
         return _side_stream(device).start(collective, tensors, **options)
     collective(*tensors, async_op=False, **options)
@@ -189,14 +189,14 @@ class VocabParallel:
         """Which of the ``num_parts`` parts of a chunk is this rank's."""
         return self.rank if self.sequence_parallel else 0
 
-    def together(self, device: torch.device) -> AbstractContextManager[None]:
+    def coalesced(self, device: torch.device) -> AbstractContextManager[None]:
         """Coalesce the collectives started inside into one launch at the end; wait for them only after it.
 
         Two separate launches would not fit into one gap between GEMMs: see :mod:`.pipeline`.
         """
         if self.size == 1 or not self.beside or device.type != "cuda":
             return nullcontext()
-        return _side_stream(device).together(self.group)
+        return _side_stream(device).coalesced(self.group)
 
     def ring_bytes(self, whole: int, all_reduce: bool = False) -> int:
         """Bytes that a rank sends while ``whole`` bytes are gathered, scattered or summed in a ring.
@@ -212,15 +212,15 @@ class VocabParallel:
             return self.ring_bytes(self.size * len(rows) * rows[0].nbytes)
         return self.ring_bytes((len(rows) + 1) * rows[0].nbytes, all_reduce=True)
 
-    def settle(self, device: torch.device) -> None:
+    def join(self, device: torch.device) -> None:
         """After an exception: wait for running collectives, so that their memory is not reused too early.
 
         Collectives: none.
         """
         if self.size > 1 and device.type == "cuda":
-            _side_stream(device).settle()
+            _side_stream(device).join()
 
-    def gather(self, part: Tensor, out: Tensor) -> Pending:
+    def gather(self, part: Tensor, out: Tensor) -> Work:
         """Start gathering ``[R * k, H]`` into ``out`` from every rank's ``[k, H]``, in rank order.
 
         Collectives, asynchronous: one all-gather; none over one rank, where ``out`` is left alone.
@@ -229,7 +229,7 @@ class VocabParallel:
             return DONE
         return _start(_all_gather, out, part.contiguous(), beside=self.beside, group=self.group)
 
-    def reduce_grad_hidden(self, partial: Tensor, out: Tensor) -> Pending:
+    def reduce_grad_hidden(self, partial: Tensor, out: Tensor) -> Work:
         """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
 
         Collectives, asynchronous: one reduce-scatter with sequence parallelism, else one all-reduce

@@ -44,7 +44,7 @@ class _Model:
         parts = {id(module) for chunk in chunks for module in chunk.modules()}
         self.guards = [guard for layer, guard in _of_layer.items() if id(layer) in parts]
         for guard in self.guards:
-            guard.belongs_to(chunks)
+            guard.set_modules(chunks)
         if not self.guards:
             self.guards = [Guard("a head on another rank (of another pipeline stage)", chunks)]
         #: Whether any rank's head can mismatch; None until the ranks have compared.

@@ -202,7 +202,7 @@ class Reporting:
             of_passes = {
                 "held": tally.held_bytes,
                 "moved": tally.moved_bytes / self._iterations,
-                "waiting": tally.waiting_bytes,
+                "waiting": tally.saved_bytes,
             }
             for kind, value in of_passes.items():
                 if value and name.split("-")[0] in TRAINING:
@@ -219,7 +219,7 @@ def in_words(tallies: dict[str, Tally], of_pass: str, iterations: int) -> str:
     ]
     held = {
         "most held above its inputs": whole.held_bytes,
-        "kept for the backward": whole.waiting_bytes,
+        "kept for the backward": whole.saved_bytes,
         "sent to other ranks": whole.moved_bytes / iterations,
     }
     told = [f"{what} {value / 2**20:.1f} MiB" for what, value in held.items() if value]

@@ -355,8 +355,8 @@ FAULTS = (
     Fault(
         "smoothing beside E: chunks that are recomputed get the constant twice",
         f"{PACKAGE}/pipeline.py",
-        "self._of_row = torch.zeros_like",
-        "self._of_row = torch.ones_like",
+        "self._constant_upstream = torch.zeros_like",
+        "self._constant_upstream = torch.ones_like",
         (SMOOTHING,),
     ),
     Fault(

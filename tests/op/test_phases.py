@@ -79,7 +79,7 @@ def test_what_waits_for_the_backward():
     for strategy in STRATEGIES:
         times = PhaseTimes()
         step(strategy, times)
-        waiting[strategy] = times.read()["forward"].waiting_bytes
+        waiting[strategy] = times.read()["forward"].saved_bytes
     tokens, fp32 = S * B, 4
     assert waiting["recompute"] == tokens * (8 + 4 * fp32)
     assert waiting["store"] == waiting["recompute"] + tokens * V * fp32
@@ -165,7 +165,7 @@ def test_the_host_waits_for_nothing_on_a_gpu(strategy):
         phases = [tallies[name].seconds for name in tallies if name.startswith(f"{of_pass}-")]
         assert 0 < sum(phases) <= tallies[of_pass].seconds
     held = tallies["forward"].held_bytes
-    assert held >= tallies["forward"].waiting_bytes
+    assert held >= tallies["forward"].saved_bytes
     assert (held >= logits_bytes) == (strategy == "store")
     assert torch.cuda.memory_allocated() == before, "a recorder holds no memory of the device"
 

@@ -27,7 +27,7 @@ def test_the_side_stream_meets_streams_of_its_own_device():
         stream = vocab_parallel._SideStream(device)
         side.assert_called_once_with(device, priority=-1)
         stream.start(MagicMock(), (torch.ones(1),)).wait()
-        stream.settle()
+        stream.join()
     side().wait_stream.assert_called_once_with(streams[device])
     streams[device].wait_event.assert_called_once_with(side().record_event())
     streams[device].wait_stream.assert_called_once_with(side())
