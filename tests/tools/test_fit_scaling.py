@@ -9,9 +9,6 @@ import pytest
 
 from megatron_fused_ce.scripts.dev import figures_scaling as fit_scaling
 from megatron_fused_ce.scripts.dev.figures_scaling import Case, Link, Model
-from megatron_fused_ce.scripts.lib import pages as marked_document
-
-MARKERS = marked_document.markers("scaling")
 
 RATE = 700e12
 LINK = Link(2e-5, fit_scaling.NVLINK_STEP_S, 300e9, "known")
@@ -168,15 +165,6 @@ def test_the_tables_say_what_was_fitted():
     assert "| 2 SP | store |" in said and "| 1 | store |" not in said
 
 
-def test_tables_go_between_the_markers(tmp_path):
-    document = tmp_path / "scaling.md"
-    begin, end = MARKERS
-    document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    for _ in range(2):
-        marked_document.rewrite(document, {"scaling": "made\n"})
-        assert document.read_text() == f"before\n{begin}\n\nmade\n\n{end}\nafter\n"
-
-
 @pytest.mark.parametrize(
     ("rows", "words"),
     [([], "no row named 'roof'"), ([roof_row("llama-3-8b", 8192, 1)], "no row of store, grad_in_forward or")],
@@ -184,13 +172,3 @@ def test_tables_go_between_the_markers(tmp_path):
 def test_rows_that_nothing_can_be_fitted_to(rows, words):
     with pytest.raises(ValueError, match=words):
         fit_scaling.fit(rows)
-
-
-@pytest.mark.parametrize("text", ["no markers", "{1}\n{0}", "{0}\n{0}\n{1}"])
-def test_a_document_without_its_markers(text, tmp_path):
-    document = tmp_path / "scaling.md"
-    document.write_text(text.format(*MARKERS))
-    with pytest.raises(ValueError, match=r"scaling\.md") as told:
-        marked_document.rewrite(document, {"scaling": "tables"})
-    assert "\n" not in str(told.value)
-    assert document.read_text() == text.format(*MARKERS)
