@@ -397,15 +397,19 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
     vocab, tokens, column = OUTLIERS
     weight[vocab - 6, 0] = 7.0  # a tie in another tile
     weight[column + 1, 0] = 7.0  # and one in the same
+
+    def statistics_of(labels):
+        tokens = hidden.flatten(0, 1)
+        reference = scaled_exp_rows.row_prologue(
+            tokens, scaled_exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
+        )
+        tiles = product.scaled_exp_gemm(
+            tokens, weight, labels, reference.row_shift2, reference.table, 1.0, None, True
+        )
+        return scaled_exp_rows.combine_tiles(reference, tiles, labels, vocab)[0]
+
     labels = torch.arange(tokens, device=device) % 4 + column - 1
-    reference = scaled_exp_rows.row_prologue(
-        hidden.flatten(0, 1), scaled_exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
-    )
-    tiles = product.scaled_exp_gemm(
-        hidden.flatten(0, 1), weight, labels, reference.row_shift2, reference.table, 1.0,
-        None, True,
-    )  # fmt: skip
-    stats, _ = scaled_exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    stats = statistics_of(labels)
     assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 7.0))
     # A label that ties with the rest wins: its logit was taken apart from them.
     expected = torch.where(labels == column + 1, column + 1, column)
@@ -413,14 +417,7 @@ def test_argmax_of_ties_outliers_and_labels(product, device):
     # A label that is the largest by itself is nowhere in the tiles' maxima.
     weight[40, 0] = 9.0
     labels = torch.where(torch.arange(tokens, device=device) % 2 == 0, 40, 7)
-    reference = scaled_exp_rows.row_prologue(
-        hidden.flatten(0, 1), scaled_exp_rows.sample_rows(weight, 64), labels, vocab, 1.0
-    )
-    tiles = product.scaled_exp_gemm(
-        hidden.flatten(0, 1), weight, labels, reference.row_shift2, reference.table, 1.0,
-        None, True,
-    )  # fmt: skip
-    stats, _ = scaled_exp_rows.combine_tiles(reference, tiles, labels, vocab)
+    stats = statistics_of(labels)
     assert torch.equal(stats.row_max, torch.full_like(stats.row_max, 9.0))
     assert torch.equal(stats.argmax, torch.full_like(labels, 40))
 

@@ -19,6 +19,7 @@ from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
 from megatron_fused_ce.testing.collectives import Collectives
 from megatron_fused_ce.vocab_parallel import history_of
+from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks
 
 SEQUENCE, HIDDEN, ROWS = 24, 32, 64
@@ -55,20 +56,6 @@ class Call:
         out = linear_cross_entropy(hidden, weight, self.labels, tp_group=self.group, **arguments)
         out.loss.backward(self.grad_loss)
         return out, [out.loss.detach(), hidden.grad, weight.grad]
-
-
-def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, one element behind where an allocation begins."""
-    room = tensor.new_empty(tensor.numel() + 1)
-    placed = room[1:].view(tensor.shape)
-    assert placed.data_ptr() % 16
-    return placed.copy_(tensor)
-
-
-def with_odd_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, in rows that are an odd number of elements apart."""
-    room = tensor.new_empty(tensor.shape[0], tensor.shape[1] + 1)
-    return room[:, : tensor.shape[1]].copy_(tensor)
 
 
 PLACES = {"odd-offset": at_odd_offset, "odd-rows": with_odd_rows}

@@ -32,8 +32,6 @@ NEVER_S = 120.0
 #: Until then: ranks that share two cores with other tests start at different times.
 START_TIMEOUT_S = 120.0
 SIZE = 2
-
-HOWS = ("killed", "raised and gone", "raised and stays")
 PHASES = ("forward", "backward")
 
 
@@ -41,7 +39,7 @@ PHASES = ("forward", "backward")
 class Case:
     """``part``: how much of the phase's operators has run."""
 
-    how: str
+    how: str  # killed, raised and gone, or raised and stays
     phase: str
     strategy: str
     sequence_parallel: bool

@@ -76,7 +76,9 @@ class RoundedFactors(TorchDispatchMode):
 def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
     """The same values, one element behind where an allocation begins."""
     room = tensor.new_empty(tensor.numel() + 1)
-    return room[1:].view(tensor.shape).copy_(tensor)
+    placed = room[1:].view(tensor.shape)
+    assert placed.data_ptr() % 16
+    return placed.copy_(tensor)
 
 
 def with_odd_rows(tensor: torch.Tensor) -> torch.Tensor:
