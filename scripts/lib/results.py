@@ -2,7 +2,7 @@
 
 A file is ``{"schema": 1, "made_by": {...}, "rows": [...]}``. ``made_by`` has `MADE_BY`: where the figures
 come from. Each row has `ROW` (None where a program does not measure it), and whatever else its program
-knows. Files of before 2026-11-22 are a record: they stay as they are, and `rows` reads them with
+knows. Files of before 2026-11-22 are a record: their content is never edited, and `rows` reads them with
 today's names.
 """
 
