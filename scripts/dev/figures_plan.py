@@ -86,11 +86,8 @@ def h200() -> Gpu:
 def launches() -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, row) of every launch that trained or ran out of memory."""
     for name in LAUNCHES:
-        content = results.load(RESULTS / f"{DAY}{name}.json")
-        rows = content["rows"] if isinstance(content, dict) else content
-        commit = content["environment"]["commit"] if isinstance(content, dict) else ""
-        for row in rows:
-            if row["variant"] in STOCK or not commit.startswith(BEFORE_THE_PLANNER):
+        for row in results.rows(RESULTS / f"{DAY}{name}.json"):
+            if row["variant"] in STOCK or not row["commit"].startswith(BEFORE_THE_PLANNER):
                 yield name, row
 
 
@@ -110,9 +107,8 @@ def compare_launch(name: str, row: dict[str, Any]) -> Compared:
     setting = setting_of_launch(row)
     found = estimate(setting, head_of(setting, row["variant"]))
     trained = row["status"] == "ok"
-    measured = row.get("max_allocated_mb", row.get("peak_mib")) if trained else None
-    shape = row.get("case") or row["shape"]
-    what = f"[{_plain(shape)}](benchmarks/results/{DAY}{name}.json), {setting.num_tokens}"
+    measured = row["peak_mib"] if trained else None
+    what = f"[{_plain(row['shape'])}](benchmarks/results/{DAY}{name}.json), {setting.num_tokens}"
     return Compared(what, row["variant"], measured, found.peak / MIB, found.bound.name)
 
 
@@ -135,7 +131,7 @@ def steps() -> list[Compared]:
 def head_rows() -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, row) of Megatron's own paths and of the strategies, in an fp32 ``main_grad``."""
     for name in HEADS:
-        for row in results.load(RESULTS / f"{DAY}{name}.json"):
+        for row in results.rows(RESULTS / f"{DAY}{name}.json"):
             ours = row["variant"] in STRATEGY_CHOICES and row["chunk_tokens"]
             if row["peak_mib"] and (row["variant"] in STOCK or ours):
                 yield name, row

@@ -471,7 +471,7 @@ OVER_RANKS = ("tp1-after-pipeline", "tp2", "tp4-reach", "tp4-reach-llama3-70b")
 def measured_rows(*names: str):
     """(inputs, measured row) of committed results."""
     for name in names:
-        for row in committed_results.load(RESULTS / f"2026-11-21-h200-{name}.json"):
+        for row in committed_results.rows(RESULTS / f"2026-11-21-h200-{name}.json"):
             strategy = row["variant"].split("/")[0]
             if strategy in ("store", "grad_in_forward", "recompute"):
                 sizes = (row["T"], row["H"], row["V"])

@@ -46,9 +46,9 @@ def with_results(tmp_path, monkeypatch, name, change):
     for source in readme_figures.RESULTS.glob("*.json"):
         (tmp_path / source.name).symlink_to(source)
     path = tmp_path / f"2026-11-21-h200-{name}.json"
-    rows = change(json.loads(path.read_text()))
+    content = json.loads(path.read_text())
     path.unlink()
-    path.write_text(json.dumps(rows))
+    path.write_text(json.dumps(content | {"rows": change(content["rows"])}))
     monkeypatch.setattr(readme_figures, "RESULTS", tmp_path)
 
 

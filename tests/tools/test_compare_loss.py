@@ -376,10 +376,8 @@ def test_the_test_set_in_tensorboard(tmp_path):
 def committed_launches():
     """Figures of whole launches on H200s: (id, unfused, native or None, one with the flag)."""
     for file in sorted(RESULTS.glob("*pretrain*.json")):
-        content = json.loads(file.read_text())
-        if not isinstance(content, dict):
-            continue
-        by_case = itertools.groupby(content["rows"], key=lambda row: row["case"])
+        of_pretrain = [row for row in results.rows(file) if "case" in row]
+        by_case = itertools.groupby(of_pretrain, key=lambda row: row["case"])
         for case, rows in by_case:
             figures = {row["variant"]: row["figures"] for row in rows if row["status"] == "ok"}
             for name in sorted(set(figures) - {"unfused", "native"}):
