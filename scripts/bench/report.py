@@ -26,8 +26,6 @@ MEDIANS = (
     *("forward_ms", "backward_ms", "time_ms", "roof_ms", "ratio", "ratio_raw", "host_ms"),
     *("spread", "tflops", "over_te", "host_over_te"),
 )
-#: In results of until 2026-11-22.
-CHECKS = ("confident_error", "determinism", "sync", "graph")
 EXPLANATION = (
     "Milliseconds of device time, launch gaps included: medians over interleaved blocks; spread is "
     "(slowest - fastest block) / median. *roof*: the matrix products alone, by cuBLAS, on the true "
@@ -82,9 +80,8 @@ def name_of(row: Row) -> str:
 
 def table(rows: list[Row]) -> str:
     """One cell's rows as a Markdown table."""
-    checks = [key for key in CHECKS if any(key in row for row in rows)]
     head = ["variant", "C", "forward", "backward", "both, ms", "spread", "over", "ratio", "raw"]
-    head += ["TFLOP/s", "peak, MiB", "error", *(key.replace("_", " ") for key in checks)]
+    head += ["TFLOP/s", "peak, MiB", "error"]
     lines = []
     for row in rows:
         spread = row.get("spread")
@@ -101,7 +98,6 @@ def table(rows: list[Row]) -> str:
             cell(row.get("tflops"), 0),
             cell(row["peak_mib"], 1),
             small(row["error"]),
-            *(small(row.get(key)) for key in checks),
         ]
         lines.append(words)
     return tables.markdown(head, lines) + "\n"
@@ -141,11 +137,8 @@ def markdown(rows: list[Row], skipped: Iterable[str] = ()) -> str:
         if group[0].get("plain_error") is not None:
             note += (
                 f" Plain PyTorch's errors: gradients {small(group[0]['plain_error'])}, loss "
-                f"{small(group[0]['plain_loss_error'])}"
+                f"{small(group[0]['plain_loss_error'])}."
             )
-            if "plain_confident_error" in group[0]:
-                note += f", confident tokens {small(group[0]['plain_confident_error'])}"
-            note += "."
         if group[0].get("check_foreign") is False:
             note += " The others' errors are to fp32 at the timed size."
         lines += [f"## {title(group[0])}", "", (blocks + note).strip(), "", table(group)]
