@@ -33,9 +33,7 @@ def draw_results() -> None:
     memory.draw(snapshots.read(head), images / "memory-profile-head.png")
     of_profile = folder / "2026-11-21-h200-tp4-profile.json"
     for cell, rows in profile.cells(results.rows(of_profile)).items():
-        # The page names them by the shape of the day.
-        name = f"{of_profile.stem}-llama3-8b-{rows[0]['T']}.png"
-        profile.draw(cell, rows, folder / name)
+        profile.draw(cell, rows, folder / f"{of_profile.stem}-{rows[0]['shape']}-{rows[0]['T']}.png")
 
 
 @command("figures")
