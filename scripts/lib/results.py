@@ -144,6 +144,20 @@ def check(content: Any) -> None:
                 raise ValueError(f"row {at}: {key} is below 0: {value!r}")
 
 
+def read(path: Path) -> Row:
+    """A file's content.
+
+    Raises:
+        UsageError: naming the file, where it cannot be read or holds something else.
+    """
+    try:
+        content = json.loads(read_text(path))
+        check(content)
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read as a result: {error}") from None
+    return dict(content)
+
+
 def rows(path: Path, keys: Iterable[str] = ()) -> list[Row]:
     """A file's rows, each with what ``made_by`` says, and with ``keys`` at least.
 

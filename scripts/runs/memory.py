@@ -306,10 +306,7 @@ def main(words: list[str]) -> int:
     own, launched = split_command(words)
     given = _parser().parse_args(own)
     if given.draw is not None:
-        try:
-            timelines = read(given.draw)
-        except ValueError as error:
-            raise UsageError(f"{given.draw} is no result of this command: {error}") from None
+        timelines = read(given.draw)
         out = writable_folder(given.out or given.draw.parent)
     else:
         out = given.out = writable_folder(given.out or Path("build/memory_profile"))

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.lib import results
 
 MIB = 1024 * 1024
@@ -296,21 +297,22 @@ def write(timelines: Sequence[Timeline], path: Path, command: Sequence[str]) -> 
 
 
 def read(path: Path) -> list[Timeline]:
-    """Of today's file, or one of before the schema. Raises ValueError where it is something else."""
-    content = results.load(path)
+    """Of a file of `write`. Raises UsageError."""
+    content = results.read(path)
     try:
-        names = {**content, **content.get("made_by", {})}["categories"]
+        names = content["made_by"]["categories"]
         fields = Timeline.__dataclass_fields__
         timelines = []
-        for item in content["rows" if "rows" in content else "timelines"]:
+        for item in content["rows"]:
             timeline = Timeline(**{name: item[name] for name in fields if name in item})
             timeline.events = [(int(at), int(size), names[i]) for at, size, i in timeline.events]
             timeline.marks = [(int(at), str(what)) for at, what in timeline.marks]
             if not {*timeline.base, *names} <= set(CATEGORIES):
                 raise ValueError("a category is not known")
             timelines.append(timeline)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-    if not timelines:
-        raise ValueError("no timeline in it")
+        if not timelines:
+            raise ValueError("no timeline in it")
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} is no result of this command: {what}") from None
     return timelines

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -203,8 +204,8 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
         (tmp_path / name).write_text(log)
     assert command("compare off.log on.log --out compared").stdout.splitlines()[-1] == "SAME"
     assert (tmp_path / "compared" / "compare_loss.json").is_file()
-    profile = '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 0], [9, -1, 0]]}]}'
-    (tmp_path / "profile.json").write_text(profile)
+    name = "2026-11-21-h200-memory-head-llama3-8b.json"
+    shutil.copy(ROOT / "docs" / "benchmarks" / "results" / name, tmp_path / "profile.json")
     assert "at the peak" in command("memory --draw profile.json --out drawn").stdout
     refused = command("memory --shape llama-3-8b", ok=False)
     assert refused.returncode == 2 and "needs a GPU" in refused.stderr

@@ -379,24 +379,24 @@ def test_the_file_keeps_everything(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("categories", "rows", "words"),
     [
-        "",
-        "[]",
-        "{}",
-        '{"categories": ["head"], "timelines": []}',
-        '{"categories": ["head"], "timelines": [{"other": 1}]}',
-        '{"categories": ["head"], "timelines": [{"name": "x", "events": [[0, 1, 7]]}]}',
-        '{"categories": ["else"], "timelines": [{"name": "x"}]}',
-        '{"categories": ["head"], "timelines": [{"name": "x", "base": {"else": 1}}]}',
+        ("head", [], "no timeline"),
+        ("head", [{"name": "x", "events": 1, "marks": []}], "TypeError"),
+        ("head", [{"name": "x", "events": [[0, 1, 7]]}], "IndexError"),
+        ("else", [{"name": "x"}], "a category is not known"),
+        ("head", [{"name": "x", "base": {"else": 1}}], "a category is not known"),
+        (None, [{"name": "x"}], "KeyError: 'categories'"),
     ],
 )
-def test_another_file(tmp_path, capsys, text):
+def test_another_file(tmp_path, capsys, categories, rows, words):
     path = tmp_path / "x.json"
-    path.write_text(text)
+    more = {"categories": [categories]} if categories else {}
+    named = [{"shape": "step", "variant": "x", **row} for row in rows]
+    results.write(path, named, results.made_by("", ["memory"], **more))
     assert memory_profile.main(["--draw", str(path)]) == 2
     error = capsys.readouterr().err
-    assert "is no result of this command" in error and len(error.splitlines()) == 1
+    assert "is no result of this command" in error and words in error and len(error.splitlines()) == 1
 
 
 def two_timelines():
@@ -512,9 +512,10 @@ if flag:
 runner, option, folder, step, rank = sys.argv[1:6]
 if "--short" not in sys.argv:
     size = 10 if flag else 1000
-    timeline = {"name": "", "events": [[5, size, 8], [9, -size, 8]]}
-    Path(folder, "memory.json").write_text(
-        json.dumps({"categories": CATEGORIES, "timelines": [timeline]}))
+    row = dict.fromkeys(ROW) | {"shape": "step", "variant": "step", "name": "",
+           "events": [[5, size, 8], [9, -size, 8]]}
+    source = dict.fromkeys(MADE_BY) | {"commit": "x", "device": "x", "categories": CATEGORIES}
+    Path(folder, "memory.json").write_text(json.dumps({"schema": 1, "made_by": source, "rows": [row]}))
 Path(folder, "said").write_text(json.dumps([sys.argv[1:], os.environ.get("CUDA_LAUNCH_BLOCKING")]))
 """
 
@@ -524,6 +525,7 @@ def fake(tmp_path, monkeypatch):
     """A stand-in for torchrun, and a training script that is never run."""
     launcher = tmp_path / "torchrun"
     text = FAKE_LAUNCH.replace("CATEGORIES", repr(list(CATEGORIES)))
+    text = text.replace("ROW", repr(results.ROW)).replace("MADE_BY", repr(results.MADE_BY))
     launcher.write_text(f"#!{sys.executable}\n{text}")
     launcher.chmod(0o755)
     (tmp_path / "pretrain.py").touch()
