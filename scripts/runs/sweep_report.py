@@ -186,14 +186,12 @@ def device_row(result: Result) -> Device | None:
 
 
 def read(path: Path) -> Result:
-    """A sweep's JSON file again, of today or of before the schema. Raises UsageError."""
-    content = results.load(path)
+    """A sweep's JSON file again. Raises UsageError."""
+    content = results.read(path)
     try:
-        source = content["made_by"] if "schema" in content else content["facts"] | content
+        source = content["made_by"]
         names = [field.name for field in fields(Row)]
-        # Until 2026-11-22 the forward alone was measured too.
-        training = [row for row in content["rows"] if row.get("kind") != "evaluation"]
-        rows = [Row(**{name: row[name] for name in names}) for row in training]
+        rows = [Row(**{name: row[name] for name in names}) for row in content["rows"]]
         return Result.of(rows, source, source["reference"], source["tolerance"])
     except (KeyError, TypeError) as error:
         raise UsageError(f"{path} is no result of a sweep: {error}") from None
