@@ -343,15 +343,9 @@ def page_of(files: Sequence[Path]) -> str:
     sources: list[dict[str, Any]] = []
     rows: dict[tuple[str, str, int], Row] = {}
     for file in files:
-        content = results.load(file)
-        if "schema" in content:
-            results.check(content)
-            source, records = content["made_by"], content["rows"]
-        else:  # of before the schema
-            source = {key: content[name] for name, key in SHOWN.items() if name in content}
-            source["incomplete"], records = content["incomplete"], content["tests"]
-        sources.append(source)
-        for record in records:
+        content = results.read(file)
+        sources.append(content["made_by"])
+        for record in content["rows"]:
             of = record["file"], record["test"], record["ranks"]
             rows[of] = Row(*of, off=Outcome(**record["off"]), on=Outcome(**record["on"]))
     return markdown(list(rows.values()), sources)

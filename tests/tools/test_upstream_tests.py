@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megatron_fused_ce.scripts.dev import upstream_tests
@@ -228,17 +226,13 @@ def test_what_time_did_not_allow_is_not_counted(checkout, tmp_path):
 
 
 def written(path, incomplete=(), **tests):
-    """A file of results of before the schema: by test, its outcomes without and with the flag."""
-    outcomes = {
-        name: [vars(upstream_tests.Outcome(one, f"call: {name}" * (one == "failed"))) for one in pair]
-        for name, pair in tests.items()
-    }
-    rows = [
-        {"file": "a.py", "test": name, "ranks": 2, "off": off, "on": on, "verdict": ""}
-        for name, (off, on) in outcomes.items()
-    ]
-    told = dict.fromkeys(upstream_tests.SHOWN, "x") | {"commit": path.stem}
-    path.write_text(json.dumps(told | {"incomplete": list(incomplete), "tests": rows}))
+    """A file of results: by test, its outcomes without and with the flag."""
+    rows = []
+    for name, pair in tests.items():
+        outcomes = [upstream_tests.Outcome(one, f"call: {name}" * (one == "failed")) for one in pair]
+        rows.append(upstream_tests.Row("a.py", name, 2, *outcomes).record())
+    source = dict.fromkeys([*results.MADE_BY, "pytest"], "x") | {"commit": path.stem}
+    results.write(path, rows, source | {"incomplete": list(incomplete)})
     return path
 
 
