@@ -473,18 +473,8 @@ def tables(model: Model, rows: Sequence[Row], sources: Sequence[str]) -> str:
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """Rows of all files that hold a list of them."""
-    rows: list[Row] = []
-    for path in paths:
-        try:
-            content = results.load(path)
-        except ValueError as error:
-            raise UsageError(f"{path} cannot be read as JSON: {error}") from None
-        if isinstance(content, dict) and "schema" in content:
-            content = results.rows(path)
-        if isinstance(content, list):
-            rows += [row for row in content if isinstance(row, dict)]
-    return rows
+    """Rows of all files."""
+    return [row for path in paths for row in results.rows(path)]
 
 
 def usable(path: Path) -> bool:
