@@ -1,9 +1,8 @@
-"""Results on disk: one schema for new files, a reader for it and for the records of earlier days.
+"""Results on disk: one schema, its writer and its reader.
 
 A file is ``{"schema": 1, "made_by": {...}, "rows": [...]}``. ``made_by`` has `MADE_BY`: where the figures
 come from. Each row has `ROW` (None where a program does not measure it), and whatever else its program
-knows. Files of before 2026-11-22 are a record: their content is never edited, and `rows` reads them with
-today's names.
+knows.
 """
 
 from __future__ import annotations
@@ -159,66 +158,10 @@ def read(path: Path) -> Row:
 
 
 def rows(path: Path, keys: Iterable[str] = ()) -> list[Row]:
-    """A file's rows, each with what ``made_by`` says, and with ``keys`` at least.
-
-    Raises:
-        UsageError: naming the file, where it cannot be read or holds something else.
-    """
-    try:
-        content = load(path)
-        if isinstance(content, dict) and "schema" in content:
-            check(content)
-            content = [{**content["made_by"], **row} for row in content["rows"]]
-        wanted = set(keys)
-        if not isinstance(content, list) or not all(
-            isinstance(row, dict) and wanted <= row.keys() for row in content
-        ):
-            raise ValueError("it holds no rows of this program")
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be read as a result: {error}") from None
-    return content
-
-
-_BACKENDS = {"exp": "scaled_exp", "rows": "gemm_rows"}
-_SHAPES = {
-    "llama3-8b": "llama-3-8b",
-    "llama3-70b": "llama-3-70b",
-    "llama3.2-1b": "llama-3.2-1b",
-    "gemma2-2b": "gemma-2-2b",
-    "gemma2-9b-like": "gemma-2-9b-like",
-    "deepseek-v3-like": "deepseek-v3",
-}
-
-
-def load(path: Path) -> Any:
-    """A committed file's content with today's names.
-
-    Until 2026-11-22 strategy ``grad_in_forward`` was called ``eager``, the logits backends ``exp`` and
-    ``rows``, ``wgrad_accumulator`` was called ``end_point``, with ``grad`` for ``returned``, and shapes had
-    other names than :mod:`megatron_fused_ce.estimate.named_models`.
-
-    Raises:
-        UsageError: it cannot be read.
-        ValueError: it is no JSON.
-    """
-    return json.loads(read_text(path), object_hook=_with_current_names)
-
-
-def _with_current_names(row: Row) -> Row:
-    if "logit_pass" in row:
-        served = row.pop("logit_pass")
-        row["logits_backend"] = _BACKENDS.get(served, served)
-    if "end_point" in row:
-        kind = row.pop("end_point")
-        row["wgrad_accumulator"] = "returned" if kind == "grad" else kind
-    if row.get("shape") in _SHAPES:
-        row["shape"] = _SHAPES[row["shape"]]
-    if row.get("strategy") == "eager":
-        row["strategy"] = "grad_in_forward"
-    if isinstance(row.get("variant"), str):
-        name, *ways = row["variant"].split("/")
-        name = re.sub(r"^eager\b", "grad_in_forward", name)
-        row["variant"] = "/".join([name, *(_BACKENDS.get(way, way) for way in ways)])
-    if isinstance(row.get("command"), str):
-        row["command"] = row["command"].replace("strategy eager", "strategy grad_in_forward")
-    return row
+    """A file's rows, each with what ``made_by`` says, and with ``keys`` at least. Raises UsageError."""
+    content = read(path)
+    found = [{**content["made_by"], **row} for row in content["rows"]]
+    wanted = set(keys)
+    if not all(wanted <= row.keys() for row in found):
+        raise UsageError(f"{path} cannot be read as a result: it holds no rows of this program")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -105,17 +104,9 @@ def test_the_markdown_says_what_the_json_says(tmp_path):
 def test_render_reads_the_file_again(tmp_path, capsys):
     _, rows = bench(tmp_path, "--strategies", "store")
     rows[-1]["time_ms"] = 1234.5
-    (tmp_path / "out.json").write_text(json.dumps(rows))
+    results.write(tmp_path / "out.json", rows, results.made_by("", ["bench"]))
     assert benchmark.main(["--render", str(tmp_path / "out.json")]) == 0
     assert "| 1234.50 |" in (tmp_path / "out.md").read_text()
-
-
-def test_render_takes_a_file_of_before(tmp_path):
-    old = ROOT / "docs" / "benchmarks" / "results" / "2026-11-21-h200-op-tp1.json"
-    (tmp_path / "old.json").write_text(old.read_text())
-    assert benchmark.main(["--render", str(tmp_path / "old.json")]) == 0
-    text = (tmp_path / "old.md").read_text()
-    assert "| store | 4096 | 57.03 |" in text and "| 1.067 |" in text
 
 
 def test_a_named_result_has_date_and_device(tmp_path):

@@ -684,7 +684,7 @@ def test_two_launches_of_pretrain_gpt(checkout, tmp_path, monkeypatch, extra):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     run = run_script(*words, *case.args, *extra.split())
     assert run.returncode == bool(extra), run.stdout + run.stderr
-    content = results.load(tmp_path / "compare_loss.json")
+    content = results.read(tmp_path / "compare_loss.json")
     names, source = {row["variant"] for row in content["rows"]}, content["made_by"]
     assert names == {"lm loss", "mtp_1 loss", GRAD_NORM, "lm loss validation", "lm loss test"}
     assert source["other"]["heads_fused"] == 64 and source["reference"]["precision"] == "float32"

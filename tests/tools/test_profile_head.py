@@ -208,7 +208,8 @@ def test_the_page_says_what_of_which_collective_is_exposed():
 def test_render_draws_the_page_and_the_picture_again(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "result.json"
-    path.write_text(json.dumps([row_of("grad_in_forward"), row_of("grad_in_forward", rank=1)]))
+    rows = [row_of("grad_in_forward"), row_of("grad_in_forward", rank=1)]
+    results.write(path, rows, results.made_by("", ["bench"]))
     before = path.read_text()
     assert bench.main(["--render", str(path)]) == 0
     assert path.read_text() == before

@@ -1,4 +1,4 @@
-"""scripts/lib: the one schema of results, its reader, tables; committed files are read as they are."""
+"""scripts/lib: the one schema of results, its reader, tables."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ def test_each_defect_of_a_file_is_said(tmp_path, wrong, words):
         results.check(content(**wrong))
     path = tmp_path / "x.json"
     path.write_text(json.dumps(content(**wrong)))
-    if "schema" not in wrong:
-        with pytest.raises(UsageError, match=f"x.json cannot be read as a result: .*{words}"):
-            results.rows(path)
+    with pytest.raises(UsageError, match=f"x.json cannot be read as a result: .*{words}"):
+        results.rows(path)
 
 
 def test_a_source_that_names_no_commit():
@@ -74,26 +73,8 @@ def test_a_source_that_names_no_commit():
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_committed_files_follow_the_schema_or_are_older(path):
-    """New files are checked; those of before 2026-11-22 are a record."""
-    found = results.load(path)
-    if isinstance(found, dict) and "schema" in found:
-        results.check(found)
-    else:
-        assert path.name < "2026-11-22"
-
-
-def test_files_of_before_are_read_with_todays_names(tmp_path):
-    path = tmp_path / "old.json"
-    old = {"variant": "eager:64/exp", "logit_pass": "rows", "end_point": "grad", "shape": "llama3-8b"}
-    path.write_text(json.dumps([old]))
-    (row,) = results.rows(path)
-    assert row == {
-        "variant": "eager:64/exp".replace("eager", "grad_in_forward").replace("exp", "scaled_exp"),
-        "logits_backend": "gemm_rows",
-        "wgrad_accumulator": "returned",
-        "shape": "llama-3-8b",
-    }
+def test_committed_files_follow_the_schema(path):
+    results.read(path)
 
 
 def test_names_of_files():
