@@ -138,7 +138,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser("python -m scripts.bench.commits", __doc__ or "")
     add = parser.add_argument
     add("--old", type=Path, required=True, help="checkout of the other commit")
-    add("--new", type=Path, default=Path(__file__).resolve().parents[2], help="[this one]")
     add("--shapes", type=shape_of, nargs="+", default=[(4096, 1024, 32064)], metavar="TxHxV")
     add("--strategies", nargs="+", default=["store", "grad_in_forward"])
     add("--chunk-tokens", type=whole())
@@ -147,9 +146,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=whole(most=10**6), default=5, help="of a block, after a warm-up")
     add("--json", type=Path)
     given = parser.parse_args(words)
-    for folder in (given.old, given.new):
-        if not (folder / PACKAGE / "__init__.py").is_file():
-            raise UsageError(f"{folder} is no checkout of this project: it has no {PACKAGE}")
+    if not (given.old / PACKAGE / "__init__.py").is_file():
+        raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
     if given.json:
         writable_file(given.json)
     return given
@@ -162,7 +160,7 @@ def main(words: list[str]) -> int:
     # From here on the package is that of a checkout, never the one that read the command line.
     for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
         del sys.modules[name]
-    this = Checkout(given.new)
+    this = Checkout(results.REPOSITORY)
     group, rank = None, int(os.environ.get("RANK", "0"))
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
