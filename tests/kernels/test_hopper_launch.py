@@ -1,0 +1,89 @@
+"""The Hopper kernel's launch gives tensors by position: here without a GPU, each under its name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fused_ce.kernels.records import GradProduct, RowOptions, TileStatistics
+
+pytest.importorskip("triton.experimental.gluon")
+from megatron_fused_ce.kernels import scaled_exp_hopper as hopper
+
+C, H, V = 3, 16, 300
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Arguments of the last launch by the kernel's names for them."""
+    given = {}
+
+    class Kernel:
+        def bind(self, grid, numbers, **constants):
+            def launch(tensors, descriptors):
+                values = (*descriptors, *tensors, *numbers, *constants.values())
+                given.update(zip(hopper._product_kernel.arg_names, values, strict=True))
+                assert list(given)[-len(constants) :] == list(constants)
+
+            return launch
+
+    monkeypatch.setattr(hopper, "_product", Kernel())
+    monkeypatch.setattr(hopper, "_descriptor", lambda tensor, block: tensor)
+    monkeypatch.setattr(hopper, "num_sms", lambda device: 132)
+    hopper._bound_product.cache_clear()
+    yield given
+    hopper._bound_product.cache_clear()
+
+
+def per_row():
+    return torch.empty(C)
+
+
+def operands():
+    return {
+        "tokens": torch.empty(C, H, dtype=torch.bfloat16),
+        "weight": torch.empty(V, H, dtype=torch.bfloat16),
+        "labels": torch.empty(C, dtype=torch.int64),
+        "table": torch.empty(8, dtype=torch.int32),
+        "out": torch.empty(C, V, dtype=torch.bfloat16),
+        "inv_temperature": per_row(),
+    }
+
+
+def assert_same(launched, expected):
+    assert [name for name, tensor in expected.items() if launched[name] is not tensor] == []
+
+
+def common(of, form):
+    return {
+        "tokens_desc": of["tokens"],
+        "weight_desc": of["weight"],
+        "out_desc": of["out"],
+        "label_ptr": of["labels"],
+        "table_ptr": of["table"],
+        "valid_columns_ptr": form.valid_columns,
+        "inv_temperature_ptr": of["inv_temperature"],
+    }
+
+
+def test_statistics(launched):
+    of, shift = operands(), per_row()
+    form = RowOptions(
+        valid_columns=torch.tensor([V]), with_logit_sum=True, with_weighted=True, with_squares=True
+    )
+    tiles = hopper.scaled_exp_gemm(row_shift2=shift, logit_scale=0.5, with_argmax=True, form=form, **of)
+    written = {f"{name}_ptr": tensor for name, tensor in tiles._asdict().items() if name != "tile_columns"}
+    assert len(written) == len(TileStatistics._fields) - 1 and None not in written.values()
+    assert_same(launched, {**common(of, form), **written, "row_shift_ptr": shift})
+    numbers = [launched[name] for name in ("num_rows", "num_columns", "hidden_size", "logit_scale")]
+    assert numbers == [C, V, H, 0.5]
+
+
+def test_gradients(launched):
+    of, gradient = operands(), GradProduct(*[per_row() for _ in GradProduct._fields])
+    form = RowOptions(valid_columns=torch.tensor([V]), softcap=30.0)
+    hopper.grad_logits_gemm(gradient=gradient, logit_scale=2.0, form=form, **of)
+    names = ("row_shift", "factor", "at_label", "entropy_factor", "smoothing")
+    rows = {f"{name}_ptr": tensor for name, tensor in zip(names, gradient, strict=True)}
+    assert_same(launched, {**common(of, form), **rows})
+    assert (launched["logit_scale"], launched["softcap"]) == (2.0, 30.0)
