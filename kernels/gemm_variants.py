@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Versions of triton whose Gluon the Hopper variant was compiled with; it ran with 3.6.
+#: Versions of triton whose Gluon the Hopper variant was compiled with; it ran with the first and the last.
 GLUON_VERSIONS = ((3, 6), (3, 9))
 
 

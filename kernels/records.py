@@ -15,9 +15,11 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
-#: int32 entries before the marks of a tile table (scaled_exp_rows.RowPrologue): the counter, and padding that
-#: puts the marks at a multiple of 16 bytes.
-TABLE_HEADER = 4
+#: int32 entries before the marks of a tile table (scaled_exp_rows.RowPrologue): the counter, padding to a
+#: multiple of 16 bytes, and of each cluster of thread blocks TABLE_WORDS numbers of tiles in 64 bits.
+TABLE_WORDS = 8
+MAX_CLUSTERS = 128
+TABLE_HEADER = 4 + 2 * TABLE_WORDS * MAX_CLUSTERS
 
 #: The first two rows of :attr:`RowStatistics.shard`, and the number of all.
 ROW_MAX, ROW_SHIFT = range(2)

@@ -22,6 +22,14 @@ hold its SM, takes fewer of them. The loader asks for its next tile while it loa
 puts the number into shared memory beside the tile's first slot, whose barrier the consumers wait for
 anyway: nobody waits for the atomic, and no barrier is added. One program computes a whole tile and writes it,
 so results do not depend on the order of the tiles.
+
+With triton 3.9 a program is a cluster of two thread blocks and its tile 256 x 256. The first block loads the
+weights into both by multicast: 32 KiB from L2 for 64 columns of H and a block, where one block reads 48.
+cuBLAS does the same; at the power limit the chip then clocks 3 % higher (1470 for 1425 MHz). A slot's weights
+wait until both blocks have given it back, its tokens until their own has. The first block asks for tiles and
+publishes each in a 64-bit word of the table, half way between the question and the next tile. The same bits
+as with one block. Predicted: 1.00 to 1.015 of cuBLAS's time for 1.03 to 1.045; measured 1.003 to 1.025 for
+1.023 to 1.052 (docs/design.md).
 """
 
 from __future__ import annotations
@@ -57,6 +65,7 @@ from megatron_fused_ce.kernels.records import (
     NO_OPTIONS,
     SQUARED_UNIT,
     TABLE_HEADER,
+    TABLE_WORDS,
     GradProduct,
     RowOptions,
     TileStatistics,
@@ -93,6 +102,11 @@ CLAIM_AHEAD = gl.constexpr(8)
 
 STATISTICS = gl.constexpr(0)
 GRADIENTS = gl.constexpr(1)
+
+#: Thread blocks of a cluster. Two share the weights of a tile, with 128 rows each: a third less is read from
+#: L2. Gluon's multicast was tried with triton 3.9; 3.6 has none.
+CLUSTER = 2 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 1
+_WORDS = gl.constexpr(TABLE_WORDS)
 
 # Names that changed after triton 3.6, which has the older ones.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -132,6 +146,7 @@ class _Ring(NamedTuple):
     tile_ids: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    empty_in_cluster: gl.shared_memory_descriptor  # in both blocks; in the first's memory, and it alone waits
 
 
 class _Sizes(NamedTuple):
@@ -182,6 +197,33 @@ class _Kind(NamedTuple):
     ROUNDED: gl.constexpr  # logits, to bf16
     TEMPERATURE: gl.constexpr  # one for each row
     SQUARES: gl.constexpr  # sums of E**2
+
+
+@gluon.constexpr_function
+def _over(ctas, *step):
+    """For a layout: where the cluster's second block is, seen from the first; zeros where they share."""
+    return [list(step)] if ctas > 1 else []
+
+
+@gluon.constexpr_function
+def _accumulators(ctas):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, int(BLOCK_N), 16], _over(ctas, 1, 0))
+
+
+@gluon.constexpr_function
+def _one_for_all(ctas, num_warps):
+    return gl.BlockedLayout([1], [32], [num_warps], [0], _over(ctas, 0))
+
+
+@gluon.constexpr_function
+def _one_in_each(ctas):
+    return gl.SwizzledSharedLayout(1, 1, 1, order=[0], cga_layout=_over(ctas, 0))
+
+
+@gluon.constexpr_function
+def _barriers(ctas, step):
+    """``step`` 1: each block has its own; 0: only the first has one, for all."""
+    return mbarrier.MBarrierLayout(_over(ctas, step))
 
 
 @gluon.jit
@@ -330,18 +372,89 @@ def _without_padding(out, valid_columns):
 
 
 @gluon.jit
-def _claim(next_tile_ptr):
-    """Ask for a tile: lane 0's element is the answer. Nothing waits for it before :func:`_answer`."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    ones = gl.full([32], 1, gl.int32, lane.type.layout)
-    return gl.atomic_add(next_tile_ptr + lane, ones, mask=lane == 0, sem="relaxed")
+def _rank():
+    """This block's place in its cluster: for addresses alone, since Gluon's numbers are the cluster's."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %cluster_ctarank;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _claim(table_ptr):
+    """The cluster's first block asks for a tile. Nothing waits for it before :func:`_answer`."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        .reg .b32 lane, rank;
+        mov.u32 lane, %laneid;
+        mov.u32 rank, %cluster_ctarank;
+        or.b32 lane, lane, rank;
+        setp.eq.u32 asks, lane, 0;
+        mov.u32 $0, 0;
+        @asks atom.global.gpu.relaxed.add.u32 $0, [$1], 1;
+        }""",
+        "=r,l",
+        [table_ptr.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def _answer(claim):
-    """The tile of :func:`_claim`, on all lanes."""
-    lane = gl.arange(0, 32, claim.type.layout)
-    return gl.reduce(gl.where(lane == 0, claim, 0), 0, _plus)
+    """The tile of :func:`_claim`, on all lanes; 0 in other blocks than the first."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [claim],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _publish(tile, word, number):
+    """The cluster's first block writes its tile for the others, with its number. Returns the tile."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 rank;
+        .reg .b64 both;
+        mov.u32 rank, %cluster_ctarank;
+        setp.eq.u32 first, rank, 0;
+        mov.u32 $0, $1;
+        mov.b64 both, {$1, $3};
+        @first st.global.gpu.relaxed.u64 [$2], both;
+        }""",
+        "=&r,r,l,r",
+        [tile, word.to(gl.int64), number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _published(tile, word, number):
+    """The first block's tile, in all of them: the others wait for ``number``."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred waits;
+        .reg .b32 rank, seen;
+        .reg .b64 both;
+        mov.u32 rank, %cluster_ctarank;
+        setp.ne.u32 waits, rank, 0;
+        mov.u32 $0, $1;
+        again:
+        @waits ld.global.gpu.relaxed.u64 both, [$2];
+        @waits mov.b64 {$0, seen}, both;
+        @waits setp.ne.u32 waits, seen, $3;
+        @waits bra again;
+        }""",
+        "=&r,r,l,r",
+        [tile, word.to(gl.int64), number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -349,7 +462,7 @@ def _tell(tile_ids, empty, step, tile):
     """Put the tile's number beside the slot of its first step: whoever sees that slot full sees it."""
     slot = step % NUM_SLOTS
     mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = _one_for_all(gl.num_ctas(), 1)
     tile_ids.index(slot).store(gl.full([1], tile, gl.int32, layout))
     # All lanes have stored before one of them arrives at the slot's barrier.
     _barrier()
@@ -360,7 +473,7 @@ def _told(tile_ids, full, step):
     """Wait for a tile's first slot and read the tile's number there."""
     slot = step % NUM_SLOTS
     mbarrier.wait(full.index(slot), (step // NUM_SLOTS) & 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    layout: gl.constexpr = _one_for_all(gl.num_ctas(), 4)
     return gl.reduce(tile_ids.index(slot).load(layout), 0, _plus)
 
 
@@ -370,23 +483,29 @@ def _fill(  # steps first_k to last_k of a tile; returns the step after them
     weight_desc,
     upper_slots,
     lower_slots,
-    weight_slots,
-    full,
-    empty,
+    ring,
     m,
     n,
     first_k,
     last_k,
     step,
 ):
+    CTAS: gl.constexpr = gl.num_ctas()
     for k in range(first_k, last_k):
         slot = step % NUM_SLOTS
-        mbarrier.wait(empty.index(slot), ((step // NUM_SLOTS) & 1) ^ 1)
-        bar = full.index(slot)
+        phase = ((step // NUM_SLOTS) & 1) ^ 1
+        mbarrier.wait(ring.empty.index(slot), phase)
+        bar = ring.full.index(slot)
         mbarrier.expect(bar, (BLOCK_M + BLOCK_N) * BLOCK_K * 2)
-        _tma_load(tokens_desc, [m * BLOCK_M, k * BLOCK_K], bar, upper_slots.index(slot))
-        _tma_load(tokens_desc, [m * BLOCK_M + HALF_M, k * BLOCK_K], bar, lower_slots.index(slot))
-        _tma_load(weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, weight_slots.index(slot))
+        row = m * (CTAS * BLOCK_M)
+        _tma_load(tokens_desc, [row, k * BLOCK_K], bar, upper_slots.index(slot))
+        _tma_load(tokens_desc, [row + CTAS * HALF_M, k * BLOCK_K], bar, lower_slots.index(slot))
+        if CTAS > 1:
+            mbarrier.wait(ring.empty_in_cluster.index(slot), phase)
+            weights = ring.weights.index(slot)
+            _tma_load(weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, weights, multicast=True)
+        else:
+            _tma_load(weight_desc, [n * BLOCK_N, k * BLOCK_K], bar, ring.weights.index(slot))
         step += 1
     return step
 
@@ -395,7 +514,7 @@ def _fill(  # steps first_k to last_k of a tile; returns the step after them
 def _loader(
     tokens_desc,
     weight_desc,
-    next_tile_ptr,
+    table_ptr,
     upper_slots,
     lower_slots,
     ring,  # _Ring
@@ -403,23 +522,36 @@ def _loader(
     GROUP_M: gl.constexpr,
 ):
     """One warp: fills the ring, slot by slot, ahead of the consumers and across tiles."""
+    CTAS: gl.constexpr = gl.num_ctas()
     step = 0
+    number = 1
     num_tiles = sizes.num_m * sizes.num_n
     early = gl.maximum(sizes.num_k - CLAIM_AHEAD, 0)
-    tile = _answer(_claim(next_tile_ptr))
+    late = gl.maximum(sizes.num_k - CLAIM_AHEAD // 2, 0)
+    words = table_ptr + 4 + gl.program_id(0) * (2 * _WORDS)
+    tile = _answer(_claim(table_ptr))
+    if CTAS > 1:
+        tile = _published(_publish(tile, words, number), words, number)
     while tile < num_tiles:
         m, n = _tile_of(tile, sizes.num_m, sizes.num_n, GROUP_M)
         _tell(ring.tile_ids, ring.empty, step, tile)
-        step = _fill(
-            tokens_desc, weight_desc, upper_slots, lower_slots, ring.weights, ring.full, ring.empty,
-            m, n, 0, early, step,
-        )  # fmt: skip
-        claim = _claim(next_tile_ptr)
-        step = _fill(
-            tokens_desc, weight_desc, upper_slots, lower_slots, ring.weights, ring.full, ring.empty,
-            m, n, early, sizes.num_k, step,
-        )  # fmt: skip
-        tile = _answer(claim)
+        step = _fill(tokens_desc, weight_desc, upper_slots, lower_slots, ring, m, n, 0, early, step)
+        claim = _claim(table_ptr)
+        if CTAS > 1:
+            # Half way, so that no block waits for the first one's answer.
+            step = _fill(tokens_desc, weight_desc, upper_slots, lower_slots, ring, m, n, early, late, step)
+            word = words + 2 * (number % _WORDS)
+            number += 1
+            tile = _publish(_answer(claim), word, number)
+            step = _fill(
+                tokens_desc, weight_desc, upper_slots, lower_slots, ring, m, n, late, sizes.num_k, step
+            )
+            tile = _published(tile, word, number)
+        else:
+            step = _fill(
+                tokens_desc, weight_desc, upper_slots, lower_slots, ring, m, n, early, sizes.num_k, step
+            )
+            tile = _answer(claim)
     # A number past the last tile's, in a slot without anything else, ends the consumers.
     _tell(ring.tile_ids, ring.empty, step, tile)
     mbarrier.arrive(ring.full.index(step % NUM_SLOTS), count=1)
@@ -437,10 +569,19 @@ def _store_half(out_desc, half, staging, row, column):
 
 
 @gluon.jit
+def _release(ring, slot):
+    """Give a slot back, once all four warps are done with it."""
+    _barrier()
+    mbarrier.arrive(ring.empty.index(slot), count=1)
+    if gl.num_ctas() > 1:
+        mbarrier.arrive(ring.empty_in_cluster.index(slot), count=1)
+
+
+@gluon.jit
 def _multiply(token_slots, ring, num_k, step):
     """The half tile's product over all of H, and the step after its last; its first slot is full."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    z = gl.zeros([HALF_M, BLOCK_N], gl.float32, ACC)
+    CTAS: gl.constexpr = gl.num_ctas()
+    z = gl.zeros([CTAS * HALF_M, BLOCK_N], gl.float32, _accumulators(CTAS))
     slot = step % NUM_SLOTS
     weights = ring.weights.index(slot).permute((1, 0))
     z = warpgroup_mma(token_slots.index(slot), weights, z, use_acc=False, is_async=True)
@@ -452,13 +593,10 @@ def _multiply(token_slots, ring, num_k, step):
         weights = ring.weights.index(slot).permute((1, 0))
         z = warpgroup_mma(token_slots.index(slot), weights, z, is_async=True)
         z = warpgroup_mma_wait(1, deps=[z])
-        # All four warps are done with the slot before one thread gives it back.
-        _barrier()
-        mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
+        _release(ring, (step - 1) % NUM_SLOTS)
         step += 1
     z = warpgroup_mma_wait(0, deps=[z])
-    _barrier()
-    mbarrier.arrive(ring.empty.index((step - 1) % NUM_SLOTS), count=1)
+    _release(ring, (step - 1) % NUM_SLOTS)
     return z, step
 
 
@@ -479,7 +617,7 @@ def _statistics_epilogue(z, row, first_column, n, of_tiles, num_rows, valid_colu
     at = n.to(gl.int64) * num_rows + row.index
     if kind.WITH_ARGMAX:
         columns = gl.arange(0, BLOCK_N, COLUMNS) + first_column
-        index = gl.zeros([HALF_M, BLOCK_N], gl.int32, ACC) + columns[None, :]
+        index = gl.zeros(z.shape, gl.int32, ACC) + columns[None, :]
         row_max, row_argmax = gl.reduce((z, index), 1, _larger_first)
         gl.store(of_tiles.argmax + at, row_argmax, mask=row.inside)
     else:
@@ -555,12 +693,13 @@ def _consume_tile(
     kind,  # _Kind
 ):
     """64 rows of one tile, whose first slot is full; returns the step after its last."""
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    CTAS: gl.constexpr = gl.num_ctas()
+    ROWS: gl.constexpr = gl.SliceLayout(1, _accumulators(CTAS))
     m, n = _tile_of(tile, sizes.num_m, sizes.num_n, kind.GROUP_M)
-    first_row = m * BLOCK_M + FIRST_ROW
+    first_row = m * (CTAS * BLOCK_M) + CTAS * FIRST_ROW
     first_column = n * BLOCK_N
     # Row vectors first: their latency hides under the products.
-    rows = first_row + gl.arange(0, HALF_M, ROWS)
+    rows = first_row + gl.arange(0, CTAS * HALF_M, ROWS)
     inside = rows < sizes.num_rows
     shift = gl.load(of_rows.shift + rows, mask=inside, other=0.0)
     label = gl.load(of_rows.label + rows, mask=inside, other=-1) - first_column
@@ -568,7 +707,12 @@ def _consume_tile(
     inv_temperature = 1.0
     if kind.TEMPERATURE:
         inv_temperature = gl.load(of_rows.inv_temperature + rows, mask=inside, other=1.0)
-    holds_label = gl.load(of_tiles.marks + n * (2 * sizes.num_m) + first_row // HALF_M)
+    half = first_row // HALF_M
+    if CTAS > 1:
+        half += _rank()
+    # A cluster's last block may be past the last row.
+    halves = 2 * gl.cdiv(sizes.num_rows, BLOCK_M)
+    holds_label = gl.load(of_tiles.marks + n * halves + half, mask=half < halves, other=0)
     factor, at_label, entropy_factor, smoothing = shift, shift, shift, shift
     if kind.MODE == GRADIENTS:
         factor = gl.load(of_rows.factor + rows, mask=inside, other=0.0)
@@ -687,26 +831,34 @@ def _product_kernel(
     TEMPERATURE: gl.constexpr,
     SQUARES: gl.constexpr,
 ):
+    CTAS: gl.constexpr = gl.num_ctas()
     label_tiles_ptr = table_ptr + _HEADER
     valid_columns = gl.load(valid_columns_ptr).to(gl.int32) if MASKED else num_columns
-    num_m = gl.cdiv(num_rows, BLOCK_M)
+    num_m = gl.cdiv(num_rows, CTAS * BLOCK_M)
     num_n = gl.cdiv(num_columns, BLOCK_N)
     num_k = gl.cdiv(hidden_size, BLOCK_K)
     dtype: gl.constexpr = tokens_desc.dtype
     token_layout: gl.constexpr = tokens_desc.layout
-    upper_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, HALF_M, BLOCK_K], token_layout)
-    lower_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, HALF_M, BLOCK_K], token_layout)
+    upper_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, CTAS * HALF_M, BLOCK_K], token_layout)
+    lower_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, CTAS * HALF_M, BLOCK_K], token_layout)
     weight_slots = gl.allocate_shared_memory(dtype, [NUM_SLOTS, BLOCK_N, BLOCK_K], weight_desc.layout)
-    staged: gl.constexpr = [HALF_M, BLOCK_N // 2] if WRITE else [HALF_M, BLOCK_K]
+    staged: gl.constexpr = [CTAS * HALF_M, BLOCK_N // 2] if WRITE else [CTAS * HALF_M, BLOCK_K]
     upper_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
     lower_staging = gl.allocate_shared_memory(dtype, staged, out_desc.layout)
-    one_each: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    one_each: gl.constexpr = _one_in_each(CTAS)
     tile_ids = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS, 1], one_each)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, CTAS], _barriers(CTAS, 1))
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, CTAS], _barriers(CTAS, 1))
+    empty_in_cluster = empty
+    if CTAS > 1:
+        # One barrier, in the first block.
+        shared: gl.constexpr = _barriers(CTAS, 0)
+        empty_in_cluster = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], shared)
     for slot in gl.static_range(NUM_SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
+        if CTAS > 1:
+            mbarrier.init(empty_in_cluster.index(slot), count=2)
     fence_async_shared()
     of_rows = _Rows(
         label_ptr,
@@ -721,7 +873,7 @@ def _product_kernel(
         label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
         tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr,
     )  # fmt: skip
-    ring = _Ring(weight_slots, tile_ids, full, empty)
+    ring = _Ring(weight_slots, tile_ids, full, empty, empty_in_cluster)
     sizes = _Sizes(num_rows, valid_columns, num_m, num_n, num_k)
     scales = _Scales(logit_scale, scale2, softcap)
     # fmt: off
@@ -752,19 +904,22 @@ def _product_kernel(
 
 
 @lru_cache(maxsize=8)
-def _layout(block: tuple[int, int]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+def descriptor_layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
+    """Of tokens, outputs (``rows`` of a warpgroup in all blocks) and weights, which the blocks share."""
+    over = {} if CLUSTER == 1 else {"cga_layout": [[0, 0] if rows == int(BLOCK_N) else [1, 0]]}
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16, **over)
 
 
 _descriptor = DescriptorTemplates(
-    lambda tensor, block: TensorDescriptor.from_tensor(tensor, block, _layout(tuple(block)))
+    lambda tensor, block: TensorDescriptor.from_tensor(tensor, block, descriptor_layout(*block))
 )
-_product = Launch(_product_kernel, num_warps=4, maxnreg=168)
+_product = Launch(_product_kernel, num_warps=4, maxnreg=168, num_ctas=CLUSTER)
 
 
 def group_m(hidden_size: int) -> int:
     """Row blocks of a group."""
-    return max(1, min(LARGEST_GROUP, GROUP_BYTES // (int(BLOCK_M) * 2 * hidden_size)))
+    block = CLUSTER * int(BLOCK_M)
+    return max(1, min(LARGEST_GROUP // CLUSTER, GROUP_BYTES // (block * 2 * hidden_size)))
 
 
 def _launch(
@@ -782,7 +937,7 @@ def _launch(
     logits: bool = False,
     inv_temperature: Tensor | None = None,
 ) -> None:
-    half, half_n = int(HALF_M), int(BLOCK_N) // 2
+    half, half_n = CLUSTER * int(HALF_M), int(BLOCK_N) // 2
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
     launch = _bound_product(
         *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, logits),
@@ -829,7 +984,7 @@ def _bound_product(
 ) -> Bound:
     num_rows, hidden_size = tokens_shape
     return _product.bind(
-        (num_sms(device),),
+        (num_sms(device) // CLUSTER,),
         (
             *(num_rows, num_columns, hidden_size),
             *(logit_scale, logit_scale * LOG2_E, softcap or 1.0),

@@ -76,9 +76,10 @@ class RowPrologue(NamedTuple):
     """Inputs of the scaled-exp GEMM that are computed before it."""
 
     row_shift2: Tensor  # [C] fp32: largest sampled logit, in base 2
-    #: int32 ``[4 + num_tiles * 2 * ceil(C / 128)]``. Entry 0: the counter by which the Hopper kernel hands
-    #: out its tiles, 0 at first. From entry 4 one mark for each half tile (a tile of columns and 64 rows), in
-    #: that order: 1 where a label of these rows lies in these columns, else 0.
+    #: int32 ``[TABLE_HEADER + num_tiles * 2 * ceil(C / 128)]``. The header, 0 at first: the counter by which
+    #: the Hopper kernel hands out its tiles, and words in which a cluster's first block publishes them. Then
+    #: one mark for each half tile (a tile of columns and 64 rows), in that order: 1 where a label of these
+    #: rows lies in these columns, else 0.
     table: Tensor
 
 
@@ -94,14 +95,16 @@ def _fill_table(
     TILE: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ):
-    """Write the marks of this program's 64 rows; the first program also sets the counter to 0."""
+    """Write the marks of this program's 64 rows; the first program also sets the header to 0."""
     half = tl.program_id(0)
     marks_ptr = table_ptr + _HEADER + half
     for start in range(0, num_tiles, BLOCK_TILES):
         tiles = start + tl.arange(0, BLOCK_TILES)
         tl.store(marks_ptr + tiles * halves, tl.zeros((BLOCK_TILES,), tl.int32), mask=tiles < num_tiles)
     if half == 0:
-        tl.store(table_ptr, 0)
+        for start in range(0, _HEADER, 1024):
+            header = start + tl.arange(0, 1024)
+            tl.store(table_ptr + header, tl.zeros((1024,), tl.int32), mask=header < _HEADER)
     tl.debug_barrier()  # all zeros are written before the first mark
     rows = half * HALF_TILE + tl.arange(0, HALF_TILE)
     label = tl.load(label_ptr + rows, mask=rows < num_rows, other=-1)
