@@ -124,7 +124,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA 
 
 def large_step(strategy, phases):
     """On a GPU, of logits that weigh more than all else."""
-    s, hidden_size, vocab = 2048, 512, 32768
+    s, hidden_size, vocab = 4096, 512, 32768
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     hidden = torch.randn(s, 1, hidden_size, **options)
     weight = torch.randn(vocab, hidden_size, **options)
