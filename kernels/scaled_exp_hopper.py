@@ -25,11 +25,11 @@ so results do not depend on the order of the tiles.
 
 With triton 3.9 a program is a cluster of two thread blocks and its tile 256 x 256. The first block loads the
 weights into both by multicast: 32 KiB from L2 for 64 columns of H and a block, where one block reads 48.
-cuBLAS does the same; at the power limit the chip then clocks 3 % higher (1470 for 1425 MHz). A slot's weights
-wait until both blocks have given it back, its tokens until their own has. The first block asks for tiles and
+cuBLAS does the same; it takes less power, and at its limit the chip then clocks higher. A slot's weights wait
+until both blocks have given it back, its tokens until their own has. The first block asks for tiles and
 publishes each in a 64-bit word of the table, half way between the question and the next tile. The same bits
-as with one block. Predicted: 1.00 to 1.015 of cuBLAS's time for 1.03 to 1.045; measured 1.003 to 1.025 for
-1.023 to 1.052 (docs/design.md).
+as with one block. Predicted: 1.00 to 1.015 of cuBLAS's time. Measured within whole steps: 1.007 to 1.016, at
+H = 2048 1.030 (docs/benchmarks/results/2026-11-23-h200-clusters-{roof,long,h2048}.json).
 """
 
 from __future__ import annotations
