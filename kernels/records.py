@@ -136,8 +136,6 @@ class TileStatistics(NamedTuple):
     tile_argmax: Tensor | None = None  # int32: column of tile_max
     #: fp32: sum of E times its exponent, in base 2, label left out; with RowOptions.with_weighted
     tile_weighted: Tensor | None = None
-    #: fp32: sum of z2, label left out; with RowOptions.with_logit_sum
-    tile_logit_sum: Tensor | None = None
     #: fp32: sum of (SQUARED_UNIT * E)**2, label left out; with RowOptions.with_squares
     tile_squares: Tensor | None = None
 
@@ -158,7 +156,6 @@ class TileStatistics(NamedTuple):
             torch.empty_like(row_shift2),
             torch.empty_like(tile_max, dtype=torch.int32) if with_argmax else None,
             torch.empty_like(tile_max) if form.with_weighted else None,
-            torch.empty_like(tile_max) if form.with_logit_sum else None,
             torch.empty_like(tile_max) if form.with_squares else None,
         )
 

@@ -95,7 +95,6 @@ def _scaled_exp_kernel(
     label_logit_ptr,  # [C] fp32
     tile_argmax_ptr,  # [num_n, C] int32
     tile_weighted_ptr,  # [num_n, C] fp32
-    tile_logit_sum_ptr,  # [num_n, C] fp32
     tile_squares_ptr,  # [num_n, C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
@@ -114,7 +113,6 @@ def _scaled_exp_kernel(
     LOGITS: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    WITH_SUM: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -157,8 +155,6 @@ def _scaled_exp_kernel(
             z = z * (scale2 * inv_temperature)
         left_out = is_label | (columns[None, :] >= valid_columns)
         at = n.to(tl.int64) * num_rows + rows
-        if WITH_SUM:
-            tl.store(tile_logit_sum_ptr + at, tl.sum(tl.where(left_out, 0.0, z), axis=1), mask=inside)
         z = tl.where(left_out, float("-inf"), z - row_shift[:, None])
         if WITH_ARGMAX:
             tile_max, tile_argmax = tl.max(z, axis=1, return_indices=True)
@@ -334,7 +330,6 @@ def scaled_exp_gemm(
         LOGITS=out is not None and logits,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=form.with_weighted,
-        WITH_SUM=form.with_logit_sum,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         ROUNDED=form.rounded,

@@ -136,7 +136,6 @@ class _Tiles(NamedTuple):
     sum: gl.tensor
     argmax: gl.tensor
     weighted: gl.tensor
-    logit_sum: gl.tensor
     label_logit: gl.tensor
     squares: gl.tensor
 
@@ -191,7 +190,6 @@ class _Kind(NamedTuple):
     LOGITS: gl.constexpr
     WITH_ARGMAX: gl.constexpr
     WEIGHTED: gl.constexpr  # sums of E times its exponent: entropy
-    WITH_SUM: gl.constexpr  # sums of logits: label smoothing
     ENTROPY: gl.constexpr  # its gradient
     SMOOTHING: gl.constexpr  # its gradient
     MASKED: gl.constexpr  # padding
@@ -323,20 +321,15 @@ def _exponentials(z, shift, row, kind):
     """``E = 2**(z2 - shift)``, 0 where z is -inf, times the softcap's gradient, in bf16; with ``LOGITS`` z.
 
     Before it, of each row, without the softcap's gradient and where z is not -inf: the sum of E, that of E
-    times its exponent (where ``WEIGHTED``), of z2 (``WITH_SUM``), of squares (``SQUARES``).
+    times its exponent (where ``WEIGHTED``), of squares (``SQUARES``).
     """
     shifts = _rows_of(shift, z)
     if kind.SOFTCAP:
         exponent, softcap_grad = _softcapped(z, row.to_exponent, _rows_of(row.softcap2, z), shifts, kind)
-        z2 = exponent + shifts
     else:
-        z2 = z * _rows_of(row.scale2, z)
-        exponent = z2 - shifts
+        exponent = z * _rows_of(row.scale2, z) - shifts
     if kind.WEIGHTED:
         exponent = gl.maximum(exponent, _LOWEST, propagate_nan=PROPAGATE_NAN)
-    logit_sum = shift
-    if kind.WITH_SUM:
-        logit_sum = gl.reduce(gl.where(z == float("-inf"), 0.0, z2), 1, _plus)
     e = gl.exp2(exponent)
     total = gl.reduce(e, 1, _plus)
     weighted = total
@@ -349,7 +342,7 @@ def _exponentials(z, shift, row, kind):
         e = z
     elif kind.SOFTCAP:
         e = e * softcap_grad
-    return total, weighted, logit_sum, squares, e.to(gl.bfloat16)
+    return total, weighted, squares, e.to(gl.bfloat16)
 
 
 @gluon.jit
@@ -639,20 +632,15 @@ def _statistics_epilogue(z, row, first_column, n, of_tiles, num_rows, valid_colu
         tile_max = row_max * row.scale2 - row.shift
     shift = gl.where(tile_max > _HEADROOM, tile_max, 0.0) + row.shift
     gl.store(of_tiles.max + at, tile_max, mask=row.inside)
-    if kind.SOFTCAP | kind.WEIGHTED | kind.WITH_SUM | kind.LOGITS:
+    if kind.SOFTCAP | kind.WEIGHTED | kind.LOGITS:
         # By halves: registers hold no more than one of them beside what it is multiplied by.
         left, right = _halves(z)
-        left_sum, left_weighted, left_logit_sum, left_squares, left = _exponentials(left, shift, row, kind)
-        right_sum, right_weighted, right_logit_sum, right_squares, right = _exponentials(
-            right, shift, row, kind
-        )
+        left_sum, left_weighted, left_squares, left = _exponentials(left, shift, row, kind)
+        right_sum, right_weighted, right_squares, right = _exponentials(right, shift, row, kind)
         gl.store(of_tiles.sum + at, gl.convert_layout(left_sum + right_sum, ROWS), mask=row.inside)
         if kind.WEIGHTED:
             weighted = gl.convert_layout(left_weighted + right_weighted, ROWS)
             gl.store(of_tiles.weighted + at, weighted, mask=row.inside)
-        if kind.WITH_SUM:
-            logit_sum = gl.convert_layout(left_logit_sum + right_logit_sum, ROWS)
-            gl.store(of_tiles.logit_sum + at, logit_sum, mask=row.inside)
         if kind.SQUARES:
             squares = gl.convert_layout(left_squares + right_squares, ROWS)
             gl.store(of_tiles.squares + at, squares, mask=row.inside)
@@ -814,7 +802,6 @@ def _product_kernel(
     label_logit_ptr,
     tile_argmax_ptr,
     tile_weighted_ptr,
-    tile_logit_sum_ptr,
     tile_squares_ptr,
     valid_columns_ptr,
     inv_temperature_ptr,
@@ -830,7 +817,6 @@ def _product_kernel(
     LOGITS: gl.constexpr,
     WITH_ARGMAX: gl.constexpr,
     WEIGHTED: gl.constexpr,
-    WITH_SUM: gl.constexpr,
     ENTROPY: gl.constexpr,
     SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
@@ -879,7 +865,7 @@ def _product_kernel(
     )
     of_tiles = _Tiles(
         label_tiles_ptr, tile_max_ptr, tile_sum_ptr, tile_argmax_ptr,
-        tile_weighted_ptr, tile_logit_sum_ptr, label_logit_ptr, tile_squares_ptr,
+        tile_weighted_ptr, label_logit_ptr, tile_squares_ptr,
     )  # fmt: skip
     ring = _Ring(weight_slots, tile_ids, full, empty, empty_in_cluster)
     sizes = _Sizes(num_rows, valid_columns, num_m, num_n, num_k)
@@ -890,14 +876,14 @@ def _product_kernel(
             (_consumer, (
                 out_desc, of_rows, of_tiles, upper_slots, upper_staging, ring, sizes, scales, 0,
                 _Kind(
-                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
+                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY, SMOOTHING,
                     MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
                 ),
             )),
             (_consumer, (
                 out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, HALF_M,
                 _Kind(
-                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, WITH_SUM, ENTROPY, SMOOTHING,
+                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY, SMOOTHING,
                     MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
                 ),
             )),
@@ -949,7 +935,7 @@ def _launch(
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
     launch = _bound_product(
         *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, logits),
-        *(with_argmax, form.with_weighted, form.with_logit_sum),
+        *(with_argmax, form.with_weighted),
         *(gradient.entropy_factor is not None, gradient.smoothing is not None),
         *(form.valid_columns is not None, form.softcap, form.rounded),
         *(inv_temperature is not None, form.with_squares),
@@ -981,7 +967,6 @@ def _bound_product(
     logits: bool,
     with_argmax: bool,
     with_weighted: bool,
-    with_sum: bool,
     entropy: bool,
     smoothing: bool,
     masked: bool,
@@ -1003,7 +988,6 @@ def _bound_product(
         LOGITS=write and logits,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=with_weighted and mode == int(STATISTICS),
-        WITH_SUM=with_sum and mode == int(STATISTICS),
         ENTROPY=entropy,
         SMOOTHING=smoothing,
         MASKED=masked,
@@ -1066,7 +1050,7 @@ def grad_logits_gemm(
         labels,
         table,
         gradient,
-        (gradient.max2,) * 7,
+        (gradient.max2,) * 6,
         logit_scale,
         int(GRADIENTS),
         False,

@@ -81,6 +81,7 @@ class RowPrologue(NamedTuple):
     #: one mark for each half tile (a tile of columns and 64 rows), in that order: 1 where a label of these
     #: rows lies in these columns, else 0.
     table: Tensor
+    logit_sum: Tensor | None  # [C] fp32, natural: records.ExtraStatistics.logit_sum
 
 
 @triton.jit
@@ -121,6 +122,8 @@ def _row_prologue_kernel(
     row_shift_ptr,  # [C] fp32, out, base 2
     table_ptr,  # int32, out: RowPrologue.table
     inv_temperature_ptr,  # [C] fp32
+    column_sum_ptr,  # [H] fp32
+    logit_sum_ptr,  # [C] fp32, out
     tokens_stride,
     sample_stride,
     num_rows,
@@ -138,10 +141,11 @@ def _row_prologue_kernel(
     BLOCK_TILES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
+    WITH_SUM: tl.constexpr,
 ):
-    """Row shifts and marks of the 64 rows of one half tile.
+    """Row shifts and marks of the 64 rows of one half tile; with ``WITH_SUM`` their sums of logits.
 
-    Every row is summed over H in the same order, so its shift does not depend on its neighbours.
+    Every row is summed over H in the same order, so its results do not depend on its neighbours.
     """
     _fill_table(
         label_ptr, table_ptr, num_rows, num_columns, halves, num_tiles,
@@ -155,11 +159,14 @@ def _row_prologue_kernel(
     tokens_ptr += rows.to(tl.int64)[:, None] * tokens_stride + k[None, :]
     sample_ptr += sampled.to(tl.int64)[None, :] * sample_stride + k[:, None]
     z = tl.zeros((HALF_TILE, SAMPLED), tl.float32)
+    sums = tl.zeros((HALF_TILE, BLOCK_K if WITH_SUM else 1), tl.float32)
     for start in range(0, hidden_size, BLOCK_K):
         left = k < hidden_size - start
         a = tl.load(tokens_ptr, mask=inside[:, None] & left[None, :], other=0.0)
         b = tl.load(sample_ptr, mask=real[None, :] & left[:, None], other=0.0)
         z = tl.dot(a, b, z)
+        if WITH_SUM:
+            sums += a.to(tl.float32) * tl.load(column_sum_ptr + start + k, mask=left, other=0.0)[None, :]
         tokens_ptr += BLOCK_K
         sample_ptr += BLOCK_K
     # The sampled rows of a shard without a valid column are NaN, and left out.
@@ -167,9 +174,13 @@ def _row_prologue_kernel(
     if SOFTCAP:
         tanh, _ = tanh_and_grad(row_shift / softcap)
         row_shift = softcap * tanh
+    inv_temperature = 1.0
     if TEMPERATURE:
-        row_shift *= tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
-    tl.store(row_shift_ptr + rows, row_shift * _LOG2_E, mask=inside)
+        inv_temperature = tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
+    tl.store(row_shift_ptr + rows, row_shift * inv_temperature * _LOG2_E, mask=inside)
+    if WITH_SUM:
+        logit_sum = tl.sum(sums, axis=1) * logit_scale * inv_temperature
+        tl.store(logit_sum_ptr + rows, logit_sum, mask=inside)
 
 
 @triton.jit
@@ -197,14 +208,12 @@ def _combine_tiles_kernel(
     tile_sum_ptr,  # [num_tiles, C] fp32: sums of E
     tile_argmax_ptr,  # [num_tiles, C] int32: columns
     tile_weighted_ptr,  # [num_tiles, C] fp32, base 2
-    tile_logit_sum_ptr,  # [num_tiles, C] fp32, base 2
     label_ptr,  # [C] int64: columns of this shard
     label_logit_ptr,  # [C] fp32, natural units, before the softcap
     shard_ptr,  # [4, C] fp32, out, natural units: records.RowStatistics.shard
     tile_shift_ptr,  # [C] fp32, out, base 2: RowStatistics.tile_shift
     argmax_ptr,  # [C] int64, out: column of the largest logit
     weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
-    logit_sum_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.logit_sum
     loss_ptr,  # [C] fp32, out, natural units
     saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
     e_ptr,  # [C, V], in and out
@@ -222,7 +231,6 @@ def _combine_tiles_kernel(
     TILE: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    WITH_SUM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALONE: tl.constexpr,
     FINALIZE: tl.constexpr,
@@ -244,7 +252,6 @@ def _combine_tiles_kernel(
     slot_shift = slots
     slot_sum_exp = slots
     slot_weighted = slots
-    slot_logit_sum = slots
     slot_squares = slots
     slot_best = slots.to(tl.int32)
     for start in range(0, num_tiles, BLOCK_TILES):
@@ -265,8 +272,6 @@ def _combine_tiles_kernel(
             tile_weighted = tl.load(tile_weighted_ptr + at, mask=real, other=0.0)
             slot_weighted = (slot_weighted + slot_sum_exp * of_slot) * tl.exp2(of_slot)
             slot_weighted += (tile_weighted + tile_sum * of_tile) * tl.exp2(of_tile)
-        if WITH_SUM:
-            slot_logit_sum += tl.load(tile_logit_sum_ptr + at, mask=real, other=0.0)
         if SQUARES:
             tile_squares = tl.load(tile_squares_ptr + at, mask=real, other=0.0)
             slot_squares = slot_squares * tl.exp2(2.0 * of_slot) + tile_squares * tl.exp2(2.0 * of_tile)
@@ -294,9 +299,6 @@ def _combine_tiles_kernel(
         label_logit = softcap * tanh
     if TEMPERATURE:
         label_logit *= tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
-    if WITH_SUM:
-        logit_sum = tl.sum(slot_logit_sum, axis=0) * _LN_2 + tl.where(here, label_logit, 0.0)
-        tl.store(logit_sum_ptr + rows, logit_sum, mask=inside)
     nonlabel_max = (row_shift + largest) * _LN_2
     own_wins = here & (label_logit >= nonlabel_max)
     row_max = tl.where(own_wins, label_logit, nonlabel_max)
@@ -550,6 +552,7 @@ def _bound_prologue(
     logit_scale: float,
     softcap: float | None,
     temperature: bool,
+    with_sum: bool,
 ) -> tuple[int, Bound]:
     """Number of entries of the table, and the launch for these shapes."""
     num_rows, hidden_size = tokens_shape
@@ -567,6 +570,7 @@ def _bound_prologue(
         BLOCK_TILES=256,
         SOFTCAP=softcap is not None,
         TEMPERATURE=temperature,
+        WITH_SUM=with_sum,
     )
 
 
@@ -578,8 +582,10 @@ def row_prologue(
     logit_scale: float,
     form: RowOptions = NO_OPTIONS,
     inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
+    column_sum: Tensor | None = None,  # [H] fp32: of the shard's real rows; not with a softcap
 ) -> RowPrologue:
-    """Row shifts, and the marks of the half tiles that hold labels, in one launch.
+    """Row shifts, the marks of the half tiles that hold labels and, from ``column_sum``, the rows' sums of
+    logits, in one launch.
 
     ``2CH`` bytes read once, and the sample from L2 by every program. A cuBLAS GEMM with a memset and a kernel
     after it was slower.
@@ -587,16 +593,19 @@ def row_prologue(
     row_shift2 = torch.empty(tokens.shape[0], dtype=torch.float32, device=tokens.device)
     size, launch = _bound_prologue(
         *(tokens.shape, sample.shape[0], num_columns, tokens.stride(0), sample.stride(0)),
-        *(logit_scale, form.softcap, inv_temperature is not None),
+        *(logit_scale, form.softcap, inv_temperature is not None, column_sum is not None),
     )
     table = torch.empty(size, dtype=torch.int32, device=tokens.device)
+    logit_sum = None if column_sum is None else torch.empty_like(row_shift2)
     launch(
         (
             *(tokens, sample, labels, row_shift2, table),
             row_shift2 if inv_temperature is None else inv_temperature,
+            row_shift2 if column_sum is None else column_sum,
+            row_shift2 if logit_sum is None else logit_sum,
         )
     )
-    return RowPrologue(row_shift2, table)
+    return RowPrologue(row_shift2, table, logit_sum)
 
 
 #: Rows of a program of the two kernels below: each walks all tiles of its rows, and more programs with fewer
@@ -613,7 +622,6 @@ def _bound_combine(
     e_stride: int | None,
     with_argmax: bool,
     weighted: bool,
-    with_sum: bool,
     softcap: float | None,
     alone: bool,
     temperature: bool,
@@ -627,7 +635,6 @@ def _bound_combine(
         TILE=tile_columns,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=weighted,
-        WITH_SUM=with_sum,
         SOFTCAP=softcap is not None,
         ALONE=alone,
         FINALIZE=e_stride is not None,
@@ -663,11 +670,10 @@ def combine_tiles(
         merged = Merged(torch.empty_like(tiles.label_logit), torch.empty_like(shard), None)
     argmax = None if tiles.tile_argmax is None else torch.empty_like(labels)
     weighted = None if tiles.tile_weighted is None else torch.empty_like(tiles.label_logit)
-    logit_sum = None if tiles.tile_logit_sum is None else torch.empty_like(tiles.label_logit)
     squares = None if tiles.tile_squares is None else torch.empty_like(tiles.label_logit)
     launch = _bound_combine(
         *(num_rows, num_columns, num_tiles, tiles.tile_columns, None if e is None else e.stride(0)),
-        *(argmax is not None, weighted is not None, logit_sum is not None, form.softcap, alone),
+        *(argmax is not None, weighted is not None, form.softcap, alone),
         *(inv_temperature is not None, squares is not None),
     )
     launch(
@@ -675,10 +681,8 @@ def combine_tiles(
             *(prologue.row_shift2, tiles.tile_max, tiles.tile_sum),
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
             tiles.tile_max if tiles.tile_weighted is None else tiles.tile_weighted,
-            tiles.tile_max if tiles.tile_logit_sum is None else tiles.tile_logit_sum,
             *(labels, tiles.label_logit, shard, shard if tile_shift is None else tile_shift),
             *(labels if argmax is None else argmax, shard if weighted is None else weighted),
-            shard if logit_sum is None else logit_sum,
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
             shard if inv_temperature is None else inv_temperature,
@@ -686,7 +690,7 @@ def combine_tiles(
             shard if squares is None else squares,
         ),
     )
-    extra = ExtraStatistics(logit_sum, weighted, squares=squares)
+    extra = ExtraStatistics(prologue.logit_sum, weighted, squares=squares)
     return RowStatistics(shard, argmax, extra, tile_shift, merged), row_scale
 
 

@@ -63,7 +63,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # Gradients made in the forward need the hidden states no more.
             reread = flat if saved.gradients is None else None
             once = (reread, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
-            ctx.save_for_backward(*once, targets.inv_temperature, saved.last_hidden, saved.matrix, *tensors)
+            of_all = saved.last_hidden, saved.matrix, saved.column_sum
+            ctx.save_for_backward(*once, targets.inv_temperature, *of_all, *tensors)
         outputs = outputs.map(lambda whole: in_labels_layout(whole, in_batch))
         of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
         if spec.form.outputs or spec.with_argmax:
@@ -79,8 +80,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if all(grad is None for grad in grad_outputs):
             return (None,) * 5
         hidden, weight, ignored, ids, probs, entropy, *others = ctx.saved_tensors
-        inv_temperature, last_hidden, matrix, *chunks = others
-        saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients, matrix)
+        inv_temperature, last_hidden, matrix, column_sum, *chunks = others
+        saved = Saved(SavedChunk.of(chunks), last_hidden, ctx.gradients, matrix, column_sum)
         ctx.gradients = None
         soft, device = None if ids is None else SoftTargets(ids, probs), weight.device
         is_plain = ctx.context.spec.form.is_plain

@@ -52,6 +52,8 @@ class ChunkInputs(NamedTuple):
     #: whether this shard is the whole vocabulary
     alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
+    #: [H] fp32: :meth:`LogitsBackend.column_sum`, for :meth:`LogitsBackend.logits_gemm`
+    column_sum: Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -121,6 +123,13 @@ class LogitsBackend(Protocol):
         None where :meth:`logits_gemm` needs no sample.
         """
 
+    def column_sum(self, weight: Tensor, form: LossForm) -> Tensor | None:
+        """Sum of this shard's real rows of ``weight``, fp32 ``[H]``, where :meth:`logits_gemm` needs it: a
+        token's product with it is the sum of its logits (label smoothing).
+
+        Made in every call: the weight's version number would miss writes through ``.data``.
+        """
+
     def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor | None:
         """Make ``matrix`` ``[C, V]``, in place, what :meth:`grad_from_saved` reads; its row scale ``[C]``."""
 
@@ -170,6 +179,9 @@ class GemmThenRows:
         return statistics
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> None:
+        return None
+
+    def column_sum(self, weight: Tensor, form: LossForm) -> None:
         return None
 
     def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> None:
@@ -247,8 +259,13 @@ class ScaledExp:
         rows: Tensor = kernels.sample_rows(weight, -(-kernels.SAMPLED_ROWS // num_ranks), form)
         return rows
 
+    def column_sum(self, weight: Tensor, form: LossForm) -> Tensor | None:
+        if not form.with_logit_sum:
+            return None
+        return weight[: form.real_columns].sum(0, dtype=torch.float32)
+
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample, form, _, alone, inv_temperature = chunk
+        tokens, weight, labels, logit_scale, sample, form, _, alone, inv_temperature, column_sum = chunk
         assert sample is not None
         scaled_exp_rows = _scaled_exp_rows()
         num_columns = weight.shape[0]
@@ -258,7 +275,7 @@ class ScaledExp:
             constant[:2, : form.real_columns] = 1.0
             out = out[:num_rows]
         prologue = scaled_exp_rows.row_prologue(
-            tokens, sample, labels, num_columns, logit_scale, form, inv_temperature
+            tokens, sample, labels, num_columns, logit_scale, form, inv_temperature, column_sum
         )
         tiles = self.product.scaled_exp_gemm(
             tokens,
@@ -522,6 +539,10 @@ def _loads(matrix: Tensor) -> bool:
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
     names = [(requested.soft, "the loss of a teacher's targets")]
+    if config.label_smoothing:
+        # Sums of such logits are no product with a sum of the weight's rows.
+        names.append((config.logit_softcap is not None, "label_smoothing beside a softcap"))
+        names.append((config.logit_precision == "activations", "label_smoothing of rounded logits"))
     for option in _saved_as_logits(config, requested):
         names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
         names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))
@@ -531,15 +552,13 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
 def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
     """Names of options whose gradient is no multiple of ``E``, so that logits are saved instead.
 
-    lse, entropy, and log_prob beside a z_loss or label smoothing have their own upstream gradients. The
-    constant that label smoothing subtracts needs logits with a softcap alone, whose gradient multiplies it
-    (else :attr:`LogitsGrad.smoothing_per_class`). None for ``recompute``, which saves neither.
+    lse, entropy, and log_prob beside a z_loss or label smoothing have their own upstream gradients. None for
+    ``recompute``, which saves neither.
     """
     if config.strategy == "recompute":
         return []
     with_grad = requested.differentiable
     names = (
-        (config.label_smoothing > 0 and config.logit_softcap is not None, "label_smoothing"),
         ("lse" in with_grad, "lse with a gradient"),
         (
             "log_prob" in with_grad and (config.z_loss > 0 or config.label_smoothing > 0),

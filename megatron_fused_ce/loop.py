@@ -95,6 +95,8 @@ class Saved(NamedTuple):
     #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`; with
     #: :attr:`.CallSpec.constant_rows`
     matrix: Tensor | None = None
+    #: [H] fp32: see LogitsBackend.column_sum
+    column_sum: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Of all chunks, one after the other."""
@@ -178,7 +180,9 @@ def forward(
     makes_gradients = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
     hidden_states = HiddenStates(context, hidden, context.chunks, depth=lag + 2 if makes_gradients else 2)
     strategy_class = _GradInForward if makes_gradients else _Save
-    strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states)
+    with phases("statistics"):
+        column_sum = spec.logits.column_sum(weight, spec.form)
+    strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states, column_sum)
     sample = _begin(context, weight, hidden_states)
     results = _Results(context)
     waiting: deque[_Scored] = deque()
@@ -193,7 +197,8 @@ def forward(
     for chunk in context.chunks:
         labels = context.split(targets.labels, chunk)
         taken = hidden_states.take(chunk)
-        inputs = _inputs(context, chunk, taken, weight, labels, targets.soft, targets.inv_temperature, sample)
+        inputs = _inputs(context, chunk, taken, weight, labels, targets.soft, targets.inv_temperature)
+        inputs = inputs._replace(sample=sample, column_sum=column_sum)
         if strategy.gathers_early and chunk.index > 1:
             hidden_states.start()
         matrix = strategy.matrix(chunk)
@@ -240,7 +245,6 @@ def _inputs(
     labels: Tensor,  # [C]
     soft: SoftTargets | None,  # [k, parts, n] each
     inv_temperature: Tensor | None,  # [parts, n] fp32
-    sample: Tensor | None = None,
 ) -> ChunkInputs:
     if soft is not None:
         soft = SoftTargets(*(context.split(part, chunk) for part in soft))
@@ -249,7 +253,7 @@ def _inputs(
     if inv_temperature is not None:
         inv_temperature = context.split(inv_temperature, chunk)
     return ChunkInputs(
-        hidden, weight, labels, spec.logit_scale, sample, spec.form, soft, alone, inv_temperature
+        hidden, weight, labels, spec.logit_scale, None, spec.form, soft, alone, inv_temperature
     )
 
 
@@ -308,8 +312,10 @@ class _Save:
         weight: Tensor,
         targets: Targets,
         hidden_states: HiddenStates,
+        column_sum: Tensor | None,
     ) -> None:
         self._context, self._hidden_states = context, hidden_states
+        self._column_sum = column_sum
         self._hidden, self._num_rows = hidden, weight.shape[0]
         self._workspace = Workspace(context.spec, hidden, self._num_rows)
         self._saved: list[SavedChunk] = []
@@ -349,7 +355,7 @@ class _Save:
         spec = self._context.spec
         if chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
             last = self._hidden_states.last()
-        return Saved(self._saved, last, matrix=self._matrix)
+        return Saved(self._saved, last, matrix=self._matrix, column_sum=self._column_sum)
 
 
 def _stored(spec: CallSpec, chunk: Chunk) -> bool:
@@ -379,6 +385,7 @@ class _GradInForward:
         weight: Tensor,
         targets: Targets,
         hidden_states: HiddenStates,
+        column_sum: Tensor | None,
     ) -> None:
         assert targets.token_weights is not None
         spec = context.spec
@@ -400,6 +407,7 @@ class _GradInForward:
             self._inv_scale,
             self._workspace,
             hidden_states,
+            column_sum,
             scales_later=True,
         )
         self._context = context
@@ -495,6 +503,7 @@ def _backward_by_chunks(
         inv_scale,
         workspace,
         hidden_states,
+        saved.column_sum,
         all_e=saved.matrix if at_once else None,
     )
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):

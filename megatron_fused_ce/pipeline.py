@@ -291,6 +291,7 @@ class GradientGemms:
         inv_scale: Tensor | None,
         workspace: Workspace,
         hidden_states: HiddenStates,
+        column_sum: Tensor | None = None,  # [H] fp32: LogitsBackend.column_sum
         scales_later: bool = False,
         all_e: Tensor | None = None,
     ) -> None:
@@ -312,8 +313,10 @@ class GradientGemms:
         self._constant_row: Tensor | None = None  # [H] fp32
         self._constant_wgrad: Tensor | None = None  # [H] fp32, of the chunks since the last GEMM
         if spec.adds_constant and wants_grad_hidden:
+            assert column_sum is not None and spec.form.smoothing_per_class is not None
             with context.phases("grad-hidden"):
-                self._constant_row = self._sum_of_columns()
+                constant_row = spec.comm.sum_over_shards(column_sum * -spec.form.smoothing_per_class)
+                self._constant_row = constant_row if inv_scale is None else constant_row.mul_(inv_scale)
 
     def add(self, chunk: Chunk, grad: LogitsGrad, hidden: Tensor | None) -> None:
         """Gradients of the chunk with ``hidden`` ``[C, H]``, None where they are not read, or with ``all_e``.
@@ -352,17 +355,6 @@ class GradientGemms:
 
     def _coalesced(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext() if self._all_e is None else self._context.spec.comm.coalesced(device)
-
-    def _sum_of_columns(self) -> Tensor:
-        """``-smoothing_per_class`` times the sum of all shards' real rows, fp32 ``[H]``.
-
-        Made in every call: the weight's version number would miss writes through ``.data``.
-        """
-        spec = self._context.spec
-        assert spec.form.smoothing_per_class is not None
-        total = self._weight[: spec.form.real_columns].sum(0, dtype=torch.float32)
-        total = spec.comm.sum_over_shards(total).mul_(-spec.form.smoothing_per_class)
-        return total if self._inv_scale is None else total.mul_(self._inv_scale)
 
     def _add_constant(self, grad: LogitsGrad, hidden: Tensor) -> None:
         assert grad.upstream is not None and grad.smoothing_per_class is not None

@@ -83,7 +83,7 @@ SWEEP_TOKENS_PER_BYTE = 355 / 12
 ROWS_HIDDEN_SIZE = 172
 
 #: The scaled-exp GEMM keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
-#: a mark (int32) of each 64 tokens and tile; with smoothing, and mostly where it saves logits, one sum more.
+#: a mark (int32) of each 64 tokens and tile; mostly one sum more where it saves logits.
 TILE_COLUMNS = 256
 TILE_BYTES = 8
 TOKENS_PER_MARK_BYTE = 64 // 4
@@ -136,7 +136,6 @@ class PlanInputs:
     device: str = ""
     #: the user's choices, as in :class:`FusedCEConfig`
     logit_precision: str = "auto"
-    label_smoothing: float = 0.0
     strategy: str = "auto"
     num_chunks: int | None = None
     chunk_tokens: int | None = None
@@ -179,7 +178,6 @@ class PlanInputs:
         return cls(
             strategy=config.strategy,
             logit_precision=config.logit_precision,
-            label_smoothing=config.label_smoothing,
             num_chunks=config.num_chunks,
             chunk_tokens=config.chunk_tokens,
             memory_mb=config.memory_mb,
@@ -535,7 +533,7 @@ class _ChunkBytes(NamedTuple):
             gradients=0 if shared else inputs.itemsize * entries,
             gathered=hidden if gathers else 0,
             scaled=hidden if inputs.saves_e and inputs.wgrad_accumulator != "none" and not gathers else 0,
-            tiles=(TILE_BYTES + (4 if inputs.saves_logits or inputs.label_smoothing else 0)) * tiles,
+            tiles=(TILE_BYTES + (4 if inputs.saves_logits else 0)) * tiles,
             marks=math.ceil(tiles / TOKENS_PER_MARK_BYTE),
         )
 

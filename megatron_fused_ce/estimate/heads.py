@@ -121,7 +121,7 @@ def plugin_head(
         exp_serves
         and setting.training.dtype == "bfloat16"
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
-        and not (config.label_smoothing and config.logit_softcap and strategy != "recompute")
+        and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "activations"))
     )
     inputs = PlanInputs.of(
         config,

@@ -38,13 +38,13 @@ VARIANTS = (
     "with_argmax weighted rounded",
     "gradients write rounded",
     "gradients write masked softcap",
-    "write logits weighted with_sum masked rounded",
-    "write logits with_argmax weighted with_sum masked rounded",
-    "write with_argmax weighted with_sum masked",
+    "write logits weighted masked rounded",
+    "write logits with_argmax weighted masked rounded",
+    "write with_argmax weighted masked",
     "gradients write entropy smoothing masked rounded",
     "write temperature",
     "write squares",
-    "write logits weighted with_sum masked rounded temperature squares",
+    "write logits weighted masked rounded temperature squares",
     "write weighted masked softcap temperature squares",
     "write softcap temperature",
     "write weighted masked softcap rounded temperature",
@@ -54,11 +54,11 @@ VARIANTS = (
     "write with_argmax weighted masked softcap",
 )
 FLAGS = (
-    *("WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED", "WITH_SUM"),
+    *("WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED"),
     *("ENTROPY", "SMOOTHING", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
 )
-#: With all of these: a register of a row vector, outside of the products' loop.
-SPILLED = {("with_argmax", "weighted", "rounded"): 4}
+#: With all of these: up to three registers of row vectors, outside of the products' loop.
+SPILLED = {("with_argmax", "weighted", "rounded"): 4, ("logits", "weighted", "rounded"): 12}
 
 
 def spilled_bytes(ptx: str) -> int:

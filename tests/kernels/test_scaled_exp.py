@@ -122,9 +122,10 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=["plain", *OPTIONS])
-def test_logits_rounded_on_purpose(options, strategy, product, device):
+@pytest.mark.parametrize("option", ["plain", *(o for o in OPTIONS if "smoothing" not in o)])
+def test_logits_rounded_on_purpose(option, strategy, product, device):
     """Products are exact in fp32, so that every logit is rounded as the definition's."""
+    options = OPTIONS.get(option, {})
     s, hidden_size, vocab = 35, 32, 72
     generator = torch.Generator().manual_seed(5)
     hidden, weight = (

@@ -217,6 +217,10 @@ def test_what_the_scaled_exp_gemm_serves(name, device):
     inputs = make_inputs("plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device)
     flat = inputs.hidden.flatten(0, 1)
     by_name = replace(config, logits_backend="scaled_exp")
+    if config.label_smoothing:
+        rounded = replace(by_name, logit_precision="activations")
+        with pytest.raises(ValueError, match="cannot make .*label_smoothing of rounded logits"):
+            choose(rounded, flat, inputs.weight)
     if config.label_smoothing and config.logit_softcap:
         with pytest.raises(ValueError, match="cannot make label_smoothing beside a softcap"):
             choose(by_name, flat, inputs.weight)
