@@ -25,6 +25,7 @@ from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.testing.reference import (
     FLOOR,
+    HeadResult,
     assert_close,
     make_inputs,
     plain_outputs,
@@ -102,6 +103,23 @@ def test_vocabularies_at_the_edges_of_tiles(vocab, product, device):
 def test_logit_scale(strategy, product, device):
     inputs = make_inputs("plain", dtype=EXP_DTYPE, device=device, logit_scale=0.25, **SIZES)
     assert_close(run(inputs, exp_config(strategy, num_chunks=3, logit_scale=0.25)), inputs)
+
+
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+def test_smoothing_at_temperatures(strategy, product, device):
+    """Sums of logits have the scale and each token's temperature."""
+    config = exp_config(strategy, num_chunks=2, logit_scale=0.75, label_smoothing=0.2, true_vocab_size=45)
+    inputs = make_inputs("plain", dtype=EXP_DTYPE, device=device, **SIZES)
+    exponents = torch.linspace(-3, 3, inputs.labels.numel(), device=device)
+    inputs = dataclasses.replace(
+        inputs, config=config, logit_scale=0.75, temperature=torch.exp2(exponents).view(inputs.labels.shape)
+    )
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, weight, inputs.labels, temperature=inputs.temperature, config=config
+    ).outputs.loss
+    loss.backward(inputs.grad_loss)
+    assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), inputs)
 
 
 @pairs.parametrize("options by the scaled-exp GEMM")

@@ -219,7 +219,7 @@ def test_what_the_scaled_exp_gemm_serves(name, device):
     by_name = replace(config, logits_backend="scaled_exp")
     if config.label_smoothing:
         rounded = replace(by_name, logit_precision="activations")
-        with pytest.raises(ValueError, match="cannot make .*label_smoothing of rounded logits"):
+        with pytest.raises(ValueError, match=r"cannot make .*label_smoothing of rounded logits"):
             choose(rounded, flat, inputs.weight)
     if config.label_smoothing and config.logit_softcap:
         with pytest.raises(ValueError, match="cannot make label_smoothing beside a softcap"):

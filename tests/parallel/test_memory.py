@@ -208,6 +208,7 @@ def peaks_are_as_predicted(
     # Row scales stand for them in what the scaled-exp GEMM saves.
     saves_e = logits_backend == "scaled_exp"
     saves_terms = strategy == "recompute" or (strategy == "store" and not saves_e)
+    more_rows = CONSTANT_ROWS if label_smoothing and strategy != "recompute" else 0
     with Storages() as seen:
         loss = fused_linear_cross_entropy(
             hidden,
@@ -230,6 +231,7 @@ def peaks_are_as_predicted(
             seen.peak,
             forward,
             alike if strategy == "grad_in_forward" else 0,
+            more_rows,
             # The last chunk's are made when one merge is left of two, which have their shape with the rows.
             max(1, num_chunks - (logits_backend == "gemm_rows")) if saves_terms else 1,
         )
@@ -237,7 +239,7 @@ def peaks_are_as_predicted(
         loss.backward(weights)
     if strategy != "grad_in_forward":
         backward = planner.backward_memory(inputs, *cut, at_once)
-        compare("backward", inputs, merge, seen.peak, backward, alike)
+        compare("backward", inputs, merge, seen.peak, backward, alike, more_rows)
 
 
 def compare(
@@ -247,9 +249,13 @@ def compare(
     seen: Counter[Shape],
     predicted: planner.Memory,
     alike: int,
+    more_rows: int,
     saved_terms: int = 0,
 ) -> None:
-    """``saved_terms``: chunks whose merged terms are alive together."""
+    """``more_rows``: of E and of the scaled hidden states, for smoothing; they are not planned.
+
+    ``saved_terms``: chunks whose merged terms are alive together.
+    """
     ranks, e, dtype, fp32 = inputs.tp_size, inputs.itemsize, getattr(torch, inputs.dtype), torch.float32
     tile_columns = planner.TILE_COLUMNS
     if not torch.cuda.is_available():
@@ -263,10 +269,9 @@ def compare(
     chunks = inputs.num_tokens // C
 
     def of_tokens(width: int) -> int:
-        """Buffers of a chunk, and those of all chunks in one; smoothing's rows are not planned."""
-        more = CONSTANT_ROWS if inputs.label_smoothing and inputs.strategy != "recompute" else 0
-        of_all = chunks * seen[dtype, chunks * C + more, width] if chunks > 1 else 0
-        return seen[dtype, C + more, width] + of_all
+        """Buffers of a chunk, and those of all chunks in one."""
+        of_all = chunks * seen[dtype, chunks * C + more_rows, width] if chunks > 1 else 0
+        return seen[dtype, C + more_rows, width] + of_all
 
     logits_in_fp32 = 0 if dtype == fp32 else seen[fp32, C, V]
     counted = {
@@ -275,7 +280,7 @@ def compare(
     }
     # Triton's interpreter and gloo hold on to the last arguments that they were given.
     if when == "forward":
-        # A sum and a maximum of each tile, and of logits; what is left of the division are the marks.
+        # A sum and a maximum of each tile; what is left of the division are the marks.
         counted["[tiles, C]"] = seen[fp32, num_tiles, C], predicted.tile_statistics // tiles
     if ranks > 1:
         sampled = ranks * -(-planner.SAMPLED_ROWS // ranks)
