@@ -15,6 +15,9 @@ lets a warpgroup run 2048 cycles ahead.
 Logits rounded on purpose: 768 cycles more (a conversion of two, a shift, an AND; 256 each), no bytes.
 Predicted: 1 % of the GEMM at H = 4096 with half of them hidden. A temperature per token: four bytes a row of
 each tile, from L2; it scales a vector of rows, which the exponent's multiply-add reads in a number's place.
+A softcap: 4096 cycles of exponentials and reciprocals more, and six other instructions an element, so that a
+warpgroup's epilogue takes longer than the ring lets the other run ahead. Predicted: 1 to 1.7 % of a step at
+H = 4096. Measured: 0 to 3 %, as at H = 2304 (docs/benchmarks/2026-11-23.md).
 The sum of squares: 640 cycles (two and a half instructions an element) and four bytes a row of each tile.
 
 Tiles are handed out by a counter in global memory: a program that starts late, because NCCL's kernels

@@ -22,6 +22,7 @@ finalize_rows      one entry a row; whole rows only on demand      0.01 ms
 scale_rows         ``4CH``                                         0.03 ms
 =================  ==============================================  =========
 
+Label smoothing's sums of logits are ``2CH`` FLOP more in the prologue, which waits for its loads meanwhile.
 docs/benchmarks has what they take together. The first forms were several times slower, by latency and strided
 reads: 16 rows a program with a gather of the label's own weight row (the GEMM's epilogue has that logit
 anyway); two dependent sweeps over the tiles; one program a row that read a column of the tile maxima.
