@@ -292,7 +292,7 @@ def _softcapped(z, to_exponent, softcap2, shift, kind):
     u = _reciprocal(0.5 * e + 0.5)
     exponent = (softcap2 - shift) - softcap2 * u
     if kind.MODE == STATISTICS:
-        # -inf, a column left out, stays -inf; no other changes. A selection took 5 instructions an element.
+        # A column left out is -inf and stays so; no other value changes. A selection took 5 instructions.
         exponent += x2 * _SMALLEST
     return exponent, (e * u) * u
 
