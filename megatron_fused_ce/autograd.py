@@ -114,7 +114,7 @@ def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs
     if ignored is not None:
         for of_label in (outputs.loss, outputs.log_prob):
             if of_label is not None:
-                of_label.masked_fill_(ignored.view_as(of_label), 0.0)
+                of_label.masked_fill_(ignored.reshape(of_label.shape), 0.0)
     return outputs
 
 

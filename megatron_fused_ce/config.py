@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,9 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: Numbers stay below this: they are used in fp32.
+FP32_LIMIT = 2.0**127
 
 STRATEGY_CHOICES = ("auto", "store", "grad_in_forward", "recompute")
 ROW_BACKEND_CHOICES = ("auto", "triton", "torch")
@@ -135,19 +137,21 @@ class FusedCEConfig:
             raise ValueError(
                 f"chunk_lengths must be a Device, from Device.read(path), got {self.chunk_lengths!r}"
             )
-        if not math.isfinite(self.logit_scale) or self.logit_scale == 0:
-            raise ValueError(f"logit_scale must be finite and not 0, got {self.logit_scale}")
-        if not math.isfinite(self.z_loss) or self.z_loss < 0:
-            raise ValueError(f"z_loss must be finite and 0 or more, got {self.z_loss}")
+        if not 0 < abs(self.logit_scale) < FP32_LIMIT:
+            raise ValueError(f"logit_scale must be finite, also in fp32, and not 0, got {self.logit_scale}")
+        if not 0 <= self.z_loss < FP32_LIMIT:
+            raise ValueError(f"z_loss must be finite, also in fp32, and 0 or more, got {self.z_loss}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be 0 or more and below 1, got {self.label_smoothing}")
         if self.true_vocab_size == 1 and self.label_smoothing:
             raise ValueError("label_smoothing needs two classes or more, true_vocab_size is 1")
         cap = self.logit_softcap
-        if cap is not None and not (math.isfinite(cap) and cap > 0):
-            raise ValueError(f"logit_softcap must be finite and above 0, got {cap}")
+        if cap is not None and not 0 < cap < FP32_LIMIT:
+            raise ValueError(f"logit_softcap must be finite, also in fp32, and above 0, got {cap}")
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, (int, type(None))):
             raise ValueError(f"ignore_index must be a whole number, got {self.ignore_index!r}")
+        if self.ignore_index is not None and not -(2**62) < self.ignore_index < 2**62:
+            raise ValueError(f"ignore_index must be between -2**62 and 2**62, got {self.ignore_index}")
 
     @property
     def loss_options(self) -> str:

@@ -542,7 +542,8 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
     if config.label_smoothing:
         # Sums of such logits are no product with a sum of the weight's rows.
         names.append((config.logit_softcap is not None, "label_smoothing beside a softcap"))
-        names.append((config.logit_precision == "activations", "label_smoothing of rounded logits"))
+        rounded = config.logit_precision == "activations" or bool(_saved_as_logits(config, requested))
+        names.append((rounded, "label_smoothing of rounded logits"))
     for option in _saved_as_logits(config, requested):
         names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
         names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))

@@ -393,7 +393,7 @@ class _GradInForward:
         weights = scale_token_weights(targets.token_weights, spec.logit_scale, hidden.dtype)
         self._token_weights = weights
         upstream, inv_temperature = Upstream(weights), targets.inv_temperature
-        self._upstream, self._inv_scale = _scaled(upstream, spec.logit_scale, inv_temperature, weight)
+        self._upstream, self._inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight)
         wants_grad_hidden, wants_grad_weight = spec.needs_grad
         self._held = HeldGradWeight(weight) if wants_grad_weight else None
         depth = 2 if spec.comm.size > 1 else 1
@@ -461,7 +461,7 @@ def backward(
     if spec.plan.strategy == "grad_in_forward":
         return _scale_precomputed(context, weight, saved.gradients, upstream, needs_grad)
     assert hidden is not None
-    upstream, inv_scale = _scaled(upstream, spec.logit_scale, inv_temperature, weight)
+    upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight)
     if spec.plan.block_columns and saved.chunks:
         return _backward_by_columns(
             context, hidden, weight, inv_temperature, saved.chunks, upstream, needs_grad
@@ -627,7 +627,7 @@ def _scale_precomputed(
         return grad_hidden, accumulator.close(None)
 
 
-def _scaled(
+def scaled_upstream(
     upstream: Upstream, logit_scale: float, inv_temperature: Tensor | None, weight: Tensor
 ) -> tuple[Upstream, Tensor | None]:
     """``upstream * logit_scale / temperature``, for fp16 times a power of two whose inverse comes second."""

@@ -27,10 +27,11 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
 )
 from megatron_fused_ce.logits_backend import write_product
+from megatron_fused_ce.loop import scaled_upstream
 from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy, on_its_device
 from megatron_fused_ce.row_ops import TokenTerms
-from megatron_fused_ce.scaling import scale_, scale_for_fp16
+from megatron_fused_ce.scaling import scale_
 from megatron_fused_ce.token_outputs import TokenLogProbs, Upstream
 from megatron_fused_ce.vocab_parallel import VocabParallel, check_true_vocab_size
 
@@ -80,7 +81,7 @@ class Mask(NamedTuple):
         facts = {"kept ids": num_ids, "tokens without a set": ends[3], "smallest id": 0, "largest id": -1}
         facts |= {"checksum of mask_ids": 0, "checksum of mask_offsets": 0}
         if num_ids:
-            key = ((token << 31) + ids.clamp(0, 2**31 - 1)).sort().values
+            key = ((token << 31) + ids.clamp(-1, 2**31 - 2) + 1).sort().values
             twice = (key[1:] == key[:-1]).any().to(torch.int64)
             sums = (ids * (token % 8191 + 1)).sum(), (offsets * offsets).sum()
             again, *numbers = torch.stack((twice, ids.amin(), ids.amax(), *sums)).tolist()
@@ -163,21 +164,20 @@ class MaskedCall(NamedTuple):
     form: LossForm  # whose softcap is applied here
 
     def logits(self, tokens: Tensor, sets: _Sets, product: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[B, K]`` fp32, -inf in the padding, and their derivatives by ``product``.
+        """Logits ``[B, K]`` fp32, -inf in the padding, and the softcap's derivatives.
 
         ``product``: ``hidden @ weight.T`` at the kept ids.
         """
         z = product * self.logit_scale
-        z_grad = torch.full_like(z, self.logit_scale)
+        softcap_grad = torch.ones((), device=z.device)
         cap = self.form.softcap
         if cap is not None:
             e = (z.abs() * (-2 / cap)).exp()
-            z_grad = z_grad * 4 * e / (1 + e).square()
+            softcap_grad = 4 * e / (1 + e).square()
             z = cap * torch.tanh(z / cap)
         if self.inv_temperature is not None:
-            factor = self.inv_temperature[tokens].unsqueeze(-1)
-            z, z_grad = z * factor, z_grad * factor
-        return z.masked_fill(~sets.real, -torch.inf), z_grad
+            z = z * self.inv_temperature[tokens].unsqueeze(-1)
+        return z.masked_fill(~sets.real, -torch.inf), softcap_grad
 
     @property
     def plain(self) -> LossForm:
@@ -233,10 +233,9 @@ class MaskedLogProbs(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(hidden, weight, products, merged.terms, known, made.entropy)
         ctx.set_materialize_grads(False)
-        if made.entropy is not None and "entropy" not in call.form.differentiable:
-            ctx.mark_non_differentiable(made.entropy)
-        if made.sum_p_squared is not None:
-            ctx.mark_non_differentiable(made.sum_p_squared)
+        entropy = None if "entropy" in call.form.differentiable else made.entropy
+        # One call: a second would take the place of the first.
+        ctx.mark_non_differentiable(*(each for each in (entropy, made.sum_p_squared) if each is not None))
         return torch.where(known, made.log_prob, -torch.inf), made.entropy, made.sum_p_squared
 
     @staticmethod
@@ -252,10 +251,7 @@ class MaskedLogProbs(torch.autograd.Function):
             grad_loss = torch.where(known, -of_log_prob, 0.0)
         terms, plain = TokenTerms.of(merged_terms), call.plain
         upstream = Upstream(grad_loss, None, None, of_entropy, None if of_entropy is None else entropy)
-        inv_scale = None
-        if weight.dtype == torch.float16:
-            scale, inv_scale = scale_for_fp16(upstream.gradients, weight)
-            upstream = upstream.scaled(scale)
+        upstream, inv_scale = scaled_upstream(upstream, call.logit_scale, call.inv_temperature, weight)
         coefficients = plain.grad_coefficients(terms, upstream)
         comm, pairs = call.comm, call.pairs
         with autocast.off(hidden.device):
@@ -291,11 +287,11 @@ def _write_gradients(
     out: Tensor,  # [B, V]
 ) -> None:
     """Write the gradients with respect to ``hidden @ weight.T`` at the kept ids."""
-    z, z_grad = call.logits(tokens, sets, product)
+    z, softcap_grad = call.logits(tokens, sets, product)
     of_block = coefficients._replace(
         **{name: value[tokens] for name, value in coefficients._asdict().items() if value is not None}
     )
-    grad = row_ops_torch.row_gradients(z, sets.label, of_block, 1.0, z, call.plain) * z_grad
+    grad = row_ops_torch.row_gradients(z, sets.label, of_block, 1.0, z, call.plain) * softcap_grad
     # Padding writes what the token's last id writes.
     out.scatter_(1, sets.columns, grad.gather(1, sets.place).to(out.dtype))
 

@@ -56,7 +56,8 @@ def check_call(
         expected = (hidden.shape[1], *expected)
     if tuple(labels.shape) != expected:
         raise ValueError(_wrong_shapes(tuple(hidden.shape), tuple(labels.shape), expected, num_parts))
-    if token_weights is not None and getattr(token_weights, "shape", None) != labels.shape:
+    is_tensor = isinstance(token_weights, Tensor)
+    if token_weights is not None and not (is_tensor and token_weights.shape == labels.shape):
         came = getattr(token_weights, "shape", token_weights)
         raise ValueError(f"token_weights are {came}; expected a tensor of the labels' shape {expected}")
     if vocab_start is not None and (

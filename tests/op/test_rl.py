@@ -124,6 +124,31 @@ def test_a_mask_under_autocast_and_without_gradients(device):
     assert torch.equal(found, masked_token_log_probs(*half, inputs.labels, *mask).log_prob)
 
 
+@pytest.mark.parametrize("per_token", [False, True], ids=["one", "per token"])
+def test_a_mask_in_fp16_at_a_low_temperature(per_token, device):
+    """The scale that keeps fp16 gradients finite knows the temperature."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float16, device=device)
+    inputs = replace(inputs, temperature=torch.full(inputs.labels.shape, 0.01, device=device))
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    mask = one_set_for_all(inputs.labels, *range(53))
+    temperature = inputs.temperature if per_token else 0.01
+    made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, temperature=temperature)
+    made.log_prob.backward(inputs.grad_loss)
+    _, *exact = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
+    for made, true in zip((hidden.grad, weight.grad), exact, strict=True):
+        assert relative_error(made, true) < 2 * FLOOR[torch.float16]
+
+
+def test_a_mask_with_outputs_that_have_no_gradient(device):
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
+    wanted = {"entropy": "detached", "sum_p_squared": True}
+    made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, **wanted)
+    assert made.log_prob.requires_grad
+    assert not made.entropy.requires_grad and not made.sum_p_squared.requires_grad
+
+
 @pytest.mark.parametrize(
     ("dtype", "upstream", "smallest"),
     [(torch.bfloat16, 1.0, 0.0), (torch.float16, 1.0, 0.0), (torch.float16, 2.0**-20, 2.0**-24)],

@@ -81,6 +81,19 @@ def test_pairs_of_four(rank: Rank, case):
     against_fp64(rank, **case)
 
 
+@on_ranks(2)
+def test_one_position_a_rank(rank: Rank):
+    """Ignored labels of several sequences then lie in another order than the losses."""
+    labels = torch.arange(3 * rank.size).view(3, rank.size).to(rank.device)
+    hidden = torch.randn(1, 3, 16, device=rank.device)
+    weight = torch.randn(16, 16, device=rank.device)
+    config = FusedCEConfig(ignore_index=1)
+    loss = linear_cross_entropy(
+        hidden, weight, labels, tp_group=rank.group, sequence_parallel=True, config=config
+    ).outputs.loss
+    assert torch.equal(loss == 0, labels == 1)
+
+
 @on_ranks(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
