@@ -128,10 +128,10 @@ def test_a_mask_under_autocast_and_without_gradients(device):
 def test_a_mask_in_fp16_at_a_low_temperature(per_token, device):
     """The scale that keeps fp16 gradients finite knows the temperature."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float16, device=device)
-    inputs = replace(inputs, temperature=torch.full(inputs.labels.shape, 0.01, device=device))
+    inputs = replace(inputs, temperature=torch.full(inputs.labels.shape, 2.0**-9, device=device))
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
     mask = one_set_for_all(inputs.labels, *range(53))
-    temperature = inputs.temperature if per_token else 0.01
+    temperature = inputs.temperature if per_token else 2.0**-9
     made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, temperature=temperature)
     made.log_prob.backward(inputs.grad_loss)
     _, *exact = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
