@@ -79,7 +79,6 @@ _HEADROOM = gl.constexpr(HEADROOM)
 _LOG2_E = gl.constexpr(LOG2_E)
 _LOWEST = gl.constexpr(LOWEST)
 _SQUARED_UNIT = gl.constexpr(SQUARED_UNIT)
-
 _SMALLEST = gl.constexpr(2.0**-126)  # that is not subnormal
 
 #: A NaN logit must reach the sums.

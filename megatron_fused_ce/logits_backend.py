@@ -539,12 +539,13 @@ def _loads(matrix: Tensor) -> bool:
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
     names = [(requested.soft, "the loss of a teacher's targets")]
+    saved_as_logits = _saved_as_logits(config, requested)
     if config.label_smoothing:
         # Sums of such logits are no product with a sum of the weight's rows.
         names.append((config.logit_softcap is not None, "label_smoothing beside a softcap"))
-        rounded = config.logit_precision == "activations" or bool(_saved_as_logits(config, requested))
+        rounded = config.logit_precision == "activations" or bool(saved_as_logits)
         names.append((rounded, "label_smoothing of rounded logits"))
-    for option in _saved_as_logits(config, requested):
+    for option in saved_as_logits:
         names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
         names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))
     return ", ".join(name for applies, name in names if applies)
