@@ -474,9 +474,9 @@ def _scale_rows_kernel(
 
 
 @triton.jit
-def _add_scaled_kernel(total_ptr, addend_ptr, scale_ptr, numel, BLOCK: tl.constexpr):
+def _add_scaled_kernel(total_ptr, addend_ptr, scale_ptr, unless_ptr, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < numel
+    mask = (at < numel) & (tl.load(unless_ptr) == 0)
     scale = tl.load(scale_ptr)
     total = tl.load(total_ptr + at, mask=mask)
     tl.store(total_ptr + at, total + scale * tl.load(addend_ptr + at, mask=mask), mask=mask)
@@ -773,14 +773,14 @@ def scale_rows(
     return out
 
 
-def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:
-    """``total += scale * addend`` in one pass: 12 bytes an element in fp32.
+def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor, unless: Tensor) -> None:
+    """``total += scale * addend`` in one pass, 12 bytes an element in fp32; not where ``unless`` is not 0.
 
-    ``total`` and ``addend``: fp32, one shape, contiguous; ``scale``: fp32 ``[]``. ``addcmul_`` with such a
-    factor was slower on an H200 than a plain ``add_``, whose bytes are the same.
+    ``total`` and ``addend``: fp32, one shape, contiguous; ``scale``: fp32 ``[]``; ``unless``: int64 ``[1]``.
+    ``addcmul_`` with such a factor was slower on an H200 than a plain ``add_``, whose bytes are the same.
     """
-    block = 4096
-    _add_scaled((ceil_div(total.numel(), block),), (total, addend, scale), (total.numel(),), BLOCK=block)
+    block, tensors = 4096, (total, addend, scale, unless)
+    _add_scaled((ceil_div(total.numel(), block),), tensors, (total.numel(),), BLOCK=block)
 
 
 def scaled_copy(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -50,13 +50,13 @@ def _fit_scalar_kernel(
     grad_ptr,  # [T] fp32
     weights_ptr,  # [T] fp32
     scale_ptr,  # [1] fp32, out
-    mismatch_ptr,  # [1] int64, out
+    found_ptr,  # [1] int64, out: promise.KEPT, NOT_FINITE or BROKEN
     num_tokens,
     rtol,
     atol,
     BLOCK: tl.constexpr,
 ):
-    """grad_guard.fit_scalar, in fp64 like it."""
+    """promise.fit_scalar, in fp64 like it."""
     products = tl.zeros((BLOCK,), tl.float64)
     squares = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, num_tokens, BLOCK):
@@ -79,10 +79,10 @@ def _fit_scalar_kernel(
         fits = tl.abs(g - expected) <= rtol * tl.abs(expected) + atol
         wrong = tl.where(fits, wrong, 1)
         infinite = tl.where(g - g == 0.0, infinite, 1)
-    finite = tl.max(infinite, axis=0) == 0
-    mismatch = finite & (tl.max(wrong, axis=0) == 1)
-    tl.store(scale_ptr, tl.where(finite, c, float("nan")).to(tl.float32))
-    tl.store(mismatch_ptr, mismatch.to(tl.int64))
+    scale = c.to(tl.float32)
+    finite = (tl.max(infinite, axis=0) == 0) & (scale - scale == 0.0)
+    tl.store(scale_ptr, tl.where(finite, scale, float("nan")))
+    tl.store(found_ptr, tl.where(finite, 2 * tl.max(wrong, axis=0), 1).to(tl.int64))
 
 
 _scaled_weights = Launch(_scaled_weights_kernel, num_warps=16)
@@ -97,11 +97,11 @@ def scaled_weights(weights: Tensor, bits: int, factor: float) -> Tensor:
 
 
 def fit_scalar(grad_loss: Tensor, token_weights: Tensor, rtol: float, atol: float) -> tuple[Tensor, Tensor]:
-    """:func:`.grad_guard.fit_scalar` of contiguous fp32 tensors: the scalar [], and int64 [] for mismatch."""
+    """:func:`.promise.fit_scalar` of contiguous fp32 tensors: the scalar [], and what was found, int64 []."""
     scale = torch.empty((), dtype=torch.float32, device=grad_loss.device)
-    mismatch = torch.empty((), dtype=torch.int64, device=grad_loss.device)
+    found = torch.empty((), dtype=torch.int64, device=grad_loss.device)
     _fit_scalar(
-        *((1,), (grad_loss, token_weights, scale, mismatch), (grad_loss.numel(), rtol, atol)),
+        *((1,), (grad_loss, token_weights, scale, found), (grad_loss.numel(), rtol, atol)),
         BLOCK=BLOCK,
     )
-    return scale, mismatch
+    return scale, found

@@ -15,7 +15,7 @@ Shape letters, the same in every file, kernel and document:
 
 Read the code in this order: :mod:`.op`, :mod:`.call`, :mod:`.autograd`, :mod:`.loop`, :mod:`.pipeline`,
 :mod:`.logits_backend`, :mod:`.loss_form`, :mod:`.row_ops`, :mod:`.vocab_parallel`, :mod:`.grad_weight`,
-:mod:`.grad_guard`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
+:mod:`.promise`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
 
 Names are imported when they are first used: the hook that waits for Megatron can then be installed
 while Python starts, before torch can be imported.
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
-    from megatron_fused_ce.grad_guard import UpstreamMismatch
     from megatron_fused_ce.op import (
         fused_linear_cross_entropy,
         fused_linear_distillation,
@@ -41,7 +40,6 @@ __all__ = [
     "Counters",
     "FusedCEConfig",
     "TokenOutputs",
-    "UpstreamMismatch",
     "counters",
     "disable",
     "enable",
@@ -56,7 +54,6 @@ _HOMES = {
     "disable": "adapter.switch",
     "enable": "adapter.switch",
     "FusedCEConfig": "config",
-    "UpstreamMismatch": "grad_guard",
     "TokenOutputs": "token_outputs",
     "fused_linear_cross_entropy": "op",
     "fused_linear_distillation": "op",

@@ -29,12 +29,12 @@ from megatron_fused_ce.config import (
     FusedCEConfig,
     check_config,
 )
-from megatron_fused_ce.grad_guard import WITHOUT_MODEL, Guard
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
+from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.logits_backend import LogitsBackend, RequestedOutputs
 from megatron_fused_ce.loss_form import LossForm, TeacherTargets
-from megatron_fused_ce.masked_tokens import Count
 from megatron_fused_ce.phases import UNTIMED, Phases
+from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
 from megatron_fused_ce.vocab_parallel import (
@@ -78,16 +78,15 @@ class Arguments(NamedTuple):
     with_argmax: bool = False
     #: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these token weights;
     #: else it is counted here, and the host waits
-    unmasked: Count | None = None
+    unmasked: HostCopy | None = None
     #: makes the wgrad accumulator (:mod:`.grad_weight`)
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
     #: calls that wait for their backward together, for plans of memory
     uses_in_flight: int = 1
     #: a :class:`.PhaseTimes` to time the call's phases with
     phases: Phases = UNTIMED
-    #: of the model that holds the head: records mismatches, and says whether ``auto`` may take
-    #: ``grad_in_forward``
-    guard: Guard = WITHOUT_MODEL
+    #: whose calls these are; heads of different weights, or of different losses, are best told apart
+    head: Head = UNNAMED
 
     def completed(self) -> Arguments:
         """With a config, in autocast's dtype, and without ``differentiable`` outputs under ``no_grad``."""
@@ -120,6 +119,21 @@ class CallSpec(NamedTuple):
     with_argmax: bool
     vocab_start: int
     needs_grad: tuple[bool, bool]  # of hidden, of weight
+    head: Head
+    #: the head in the history of its group
+    key: Hashable
+    history: GroupHistory
+
+    def recomputing(self) -> CallSpec:
+        """For gradients that the forward made in vain: the backward of ``recompute``, in the same chunks."""
+        return self._replace(plan=replace(self.plan, strategy="recompute"))
+
+    def promise_was_broken(self) -> None:
+        """Let later calls of this head plan without token weights, and tell the user, once."""
+        if self.key not in self.history.broken:
+            self.history.broken.add(self.key)
+            self.history.specs.clear()  # specs were made with the promise
+            self.head.say(broken_promise(self.head))
 
     @property
     def wgrad_at_once(self) -> bool:
@@ -213,8 +227,7 @@ def _key(args: Arguments) -> Hashable | None:
             args.reduce_grad_hidden,
             args.with_argmax,
             args.uses_in_flight,
-            args.guard.number,
-            args.guard.allowed,
+            args.head,
             kind_of(args.open_grad_weight),
         )
     except (AttributeError, TypeError, RuntimeError):
@@ -247,7 +260,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
     logits, why_not = local.choice
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
         logits, why_not = _choose(args, logits_backend.NOT_ON_EVERY_RANK)
-    plan = _plan(args, comm, settled, logits)
+    plan = _plan(args, comm, settled, logits, promised=local.head not in history.broken)
     num_tokens = args.hidden.shape[:-1].numel()
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(args, comm, settled)
@@ -279,6 +292,9 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
             needs_grad and args.hidden.requires_grad,
             needs_grad and args.weight.requires_grad,
         ),
+        head=args.head,
+        key=local.head,
+        history=history,
     )
 
 
@@ -343,7 +359,7 @@ def _head_of(args: Arguments) -> Hashable | None:
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
         return None
     return (
-        *(args.guard.number, weight.shape, weight.dtype, weight.requires_grad),
+        *(args.head.number, weight.shape, weight.dtype, weight.requires_grad),
         args.config.logits_backend,
     )
 
@@ -411,9 +427,15 @@ def _device_in_plans(device: torch.device) -> str:
     return next((name for name in _DEVICES[1:-1] if name in words), "")
 
 
-def _plan(args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend) -> planner.Plan:
+def _plan(
+    args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promised: bool
+) -> planner.Plan:
+    """``promised``: whether token weights may be relied on."""
+    config = args.config
+    if config.strategy == "grad_in_forward" and not promised:
+        config = replace(config, strategy="auto")
     inputs = planner.PlanInputs.of(
-        args.config,
+        config,
         num_tokens=args.hidden.shape[:-1].numel() * comm.num_parts,
         hidden_size=args.hidden.shape[-1],
         # Of the largest shard: ranks with unequal ones cut their tokens alike.
@@ -422,7 +444,7 @@ def _plan(args: Arguments, comm: VocabParallel, settled: Settled, logits: Logits
         num_parts=comm.num_parts,
         tp_size=comm.size,
         wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
-        token_weights_known=args.guard.allowed and args.token_weights is not None and not args.differentiable,
+        token_weights_known=promised and args.token_weights is not None and not args.differentiable,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],

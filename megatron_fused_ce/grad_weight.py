@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import grad_guard
+from megatron_fused_ce.promise import Verdict
 
 
 class GradWeight(Protocol):
@@ -28,11 +28,18 @@ class GradWeight(Protocol):
         In place of :meth:`add`; nothing is scaled.
         """
 
-    def add_total(self, total: Tensor, scale: Tensor) -> None:
-        """Add ``scale * total``: fp32 ``[]`` times fp32 ``[V, H]``; ``total`` may be overwritten."""
+    def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
+        """Add ``scale * total``, fp32 ``[]`` times fp32 ``[V, H]``, if the promise was kept; whether it was.
+
+        The host waits for the verdict, where it can behind the launch of the addition, which then reads the
+        device's flag itself. ``total`` may be overwritten, whatever the verdict.
+        """
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         """Return the weight's gradient for autograd. ``inv_scale`` undoes a scale of everything added."""
+
+    def spoil(self) -> None:
+        """Make the gradient NaN, whatever is added before or after."""
 
     def abandon(self) -> None:
         """After a failed backward: leave no partial sum that could be taken for the whole."""
@@ -45,13 +52,19 @@ OpenGradWeight = Callable[[Tensor, int, bool], GradWeight]
 class OpenedAccumulators:
     """An :data:`OpenGradWeight` that remembers the accumulators it opened, to abandon them all."""
 
+    #: whether the gradient is to be NaN
+    spoilt = False
+
     def __init__(self, open_grad_weight: OpenGradWeight) -> None:
         self._open = open_grad_weight
         self._opened: list[GradWeight] = []
 
     def __call__(self, weight: Tensor, num_gemms: int, scaled: bool) -> GradWeight:
-        self._opened.append(self._open(weight, num_gemms, scaled))
-        return self._opened[-1]
+        accumulator = self._open(weight, num_gemms, scaled)
+        self._opened.append(accumulator)
+        if self.spoilt:
+            accumulator.spoil()
+        return accumulator
 
     def abandon(self) -> None:
         for accumulator in self._opened:
@@ -100,6 +113,7 @@ class ReturnedGradWeight:
         self._direct = num_gemms == 1 and not scaled
         self._product: Tensor | None = None
         self._held = HeldGradWeight(weight)
+        self._spoilt = False
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._direct:
@@ -112,17 +126,24 @@ class ReturnedGradWeight:
             self._product = torch.empty_like(self._weight, memory_format=torch.contiguous_format)
         torch.mm(grad_logits.t(), hidden, out=self._product[rows])
 
-    def add_total(self, total: Tensor, scale: Tensor) -> None:
+    def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
         if total.is_cuda and self._dtype != torch.float32:
             from megatron_fused_ce.kernels import scaled_exp_rows
 
-            self._product = scaled_exp_rows.scaled_copy(total, scale, self._dtype)
+            product = scaled_exp_rows.scaled_copy(total, scale, self._dtype)
         else:
-            self._product = total.mul_(scale)
+            product = total.mul_(scale)
+        if verdict.kept:
+            self._product = product
+        return verdict.kept
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         product = self._product
-        return (self._held.total(inv_scale) if product is None else product).to(self._dtype)
+        product = (self._held.total(inv_scale) if product is None else product).to(self._dtype)
+        return product.fill_(torch.nan) if self._spoilt else product
+
+    def spoil(self) -> None:
+        self._spoilt = True
 
     def abandon(self) -> None:
         """Nothing to do: the sum was not handed out."""
@@ -136,7 +157,7 @@ class InPlaceGradWeight:
     launched.
 
     A backward that fails leaves the buffer as it was or, if some chunk was added already, full of NaN, which
-    stops the next optimizer step unless the buffer is zeroed before (:func:`.grad_guard.poison`).
+    nobody takes for a gradient.
     """
 
     def __init__(
@@ -168,12 +189,23 @@ class InPlaceGradWeight:
             of_rows.add(grad_logits, hidden)
             buffer.add_(of_rows.total(None))
 
-    def add_total(self, total: Tensor, scale: Tensor) -> None:
+    def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
+        buffer = self._buffer
+        if total.is_cuda and buffer.dtype == torch.float32 and buffer.is_contiguous():
+            from megatron_fused_ce.kernels import scaled_exp_rows
+
+            self._touched = True  # until the verdict is known
+            scaled_exp_rows.add_scaled_(buffer, total, scale, verdict.flag)
+            self._touched = verdict.kept
+            return self._touched
+        if not verdict.kept:
+            return False
         self._touched = True
-        if self._buffer.dtype == torch.float32:
-            add_scaled_(self._buffer, total, scale)
+        if buffer.dtype == torch.float32:
+            buffer.addcmul_(total, scale)
         else:
-            self._buffer.add_(total.mul_(scale))
+            buffer.add_(total.mul_(scale))
+        return True
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
         if self._held.sum is not None:
@@ -181,19 +213,13 @@ class InPlaceGradWeight:
             self._buffer.add_(self._held.total(inv_scale))
         return self._returned()
 
+    def spoil(self) -> None:
+        self._touched = True
+        self._buffer.fill_(torch.nan)
+
     def abandon(self) -> None:
         if self._touched:
-            grad_guard.poison(self._buffer)
-
-
-def add_scaled_(total: Tensor, addend: Tensor, scale: Tensor) -> None:
-    """``total += scale * addend``, fp32, in one pass over both."""
-    if total.is_cuda and total.is_contiguous() and addend.is_contiguous():
-        from megatron_fused_ce.kernels import scaled_exp_rows
-
-        scaled_exp_rows.add_scaled_(total, addend, scale)
-    else:
-        total.addcmul_(addend, scale)
+            self.spoil()
 
 
 def accumulate_(

@@ -1,15 +1,19 @@
 """The loops over chunks, forward and backward: hidden -> loss -> gradients.
 
-The forward is one loop for all strategies. They differ in what follows a chunk's merge:
+The forward is one loop for all strategies, each exact for any upstream gradient. They differ in what follows
+a chunk's merge:
 
-===================  =====================================  =====  ======================================
-strategy             between forward and backward           GEMMs  upstream gradient it is exact for
-===================  =====================================  =====  ======================================
-``store``            every chunk's logits                   3      any
-``recompute``        four floats a token                    4      any
-``mixed``            the logits of the first chunks         3 to 4 any
-``grad_in_forward``  ``grad_hidden``, fp32 ``grad_weight``  3      a scalar times the token weights
-===================  =====================================  =====  ======================================
+===================  =======================================================  =====
+strategy             kept between forward and backward, beside hidden states  GEMMs
+===================  =======================================================  =====
+``store``            every chunk's logits                                     3
+``recompute``        four floats a token                                      4
+``mixed``            the logits of the first chunks                           3 to 4
+``grad_in_forward``  ``grad_hidden``, fp32 ``grad_weight``, the four floats   3 (6)
+===================  =======================================================  =====
+
+``grad_in_forward`` takes six where the upstream gradient is no scalar times the token weights: its backward
+is then that of ``recompute``.
 
 :mod:`.logits_backend` turns logits into statistics and gradients, :mod:`.pipeline` decides what overlaps.
 """
@@ -24,12 +28,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import grad_guard
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.grad_weight import HeldGradWeight, accumulate_
 from megatron_fused_ce.kernels.records import Merged, SoftTargets
 from megatron_fused_ce.logits_backend import ChunkInputs, LogitsGrad, Scores
+from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.pipeline import (
     Context,
@@ -39,6 +43,7 @@ from megatron_fused_ce.pipeline import (
     Workspace,
     delay_next_gemm,
 )
+from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.row_ops import TokenTerms
 from megatron_fused_ce.scaling import scale_, scale_for_fp16, scale_token_weights
 from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
@@ -50,9 +55,17 @@ class Targets(NamedTuple):
 
     labels: Tensor  # [parts, n] int64, columns of this shard
     soft: SoftTargets | None = None  # [k, parts, n] each; in the labels' place
-    ignored: Tensor | None = None  # [parts, n] bool
+    ignored: Tensor | None = None  # [parts, n] bool, of all tokens
     token_weights: Tensor | None = None  # [parts, n] fp32, for grad_in_forward
     inv_temperature: Tensor | None = None  # [parts, n] fp32
+
+    def of(self, kept: Kept) -> Targets:
+        """Those of the tokens to work on, ``[parts, m]``; ``ignored`` stays as it is."""
+        labels, soft, ignored, *others = self
+        weights, inv_temperature = (None if one is None else kept.of_tokens(one) for one in others)
+        if soft is not None:
+            soft = SoftTargets(*map(kept.of_tokens, soft))
+        return Targets(kept.of_tokens(labels), soft, ignored, weights, inv_temperature)
 
 
 class SavedChunk(NamedTuple):
@@ -75,7 +88,8 @@ class SavedChunk(NamedTuple):
 
 
 class PrecomputedGrads(NamedTuple):
-    """Gradients made in the forward, for an upstream gradient equal to the token weights."""
+    """Gradients made in the forward, for an upstream gradient equal to the token weights; used up by one
+    backward."""
 
     token_weights: Tensor  # [parts, n] fp32
     grad_weight: Tensor | None  # [V, H] fp32
@@ -91,7 +105,6 @@ class Saved(NamedTuple):
     chunks: Sequence[SavedChunk] = ()
     #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
     last_hidden: Tensor | None = None
-    gradients: PrecomputedGrads | None = None
     #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`; with
     #: :attr:`.CallSpec.constant_rows`
     matrix: Tensor | None = None
@@ -113,6 +126,7 @@ class Forward(NamedTuple):
     row_max: Tensor | None  # fp32, this shard's largest logit, with argmax only
     argmax: Tensor | None  # int64, its column in this shard
     saved: Saved
+    gradients: PrecomputedGrads | None = None  # of grad_in_forward
 
 
 class _Scored(NamedTuple):
@@ -154,7 +168,7 @@ class _AfterMerge(Protocol):
 
     def after_merge(self, scored: _Scored, merged: Merged) -> None: ...
 
-    def finish(self) -> Saved: ...
+    def finish(self) -> tuple[Saved, PrecomputedGrads | None]: ...
 
 
 def forward(
@@ -215,7 +229,7 @@ def forward(
             finish_oldest()
     while waiting:
         finish_oldest()
-    return results.whole(strategy.finish(), targets.labels)
+    return results.whole(*strategy.finish(), targets.labels)
 
 
 def _begin(context: Context, weight: Tensor, hidden_states: HiddenStates) -> Tensor | None:
@@ -282,11 +296,11 @@ class _Results:
                 whole = self._whole[at] = made.new_empty(parts, context.chunks[-1].stop)
             whole[:, chunk.start : chunk.stop] = made.view(parts, -1)
 
-    def whole(self, saved: Saved, labels: Tensor) -> Forward:
+    def whole(self, saved: Saved, gradients: PrecomputedGrads | None, labels: Tensor) -> Forward:
         if not self._context.chunks:
             self._put_nothing(labels)
         *outputs, row_max, argmax = self._whole
-        return Forward(TokenOutputs(*outputs), row_max, argmax, saved)  # type: ignore[arg-type]
+        return Forward(TokenOutputs(*outputs), row_max, argmax, saved, gradients)  # type: ignore[arg-type]
 
     def _put_nothing(self, labels: Tensor) -> None:
         """Results for an empty batch."""
@@ -350,12 +364,12 @@ class _Save:
         mass = merged.extra.target_mass
         self._saved.append(SavedChunk(scored.inputs.labels, matrix, row_scale, terms, mass))
 
-    def finish(self) -> Saved:
+    def finish(self) -> tuple[Saved, None]:
         chunks, last = self._context.chunks, None
         spec = self._context.spec
         if chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
             last = self._hidden_states.last()
-        return Saved(self._saved, last, matrix=self._matrix, column_sum=self._column_sum)
+        return Saved(self._saved, last, matrix=self._matrix, column_sum=self._column_sum), None
 
 
 def _stored(spec: CallSpec, chunk: Chunk) -> bool:
@@ -372,8 +386,8 @@ def _reads_hidden(spec: CallSpec, chunk: Chunk, needs_grad: tuple[bool, bool]) -
 class _GradInForward:
     """Makes the gradients in the forward, for the token weights that are known there.
 
-    The backward multiplies them by the one scalar that the upstream gradient then is; whether it is one
-    is checked on the device (:mod:`.grad_guard`). Gradients are used up by the first backward.
+    The backward multiplies them by the one scalar that the upstream gradient then is
+    (:func:`scale_precomputed`). What ``recompute`` saves is saved beside them, for an upstream that is not.
     """
 
     gathers_early = True
@@ -389,7 +403,6 @@ class _GradInForward:
     ) -> None:
         assert targets.token_weights is not None
         spec = context.spec
-        context.guard.prepare(hidden.device)
         weights = scale_token_weights(targets.token_weights, spec.logit_scale, hidden.dtype)
         self._token_weights = weights
         upstream, inv_temperature = Upstream(weights), targets.inv_temperature
@@ -411,6 +424,7 @@ class _GradInForward:
             scales_later=True,
         )
         self._context = context
+        self._saved: list[SavedChunk] = []
 
     def matrix(self, chunk: Chunk) -> Tensor:
         return self._workspace.logits(chunk)
@@ -429,17 +443,19 @@ class _GradInForward:
             out = self._workspace.grad_logits(scored.chunk)
             grad = logits.grad_from_saved(matrix, row_scale, inputs, terms, upstream, out)
         self._gemms.add(scored.chunk, grad, inputs.hidden)
+        mass = merged.extra.target_mass
+        self._saved.append(SavedChunk(inputs.labels, None, None, merged.terms, mass))
 
-    def finish(self) -> Saved:
+    def finish(self) -> tuple[Saved, PrecomputedGrads]:
         grad_hidden = self._gemms.finish()
         with self._context.phases("grad-weight"):
             total = None if self._held is None else self._held.total(self._inv_scale)
-        return Saved(gradients=PrecomputedGrads(self._token_weights, total, grad_hidden))
+        return Saved(self._saved), PrecomputedGrads(self._token_weights, total, grad_hidden)
 
 
 def backward(
     context: Context,
-    hidden: Tensor | None,  # [n, H]; None with grad_in_forward
+    hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
     soft: SoftTargets | None,  # [k, parts, n] each
     inv_temperature: Tensor | None,  # [parts, n] fp32
@@ -448,19 +464,16 @@ def backward(
     needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """``grad_hidden`` of this rank's tokens and what autograd gets for the weight; the last chunk first,
-    whose hidden states are there.
+    whose hidden states are there. Not for ``grad_in_forward``: :func:`scale_precomputed`, or this with
+    :meth:`.CallSpec.recomputing`.
 
     Collectives, in order: the all-reduce of :class:`.GradientGemms` (label smoothing by saved ``E``); per
     chunk the gather of the next chunk's hidden states that are needed (sequence parallelism), under its first
     GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
     Where ``grad_weight`` is one GEMM for all chunks: per chunk that reduction and that gather in one launch,
-    under the next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``. None with
-    ``grad_in_forward``.
+    under the next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``.
     """
     spec = context.spec
-    if spec.plan.strategy == "grad_in_forward":
-        return _scale_precomputed(context, weight, saved.gradients, upstream, needs_grad)
-    assert hidden is not None
     upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight)
     if spec.plan.block_columns and saved.chunks:
         return _backward_by_columns(
@@ -597,21 +610,21 @@ def _grad_logits(
         return logits.grad_from_saved(saved.matrix, saved.row_scale, inputs, terms, upstream, out)
 
 
-def _scale_precomputed(
+def scale_precomputed(
     context: Context,
     weight: Tensor,
-    made: PrecomputedGrads | None,
-    upstream: Upstream,
+    made: PrecomputedGrads,
+    scale: Tensor,  # fp32 []: of promise.fit_scalar
+    verdict: Verdict,
     needs_grad: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Scale the gradients that ``grad_in_forward`` computed in the forward."""
-    if made is None:
-        raise RuntimeError(
-            "backward ran twice through a grad_in_forward head, whose gradients the first one used up; "
-            "use strategy 'recompute' or 'store' with retain_graph=True"
-        )
-    scale, mismatch = grad_guard.fit_scalar(upstream.loss, made.token_weights)
-    context.guard.record_mismatch(mismatch)
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """The gradients that ``grad_in_forward`` made in the forward, ``scale`` times; None where the promise was
+    not kept. Nothing has been added anywhere then, and ``made`` is spoilt.
+
+    The host reads the verdict behind the launches, so that the device has work while it wakes up.
+
+    Collectives: none.
+    """
     grad_hidden = made.grad_hidden.grad_hidden if needs_grad[0] else None
     if grad_hidden is not None:
         with context.phases("grad-hidden"):
@@ -620,10 +633,11 @@ def _scale_precomputed(
             else:
                 scale_(grad_hidden, scale)
     if made.grad_weight is None or not needs_grad[1]:
-        return grad_hidden, None
+        return (grad_hidden, None) if verdict.kept else None
     with context.phases("grad-weight"):
         accumulator = context.open_grad_weight(weight, 1, False)
-        accumulator.add_total(made.grad_weight, scale)
+        if not accumulator.add_total(made.grad_weight, scale, verdict):
+            return None
         return grad_hidden, accumulator.close(None)
 
 

@@ -3,9 +3,10 @@
 All ranks of the tensor-parallel group must work on the same number of tokens. So each part (one of R with
 sequence parallelism) is cut to ``m`` tokens, the unmasked tokens of the part that has the most; the other
 parts are filled up with masked tokens, whose results are dropped. The host must know ``m``: :func:`count`
-sends it there without a wait while the device still has work, and :meth:`Count.wait` waits for it later.
-Left-out tokens have loss 0 and gradient 0; an upstream gradient for one of them raises :mod:`.grad_guard`'s
-error before the next optimizer step.
+sends it there without a wait while the device still has work, and :meth:`.HostCopy.read` waits for it later.
+
+Left-out tokens have loss 0 and gradient 0. One whose upstream gradient is not 0 cannot be made right any
+more: the backward raises (:func:`refuse_lost`), or makes the gradients NaN where that upstream is inf or NaN.
 """
 
 from __future__ import annotations
@@ -14,37 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_fused_ce.grad_guard import Guard
+from megatron_fused_ce.host_copy import HostCopy
+from megatron_fused_ce.token_outputs import Upstream
 from megatron_fused_ce.vocab_parallel import largest_over_ranks
 
 #: ``m`` is rounded up to whole tiles of the GEMMs: fewer sizes for the allocator, at no cost in time.
 ROUND_TO = 128
 
 
-class Count:
-    """The number of tokens to work on, while it is copied to the host."""
-
-    def __init__(self, largest: Tensor) -> None:
-        self._event = None
-        self._value = largest
-        if largest.is_cuda:
-            self._value = torch.empty(1, dtype=torch.int64, pin_memory=True)
-            self._value.copy_(largest, non_blocking=True)
-            self._event = torch.cuda.current_stream(largest.device).record_event()
-
-    def wait(self) -> int:
-        """Wait until the device has counted, and return the number."""
-        if self._event is not None:
-            self._event.synchronize()
-        return int(self._value.item())
-
-
 def count(
     weights: Tensor,  # [parts, n]: token weights, in token order
     group: Any,  # the tensor-parallel group, or None
-) -> Count | None:
+) -> HostCopy | None:
     """Start counting the unmasked tokens of the part that has the most; None while a CUDA graph is captured.
 
     Collectives: a MAX all-reduce of an int64 over ``group`` (R > 1), so that all ranks agree whatever their
@@ -52,7 +35,7 @@ def count(
     """
     if weights.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return Count(largest_over_ranks((weights != 0).sum(dim=1).amax().reshape(1), group))
+    return HostCopy(largest_over_ranks((weights != 0).sum(dim=1).amax().reshape(1), group))
 
 
 class Kept(NamedTuple):
@@ -77,22 +60,55 @@ class Kept(NamedTuple):
         return per_token.gather(-1, index)
 
     def take(self, hidden: Tensor, part: int) -> Tensor:
-        """Select this rank's kept hidden states, ``[n, H]`` to ``[m, H]``; differentiable."""
-        if self.tokens.shape[1] == hidden.shape[0]:
-            return hidden
-        taken: Tensor = _Take.apply(hidden, self.tokens[part])
-        return taken
+        """This rank's kept hidden states, ``[n, H]`` to ``[m, H]``."""
+        return hidden if self._is_all else hidden.index_select(0, self.tokens[part])
 
-    def put_back(self, per_token: Tensor, guard: Guard) -> Tensor:
-        """Put results back in place: ``[parts * m]`` to ``[parts * n]``.
+    def put_back_rows(self, rows: Tensor, part: int) -> Tensor:
+        """The gradient of :meth:`take`: ``[m, H]`` to ``[n, H]``, 0 at the other tokens."""
+        if self._is_all:
+            return rows
+        whole = rows.new_zeros(self.skipped.shape[1], rows.shape[1])
+        return whole.index_copy_(0, self.tokens[part], rows)
 
-        Masked tokens get 0, -1 (ids) or False.
-
-        ``guard`` records an upstream gradient for a masked token as a mismatch.
-        """
+    def put_back(self, per_token: Tensor) -> Tensor:
+        """Results put back in place, ``[parts * m]`` to ``[parts * n]``; masked tokens get 0, -1 (ids) or
+        False."""
         fill = -1 if per_token.dtype == torch.int64 else 0
-        whole: Tensor = _PutBack.apply(per_token, self, fill, guard)
-        return whole
+        whole = per_token.new_full(self.skipped.shape, fill)
+        made = per_token.view(self.tokens.shape)
+        whole.scatter_(1, self.tokens, torch.where(self.active, made, fill).to(made.dtype))
+        return whole.flatten()
+
+    def upstream(self, upstream: Upstream) -> Upstream:
+        """Upstream gradients ``[parts, n]`` of the kept tokens, ``[parts, m]``.
+
+        0 for the masked tokens among them, but where it is inf or NaN.
+        """
+
+        def of_kept(grad: Tensor) -> Tensor:
+            grad = self.of_tokens(grad)
+            return torch.where(self.active | ~torch.isfinite(grad), grad, 0.0)
+
+        entropy = upstream.made_entropy
+        return upstream._replace(made_entropy=None).map(of_kept)._replace(made_entropy=entropy)
+
+    def count_lost(self, upstream: Upstream) -> Tensor:
+        """int64 ``[2]``: skipped tokens whose upstream gradients are finite, one of them not 0; and skipped
+        tokens with an inf or NaN among them."""
+        given = torch.stack(upstream.gradients)
+        finite = torch.isfinite(given).all(0)
+        lost = self.skipped & finite & (given != 0).any(0)
+        return torch.stack((lost.sum(), (self.skipped & ~finite).sum()))
+
+    def spoil_rows_(self, rows: Tensor, upstream: Upstream, part: int) -> None:
+        """Make rows of this rank's ``[n, H]`` NaN, those of tokens whose upstream gradients ``[parts, n]``
+        have an inf or NaN."""
+        finite = torch.isfinite(torch.stack(upstream.gradients)).all(0)[part]
+        rows.masked_fill_(~finite.unsqueeze(-1), torch.nan)
+
+    @property
+    def _is_all(self) -> bool:
+        return self.tokens.shape[1] == self.skipped.shape[1]
 
 
 def num_kept(largest: int, num_tokens: int) -> int:
@@ -100,38 +116,15 @@ def num_kept(largest: int, num_tokens: int) -> int:
     return min(num_tokens, -(-largest // ROUND_TO) * ROUND_TO)
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.num_tokens = hidden.shape[0]
-        return hidden.index_select(0, index)
+def refuse_lost(num_lost: int) -> None:
+    """Raise if the upstream gradients of left-out tokens are not all 0.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        whole = grad.new_zeros(ctx.num_tokens, grad.shape[1])
-        return whole.index_copy_(0, index, grad), None
-
-
-class _PutBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, per_token: Tensor, kept: Kept, fill: int, guard: Guard) -> Tensor:
-        ctx.save_for_backward(*kept)
-        whole = per_token.new_full(kept.skipped.shape, fill)
-        made = per_token.view(kept.tokens.shape)
-        whole.scatter_(1, kept.tokens, torch.where(kept.active, made, fill).to(made.dtype))
-        if per_token.requires_grad:
-            guard.prepare(per_token.device)
-            ctx.guard = guard
-        return whole.flatten()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        index, active, skipped = ctx.saved_tensors
-        grad = grad.view(skipped.shape)
-        # An inf or NaN comes from a loss scale that overflowed; Megatron's own check finds it.
-        ctx.guard.record_mismatch(torch.isfinite(grad).all() & (skipped & (grad != 0)).any())
-        return torch.where(active, grad.gather(1, index), 0.0).flatten(), None, None, None
+    Raises:
+        RuntimeError: with their number, and what to do.
+    """
+    if num_lost:
+        raise RuntimeError(
+            f"{num_lost} tokens of weight 0 were left out (skip_masked), and their upstream gradient is not "
+            "0: their part of the gradient was never computed. Leave --fused-ce-skip-masked (skip_masked) "
+            "out, or give the weights that the loss uses (in Megatron: the loss_mask of the model's call)"
+        )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce import masked_tokens, planner
-from megatron_fused_ce.autograd import FusedLinearCrossEntropy, in_labels_layout
+from megatron_fused_ce.autograd import FusedLinearCrossEntropy
 from megatron_fused_ce.call import Arguments, CallSpec, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
@@ -261,9 +261,16 @@ def _evaluate(args: Arguments) -> HeadOutputs:
     spec = spec_of(args)
     # From here on every rank runs the same collectives.
     inv_temperature = inv_temperature_of(args, spec.comm)
-    skips = args.config.skip_masked and args.token_weights is not None
-    outputs = (_skipping_masked if skips else _all_tokens)(args, spec, inv_temperature)
-    local_max, local_argmax, *per_token = outputs
+    kept, chunks = _kept(args, spec), spec.chunks
+    if kept is not None:
+        # The plan and the buffers are those of all tokens: the same in every step.
+        chunks = first_tokens(chunks, kept.tokens.shape[1])
+    context = Context(spec, chunks, args.open_grad_weight, args.phases)
+    targets = _targets(args, spec, kept, inv_temperature)
+    in_batch = tuple(args.labels.shape) if args.labels.dim() == 2 else None
+    local_max, local_argmax, *per_token = FusedLinearCrossEntropy.apply(
+        args.hidden, args.weight, targets, context, kept, in_batch
+    )
     return HeadOutputs(
         *(TokenOutputs(*per_token), local_max, local_argmax, spec.plan, spec.logits.name),
         spec.why_not_scaled_exp,
@@ -284,46 +291,25 @@ def inv_temperature_of(args: Arguments, comm: VocabParallel) -> Tensor | None:
     return in_token_order(inverse, args, comm.num_parts)
 
 
-def _all_tokens(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
-    b_s = tuple(args.labels.shape) if args.labels.dim() == 2 else None
-    context = Context(spec, spec.chunks, args.open_grad_weight, args.phases, args.guard)
-    outputs: tuple[Any, ...] = FusedLinearCrossEntropy.apply(
-        args.hidden, args.weight, _targets(args, spec, None, inv_temperature), context, b_s
-    )
-    return outputs
-
-
-def _skipping_masked(args: Arguments, spec: CallSpec, inv_temperature: Tensor | None) -> tuple[Any, ...]:
-    """Evaluate without the tokens of weight 0.
+def _kept(args: Arguments, spec: CallSpec) -> Kept | None:
+    """The tokens to work on, where those of weight 0 are skipped; else None.
 
     Collectives: :func:`.masked_tokens.count`'s, here or earlier if ``args.unmasked`` was given.
     """
-    assert args.token_weights is not None
-    comm = spec.comm
-    weights = in_token_order(args.token_weights.detach(), args, comm.num_parts)
-    unmasked = args.unmasked or masked_tokens.count(weights, comm.group)
+    if not args.config.skip_masked or args.token_weights is None:
+        return None
+    weights = in_token_order(args.token_weights.detach(), args, spec.comm.num_parts)
+    unmasked = args.unmasked or masked_tokens.count(weights, spec.comm.group)
     num_kept = spec.num_tokens
     if unmasked is not None:
-        num_kept = masked_tokens.num_kept(unmasked.wait(), spec.num_tokens)
-    kept = Kept.of(weights, num_kept)
-    flat = kept.take(args.hidden.reshape(-1, args.hidden.shape[-1]), comm.part)
-    # The plan and the buffers are those of all tokens: the same in every step.
-    chunks = first_tokens(spec.chunks, num_kept)
-    context = Context(spec, chunks, args.open_grad_weight, args.phases, args.guard)
-    targets = _targets(args, spec, kept, inv_temperature)
-    outputs = FusedLinearCrossEntropy.apply(flat, args.weight, targets, context, None)
-    whole = [None if each is None else kept.put_back(each, args.guard) for each in outputs]
-    if args.labels.dim() == 2:
-        b_s = tuple(args.labels.shape)
-        whole[2:] = [None if t is None else in_labels_layout(t, b_s) for t in whole[2:]]
-    return tuple(whole)
+        num_kept = masked_tokens.num_kept(unmasked.read()[0], spec.num_tokens)
+    return Kept.of(weights, num_kept)
 
 
 def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature: Tensor | None) -> Targets:
     """Columns of this shard for the labels or the teacher's targets, in token order."""
     config, parts = args.config, spec.comm.num_parts
     ids = in_token_order(args.labels, args, parts).to(torch.int64)
-    ids = ids if kept is None else kept.of_tokens(ids)
     labels = _local(ids, spec, config)
     ignored = None
     if config.ignore_index is not None:
@@ -333,17 +319,15 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature
         labels = labels.clone()
     weights = None
     if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
-        weights = in_token_order(args.token_weights.detach(), args, parts)
-        weights = (weights if kept is None else kept.of_tokens(weights)).float()
+        weights = in_token_order(args.token_weights.detach(), args, parts).float()
         if ignored is not None:
             weights = weights.masked_fill(ignored, 0.0)
-    soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec, kept)
-    if inv_temperature is not None and kept is not None:
-        inv_temperature = kept.of_tokens(inv_temperature)
-    return Targets(labels, soft, ignored, weights, inv_temperature)
+    soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec)
+    targets = Targets(labels, soft, ignored, weights, inv_temperature)
+    return targets if kept is None else targets.of(kept)
 
 
-def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept: Kept | None) -> SoftTargets:
+def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec) -> SoftTargets:
     k, parts = teacher.ids.shape[-1], spec.comm.num_parts
     ids, log_probs = (
         (part if part.dim() == 2 else part.transpose(0, 1)).reshape(-1, k).t()
@@ -351,10 +335,7 @@ def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec, kept
     )
     once = merge_duplicates(ids, log_probs)
     local = _local(once.ids, spec, args.config).view(k, parts, -1)
-    probs = once.probs.view(k, parts, -1)
-    if kept is not None:
-        local, probs = kept.of_tokens(local), kept.of_tokens(probs)
-    return SoftTargets(local, probs)
+    return SoftTargets(local, once.probs.view(k, parts, -1))
 
 
 def in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:

@@ -45,7 +45,6 @@ from torch import Tensor
 from megatron_fused_ce import logits_backend
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.grad_guard import Guard
 from megatron_fused_ce.grad_weight import (
     GradWeight,
     HeldGradWeight,
@@ -60,14 +59,13 @@ from megatron_fused_ce.vocab_parallel import DONE, Work
 
 
 class Context(NamedTuple):
-    """One call: its spec, and its own chunks, recorder and guard."""
+    """One call: its spec, and its own chunks and recorder."""
 
     spec: CallSpec
     #: the spec's, or fewer where masked tokens are skipped
     chunks: tuple[Chunk, ...]
     open_grad_weight: OpenGradWeight
     phases: Phases
-    guard: Guard
 
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""

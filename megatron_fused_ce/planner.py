@@ -395,14 +395,14 @@ def peak_memory(
 ) -> Memory:
     """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are stored.
 
-    The larger of forward (with tile statistics) and backward (with scaled hidden states). ``grad_in_forward``
-    has only a forward.
+    The larger of forward (with tile statistics) and backward (with scaled hidden states). The backward of
+    ``grad_in_forward`` needs memory only where its gradients must be made again, less than its forward.
     """
     cut = (count, capacity, stored_chunks, stored_tokens)
     forward = forward_memory(inputs, strategy, *cut)
     if strategy == "grad_in_forward":
-        return forward
-    if block_columns:
+        backward = remade_memory(inputs, count, capacity)
+    elif block_columns:
         backward = columns_memory(inputs, block_columns)
     else:
         backward = backward_memory(inputs, *cut, wgrad_at_once)
@@ -417,7 +417,7 @@ def forward_memory(
     stored_chunks: int,
     stored_tokens: int,
 ) -> Memory:
-    """The forward's peak; that of ``grad_in_forward`` as a whole.
+    """The forward's peak.
 
     Over several ranks the next chunk's GEMM runs beside each chunk (:mod:`.pipeline`), so buffers needed
     after a chunk's own GEMM exist twice, if there are two chunks.
@@ -458,14 +458,18 @@ def backward_memory(
     stored_chunks: int,
     stored_tokens: int,
     wgrad_at_once: bool = False,
+    keeps_last: bool = True,
 ) -> Memory:
-    """The backward's peak of ``store``, ``recompute`` and ``mixed``, which run the last chunk first."""
+    """The backward's peak of ``store``, ``recompute`` and ``mixed``, which run the last chunk first.
+
+    ``keeps_last``: whether the forward left that chunk's gathered hidden states.
+    """
     chunk = _ChunkBytes.of(inputs, capacity)
     saves_e = inputs.saves_e
     again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
     rooms = int(not saves_e or again)
     # The chunk saved by the forward stays unchanged; beside it are the gathered ones and its scaled copy.
-    waiting = _waiting(inputs, count, stored_chunks)
+    waiting = _waiting(inputs, count, stored_chunks) if keeps_last else 0
     ring = (count - stored_chunks if frozen else count) - waiting
     if saves_e and not frozen and not again:
         ring += waiting
@@ -490,6 +494,18 @@ def backward_memory(
         sampled_rows=0,
         **_always(inputs, capacity, chunk, stored_chunks, rooms),
     )
+
+
+def remade_memory(inputs: PlanInputs, count: int, capacity: int) -> Memory:
+    """The backward's peak of ``grad_in_forward`` where the upstream gradient is not what was promised.
+
+    That of ``recompute``, whose gradients made in the forward are gone; those of other uses of the head wait.
+    """
+    memory = backward_memory(inputs, count, capacity, 0, 0, keeps_last=False)
+    if inputs.wgrad_accumulator == "none":
+        return memory
+    waiting = (inputs.uses_in_flight - 1) * _sum_bytes(inputs)
+    return memory._replace(grad_weight_sum=memory.grad_weight_sum + waiting)
 
 
 def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_fused_ce import autocast, row_ops, row_ops_torch
-from megatron_fused_ce.autograd import in_labels_layout
+from megatron_fused_ce.autograd import differentiated_once, in_labels_layout
 from megatron_fused_ce.call import Arguments, at_temperature, check_arguments, compared
 from megatron_fused_ce.grad_weight import ReturnedGradWeight
 from megatron_fused_ce.kernels.records import (
@@ -239,7 +238,7 @@ class MaskedLogProbs(torch.autograd.Function):
         return torch.where(known, made.log_prob, -torch.inf), made.entropy, made.sum_p_squared
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, products, merged_terms, known, entropy = ctx.saved_tensors
         call, (of_log_prob, of_entropy, _) = ctx.call, grads

@@ -400,6 +400,8 @@ class GroupHistory:
     heads: dict[Hashable, Settled] = field(default_factory=dict)
     #: Kind of call -> its :class:`.call.CallSpec`.
     specs: dict[Hashable, Any] = field(default_factory=dict)
+    #: Heads whose upstream gradient was not what its token weights promised.
+    broken: set[Hashable] = field(default_factory=set)
 
     def compares(self, head: Hashable | None, every_call: bool) -> bool:
         """Whether the ranks must compare this call's arguments; the same answer on every rank.

@@ -3,8 +3,7 @@
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the flags), the
 language module (the hook points in the model), the schedules (the accuracy), the trainer (the report of the
-phases), ``rl_utils`` and ``Float16Module`` (log-probabilities without logits), ``finalize_model_grads`` and
-the optimizers (a mismatch of ``grad_in_forward`` reaches all ranks and stops the step).
+phases), ``rl_utils`` and ``Float16Module`` (log-probabilities without logits).
 """
 
 from __future__ import annotations
@@ -23,18 +22,9 @@ TARGETS = {
     "megatron.training.arguments": ("megatron_fused_ce.adapter.training_arguments", "patch"),
     layout.LANGUAGE_MODULE: ("megatron_fused_ce.adapter.language_module", "patch"),
     "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
-    "megatron.core.distributed.finalize_model_grads": (
-        "megatron_fused_ce.adapter.model_guard",
-        "patch",
-    ),
     "megatron.rl.rl_utils": ("megatron_fused_ce.adapter.rl_logprobs", "patch"),
     "megatron.core.transformer.module": ("megatron_fused_ce.adapter.rl_logprobs", "patch_upcast"),
     "megatron.training.training": ("megatron_fused_ce.adapter.phase_report", "patch"),
-    "megatron.core.optimizer.optimizer": ("megatron_fused_ce.adapter.optimizer_guard", "patch"),
-    "megatron.core.optimizer.optimizer_cuda_graph": (
-        "megatron_fused_ce.adapter.optimizer_guard",
-        "patch_cuda_graph",
-    ),
 }
 
 _MARK = "__fused_ce_patched__"

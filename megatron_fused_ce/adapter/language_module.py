@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_fused_ce.adapter import (
     accuracy,
     arguments,
-    model_guard,
     phase_report,
     report,
     stock_path,
@@ -94,8 +93,8 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         with_argmax=_counts_mtp_acceptance(model.config),
         log_accuracy=log_accuracy,
         timed=phase_report.times_heads(model.output_layer.tp_group.rank()),
+        model=type(model).__name__,
     )
-    model_guard.adopt(model, model.output_layer, config)
     report.adopted(model, args)
 
 

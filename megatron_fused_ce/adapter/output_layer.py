@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import accuracy, deferred_logits, model_guard, phase_report, report, stock_path
+from megatron_fused_ce.adapter import accuracy, deferred_logits, phase_report, report, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -17,6 +19,7 @@ from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import UNTIMED
+from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import unrounded
 
 
@@ -36,9 +39,12 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_with_argmax: bool
     fused_ce_log_accuracy: bool
     fused_ce_timed: bool
+    fused_ce_model: str  # name of its class
 
     @staticmethod
-    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, timed: bool) -> None:
+    def adopt(
+        layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, timed: bool, model: str
+    ) -> None:
         """Make a stock layer defer its logits from now on.
 
         Its new attributes can be copied and pickled with the model: no CUDA event, no recorder of times.
@@ -49,6 +55,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         layer.fused_ce_with_argmax = with_argmax
         layer.fused_ce_log_accuracy = log_accuracy
         layer.fused_ce_timed = timed
+        layer.fused_ce_model = model
 
     def __call__(
         self,
@@ -140,7 +147,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
             phases=phase_report.recorder() if self.fused_ce_timed else UNTIMED,
-            guard=model_guard.guard_of(self),
+            head=_head_of(self),
         )
         report.evaluation_once(self, input_, out.plan, out.why_not_scaled_exp)
         fused_ce_request.correct = out.outputs.correct
@@ -167,6 +174,18 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 f"the forward: {request.token_weights.unknown}",
             )
         return replace(config, strategy="auto")
+
+
+#: Of every layer that was evaluated; not an attribute, which a copy of the layer would share.
+_heads: WeakKeyDictionary[Any, Head] = WeakKeyDictionary()
+
+
+def _head_of(layer: ColumnParallelLinear) -> Head:
+    head = _heads.get(layer)
+    if head is None:
+        say = partial(report.say_of_a_replica, layer.tp_group.rank())
+        head = _heads[layer] = Head(f"the head of {layer.fused_ce_model}", say=say)
+    return head
 
 
 class _LossRequest:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logits_backend, planner, versions
+from megatron_fused_ce import logits_backend, planner, promise, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.config import FusedCEConfig
@@ -41,6 +41,12 @@ def say_once(tp_rank: int, text: str) -> None:
     if text not in _said and _speaks(tp_rank):
         _said.add(text)
         say(text)
+
+
+def say_of_a_replica(tp_rank: int, text: str) -> None:
+    """Log a line in one process of each data-parallel replica, to which alone it may apply."""
+    if tp_rank == 0:
+        say(text if _speaks(tp_rank) else f"rank {torch.distributed.get_rank()}: {text}")
 
 
 def say_of_phases(text: str) -> None:
@@ -208,8 +214,9 @@ def _dtype(config: Any, weight: Tensor) -> torch.dtype:
 
 
 def _say_totals() -> None:
-    seen = counters()
+    seen, remade = counters(), promise.counts.remade
     say(
         f"heads evaluated fused: {seen.fused}, logits materialised: {seen.materialised}, "
         f"heads on the stock path: {seen.stock}"
+        + (f", gradients of grad_in_forward made again: {remade}" if remade else "")
     )

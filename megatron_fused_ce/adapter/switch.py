@@ -24,7 +24,6 @@ class Counters:
 
 _counters = Counters()
 _enabled_config: FusedCEConfig | None = None
-_ever_enabled = False
 _enabled_log_accuracy = False
 _enabled_report = False
 
@@ -38,9 +37,8 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
     """Turn the fused head on for models built from now on, whatever launched them.
 
     The same as ``--fused-chunked-ce`` for launches without Megatron's command line (Megatron-Bridge,
-    NeMo, own scripts). Call it before the model is built, on every rank, also on pipeline stages without a
-    head, with the same arguments; Megatron may have been imported already or not. Runs no collective; the
-    model's first ``finalize_model_grads`` does, on every rank.
+    NeMo, own scripts). Call it before the model is built, on every rank, with the same arguments; Megatron
+    may have been imported already or not. Runs no collective.
 
     Args:
         log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
@@ -52,7 +50,7 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
         ValueError: it has a ``logit_scale``, which Megatron's own path would not apply.
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
-    global _enabled_config, _ever_enabled, _enabled_log_accuracy, _enabled_report
+    global _enabled_config, _enabled_log_accuracy, _enabled_report
     from megatron_fused_ce.adapter import import_hook
 
     check_config(config)
@@ -63,7 +61,6 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
             "multiplier is taken over from it): leave it at 1"
         )
     _enabled_config = config
-    _ever_enabled = True
     _enabled_log_accuracy = log_accuracy
     _enabled_report = report
     import_hook.install(asked_for)
@@ -82,11 +79,6 @@ def active_config() -> FusedCEConfig | None:
     from megatron_fused_ce.adapter import arguments
 
     return arguments.config_from_args(arguments.launch_args())
-
-
-def ever_asked_for() -> bool:
-    """Whether some model of this process may have a fused head: the same on every rank of a launch."""
-    return _ever_enabled or active_config() is not None
 
 
 def asked_for() -> bool:

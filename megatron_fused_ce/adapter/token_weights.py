@@ -8,7 +8,8 @@ the heads of multi-token prediction come with rolled labels and get no weights.
 Where masked tokens are to be skipped, their number sets out for the host as soon as the mask is seen, while
 the device still has the whole model before it (:mod:`megatron_fused_ce.masked_tokens`).
 
-What is found is a promise by whoever wrote the loss function, which ``grad_guard`` verifies.
+What is found is a promise by whoever wrote the loss function. The backward verifies it
+(:mod:`megatron_fused_ce.promise`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.masked_tokens import Count, count
+from megatron_fused_ce.host_copy import HostCopy
+from megatron_fused_ce.masked_tokens import count
 
 
 class TokenWeights(NamedTuple):
@@ -31,7 +33,7 @@ class TokenWeights(NamedTuple):
 
     values: Tensor | None
     unknown: str = ""
-    unmasked: Count | None = None  # where masked tokens are skipped
+    unmasked: HostCopy | None = None  # where masked tokens are skipped
 
 
 class _Call(NamedTuple):
@@ -40,7 +42,7 @@ class _Call(NamedTuple):
     model: Any
     labels: Any
     loss_mask: Any
-    unmasked: Count | None
+    unmasked: HostCopy | None
     generates: bool = False  # an inference context is given
 
 
@@ -102,7 +104,7 @@ def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
     return remembering
 
 
-def _count(model: Any, labels: Any, mask: Any) -> Count | None:
+def _count(model: Any, labels: Any, mask: Any) -> HostCopy | None:
     """Collectives: :func:`.masked_tokens.count`'s over the head's tensor-parallel group, where it skips."""
     layer: Any = getattr(model, "output_layer", None)
     config = getattr(layer, "fused_ce_config", None)

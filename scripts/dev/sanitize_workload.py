@@ -266,7 +266,7 @@ def rescaling(device: torch.device) -> None:
     more = scaled_exp_rows.scale_rows(x, factor, torch.empty_like(x), added=(factor, x[0].contiguous()))
     torch.testing.assert_close(more, (x + x[:1]) * factor[:, None])
     total = x.clone()
-    scaled_exp_rows.add_scaled_(total, out, factor[3])
+    scaled_exp_rows.add_scaled_(total, out, factor[3], torch.zeros(1, dtype=torch.int64, device=out.device))
     torch.testing.assert_close(total, x + factor[3] * out)
     copy = scaled_exp_rows.scaled_copy(x, factor[3], torch.bfloat16)
     torch.testing.assert_close(copy, (factor[3] * x).bfloat16())

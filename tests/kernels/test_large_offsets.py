@@ -229,5 +229,6 @@ def test_adding_more_elements():
     large_weight.cache_clear()
     total = torch.ones(FAR + 4099, device="cuda")
     addend = torch.full_like(total, 2.0)
-    scaled_exp_rows.add_scaled_(total, addend, torch.tensor(0.5, device="cuda"))
+    never = torch.zeros(1, dtype=torch.int64, device="cuda")
+    scaled_exp_rows.add_scaled_(total, addend, torch.tensor(0.5, device="cuda"), never)
     assert bool((total == 2.0).all())

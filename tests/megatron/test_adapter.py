@@ -20,7 +20,7 @@ import torch
 
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig, planner
-from megatron_fused_ce.adapter import arguments, model_guard, phase_report, report, switch
+from megatron_fused_ce.adapter import arguments, phase_report, report, switch
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.token_weights import TokenWeights
@@ -632,7 +632,7 @@ def test_an_adopted_layer_can_be_copied_and_pickled(monkeypatch):
     layer.weight = torch.nn.Parameter(torch.ones(3, 2))
     layer.sequence_parallel = False
     monkeypatch.setattr(phase_report.recorder(), "_idle", [threading.Lock()])
-    ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, False, timed=True)
+    ColumnParallelLinear.adopt(layer, FusedCEConfig(num_chunks=2), False, False, True, "GPTModel")
     for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(copied) is ColumnParallelLinear
         assert copied.fused_ce_config == layer.fused_ce_config
@@ -688,32 +688,6 @@ def test_a_reloaded_module_is_patched_again(tmp_path):
     )
     done = run_python("-c", code)
     assert done.stdout.split() == ["6", "6"], done.stderr
-
-
-def test_a_megatron_without_the_seam_of_the_guard_is_left_alone():
-    """``finalize_model_grads`` is elsewhere, or does not say which model it is for."""
-    module = types.ModuleType("megatron.core.distributed.finalize_model_grads")
-    model_guard.patch(module)
-    assert not hasattr(module, model_guard.HOOK_POINT)
-
-    def finalize_model_grads(chunks): ...
-
-    module.finalize_model_grads = finalize_model_grads
-    model_guard.patch(module)
-    assert module.finalize_model_grads is finalize_model_grads
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"strategy": "grad_in_forward"}, True), ({"skip_masked": True}, True), ({}, False)],
-    ids=str,
-)
-def test_what_can_mismatch_is_known_before_its_first_use(options, expected):
-    """All ranks agree on it at a model's first step, whose micro-batches may have come without a mask."""
-    model = torch.nn.Module()
-    model.output_layer = torch.nn.Linear(2, 2)
-    model_guard.adopt(model, model.output_layer, FusedCEConfig(**options))
-    assert model_guard.guard_of(model.output_layer).expected is expected
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import grad_guard
-from megatron_fused_ce.adapter import optimizer_guard, switch, token_weights
+from megatron_fused_ce.adapter import token_weights
 
 B, S = 2, 5
 
@@ -233,103 +232,6 @@ def test_wrapped_once_and_still_itself():
     model, mask = copy.deepcopy(GPT()), torch.rand(B, S)
     model(torch.ones(3), labels=labels(), loss_mask=mask)
     assert torch.equal(model.found[0].values, mask)
-
-
-def remember_a_mismatch():
-    grad_guard.WITHOUT_MODEL.record_mismatch(torch.tensor(True))
-
-
-class Skips:
-    """A Megatron optimizer; ``result`` is what its step returns, no torch optimizer steps in it."""
-
-    def __init__(self, succeeded, **attributes):
-        self.result = succeeded, 1.5, None
-        vars(self).update(attributes)
-
-    def step(self):
-        return self.result
-
-
-class Elsewhere(Skips):
-    def step(self):
-        return self.result
-
-
-class SaysABool(Skips):
-    """Not Megatron's own: whether it succeeded, and nothing beside it."""
-
-    def __init__(self, succeeded):
-        self.result = succeeded
-
-    def step(self):
-        return self.result
-
-
-@pytest.fixture(scope="module", autouse=True)
-def patched():
-    module = types.ModuleType("fake.optimizer")
-    Skips.__module__ = SaysABool.__module__ = module.__name__
-    module.Skips, module.SaysABool, module.Elsewhere = Skips, SaysABool, Elsewhere
-    optimizer_guard.patch(module)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "checks"),
-    [
-        (Skips(False), True),
-        (Skips(True), False),  # torch's hook has checked
-        (Skips(True, is_stub_optimizer=True), True),  # it has nothing to step
-        (Skips(True, chained_optimizers=[Skips(True, is_stub_optimizer=True)]), True),
-        (Skips(True, chained_optimizers=[Skips(True, is_stub_optimizer=True), Skips(True)]), False),
-        (Skips(False, chained_optimizers=[Skips(True)]), True),
-        (SaysABool(False), True),
-        (SaysABool(True), False),
-        (Elsewhere(False), False),  # of another module
-    ],
-)
-def test_a_step_without_a_step_checks(optimizer, checks):
-    assert optimizer.step() == optimizer.result
-    remember_a_mismatch()
-    if checks:
-        with pytest.raises(grad_guard.UpstreamMismatch):
-            optimizer.step()
-    else:
-        assert optimizer.step() == optimizer.result
-        with pytest.raises(grad_guard.UpstreamMismatch):
-            grad_guard.raise_if_mismatch()
-    assert optimizer.step() == optimizer.result
-
-
-def test_a_replayed_optimizer_step_checks_first():
-    replayed = []
-
-    class OptimizerCudaGraphWrapper:
-        def __call__(self):
-            replayed.append(True)
-
-    module = types.ModuleType("fake.optimizer_cuda_graph")
-    module.OptimizerCudaGraphWrapper = OptimizerCudaGraphWrapper
-    optimizer_guard.patch_cuda_graph(module)
-    remember_a_mismatch()
-    with pytest.raises(grad_guard.UpstreamMismatch):
-        OptimizerCudaGraphWrapper()()
-    assert replayed == []
-    OptimizerCudaGraphWrapper()()
-    assert replayed == [True]
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_an_optimizer_graph_laid_out_otherwise_is_left_alone(monkeypatch, capsys, asked):
-    """The check captured with the step still ends the launch; one line to those who use the head."""
-    monkeypatch.setattr(switch, "asked_for", lambda: asked)
-    moved = types.ModuleType("fake.optimizer_cuda_graph")
-    moved.OptimizerCudaGraphWrapper = type("OptimizerCudaGraphWrapper", (), {})
-    for module in (types.ModuleType("fake.optimizer_cuda_graph"), moved):
-        optimizer_guard.patch_cuda_graph(module)
-        assert capsys.readouterr().out.count("OptimizerCudaGraphWrapper") == asked
-    monkeypatch.setenv("RANK", "1")
-    optimizer_guard.patch_cuda_graph(module)
-    assert capsys.readouterr().out == ""
 
 
 def test_which_calls_end_in_a_loss(monkeypatch):

@@ -136,14 +136,23 @@ def test_flag_off_and_on_across_checkpoints(tmp_path, forks):
 
 
 @pytest.mark.rest
-def test_a_loss_that_is_not_the_masked_sum_stops_the_run(tmp_path, forks):
-    """One token counts twice: no step is taken with ``grad_in_forward``'s gradients."""
+def test_a_loss_that_is_not_the_masked_sum(tmp_path, forks):
+    """One token counts twice: ``grad_in_forward`` trains as ``recompute`` does, and says so once."""
     source = SCRIPT.read_text()
     loss = "(losses.float() * loss_mask).sum()"
     assert source.count(loss) == 1
     script = tmp_path / "pretrain.py"
     script.write_text(source.replace(loss, f"{loss} + losses[0, 3]"))
-    words = words_of(script, *GRAD_IN_FORWARD.split())
-    status, output = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2")
-    assert status != 0 and exact_lines(output) == []
-    assert "UpstreamMismatch" in told_by_ranks(output)
+    lines, told = {}, {}
+    for strategy in ("recompute", "grad_in_forward"):
+        flags = GRAD_IN_FORWARD.replace("grad_in_forward", strategy).split()
+        status, output = forks.launch(words_of(script, *flags), tmp_path, ranks=range(2), WORLD_SIZE="2")
+        assert status == 0, told_by_ranks(output)
+        lines[strategy], told[strategy] = exact_lines(output), output
+    assert len(lines["recompute"]) == 8
+    for line, expected in zip(lines["grad_in_forward"], lines["recompute"], strict=True):
+        for name in ("lm loss", "grad norm"):
+            assert line[name] == pytest.approx(expected[name], rel=2e-6), name
+    assert told["grad_in_forward"].count("is not a scalar times the token weights") == 1
+    assert "gradients of grad_in_forward made again: 1" in told["grad_in_forward"]
+    assert "token weights" not in told["recompute"] and "made again" not in told["recompute"]

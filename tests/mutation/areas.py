@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from tests.mutation.faults import (
     ADAPTER,
+    BROKEN,
     CALLS,
-    FAILURES,
-    GUARD,
-    GUARDS,
     HEAD,
     MASKED,
-    MISMATCH,
     MODELS,
     OP,
     OPTIONS,
     OUTPUTS,
     PACKAGE,
+    PROMISE,
     PROPERTIES,
     ROWS,
     SCALED_EXP,
@@ -92,14 +90,11 @@ AREAS = (
         },
     ),
     Area(
-        "guard",
+        "promise",
         15,
         {
-            f"{PACKAGE}/grad_guard.py": (GUARD, GUARDS, f"{FAILURES} -k 'gone or failed'"),
-            f"{PACKAGE}/adapter/model_guard.py": (
-                f"{ADAPTER} -k 'seam_of_the_guard or can_mismatch'",
-                f"{MISMATCH} -k '2ranks or models_on'",
-            ),
+            f"{PACKAGE}/promise.py": (PROMISE, f"{BROKEN} -k 'one_rank_alone or said'"),
+            f"{PACKAGE}/masked_tokens.py": (MASKED,),
         },
     ),
     Area(
@@ -109,7 +104,7 @@ AREAS = (
             f"{PACKAGE}/adapter/{name}.py": (
                 f"{ADAPTER} {WEIGHTS} {STOCK}",
                 f"{MODELS} -k '2ranks and not hybrid'",
-                f"{MISMATCH} -k 'dp-2ranks or auto_keeps'",
+                f"{BROKEN} -k 'dp-2ranks or said'",
             )
             for name in (
                 "stock_path",
@@ -118,7 +113,6 @@ AREAS = (
                 "deferred_logits",
                 "output_layer",
                 "language_module",
-                "optimizer_guard",
             )
         },
     ),

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, call, grad_guard, vocab_parallel
+from megatron_fused_ce import FusedCEConfig, call, vocab_parallel
 from megatron_fused_ce.config import Device
-from megatron_fused_ce.grad_guard import Guard
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.promise import Head
 from megatron_fused_ce.testing.reference import make_inputs, make_teacher
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE
 from tests.support.op import (
@@ -42,8 +42,7 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
     "odd rows": with_odd_rows,
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
 }
-#: Of a model whose heads may use ``grad_in_forward`` at first.
-GUARD = Guard("a model of this test")
+HEADS = Head("a head of this test"), Head("another one")
 
 MODES = {
     "grad": contextlib.nullcontext,
@@ -78,7 +77,7 @@ class Kind:
     with_argmax: bool = False
     main_grad: torch.dtype | None = None
     uses_in_flight: int = 1
-    forbidden: bool = False
+    head: int = 0
     #: a number, or how many temperatures a token has
     temperature: float | str = 1.0
     zero_unknown: bool = False
@@ -123,7 +122,6 @@ class Kind:
             tensors[self.sharded] = tensors[self.sharded].as_subclass(Sharded)
         if self.shorter:
             tensors[self.shorter] = tensors[self.shorter][:-1]
-        GUARD.allowed = not self.forbidden
         temperature = self.temperature
         if isinstance(temperature, str):
             temperature = {"per token": weights, "short": weights[:-1]}[temperature].abs() + 0.5
@@ -147,7 +145,7 @@ class Kind:
                 zero_unknown=self.zero_unknown,
                 with_argmax=self.with_argmax,
                 uses_in_flight=self.uses_in_flight,
-                guard=GUARD,
+                head=HEADS[self.head],
                 **({} if main_grad is None else {"open_grad_weight": AddsTo(main_grad)}),
             )
         if head.loss.requires_grad:
@@ -156,7 +154,6 @@ class Kind:
             torch.autograd.backward(
                 [getattr(head.outputs, name) for name in names], [1.5 * weights] * len(names)
             )
-            grad_guard.raise_if_mismatch()
         made = [*head.outputs, head.local_max, head.local_argmax, main_grad]
         return [head.logits_backend, head.plan, hidden.grad, weight.grad, *made]
 
@@ -247,7 +244,7 @@ DIFFER_IN = {
     "grad mode": [replace(Kind(), strategy=strategy, mode=mode) for strategy in STRATEGIES for mode in MODES],
     "autocast": [replace(Kind(), autocast=autocast) for autocast in (True, False)],
     "token weights": [replace(MANY, token_weights=kind) for kind in ("given", "none", "short")],
-    "model": [MANY, replace(MANY, forbidden=True)],
+    "head": [replace(MANY, head=of) for of in (0, 1)],
     "outstanding forwards": [replace(MANY, uses_in_flight=number) for number in (1, 3)],
     "vocab_start": [replace(Kind(), vocab_start=start) for start in (None, 0, 3, 1, True)],
     "outputs": [replace(Kind(), outputs=outputs) for outputs in ((), *OUTPUTS)],
@@ -317,7 +314,7 @@ FIELDS = {
     "with_argmax": st.booleans(),
     "main_grad": st.sampled_from([None, torch.float32, torch.bfloat16]),
     "uses_in_flight": st.sampled_from([1, 3]),
-    "forbidden": st.booleans(),
+    "head": st.sampled_from([0, 1]),
     "temperature": st.sampled_from([1.0, 2, "per token"]),
     "zero_unknown": st.booleans(),
 }

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
-from megatron_fused_ce import grad_guard
-from megatron_fused_ce.grad_guard import AbandonedGradient
 from tests.support import orders
 from tests.support.faulty import Filled, OutOfMemoryAt, Step, out_of_memory_at
 from tests.support.head import column_plans, mixed_plans
@@ -71,39 +67,11 @@ def test_out_of_memory_anywhere(case, request):
     with OutOfMemoryAt() as of_forward:
         step.forward()
     assert set(outcomes[: of_forward.count]) == {"untouched"}, "a forward has added something"
-    assert ("refused" in outcomes) == (step.main_grad is not None), outcomes
+    assert ("nan" in outcomes) == (step.main_grad is not None), outcomes
     # Where a sum is whole, only what follows the op's own backward is left to fail.
-    order = ["untouched", "refused", "whole"]
+    order = ["untouched", "nan", "whole"]
     assert outcomes == sorted(outcomes, key=order.index)
     assert tensors_alive() <= alive + 4, "tensors of failed steps are still alive"
-
-
-def test_an_optimizer_step_after_a_failed_backward():
-    """Refused before it changes a parameter, as long as nobody has zeroed what was left."""
-    step = Step(torch.float32, "store", "fp32")
-    step.weight.grad = step.main_grad  # as an optimizer of torch's own would see it
-    optimizer = torch.optim.SGD([step.weight, step.hidden], lr=1.0)
-    before = step.weight.detach().clone()
-    with OutOfMemoryAt() as counted:
-        step.run()
-    step.main_grad.zero_()
-    with pytest.raises(torch.OutOfMemoryError), OutOfMemoryAt(counted.count - 3):
-        step.run()
-    for _ in range(2):
-        with pytest.raises(AbandonedGradient):
-            optimizer.step()
-    assert torch.equal(step.weight, before)
-    step.main_grad.zero_()
-    step.run()
-    optimizer.step()
-    assert torch.isfinite(step.weight).all() and not torch.equal(step.weight, before)
-
-
-def test_a_buffer_that_is_gone_stops_nothing():
-    """A model that was thrown away after its backward failed."""
-    grad_guard.poison(torch.zeros(3, 2))
-    gc.collect()
-    grad_guard.raise_if_mismatch()
 
 
 # --- steps in other orders, other memory ------------------------------------------------------

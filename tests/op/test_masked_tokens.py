@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_fused_ce import (
     FusedCEConfig,
-    UpstreamMismatch,
     fused_linear_distillation,
     fused_linear_token_outputs,
-    grad_guard,
     masked_tokens,
     op,
     planner,
 )
-from megatron_fused_ce.grad_guard import WITHOUT_MODEL
+from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.logits_backend import GemmThenRows
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import (
@@ -30,6 +29,7 @@ from megatron_fused_ce.testing.reference import (
     relative_error,
 )
 from tests.support.op import STRATEGIES
+from tests.support.problems import open_main_grad
 
 SHARES = (0.0, 0.3, 0.8, 1.0)
 
@@ -94,39 +94,103 @@ def test_the_others_are_as_before_and_masked_ones_zero(share, strategy, device, 
     assert relative_error(result.grad_hidden, whole.grad_hidden) < 2e-6
     assert relative_error(result.grad_weight, whole.grad_weight) < 2e-6
     torch.testing.assert_close(result.loss, whole.loss.masked_fill(masked, 0.0), rtol=1e-6, atol=1e-6)
-    grad_guard.raise_if_mismatch()
 
 
-def test_an_upstream_gradient_for_a_masked_token_stops_the_step(device):
-    inputs, masked = masked_problem(0.5, device)
-    weights = inputs.grad_loss.clone()
-    at = masked.nonzero()[-1]
-    inputs.grad_loss[at[0], at[1]] = 1e-20
+def outputs_of(inputs, weights, strategy, names=(), **options):
+    """The loss and other outputs, differentiable; operands that end in nothing else."""
     hidden = inputs.hidden.clone().requires_grad_()
-    loss = linear_cross_entropy(
+    weight = inputs.weight.clone().requires_grad_()
+    made = linear_cross_entropy(
         hidden,
-        inputs.weight,
+        weight,
         inputs.labels,
         token_weights=weights,
-        config=FusedCEConfig(strategy="store", skip_masked=True),
-    ).loss
-    loss.backward(inputs.grad_loss)
-    optimizer = torch.optim.SGD([hidden], lr=0.1)
-    with pytest.raises(UpstreamMismatch):
-        optimizer.step()
+        config=FusedCEConfig(strategy=strategy, skip_masked=True, **options),
+        outputs=names,
+        differentiable=names,
+    ).outputs
+    return made, hidden, weight
 
 
-def test_an_overflowed_loss_scale_is_no_mismatch(device):
+@pytest.mark.parametrize("rounded_to", [4, 128], ids=["", "all of them in the GEMMs"])
+@pytest.mark.parametrize("name", ["loss", "entropy"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_upstream_gradient_for_a_masked_token_raises(strategy, name, rounded_to, device, monkeypatch):
+    """In the backward, before anything is added, whichever output it is of."""
+    if (strategy, name) == ("grad_in_forward", "entropy"):
+        pytest.skip("it takes no outputs with gradients")
+    monkeypatch.setattr(masked_tokens, "ROUND_TO", rounded_to)
     inputs, masked = masked_problem(0.5, device)
+    weights = inputs.grad_loss.clone()
+    names = () if name == "loss" else ("log_prob", "entropy")
+    made, hidden, weight = outputs_of(inputs, weights, strategy, names)
+    given = inputs.grad_loss
+    at = masked.nonzero()
+    given[at[-1][0], at[-1][1]] = 1e-20
+    given[at[0][0], at[0][1]] = -1.0
+    with pytest.raises(RuntimeError, match=r"^2 tokens of weight 0 were left out \(skip_masked\)"):
+        getattr(made, name).backward(given)
+    assert hidden.grad is None and weight.grad is None
+
+
+def test_the_host_waits_once_for_all_outputs(device, monkeypatch):
+    inputs, _ = masked_problem(0.5, device)
+    made, *_ = outputs_of(inputs, inputs.grad_loss.clone(), "store", ("log_prob", "lse", "entropy"))
+    waits = []
+    read = HostCopy.read
+    monkeypatch.setattr(HostCopy, "read", lambda copy: waits.append(copy) or read(copy))
+    asked = [made.loss, made.log_prob, made.lse, made.entropy]
+    torch.autograd.backward(asked, [inputs.grad_loss] * len(asked))
+    assert len(waits) == 1
+
+
+def test_an_ignored_label_may_have_any_weight_and_upstream(device):
+    """Its loss has no gradient, whatever comes."""
+    inputs, masked = masked_problem(0.5, device)
+    weights = inputs.grad_loss.clone()
+    inputs.labels[masked] = -100
+    made, hidden, weight = outputs_of(inputs, weights, "store", ignore_index=-100)
+    expected = run(inputs, masked, FusedCEConfig("store", skip_masked=True, ignore_index=-100))
+    made.loss.backward(inputs.grad_loss.masked_fill(masked, 3.0))
+    assert torch.equal(hidden.grad, expected.grad_hidden)
+    assert torch.equal(weight.grad, expected.grad_weight)
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["", "main_grad"])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_overflow_leaves_nan(strategy, share, main_grad, device):
+    """As without skipping: the loss scale has overflowed, and Megatron must see it in the gradients."""
+    inputs, masked = masked_problem(share, device)
     weights = (~masked).float()
     hidden = inputs.hidden.clone().requires_grad_()
-    config = FusedCEConfig(strategy="store", skip_masked=True)
-    loss = linear_cross_entropy(
-        hidden, inputs.weight, inputs.labels, token_weights=weights, config=config
-    ).loss
-    loss.backward(weights * torch.inf)  # NaN at masked tokens
-    grad_guard.raise_if_mismatch()
-    assert not torch.isfinite(hidden.grad[~masked.t()]).all()
+    weight = inputs.weight.clone().requires_grad_()
+    total = torch.ones_like(weight)
+    opened = {"open_grad_weight": partial(open_main_grad, total)} if main_grad else {}
+    for skip_masked in (False, True):
+        loss = linear_cross_entropy(
+            hidden, weight, inputs.labels, token_weights=weights,
+            config=FusedCEConfig(strategy=strategy, skip_masked=skip_masked), **opened,
+        ).loss  # fmt: skip
+        hidden.grad = weight.grad = None
+        total.fill_(1.0)
+        loss.backward(weights * torch.inf)  # NaN at masked tokens
+        of_weight = total if main_grad else weight.grad
+        assert of_weight.isnan().all()
+        assert hidden.grad.isnan().any(-1).all()
+
+
+def test_only_what_overflowed_is_nan(device):
+    """One masked token's upstream gradient: other rows of ``grad_hidden`` are as ever."""
+    inputs, masked = masked_problem(0.5, device)
+    weights = inputs.grad_loss.clone()
+    made, hidden, weight = outputs_of(inputs, weights, "recompute")
+    at = tuple(masked.nonzero()[2])
+    inputs.grad_loss[at] = torch.nan
+    made.loss.backward(inputs.grad_loss)
+    assert weight.grad.isnan().all()
+    rows = hidden.grad.isnan().any(-1)
+    assert rows.sum() == 1 and rows[at[1], at[0]]
 
 
 def test_outputs_and_teachers(device):
@@ -160,7 +224,7 @@ def test_large_ids_are_put_back_whole(device):
     """2**24 + 1 is no number of fp32."""
     kept = masked_tokens.Kept.of(torch.tensor([[0.0, 1.0, 1.0]], device=device), 2)
     ids = torch.tensor([2**24 + 1, 2**40 + 1], device=device)
-    assert kept.put_back(ids, WITHOUT_MODEL).tolist() == [-1, *ids.tolist()]
+    assert kept.put_back(ids).tolist() == [-1, *ids.tolist()]
 
 
 def test_a_count_that_was_started_before(device):
@@ -168,7 +232,7 @@ def test_a_count_that_was_started_before(device):
     weights = inputs.grad_loss.t().reshape(1, -1)
     config = FusedCEConfig(strategy="store", skip_masked=True)
     early = masked_tokens.count(weights, None)
-    assert early.wait() == int((weights != 0).sum())
+    assert early.read() == [int((weights != 0).sum())]
     result = run(inputs, masked, config, unmasked=early)
     assert relative_error(result.grad_hidden, run(inputs, masked, config).grad_hidden) == 0
 

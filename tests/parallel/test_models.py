@@ -138,9 +138,9 @@ def train_two_micro_batches(model: Model, rank: Rank) -> dict[str, torch.Tensor]
     return results
 
 
-def _noting(seen: list[int], wait: Any) -> Any:
-    def noted(count: Any) -> int:
-        seen.append(wait(count))
+def _noting(seen: list[list[int]], read: Any) -> Any:
+    def noted(copy: Any) -> list[int]:
+        seen.append(read(copy))
         return seen[-1]
 
     return noted
@@ -150,20 +150,16 @@ def _noting(seen: list[int], wait: Any) -> Any:
 @pytest.mark.parametrize("name", [*BY_NAME, *SINCE_0_17])
 def test_off_against_on(rank: Rank, name):
     import megatron_fused_ce
-    from megatron_fused_ce import grad_guard, masked_tokens
+    from megatron_fused_ce import masked_tokens, promise
+    from megatron_fused_ce.host_copy import HostCopy
 
     model = model_of(rank, name)
-    watched: list[bool] = []
-    kept: list[int] = []
+    read: list[list[int]] = []
     have_groups(rank.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            grad_guard.Guard,
-            "record_mismatch",
-            lambda self, mismatch: watched.append(bool(mismatch)),
-        )
         patch.setattr(masked_tokens, "ROUND_TO", 2)
-        patch.setattr(masked_tokens.Count, "wait", _noting(kept, masked_tokens.Count.wait))
+        patch.setattr(HostCopy, "read", _noting(read, HostCopy.read))
+        patch.setattr(promise, "counts", promise.Counts())
         megatron_fused_ce.disable()
         off = train_two_micro_batches(model, rank)
         counters = megatron_fused_ce.counters()
@@ -175,11 +171,16 @@ def test_off_against_on(rank: Rank, name):
         )
         on = train_two_micro_batches(model, rank)
         megatron_fused_ce.disable()
+        promised = promise.counts
     assert (counters.fused, counters.materialised, counters.stock) == (2 * (1 + model.mtp), 0, 0)
     # Of each micro-batch the main loss, and no other head, was grad_in_forward, and left its masked tokens
     # out.
-    promises = int(model.strategy == "grad_in_forward" and takes_mask(model)) + int(model.skip_masked)
-    assert watched == [False] * (2 * promises)
+    makes_gradients = model.strategy == "grad_in_forward" and takes_mask(model)
+    assert promised == promise.Counts(kept=2 * makes_gradients)
+    # One wait of the host for each backward that has something to look at, and one more for a count.
+    verdicts = [words for words in read if len(words) == 1 + 2 * model.skip_masked and not any(words)]
+    assert len(verdicts) == 2 * (makes_gradients or model.skip_masked)
+    kept = [words[0] for words in read if words not in verdicts]
     assert len(kept) == (2 if model.skip_masked else 0)
     assert all(0 < count < BATCH * SEQUENCE for count in kept)
     assert off.keys() == on.keys()

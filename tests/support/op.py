@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, promise
 from megatron_fused_ce.kernels import scaled_exp
 from megatron_fused_ce.testing.reference import HeadInputs, HeadResult
 
@@ -23,6 +26,15 @@ ON_GPU = torch.cuda.is_available()
 HAS_EXP = not ON_GPU or torch.cuda.get_device_capability() >= (9, 0)
 #: What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
 EXP_DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+
+
+@contextlib.contextmanager
+def promises(kept: int, remade: int = 0) -> Iterator[None]:
+    """Inside, so many backwards hand over ``grad_in_forward``'s gradients, and so many make them again."""
+    before = replace(promise.counts)
+    yield
+    seen = promise.counts.kept - before.kept, promise.counts.remade - before.remade
+    assert seen == (kept, remade), f"(kept, made again): {seen}, expected {(kept, remade)}"
 
 
 def products() -> list[ModuleType]:

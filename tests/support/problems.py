@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, grad_guard
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.testing.reference import (
@@ -241,7 +241,6 @@ def run(
         [made[name] for name in upstreams],
         [laid_out(upstream, of_labels) for upstream in upstreams.values()],
     )
-    grad_guard.raise_if_mismatch()
     grad_weight = weight.grad if main_grad is None else main_grad
     assert hidden.grad is not None and grad_weight is not None
     made = {name: value.detach() for name, value in made.items()}

@@ -71,6 +71,8 @@ VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONFAULTHANDLER": "1",
+    # grad_in_forward's promise, which a test must not break unawares.
+    "PYTHONWARNINGS": "error:the upstream gradient of the per-token loss:UserWarning",
 }
 
 

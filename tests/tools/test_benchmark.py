@@ -219,8 +219,10 @@ def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
 
 
 def test_a_broken_promise_of_grad_in_forward_prints_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure.promise, "counts", measure.promise.Counts())
+
     def flag(problem, mark):
-        measure.grad_guard.WITHOUT_MODEL.record_mismatch(torch.tensor(True))
+        measure.promise.count(kept=False)
         return plain_run(problem, mark)
 
     variant = Variant("store", "ours", run=flag)

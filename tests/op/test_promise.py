@@ -1,0 +1,626 @@
+"""``grad_in_forward`` is exact for every loss: what was promised costs three GEMMs, anything else six."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, promise
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
+from megatron_fused_ce.rl import masked_token_log_probs
+from tests.support.op import STRATEGIES, promises
+from tests.support.problems import open_main_grad, same_bits
+
+ROOT = Path(__file__).resolve().parents[2]
+MILLION = 1_000_000
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+#: What a broken promise is told with.
+is_told = partial(pytest.warns, UserWarning, match="is not a scalar times the token weights")
+
+
+def mask(num_tokens: int = 4096, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.rand(num_tokens, generator=generator) < 0.7).float().to(device)
+
+
+def fractions(num_tokens: int = 4096) -> torch.Tensor:
+    return torch.randn(num_tokens, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("c", [1.0, -3.0, 1 / 3, 65536 * 0.77, 2.0**-30 / 7, 1e-30])
+@pytest.mark.parametrize(
+    "weights",
+    [mask(), fractions(), torch.tensor([1.0, -1.0, 2.0, -2.0])],
+    ids=["mask", "fractions", "sum of 0"],
+)
+def test_a_scalar_times_the_weights_fits(weights, c):
+    scale, found = fit_scalar(weights * c, weights)
+    assert found == KEPT and scale.dtype == torch.float32 and scale.shape == ()
+    assert float(scale) == pytest.approx(c, rel=2e-7, abs=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_weights_of_other_dtypes(dtype):
+    weights = fractions().to(dtype)
+    scale, found = fit_scalar(weights.float() * 0.1, weights)
+    assert found == KEPT and float(scale) == pytest.approx(0.1, rel=2e-7)
+
+
+def upstream(make_loss, weights) -> torch.Tensor:
+    losses = torch.ones_like(weights, requires_grad=True)
+    make_loss(losses).backward()
+    return losses.grad
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 2.0**32, 2.0**-14 / 3])
+def test_megatrons_arithmetic_fits(loss_scale):
+    """pretrain_gpt's loss_func, the schedule's division and the loss scale, in Megatron's order."""
+    for weights in (mask(), mask().bfloat16(), fractions()):
+
+        def make_loss(losses, weights=weights):
+            loss = torch.sum(losses.view(-1).float() * weights.view(-1).float())
+            loss = loss / torch.clamp(weights.sum().int(), min=1) / 7
+            return loss * loss_scale
+
+        g = upstream(make_loss, weights.float())
+        assert fit_scalar(g, weights)[1] == KEPT
+
+
+def test_the_same_weights_in_another_order_of_rounding_fit():
+    lengths = torch.randint(1, 4000, (4096,), generator=torch.Generator().manual_seed(2)).float()
+    weights = mask() / lengths * 1.7 / 3.0
+
+    def make_loss(losses):
+        return (losses * 1.1 * mask() / 3.0 * 0.9 * (1.7 / lengths) / 1.3).sum()
+
+    assert fit_scalar(upstream(make_loss, weights), weights)[1] == KEPT
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda g, w: g.index_fill_(0, w.nonzero()[1234], 0.0),  # a token left out
+        lambda g, w: g.index_fill_(0, (w == 0).nonzero()[99, :1], 1e-12),  # a masked one let in
+        lambda g, w: g.mul_(1 + 4e-6 * _one(w)),
+        lambda g, w: g.mul_(1 - 2 * _one(w)),  # its sign
+        lambda g, w: g.mul_(1 + _one(w) * 9),
+        lambda g, w: g.add_(1e-8),
+        lambda g, w: g.copy_(torch.ones_like(g)),  # the mean over all tokens
+    ],
+    ids=["left out", "let in", "4e-6 off", "sign", "ten times", "all shifted", "no mask"],
+)
+def test_one_wrong_token_in_a_million_is_seen(spoil):
+    weights = mask(MILLION)
+    g = weights * 0.37
+    assert fit_scalar(g, weights)[1] == KEPT
+    spoil(g, weights)
+    assert fit_scalar(g, weights)[1] == BROKEN
+
+
+def _one(weights: torch.Tensor) -> torch.Tensor:
+    """1 at one token that counts, else 0."""
+    one = torch.zeros_like(weights)
+    one[weights.nonzero()[4321]] = 1.0
+    return one
+
+
+def test_small_weights_are_compared_on_their_own_scale():
+    weights = torch.tensor([1.0, 1e-9, 1e-20])
+    for token in range(3):
+        g = weights * 0.3
+        g[token] *= 1.0001
+        assert fit_scalar(g, weights)[1] == BROKEN
+
+
+def test_an_all_masked_micro_batch_is_legal_only_without_gradient():
+    weights, g = torch.zeros(2, 5), torch.zeros(2, 5)
+    c, found = fit_scalar(g, weights)
+    assert float(c) == 0.0 and found == KEPT
+    g[1, 2] = 1e-20
+    assert fit_scalar(g, weights)[1] == BROKEN
+
+
+def test_no_upstream_at_all_fits():
+    c, found = fit_scalar(torch.zeros(4096), mask())
+    assert float(c) == 0.0 and found == KEPT
+
+
+def test_an_empty_batch_fits():
+    c, found = fit_scalar(torch.empty(0), torch.empty(0))
+    assert float(c) == 0.0 and found == KEPT
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("weights", [mask(), torch.zeros(4096)], ids=["mask", "all masked"])
+def test_an_overflow_is_its_own_case(weights, bad):
+    """The loss scale has overflowed: the loss is what was promised, but the gradients are not."""
+    for g in (weights * bad, weights.index_fill(0, torch.tensor(3), bad)):
+        assert not torch.isfinite(g).all()
+        c, found = fit_scalar(g, weights)
+        assert math.isnan(c) and found == NOT_FINITE
+
+
+def test_a_scalar_beyond_fp32():
+    c, found = fit_scalar(1e38 * torch.ones(3), torch.full((3,), 1e-5))
+    assert math.isnan(c) and found == NOT_FINITE
+
+
+def test_bad_weights_do_not_pass():
+    weights = mask()
+    weights[7] = math.nan
+    assert fit_scalar(torch.ones(4096), weights)[1] == BROKEN
+    assert fit_scalar(torch.zeros(4096), weights)[1] == BROKEN
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"\(4, 1\) and token_weights \(4,\)"):
+        fit_scalar(torch.ones(4, 1), torch.ones(4))
+
+
+# --- a head whose promise is kept or broken -------------------------------------------------------
+
+
+class Micro:
+    """A micro-batch of a head of its own; ``strategy`` in three chunks."""
+
+    def __init__(self, device, dtype=torch.float32, main_grad=None, seed=3, **options):
+        """``main_grad``: what ``grad_weight`` is added to, or None for autograd's."""
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden = torch.randn(12, 2, 8, generator=generator).to(device, dtype).requires_grad_()
+        self.weight = torch.randn(20, 8, generator=generator).to(device, dtype).requires_grad_()
+        self.labels = torch.randint(0, 20, (2, 12), generator=generator).to(device)
+        self.mask = (torch.rand(2, 12, generator=generator) < 0.7).float().to(device)
+        self.main_grad, self.options = main_grad, options
+
+    def losses(self, strategy):
+        opened = {}
+        if self.main_grad is not None:
+            opened["open_grad_weight"] = partial(open_main_grad, self.main_grad)
+        return linear_cross_entropy(
+            self.hidden, self.weight, self.labels, token_weights=self.mask,
+            config=FusedCEConfig(strategy=strategy, num_chunks=3, **self.options), **opened,
+        ).loss  # fmt: skip
+
+    def gradients(self, strategy, make_loss, **backward):
+        """Of ``make_loss(losses, mask)``, added to what ``main_grad`` holds."""
+        self.hidden.grad = self.weight.grad = None
+        make_loss(self.losses(strategy), self.mask).backward(**backward)
+        of_weight = self.weight.grad if self.main_grad is None else self.main_grad.clone()
+        return [self.hidden.grad, of_weight]
+
+
+def promised(losses, mask):
+    return (losses * mask).sum() * 0.3
+
+
+def one_token_more(losses, mask):
+    changed = mask.clone()
+    changed[1, 3] = 1.0 - changed[1, 3]
+    return (losses * changed).sum()
+
+
+#: Losses that are not what was promised.
+BROKEN_LOSSES = {
+    "all tokens": lambda losses, mask: losses.mean(),
+    "a token more or less": one_token_more,
+    "weights of its own": lambda losses, mask: (
+        losses * torch.linspace(-1, 2, 24).view(2, 12).to(mask)
+    ).sum(),
+    "used twice": lambda losses, mask: promised(losses, mask) + (losses.square() * mask).mean(),
+    "two terms": lambda losses, mask: promised(losses, mask) + losses[0, 2],
+    "the square of the mean": lambda losses, mask: promised(losses, mask).square() + losses.max(),
+}
+#: Losses of which an upstream gradient is inf or NaN.
+OVERFLOWS = {
+    "inf": lambda losses, mask: promised(losses, mask) * math.inf,
+    "nan": lambda losses, mask: promised(losses, mask) * math.nan,
+    "one inf": lambda losses, mask: promised(losses, mask) + losses[1, 4] * math.inf,
+    "a NaN at a masked token": lambda losses, mask: (
+        one_token_more(losses, mask)
+        + (losses * (mask - 1)).nan_to_num().flatten()[(mask == 0).flatten()][0] * math.nan
+    ),
+}
+#: Losses that keep the promise.
+KEPT_LOSSES = {
+    "as promised": promised,
+    "scaled by 0": lambda losses, mask: promised(losses, mask) * 0.0,
+    "negative": lambda losses, mask: -7.0 * promised(losses, mask),
+    "a function of the sum": lambda losses, mask: promised(losses, mask).square(),
+}
+DTYPES_AND_ENDS = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+    "bf16, fp32 main_grad": (torch.bfloat16, torch.float32),
+    "bf16, bf16 main_grad": (torch.bfloat16, torch.bfloat16),
+    "fp16, fp32 main_grad": (torch.float16, torch.float32),
+}
+
+
+def micro_of(device, kind, **options):
+    """``main_grad`` has an earlier micro-batch's gradient."""
+    dtype, of_main_grad = DTYPES_AND_ENDS[kind]
+    main_grad = None
+    if of_main_grad is not None:
+        main_grad = torch.linspace(-1, 1, 160, device=device).view(20, 8).to(of_main_grad)
+    return Micro(device, dtype, main_grad, **options)
+
+
+def assert_same(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        assert same_bits(one, other)
+
+
+OPTIONS = {
+    "plain": {},
+    "smoothing and z-loss": {"label_smoothing": 0.1, "z_loss": 1e-3},
+    "ignored and padded": {"ignore_index": 3, "true_vocab_size": 17, "logit_softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("loss", BROKEN_LOSSES)
+@pytest.mark.parametrize("kind", DTYPES_AND_ENDS)
+def test_a_broken_promise_is_recomputed(kind, loss, options, device):
+    """To the bits of ``recompute``, and later calls of the head no longer rely on the weights."""
+    make_loss, settings = BROKEN_LOSSES[loss], OPTIONS[options]
+    expected = micro_of(device, kind, **settings).gradients("recompute", make_loss)
+    micro = micro_of(device, kind, **settings)
+    with promises(kept=0, remade=1), is_told():
+        assert_same(micro.gradients("grad_in_forward", make_loss), expected)
+    with promises(kept=0, remade=0):
+        again = micro_of(device, kind, **settings).gradients("grad_in_forward", make_loss)
+    for one, other in zip(again, expected, strict=True):
+        # bf16 and fp16: the strategy that was taken instead rounds elsewhere.
+        bound = 1e-6 if one.dtype == torch.float32 and kind == "fp32" else 2e-2
+        assert float((one - other).double().norm()) <= bound * float(other.double().norm())
+
+
+@pytest.mark.parametrize("loss", OVERFLOWS)
+@pytest.mark.parametrize("kind", DTYPES_AND_ENDS)
+def test_an_overflow_has_the_gradients_of_recompute(kind, loss, device):
+    """Once: an overflowed loss scale says nothing of the loss."""
+    make_loss = OVERFLOWS[loss]
+    expected = micro_of(device, kind).gradients("recompute", make_loss)
+    assert not all(torch.isfinite(one).all() for one in expected), "the case tests nothing"
+    micro = micro_of(device, kind)
+    for _ in range(2):
+        with promises(kept=0, remade=1), warnings.catch_warnings(action="error"):
+            assert_same(micro_of(device, kind).gradients("grad_in_forward", make_loss), expected)
+    with promises(kept=1):
+        micro.gradients("grad_in_forward", promised)
+
+
+@pytest.mark.parametrize("loss", KEPT_LOSSES)
+@pytest.mark.parametrize("kind", DTYPES_AND_ENDS)
+def test_a_promise_that_is_kept(kind, loss, device):
+    make_loss = KEPT_LOSSES[loss]
+    expected = micro_of(device, kind).gradients("recompute", make_loss)
+    with promises(kept=1), warnings.catch_warnings(action="error"):
+        made = micro_of(device, kind).gradients("grad_in_forward", make_loss)
+    for one, other in zip(made, expected, strict=True):
+        bound = 2e-6 if kind == "fp32" else 2e-2
+        assert float((one - other).double().norm()) <= bound * float(other.double().norm())
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight"])
+@pytest.mark.parametrize("loss", ["as promised", "two terms"])
+def test_one_gradient_alone(wanted, loss, device):
+    """The other operand is frozen, or nobody asks for its gradient."""
+    make_loss, kept = {**KEPT_LOSSES, **BROKEN_LOSSES}[loss], loss in KEPT_LOSSES
+    expected = dict(zip(("hidden", "weight"), Micro(device).gradients("recompute", make_loss), strict=True))
+    for frozen in (True, False):
+        promise_of_its_own = Micro(device)
+        getattr(promise_of_its_own, {"hidden": "weight", "weight": "hidden"}[wanted]).requires_grad_(
+            not frozen
+        )
+        made = linear_cross_entropy(
+            promise_of_its_own.hidden, promise_of_its_own.weight, promise_of_its_own.labels,
+            token_weights=promise_of_its_own.mask, head=Head("a head of its own"),
+            config=FusedCEConfig(strategy="grad_in_forward", num_chunks=3),
+        ).loss  # fmt: skip
+        loss_of_it = make_loss(made, promise_of_its_own.mask)
+        with promises(kept=int(kept), remade=int(not kept)), warnings.catch_warnings(action="ignore"):
+            (got,) = torch.autograd.grad(loss_of_it, [getattr(promise_of_its_own, wanted)])
+        torch.testing.assert_close(got, expected[wanted], rtol=2e-6, atol=2e-6)
+
+
+def test_a_second_backward_is_a_recomputation(device):
+    micro = Micro(device)
+    loss = promised(micro.losses("grad_in_forward"), micro.mask)
+    operands = micro.hidden, micro.weight
+    with promises(kept=1, remade=2):
+        made = [torch.autograd.grad(loss, operands, retain_graph=True) for _ in range(3)]
+    expected = torch.autograd.grad(promised(micro.losses("recompute"), micro.mask), operands)
+    for one, other in zip(made[0], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+    assert_same(made[1], expected)
+    assert_same(made[2], expected)
+
+
+def test_of_two_micro_batches_the_second_is_broken(device):
+    """The first one's gradient is in ``main_grad`` by then, and both forwards came before."""
+    main_grad = torch.zeros(20, 8, device=device)
+    total = torch.zeros(20, 8, device=device)
+    micros = [Micro(device, main_grad=main_grad, seed=seed) for seed in (3, 4)]
+    losses = [micro.losses("grad_in_forward") for micro in micros]
+    with promises(kept=1, remade=1), is_told():
+        promised(losses[0], micros[0].mask).backward()
+        one_token_more(losses[1], micros[1].mask).backward()
+    for seed, make_loss in ((3, promised), (4, one_token_more)):
+        Micro(device, main_grad=total, seed=seed).gradients("recompute", make_loss)
+    torch.testing.assert_close(main_grad, total, rtol=2e-6, atol=2e-6)
+
+
+def test_it_is_told_once_for_each_head(device):
+    """A head of another name, shape or process group keeps its promise."""
+    told = []
+    heads = [Head(name, say=told.append) for name in ("one", "another")]
+    micro = Micro(device)
+
+    def step(head, make_loss):
+        made = linear_cross_entropy(
+            micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
+            config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
+        )  # fmt: skip
+        waiting = linear_cross_entropy(
+            micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
+            config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
+        )  # fmt: skip
+        for loss in (made.loss, waiting.loss):
+            make_loss(loss, micro.mask).backward()
+        return made.plan.strategy
+
+    with promises(kept=2, remade=2):
+        assert step(heads[0], one_token_more) == "grad_in_forward"
+        assert step(heads[0], one_token_more) != "grad_in_forward"
+        assert step(heads[0], promised) != "grad_in_forward"
+        assert step(heads[1], promised) == "grad_in_forward"
+    assert len(told) == 1 and "the per-token loss of one is" in told[0]
+    assert "--fused-ce-strategy recompute or store" in told[0]
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adam": torch.optim.Adam,
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4),
+}
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training(name, closure, device):
+    """Also where the backward runs inside the optimizer's step, as Lightning and LBFGS call it."""
+    if name == "lbfgs" and not closure:
+        pytest.skip("LBFGS needs one")
+
+    def train(strategy):
+        micro = Micro(device)
+        optimizer = OPTIMIZERS[name]([micro.hidden, micro.weight])
+
+        def evaluate():
+            optimizer.zero_grad()
+            loss = one_token_more(micro.losses(strategy), micro.mask)
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            if not closure:
+                evaluate()
+            optimizer.step(evaluate if closure else None)
+        return micro.hidden.detach(), micro.weight.detach()
+
+    with promises(kept=0, remade=1), is_told():
+        made = train("grad_in_forward")
+    for one, other in zip(made, train("recompute"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("logits_backend", ["auto", "gemm_rows"])
+@pytest.mark.parametrize(
+    ("dtype", "c"),
+    [
+        (torch.bfloat16, 1 + 38.5 / 2**7),  # half way between two bf16 numbers: 3e-3 from each
+        (torch.float16, 1 + 307.5 / 2**10),  # 4e-4 from each
+        (torch.float16, 2.0**17),  # inf
+    ],
+)
+def test_the_scalar_keeps_its_digits(device, logits_backend, dtype, c):
+    """It stays in fp32 beside gradients of 16 bits."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(256, 1, 64, generator=generator)
+    weight = 1e-3 * torch.randn(512, 64, generator=generator)
+    labels = torch.randint(0, 512, (1, 256), generator=generator).to(device)
+    weights = torch.ones(1, 256, device=device)
+
+    def gradient(scalar):
+        x = hidden.to(device, dtype).requires_grad_()
+        loss = fused_linear_cross_entropy(
+            x, weight.to(device, dtype).requires_grad_(), labels, token_weights=weights,
+            config=FusedCEConfig(strategy="grad_in_forward", logits_backend=logits_backend),
+        )  # fmt: skip
+        loss.backward(scalar * weights)
+        return x.grad.double()
+
+    # The entries' own rounding averages out, a wrong factor does not.
+    with promises(kept=2):
+        one, scaled = gradient(1.0), gradient(c)
+    ratio = float((scaled * one).sum() / (one * one).sum())
+    assert ratio == pytest.approx(c, rel=5e-4 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_weights_changed_between_loss_and_backward(device, num_sequences):
+    """The gradients were made for what the weights were: the loss uses what they are now."""
+
+    def micro_of_its_own():
+        micro = Micro(device)
+        micro.hidden = micro.hidden.detach()[:, :num_sequences].clone().requires_grad_()
+        micro.labels, micro.mask = micro.labels[:num_sequences].clone(), micro.mask[:num_sequences].clone()
+        return micro
+
+    def change_and_weigh(losses, mask):
+        mask[0, 5] = 1.0 - mask[0, 5]
+        return (losses * mask).sum()
+
+    expected = micro_of_its_own().gradients("recompute", change_and_weigh)
+    with promises(kept=0, remade=1), is_told():
+        made = micro_of_its_own().gradients("grad_in_forward", change_and_weigh)
+    assert_same(made, expected)
+
+
+# --- a derivative of the gradient ------------------------------------------------------------------
+
+
+def by_strategy(strategy, micro):
+    return micro.losses(strategy)
+
+
+def by_mask(micro):
+    """Log-probabilities over two ids a token."""
+    ids = torch.stack((micro.labels, (micro.labels + 1) % 20), -1).flatten()
+    offsets = torch.arange(0, len(ids) + 1, 2, device=ids.device)
+    return masked_token_log_probs(micro.hidden, micro.weight, micro.labels, ids, offsets).log_prob
+
+
+HEADS = {strategy: partial(by_strategy, strategy) for strategy in STRATEGIES} | {"kept ids": by_mask}
+
+
+@pytest.mark.parametrize("upstream", ["a plain sum", "the loss squared"])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_gradient_penalty_is_refused(name, upstream, device):
+    """It would drop out of the loss in silence; whoever does not differentiate twice is not stopped."""
+    micro = Micro(device)
+    with warnings.catch_warnings(action="ignore"):
+        expected = torch.autograd.grad(HEADS[name](micro).sum(), micro.hidden)[0]
+        losses = HEADS[name](micro)
+        loss = losses.sum() if upstream == "a plain sum" else losses.square().sum()
+        gradient, _ = torch.autograd.grad(loss, (micro.hidden, micro.weight), create_graph=True)
+    assert gradient.requires_grad
+    if upstream == "a plain sum":
+        torch.testing.assert_close(gradient, expected, rtol=2e-6, atol=2e-6)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (gradient.square().sum() + losses.sum()).backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_create_graph_without_a_second_derivative(strategy, device):
+    """As some optimizers and hooks ask for it: the step is right."""
+    micro = Micro(device)
+    with warnings.catch_warnings(action="ignore"):
+        made = micro.gradients(strategy, promised, create_graph=True)
+    expected = micro.gradients("recompute", promised)
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one.detach(), other, rtol=2e-6, atol=2e-6)
+
+
+# --- CUDA graphs and streams -----------------------------------------------------------------------
+
+
+def test_the_assertions_fit_into_torchs_limit():
+    assert max(len(promise._ASSERTION), len(promise._ASSERTION_OF_SKIPPED)) < 255
+
+
+@on_gpu
+@pytest.mark.parametrize("loss", ["as promised", "two terms"])
+def test_the_host_waits_for_one_event(loss):
+    """Never for the whole device or a stream."""
+    make_loss = {**KEPT_LOSSES, **BROKEN_LOSSES}[loss]
+    micro = Micro("cuda", torch.bfloat16, torch.zeros(20, 8, device="cuda"))
+    micro.gradients("recompute", make_loss)
+    expected = micro.gradients("recompute", make_loss)[0]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            made = micro.gradients("grad_in_forward", make_loss)[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(made, expected, rtol=2e-2, atol=1e-4)
+
+
+@on_gpu
+def test_the_addition_reads_the_flag_itself():
+    """Launched before the host knows: nothing is added where the flag is up, a NaN neither."""
+    from megatron_fused_ce.kernels import scaled_exp_rows
+
+    total = torch.randn(33, 130, device="cuda")
+    for up in (0, 1, 2):
+        after = total.clone()
+        addend = torch.full_like(total, math.nan if up else 2.0)
+        flag = torch.tensor([up], device="cuda")
+        scaled_exp_rows.add_scaled_(after, addend, torch.tensor(0.5, device="cuda"), flag)
+        assert torch.equal(after, total if up else total + 1.0)
+
+
+@on_gpu
+@pytest.mark.parametrize("forward_inside", [True, False])
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("error_mode", ["global", "thread_local"])
+def test_a_captured_backward_asserts(error_mode, right, forward_inside):
+    """In a process of its own, which the assertion ends. Without a step before the capture, too."""
+    code = f"""
+from tests.op.test_promise import *
+micro = Micro("cuda", torch.bfloat16, torch.zeros(20, 8, device="cuda"))
+used = micro.mask.clone()
+micro.gradients("recompute", promised)
+def forward(): return micro.losses("grad_in_forward")
+def backward(losses, **more): (losses * used).sum().backward(**more)
+side = torch.cuda.Stream()
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side): backward(forward())
+torch.cuda.synchronize()
+outside = None if {forward_inside} else forward()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph, capture_error_mode={error_mode!r}):
+    backward(forward() if {forward_inside} else outside)
+micro.main_grad.zero_()
+graph.replay(); torch.cuda.synchronize()
+assert micro.main_grad.any()
+print("one", flush=True)
+if not {right}: used.fill_(1.0)
+graph.replay(); torch.cuda.synchronize(); print("two", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if right:
+        assert done.stdout.split() == ["one", "two"], done.stderr
+    else:
+        assert done.stdout.split() == ["one"] and done.returncode != 0, done.stdout + done.stderr
+        assert "--fused-ce-strategy store or recompute" in done.stderr + done.stdout
+
+
+@on_gpu
+def test_an_overflow_in_a_graph_leaves_nan():
+    """fp16's loss scale has overflowed in a replay: Megatron must see it, and the run goes on."""
+    micro = Micro("cuda", torch.bfloat16, torch.zeros(20, 8, device="cuda"))
+    scale = torch.ones((), device="cuda")
+
+    def iteration():
+        (promised(micro.losses("grad_in_forward"), micro.mask) * scale).backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        iteration()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration()
+    for overflows in (False, True, False):
+        micro.main_grad.zero_()
+        scale.fill_(math.inf if overflows else 1.0)
+        graph.replay()
+        assert micro.main_grad.isnan().any() == overflows
+        assert micro.main_grad.any()
