@@ -476,7 +476,7 @@ def _scale_rows_kernel(
 @triton.jit
 def _add_scaled_kernel(total_ptr, addend_ptr, scale_ptr, unless_ptr, numel, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = (at < numel) & (tl.load(unless_ptr) == 0)
+    mask = at < tl.where(tl.load(unless_ptr) == 0, numel, 0)
     scale = tl.load(scale_ptr)
     total = tl.load(total_ptr + at, mask=mask)
     tl.store(total_ptr + at, total + scale * tl.load(addend_ptr + at, mask=mask), mask=mask)

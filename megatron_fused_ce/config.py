@@ -64,8 +64,9 @@ class FusedCEConfig:
     """
 
     #: ``store`` keeps the chunks' logits until the backward (3 GEMMs), ``recompute`` computes them again (4),
-    #: ``grad_in_forward`` computes the gradients in the forward (3) and needs token weights; ``auto`` takes
-    #: the fastest that fits ``memory_mb``, perhaps a mix of the first two (see :mod:`.planner`).
+    #: ``grad_in_forward`` computes the gradients in the forward (3, or 6 where the upstream gradient is no
+    #: scalar times the token weights, which it needs); ``auto`` takes the fastest that fits ``memory_mb``,
+    #: perhaps a mix of the first two (see :mod:`.planner`).
     strategy: str = "auto"
     #: Cut the tokens into this many chunks of equal size (they differ by one token at most).
     num_chunks: int | None = None

@@ -62,8 +62,7 @@ def fused_linear_cross_entropy(
         loss = loss.view(s, b).T
 
     but in chunks: ``recompute`` holds one chunk ``[C, V]`` of logits, ``store`` keeps all of them until the
-    backward. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token; with
-    ``token_weights`` and ``grad_in_forward`` for a scalar times these.
+    backward. Differentiable in ``hidden`` and ``weight``, once, for any upstream gradient per token.
 
     Args:
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism
@@ -78,9 +77,10 @@ def fused_linear_cross_entropy(
         tp_group: the tensor-parallel group; None if this rank holds the whole vocabulary.
         sequence_parallel: each rank of the group holds its own part of the tokens.
         token_weights: in the labels' shape. A promise that the upstream gradient will be a scalar times
-            these, which lets ``grad_in_forward`` make the gradients in the forward; never changes the loss. A
-            broken promise raises :class:`.grad_guard.UpstreamMismatch` at the next optimizer step,
-            before a parameter changes. The other strategies are exact without it.
+            these, which lets ``grad_in_forward`` make the gradients in the forward; never changes the loss.
+            For any other upstream gradient the backward makes them again, with a warning, and later calls of
+            a head of this shape do without the promise. Tokens of weight 0 that ``config.skip_masked``
+            leaves out are another matter: an upstream gradient for one raises there.
         vocab_start: first global id of this rank's rows; None: the sum of the sizes of the shards before it.
         config: chunking, strategy and the rest; None for the defaults.
 
@@ -99,10 +99,11 @@ def fused_linear_cross_entropy(
     chunk of the forward: all-gather of hidden states (sequence parallelism); the merge of the statistics, one
     all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of
     hidden states (sequence parallelism, if a GEMM needs them; the first chunk's are still there), one
-    reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce; with ``grad_in_forward`` this
-    reduction is in the forward, and the backward has none. With label smoothing, unless ``recompute`` or the
-    row kernels run: an all-reduce of fp32 ``[H]`` before all else of the pass that makes the gradients. Their
-    order: :mod:`.loop`; the same on every rank.
+    reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce. With ``grad_in_forward`` this
+    reduction is in the forward; the backward begins with a MAX all-reduce of one int64 (of three with
+    ``skip_masked``, which has it with every strategy), and has the rest where the promise is broken. With
+    label smoothing, unless ``recompute`` or the row kernels run: an all-reduce of fp32 ``[H]`` before all
+    else of the pass that makes the gradients. Their order: :mod:`.loop`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.

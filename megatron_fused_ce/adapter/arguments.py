@@ -70,7 +70,7 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
         choices=STRATEGY_CHOICES,
         default="auto",
         help="store: keep the logits in bf16 (or fp16, fp32) for the backward; grad_in_forward: compute the "
-        "gradients in the forward, exact for a loss that is a scalar times sum(losses * loss_mask); "
+        "gradients in the forward, and again for a loss that is no scalar times sum(losses * loss_mask); "
         "recompute: compute the logits again in the backward, the least memory; auto (default): the "
         "fastest that fits the memory budget",
     )

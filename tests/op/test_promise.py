@@ -16,7 +16,8 @@ from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, promise
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
 from megatron_fused_ce.rl import masked_token_log_probs
-from tests.support.op import STRATEGIES, promises
+from megatron_fused_ce.testing.reference import make_inputs
+from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, promises
 from tests.support.problems import open_main_grad, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -285,6 +286,25 @@ def test_a_broken_promise_is_recomputed(kind, loss, options, device):
         assert float((one - other).double().norm()) <= bound * float(other.double().norm())
 
 
+@pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
+    """Its forward has E and row scales, the recomputation neither; smoothing is a constant row of the one."""
+    sizes = {"s": 24, "b": 2, "hidden_size": 16, "vocab": 264}
+    inputs = make_inputs("odd-labels", **sizes, dtype=EXP_DTYPE, device=device)
+    made = {}
+    for strategy in ("recompute", "grad_in_forward"):
+        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        config = FusedCEConfig(strategy, num_chunks=2, logits_backend="scaled_exp", **OPTIONS[options])
+        head = linear_cross_entropy(
+            hidden, weight, inputs.labels, token_weights=inputs.grad_loss.square(), config=config
+        )
+        with promises(0, int(strategy == "grad_in_forward")), warnings.catch_warnings(action="ignore"):
+            head.loss.backward(inputs.grad_loss)
+        made[strategy] = [hidden.grad, weight.grad]
+    assert_same(*made.values())
+
+
 @pytest.mark.parametrize("loss", OVERFLOWS)
 @pytest.mark.parametrize("kind", DTYPES_AND_ENDS)
 def test_an_overflow_has_the_gradients_of_recompute(kind, loss, device):
@@ -551,17 +571,16 @@ def test_the_host_waits_for_one_event(loss):
     torch.testing.assert_close(made, expected, rtol=2e-2, atol=1e-4)
 
 
-@on_gpu
-def test_the_addition_reads_the_flag_itself():
+def test_the_addition_reads_the_flag_itself(device):
     """Launched before the host knows: nothing is added where the flag is up, a NaN neither."""
     from megatron_fused_ce.kernels import scaled_exp_rows
 
-    total = torch.randn(33, 130, device="cuda")
+    total = torch.randn(33, 130, device=device)
     for up in (0, 1, 2):
         after = total.clone()
         addend = torch.full_like(total, math.nan if up else 2.0)
-        flag = torch.tensor([up], device="cuda")
-        scaled_exp_rows.add_scaled_(after, addend, torch.tensor(0.5, device="cuda"), flag)
+        flag = torch.tensor([up], device=device)
+        scaled_exp_rows.add_scaled_(after, addend, torch.tensor(0.5, device=device), flag)
         assert torch.equal(after, total if up else total + 1.0)
 
 
