@@ -89,7 +89,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             ctx.skips = kept is not None
             entropy = None
             if outputs.entropy is not None and "entropy" in spec.form.differentiable:
-                entropy = outputs.entropy.view(targets.labels.shape)
+                entropy = outputs.entropy.clone().view(targets.labels.shape)  # the caller may change it
             once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
             of_all = saved.last_hidden, saved.matrix, saved.column_sum
             ctx.save_for_backward(
@@ -100,7 +100,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             outputs = outputs.map(kept.put_back)
             of_shard = [None if whole is None else kept.put_back(whole) for whole in of_shard]
         outputs = _fill_ignored(outputs, targets.ignored)
-        outputs = outputs.map(lambda whole: in_labels_layout(whole, in_batch))
+        outputs = outputs.map(lambda whole: _own(in_labels_layout(whole, in_batch)))
         if spec.form.outputs or spec.with_argmax:
             with_grad = "loss", *spec.form.differentiable
             made = [*of_shard, *(getattr(outputs, name) for name in OUTPUT_CHOICES if name not in with_grad)]
@@ -181,6 +181,11 @@ def _verdict(
     if made is not None:
         scale, found = promise.fit_scalar(upstream.loss, made.token_weights)
     return scale, Verdict(found, lost, spec.comm.group)
+
+
+def _own(result: Tensor) -> Tensor:
+    """Not a view, which autograd would let nobody change in place once the forward has returned it."""
+    return result.data if result._is_view() else result
 
 
 def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs:

@@ -8,10 +8,10 @@ move from call to call.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,27 +20,20 @@ from torch import Tensor
 
 from megatron_fused_ce import autocast, logits_backend, planner
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.config import (
-    LOGIT_PRECISION_CHOICES,
-    LOGITS_BACKEND_CHOICES,
-    MERGE_CHOICES,
-    SMOOTHING_FORM_CHOICES,
-    STRATEGY_CHOICES,
-    FusedCEConfig,
-    check_config,
-)
+from megatron_fused_ce.config import FusedCEConfig, why_no_config
 from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.logits_backend import LogitsBackend, RequestedOutputs
 from megatron_fused_ce.loss_form import LossForm, TeacherTargets
 from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
-from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
 from megatron_fused_ce.vocab_parallel import (
     GroupHistory,
     Settled,
+    Shard,
     VocabParallel,
+    check_group,
     check_true_vocab_size,
     compare,
     history_of,
@@ -91,12 +84,14 @@ class Arguments(NamedTuple):
     def completed(self) -> Arguments:
         """With a config, in autocast's dtype, and without ``differentiable`` outputs under ``no_grad``."""
         args = self
-        if args.config is None:
-            args = args._replace(config=DEFAULT_CONFIG)
+        if not isinstance(args.config, FusedCEConfig):
+            wrong = args.caller_error or why_no_config(args.config)
+            args = args._replace(config=DEFAULT_CONFIG, caller_error=wrong)
         if args.differentiable and not torch.is_grad_enabled():
             args = args._replace(differentiable=())
         hidden, weight = args.hidden, args.weight
-        if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
+        on_device = isinstance(hidden, Tensor) and not hidden.is_meta
+        if on_device and torch.is_autocast_enabled(hidden.device.type):
             if isinstance(weight, Tensor):
                 hidden, weight = autocast.cast(hidden, weight)
             args = args._replace(hidden=hidden, weight=weight)
@@ -132,7 +127,7 @@ class CallSpec(NamedTuple):
         """Let later calls of this head plan without token weights, and tell the user, once."""
         if self.key not in self.history.broken:
             self.history.broken.add(self.key)
-            self.history.specs.clear()  # specs were made with the promise
+            self.history.forget_specs()  # they were made with the promise
             self.head.say(broken_promise(self.head))
 
     @property
@@ -168,7 +163,7 @@ def spec_of(args: Arguments) -> CallSpec:
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
     """
-    check_config(args.config)
+    check_group(args.tp_group)
     history = history_of(args.tp_group)
     key = _key(args)
     if key is None or history.unequal or args.config.debug_checks:
@@ -179,56 +174,32 @@ def spec_of(args: Arguments) -> CallSpec:
         return _make(args, history)
     if spec is None:
         spec = _make(args, history)
-        if len(history.specs) >= MAX_SPECS:
-            del history.specs[next(iter(history.specs))]
-        history.specs[key] = spec
+        history.keep(key, spec, MAX_SPECS)
     return spec
+
+
+#: Fields that no spec depends on, or that have a kind of their own in :func:`_key`.
+_NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked", "phases"}
+_in_key = attrgetter(*(name for name in Arguments._fields if name not in _NOT_IN_KEY))
 
 
 def _key(args: Arguments) -> Hashable | None:
     """All that a spec depends on; None for arguments that no spec can be kept for.
 
-    Under a CUDA graph's capture none is: the loss form's constants would be the graph's.
+    Every field, but for the numbers in tensors, and what surrounds the call. Under a CUDA graph's capture no
+    spec is kept: the loss form's constants would be the graph's.
     """
-    hidden, weight, labels, weights = args.hidden, args.weight, args.labels, args.token_weights
     if args.caller_error is not None:
         return None
+    hidden, weight = args.hidden, args.weight
     try:
         key = (
-            hidden.shape,
-            weight.shape,
-            labels.shape,
-            args.config,
+            tuple(map(_kind, _in_key(args))),
+            kind_of(args.open_grad_weight),
+            torch.is_grad_enabled(),
+            # Where TMA may load them.
             hidden.data_ptr() % 16,
             weight.data_ptr() % 16,
-            hidden.requires_grad,
-            weight.requires_grad,
-            torch.is_grad_enabled(),
-            hidden.dtype,
-            weight.dtype,
-            labels.dtype,
-            hidden.stride(),
-            weight.stride(),
-            hidden.device,
-            weight.device,
-            labels.device,
-            type(hidden),
-            type(weight),
-            type(labels),
-            None if weights is None else weights.shape,
-            args.vocab_start,
-            type(args.vocab_start),
-            args.sequence_parallel,
-            args.outputs,
-            args.differentiable,
-            args.teacher and args.teacher.kind,
-            _kind_of_temperature(args.temperature),
-            args.zero_unknown,
-            args.reduce_grad_hidden,
-            args.with_argmax,
-            args.uses_in_flight,
-            args.head,
-            kind_of(args.open_grad_weight),
         )
     except (AttributeError, TypeError, RuntimeError):
         return None  # what is wrong, the checks will say
@@ -237,10 +208,12 @@ def _key(args: Arguments) -> Hashable | None:
     return key
 
 
-def _kind_of_temperature(temperature: float | Tensor) -> Hashable:
-    if isinstance(temperature, Tensor):
-        return temperature.shape, temperature.dtype, temperature.device
-    return type(temperature), temperature
+def _kind(value: Any) -> Hashable:
+    """A value and its type (True and 1 are equal), of a tensor all but its numbers."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    return tuple(map(_kind, value)) if kind is TeacherTargets else (kind, value)
 
 
 def _make(args: Arguments, history: GroupHistory) -> CallSpec:
@@ -349,14 +322,12 @@ class _LocalView(NamedTuple):
 
 
 def _head_of(args: Arguments) -> Hashable | None:
-    """What a head is to its group's history; None where hidden states and weight do not fit each other.
+    """What a head is to its group's history; None for a weight that is none.
 
     A rank whose other arguments are bad compares a head's first call with the others.
     """
-    hidden, weight = args.hidden, args.weight
-    if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
-        return None
-    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.dtype != weight.dtype:
+    weight = args.weight
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
     return (
         *(args.head.number, weight.shape, weight.dtype, weight.requires_grad),
@@ -379,6 +350,7 @@ def check_arguments(args: Arguments, comm: VocabParallel) -> None:
         args.token_weights,
         args.vocab_start,
         comm.num_parts,
+        comm.size,
     )
     check_requested(
         args.config,
@@ -432,6 +404,8 @@ def _plan(
 ) -> planner.Plan:
     """``promised``: whether token weights may be relied on."""
     config = args.config
+    # How large z-loss makes fp16's gradients is known after the forward.
+    promised = promised and not (config.z_loss and args.hidden.dtype == torch.float16)
     if config.strategy == "grad_in_forward" and not promised:
         config = replace(config, strategy="auto")
     inputs = planner.PlanInputs.of(
@@ -475,51 +449,29 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
     return settled.shard_sizes
 
 
-#: Numbers that must be equal on every rank of a group, by the name that an error gives them.
-_SAME_ON_ALL_RANKS: dict[str, Callable[[Arguments, VocabParallel], Any]] = {
-    "tokens in hidden": lambda args, comm: args.hidden.shape[:-1].numel(),
-    "hidden size": lambda args, comm: args.hidden.shape[-1],
-    "dtype of hidden": lambda args, comm: (
-        args.hidden.element_size() + 100 * (args.hidden.dtype == torch.bfloat16)
-    ),
-    "hidden.requires_grad": lambda args, comm: args.hidden.requires_grad,
-    "sequence_parallel": lambda args, comm: comm.sequence_parallel,
-    "num_chunks": lambda args, comm: args.config.num_chunks or 0,
-    "chunk_tokens": lambda args, comm: args.config.chunk_tokens or 0,
-    "strategy": lambda args, comm: STRATEGY_CHOICES.index(args.config.strategy),
-    "logit_scale (bits)": lambda args, comm: _bits(args.config.logit_scale),
-    "vocab_start given": lambda args, comm: args.vocab_start is not None,
-    "debug_checks": lambda args, comm: args.config.debug_checks,
-    "memory_mb": lambda args, comm: args.config.memory_mb or 0,
-    "chunk_lengths (recompute)": lambda args, comm: _length(args, "recompute"),
-    "chunk_lengths (grad_in_forward)": lambda args, comm: _length(args, "grad_in_forward"),
-    "chunk_lengths (store)": lambda args, comm: _length(args, "store"),
-    "token_weights given": lambda args, comm: args.token_weights is not None,
-    "weight.requires_grad": lambda args, comm: args.weight.requires_grad,
-    "logits_backend": lambda args, comm: LOGITS_BACKEND_CHOICES.index(args.config.logits_backend),
-    "uses_in_flight": lambda args, comm: args.uses_in_flight,
-    "merge": lambda args, comm: MERGE_CHOICES.index(args.config.merge),
-    "logit_softcap (bits)": lambda args, comm: _bits(args.config.logit_softcap or 0.0),
-    "z_loss (bits)": lambda args, comm: _bits(args.config.z_loss),
-    "label_smoothing (bits)": lambda args, comm: _bits(args.config.label_smoothing),
-    "label_smoothing_form": lambda args, comm: SMOOTHING_FORM_CHOICES.index(args.config.label_smoothing_form),
-    "ignore_index": lambda args, comm: (
-        -(2**62) if args.config.ignore_index is None else args.config.ignore_index
-    ),
-    "true_vocab_size": lambda args, comm: args.config.true_vocab_size or 0,
-    "logit_precision": lambda args, comm: LOGIT_PRECISION_CHOICES.index(args.config.logit_precision),
-    "skip_masked": lambda args, comm: args.config.skip_masked,
-    "outputs beside the loss": lambda args, comm: sum(
-        2**i * (name in args.outputs) + 2 ** (i + 8) * (name in args.differentiable)
-        for i, name in enumerate(OUTPUT_CHOICES)
-    ),
-    "temperature (bits; -1: per token)": lambda args, comm: (
-        -1 if isinstance(args.temperature, Tensor) else _bits(args.temperature)
-    ),
-    "zero_unknown": lambda args, comm: args.zero_unknown,
-    "reduce_grad_hidden": lambda args, comm: args.reduce_grad_hidden,
-    "teacher's classes": lambda args, comm: 0 if args.teacher is None else args.teacher.ids.shape[-1],
-}
+#: Fields of :class:`Arguments` that ranks may have each their own: their tensors' rows, what they find by
+#: themselves (:data:`_NO_FACTS`), and what changes no collective. All others, and the config's, must agree.
+_OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked", "phases"}
+_AGREED = tuple(name for name in Arguments._fields if name not in {*_OF_RANK, "config"})
+
+
+def _must_agree(args: Arguments) -> dict[str, str]:
+    """What must be equal on every rank, in words, by the name that an error gives it."""
+    words = {name: _in_words(getattr(args, name)) for name in _AGREED}
+    rows_differ = args.weight[:0] if isinstance(args.weight, Tensor) else None
+    words["weight"] = _in_words(rows_differ)
+    words["vocab_start given"] = str(args.vocab_start is not None)
+    return words | {name: repr(value) for name, value in vars(args.config).items()}
+
+
+def _in_words(value: Any) -> str:
+    """All of a value, of a tensor what a collective may depend on."""
+    if isinstance(value, TeacherTargets):
+        return ", ".join(map(_in_words, value))
+    if not isinstance(value, Tensor):
+        return repr(value)
+    grad = ", requires grad" if value.requires_grad else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{grad}"
 
 
 def compared(
@@ -535,23 +487,9 @@ def compared(
     on every rank, too.
     """
     assert comm.group is not None
-    same = {**_must_agree(args, comm, error), **(more or {})}
-    start, num_rows = (None, 0) if error is not None else (args.vocab_start, args.weight.shape[0])
-    return compare(comm.group, same, of_rank or {}, start, num_rows, error)
-
-
-def _must_agree(args: Arguments, comm: VocabParallel, error: Exception | None) -> dict[str, int]:
-    """The names alone count where this rank's arguments are bad."""
-    return {
-        name: 0 if error is not None else int(number(args, comm))
-        for name, number in _SAME_ON_ALL_RANKS.items()
-    }
-
-
-def _length(args: Arguments, strategy: str) -> int:
-    lengths = args.config.chunk_lengths
-    return 0 if lengths is None else lengths.chunk_tokens(strategy)
-
-
-def _bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<f", value), "little")
+    shard = Shard(None, 0)
+    same: dict[str, str] = {}
+    if error is None:
+        shard = Shard(args.vocab_start, args.weight.shape[0])
+        same = _must_agree(args) | {name: str(value) for name, value in (more or {}).items()}
+    return compare(comm.group, same, of_rank or {}, shard, args.config.true_vocab_size, error)

@@ -98,8 +98,9 @@ class FusedCEConfig:
     #: Leave tokens of weight 0 out of every GEMM; needs ``token_weights``, and the host waits for the number
     #: of the others (:mod:`.masked_tokens`). No token is left out while a CUDA graph is captured.
     skip_masked: bool = False
-    #: Compare shapes and options over the ranks on every call, not only on the first. Shards of unequal sizes
-    #: need it where the group has had equal ones first.
+    #: Compare shapes and options over the ranks on every call, not only on the first, and look for NaN among
+    #: token weights and a teacher's log-probabilities above 0. Shards of unequal sizes need it where the
+    #: group has had equal ones first.
     debug_checks: bool = False
     #: Row kernels between the GEMMs: by default Triton on CUDA, plain PyTorch elsewhere.
     row_backend: str = "auto"
@@ -126,6 +127,9 @@ class FusedCEConfig:
                 f"both num_chunks={self.num_chunks} and chunk_tokens={self.chunk_tokens} are given; "
                 "give one of them"
             )
+        for name in ("skip_masked", "debug_checks"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("num_chunks", "chunk_tokens", "memory_mb", "true_vocab_size"):
             value = getattr(self, name)
             if value is None:
@@ -170,17 +174,14 @@ class FusedCEConfig:
         return ", ".join(name for name, given in names.items() if given)
 
 
-def check_config(config: object) -> None:
-    """Refuse anything but a config or None.
-
-    Raises:
-        TypeError: says what to give instead.
-    """
-    if config is not None and not isinstance(config, FusedCEConfig):
-        example = f"strategy={config!r}" if config in STRATEGY_CHOICES else "strategy='store'"
-        raise TypeError(
-            f"config must be a FusedCEConfig, got {config!r}: give FusedCEConfig({example}) or the like"
-        )
+def why_no_config(config: object) -> TypeError | None:
+    """The error for anything but a config or None, which says what to give instead."""
+    if config is None or isinstance(config, FusedCEConfig):
+        return None
+    example = f"strategy={config!r}" if config in STRATEGY_CHOICES else "strategy='store'"
+    return TypeError(
+        f"config must be a FusedCEConfig, got {config!r:.80}: give FusedCEConfig({example}) or the like"
+    )
 
 
 def takes_config(function: Callable[P, R]) -> Callable[P, R]:

@@ -386,6 +386,7 @@ def gemm_then_rows(
     """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested.
 
     Raises:
+        ValueError: Triton's row kernels were asked for where there is no CUDA device.
         ImportError: there is no triton, or an old one; a torch whose GEMM writes no ``logits_dtype``.
     """
     if (
@@ -399,6 +400,11 @@ def gemm_then_rows(
         )
     if requested == "auto":
         requested = "triton" if device.type == "cuda" else "torch"
+    if requested == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"row_backend='triton' runs on CUDA devices, and these tensors are on {device.type}; use 'auto' or "
+            "'torch'"
+        )
     if requested == "triton":
         versions.require("triton", _variants().triton_version())
         return GemmThenRows(_row_kernels(), logits_dtype)

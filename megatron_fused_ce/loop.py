@@ -474,7 +474,10 @@ def backward(
     under the next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``.
     """
     spec = context.spec
-    upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight)
+    factor = None
+    if weight.dtype == torch.float16 and spec.form.z_loss:
+        factor = _largest_factor(spec.form.z_loss, saved.chunks)
+    upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight, factor)
     if spec.plan.block_columns and saved.chunks:
         return _backward_by_columns(
             context, hidden, weight, inv_temperature, saved.chunks, upstream, needs_grad
@@ -641,8 +644,20 @@ def scale_precomputed(
         return grad_hidden, accumulator.close(None)
 
 
+def _largest_factor(z_loss: float, saved: Sequence[SavedChunk]) -> Tensor | None:
+    """By how much z-loss makes gradients larger than their upstream gradient, at most: fp32 []; None for no
+    tokens."""
+    terms = [TokenTerms.of(chunk.terms) for chunk in saved if chunk.terms is not None]
+    largest = [(of.row_max - of.inv_sum.log()).abs().amax() for of in terms]
+    return 1 + 2 * z_loss * torch.stack(largest).amax() if largest else None
+
+
 def scaled_upstream(
-    upstream: Upstream, logit_scale: float, inv_temperature: Tensor | None, weight: Tensor
+    upstream: Upstream,
+    logit_scale: float,
+    inv_temperature: Tensor | None,
+    weight: Tensor,
+    factor: Tensor | None = None,  # fp32 []: gradients may be so many times larger
 ) -> tuple[Upstream, Tensor | None]:
     """``upstream * logit_scale / temperature``, for fp16 times a power of two whose inverse comes second."""
     if logit_scale != 1.0:
@@ -651,5 +666,5 @@ def scaled_upstream(
         upstream = upstream.scaled(inv_temperature)
     if weight.dtype != torch.float16:
         return upstream, None
-    scale, inv_scale = scale_for_fp16(upstream.gradients, weight)
+    scale, inv_scale = scale_for_fp16(upstream.gradients, weight, factor)
     return upstream.scaled(scale), inv_scale

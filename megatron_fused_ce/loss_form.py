@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,8 +126,9 @@ class LossForm(RowOptions):
             valid_columns = torch.full((1,), real_columns, dtype=torch.int64, device=device)
         if config.label_smoothing:
             assert vocab_size is not None
-            num_classes = torch.full((), float(vocab_size), device=device)
-            sigma = torch.full((), config.label_smoothing, device=device)
+            # Not in torch's default dtype, which others may set.
+            fp32 = partial(torch.full, (), dtype=torch.float32, device=device)
+            num_classes, sigma = fp32(float(vocab_size)), fp32(config.label_smoothing)
             if config.label_smoothing_form == "megatron":
                 sigma = sigma * num_classes / (num_classes - 1)
             smoothing_per_class = sigma / num_classes

@@ -170,8 +170,15 @@ def fused_linear_token_outputs(
         config=config,
         outputs=tuple(outputs),
         differentiable=differentiable_of(outputs) if differentiable else (),
+        caller_error=_wrong_outputs(outputs),
     )
     return head.outputs
+
+
+def _wrong_outputs(outputs: Sequence[str]) -> TypeError | None:
+    if not isinstance(outputs, str):
+        return None
+    return TypeError(f"outputs is the string {outputs!r}; expected a sequence of names, ({outputs!r},)")
 
 
 @takes_config
@@ -208,9 +215,14 @@ def fused_linear_distillation(
 
     Source: d loss / d s_j = (sum q) p_j - q_j; docs/math.md.
     """
-    wrong = None
+    wrong: Exception | None = None
     labels = teacher_ids  # for the error alone
     if isinstance(teacher_ids, Tensor) and isinstance(teacher_log_probs, Tensor):
+        if isinstance(hidden, Tensor) and teacher_ids.dim() != hidden.dim():
+            wrong = ValueError(
+                f"teacher_ids are {tuple(teacher_ids.shape)} for hidden {tuple(hidden.shape)}; expected "
+                "[b, s, k] for hidden [s, b, H], or [T, k] for [T, H]"
+            )
         labels = teacher_ids.new_full(teacher_ids.shape[:-1], -1, dtype=torch.int64)  # none
     else:
         kinds = type(teacher_ids).__name__, type(teacher_log_probs).__name__
@@ -261,6 +273,8 @@ def on_its_device(args: Arguments, evaluate: Callable[[Arguments], Result]) -> R
 def _evaluate(args: Arguments) -> HeadOutputs:
     spec = spec_of(args)
     # From here on every rank runs the same collectives.
+    if args.config.debug_checks:
+        _check_numbers(args, spec.comm)
     inv_temperature = inv_temperature_of(args, spec.comm)
     kept, chunks = _kept(args, spec), spec.chunks
     if kept is not None:
@@ -276,6 +290,19 @@ def _evaluate(args: Arguments) -> HeadOutputs:
         *(TokenOutputs(*per_token), local_max, local_argmax, spec.plan, spec.logits.name),
         spec.why_not_scaled_exp,
     )
+
+
+def _check_numbers(args: Arguments, comm: VocabParallel) -> None:
+    """Raise on every rank for numbers that make no loss anybody means; the host waits.
+
+    Collectives: those of :func:`.vocab_parallel.raise_if_any`, with token weights and with a teacher.
+    """
+    if args.token_weights is not None:
+        raise_if_any(args.token_weights.isnan().any(), "token_weights have a NaN; give 0 or more", comm.group)
+    if args.teacher is not None:
+        ids, log_probs = args.teacher
+        words = "teacher_log_probs are above 0: expected logarithms of probabilities"
+        raise_if_any(((ids >= 0) & (log_probs > 0)).any(), words, comm.group)
 
 
 def inv_temperature_of(args: Arguments, comm: VocabParallel) -> Tensor | None:
@@ -316,8 +343,8 @@ def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         labels = labels.masked_fill(ignored, -1)
-    elif labels.is_inference():
-        labels = labels.clone()
+    elif any(spec.needs_grad) and labels.data_ptr() == args.labels.data_ptr():
+        labels = labels.clone()  # whose caller may refill its buffer before the backward
     weights = None
     if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = in_token_order(args.token_weights.detach(), args, parts).float()

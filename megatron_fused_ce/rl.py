@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.call import Arguments
-from megatron_fused_ce.config import FusedCEConfig, check_config, takes_config
+from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.sampling_mask import masked_log_probs
 from megatron_fused_ce.token_outputs import TokenLogProbs
@@ -80,7 +80,6 @@ def token_log_probs(
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
     if entropy == "differentiable":
-        check_config(config)
         config = unrounded(config)
     made = linear_cross_entropy(
         _widened(hidden, weight),
@@ -101,17 +100,22 @@ def token_log_probs(
     return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
 
 
-@lru_cache(maxsize=64)
 def unrounded(config: FusedCEConfig | None) -> FusedCEConfig:
     """``config`` for an entropy with a gradient: ``recompute`` where neither strategy nor precision is named.
 
     With the scaled-exp GEMM other strategies save rounded logits there, whose log-probabilities differ from
     those of a pass without gradients, which rounds nothing.
     """
-    config = config or FusedCEConfig()
-    if (config.strategy, config.logit_precision) == ("auto", "auto"):
-        config = replace(config, strategy="recompute")
-    return config
+    config = FusedCEConfig() if config is None else config
+    if not isinstance(config, FusedCEConfig):
+        return config  # the checks will say what is wrong
+    named = (config.strategy, config.logit_precision) != ("auto", "auto")
+    return config if named else _recomputing(config)
+
+
+@lru_cache(maxsize=64)
+def _recomputing(config: FusedCEConfig) -> FusedCEConfig:
+    return replace(config, strategy="recompute")
 
 
 def _outputs(entropy: str, sum_p_squared: bool) -> tuple[str, ...]:
@@ -189,7 +193,6 @@ def masked_token_log_probs(
 
     Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
     """
-    check_config(config)
     if entropy == "differentiable":
         config = unrounded(config)
     args = Arguments(
@@ -200,7 +203,7 @@ def masked_token_log_probs(
         sequence_parallel,
         None,
         vocab_start,
-        config or FusedCEConfig(),
+        config,  # type: ignore[arg-type]  # completed where it is None
         _outputs(entropy, sum_p_squared),
         _with_grad(entropy),
         temperature=temperature,

@@ -10,6 +10,7 @@ computes the ids of its own shard.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -168,7 +169,7 @@ class MaskedCall(NamedTuple):
         ``product``: ``hidden @ weight.T`` at the kept ids.
         """
         z = product * self.logit_scale
-        softcap_grad = torch.ones((), device=z.device)
+        softcap_grad = z.new_ones(())
         cap = self.form.softcap
         if cap is not None:
             e = (z.abs() * (-2 / cap)).exp()
@@ -202,11 +203,11 @@ class MaskedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         pairs, form = call.pairs, call.plain
         num_tokens = len(pairs.labels)
-        shard = torch.zeros(4, num_tokens, device=hidden.device)
+        shard = torch.zeros(4, num_tokens, dtype=torch.float32, device=hidden.device)
         shard[:2], shard[3] = -torch.inf, NOT_HERE
         weighted = torch.zeros_like(shard[0]) if form.with_weighted else None
         squares = torch.zeros_like(shard[0]) if form.with_squares else None
-        products = torch.empty(len(pairs.columns), device=hidden.device)  # of every pair
+        products = shard.new_empty(len(pairs.columns))  # of every pair
         with autocast.off(hidden.device):
             all_hidden = _gathered(call.comm, hidden)
             blocks = pairs.blocks(4 * len(weight))
@@ -312,17 +313,23 @@ def _evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
     except (TypeError, ValueError) as one:
         error = one
     if comm.group is not None:
-        sizes = compared(args, comm, error, more=found).shard_sizes
+        settled = compared(args, comm, error, more=found)
+        starts, sizes = settled.starts, settled.shard_sizes
     elif error is not None:
         raise error
     else:
-        sizes = (args.weight.shape[0],)
+        starts, sizes = (0,), (args.weight.shape[0],)
         check_true_vocab_size(config.true_vocab_size, sizes[0])
     assert mask is not None
-    before = sum(sizes[: comm.rank])
-    vocab_start = before if args.vocab_start is None else args.vocab_start
-    first = vocab_start - before
-    end = first + sum(sizes) if config.true_vocab_size is None else config.true_vocab_size
+    # From here on every rank knows the same, and raises where one does.
+    starts = starts or tuple(accumulate(sizes[:-1], initial=0))
+    ranges = sorted((start, start + rows) for start, rows in zip(starts, sizes, strict=True))
+    if any(left[1] != right[0] for left, right in pairwise(ranges)):
+        raise ValueError(f"the vocabulary shards leave gaps: [start, stop) is {ranges}; expected none")
+    vocab_start = starts[comm.rank]
+    first, end = ranges[0][0], ranges[-1][1]
+    if config.true_vocab_size is not None:
+        end = config.true_vocab_size
     smallest, largest = mask.facts["smallest id"], mask.facts["largest id"]
     if mask.facts["kept ids"] and not first <= smallest <= largest < end:
         raise ValueError(

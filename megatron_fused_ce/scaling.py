@@ -19,21 +19,25 @@ FP16_WEIGHT_BITS = 4
 FP16_WAITING_BITS = 4
 
 
-def scale_for_fp16(gradients: Sequence[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A power of two that brings the largest upstream gradient near ``2**8``, and its inverse; fp32 [].
+def scale_for_fp16(
+    gradients: Sequence[Tensor], weight: Tensor, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A power of two that brings the largest upstream gradient, times ``factor``, near ``2**8``, and its
+    inverse; fp32 [].
 
     Smaller for a large ``weight`` ``[V, H]``, so that the GEMM with it stays finite. Computed on the device,
     so the host never waits. 1 if no upstream gradient is finite and above 0.
     """
     largest = gradients[0].new_zeros(())
-    for factor in gradients:
-        if factor.numel():
-            largest = torch.maximum(largest, factor.abs().amax())
+    for gradient in gradients:
+        if gradient.numel():
+            largest = torch.maximum(largest, gradient.abs().amax())
+    if factor is not None:
+        largest = largest * factor
     _, of_weight = torch.frexp(torch.stack(weight.detach().aminmax()).float().abs().amax())
     headroom = FP16_HEADROOM_BITS - (of_weight - FP16_WEIGHT_BITS).clamp(0, 16)
     shift = _shift_to(headroom, largest)
-    one = torch.ones_like(largest)
-    return torch.ldexp(one, shift), torch.ldexp(one, -shift)
+    return _power_of_two(shift), _power_of_two(-shift)
 
 
 def scale_(rows: Tensor, scale: Tensor) -> None:
@@ -62,7 +66,12 @@ def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.
         from megatron_fused_ce.kernels import upstream_kernels
 
         return upstream_kernels.scaled_weights(token_weights.contiguous(), bits, logit_scale)
-    return torch.ldexp(token_weights, _shift_to(bits, token_weights.abs().amax() * abs(logit_scale)))
+    return token_weights * _power_of_two(_shift_to(bits, token_weights.abs().amax() * abs(logit_scale)))
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """``2**exponent`` in fp32, ``exponent`` from -126 to 127. ldexp takes a power in torch's default dtype."""
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
 def _shift_to(bits: int | Tensor, largest: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ def check_call(
     token_weights: Tensor | None,
     vocab_start: int | None,
     num_parts: int,
+    tp_size: int,
 ) -> None:
     """Check shapes, dtypes and devices of one call.
 
@@ -35,6 +36,8 @@ def check_call(
                 "plain tensor: call inside the forward of the module that FSDP2 gathers it for, or pass "
                 "full_tensor(), or to_local() of tensor-parallel rows"
             )
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device, which has no numbers; give it memory first")
     _check_types(hidden, weight, labels, token_weights)
     if weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
         raise ValueError(
@@ -66,6 +69,11 @@ def check_call(
         raise ValueError(
             f"vocab_start is {vocab_start!r}; expected the first global id of this rank's rows "
             "(0 or more), or None to find it"
+        )
+    if vocab_start and tp_size == 1:
+        raise ValueError(
+            f"vocab_start is {vocab_start} without a tensor-parallel group of several ranks: this rank has the "
+            "whole vocabulary, from id 0 on; pass tp_group, or leave vocab_start out"
         )
 
 
@@ -136,6 +144,8 @@ def check_requested(
         TypeError: the teacher's targets have a wrong dtype.
         ValueError: an unknown or impossible output, or targets of a wrong shape.
     """
+    if config.label_smoothing and weight.shape[0] == 1 and tp_size == 1:
+        raise ValueError("label_smoothing needs two classes or more, and weight has one row")
     for name in outputs:
         if name not in OUTPUT_CHOICES:
             raise ValueError(f"no such output: {name!r}; choose of {', '.join(OUTPUT_CHOICES)}")

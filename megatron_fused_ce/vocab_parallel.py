@@ -10,7 +10,9 @@ group never meet one.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -382,12 +384,20 @@ class RankDisagreement(ValueError):
     """The ranks of the tensor-parallel group were called with inputs that do not fit each other."""
 
 
+class Shard(NamedTuple):
+    """A rank's rows of the vocabulary."""
+
+    start: int | None  # the first one's global id, if the caller gave it
+    num_rows: int
+
+
 class Settled(NamedTuple):
     """The values that the ranks of a group agreed on for one head."""
 
     #: Name of a rank-dependent number -> the largest over all ranks.
     facts: dict[str, int]
     shard_sizes: tuple[int, ...]  # vocabulary rows of each rank
+    starts: tuple[int, ...] = ()  # their first global ids, if the callers gave them
 
 
 @dataclass
@@ -426,10 +436,22 @@ class GroupHistory:
         """Remember what the ranks agreed on for a head; it holds for all its calls from now on."""
         self.unequal = self.unequal or len(set(settled.shard_sizes)) > 1
         if self.heads.get(head) != settled:
-            self.specs.clear()  # specs were made with the old values
+            self.forget_specs()  # they were made with the old values
         self.heads[head] = settled
 
+    def forget_specs(self) -> None:
+        with _keeping:
+            self.specs.clear()
 
+    def keep(self, key: Hashable, spec: Any, most: int) -> None:
+        """Keep a spec, at the cost of the oldest one where there are ``most``."""
+        with _keeping:
+            while len(self.specs) >= most:
+                del self.specs[next(iter(self.specs))]
+            self.specs[key] = spec
+
+
+_keeping = threading.Lock()
 _histories: WeakKeyDictionary[dist.ProcessGroup, GroupHistory] = WeakKeyDictionary()
 _without_group = GroupHistory()
 
@@ -463,12 +485,24 @@ def check_true_vocab_size(true_vocab_size: int | None, num_rows: int) -> None:
         )
 
 
+def check_group(group: object) -> None:
+    """Raise if ``group`` is neither a process group nor None.
+
+    Raises:
+        TypeError: on this rank alone, which has no group to tell.
+    """
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {group!r:.80}"
+        )
+
+
 def compare(
     group: dist.ProcessGroup,
-    same: dict[str, int],
+    same: dict[str, str],
     of_rank: dict[str, int],
-    vocab_start: int | None,
-    num_rows: int,
+    shard: Shard,
+    true_vocab_size: int | None,
     error: Exception | None,
 ) -> Settled:
     """Compare one call over the ranks: raise on all if one is bad or they differ, else return agreed values.
@@ -477,25 +511,24 @@ def compare(
     and memory may differ between ranks, and later between calls, but plans and collectives depend on them:
     all ranks use the largest from then on.
 
-    Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its message. The
-    host waits for both.
+    Collectives: one all-gather of a few int64; if a rank reports an error, one all-gather of its message, and
+    if they differ one of what differs. The host waits for each.
 
     Args:
-        same: numbers that must be equal on every rank.
+        same: what must be equal on every rank, in words.
         of_rank: numbers that may differ; the largest is right for all.
-        vocab_start: if the caller gave one; the shards must then not overlap.
-        num_rows: of this rank's shard.
-        error: found by this rank's own checks; its numbers are then ignored, but the names must be given.
+        shard: this rank's; the ranks' must not overlap.
+        true_vocab_size: real tokens of the whole vocabulary, if the caller gave them.
+        error: found by this rank's own checks; all else but the names in ``of_rank`` is then ignored.
 
     Raises:
-        RankDisagreement: names the field and each rank's value, or the rank whose input is bad.
+        RankDisagreement: names what differs and each rank's value, or the rank whose input is bad.
         ValueError: ``true_vocab_size`` is larger than the vocabulary.
     """
     size = dist.get_world_size(group)
-    values = [*of_rank.values(), *same.values()]
-    if error is not None:
-        values = [0] * len(values)
-    mine = [int(error is not None), -1 if vocab_start is None else vocab_start, num_rows, *values]
+    digest = int.from_bytes(hashlib.blake2b(repr(same).encode(), digest_size=7).digest())
+    start = -1 if shard.start is None else shard.start
+    mine = [int(error is not None), digest, start, shard.num_rows, *of_rank.values()]
     sent = torch.tensor(mine, dtype=torch.int64, device=collective_device(group))
     received = sent.new_empty(size * len(mine))
     _all_gather(received, sent, group=group)
@@ -503,22 +536,32 @@ def compare(
 
     if any(row[0] for row in table):
         _raise_everywhere(group, error)
-    columns = list(zip(*table, strict=True))
-    starts, sizes, numbers = columns[1], columns[2], columns[3:]
-    for name, seen in zip(same, numbers[len(of_rank) :], strict=True):
-        if len(set(seen)) > 1:
-            raise RankDisagreement(
-                f"the ranks of the tensor-parallel group disagree on {name}: {list(seen)} (by rank); "
-                "call the head with the same shapes and options on every rank"
-            )
-    check_true_vocab_size(same["true_vocab_size"], sum(sizes))
+    _, digests, starts, sizes, *numbers = zip(*table, strict=True)
+    if len(set(digests)) > 1:
+        _raise_difference(group, same)
+    check_true_vocab_size(true_vocab_size, sum(sizes))
     ranges = [(start, start + rows) for start, rows in zip(starts, sizes, strict=True)]
-    if vocab_start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
+    if shard.start is not None and any(left[1] > right[0] for left, right in pairwise(sorted(ranges))):
         raise RankDisagreement(
             f"the vocabulary shards overlap: [start, stop) by rank is {ranges}; "
             "vocab_start must be the first global id of this rank's rows"
         )
-    return Settled(dict(zip(of_rank, map(max, numbers), strict=False)), sizes)
+    facts = dict(zip(of_rank, map(max, numbers), strict=True))
+    return Settled(facts, sizes, starts if shard.start is not None else ())
+
+
+def _raise_difference(group: dist.ProcessGroup, same: dict[str, str]) -> NoReturn:
+    """Raise on every rank, with what differs first. Collectives: one all-gather of all of it."""
+    of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, same, group=group)
+    for name in same:
+        seen = [of_rank.get(name, "nothing") for of_rank in of_ranks]
+        if len(set(seen)) > 1:
+            raise RankDisagreement(
+                f"the ranks of the tensor-parallel group disagree on {name}: {'; '.join(seen)} (by rank); "
+                "call the head with the same shapes and options on every rank"
+            )
+    raise RankDisagreement("the ranks of the tensor-parallel group run different versions of this package")
 
 
 def _raise_everywhere(group: dist.ProcessGroup, error: Exception | None) -> NoReturn:

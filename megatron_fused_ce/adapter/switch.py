@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fused_ce.config import FusedCEConfig, check_config
+from megatron_fused_ce.config import FusedCEConfig, why_no_config
 
 
 @dataclass
@@ -53,7 +53,9 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
     global _enabled_config, _enabled_log_accuracy, _enabled_report
     from megatron_fused_ce.adapter import import_hook
 
-    check_config(config)
+    wrong = why_no_config(config)
+    if wrong is not None:
+        raise wrong
     config = config or FusedCEConfig()
     if config.logit_scale != 1.0:
         raise ValueError(

@@ -560,7 +560,7 @@ FAULTS = (
     Fault(
         "specs that rely on a broken promise are looked up again",
         f"{PACKAGE}/call.py",
-        "self.history.specs.clear()  # specs were made with the promise",
+        "self.history.forget_specs()  # they were made with the promise",
         "pass",
         (f"{PROMISE} -k told_once",),
     ),

@@ -486,7 +486,7 @@ def test_all_tokens_where_a_part_is_expected():
     for hidden, labels in (((8, 2, 4), (2, 8)), ((8, 4), (8,))):
         tokens, ids = torch.zeros(hidden), torch.zeros(labels, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"hidden has shape .* expected this rank's part"):
-            check_call(tokens, torch.zeros(11, 4), ids, None, None, num_parts=2)
+            check_call(tokens, torch.zeros(11, 4), ids, None, None, num_parts=2, tp_size=2)
 
 
 @pytest.mark.parametrize("name", ["hidden", "weight", "labels"])

@@ -388,13 +388,13 @@ def ones(device, *shape, dtype=torch.float32):
 
 #: What one rank gives otherwise, and the words of every rank's error.
 DIFFERENCES = {
-    "outputs": (lambda device: {"outputs": ("lse", "entropy")}, "disagree on outputs beside the"),
+    "outputs": (lambda device: {"outputs": ("lse", "entropy")}, "disagree on outputs: \\(\\);"),
     "tokens": (
         lambda device: {
             "hidden": ones(device, 6, 1, 4),
             "labels": ones(device, 1, 6, dtype=torch.int64),
         },
-        "disagree on tokens in hidden",
+        r"disagree on hidden: float32 \[8, 1, 4\]",
     ),
     "chunking": (lambda device: {"config": FusedCEConfig(num_chunks=3)}, "disagree on"),
     "merge": (
@@ -414,6 +414,9 @@ DIFFERENCES = {
     "temperature below 0": (lambda device: {"temperature": -1.0}, "above 0 and finite"),
     "bad shape": (lambda device: {"hidden": ones(device, 8, 1, 3)}, "H = 3"),
     "bad dtype": (lambda device: {"labels": ones(device, 1, 8)}, "expected int64"),
+    "bad dtype of hidden": (lambda device: {"hidden": ones(device, 8, 1, 4).double()}, "has dtype"),
+    "another dtype of hidden": (lambda device: {"hidden": ones(device, 8, 1, 4).half()}, "expected one dtype"),
+    "config's type": (lambda device: {"config": "store"}, "config must be a FusedCEConfig"),
     "weights elsewhere": (lambda device: {"token_weights": ones("meta", 1, 8)}, "token_weights on meta"),
 }
 
@@ -426,6 +429,19 @@ def test_one_rank_differs(rank: Rank, what):
     changes = make(rank.device) if rank.rank == rank.size - 1 else {}
     with fresh_group(rank) as group, pytest.raises((TypeError, ValueError), match=words):
         one_call(rank, group, **changes)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_one_rank_differs_where_a_head_is_new(rank: Rank, what):
+    """To a group that knows another head: every rank compares the new one, the bad one too."""
+    make, words = DIFFERENCES[what]
+    changes = make(rank.device) if rank.rank == rank.size - 1 else {}
+    with fresh_group(rank) as group:
+        one_call(rank, group, weight=ones(rank.device, 9, 4))
+        with pytest.raises((TypeError, ValueError), match=words):
+            one_call(rank, group, **changes)
+        one_call(rank, group)
 
 
 @on_ranks(2)

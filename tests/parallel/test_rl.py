@@ -179,6 +179,30 @@ def test_bad_masks(rank: Rank, what, everywhere):
             masked_token_log_probs(hidden, weight, labels, *given, tp_group=rank.group)
 
 
+@on_ranks(2)
+def test_a_mask_over_shards_with_a_gap(rank: Rank):
+    """No rank alone: what is between the shards is nobody's."""
+    hidden, labels = torch.ones(3, 4, device=rank.device), torch.arange(3, device=rank.device)
+    mask = [torch.tensor(part, device=rank.device) for part in ([0, 1, 2, 3], [0, 2, 3, 4])]
+    weight = torch.ones(5, 4, device=rank.device)
+    given = {"tp_group": rank.group, "vocab_start": rank.rank * 9}
+    with pytest.raises(ValueError, match=r"leave gaps: \[start, stop\) is \[\(0, 5\), \(9, 14\)\]"):
+        masked_token_log_probs(hidden, weight, labels, *mask, **given)
+
+
+@on_ranks(2)
+def test_a_mask_over_shards_in_another_order(rank: Rank):
+    generator = torch.Generator().manual_seed(1)
+    hidden, whole = (torch.randn(n, 4, generator=generator).to(rank.device) for n in (3, 10))
+    labels = torch.tensor([0, 2, 9], device=rank.device)
+    mask = [torch.tensor(part, device=rank.device) for part in ([0, 7, 2, 3, 9], [0, 2, 4, 5])]
+    expected = masked_token_log_probs(hidden, whole, labels, *mask).log_prob
+    start = 5 * (1 - rank.rank)
+    given = {"tp_group": rank.group, "vocab_start": start}
+    made = masked_token_log_probs(hidden, whole[start : start + 5], labels, *mask, **given).log_prob
+    torch.testing.assert_close(made, expected)
+
+
 #: What the last rank alone gives, in a later call of its head too, and every rank's words.
 BAD = {
     "a temperature of 0": (

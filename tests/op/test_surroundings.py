@@ -1,0 +1,447 @@
+"""What surrounds a call, and what is done with its results, is as with PyTorch's own loss; a call's key."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fused_ce import (
+    FusedCEConfig,
+    call,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_token_outputs,
+    vocab_parallel,
+)
+from megatron_fused_ce.call import Arguments
+from megatron_fused_ce.config import Device
+from megatron_fused_ce.grad_weight import InPlaceGradWeight
+from megatron_fused_ce.host_copy import HostCopy
+from megatron_fused_ce.loss_form import TeacherTargets
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.phases import PhaseTimes
+from megatron_fused_ce.promise import Head
+from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
+from megatron_fused_ce.testing.reference import make_inputs
+from tests.support.op import STRATEGIES
+from tests.support.problems import same_bits
+
+SIZES = {"s": 6, "b": 2, "hidden_size": 16, "vocab": 24}
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def problem(device, dtype=torch.float32, **sizes):
+    return make_inputs("odd-labels", **{**SIZES, **sizes}, dtype=dtype, device=device)
+
+
+# --- the default dtype ---------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing as PyTorch": {"label_smoothing": 0.3, "label_smoothing_form": "pytorch"},
+    "z-loss, softcap, padding": {"z_loss": 1e-3, "logit_softcap": 5.0, "true_vocab_size": 20},
+    "skipped": {"skip_masked": True},
+}
+
+
+def step(inputs, config, outputs=(), temperature=1.0) -> list[Tensor]:
+    """Loss, outputs and gradients."""
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
+    made = linear_cross_entropy(
+        hidden, weight, inputs.labels, config=config, token_weights=weights, outputs=outputs,
+        temperature=temperature,
+    )  # fmt: skip
+    made.loss.backward(weights)
+    return [x for x in (*made.outputs, hidden.grad, weight.grad) if x is not None]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_changes_no_bit(other, strategy, dtype, options, device):
+    """Lightning's half-precision plugin sets one around every forward. Cached under it, or before it."""
+    inputs = problem(device, dtype)
+    config = FusedCEConfig(strategy=strategy, num_chunks=2, **OPTIONS[options])
+    outputs = ("lse", "entropy", "predicted") if strategy == "store" else ()
+    given = (inputs, config, outputs, 0.5 + inputs.grad_loss.abs())
+    expected = step(*given)
+    for forgets in (True, False):  # made under the other, or found there
+        if forgets:
+            vocab_parallel.forget()
+        with default_dtype(other):
+            made = step(*given)
+        for one, right in zip(made, expected, strict=True):
+            assert one.dtype == right.dtype and same_bits(one, right)
+    for one, right in zip(step(*given), expected, strict=True):  # looked up, made under the other
+        assert same_bits(one, right)
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_and_kept_ids(other, device):
+    inputs = problem(device)
+    ids = torch.stack((inputs.labels.clamp(0, 22), inputs.labels.clamp(0, 22) + 1), -1).flatten()
+    offsets = torch.arange(0, len(ids) + 1, 2, device=device)
+
+    def made():
+        hidden = inputs.hidden.clone().requires_grad_()
+        options = {"entropy": "differentiable", "config": FusedCEConfig(logit_softcap=5.0)}
+        result = masked_token_log_probs(hidden, inputs.weight, inputs.labels, ids, offsets, **options)
+        result.entropy.backward(inputs.grad_loss)
+        return [result.log_prob, result.entropy, hidden.grad]
+
+    expected = made()
+    with default_dtype(other):
+        for one, right in zip(made(), expected, strict=True):
+            assert one.dtype == right.dtype and same_bits(one, right)
+
+
+# --- the key ---------------------------------------------------------------------------------------
+
+
+def arguments(device, **changes) -> Arguments:
+    inputs = problem(device)
+    weights = inputs.grad_loss.clone()
+    args = Arguments(inputs.hidden, inputs.weight, inputs.labels, token_weights=weights)
+    return args._replace(**changes).completed()
+
+
+def opens_main_grad(weight, num_gemms, scaled):
+    return InPlaceGradWeight(torch.zeros_like(weight), scaled, lambda: None)
+
+
+opens_main_grad.kind = "main_grad"
+
+
+def other_tensor(x: Tensor) -> dict[str, Tensor]:
+    """The same numbers, of another kind."""
+    return {
+        "dtype": x.double() if x.is_floating_point() else x.int(),
+        "shape": x[..., :-1],
+        "strides": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "device": x.to("meta"),
+        "class": x.as_subclass(type("Other", (Tensor,), {})),
+        **({"gradient": x.clone().requires_grad_()} if x.is_floating_point() else {}),
+    }
+
+
+def changes_of(args: Arguments) -> dict[str, dict[str, Any]]:
+    """Of each field, values that make another kind of call."""
+    teacher = TeacherTargets(args.labels.unsqueeze(-1), args.token_weights.unsqueeze(-1))
+    changes: dict[str, dict[str, Any]] = {
+        name: other_tensor(getattr(args, name)) for name in ("hidden", "weight", "labels", "token_weights")
+    }
+    changes["token_weights"]["none"] = None
+    changes |= {
+        "sequence_parallel": {"on": True},
+        "vocab_start": {"0": 0, "True": True},
+        "outputs": {"lse": ("lse",)},
+        "differentiable": {"lse": ("lse",)},
+        "teacher": {
+            "given": teacher,
+            "of double": teacher._replace(log_probs=teacher.log_probs.double()),
+            "elsewhere": teacher._replace(ids=teacher.ids.to("meta")),
+        },
+        "temperature": {"1": 1, "2.0": 2.0, "per token": args.token_weights},
+        "zero_unknown": {"on": True},
+        "reduce_grad_hidden": {"off": False},
+        "with_argmax": {"on": True},
+        "open_grad_weight": {"main_grad": opens_main_grad},
+        "uses_in_flight": {"2": 2},
+        "head": {"another": Head("another")},
+    }
+    others = {
+        **{"strategy": "store", "num_chunks": 2, "chunk_tokens": 4, "memory_mb": 9, "logit_scale": 2.0},
+        **{"logit_softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
+        **{"ignore_index": -100, "true_vocab_size": 9, "logit_precision": "fp32", "skip_masked": True},
+        **{"debug_checks": True, "row_backend": "torch", "logits_backend": "gemm_rows", "merge": "packed"},
+        "chunk_lengths": Device("x", 4, 4, 4),
+    }
+    assert others.keys() == {field.name for field in fields(FusedCEConfig)}, "a new field of the config"
+    changes["config"] = {name: replace(args.config, **{name: other}) for name, other in others.items()}
+    return changes
+
+
+#: Fields of which no spec depends: each for a reason.
+SAME_SPEC = {
+    "tp_group": "a history for each group",
+    "caller_error": "no spec is kept with one",
+    "unmasked": "a count of this call's numbers",
+    "phases": "a recorder",
+}
+
+
+def test_every_field_of_the_arguments_is_in_the_key(device):
+    """One field at a time: another key, with nothing to be remembered where a field is added."""
+    args = arguments(device)
+    changes = changes_of(args)
+    assert changes.keys() | SAME_SPEC.keys() == set(Arguments._fields), "a new field"
+    seen = {call._key(args): "as it was"}
+    for name, of_field in changes.items():
+        for how, value in of_field.items():
+            key = call._key(args._replace(**{name: value}))
+            if key is None:  # no address: nothing is kept
+                assert how == "device"
+                continue
+            assert key not in seen, f"{name}, {how}: as {seen[key]}"
+            seen[key] = f"{name}, {how}"
+    with torch.no_grad():
+        assert call._key(args) not in seen
+    for name, value in (("unmasked", HostCopy(torch.ones(1).long())), ("phases", PhaseTimes())):
+        assert call._key(args._replace(**{name: value})) == call._key(args)
+    assert call._key(args._replace(caller_error=ValueError())) is None
+
+
+def test_every_field_is_compared_over_the_ranks(device):
+    """But for what a rank may have by itself."""
+    args = arguments(device)
+    of_rank = {"tp_group", "open_grad_weight", "head", "caller_error", "unmasked", "phases"}
+    expected = call._must_agree(args)
+    assert call._must_agree(args._replace(weight=args.weight[:5])) == expected
+    for name, of_field in changes_of(args).items():
+        for how, value in of_field.items():
+            differs = call._must_agree(args._replace(**{name: value})) != expected
+            same = (
+                name in of_rank or how in ("strides", "device", "class") or (name, how) == ("vocab_start", "")
+            )
+            if name == "weight" and how == "shape":
+                same = False  # its columns
+            assert differs != same, (name, how)
+
+
+def test_weights_on_another_device_are_refused_after_a_good_call(device):
+    inputs = problem(device)
+    given = (inputs.hidden.clone().requires_grad_(), inputs.weight, inputs.labels)
+    config = FusedCEConfig("grad_in_forward")
+    fused_linear_cross_entropy(*given, token_weights=inputs.grad_loss, config=config)
+    with pytest.raises(ValueError, match="token_weights on meta"):
+        fused_linear_cross_entropy(*given, token_weights=inputs.grad_loss.to("meta"), config=config)
+
+
+def test_threads_that_evict_each_others_specs(device, monkeypatch):
+    monkeypatch.setattr(call, "MAX_SPECS", 2)
+    errors = []
+
+    def calls(first: int) -> None:
+        try:
+            for tokens in range(first, first + 40):
+                hidden = torch.ones(tokens % 7 + 1, 4, device=device)
+                labels = torch.zeros(tokens % 7 + 1, dtype=torch.int64, device=device)
+                fused_linear_cross_entropy(hidden, torch.ones(5, 4, device=device), labels)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=calls, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# --- what the caller does with results and inputs ---------------------------------------------------
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_loss_may_be_changed_in_place(strategy, shape, num_chunks, device):
+    """``loss.mul_(mask)``, as Megatron's users write."""
+    inputs = problem(device, b=1 if shape == "[1, s]" else 2)
+    hidden, labels, upstream = inputs.hidden, inputs.labels, inputs.grad_loss
+    if shape == "[T]":
+        hidden, labels, upstream = hidden.flatten(0, 1), labels.t().flatten(), upstream.t().flatten()
+    config = FusedCEConfig(strategy, num_chunks=num_chunks)
+    results = []
+    for in_place in (False, True):
+        x, weight = hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        loss = fused_linear_cross_entropy(x, weight, labels, token_weights=upstream, config=config)
+        assert not loss._is_view()
+        loss = loss.mul_(upstream) if in_place else loss * upstream
+        loss.sum().backward()
+        results.append([loss.detach(), x.grad, weight.grad])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["lse", "entropy", "log_prob", "correct", "predicted"])
+def test_outputs_may_be_changed_in_place(name, device):
+    """An entropy that the backward needs, too."""
+    inputs = problem(device, b=1)
+    gradients = []
+    for changes in (False, True):
+        hidden = inputs.hidden.clone().requires_grad_()
+        made = fused_linear_token_outputs(
+            hidden, inputs.weight, inputs.labels, ("entropy", name)[-2 + (name == "entropy") :]
+        )
+        changed = getattr(made, name)
+        if changes:
+            with torch.no_grad():
+                changed.zero_()
+        made.entropy.backward(inputs.grad_loss)
+        gradients.append(hidden.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("shape", ["[1, s]", "[2, s]", "[T]"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_label_buffer_may_be_filled_again(strategy, shape, device):
+    """With the next micro-batch's labels, before this one's backward."""
+    inputs = problem(device, b=1 if shape == "[1, s]" else 2)
+    hidden, labels, upstream = inputs.hidden, inputs.labels, inputs.grad_loss.clone()
+    if shape == "[T]":
+        hidden, labels, upstream = hidden.flatten(0, 1), labels.t().flatten(), upstream.t().flatten()
+    gradients = []
+    for refills in (False, True):
+        x, buffer, weights = hidden.clone().requires_grad_(), labels.clone(), upstream.clone()
+        config = FusedCEConfig(strategy, num_chunks=2)
+        loss = fused_linear_cross_entropy(x, inputs.weight, buffer, token_weights=weights, config=config)
+        if refills:
+            buffer.zero_()
+            weights.zero_()
+        loss.backward(upstream)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+# --- numbers at the edge ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("z_loss", [1e-4, 1.0, 30.0])
+def test_fp16_with_a_z_loss_stays_finite(z_loss, strategy, device):
+    """Whose gradients are many times the upstream gradient, for logits of some hundred."""
+    inputs = problem(device, torch.float16)
+    hidden = (inputs.hidden.float() * 40).half()
+    results = {}
+    for dtype in (torch.float16, torch.float64):
+        x, weight = (t.to(dtype).clone().requires_grad_() for t in (hidden, inputs.weight))
+        if dtype == torch.float16:
+            config = FusedCEConfig(strategy, z_loss=z_loss, num_chunks=2)
+            loss = fused_linear_cross_entropy(
+                x, weight, inputs.labels.clamp(0, 23), token_weights=inputs.grad_loss, config=config
+            )
+        else:
+            logits = (x.flatten(0, 1) @ weight.t()).half().double().detach() + (
+                x.flatten(0, 1) @ weight.t() - (x.flatten(0, 1) @ weight.t()).detach()
+            )
+            lse = logits.logsumexp(-1)
+            picked = logits.gather(-1, inputs.labels.clamp(0, 23).t().reshape(-1, 1))[:, 0]
+            loss = (lse - picked + z_loss * lse.square()).view(SIZES["s"], SIZES["b"]).t()
+        loss.backward(1e-3 * inputs.grad_loss.to(loss.dtype))
+        results[dtype] = x.grad.double(), weight.grad.double()
+    for made, exact in zip(results[torch.float16], results[torch.float64], strict=True):
+        assert torch.isfinite(made).all()
+        assert float((made - exact).norm()) < 1e-2 * float(exact.norm())
+
+
+# --- errors -----------------------------------------------------------------------------------------
+
+
+def call_with(device, **changes):
+    inputs = problem(device)
+    given = {"hidden": inputs.hidden, "weight": inputs.weight, "labels": inputs.labels, **changes}
+    return fused_linear_cross_entropy(**given)
+
+
+ERRORS = {
+    "a group's name": ({"tp_group": "tp"}, TypeError, "tp_group must be a torch.distributed.ProcessGroup"),
+    "a config's word": ({"config": "store"}, TypeError, "give FusedCEConfig\\(strategy='store'\\)"),
+    "a config's dict": ({"config": {"strategy": "store"}}, TypeError, "config must be a FusedCEConfig"),
+    "rows from an id on, without a group": (
+        {"vocab_start": 10},
+        ValueError,
+        "without a tensor-parallel group",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_an_error_says_what_was_expected(what, device):
+    changes, kind, words = ERRORS[what]
+    for _ in range(2):
+        with pytest.raises(kind, match=words):
+            call_with(device, **changes)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight", "labels"])
+def test_meta_tensors_are_refused(name, device):
+    inputs = problem(device)
+    with pytest.raises(ValueError, match=f"{name} is on the meta device"):
+        call_with(device, **{name: getattr(inputs, name).to("meta")})
+
+
+def test_outputs_as_a_string(device):
+    inputs = problem(device)
+    with pytest.raises(TypeError, match=r"outputs is the string 'lse'; expected .* \('lse',\)"):
+        fused_linear_token_outputs(inputs.hidden, inputs.weight, inputs.labels, "lse")
+
+
+@pytest.mark.parametrize("name", ["skip_masked", "debug_checks"])
+def test_switches_are_true_or_false(name):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got 'yes'"):
+        FusedCEConfig(**{name: "yes"})
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (12, 2)])
+def test_a_teachers_ids_are_named(shape, device):
+    """Not the labels, which the caller never gave."""
+    inputs = problem(device)
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"teacher_ids are .* for hidden \(6, 2, 16\)"):
+        fused_linear_distillation(inputs.hidden, inputs.weight, ids, ids.float())
+
+
+def test_smoothing_over_one_class(device):
+    hidden, labels = torch.ones(3, 4, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="weight has one row"):
+        config = FusedCEConfig(label_smoothing=0.1)
+        fused_linear_cross_entropy(hidden, torch.ones(1, 4, device=device), labels, config=config)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tritons_row_kernels_without_a_gpu(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match=r"row_backend='triton' runs on CUDA devices, and .* on cpu"):
+        call_with("cpu", config=FusedCEConfig(row_backend="triton"))
+
+
+def test_what_debug_checks_see_in_numbers(device):
+    """Values that the device alone knows: the host waits for them there."""
+    inputs = problem(device)
+    config = FusedCEConfig("store", debug_checks=True)
+    weights = inputs.grad_loss.clone()
+    weights[1, 2] = torch.nan
+    with pytest.raises(ValueError, match="token_weights have a NaN"):
+        call_with(device, token_weights=weights, config=config)
+    ids = torch.zeros(2, 6, 3, dtype=torch.int64, device=device)
+    log_probs = torch.full((2, 6, 3), -1.0, device=device)
+    log_probs[0, 1, 2] = 0.5
+    with pytest.raises(ValueError, match="teacher_log_probs are above 0"):
+        fused_linear_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
+    ids[0, 1, 2] = -1  # an empty entry may have any
+    fused_linear_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
+
+
+def test_log_probs_without_a_gradient_mode_of_their_own(device):
+    inputs = problem(device)
+    with pytest.raises(TypeError, match="config must be a FusedCEConfig"):
+        token_log_probs(inputs.hidden, inputs.weight, inputs.labels, entropy="differentiable", config="store")
