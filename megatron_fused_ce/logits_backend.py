@@ -402,8 +402,8 @@ def gemm_then_rows(
         requested = "triton" if device.type == "cuda" else "torch"
     if requested == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"row_backend='triton' runs on CUDA devices, and these tensors are on {device.type}; use 'auto' or "
-            "'torch'"
+            f"row_backend='triton' runs on CUDA devices, and these tensors are on {device.type}; use 'auto' "
+            "or 'torch'"
         )
     if requested == "triton":
         versions.require("triton", _variants().triton_version())

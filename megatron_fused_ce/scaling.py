@@ -70,7 +70,7 @@ def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """``2**exponent`` in fp32, ``exponent`` from -126 to 127. ldexp takes a power in torch's default dtype."""
+    """``2**exponent`` in fp32, ``exponent`` from -126 to 127. ldexp's power has torch's default dtype."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 

@@ -72,8 +72,8 @@ def check_call(
         )
     if vocab_start and tp_size == 1:
         raise ValueError(
-            f"vocab_start is {vocab_start} without a tensor-parallel group of several ranks: this rank has the "
-            "whole vocabulary, from id 0 on; pass tp_group, or leave vocab_start out"
+            f"vocab_start is {vocab_start} without a tensor-parallel group of several ranks: this rank has "
+            "the whole vocabulary, from id 0 on; pass tp_group, or leave vocab_start out"
         )
 
 

@@ -493,7 +493,8 @@ def check_group(group: object) -> None:
     """
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got {group!r:.80}"
+            "tp_group must be a torch.distributed.ProcessGroup with this rank in it, or None, got "
+            f"{group!r:.60}"
         )
 
 

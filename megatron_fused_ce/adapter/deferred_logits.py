@@ -4,10 +4,10 @@ Megatron's models call the output layer, perhaps scale the result, and only then
 with multi-token prediction the labels are rolled in between. The layer therefore returns a
 :class:`DeferredLogits`. The loss evaluates it fused; any other use turns it into real logits.
 
-Without labels Megatron transposes the logits and returns them. They become real logits then, unless the
-caller is known to need log-probabilities only (:func:`returned_to_caller`, :func:`caller_takes_shards`): they
-then stay deferred and remember transpose, slice of positions, dtype and scale until the caller's log-softmax
-evaluates them.
+Only for callers that are known (:mod:`.consumer`): all others get Megatron's own logits. Without labels
+Megatron transposes the logits and returns them. They stay deferred only where their caller is known to need
+log-probabilities (:func:`returned_to_caller`, :func:`caller_takes_shards`), and remember transpose, slice of
+positions, dtype and scale until its log-softmax evaluates them.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ class DeferredLogits:
         gathered: the caller requested the whole vocabulary on every tensor-parallel rank.
         dtype: of the logits; None for the hidden states'.
         for_caller: stay deferred when the model returns them; gathered ones always do.
+        needs_grad: real logits would carry a gradient.
+        at_call: what the head must know of its call.
     """
 
     def __init__(
@@ -128,6 +130,8 @@ class DeferredLogits:
         gathered: bool = False,
         dtype: torch.dtype | None = None,
         for_caller: bool = False,
+        needs_grad: bool | None = None,
+        at_call: Any = None,
     ) -> None:
         self.head = head
         self.hidden = hidden
@@ -143,7 +147,8 @@ class DeferredLogits:
         self._num_positions = shape[0]
         self._positions = range(shape[0])  # positions that are left after slicing
         self._steps: tuple[Callable[[Any], Any], ...] = ()  # turns the layer's real logits into these
-        self._needs_grad = torch.is_grad_enabled()
+        self.at_call = at_call
+        self._needs_grad = torch.is_grad_enabled() if needs_grad is None else needs_grad
         self._evaluated: LossAndArgmax | None = None
         self._real: Tensor | None = None
 
@@ -152,13 +157,17 @@ class DeferredLogits:
         after = copy.copy(self)
         vars(after).update(changed)
         after._steps = (*self._steps, step)
-        after._needs_grad = self._needs_grad and torch.is_grad_enabled()
+        after._needs_grad = after._needs_grad and torch.is_grad_enabled()
         after._evaluated = after._real = None
         return after
 
     def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
-        """Per-token loss ``[b, s]`` for labels ``[b, s]``, without logits."""
-        self._evaluated = self.head.fused_loss(self, labels, token_weights)
+        """Per-token loss ``[b, s]`` for labels ``[b, s]``, without logits.
+
+        With a gradient where real logits would have one: not if the layer was called without.
+        """
+        with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
+            self._evaluated = self.head.fused_loss(self, labels, token_weights)
         counters().fused += 1
         return self._evaluated.loss
 
@@ -198,11 +207,19 @@ class DeferredLogits:
         return log_prob, entropy_of
 
     def materialise(self) -> Tensor:
-        """Real logits, as Megatron's layer computes them.
+        """Real logits, as Megatron's layer computes them, once.
 
-        Differentiable if the layer was called with gradients, wherever they are first needed: logits made for
-        a metric under ``no_grad`` may be used by a loss later.
+        Raises:
+            RuntimeError: they need a gradient, and grad mode is off, as inside an autograd function: whatever
+            is made of them there would have none, without an error.
         """
+        if self._needs_grad and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "deferred logits of the fused head are used where no gradient is recorded (torch.no_grad, or "
+                "inside an autograd function), and the head was called with gradients: a loss made of them "
+                "would have none. For a metric take logits.detach(); for a loss take "
+                "megatron_fused_ce.rl.token_log_probs, or leave --fused-chunked-ce out"
+            )
         if self._real is None:
             counters().materialised += 1
             with torch.set_grad_enabled(self._needs_grad):
@@ -264,6 +281,14 @@ class DeferredLogits:
             return self.materialise().contiguous(**named)
         return self._after(operator.methodcaller("contiguous"))
 
+    def detach(self) -> DeferredLogits:
+        """The same without a gradient, wherever they are used."""
+        return self._after(operator.methodcaller("detach"), _needs_grad=False)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._needs_grad
+
     def float(self, **named: Any) -> Any:
         if not self.for_caller or named:
             return self.materialise().float(**named)
@@ -293,11 +318,17 @@ class DeferredLogits:
     def max(self, *args: Any, **kwargs: Any) -> Any:
         """``max(dim=-1)`` as Megatron's acceptance counts call it; else real logits."""
         served = self._served_argmax(*args, **kwargs)
-        return served if served is not None else self.materialise().max(*args, **kwargs)
+        return served if served is not None else self._for_a_count().max(*args, **kwargs)
 
     def argmax(self, *args: Any, **kwargs: Any) -> Tensor:
         served = self._served_argmax(*args, **kwargs)
-        return served.indices if served is not None else self.materialise().argmax(*args, **kwargs)
+        return served.indices if served is not None else self._for_a_count().argmax(*args, **kwargs)
+
+    def _for_a_count(self) -> Tensor:
+        """Real logits; without a gradient where none is recorded, since no loss begins with a maximum."""
+        if self._real is not None:
+            return self._real
+        return (self if torch.is_grad_enabled() else self.detach()).materialise()
 
     def _served_argmax(self, dim: int | None = None, keepdim: bool = False) -> MaxAndIndices | None:
         done = self._evaluated

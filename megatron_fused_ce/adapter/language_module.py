@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import wraps
 from types import ModuleType
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from megatron_fused_ce.adapter import (
     accuracy,
     arguments,
+    consumer,
     phase_report,
     report,
     stock_path,
@@ -23,8 +23,17 @@ from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
 from megatron_fused_ce.config import FusedCEConfig
 
-#: Models seen by the set-up below: their heads are fused, or stay with Megatron for a logged reason.
-_seen: WeakSet[Any] = WeakSet()
+
+class Adopted(NamedTuple):
+    """What a fused model remembers by itself: its output layer may be wrapped or replaced later."""
+
+    config: FusedCEConfig
+    log_accuracy: bool
+
+
+#: The attribute of a model seen by the set-up below: :class:`Adopted`, or None where its head stays with
+#: Megatron. A copy of the model has it, too.
+ADOPTED = "fused_ce_adopted"
 _TAKES_LOGITS = "the loss of this call takes real logits"
 
 
@@ -38,7 +47,9 @@ def patch(module: ModuleType) -> None:
     def setup_embeddings_and_output_layer(self: Any) -> None:
         stock_setup(self)
         config = active_config()
-        _seen.add(self)
+        if getattr(self, ADOPTED, None) is not None:
+            return  # called again, as Megatron-Bridge does
+        setattr(self, ADOPTED, None)
         if config is not None and self.post_process and hasattr(self, "output_layer"):
             adopt_output_layer(self, config, logs_accuracy())
 
@@ -50,18 +61,17 @@ def patch(module: ModuleType) -> None:
             # Multi-token prediction in get_logprobs (since 0.19) gives logits of the whole vocabulary to a
             # loss for one rank's part. The result is Megatron's own.
             logits = logits.materialise()
-        layer = getattr(self, "output_layer", None)
-        adopted: FusedCEConfig | None = getattr(layer, "fused_ce_config", None)
+        adopted: Adopted | None = getattr(self, ADOPTED, None)
         if adopted is not None:
-            stock_path.refuse_options(adopted, _TAKES_LOGITS)
-        elif layer is not None and self not in _seen and active_config() is not None:
+            stock_path.refuse_options(adopted.config, _TAKES_LOGITS)
+        elif hasattr(self, "output_layer") and not hasattr(self, ADOPTED) and active_config() is not None:
             report.built_too_early(self)
         loss: Tensor = stock_loss(self, labels, logits)
-        if layer is not None and getattr(layer, "fused_ce_log_accuracy", False):
-            accuracy.remember(loss, None, _TAKES_LOGITS, layer.tp_group.rank())
+        if adopted is not None and adopted.log_accuracy:
+            accuracy.remember(loss, None, _TAKES_LOGITS, self.pg_collection.tp.rank())
         return loss
 
-    setattr(compute_language_model_loss, stock_path.TAKES_DEFERRED, True)
+    setattr(compute_language_model_loss, consumer.TAKES_DEFERRED, True)
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
     language_module.compute_language_model_loss = compute_language_model_loss
 
@@ -84,6 +94,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         report.left_to_megatron(model, reason)
         return
     takes_mask = token_weights.remember_calls(type(model))
+    consumer.learn(type(model))
     missing = accuracy.reason_at_build(takes_mask) if log_accuracy else None
     if missing is not None:
         stock_path.refuse_accuracy(missing)
@@ -95,6 +106,7 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         timed=phase_report.times_heads(model.output_layer.tp_group.rank()),
         model=type(model).__name__,
     )
+    setattr(model, ADOPTED, Adopted(config, log_accuracy))
     report.adopted(model, args)
 
 

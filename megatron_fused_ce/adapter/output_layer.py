@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +16,7 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_fused_ce.adapter import accuracy, deferred_logits, phase_report, report, stock_path
+from megatron_fused_ce.adapter.consumer import name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
@@ -65,12 +70,25 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        reason = stock_path.reason_at_call(self, input_, gathers)
+        used = self.weight if weight is None else weight
+        for_caller = deferred_logits.for_caller(used)
+        caller = sys._getframe(1)
+        reason = stock_path.reason_at_call(self, input_, gathers, caller, gathers or for_caller)
+        config = self.fused_ce_config
+        if reason is None and not _is_own(self.forward):
+            softcap = _softcap_around(self)
+            if softcap is None or config.logit_softcap not in (None, softcap):
+                reason = f"its forward is {name_of(self.forward)}, which may change the logits"
+            elif softcap:
+                config = replace(config, logit_softcap=softcap)
         if kwargs and reason is None:
             reason = f"the caller passes {', '.join(kwargs)}, which this package does not know"
         if reason is not None:
             counters().stock += 1
             report.stock_path_once(self, reason)
+            trains = self.training and torch.is_grad_enabled()
+            if trains and (input_.requires_grad or used.requires_grad):
+                stock_path.refuse_options(self.fused_ce_config, reason)
             return super().__call__(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
@@ -78,21 +96,25 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))
         dtype = getattr(self, "output_dtype", None)  # --output-logit-dtype
-        for_caller = deferred_logits.for_caller(self.weight if weight is None else weight)
-        return DeferredLogits(self, input_, weight, shape, gathers, dtype, for_caller), None
+        at_call = _AtCall(config, used, used.requires_grad)
+        needs_grad = torch.is_grad_enabled() and (input_.requires_grad or used.requires_grad)
+        return DeferredLogits(
+            self, input_, weight, shape, gathers, dtype, for_caller, needs_grad, at_call
+        ), None
 
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
     ) -> LossAndArgmax:
         """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
-        request = _LossRequest(labels, token_weights, deferred.logit_scale)
+        request = _LossRequest(deferred.at_call.config, labels, token_weights, deferred.logit_scale)
         loss = self._evaluate(deferred, request)
         return LossAndArgmax(loss, request.local_max, request.local_argmax)
 
     def _evaluate(self, deferred: DeferredLogits, request: _LossRequest) -> Tensor:
         labels, token_weights = request.labels, request.token_weights
-        # The call's output, not `forward`'s result: a hook of FSDP's may have replaced it by a view.
-        loss, _ = super().__call__(deferred.hidden, weight=deferred.weight, fused_ce_request=request)
+        with self._as_called(deferred) as weight, _own_forward(self):
+            # The call's output, not `forward`'s result: a hook of FSDP's may have replaced it by a view.
+            loss, _ = super().__call__(deferred.hidden, weight=weight, fused_ce_request=request)
         if self.fused_ce_log_accuracy:
             ignore_index = self.fused_ce_config.ignore_index
             counts = accuracy.count(labels, token_weights, request.correct, ignore_index)
@@ -105,24 +127,47 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """Log-probability and, if asked for, entropy of ``labels`` in the vocabulary: fp32 ``[b, s]``."""
         stock_path.refuse_log_probs(self.fused_ce_config)
         unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
-        request = _LossRequest(labels, unknown, deferred.logit_scale, entropy)
+        request = _LossRequest(deferred.at_call.config, labels, unknown, deferred.logit_scale, entropy)
         return self._evaluate(deferred, request).neg(), request.made_entropy
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
         gathers = deferred.gathered or None
-        logits, _ = super().__call__(deferred.hidden, weight=deferred.weight, runtime_gather_output=gathers)
+        with self._as_called(deferred) as weight:
+            logits, _ = super().__call__(deferred.hidden, weight=weight, runtime_gather_output=gathers)
         return logits  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _as_called(self, deferred: DeferredLogits) -> Iterator[Tensor | None]:
+        """The weight of the call that deferred these logits, which may have changed since.
+
+        ``torch.func.functional_call`` puts another in the layer's place while it runs; callers freeze weights
+        for a while. None for the layer's own, which FSDP's hooks gather inside of its call.
+        """
+        used, requires_grad = deferred.at_call.weight, deferred.at_call.requires_grad
+        weight = deferred.weight
+        if weight is None and self.weight is not used:
+            weight = used
+        if used.requires_grad == requires_grad or not used.is_leaf:
+            yield weight
+            return
+        used.requires_grad_(requires_grad)
+        try:
+            yield weight
+        finally:
+            used.requires_grad_(not requires_grad)
 
     def forward(
         self,
         input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        fused_ce_request: _LossRequest | None = None,
+        fused_ce_request: _LossRequest | _Probe | None = None,
         **kwargs: Any,
     ) -> Any:
         """The stock forward, or the loss ``[b, s]`` instead of the logits."""
+        if isinstance(fused_ce_request, _Probe):
+            return fused_ce_request.logits, None
         if fused_ce_request is None:
             return super().forward(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
@@ -160,7 +205,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
         """The layer's config for one call: ``grad_in_forward`` only if the token weights are known."""
-        config = self.fused_ce_config
+        config = request.config
         if request.logit_scale != config.logit_scale:
             config = replace(config, logit_scale=request.logit_scale)
         if request.entropy == "differentiable":
@@ -188,12 +233,76 @@ def _head_of(layer: ColumnParallelLinear) -> Head:
     return head
 
 
+class _AtCall(NamedTuple):
+    """What a call of the layer found, and its evaluation needs."""
+
+    config: FusedCEConfig
+    weight: Tensor
+    requires_grad: bool  # of the weight
+
+
+class _Probe(NamedTuple):
+    """Numbers for :meth:`ColumnParallelLinear.forward` to return, to see what is made of them."""
+
+    logits: Tensor
+
+
+#: Forwards of Megatron-Bridge (module, name) that softcap what the layer's own returns, and the attribute of
+#: the layer's config that has the cap.
+SOFTCAPS = {
+    ("megatron.bridge.models.gemma.gemma2_provider", "Gemma2OutputLayer.forward"): "final_logit_softcapping",
+    ("megatron.bridge.models.gemma.modeling_gemma4", "Gemma4OutputLayer.forward"): "final_logit_softcapping",
+}
+
+
+def _is_own(forward: Any) -> bool:
+    return getattr(forward, "__func__", None) is ColumnParallelLinear.forward
+
+
+def _softcap_around(layer: Any) -> float | None:
+    """The cap of a known forward around the layer's own, 0 for none; None for another forward.
+
+    By its name, and by what it makes of numbers, so that it is known to do nothing else.
+    """
+    forward = layer.forward
+    attribute = SOFTCAPS.get((getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")))
+    if attribute is None:
+        return None
+    cap = getattr(layer.config, attribute, None) or 0.0
+    logits = torch.linspace(-90.0, 90.0, 7, dtype=torch.float64).view(7, 1, 1)
+    expected = cap * torch.tanh(logits / cap) if cap else logits
+    with torch.no_grad():
+        made, bias = forward(logits, fused_ce_request=_Probe(logits))
+    return float(cap) if bias is None and torch.equal(made, expected) else None
+
+
+@contextmanager
+def _own_forward(layer: Any) -> Iterator[None]:
+    """``layer.forward`` is this package's, whatever a class or an instance has put in its place."""
+    if _is_own(layer.forward):
+        yield
+        return
+    attributes = vars(layer)
+    assert "forward" not in attributes, "served are forwards of classes"
+    attributes["forward"] = MethodType(ColumnParallelLinear.forward, layer)
+    try:
+        yield
+    finally:
+        del attributes["forward"]
+
+
 class _LossRequest:
     """Carries labels in, argmax, accuracy and entropy out of ``nn.Module.__call__``, as one argument."""
 
     def __init__(
-        self, labels: Tensor, token_weights: TokenWeights, logit_scale: float, entropy: str = "none"
+        self,
+        config: FusedCEConfig,
+        labels: Tensor,
+        token_weights: TokenWeights,
+        logit_scale: float,
+        entropy: str = "none",
     ) -> None:
+        self.config = config
         self.labels = labels
         self.token_weights = token_weights
         self.logit_scale = logit_scale

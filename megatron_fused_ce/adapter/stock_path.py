@@ -6,17 +6,12 @@ Checked once when a model is built (:func:`reason_at_build`) and on every call o
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any, NoReturn
 
-from megatron_fused_ce.adapter import deferred_logits, token_weights
+from megatron_fused_ce.adapter import consumer, deferred_logits, token_weights
+from megatron_fused_ce.adapter.consumer import MODELS, name_of
 from megatron_fused_ce.config import FusedCEConfig
-
-#: Known model classes, by name, since versions have them in different modules; subclasses count.
-MODELS = ("GPTModel", "HybridModel", "MambaModel")
-
-#: Marks the loss that takes deferred logits. One in its place would end, if it is an autograd function, in
-#: torch's "does not require grad"; or, where other losses reach the same parameters, in no error at all.
-TAKES_DEFERRED = "__fused_ce_loss__"
 
 #: Attributes of Megatron's output layer that this package reads.
 LAYER_ATTRIBUTES = (
@@ -34,8 +29,8 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
     if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
         return f"{type(model).__name__} is not one of {', '.join(MODELS)}"
     loss = model.compute_language_model_loss
-    if not hasattr(loss, TAKES_DEFERRED):
-        return f"{type(model).__name__} has a loss of its own ({_name(loss)}), which may need real logits"
+    if not consumer.takes_deferred(loss):
+        return f"{type(model).__name__} has a loss of its own ({name_of(loss)}), which may need real logits"
     layer, config = model.output_layer, model.config
     if type(layer) is not ColumnParallelLinear:
         return (
@@ -131,20 +126,34 @@ def refuse_accuracy(reason: str) -> NoReturn:
     )
 
 
-def reason_at_call(layer: Any, hidden: Any, gather_output: bool) -> str | None:
-    """Why this call of a head that is otherwise fused takes the stock path, or None."""
+def reason_at_call(
+    layer: Any, hidden: Any, gather_output: bool, caller: FrameType, stays_with_caller: bool
+) -> str | None:
+    """Why this call of a head that is otherwise fused takes the stock path, or None.
+
+    Args:
+        caller: the frame that calls the layer.
+        stays_with_caller: whether logits that the model returns may stay deferred.
+    """
     no_loss = token_weights.why_no_loss(layer)
     if no_loss:
         return no_loss
     if gather_output and deferred_logits.why_caller_needs_logits():
         return deferred_logits.why_caller_needs_logits()
+    unknown = consumer.why_unknown(caller)
+    if unknown:
+        return unknown
+    if consumer.returns_logits(caller) and not stays_with_caller:
+        return "the model was called without labels, and returns its logits"
     if layer.sequence_parallel != layer.fused_ce_sequence_parallel:
         return "inference turned sequence parallelism off for this call"
     if hidden.dim() != 3:
         return f"the hidden states have {hidden.dim()} dimensions, not [s, b, h]"
     for hook in layer._forward_hooks.values():
         if not _is_sharding_hook(hook):
-            return f"a forward hook ({_name(hook)}) reads the layer's output"
+            return f"a forward hook ({name_of(hook)}) reads the layer's output"
+    if _config_logger_on(getattr(layer, "config", None)):
+        return "the config logger writes the logits to disk"
     return None
 
 
@@ -158,8 +167,3 @@ def _is_sharding_hook(hook: Any) -> bool:
     return str(module).startswith("torch.distributed.") or (
         str(module).startswith("megatron") and "fsdp" in str(module)
     )
-
-
-def _name(hook: Any) -> str:
-    function = getattr(hook, "func", hook)
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

@@ -94,20 +94,63 @@ def test_any_other_use_is_what_real_logits_give(deferred, use):
     assert materialised() == 1
 
 
+class SumOfSquares(torch.autograd.Function):
+    """As Megatron's own cross entropies: ``apply`` knows no ``__torch_function__``."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        return (logits * logits).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("its logits have no gradient to give")
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "after another loss"])
+def test_logits_in_an_autograd_function_raise(deferred, before):
+    """They would lose their gradient there; detached ones have none to lose."""
+    if before:
+        deferred.square().sum()
+    with pytest.raises(RuntimeError, match=r"would have none. For a metric take logits.detach\(\)"):
+        SumOfSquares.apply(deferred)
+    assert deferred.requires_grad and not deferred.detach().requires_grad
+    made = SumOfSquares.apply(deferred.detach())
+    assert torch.equal(made, deferred.head.logits.square().sum())
+
+
 def test_a_metric_of_logits_leaves_their_gradient(deferred):
-    """Real logits first made under no_grad, for a metric, and then used by a loss."""
+    """Detached, or a count of right answers; a loss then has its gradient."""
     weight = torch.ones(6, requires_grad=True)
     deferred.head.stock_logits = lambda of: deferred.head.logits * weight
     deferred = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape) * 0.5
     with torch.no_grad():
-        deferred.float().mean()
+        with pytest.raises(RuntimeError, match="no gradient is recorded"):
+            deferred.float().mean()
+        deferred.detach().float().mean()
+        deferred.argmax(-1), deferred.max(dim=-1)
     deferred.square().sum().backward()
     expected = deferred.head.logits.square().sum((0, 1)) / 2
     torch.testing.assert_close(weight.grad, expected)
-    assert materialised() == 1
     with torch.no_grad():
         made = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape)
+        made.float().mean()
     assert not made.float().requires_grad
+
+
+def test_a_loss_of_logits_made_without_gradients_has_none(deferred):
+    """As of real ones, wherever it is computed."""
+    weight = torch.ones(3, 2, requires_grad=True)
+    made = []
+
+    def fused_loss(of, labels, token_weights):
+        made.append(torch.is_grad_enabled())
+        return LossAndArgmax(weight.sum(), None, None)
+
+    deferred.head.fused_loss = fused_loss
+    with torch.no_grad():
+        without = DeferredLogits(deferred.head, deferred.hidden, None, deferred.shape)
+    assert not without.loss(torch.zeros(2, 4), UNKNOWN).requires_grad
+    assert deferred.loss(torch.zeros(2, 4), UNKNOWN).requires_grad
 
 
 def test_logits_are_materialised_once(deferred):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import language_module, stock_path
+from megatron_fused_ce.adapter import consumer, language_module, stock_path
 
 LAYER = {
     **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
@@ -34,8 +35,19 @@ class GPTModel:
 
     def compute_language_model_loss(self, labels, logits): ...
 
+    def _postprocess(self, *given, labels=None, **named):
+        return self.output_layer(*given, **named)
 
-setattr(GPTModel.compute_language_model_loss, stock_path.TAKES_DEFERRED, True)
+
+def in_megatron(function):
+    """The function, as if Megatron's core had it."""
+    return types.FunctionType(function.__code__, {"__name__": "megatron.core.models"}, argdefs=None)
+
+
+GPTModel._postprocess = in_megatron(GPTModel._postprocess)
+GPTModel._postprocess.__kwdefaults__ = {"labels": None}
+setattr(GPTModel.compute_language_model_loss, consumer.TAKES_DEFERRED, True)
+consumer.learn(GPTModel)
 
 
 def test_batch_invariance_is_megatrons():
@@ -126,13 +138,83 @@ def sharding_hook(*arguments):
 sharding_hook.__module__ = "megatron.core.distributed.fsdp.src"
 
 
-def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, **layer):
+def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, model=None, stays=False, **layer):
+    """As the head's call sees it from Megatron's model code."""
+    model = model or GPTModel()
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
-    return stock_path.reason_at_call(
-        types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **layer),
-        torch.zeros(hidden),
-        gather_output,
+    layer = types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **layer)
+    model.output_layer = lambda: stock_path.reason_at_call(
+        layer, torch.zeros(hidden), gather_output, sys._getframe(1), stays
     )
+    return model._postprocess(labels=labels or None)
+
+
+def not_megatrons(*given): ...
+
+
+def test_each_reason_that_the_caller_gives():
+    """Who calls the head, with which loss and which scale, as they are at that moment."""
+    assert at_call() is None
+    assert "called without labels" in at_call(labels=False)
+    assert at_call(labels=False, stays=True) is None
+    model = GPTModel()
+    model._scale_logits = in_megatron(not_megatrons)
+    assert at_call(model=model) is None
+    model._scale_logits = not_megatrons
+    assert "scaled by" in at_call(model=model) and "not_megatrons" in at_call(model=model)
+    model = GPTModel()
+    model.compute_language_model_loss = not_megatrons
+    assert "the loss of this call is" in at_call(model=model)
+
+    class Own(GPTModel):
+        def _postprocess(self, labels=None):
+            return self.output_layer()
+
+    assert "is called by tests.megatron.test_stock_path._postprocess" in at_call(model=Own())
+
+    class Calls(GPTModel):
+        def _postprocess(self, labels=None):
+            return super()._postprocess(labels=labels)
+
+    assert at_call(model=Calls()) is None
+    consumer.learn(Own)  # by its own code it stays unknown
+    assert "is called by" in at_call(model=Own())
+
+
+def test_a_function_in_the_place_of_megatrons_is_unknown(monkeypatch):
+    """As frameworks patch ``GPTModel.forward``, before or after a head is adopted."""
+
+    def patched(self, labels=None):
+        return self.output_layer()
+
+    monkeypatch.setattr(GPTModel, "_postprocess", patched)
+    consumer.learn(GPTModel)
+    assert "test_stock_path.patched" in at_call()
+
+
+def test_the_heads_of_multi_token_prediction(monkeypatch):
+    """Their function is given the loss and the scale that it will use."""
+
+    def process_mtp_loss(output_layer, compute_language_model_loss, scale_logits_fn=None):
+        return output_layer()
+
+    module, name = consumer.MTP
+    own = in_megatron(process_mtp_loss)
+    own.__defaults__ = (None,)
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: own}))
+    consumer.learn(GPTModel)
+    layer = types.SimpleNamespace(
+        _forward_hooks={}, sequence_parallel=False, fused_ce_sequence_parallel=False
+    )
+
+    def head():
+        return stock_path.reason_at_call(layer, torch.zeros(2, 1, 4), False, sys._getframe(1), False)
+
+    loss = GPTModel().compute_language_model_loss
+    assert own(head, loss) is None
+    assert own(head, loss, in_megatron(not_megatrons)) is None
+    assert "scaled by" in own(head, loss, not_megatrons)
+    assert "the loss of this call is" in own(head, not_megatrons)
 
 
 def test_each_reason_at_a_call():
@@ -143,6 +225,8 @@ def test_each_reason_at_a_call():
     assert "sequence parallelism off" in at_call(sequence_parallel=False)
     assert "2 dimensions" in at_call(hidden=(2, 4))
     assert "test_stock_path.hook" in at_call(hooks=[sharding_hook, hook])
+    config = types.SimpleNamespace(config_logger_dir="folder")
+    assert "config logger" in at_call(config=config)
     with torch.inference_mode():
         assert at_call() == "inference mode, and no labels in the model's call"
 
@@ -171,18 +255,21 @@ def test_gathered_logits_look_as_megatrons():
     """The whole vocabulary, in the dtype that --output-logit-dtype asks for."""
     from megatron_fused_ce.adapter import deferred_logits, output_layer
 
-    layer = GPTModel().output_layer
+    model = GPTModel()
+    layer = model.output_layer
     layer.__class__ = output_layer.ColumnParallelLinear
     layer.sequence_parallel = layer.fused_ce_sequence_parallel = True
+    layer.fused_ce_config = FusedCEConfig()
+    layer.weight = torch.nn.Parameter(torch.zeros(5, 4))
     layer.tp_group = types.SimpleNamespace(size=lambda: 2)
     layer.output_size, layer.output_size_per_partition = 10, 5
     hidden = torch.zeros(3, 1, 4, dtype=torch.bfloat16)
     for dtype in (torch.float32, None):
         layer.output_dtype = dtype
         with deferred_logits.returned_to_caller():
-            logits, _ = layer(hidden, runtime_gather_output=True)
+            logits, _ = model._postprocess(hidden, runtime_gather_output=True)
         assert (logits.shape, logits.dtype) == ((6, 1, 10), dtype or torch.bfloat16)
-        assert layer(hidden)[0].shape == (6, 1, 5)
+        assert model._postprocess(hidden, labels=True)[0].shape == (6, 1, 5)
 
 
 def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
@@ -192,6 +279,8 @@ def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
     layer, told = GPTModel().output_layer, []
     layer.__class__ = output_layer.ColumnParallelLinear
     layer.sequence_parallel = layer.fused_ce_sequence_parallel = False
+    layer.fused_ce_config = FusedCEConfig()
+    layer.weight = torch.nn.Parameter(torch.zeros(5, 4))
     monkeypatch.setattr(ColumnParallelLinear, "forward", lambda self, input_, **others: others)
     monkeypatch.setattr(report, "stock_path_once", lambda layer, reason: told.append(reason))
     before = counters().stock

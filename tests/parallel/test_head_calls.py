@@ -415,7 +415,10 @@ DIFFERENCES = {
     "bad shape": (lambda device: {"hidden": ones(device, 8, 1, 3)}, "H = 3"),
     "bad dtype": (lambda device: {"labels": ones(device, 1, 8)}, "expected int64"),
     "bad dtype of hidden": (lambda device: {"hidden": ones(device, 8, 1, 4).double()}, "has dtype"),
-    "another dtype of hidden": (lambda device: {"hidden": ones(device, 8, 1, 4).half()}, "expected one dtype"),
+    "another dtype of hidden": (
+        lambda device: {"hidden": ones(device, 8, 1, 4).half()},
+        "expected one dtype",
+    ),
     "config's type": (lambda device: {"config": "store"}, "config must be a FusedCEConfig"),
     "weights elsewhere": (lambda device: {"token_weights": ones("meta", 1, 8)}, "token_weights on meta"),
 }

@@ -245,7 +245,7 @@ def test_other_uses_get_real_logits(rank: Rank):
 
     counters.reset()
     assert torch.equal(forward(on, rank, False), forward(off, rank, False))
-    assert (counters.fused, counters.materialised) == (0, 1)
+    assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 1)
 
     counters.reset()
     gathered = forward(on, rank, False, runtime_gather_output=True)
@@ -435,7 +435,13 @@ def test_options_of_the_loss(rank: Rank):
         on.output_layer.register_forward_hook(lambda *a: None)
         with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
             forward(on, rank, True)
-        forward(on, rank, False)  # logits for inference are no loss
+        with pytest.raises(ValueError, match=r"Megatron's own loss .* was called without labels"):
+            forward(on, rank, False)
+        with torch.no_grad():
+            forward(on, rank, False)  # logits for inference are no loss
+        on.eval()
+        forward(on, rank, False)
+        on.train()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")
             with pytest.raises(ValueError, match=r"ignore_index.*a test"):

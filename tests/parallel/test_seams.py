@@ -1,0 +1,731 @@
+"""Every way to reach or touch a head that we know: as without the flag, or one error before a step.
+
+Each row of :data:`ROWS` trains one step of the same small model twice, flag off and flag on. It says what the
+counters must show and, where a call stays with Megatron, which reason the log must give. FSDP2 and
+Megatron-FSDP are in test_fsdp.py, combined 1F1B as a whole in tests/tools/test_pretrain_cpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.megatron import (
+    BATCH,
+    GRADIENT_BOUND,
+    LOSS_BOUND,
+    NEWEST,
+    SEQUENCE,
+    VOCAB,
+    Model,
+    build,
+    have_groups,
+    needs_core,
+    of_core,
+    positions_and_mask,
+    takes_mask,
+)
+from tests.support.ranks import Rank, on_ranks
+
+RANKS = [of_core(2, NEWEST), pytest.param(*of_core(1, NEWEST).values, marks=pytest.mark.rest)]
+
+
+@dataclass
+class Step:
+    """A model and a micro-batch, which a row makes a loss of."""
+
+    rank: Rank
+    model: Any
+    ids: Tensor
+    labels: Tensor
+    mask: Tensor
+
+    def __call__(self, model: Any = None, labels: bool = True, **given: Any) -> Any:
+        """The model's output for the micro-batch."""
+        if labels:
+            given["labels"] = self.labels
+            if takes_mask(Model(family=family_of(self.model))):
+                given["loss_mask"] = self.mask
+        return (model or self.model)(self.ids, *positions_and_mask(self.rank), **given)
+
+    def masked(self, losses: Tensor) -> Tensor:
+        return (losses.float() * self.mask).sum() / self.mask.sum()
+
+    def of_logits(self, logits: Tensor) -> Tensor:
+        """Megatron's own cross entropy, an autograd function, of ``[s, b, V]``; and another term in torch."""
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        losses = vocab_parallel_cross_entropy(logits.float().clone(), self.labels.t().contiguous())
+        return self.masked(losses.t()) + z_loss_of(logits, self.rank)
+
+    def by_native_fusion(self, logits: Tensor) -> Tensor:
+        from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+        group = self.model.output_layer.tp_group
+        losses = fused_vocab_parallel_cross_entropy(logits.clone(), self.labels.t().contiguous(), group)
+        return self.masked(losses.t()) + z_loss_of(logits, self.rank)
+
+
+def family_of(model: Any) -> str:
+    return "gpt" if any(cls.__name__ == "GPTModel" for cls in type(model).__mro__) else "hybrid"
+
+
+def z_loss_of(logits: Tensor, rank: Rank) -> Tensor:
+    """Of this rank's columns, by torch's own operators: its gradient survives where another's is lost."""
+    return 1e-3 * logits.float().logsumexp(-1).square().mean()
+
+
+# --- rows ------------------------------------------------------------------------------------------
+
+Use = Callable[[Step], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    #: makes the loss
+    use: Use
+    #: heads of one forward that are fused, and that stay with Megatron; none is ever materialised
+    fused: int = 1
+    stock: int = 0
+    #: of the log, where a head stays
+    words: str = ""
+    #: of the error that the flag raises before anything is trained
+    raises: str = ""
+    #: changes of the model: :class:`.Model`'s fields
+    model: dict[str, Any] = field(default_factory=dict)
+    #: of the flag's config
+    options: dict[str, Any] = field(default_factory=dict)
+    families: tuple[str, ...] = ("gpt", "hybrid")
+    since: tuple[int, int] = (0, 16)
+    #: norm-relative, of losses and gradients
+    bound: float = GRADIENT_BOUND
+    #: whether there is a gradient to compare
+    trains: bool = True
+
+
+GPT = ("gpt",)
+
+
+def labels(step: Step) -> Tensor:
+    return step.masked(step())
+
+
+def no_labels(step: Step) -> Tensor:
+    return step(labels=False).transpose(0, 1).contiguous()  # [s, b, V]
+
+
+def processor(use: Callable[..., Tensor]) -> Use:
+    """A loss through ``output_processor``: ``use(step, hidden, head, given)``."""
+
+    def through(step: Step) -> Tensor:
+        def process(*, hidden_states: Tensor, output_layer: Any, output_weight: Any, **given: Any) -> Tensor:
+            def head() -> Tensor:
+                logits, _ = output_layer(hidden_states, weight=output_weight)
+                return logits
+
+            return use(step, head, given)
+
+        return step(output_processor=process)
+
+    return through
+
+
+@contextlib.contextmanager
+def having(owner: Any, name: str, value: Any):
+    """An attribute of an object itself; afterwards as it was."""
+    before = vars(owner).get(name)
+    own = type if isinstance(owner, type) else object
+    own.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        own.__delattr__(owner, name)
+        if before is not None:
+            own.__setattr__(owner, name, before)
+
+
+def method(name: str, function: Callable[..., Any], of_class: bool = False) -> Callable[[Use], Use]:
+    """The model, or its class, has another method of this name: ``function(stock, *args)``."""
+
+    def around(use: Use) -> Use:
+        def used(step: Step) -> Tensor:
+            stock = getattr(step.model, name).__func__
+
+            def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return function(functools.partial(stock, self), *args, **kwargs)
+
+            owner = type(step.model) if of_class else step.model
+            with having(owner, name, own if of_class else types.MethodType(own, step.model)):
+                return use(step)
+
+        return used
+
+    return around
+
+
+def in_class(make: Callable[[type], type]) -> Callable[[Use], Use]:
+    """The model's class is replaced by a subclass of it, as if it had been built of that."""
+
+    def around(use: Use) -> Use:
+        def used(step: Step) -> Tensor:
+            stock = type(step.model)
+            step.model.__class__ = make(stock)
+            try:
+                return use(step)
+            finally:
+                step.model.__class__ = stock
+
+        return used
+
+    return around
+
+
+def own_postprocess(stock: functools.partial, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
+    """Put in the place of Megatron's, as NeMo-RL does."""
+    model = stock.args[0]
+    logits, _ = model.output_layer(hidden_states)
+    return vocab_parallel(model, named["labels"], logits)
+
+
+def own_head(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[[type], type]:
+    """A ``_postprocess`` of one's own: it calls the head, and ``loss(self, labels, logits)``."""
+
+    def make(base: type) -> type:
+        class Own(base):  # type: ignore[misc, valid-type]
+            def _postprocess(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
+                weight = None
+                if self.share_embeddings_and_output_weights:
+                    weight = self.shared_embedding_or_output_weight()
+                logits, _ = self.output_layer(hidden_states, weight=weight)
+                return loss(self, named["labels"], logits)
+
+        return Own
+
+    return make
+
+
+def vocab_parallel(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    z_loss = logits.float().logsumexp(-1).square().t() * 1e-3
+    return vocab_parallel_cross_entropy(logits.float().clone(), labels.t().contiguous()).t() + z_loss
+
+
+def outer_forward(base: type) -> type:
+    class Outer(base):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return 2.0 * super().forward(*args, **kwargs)
+
+    return Outer
+
+
+def outer_postprocess(base: type) -> type:
+    class Outer(base):  # type: ignore[misc, valid-type]
+        def _postprocess(self, *args: Any, **kwargs: Any) -> Tensor:
+            return 2.0 * super()._postprocess(*args, **kwargs)
+
+    return Outer
+
+
+class Mixin(nn.Module):
+    """As Megatron-Bridge extends a head after the build: ``forward`` softcaps what the layer returns."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = super().forward(*args, **kwargs)
+        return 3.0 * torch.tanh(logits / 3.0), bias
+
+
+class KnownMixin(nn.Module):
+    """One that the package knows by its name, with the cap in its config."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = super().forward(*args, **kwargs)
+        cap = self.config.final_logit_softcapping
+        return (logits if not cap else cap * torch.tanh(logits / cap)), bias
+
+
+class Identity(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def extended(mixin: type, cap: float | None = None) -> Callable[[Use], Use]:
+    def around(use: Use) -> Use:
+        def used(step: Step) -> Tensor:
+            layer = step.model.output_layer
+            stock = layer.__class__
+            layer.__class__ = type(stock.__name__, (mixin, stock), {})
+            layer.config.final_logit_softcapping = cap
+            with known_mixins():
+                try:
+                    return use(step)
+                finally:
+                    layer.__class__ = stock
+
+        return used
+
+    return around
+
+
+@contextlib.contextmanager
+def known_mixins():
+    from megatron_fused_ce.adapter import output_layer
+
+    name = (KnownMixin.__module__, KnownMixin.forward.__qualname__)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(output_layer.SOFTCAPS, name, "final_logit_softcapping")
+        yield
+
+
+class LoRA(nn.Module):
+    """As PEFT wraps a layer after the build."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.to_wrap = layer
+        self.down = nn.Parameter(torch.full((4, layer.input_size), 0.01))
+        self.up = nn.Parameter(torch.full((layer.output_size_per_partition, 4), 0.01))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.to_wrap.weight
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = self.to_wrap(hidden, *args, **kwargs)
+        if isinstance(logits, Tensor) and logits.shape[0] == hidden.shape[0]:
+            logits = logits + hidden @ self.down.t() @ self.up.t()
+        return logits, bias
+
+
+def wrapped(step: Step) -> Tensor:
+    layer = step.model.output_layer
+    step.model.output_layer = LoRA(layer)
+    try:
+        return labels(step)
+    finally:
+        step.model.output_layer = layer
+
+
+def twice_set_up(step: Step) -> Tensor:
+    step.model.setup_embeddings_and_output_layer()
+    return labels(step)
+
+
+def postprocess_alone(step: Step) -> Tensor:
+    """As combined 1F1B's schedule calls it: not through ``forward``."""
+    seen: dict[str, Any] = {}
+    with having(step.model, "_postprocess", lambda **given: seen.update(given) or given["hidden_states"]):
+        step()
+    return step.masked(step.model._postprocess(**seen))
+
+
+def functional(step: Step) -> Tensor:
+    """All parameters given from outside; their gradients arrive at the model's own."""
+    model = step.model
+    given = {name: parameter * 1.0 for name, parameter in model.named_parameters()}
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.func.functional_call(model, given, args, kwargs)
+
+    return step.masked(step(call))
+
+
+def functional_head(step: Step) -> Tensor:
+    """The head alone with a detached weight, as miles detaches that of multi-token prediction."""
+
+    def loss(self: Any, labels: Tensor, hidden: Tensor) -> Tensor:
+        detached = {"weight": self.output_layer.weight.detach()}
+        logits, _ = torch.func.functional_call(self.output_layer, detached, (hidden,))
+        return self.compute_language_model_loss(labels, logits)
+
+    def make(base: type) -> type:
+        class Own(base):  # type: ignore[misc, valid-type]
+            def _postprocess(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
+                return loss(self, named["labels"], hidden_states)
+
+        return Own
+
+    return in_class(make)(labels)(step)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2.0 * weight
+
+
+def parametrized(step: Step) -> Tensor:
+    nn.utils.parametrize.register_parametrization(step.model.output_layer, "weight", Doubled())
+    try:
+        return labels(step)
+    finally:
+        step.model.output_layer.parametrizations.weight[0].forward = Doubled().forward
+
+
+def frozen(step: Step) -> Tensor:
+    step.model.output_layer.weight.requires_grad_(False)
+    return labels(step)
+
+
+def checkpointed(reentrant: bool) -> Use:
+    def use(step: Step) -> Tensor:
+        def run(scale: Tensor) -> Tensor:
+            return step() * scale
+
+        scale = torch.ones((), device=step.ids.device, requires_grad=True)
+        return step.masked(checkpoint(run, scale, use_reentrant=reentrant))
+
+    return use
+
+
+def hooked(register: str, hook: Callable[..., Any]) -> Use:
+    def use(step: Step) -> Tensor:
+        handle = getattr(step.model.output_layer, register)(hook)
+        try:
+            return labels(step)
+        finally:
+            handle.remove()
+
+    return use
+
+
+def of_copy(step: Step) -> Tensor:
+    """A deepcopy made after the build; its gradients are handed to the model that is compared."""
+    groups = [vars(module).values() for module in step.model.modules()]
+    groups = [v for values in groups for v in values if isinstance(v, torch.distributed.ProcessGroup)]
+    collections = [getattr(module, "pg_collection", None) for module in step.model.modules()]
+    twin = copy.deepcopy(step.model, {id(kept): kept for kept in [*groups, *collections] if kept is not None})
+    loss = step.masked(step(twin))
+    gradients = torch.autograd.grad(loss, list(twin.parameters()))
+    pairs = zip(step.model.parameters(), gradients, strict=True)
+    return loss.detach() + sum(((p - p.detach()) * g).sum() for p, g in pairs)
+
+
+def in_float16_module(step: Step) -> Tensor:
+    from megatron.core.transformer.module import Float16Module
+
+    return step.masked(step(Float16Module(step.model.config, step.model)))
+
+
+def between_evaluations(step: Step) -> Tensor:
+    step.model.eval()
+    with torch.no_grad():
+        step()
+    step.model.train()
+    loss = labels(step)
+    step.model.eval()
+    with torch.inference_mode():
+        step()
+    step.model.train()
+    return loss
+
+
+def logits_under_no_grad(step: Step) -> Tensor:
+    """The loss of logits without a gradient has none, with the flag too."""
+    with torch.no_grad():
+        logits = no_labels(step)
+    loss = step.of_logits(logits)
+    assert not loss.requires_grad
+    return loss
+
+
+def loss_under_no_grad(step: Step) -> Tensor:
+    with torch.no_grad():
+        losses = step()
+    assert not losses.requires_grad
+    return step.masked(losses)
+
+
+def in_place(step: Step) -> Tensor:
+    losses = step()
+    losses.mul_(step.mask)
+    losses.div_(step.mask.sum())
+    return losses.sum()
+
+
+def default_dtype(step: Step) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        losses = step()
+    finally:
+        torch.set_default_dtype(before)
+    return step.masked(losses)
+
+
+def autocast(step: Step) -> Tensor:
+    with torch.autocast(step.ids.device.type, torch.bfloat16):
+        losses = step()
+    return step.masked(losses)
+
+
+def another_dtype_of_the_mask(step: Step) -> Tensor:
+    return labels(replace(step, mask=step.mask.bool().double()))
+
+
+def directly(step: Step) -> Tensor:
+    """The layer is called from outside of any model's code, on hidden states of its decoder."""
+    layer = step.model.output_layer
+    hidden = torch.randn(SEQUENCE, BATCH, layer.input_size, generator=torch.Generator().manual_seed(3))
+    hidden = hidden.to(step.ids.device).requires_grad_()
+    logits, _ = layer(hidden)
+    return step.of_logits(logits) + 0.0 * labels(step)
+
+
+def a_layer_hooked_by_name(step: Step) -> Tensor:
+    """An instance's own ``forward``, as accelerate and CUDA graphs put it there."""
+    layer = step.model.output_layer
+    with having(layer, "forward", functools.partial(layer.forward)):
+        return labels(step)
+
+
+def another_class(step: Step) -> Tensor:
+    """As FSDP2 puts a class of its own around a layer's."""
+    layer = step.model.output_layer
+    stock = layer.__class__
+    layer.__class__ = type(f"Sharded{stock.__name__}", (stock,), {})
+    try:
+        return labels(step)
+    finally:
+        layer.__class__ = stock
+
+
+def two_micro_batches(step: Step) -> Tensor:
+    other = replace(step, ids=step.ids.roll(1, 1), labels=step.labels.roll(1, 1))
+    return labels(step) + 0.5 * labels(other)
+
+
+def loss_used_twice(step: Step) -> Tensor:
+    losses = step()
+    return step.masked(losses) + losses.square().mean()
+
+
+def in_ddp(step: Step) -> Tensor:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallel(step.model.config, DistributedDataParallelConfig(), step.model)
+    ddp.zero_grad_buffer()
+    return step.masked(step(ddp))
+
+
+def gathered(step: Step) -> Tensor:
+    logits = step(labels=False, runtime_gather_output=True)
+    log_probs = logits.float().log_softmax(-1).gather(-1, step.labels.unsqueeze(-1)).squeeze(-1)
+    return step.masked(-log_probs)
+
+
+def mtp_under_a_processor(step: Step, head: Any, given: Any) -> Tensor:
+    return step.of_logits(head())
+
+
+CALLED_HERE = f"is called by {__name__}"
+
+ROWS = {
+    # Megatron's own path through the model.
+    "labels": Row(labels),
+    "labels, loss used twice": Row(loss_used_twice),
+    "labels, changed in place": Row(in_place),
+    "labels, two micro-batches": Row(two_micro_batches, fused=2),
+    "labels, another mask's dtype": Row(another_dtype_of_the_mask),
+    "sequence parallelism": Row(labels, model={"sequence_parallel": True}),
+    "tied": Row(labels, model={"tied": True}),
+    "fused wgrad": Row(in_ddp, model={"fused_wgrad": True}),
+    "mtp 2": Row(labels, fused=3, model={"mtp": 2}, families=GPT),
+    "mtp of a hybrid": Row(labels, fused=2, model={"mtp": 1}, families=("hybrid",), since=(0, 19)),
+    "mup": Row(labels, model={"mup": True}, since=(0, 19)),
+    "a schedule's _postprocess": Row(postprocess_alone, families=GPT),
+    "bf16 wrapped": Row(in_float16_module, model={"dtype": torch.bfloat16}, bound=3e-2),
+    "ddp": Row(in_ddp),
+    "checkpoint, reentrant": Row(checkpointed(True), fused=2),
+    "checkpoint": Row(checkpointed(False), fused=2),
+    "evaluations between steps": Row(between_evaluations, fused=3),
+    "no_grad around all": Row(loss_under_no_grad, trains=False),
+    "a frozen head": Row(frozen),
+    "a copy of the model": Row(of_copy),
+    "another default dtype": Row(default_dtype),
+    "autocast": Row(autocast, model={"dtype": torch.bfloat16}, bound=3e-2),
+    "grad_in_forward": Row(loss_used_twice, options={"strategy": "grad_in_forward"}),
+    "functional_call of the model": Row(functional),
+    "a parametrized weight": Row(parametrized),
+    "a sharding's class": Row(another_class),
+    "set up twice": Row(twice_set_up),
+    # Models of other people around Megatron's.
+    "a forward around Megatron's": Row(in_class(outer_forward)(labels)),
+    "a _postprocess around Megatron's": Row(in_class(outer_postprocess)(labels), families=GPT),
+    "a _postprocess of one's own": Row(
+        in_class(own_head(vocab_parallel))(labels), 0, 1, CALLED_HERE, families=GPT
+    ),
+    "a _postprocess of one's own, Megatron's loss": Row(
+        in_class(own_head(lambda self, y, z: self.compute_language_model_loss(y, z)))(labels),
+        0, 1, CALLED_HERE, families=GPT,
+    ),
+    "a wrapper around Megatron's _postprocess": Row(
+        method("_postprocess", lambda stock, *a, **k: stock(*a, **k), of_class=True)(labels), families=GPT
+    ),
+    "a _postprocess in the place of Megatron's": Row(
+        method("_postprocess", own_postprocess, of_class=True)(labels),
+        0, 1, CALLED_HERE, families=GPT,
+    ),
+    "a loss in the place of Megatron's": Row(
+        method("compute_language_model_loss", lambda stock, y, z: 2 * stock(y, z))(labels),
+        0, 1, "the loss of this call is",
+    ),
+    "a class's loss in the place of Megatron's": Row(
+        method("compute_language_model_loss", lambda stock, y, z: 2 * stock(y, z), of_class=True)(labels),
+        0, 1, "the loss of this call is",
+    ),
+    "a scale of one's own": Row(
+        method("_scale_logits", lambda stock, z: 5.0 * torch.tanh(stock(z) / 5.0))(labels),
+        0, 1, "the logits are scaled by", since=(0, 19),
+    ),
+    # Logits in other hands.
+    "an output processor, Megatron's autograd function": Row(
+        processor(lambda step, head, given: step.of_logits(head())),
+        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
+    ),
+    "an output processor, the native fusion": Row(
+        processor(lambda step, head, given: step.by_native_fusion(head())),
+        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
+    ),
+    "an output processor, torch alone": Row(
+        processor(lambda step, head, given: z_loss_of(head(), step.rank)),
+        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
+    ),
+    "an output processor, Megatron's loss": Row(
+        processor(
+            lambda step, head, given: step.masked(given["compute_language_model_loss"](step.labels, head()))
+        ),
+        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
+    ),
+    "an output processor behind mtp": Row(
+        processor(mtp_under_a_processor), 2, 1, CALLED_HERE,
+        model={"mtp": 2}, families=GPT, since=(0, 18),
+    ),
+    "no labels, Megatron's autograd function": Row(
+        lambda step: step.of_logits(no_labels(step)), 0, 1, "called without labels"
+    ),
+    "no labels, the native fusion": Row(
+        lambda step: step.by_native_fusion(no_labels(step)), 0, 1, "called without labels"
+    ),
+    "no labels, torch alone": Row(
+        lambda step: z_loss_of(no_labels(step), step.rank), 0, 1, "called without labels"
+    ),
+    "logits under no_grad": Row(logits_under_no_grad, 0, 1, "called without labels", trains=False),
+    "gathered logits": Row(gathered, 0, 1, "runtime_gather_output"),
+    "the layer called directly": Row(directly, 1, 1, CALLED_HERE),
+    # Layers that somebody has changed.
+    "extended by a softcap": Row(extended(Mixin)(labels), 0, 1, f"its forward is {__name__}.Mixin"),
+    "extended by nothing": Row(extended(Identity)(labels), 0, 1, "its forward is"),
+    "extended by a known softcap": Row(extended(KnownMixin, 2.0)(labels)),
+    "extended by a known softcap, no cap": Row(extended(KnownMixin)(labels)),
+    "an instance's own forward": Row(a_layer_hooked_by_name, 0, 1, "its forward is"),
+    "wrapped by LoRA": Row(wrapped, 0, 1, f"is called by {__name__}.forward"),
+    "functional_call of the head, detached": Row(functional_head, 0, 1, "is called by torch", families=GPT),
+    "a forward hook": Row(
+        hooked("register_forward_hook", lambda layer, given, made: (made[0] * 0.5, made[1])),
+        0, 1, "a forward hook",
+    ),
+    "a forward pre-hook": Row(
+        hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
+    ),
+    # Options of the loss that nobody would apply.
+    "LoRA and an option": Row(
+        wrapped, 0, 1, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
+    ),
+    "an output processor and an option": Row(
+        processor(lambda step, head, given: step.of_logits(head())), 0, 1,
+        raises="ignore_index: Megatron's own loss", options={"ignore_index": -100},
+        families=GPT, since=(0, 18),
+    ),
+    "no labels and an option": Row(
+        lambda step: step.of_logits(no_labels(step)), 0, 1,
+        raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3},
+    ),
+    "extended by a softcap, and an option": Row(
+        extended(Mixin)(labels), 0, 1,
+        raises="logit_softcap: Megatron's own loss", options={"logit_softcap": 3.0},
+    ),
+    "a hook and an option": Row(
+        hooked("register_forward_hook", lambda layer, given, made: None), 0, 1,
+        raises="label_smoothing: Megatron's own loss", options={"label_smoothing": 0.1},
+    ),
+}  # fmt: skip
+
+
+# --- off against on --------------------------------------------------------------------------------
+
+
+def step_of(model: Any, rank: Rank) -> Step:
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
+    mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.7).float().to(rank.device)
+    return Step(rank, model, ids[:, :-1], ids[:, 1:].contiguous(), mask)
+
+
+def results_of(row: Row, rank: Rank, family: str) -> dict[str, Tensor]:
+    """The loss and every gradient that the row leaves."""
+    model = build(Model(family=family, **row.model), rank)
+    loss = row.use(step_of(model, rank))
+    made = {"loss": loss.detach().float()}
+    if row.trains:
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            of_ddp = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if of_ddp is None else of_ddp
+            if gradient is not None:
+                made[name] = gradient.detach().float().clone()
+    return made
+
+
+@on_ranks(*RANKS)
+@pytest.mark.parametrize("name", ROWS)
+def test_off_against_on(rank: Rank, name):
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import report
+
+    row = ROWS[name]
+    needs_core(*row.since)
+    if rank.size == 1 and row.model.get("sequence_parallel"):
+        pytest.skip("one rank has no sequence parallelism")
+    have_groups(rank.size)
+    counters = megatron_fused_ce.counters()
+    for family in row.families:
+        megatron_fused_ce.disable()
+        off = None if row.raises else results_of(row, rank, family)
+        config = megatron_fused_ce.FusedCEConfig(**{"strategy": "store", "num_chunks": 3, **row.options})
+        megatron_fused_ce.enable(config)
+        counters.reset()
+        report._said.clear()
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                if off is None:
+                    with pytest.raises(ValueError, match=row.raises):
+                        results_of(row, rank, family)
+                else:
+                    on = results_of(row, rank, family)
+        finally:
+            megatron_fused_ce.disable()
+        seen = counters.fused, counters.materialised, counters.stock
+        assert seen == (row.fused, 0, row.stock), f"{family}: {seen}\n{printed.getvalue()}"
+        said = [line for line in printed.getvalue().splitlines() if "takes Megatron's own path" in line]
+        if rank.rank == 0 and off is not None:
+            assert len(said) == row.stock and all(row.words in line for line in said), said
+        if off is None:
+            continue
+        assert on.keys() == off.keys()
+        assert len(on) > 5 or not row.trains
+        for part, expected in off.items():
+            error = float((on[part] - expected).double().norm())
+            bound = max(row.bound, LOSS_BOUND if part == "loss" else 0.0)
+            assert error <= bound * float(expected.double().norm()) + 1e-9, f"{family}, {part}: {error}"
