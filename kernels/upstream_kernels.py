@@ -81,8 +81,9 @@ def _fit_scalar_kernel(
         infinite = tl.where(g - g == 0.0, infinite, 1)
     scale = c.to(tl.float32)
     finite = (tl.max(infinite, axis=0) == 0) & (scale - scale == 0.0)
+    found = tl.where(finite, 2 * tl.max(wrong, axis=0), 1)
     tl.store(scale_ptr, tl.where(finite, scale, float("nan")))
-    tl.store(found_ptr, tl.where(finite, 2 * tl.max(wrong, axis=0), 1).to(tl.int64))
+    tl.store(found_ptr, tl.where(norm - norm == 0.0, found, 2).to(tl.int64))
 
 
 _scaled_weights = Launch(_scaled_weights_kernel, num_warps=16)

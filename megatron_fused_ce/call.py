@@ -30,6 +30,7 @@ from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
 from megatron_fused_ce.vocab_parallel import (
     GroupHistory,
+    HeadOfGroup,
     Settled,
     Shard,
     VocabParallel,
@@ -37,6 +38,7 @@ from megatron_fused_ce.vocab_parallel import (
     check_true_vocab_size,
     compare,
     history_of,
+    keep,
 )
 
 DEFAULT_CONFIG = FusedCEConfig()
@@ -115,8 +117,8 @@ class CallSpec(NamedTuple):
     vocab_start: int
     needs_grad: tuple[bool, bool]  # of hidden, of weight
     head: Head
-    #: the head in the history of its group
-    key: Hashable
+    #: the head in the history of its group, the same on all ranks
+    key: HeadOfGroup
     history: GroupHistory
 
     def recomputing(self) -> CallSpec:
@@ -128,7 +130,7 @@ class CallSpec(NamedTuple):
         if self.key not in self.history.broken:
             self.history.broken.add(self.key)
             self.history.forget_specs()  # they were made with the promise
-            self.head.say(broken_promise(self.head))
+            self.head.say(broken_promise(self.head, self.key))
 
     @property
     def wgrad_at_once(self) -> bool:
@@ -165,16 +167,16 @@ def spec_of(args: Arguments) -> CallSpec:
     """
     check_group(args.tp_group)
     history = history_of(args.tp_group)
-    key = _key(args)
+    specs, key = history.specs, _key(args)
     if key is None or history.unequal or args.config.debug_checks:
         return _make(args, history)
     try:
-        spec: CallSpec | None = history.specs.get(key)
+        spec: CallSpec | None = specs.get(key)
     except TypeError:  # an argument that cannot be hashed: what is wrong with it, the checks will say
         return _make(args, history)
     if spec is None:
         spec = _make(args, history)
-        history.keep(key, spec, MAX_SPECS)
+        keep(specs, key, spec, MAX_SPECS)  # not in their place, if they were forgotten meanwhile
     return spec
 
 
@@ -233,7 +235,9 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
     logits, why_not = local.choice
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
         logits, why_not = _choose(args, logits_backend.NOT_ON_EVERY_RANK)
-    plan = _plan(args, comm, settled, logits, promised=local.head not in history.broken)
+    # Not this rank's view of the head: another head of the group may have as many rows here.
+    head = HeadOfGroup(args.head.number, settled.shard_sizes, args.weight.shape[1])
+    plan = _plan(args, comm, settled, logits, head in history.broken)
     num_tokens = args.hidden.shape[:-1].numel()
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(args, comm, settled)
@@ -266,7 +270,7 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
             needs_grad and args.weight.requires_grad,
         ),
         head=args.head,
-        key=local.head,
+        key=head,
         history=history,
     )
 
@@ -400,13 +404,12 @@ def _device_in_plans(device: torch.device) -> str:
 
 
 def _plan(
-    args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promised: bool
+    args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promise_broken: bool
 ) -> planner.Plan:
-    """``promised``: whether token weights may be relied on."""
     config = args.config
     # How large z-loss makes fp16's gradients is known after the forward.
-    promised = promised and not (config.z_loss and args.hidden.dtype == torch.float16)
-    if config.strategy == "grad_in_forward" and not promised:
+    in_forward = not (config.z_loss and args.hidden.dtype == torch.float16)
+    if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
     inputs = planner.PlanInputs.of(
         config,
@@ -418,7 +421,8 @@ def _plan(
         num_parts=comm.num_parts,
         tp_size=comm.size,
         wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
-        token_weights_known=promised and args.token_weights is not None and not args.differentiable,
+        token_weights_known=in_forward and args.token_weights is not None and not args.differentiable,
+        promise_broken=promise_broken,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],

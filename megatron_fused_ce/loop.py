@@ -367,7 +367,7 @@ class _Save:
     def finish(self) -> tuple[Saved, None]:
         chunks, last = self._context.chunks, None
         spec = self._context.spec
-        if chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
+        if spec.plan.saves_last_hidden and chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
             last = self._hidden_states.last()
         return Saved(self._saved, last, matrix=self._matrix, column_sum=self._column_sum), None
 

@@ -128,6 +128,8 @@ class PlanInputs:
     wgrad_accumulator: str = "main_grad"
     #: whether the forward is given token weights, without which ``auto`` never takes ``grad_in_forward``
     token_weights_known: bool = False
+    #: whether the loss was found not to be what ``grad_in_forward`` was promised
+    promise_broken: bool = False
     #: the logits backend, one of :data:`LOGITS_BACKENDS`
     logits_backend: str = "scaled_exp"
     #: whether the scaled-exp GEMM writes logits instead of ``E``
@@ -289,6 +291,11 @@ class Plan:
         return self.cut.count
 
     @property
+    def saves_last_hidden(self) -> bool:
+        """Whether the forward may leave the last chunk's gathered hidden states to the backward."""
+        return self.chosen_for is None or not self.chosen_for.promise_broken
+
+    @property
     def why(self) -> str:
         """The reason for this choice, one sentence for the log; empty for an option."""
         return "" if self.chosen_for is None else _why(self.chosen_for, self)
@@ -326,6 +333,8 @@ def plan(inputs: PlanInputs) -> Plan:
 
     Source: docs/design.md and the constants above.
     """
+    if inputs.promise_broken:
+        return _after_a_broken_promise(inputs)
     if inputs.strategy != "auto":
         return _by_name(inputs)
     budget = budget_bytes(inputs)
@@ -334,6 +343,18 @@ def plan(inputs: PlanInputs) -> Plan:
         key=lambda option: (option.predicted_peak_bytes, option.relative_time),
     )
     return replace(chosen, chosen_for=inputs)
+
+
+def _after_a_broken_promise(inputs: PlanInputs) -> Plan:
+    """``recompute`` in the place of ``grad_in_forward``, in the same chunks.
+
+    It needs no more memory, and a checkpoint may run the forward of a plan of before by this one: both save
+    the same tensors.
+    """
+    before = plan(replace(inputs, promise_broken=False))
+    if before.strategy != "grad_in_forward":
+        return before
+    return replace(_option(inputs, "recompute", before.cut, 0), chosen_for=inputs)
 
 
 def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
@@ -556,6 +577,8 @@ class _ChunkBytes(NamedTuple):
 
 def _waiting(inputs: PlanInputs, count: int, stored_chunks: int) -> int:
     """Number of gathered chunks of hidden states that a forward saves for its backward: 1 (the last) or 0."""
+    if inputs.promise_broken:
+        return 0  # Plan.saves_last_hidden
     return int(count > 0 and (inputs.wgrad_accumulator != "none" or stored_chunks < count))
 
 
@@ -800,6 +823,8 @@ def _by_name(inputs: PlanInputs) -> Plan:
 
 
 def _why(inputs: PlanInputs, chosen: Plan) -> str:
+    if inputs.promise_broken:
+        return "the loss is not what grad_in_forward was promised"
     if inputs.strategy != "auto":
         within = "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
         return f"asked for by name{within}"

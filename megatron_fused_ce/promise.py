@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.vocab_parallel import largest_over_ranks
+from megatron_fused_ce.vocab_parallel import HeadOfGroup, largest_over_ranks
 
 #: Largest relative difference of one token's ``g`` from ``c * w``. A multiplication in fp32 rounds by 2**-24;
 #: Megatron's loss has one per token (scalars cancel in ``c``), another loss perhaps eight, in another order
@@ -83,7 +83,6 @@ class Head:
 #: The head of calls that name none.
 UNNAMED = Head("a head")
 
-
 #: The same of ``skip_masked``.
 _ASSERTION_OF_SKIPPED = (
     "fused-ce skip_masked: a token of weight 0 that was left out has an upstream gradient; leave "
@@ -91,13 +90,13 @@ _ASSERTION_OF_SKIPPED = (
 )
 
 
-def broken_promise(head: Head) -> str:
+def broken_promise(head: Head, of_group: HeadOfGroup) -> str:
     """What a user is told about a broken promise, once."""
     return (
-        f"the upstream gradient of the per-token loss of {head.name} is not a scalar times the token weights "
-        "that grad_in_forward was given (in Megatron: the loss_mask of the model's call). Its gradients were "
-        "made again and are right; that took six GEMMs instead of three. From now on this head takes a "
-        "strategy for any loss. To save the first detour: --fused-ce-strategy recompute or store "
+        f"the upstream gradient of the per-token loss of {head.name} ({of_group}) is not a scalar times the "
+        "token weights that grad_in_forward was given (in Megatron: the loss_mask of the model's call). Its "
+        "gradients were made again and are right; that took six GEMMs instead of three. From now on this "
+        "head recomputes (four GEMMs). To save the first detour: --fused-ce-strategy recompute or store "
         "(FusedCEConfig(strategy=...)), or give the weights that the loss uses"
     )
 
@@ -119,7 +118,8 @@ def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor
 
     Returns:
         ``c``: fp32 []. What was found: int64 [], :data:`KEPT`; :data:`NOT_FINITE` where an upstream gradient
-        is inf or NaN, or ``c`` is in fp32 (it is then NaN); else :data:`BROKEN`.
+        is inf or NaN, or ``c`` is in fp32 (it is then NaN); else :data:`BROKEN`, and so are weights that are
+        inf or NaN. Upstream gradients below 2**-126, which fp32 rounds coarsely or to 0, count as fitting.
 
     Raises:
         ValueError: the shapes differ.
@@ -141,6 +141,7 @@ def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor
     fits = ((g - expected).abs() <= RTOL * expected.abs() + ATOL).all()
     finite = torch.isfinite(g).all() & torch.isfinite(c.float())
     found = torch.where(finite, torch.where(fits, KEPT, BROKEN), NOT_FINITE)
+    found = torch.where(torch.isfinite(norm), found, BROKEN)
     return torch.where(finite, c, torch.nan).float(), found
 
 

@@ -400,6 +400,17 @@ class Settled(NamedTuple):
     starts: tuple[int, ...] = ()  # their first global ids, if the callers gave them
 
 
+class HeadOfGroup(NamedTuple):
+    """A head, as every rank of its group sees it."""
+
+    number: int  # promise.Head.number
+    shard_sizes: tuple[int, ...]  # rows of its weight, by rank
+    hidden_size: int
+
+    def __str__(self) -> str:
+        return f"{sum(self.shard_sizes)} rows of {self.hidden_size}"
+
+
 @dataclass
 class GroupHistory:
     """Record of the head's calls over one group; the same on all its ranks, except ``specs``."""
@@ -410,8 +421,9 @@ class GroupHistory:
     heads: dict[Hashable, Settled] = field(default_factory=dict)
     #: Kind of call -> its :class:`.call.CallSpec`.
     specs: dict[Hashable, Any] = field(default_factory=dict)
-    #: Heads whose upstream gradient was not what its token weights promised.
-    broken: set[Hashable] = field(default_factory=set)
+    #: Heads whose upstream gradient was not what its token weights promised. Their plans are others, so that
+    #: a head must be the same value on every rank.
+    broken: set[HeadOfGroup] = field(default_factory=set)
 
     def compares(self, head: Hashable | None, every_call: bool) -> bool:
         """Whether the ranks must compare this call's arguments; the same answer on every rank.
@@ -440,15 +452,16 @@ class GroupHistory:
         self.heads[head] = settled
 
     def forget_specs(self) -> None:
-        with _keeping:
-            self.specs.clear()
+        """Begin with none; one that another thread is making goes to those of before."""
+        self.specs = {}
 
-    def keep(self, key: Hashable, spec: Any, most: int) -> None:
-        """Keep a spec, at the cost of the oldest one where there are ``most``."""
-        with _keeping:
-            while len(self.specs) >= most:
-                del self.specs[next(iter(self.specs))]
-            self.specs[key] = spec
+
+def keep(specs: dict[Hashable, Any], key: Hashable, spec: Any, most: int) -> None:
+    """Keep a spec, at the cost of the oldest one where there are ``most``."""
+    with _keeping:
+        while len(specs) >= most:
+            del specs[next(iter(specs))]
+        specs[key] = spec
 
 
 _keeping = threading.Lock()

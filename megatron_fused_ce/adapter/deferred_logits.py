@@ -161,12 +161,13 @@ class DeferredLogits:
         after._evaluated = after._real = None
         return after
 
-    def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
-        """Per-token loss ``[b, s]`` for labels ``[b, s]``, without logits.
+    def _grad_mode(self) -> torch.set_grad_enabled:
+        """In which a loss has a gradient where that of real logits would: not if they were made without."""
+        return torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled())
 
-        With a gradient where real logits would have one: not if the layer was called without.
-        """
-        with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
+    def loss(self, labels: Tensor, token_weights: TokenWeights) -> Tensor:
+        """Per-token loss ``[b, s]`` for labels ``[b, s]``, with a gradient as from real logits."""
+        with self._grad_mode():
             self._evaluated = self.head.fused_loss(self, labels, token_weights)
         counters().fused += 1
         return self._evaluated.loss
@@ -193,7 +194,7 @@ class DeferredLogits:
         everywhere = batched.new_zeros(batched.shape[0], self._num_positions)
         left = slice(self._positions.start, self._positions.stop, self._positions.step)
         everywhere[:, left] = batched
-        with torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled()):
+        with self._grad_mode():
             # All positions: sequence parallelism needs a multiple of its ranks. What is sliced off gets the
             # upstream gradient 0.
             made = self.head.fused_log_probs(self, everywhere, entropy)

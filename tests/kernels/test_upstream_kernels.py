@@ -51,7 +51,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("weights", ["random", "masked", "none", "a NaN"])
+@pytest.mark.parametrize("weights", ["random", "masked", "none", "a NaN", "an inf"])
 @pytest.mark.parametrize("case", CASES)
 def test_fit(case, weights, size, device):
     w = torch.rand(size, generator=torch.Generator().manual_seed(size)) + 0.5
@@ -59,8 +59,8 @@ def test_fit(case, weights, size, device):
         w[::3] = 0.0
     elif weights == "none":
         w.zero_()
-    elif weights == "a NaN":
-        w[size // 2] = NAN
+    elif weights in ("a NaN", "an inf"):
+        w[size // 2] = NAN if weights == "a NaN" else INF
     g = CASES[case](1.7 * w, w)
     scale, found = upstream_kernels.fit_scalar(g.to(device), w.to(device), RTOL, ATOL)
     c, expected = plain(promise.fit_scalar, g, w)

@@ -28,6 +28,7 @@ OPTIONS = "tests/op/test_loss_options.py"
 OUTPUTS = "tests/op/test_token_outputs.py"
 MASKED = "tests/op/test_masked_tokens.py"
 PROMISE = "tests/op/test_promise.py"
+SURROUNDINGS = "tests/op/test_surroundings.py"
 PROPERTIES = "tests/op/test_properties.py"
 ROWS = "tests/kernels/test_row_kernels.py"
 SCALED_EXP = "tests/kernels/test_scaled_exp.py"
@@ -42,6 +43,7 @@ SMOOTHING = "tests/parallel/test_head.py -k smoothing_beside_exponentials"
 CALLS = "tests/parallel/test_head_calls.py"
 BROKEN = "tests/parallel/test_broken_promise.py"
 MODELS = "tests/parallel/test_models.py"
+SEAMS = "tests/parallel/test_seams.py"
 TRAIN_RL = "tests/parallel/test_train_rl.py"
 SLIME_AND_MILES = "tests/parallel/test_slime_and_miles.py"
 MILES = f"{SLIME_AND_MILES} -k 'miles and gpt-none and 2ranks'"
@@ -404,8 +406,8 @@ FAULTS = (
     Fault(
         "two ranks may disagree",
         f"{PACKAGE}/vocab_parallel.py",
-        "if len(set(seen)) > 1:",
-        "if len(set(seen)) > 2:",
+        "if len(set(digests)) > 1:",
+        "if len(set(digests)) > 2:",
         (f"{CALLS} -k one_rank_differs",),
     ),
     Fault(
@@ -565,6 +567,83 @@ FAULTS = (
         (f"{PROMISE} -k told_once",),
     ),
     Fault(
+        "two heads with as many rows on one rank share a broken promise there",
+        f"{PACKAGE}/call.py",
+        "HeadOfGroup(args.head.number, settled.shard_sizes, args.weight.shape[1])",
+        "HeadOfGroup(args.head.number, args.weight.shape[:1], args.weight.shape[1])",
+        (f"{BROKEN} -k another_head_with_as_many",),
+    ),
+    Fault(
+        "a checkpoint's second forward leaves hidden states that its first did not",
+        f"{PACKAGE}/planner.py",
+        "return self.chosen_for is None or not self.chosen_for.promise_broken",
+        "return True",
+        (f"{BROKEN} -k test_a_checkpoint",),
+    ),
+    Fault(
+        "after a broken promise a head plans anew",
+        f"{PACKAGE}/planner.py",
+        'return replace(_option(inputs, "recompute", before.cut, 0), chosen_for=inputs)',
+        'return plan(replace(inputs, promise_broken=False, strategy="store"))',
+        (f"{PROMISE} -k checkpoint",),
+    ),
+    Fault(
+        "a spec that was made while the promise broke is kept",
+        f"{PACKAGE}/vocab_parallel.py",
+        "self.specs = {}",
+        "self.specs.clear()",
+        (f"{PROMISE} -k made_while",),
+    ),
+    Fault(
+        "token weights that are not finite are never given up",
+        f"{PACKAGE}/promise.py",
+        "found = torch.where(torch.isfinite(norm), found, BROKEN)",
+        "",
+        (f"{PROMISE} -k weights_that_are_not_finite",),
+    ),
+    Fault(
+        "a spec is found for a call with another vocab_start",
+        f"{PACKAGE}/call.py",
+        '_NOT_IN_KEY = {"tp_group",',
+        '_NOT_IN_KEY = {"vocab_start", "tp_group",',
+        (f"{SURROUNDINGS} -k every_field_of_the_arguments",),
+    ),
+    Fault(
+        "the ranks may differ in the teacher's width",
+        f"{PACKAGE}/call.py",
+        '_OF_RANK = {"tp_group",',
+        '_OF_RANK = {"teacher", "tp_group",',
+        (f"{SURROUNDINGS} -k every_field_is_compared",),
+    ),
+    Fault(
+        "a default dtype rounds a power of two",
+        f"{PACKAGE}/scaling.py",
+        "return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)",
+        "return torch.ldexp(torch.ones(()), exponent).float()",
+        (f"{SURROUNDINGS} -k default_dtype",),
+    ),
+    Fault(
+        "a z-loss overflows fp16's gradients",
+        f"{PACKAGE}/scaling.py",
+        "largest = largest * factor",
+        "pass",
+        (f"{SURROUNDINGS} -k fp16_with_a_z_loss",),
+    ),
+    Fault(
+        "a caller's label buffer is read in the backward",
+        f"{PACKAGE}/op.py",
+        "labels = labels.clone()  # whose caller",
+        "pass  # whose caller",
+        (f"{SURROUNDINGS} -k label_buffer",),
+    ),
+    Fault(
+        "a loss is a view, which nobody may change in place",
+        f"{PACKAGE}/autograd.py",
+        "return result.data if result._is_view() else result",
+        "return result",
+        (f"{SURROUNDINGS} -k changed_in_place",),
+    ),
+    Fault(
         "the recomputation begins while the forward's gradients are held",
         f"{PACKAGE}/autograd.py",
         "del made  # before anything is allocated for others",
@@ -672,6 +751,69 @@ FAULTS = (
         (f"{STOCK} -k reason_at_a_call",),
     ),
     Fault(
+        "whoever calls the head gets deferred logits",
+        f"{PACKAGE}/adapter/consumer.py",
+        'return f"it is called by {where}.{code.co_name}, which may do anything with its logits"',
+        'return ""',
+        (f"{SEAMS} -k 'processor and 2ranks'",),
+    ),
+    Fault(
+        "a loss of somebody's own gets deferred logits",
+        f"{PACKAGE}/adapter/consumer.py",
+        "if not takes_deferred(loss):",
+        "if False:",
+        (f"{SEAMS} -k 'place and 2ranks'",),
+    ),
+    Fault(
+        "a scale of somebody's own is left out",
+        f"{PACKAGE}/adapter/consumer.py",
+        "if scale is not None and _megatrons(scale) is None:",
+        "if False:",
+        (f"{SEAMS} -k 'scale and 2ranks'",),
+    ),
+    Fault(
+        "a model called without labels returns deferred logits",
+        f"{PACKAGE}/adapter/stock_path.py",
+        "if consumer.returns_logits(caller) and not stays_with_caller:",
+        "if False:",
+        (f"{SEAMS} -k 'labels and function and 2ranks'",),
+    ),
+    Fault(
+        "a forward around the layer's own is passed over",
+        f"{PACKAGE}/adapter/output_layer.py",
+        "if reason is None and not _is_own(self.forward):",
+        "if False:",
+        (f"{SEAMS} -k 'softcap and 2ranks'",),
+    ),
+    Fault(
+        "a known softcap is taken by its name alone",
+        f"{PACKAGE}/adapter/output_layer.py",
+        "return float(cap) if bias is None and torch.equal(made, expected) else None",
+        "return float(cap)",
+        (f"{SEAMS} -k 'changed and 2ranks'",),
+    ),
+    Fault(
+        "options of the loss drop out where a head stays with Megatron",
+        f"{PACKAGE}/adapter/output_layer.py",
+        "if trains and (input_.requires_grad or used.requires_grad):",
+        "if False:",
+        (f"{SEAMS} -k 'option and 2ranks'",),
+    ),
+    Fault(
+        "logits inside an autograd function lose their gradient",
+        f"{PACKAGE}/adapter/deferred_logits.py",
+        "if self._needs_grad and not torch.is_grad_enabled():",
+        "if False:",
+        (f"{ADAPTER} -k autograd_function",),
+    ),
+    Fault(
+        "a model that is set up again is left to Megatron",
+        f"{PACKAGE}/adapter/language_module.py",
+        "if getattr(self, ADOPTED, None) is not None:",
+        "if False:",
+        (f"{SEAMS} -k 'twice and 2ranks'",),
+    ),
+    Fault(
         "heads on the stock path are not counted",
         f"{PACKAGE}/adapter/output_layer.py",
         "counters().stock += 1",
@@ -709,8 +851,8 @@ FAULTS = (
     Fault(
         "log-probabilities of a model called under no_grad have a gradient",
         f"{PACKAGE}/adapter/deferred_logits.py",
-        "torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled())",
-        "torch.set_grad_enabled(torch.is_grad_enabled())",
+        "return torch.set_grad_enabled(self._needs_grad and torch.is_grad_enabled())",
+        "return torch.set_grad_enabled(torch.is_grad_enabled())",
         (f"{TRAIN_RL} -k 'gpt-2ranks'",),
     ),
     Fault(

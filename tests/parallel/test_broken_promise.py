@@ -10,13 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
 from megatron_fused_ce.testing.collectives import Collectives
 from tests.support import megatron
 from tests.support.megatron import NEWEST, both_cores, have_groups, of_core, transformer_config
@@ -269,6 +274,73 @@ def test_another_model_keeps_its_promise(rank: Rank):
 
 
 @on_ranks(TWO[0])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_another_head_with_as_many_rows_on_one_rank(rank: Rank, num_chunks):
+    """Of 20 and 20 rows, and of 20 and 12: all ranks know which of them broke its promise."""
+    vocab_parallel.forget()
+    config = FusedCEConfig(strategy="grad_in_forward", num_chunks=num_chunks)
+    torch.manual_seed(3)
+    unequal, equal = torch.randn(32, 8).to(rank.device), torch.randn(40, 8).to(rank.device)
+
+    def step(weight: Tensor, keeps: bool) -> None:
+        hidden = torch.randn(24, 8).to(rank.device).requires_grad_()
+        labels = torch.randint(0, len(weight), (24,)).to(rank.device)
+        mask, random = (torch.rand(24) < 0.7).float().to(rank.device), torch.randn(24).to(rank.device)
+        upstream = 0.3 * mask if keeps else random
+        shard = weight[:20] if rank.rank == 0 else weight[20:]
+        shard = shard.clone().requires_grad_()
+        losses = fused_linear_cross_entropy(
+            hidden, shard, labels, tp_group=dist.group.WORLD, token_weights=mask, config=config
+        )
+        losses.backward(upstream)
+        expected = hidden.detach().double().requires_grad_()
+        plain = F.cross_entropy(expected @ weight.double().t(), labels, reduction="none")
+        plain.backward(upstream.double())
+        close([losses.detach(), hidden.grad], [plain.detach(), expected.grad], 1e-6)
+
+    step(unequal, True)
+    step(equal, True)
+    with promises(kept=0, remade=1), warnings.catch_warnings(action="ignore"):
+        step(equal, False)
+    with promises(kept=2):
+        step(unequal, True)
+        step(unequal, True)
+    step(equal, True)
+    vocab_parallel.forget()
+
+
+@on_ranks(TWO[0])
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+def test_a_checkpoint(rank: Rank, sp):
+    """Two micro-batches in flight; the first backward changes the plan by which the second's forward runs."""
+    vocab_parallel.forget()
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(2, 20, 8, generator=generator).to(rank.device)[rank.rank]
+    batches = torch.randn(2, 12, 2, 8, generator=generator).to(rank.device).chunk(2 if sp else 1, 1)
+    hidden = batches[rank.rank if sp else 0]
+    labels = torch.randint(0, 40, (2, 12), generator=generator).to(rank.device)
+
+    def gradients(strategy: str) -> list[Tensor]:
+        operands = [one.clone().requires_grad_() for one in (*hidden, weight)]
+        head = functools.partial(
+            fused_linear_cross_entropy,
+            tp_group=dist.group.WORLD,
+            sequence_parallel=sp,
+            token_weights=torch.ones_like(labels, dtype=torch.float32),
+            config=FusedCEConfig(strategy=strategy, num_chunks=2),
+        )
+        losses = [
+            checkpoint(head, one, operands[2], labels, use_reentrant=False).square().mean()
+            for one in operands[:2]
+        ]
+        return list(torch.autograd.grad(losses, operands, [torch.ones_like(losses[0])] * 2))
+
+    with warnings.catch_warnings(action="ignore"):
+        close(gradients("grad_in_forward"), gradients("recompute"), 1e-6)
+    vocab_parallel.forget()
+
+
+@on_ranks(TWO[0])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_said(rank: Rank, tp):
     """By the replica that it happens on, once, with what to do."""
@@ -280,7 +352,7 @@ def test_what_is_said(rank: Rank, tp):
             training.forward_backward(wrong)
     said = printed.getvalue()
     tells = wrong and rank.rank == (1 if tp == 1 else 0)
-    assert said.count("the per-token loss of the head of GPTModel is not a scalar") == tells
+    assert said.count("of the head of GPTModel (64 rows of 16) is not a scalar") == tells
     assert said.count("--fused-ce-strategy recompute or store") == tells
     assert said.count("[fused-ce] rank 1: the upstream") == (tells and tp == 1)
 

@@ -255,6 +255,14 @@ class KnownMixin(nn.Module):
         return (logits if not cap else cap * torch.tanh(logits / cap)), bias
 
 
+class OtherMixin(KnownMixin):
+    """Of a known name, but of a version that does more."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = super().forward(*args, **kwargs)
+        return 0.5 * logits, bias
+
+
 class Identity(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
@@ -282,9 +290,10 @@ def extended(mixin: type, cap: float | None = None) -> Callable[[Use], Use]:
 def known_mixins():
     from megatron_fused_ce.adapter import output_layer
 
-    name = (KnownMixin.__module__, KnownMixin.forward.__qualname__)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(output_layer.SOFTCAPS, name, "final_logit_softcapping")
+        for mixin in (KnownMixin, OtherMixin):
+            name = (mixin.__module__, mixin.forward.__qualname__)
+            patch.setitem(output_layer.SOFTCAPS, name, "final_logit_softcapping")
         yield
 
 
@@ -628,6 +637,7 @@ ROWS = {
     "extended by nothing": Row(extended(Identity)(labels), 0, 1, "its forward is"),
     "extended by a known softcap": Row(extended(KnownMixin, 2.0)(labels)),
     "extended by a known softcap, no cap": Row(extended(KnownMixin)(labels)),
+    "extended by a known softcap, changed": Row(extended(OtherMixin, 2.0)(labels), 0, 1, "its forward is"),
     "an instance's own forward": Row(a_layer_hooked_by_name, 0, 1, "its forward is"),
     "wrapped by LoRA": Row(wrapped, 0, 1, f"is called by {__name__}.forward"),
     "functional_call of the head, detached": Row(functional_head, 0, 1, "is called by torch", families=GPT),
