@@ -38,7 +38,6 @@ from megatron_fused_ce.vocab_parallel import (
     check_true_vocab_size,
     compare,
     history_of,
-    keep,
 )
 
 DEFAULT_CONFIG = FusedCEConfig()
@@ -167,16 +166,17 @@ def spec_of(args: Arguments) -> CallSpec:
     """
     check_group(args.tp_group)
     history = history_of(args.tp_group)
-    specs, key = history.specs, _key(args)
+    key, num_broken = _key(args), len(history.broken)
     if key is None or history.unequal or args.config.debug_checks:
         return _make(args, history)
     try:
-        spec: CallSpec | None = specs.get(key)
+        spec: CallSpec | None = history.specs.get(key)
     except TypeError:  # an argument that cannot be hashed: what is wrong with it, the checks will say
         return _make(args, history)
     if spec is None:
         spec = _make(args, history)
-        keep(specs, key, spec, MAX_SPECS)  # not in their place, if they were forgotten meanwhile
+        if len(history.broken) == num_broken:  # else another thread's backward has changed the plans
+            history.keep(key, spec, MAX_SPECS)
     return spec
 
 

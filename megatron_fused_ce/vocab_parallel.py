@@ -452,16 +452,15 @@ class GroupHistory:
         self.heads[head] = settled
 
     def forget_specs(self) -> None:
-        """Begin with none; one that another thread is making goes to those of before."""
-        self.specs = {}
+        with _keeping:
+            self.specs.clear()
 
-
-def keep(specs: dict[Hashable, Any], key: Hashable, spec: Any, most: int) -> None:
-    """Keep a spec, at the cost of the oldest one where there are ``most``."""
-    with _keeping:
-        while len(specs) >= most:
-            del specs[next(iter(specs))]
-        specs[key] = spec
+    def keep(self, key: Hashable, spec: Any, most: int) -> None:
+        """Keep a spec, at the cost of the oldest one where there are ``most``."""
+        with _keeping:
+            while len(self.specs) >= most:
+                del self.specs[next(iter(self.specs))]
+            self.specs[key] = spec
 
 
 _keeping = threading.Lock()

@@ -218,7 +218,7 @@ class DeferredLogits:
             raise RuntimeError(
                 "deferred logits of the fused head are used where no gradient is recorded (torch.no_grad, or "
                 "inside an autograd function), and the head was called with gradients: a loss made of them "
-                "would have none. For a metric take logits.detach(); for a loss take "
+                "would have none. For a metric take logits.detach(); for a loss logits.clone(), or "
                 "megatron_fused_ce.rl.token_log_probs, or leave --fused-chunked-ce out"
             )
         if self._real is None:

@@ -589,9 +589,9 @@ FAULTS = (
     ),
     Fault(
         "a spec that was made while the promise broke is kept",
-        f"{PACKAGE}/vocab_parallel.py",
-        "self.specs = {}",
-        "self.specs.clear()",
+        f"{PACKAGE}/call.py",
+        "if len(history.broken) == num_broken:",
+        "if True:",
         (f"{PROMISE} -k made_while",),
     ),
     Fault(
@@ -616,10 +616,10 @@ FAULTS = (
         (f"{SURROUNDINGS} -k every_field_is_compared",),
     ),
     Fault(
-        "a default dtype rounds a power of two",
-        f"{PACKAGE}/scaling.py",
-        "return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)",
-        "return torch.ldexp(torch.ones(()), exponent).float()",
+        "a default dtype rounds label smoothing's constants",
+        f"{PACKAGE}/loss_form.py",
+        "fp32 = partial(torch.full, (), dtype=torch.float32, device=device)",
+        "fp32 = partial(torch.full, (), device=device)",
         (f"{SURROUNDINGS} -k default_dtype",),
     ),
     Fault(

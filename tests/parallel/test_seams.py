@@ -728,6 +728,7 @@ def test_off_against_on(rank: Rank, name):
             megatron_fused_ce.disable()
         seen = counters.fused, counters.materialised, counters.stock
         assert seen == (row.fused, 0, row.stock), f"{family}: {seen}\n{printed.getvalue()}"
+        assert "stays on Megatron's own path" not in printed.getvalue(), "it was adopted when it was built"
         said = [line for line in printed.getvalue().splitlines() if "takes Megatron's own path" in line]
         if rank.rank == 0 and off is not None:
             assert len(said) == row.stock and all(row.words in line for line in said), said
