@@ -3,8 +3,8 @@
 Megatron's model code scales what its output layer returns and hands it to ``compute_language_model_loss``,
 which this package patches. Any other code may do anything with logits. In an autograd function, say, which
 runs without grad mode and knows no ``__torch_function__``, deferred ones would lose their gradient. So the
-layer looks at the frame that calls it. The functions are remembered by their code objects when a head is
-adopted: one that somebody puts in their place later has another.
+layer looks at the frame that calls it. Its functions are remembered by their code objects when a head is
+adopted: one that somebody puts in their place, or wraps around the loss, has another.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ CALLERS = ("forward", "_postprocess")
 #: Since 0.17 the heads of multi-token prediction are called by a function of this module.
 MTP = ("megatron.core.transformer.multi_token_prediction", "process_mtp_loss")
 
-#: Marks the loss that takes deferred logits.
-TAKES_DEFERRED = "__fused_ce_loss__"
-
 _models: set[CodeType] = set()
 _mtp: set[CodeType] = set()
+_losses: set[CodeType] = set()
+
+
+def learn_loss(function: Any) -> None:
+    """Remember a ``compute_language_model_loss`` that takes deferred logits."""
+    _losses.add(function.__code__)
 
 
 def learn(model_class: type) -> None:
@@ -45,13 +48,18 @@ def _megatrons(function: Callable[..., Any] | None) -> CodeType | None:
     if function is None:
         return None
     function = inspect.unwrap(getattr(function, "__func__", function))
-    module = str(getattr(function, "__globals__", {}).get("__name__", ""))
-    return function.__code__ if module.startswith("megatron.core.") else None
+    return function.__code__ if is_megatrons(function) else None
+
+
+def is_megatrons(function: Any) -> bool:
+    """Whether a function is written in Megatron's core, and nothing is wrapped around it."""
+    written_in = getattr(getattr(function, "__func__", function), "__globals__", {})
+    return str(written_in.get("__name__", "")).startswith("megatron.core.")
 
 
 def takes_deferred(loss: Any) -> bool:
-    """Whether this ``compute_language_model_loss`` is the patched one."""
-    return hasattr(loss, TAKES_DEFERRED)
+    """Whether this ``compute_language_model_loss`` is the patched one, with nothing wrapped around it."""
+    return getattr(getattr(loss, "__func__", loss), "__code__", None) in _losses
 
 
 def why_unknown(caller: FrameType) -> str:
@@ -67,7 +75,7 @@ def why_unknown(caller: FrameType) -> str:
         return f"it is called by {where}.{code.co_name}, which may do anything with its logits"
     if not takes_deferred(loss):
         return f"the loss of this call is {name_of(loss)}, which may need real logits"
-    if scale is not None and _megatrons(scale) is None:
+    if scale is not None and not is_megatrons(scale):
         return f"the logits are scaled by {name_of(scale)}, which may need real ones"
     return ""
 
@@ -79,5 +87,8 @@ def returns_logits(caller: FrameType) -> bool:
 
 def name_of(function: Any) -> str:
     function = getattr(function, "func", function)
+    if hasattr(function, "__wrapped__") and hasattr(function, "__code__"):
+        own = f"{function.__globals__.get('__name__')}.{function.__code__.co_name}"
+        return f"{own} around {name_of(function.__wrapped__)}"
     module = getattr(function, "__module__", "?")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

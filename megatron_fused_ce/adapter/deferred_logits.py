@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -110,7 +111,8 @@ class DeferredLogits:
     after a fused loss the maximum over the last dimension comes from that evaluation. Of logits for the
     caller ``transpose(0, 1)``, ``contiguous()``, a slice of positions (then ``[b, s, V]``), ``squeeze(0)``
     and ``float()`` are remembered too. Everything else materialises the logits through Megatron's own layer,
-    once, and counts it.
+    once, and counts it. From then on the real ones are used for everything, since any of them may share
+    memory with others and be changed in place: they are those of the run without the flag, step by step.
 
     Args:
         shape: of the requested logits; ``V`` is this rank's part, or the whole vocabulary if ``gathered``.
@@ -146,20 +148,32 @@ class DeferredLogits:
         self._squeezed = False  # of a batch of one, [s, V]
         self._num_positions = shape[0]
         self._positions = range(shape[0])  # positions that are left after slicing
-        self._steps: tuple[Callable[[Any], Any], ...] = ()  # turns the layer's real logits into these
+        #: what these were made of, and how; None for the layer's own, and once these are real
+        self._made_by: tuple[DeferredLogits, Callable[[Any], Any]] | None = None
+        #: all that were made of the same call, in their order, with the call's own
+        self._family: list[weakref.ref[DeferredLogits]] = [weakref.ref(self)]
         self.at_call = at_call
         self._needs_grad = torch.is_grad_enabled() if needs_grad is None else needs_grad
         self._evaluated: LossAndArgmax | None = None
         self._real: Tensor | None = None
 
-    def _after(self, step: Callable[[Any], Any], **changed: Any) -> DeferredLogits:
-        """A copy of these logits after one more step, with the attributes ``changed``."""
+    def _after(self, step: Callable[[Any], Any], **changed: Any) -> Any:
+        """These logits after one more step, with the attributes ``changed``; real if these are."""
+        if changed.get("_needs_grad", self._needs_grad):
+            self._refuse_without_grad_mode()
+        if self._real is not None:
+            return step(self._real)
         after = copy.copy(self)
         vars(after).update(changed)
-        after._steps = (*self._steps, step)
-        after._needs_grad = after._needs_grad and torch.is_grad_enabled()
-        after._evaluated = after._real = None
+        after._made_by = self, step
+        after._evaluated = None
+        self._family.append(weakref.ref(after))
         return after
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the logits were materialised, and may have been changed in place."""
+        return self._real is not None
 
     def _grad_mode(self) -> torch.set_grad_enabled:
         """In which a loss has a gradient where that of real logits would: not if they were made without."""
@@ -188,7 +202,7 @@ class DeferredLogits:
         Raises:
             ValueError: the head has options that make another loss than the plain one.
         """
-        if not self.for_caller or not self._batch_first or labels.shape != self.shape[:-1]:
+        if self.is_real or not self.for_caller or not self._batch_first or labels.shape != self.shape[:-1]:
             return None
         batched = labels.unsqueeze(0) if self._squeezed else labels
         everywhere = batched.new_zeros(batched.shape[0], self._num_positions)
@@ -214,6 +228,16 @@ class DeferredLogits:
             RuntimeError: they need a gradient, and grad mode is off, as inside an autograd function: whatever
             is made of them there would have none, without an error.
         """
+        self._refuse_without_grad_mode()
+        if self._real is None:
+            # Now, as they are before anything is changed in place.
+            for reference in self._family:
+                if (member := reference()) is not None:
+                    member._become_real()
+        assert self._real is not None
+        return self._real
+
+    def _refuse_without_grad_mode(self) -> None:
         if self._needs_grad and not torch.is_grad_enabled():
             raise RuntimeError(
                 "deferred logits of the fused head are used where no gradient is recorded (torch.no_grad, or "
@@ -221,14 +245,24 @@ class DeferredLogits:
                 "would have none. For a metric take logits.detach(); for a loss logits.clone(), or "
                 "megatron_fused_ce.rl.token_log_probs, or leave --fused-chunked-ce out"
             )
+
+    def _become_real(self) -> Tensor:
         if self._real is None:
+            self._real = self._computed(DeferredLogits._become_real)
+            self._made_by = None  # which need not live on
+        return self._real
+
+    def _computed(self, of: Callable[[DeferredLogits], Tensor]) -> Tensor:
+        """Real logits, made of ``of(those before the last step)``."""
+        if self._made_by is None:
             counters().materialised += 1
             with torch.set_grad_enabled(self._needs_grad):
-                real = self.head.stock_logits(self)
-                for step in self._steps:
-                    real = step(real)
-            self._real = real
-        return self._real
+                return self.head.stock_logits(self)
+        before, step = self._made_by
+        made = of(before)
+        with torch.set_grad_enabled(self._needs_grad):
+            after: Tensor = step(made)
+        return after
 
     # Costs nothing.
 
@@ -282,7 +316,7 @@ class DeferredLogits:
             return self.materialise().contiguous(**named)
         return self._after(operator.methodcaller("contiguous"))
 
-    def detach(self) -> DeferredLogits:
+    def detach(self) -> Any:
         """The same without a gradient, wherever they are used."""
         return self._after(operator.methodcaller("detach"), _needs_grad=False)
 
@@ -326,10 +360,13 @@ class DeferredLogits:
         return served.indices if served is not None else self._for_a_count().argmax(*args, **kwargs)
 
     def _for_a_count(self) -> Tensor:
-        """Real logits; without a gradient where none is recorded, since no loss begins with a maximum."""
+        """Real logits, not kept where no gradient is recorded: a maximum shares no memory with them."""
         if self._real is not None:
             return self._real
-        return (self if torch.is_grad_enabled() else self.detach()).materialise()
+        return self.materialise() if torch.is_grad_enabled() else self._computed_apart()
+
+    def _computed_apart(self) -> Tensor:
+        return self._computed(DeferredLogits._computed_apart)
 
     def _served_argmax(self, dim: int | None = None, keepdim: bool = False) -> MaxAndIndices | None:
         done = self._evaluated
@@ -340,6 +377,9 @@ class DeferredLogits:
         return MaxAndIndices(done.local_max.to(self.dtype), done.local_argmax)
 
     # Needs real logits.
+
+    #: a number of numpy's beside these asks for __rmul__ and the like
+    __array_ufunc__ = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -388,8 +428,8 @@ def _forward_operator(name: str) -> None:
 
 
 for _name in (
-    *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "matmul"),
-    *("neg", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
+    *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "mod", "pow", "rpow", "matmul", "rmatmul"),
+    *("neg", "pos", "abs", "setitem", "iter", "lt", "le", "gt", "ge", "float", "bool"),
     # Without these, comparison would silently be by identity. Hashing stays by identity, as for tensors.
     *("eq", "ne"),
     *("iadd", "isub", "imul", "itruediv", "contains", "array"),

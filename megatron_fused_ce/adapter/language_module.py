@@ -56,7 +56,7 @@ def patch(module: ModuleType) -> None:
     @wraps(stock_loss)
     def compute_language_model_loss(self: Any, labels: Tensor, logits: Any) -> Tensor:
         if isinstance(logits, DeferredLogits):
-            if not logits.gathered or self.output_layer.tp_group.size() == 1:
+            if not logits.is_real and (not logits.gathered or self.output_layer.tp_group.size() == 1):
                 return logits.loss(labels, token_weights.of_loss(self, labels))
             # Multi-token prediction in get_logprobs (since 0.19) gives logits of the whole vocabulary to a
             # loss for one rank's part. The result is Megatron's own.
@@ -71,7 +71,7 @@ def patch(module: ModuleType) -> None:
             accuracy.remember(loss, None, _TAKES_LOGITS, self.pg_collection.tp.rank())
         return loss
 
-    setattr(compute_language_model_loss, consumer.TAKES_DEFERRED, True)
+    consumer.learn_loss(compute_language_model_loss)
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
     language_module.compute_language_model_loss = compute_language_model_loss
 

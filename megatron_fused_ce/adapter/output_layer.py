@@ -74,29 +74,32 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         for_caller = deferred_logits.for_caller(used)
         caller = sys._getframe(1)
         reason = stock_path.reason_at_call(self, input_, gathers, caller, gathers or for_caller)
-        config = self.fused_ce_config
-        if reason is None and not _is_own(self.forward):
-            softcap = _softcap_around(self)
-            if softcap is None or config.logit_softcap not in (None, softcap):
-                reason = f"its forward is {name_of(self.forward)}, which may change the logits"
-            elif softcap:
-                config = replace(config, logit_softcap=softcap)
+        config, softcap = self.fused_ce_config, 0.0
+        if reason is None and not _is_own(forward := _beneath(self)):
+            found = _softcap_around(self, forward)
+            if found is None or config.logit_softcap not in (None, found):
+                reason = f"its forward is {name_of(forward)}, which may change the logits"
+            softcap = found or 0.0
         if kwargs and reason is None:
             reason = f"the caller passes {', '.join(kwargs)}, which this package does not know"
         if reason is not None:
             counters().stock += 1
             report.stock_path_once(self, reason)
-            trains = self.training and torch.is_grad_enabled()
-            if trains and (input_.requires_grad or used.requires_grad):
-                stock_path.refuse_options(self.fused_ce_config, reason)
-            return super().__call__(
+            refuse = partial(stock_path.refuse_options, self.fused_ce_config, reason)
+            has_gradient = torch.is_grad_enabled() and (input_.requires_grad or used.requires_grad)
+            if has_gradient and self.training:
+                refuse()
+            made = super().__call__(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
+            if has_gradient and self.fused_ce_config.loss_options and isinstance(made[0], Tensor):
+                made[0].register_hook(lambda _: refuse())  # of a model in eval() that is trained after all
+            return made
         num_parts = self.tp_group.size() if self.sequence_parallel else 1
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))
         dtype = getattr(self, "output_dtype", None)  # --output-logit-dtype
-        at_call = _AtCall(config, used, used.requires_grad)
+        at_call = _AtCall(config, softcap, used, used.requires_grad, _versions(input_, used))
         needs_grad = torch.is_grad_enabled() and (input_.requires_grad or used.requires_grad)
         return DeferredLogits(
             self, input_, weight, shape, gathers, dtype, for_caller, needs_grad, at_call
@@ -106,15 +109,22 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
     ) -> LossAndArgmax:
         """Evaluate the loss of deferred logits, with all hooks of the layer around it."""
-        request = _LossRequest(deferred.at_call.config, labels, token_weights, deferred.logit_scale)
+        request = _LossRequest(_config_of(deferred), labels, token_weights)
         loss = self._evaluate(deferred, request)
         return LossAndArgmax(loss, request.local_max, request.local_argmax)
 
     def _evaluate(self, deferred: DeferredLogits, request: _LossRequest) -> Tensor:
         labels, token_weights = request.labels, request.token_weights
-        with self._as_called(deferred) as weight, _own_forward(self):
+        if not _is_own(self.forward):
+            self.__dict__["forward"] = MethodType(_with_request, self)
+        with self._as_called(deferred) as weight:
             # The call's output, not `forward`'s result: a hook of FSDP's may have replaced it by a view.
             loss, _ = super().__call__(deferred.hidden, weight=weight, fused_ce_request=request)
+        if not request.answered:
+            raise RuntimeError(
+                "the fused head's own argument did not reach its forward: a hook of the output layer, or "
+                "something wrapped around it, drops arguments that it does not know"
+            )
         if self.fused_ce_log_accuracy:
             ignore_index = self.fused_ce_config.ignore_index
             counts = accuracy.count(labels, token_weights, request.correct, ignore_index)
@@ -127,7 +137,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """Log-probability and, if asked for, entropy of ``labels`` in the vocabulary: fp32 ``[b, s]``."""
         stock_path.refuse_log_probs(self.fused_ce_config)
         unknown = TokenWeights(None, "the caller of log-probabilities weighs each token as it likes")
-        request = _LossRequest(deferred.at_call.config, labels, unknown, deferred.logit_scale, entropy)
+        request = _LossRequest(_config_of(deferred), labels, unknown, entropy)
         return self._evaluate(deferred, request).neg(), request.made_entropy
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
@@ -143,8 +153,16 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
         ``torch.func.functional_call`` puts another in the layer's place while it runs; callers freeze weights
         for a while. None for the layer's own, which FSDP's hooks gather inside of its call.
+
+        Raises:
+            RuntimeError: its numbers, or the hidden states', are no longer those of the call.
         """
         used, requires_grad = deferred.at_call.weight, deferred.at_call.requires_grad
+        if _versions(deferred.hidden, used) != deferred.at_call.versions:
+            raise RuntimeError(
+                "the output layer's weight or hidden states were changed in place between its call and the "
+                "first use of its logits, which the fused head computes only then: use the logits before"
+            )
         weight = deferred.weight
         if weight is None and self.weight is not used:
             weight = used
@@ -172,6 +190,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             return super().forward(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
+        fused_ce_request.answered = True
         weight = self.weight if weight is None else weight
         labels, token_weights = fused_ce_request.labels, fused_ce_request.token_weights
         entropy = fused_ce_request.entropy
@@ -206,8 +225,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
         """The layer's config for one call: ``grad_in_forward`` only if the token weights are known."""
         config = request.config
-        if request.logit_scale != config.logit_scale:
-            config = replace(config, logit_scale=request.logit_scale)
         if request.entropy == "differentiable":
             config = unrounded(config)
         if config.strategy != "grad_in_forward" or request.token_weights.values is not None:
@@ -237,8 +254,28 @@ class _AtCall(NamedTuple):
     """What a call of the layer found, and its evaluation needs."""
 
     config: FusedCEConfig
+    softcap: float  # of a forward around the layer's own, 0 for none
     weight: Tensor
     requires_grad: bool  # of the weight
+    versions: list[int]  # of hidden states and weight
+
+
+def _config_of(deferred: DeferredLogits) -> FusedCEConfig:
+    """The call's, with what happened to the logits since.
+
+    A softcap around the layer comes before their scale, the config's own after it:
+    ``s * cap * tanh(z / cap)`` is the softcap ``s * cap`` of ``s * z``.
+    """
+    config: FusedCEConfig = deferred.at_call.config
+    scale, softcap = deferred.logit_scale, deferred.at_call.softcap
+    if softcap:
+        config = replace(config, logit_softcap=softcap * abs(scale))
+    return config if scale == config.logit_scale else replace(config, logit_scale=scale)
+
+
+def _versions(*tensors: Tensor) -> list[int]:
+    """Counters of the changes in place; inference tensors have none."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 class _Probe(NamedTuple):
@@ -259,12 +296,27 @@ def _is_own(forward: Any) -> bool:
     return getattr(forward, "__func__", None) is ColumnParallelLinear.forward
 
 
-def _softcap_around(layer: Any) -> float | None:
+def _with_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` of a layer whose class has another: with a request this package's, else that one."""
+    own = isinstance(kwargs.get("fused_ce_request"), _LossRequest)
+    return (ColumnParallelLinear if own else type(self)).forward(self, *args, **kwargs)
+
+
+def _beneath(layer: Any) -> Any:
+    """``layer.forward``, or the one of its class where :func:`_with_request` stands before that."""
+    forward = layer.forward
+    if getattr(forward, "__func__", None) is _with_request:
+        return MethodType(type(layer).forward, layer)
+    return forward
+
+
+def _softcap_around(layer: Any, forward: Any) -> float | None:
     """The cap of a known forward around the layer's own, 0 for none; None for another forward.
 
     By its name, and by what it makes of numbers, so that it is known to do nothing else.
     """
-    forward = layer.forward
+    if "forward" in vars(layer) and forward is layer.forward:
+        return None  # an instance's own, before which nothing can stand
     attribute = SOFTCAPS.get((getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")))
     if attribute is None:
         return None
@@ -276,21 +328,6 @@ def _softcap_around(layer: Any) -> float | None:
     return float(cap) if bias is None and torch.equal(made, expected) else None
 
 
-@contextmanager
-def _own_forward(layer: Any) -> Iterator[None]:
-    """``layer.forward`` is this package's, whatever a class or an instance has put in its place."""
-    if _is_own(layer.forward):
-        yield
-        return
-    attributes = vars(layer)
-    assert "forward" not in attributes, "served are forwards of classes"
-    attributes["forward"] = MethodType(ColumnParallelLinear.forward, layer)
-    try:
-        yield
-    finally:
-        del attributes["forward"]
-
-
 class _LossRequest:
     """Carries labels in, argmax, accuracy and entropy out of ``nn.Module.__call__``, as one argument."""
 
@@ -299,14 +336,13 @@ class _LossRequest:
         config: FusedCEConfig,
         labels: Tensor,
         token_weights: TokenWeights,
-        logit_scale: float,
         entropy: str = "none",
     ) -> None:
         self.config = config
         self.labels = labels
         self.token_weights = token_weights
-        self.logit_scale = logit_scale
         self.entropy = entropy
+        self.answered = False
         self.made_entropy: Tensor | None = None
         self.local_max: Tensor | None = None
         self.local_argmax: Tensor | None = None

@@ -6,8 +6,11 @@ Checked once when a model is built (:func:`reason_at_build`) and on every call o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
+
+import torch
 
 from megatron_fused_ce.adapter import consumer, deferred_logits, token_weights
 from megatron_fused_ce.adapter.consumer import MODELS, name_of
@@ -21,9 +24,13 @@ LAYER_ATTRIBUTES = (
 )
 
 
+#: Megatron's arguments by which it hooks every module in some iterations.
+SAVED_BY_HOOKS = ("save_activations_interval", "save_dgrads_interval")
+_FSDP2 = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+
+
 def reason_at_build(model: Any, megatron_args: Any) -> str | None:
     """Why this model's head stays on the stock path, or None."""
-    import torch
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
@@ -68,6 +75,10 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
         (
             bool(getattr(megatron_args, "logits_load_dir", None)),
             "--logits-load-dir (distillation) reads the logits",
+        ),
+        (
+            any(getattr(megatron_args, name, None) is not None for name in SAVED_BY_HOOKS),
+            "--save-activations-interval or --save-dgrads-interval saves the logits or their gradient",
         ),
         (
             bool(getattr(megatron_args, "modelopt_enabled", False)),
@@ -143,15 +154,24 @@ def reason_at_call(
     unknown = consumer.why_unknown(caller)
     if unknown:
         return unknown
-    if consumer.returns_logits(caller) and not stays_with_caller:
-        return "the model was called without labels, and returns its logits"
+    if consumer.returns_logits(caller):
+        if not stays_with_caller:
+            return "the model was called without labels, and returns its logits"
+        for kind, hook in _hooks(caller.f_locals["self"]):
+            if kind == "backward" and not _is_sharding_hook(hook):
+                return f"a {kind} hook of the model ({name_of(hook)}) may change the gradient of its logits"
     if layer.sequence_parallel != layer.fused_ce_sequence_parallel:
         return "inference turned sequence parallelism off for this call"
     if hidden.dim() != 3:
         return f"the hidden states have {hidden.dim()} dimensions, not [s, b, h]"
-    for hook in layer._forward_hooks.values():
+    if layer.bias is not None:
+        return "it was given a bias"
+    for function in _replaceable(layer):
+        if not consumer.is_megatrons(function):
+            return f"{name_of(function)} stands in the place of one of Megatron's functions"
+    for kind, hook in _hooks(layer):
         if not _is_sharding_hook(hook):
-            return f"a forward hook ({name_of(hook)}) reads the layer's output"
+            return f"a {kind} hook ({name_of(hook)}) may read or change the logits or their gradient"
     if _config_logger_on(getattr(layer, "config", None)):
         return "the config logger writes the logits to disk"
     return None
@@ -161,9 +181,29 @@ def _config_logger_on(config: Any) -> bool:
     return bool(getattr(config, "config_logger_dir", ""))
 
 
+def _replaceable(layer: Any) -> Iterator[Any]:
+    """What would compute the logits and the loss without the flag, where somebody may have replaced it."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module import language_module
+
+    yield tensor_parallel.ColumnParallelLinear.forward
+    yield layer._forward_impl
+    config: Any = getattr(layer, "config", None)
+    if not getattr(config, "cross_entropy_loss_fusion", False):
+        yield tensor_parallel.vocab_parallel_cross_entropy
+    elif config.cross_entropy_fusion_impl == "native":
+        yield language_module.fused_vocab_parallel_cross_entropy
+
+
+def _hooks(module: Any) -> Iterator[tuple[str, Any]]:
+    """The module's own and those of all modules, each with its kind."""
+    for name in ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        kind = name.split("_")[1]
+        for owner, attribute in ((module, name), (torch.nn.modules.module, f"_global{name}")):
+            yield from ((kind, hook) for hook in getattr(owner, attribute, {}).values())
+
+
 def _is_sharding_hook(hook: Any) -> bool:
     """Hooks of FSDP2 and Megatron-FSDP gather and free parameters; they read no logits."""
     module = getattr(hook, "__module__", None) or getattr(getattr(hook, "func", None), "__module__", "")
-    return str(module).startswith("torch.distributed.") or (
-        str(module).startswith("megatron") and "fsdp" in str(module)
-    )
+    return str(module).startswith(_FSDP2) or (str(module).startswith("megatron") and "fsdp" in str(module))

@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,6 +105,68 @@ class SumOfSquares(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         raise AssertionError("its logits have no gradient to give")
+
+
+def fills(z):
+    z[..., 4:] = -9.0
+
+
+def copies_a_part(z):
+    half = z * 0.5
+    z.zero_()
+    return half
+
+
+#: What callers do to logits in place, or to others that share memory with them; and what they go on with.
+CHANGES = {
+    "div_": lambda z: z.div_(3.0),
+    "setitem": fills,
+    "relu": lambda z: (torch.nn.functional.relu(z, inplace=True), None)[1],
+    "mul out": lambda z: (torch.mul(z, 0.3, out=z), None)[1],
+    "copy_": lambda z: (z.copy_(torch.ones_like(z)), None)[1],
+    "data": lambda z: (z.data.mul_(0.3), None)[1],
+    "a detached alias": lambda z: (z.detach().mul_(0.3), None)[1],
+    "a part": lambda z: (z[:, 1:3].mul_(0.3), None)[1],
+    "a transposed alias": lambda z: (z.transpose(0, 1).mul_(0.3), None)[1],
+    "a copy made before": copies_a_part,
+    "a copy of a copy": lambda z: (z / 2).float().transpose(0, 1).transpose(0, 1).mul_(3.0),
+    "a copy left behind": lambda z: ((z / 2).mul_(3.0), None)[1],
+    "a number of numpy's": lambda z: np.float32(0.5) * z,
+    "a power of": lambda z: 2.0**z,
+    "plus": lambda z: +z,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_place_is_not_lost(deferred, change):
+    """Of logits for the caller, whose log-probabilities would not know of it."""
+    gathered = DeferredLogits(
+        deferred.head, deferred.hidden, None, deferred.shape, gathered=True, needs_grad=False
+    )
+
+    def log_probs(logits):
+        logits = logits.transpose(0, 1)  # as the model returns them, but of the same memory
+        changed = CHANGES[change](logits)
+        logits = (logits if changed is None else changed) / 0.7
+        labels = torch.zeros(2, 4, dtype=torch.int64)
+        made = logits.log_probs(labels) if isinstance(logits, DeferredLogits) else None
+        assert made is None
+        return torch.log_softmax(logits, -1)[..., 0]
+
+    stock = gathered.head.logits.clone()
+    assert torch.equal(log_probs(gathered), log_probs(stock))
+    assert torch.equal(gathered.head.logits, stock)  # what the layer's own became
+    assert materialised() == 1
+
+
+def test_a_hook_on_the_logits_is_called(gathered):
+    seen = []
+    gathered.head.logits.requires_grad_()
+    gathered.register_hook(seen.append)
+    left = gathered.transpose(0, 1)
+    assert isinstance(left, torch.Tensor)
+    left.sum().backward()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["", "after another loss"])
@@ -235,7 +298,7 @@ def test_a_batch_of_one_can_be_squeezed(deferred):
     for use in (lambda z: z[:2], lambda z: z[:, :3], lambda z: z.squeeze(0), lambda z: z.transpose(0, 1)):
         assert torch.equal(use(rows), use(expected))
     assert materialised() == 1
-    assert one.transpose(0, 1).squeeze().shape == (4, 6) and materialised() == 2
+    assert one.transpose(0, 1).squeeze().shape == (4, 6) and materialised() == 1
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,12 @@ def in_megatron(function):
     return types.FunctionType(function.__code__, {"__name__": "megatron.core.models"}, argdefs=None)
 
 
+#: What a call of a layer looks at, as Megatron has it.
+OF_LAYER = {"bias": None, "_forward_impl": in_megatron(lambda: None)}
+
 GPTModel._postprocess = in_megatron(GPTModel._postprocess)
 GPTModel._postprocess.__kwdefaults__ = {"labels": None}
-setattr(GPTModel.compute_language_model_loss, consumer.TAKES_DEFERRED, True)
+consumer.learn_loss(GPTModel.compute_language_model_loss)
 consumer.learn(GPTModel)
 
 
@@ -142,7 +145,7 @@ def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, model=
     """As the head's call sees it from Megatron's model code."""
     model = model or GPTModel()
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
-    layer = types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **layer)
+    layer = types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
     model.output_layer = lambda: stock_path.reason_at_call(
         layer, torch.zeros(hidden), gather_output, sys._getframe(1), stays
     )
@@ -204,7 +207,7 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: own}))
     consumer.learn(GPTModel)
     layer = types.SimpleNamespace(
-        _forward_hooks={}, sequence_parallel=False, fused_ce_sequence_parallel=False
+        _forward_hooks={}, sequence_parallel=False, fused_ce_sequence_parallel=False, **OF_LAYER
     )
 
     def head():
@@ -225,6 +228,8 @@ def test_each_reason_at_a_call():
     assert "sequence parallelism off" in at_call(sequence_parallel=False)
     assert "2 dimensions" in at_call(hidden=(2, 4))
     assert "test_stock_path.hook" in at_call(hooks=[sharding_hook, hook])
+    assert "a bias" in at_call(bias=torch.zeros(5))
+    assert "test_stock_path.not_megatrons stands in the place" in at_call(_forward_impl=not_megatrons)
     config = types.SimpleNamespace(config_logger_dir="folder")
     assert "config logger" in at_call(config=config)
     with torch.inference_mode():

@@ -397,9 +397,9 @@ def checkpointed(reentrant: bool) -> Use:
     return use
 
 
-def hooked(register: str, hook: Callable[..., Any]) -> Use:
+def hooked(register: str, hook: Callable[..., Any], **options: bool) -> Use:
     def use(step: Step) -> Tensor:
-        handle = getattr(step.model.output_layer, register)(hook)
+        handle = getattr(step.model.output_layer, register)(hook, **options)
         try:
             return labels(step)
         finally:
@@ -533,10 +533,126 @@ def gathered(step: Step) -> Tensor:
     return step.masked(-log_probs)
 
 
+def decorated(name: str, edit: Callable[[Any], Any]) -> Callable[[Use], Use]:
+    """A method of the model, in ``functools.wraps``, which copies attributes; ``edit`` sees logits first."""
+
+    def around(use: Use) -> Use:
+        def used(step: Step) -> Tensor:
+            stock = getattr(step.model, name).__func__
+
+            @functools.wraps(stock)
+            def own(self: Any, *args: Any) -> Any:
+                edit(args[-1])
+                return stock(self, *args)
+
+            with having(step.model, name, types.MethodType(own, step.model)):
+                return use(step)
+
+        return used
+
+    return around
+
+
+def hooked_everywhere(kind: str, hook: Callable[..., Any]) -> Use:
+    """A hook on all modules, which does something at the head alone."""
+
+    def use(step: Step) -> Tensor:
+        layer = step.model.output_layer
+        register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+        handle = register(lambda module, *given: hook(module, *given) if module is layer else None)
+        try:
+            loss = labels(step)
+            return loss if kind == "forward" else backward_now(step, loss)
+        finally:
+            handle.remove()
+
+    return use
+
+
+def backward_now(step: Step, loss: Tensor) -> Tensor:
+    """A loss with the gradients that this one gave."""
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters)
+    pairs = zip(parameters, gradients, strict=True)
+    return loss.detach() + sum(((p - p.detach()).float() * g.float()).sum() for p, g in pairs)
+
+
+def replaced(find: Callable[[Step], tuple[Any, str]], function: Callable[..., Any]) -> Use:
+    """One of Megatron's functions has another in its place: ``function(stock, *args)``."""
+
+    def use(step: Step) -> Tensor:
+        owner, name = find(step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, functools.partial(function, getattr(owner, name)))
+            if isinstance(owner, type):
+                stock = vars(owner)[name].args[0]
+                patch.setattr(
+                    owner, name, lambda self, *a, **k: function(functools.partial(stock, self), *a, **k)
+                )
+            return labels(step)
+
+    return use
+
+
+def forward_of_megatrons_class(step: Step) -> tuple[Any, str]:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    return ColumnParallelLinear, "forward"
+
+
+def cross_entropy(step: Step) -> tuple[Any, str]:
+    from megatron.core import tensor_parallel
+
+    return tensor_parallel, "vocab_parallel_cross_entropy"
+
+
+def with_a_bias(step: Step) -> Tensor:
+    layer = step.model.output_layer
+    layer.bias = nn.Parameter(torch.linspace(-1, 1, len(layer.weight), device=step.ids.device))
+    layer.skip_bias_add = False
+    return labels(step)
+
+
+def within_its_own_evaluation(step: Step) -> Tensor:
+    """A pre-hook of the head calls the model once more, for a metric."""
+    metrics: list[Tensor] = []
+
+    def call_again(layer: Any, given: Any) -> None:
+        handle.remove()
+        with torch.no_grad():
+            metrics.append(step().mean())
+
+    handle = step.model.output_layer.register_forward_pre_hook(call_again)
+    loss = labels(step)
+    return loss + metrics[0]
+
+
+def in_eval_mode(use: Use) -> Use:
+    def evaluated(step: Step) -> Tensor:
+        step.model.eval()
+        return use(step)
+
+    return evaluated
+
+
 def mtp_under_a_processor(step: Step, head: Any, given: Any) -> Tensor:
     return step.of_logits(head())
 
 
+def halved(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    made = stock(*args, **kwargs)
+    return (made[0] * 0.5, *made[1:]) if isinstance(made, tuple) else made * 0.5
+
+
+def clamped(layer: Any, gradients: tuple[Tensor, Any]) -> tuple[Tensor, None]:
+    return gradients[0].clamp(-1e-3, 1e-3), None
+
+
+def shrunk_by_the_logits(layer: Any, given: tuple[Tensor], made: tuple[Tensor, Any]) -> tuple[Tensor]:
+    return (given[0] * made[0].float().norm(),)
+
+
+BF16 = {"dtype": torch.bfloat16}
 CALLED_HERE = f"is called by {__name__}"
 
 ROWS = {
@@ -648,7 +764,53 @@ ROWS = {
     "a forward pre-hook": Row(
         hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
     ),
+    "a forward hook on all modules": Row(
+        hooked_everywhere("forward", lambda layer, given, made: (made[0] * 0.5, made[1])),
+        0, 1, "a forward hook",
+    ),
+    "a backward pre-hook": Row(
+        hooked("register_full_backward_pre_hook", clamped),
+        0, 1, "a backward hook", model=BF16, bound=3e-2,
+    ),
+    "a backward hook": Row(
+        hooked("register_full_backward_hook", shrunk_by_the_logits),
+        0, 1, "a backward hook", model=BF16, bound=3e-2,
+    ),
+    "a backward hook on all modules": Row(
+        hooked_everywhere("full_backward_pre", clamped),
+        0, 1, "a backward hook", model=BF16, bound=3e-2,
+    ),
+    "a decorated loss": Row(
+        decorated("compute_language_model_loss", lambda z: z.div_(3.0))(labels),
+        0, 1, "the loss of this call is",
+    ),
+    "a decorated scale": Row(
+        decorated("_scale_logits", lambda z: z.mul_(0.3))(labels), 0, 1, "are scaled by", since=(0, 19)
+    ),
+    "Megatron's forward replaced": Row(
+        replaced(forward_of_megatrons_class, halved), 0, 1, "stands in the place of"
+    ),
+    "Megatron's product replaced": Row(
+        replaced(lambda step: (step.model.output_layer, "_forward_impl"), halved),
+        0, 1, "stands in the place of",
+    ),
+    "Megatron's cross entropy replaced": Row(
+        replaced(cross_entropy, halved), 0, 1, "stands in the place of"
+    ),
+    "a bias given later": Row(with_a_bias, 0, 1, "a bias"),
+    "a known softcap and mup": Row(extended(KnownMixin, 0.5)(labels), model={"mup": True}, since=(0, 19)),
+    "a known softcap, called within itself": Row(
+        extended(KnownMixin, 0.05)(within_its_own_evaluation), fused=2
+    ),
     # Options of the loss that nobody would apply.
+    "eval() and an option": Row(
+        in_eval_mode(lambda step: step.of_logits(no_labels(step))), 0, 1,
+        raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3},
+    ),
+    "a hook that drops arguments": Row(
+        hooked("register_forward_pre_hook", lambda layer, given, named: (given, {}), with_kwargs=True), 0, 0,
+        raises="did not reach its forward",
+    ),
     "LoRA and an option": Row(
         wrapped, 0, 1, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
     ),
@@ -720,7 +882,7 @@ def test_off_against_on(rank: Rank, name):
         try:
             with contextlib.redirect_stdout(printed):
                 if off is None:
-                    with pytest.raises(ValueError, match=row.raises):
+                    with pytest.raises((ValueError, RuntimeError), match=row.raises):
                         results_of(row, rank, family)
                 else:
                     on = results_of(row, rank, family)

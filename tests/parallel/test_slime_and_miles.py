@@ -277,3 +277,24 @@ def refused(monkeypatch, framework, module, words, *args) -> None:
     assert vars(module) == before
     assert not deferred_logits.for_caller(torch.zeros(1))
     assert megatron_fused_ce.adapter.switch._enabled_config is None
+
+
+@on_ranks(of_core(2, NEWEST))
+def test_weights_that_were_changed_before_their_log_probs(rank: Rank):
+    """Logits were computed at the call; the fused head computes only now, and would take the new ones."""
+    import megatron_fused_ce
+
+    have_groups(rank.size)
+    ids = torch.zeros(1, SEQUENCE, dtype=torch.int64, device=rank.device)
+    with pytest.MonkeyPatch.context() as patch:
+        module = stand_in.module(patch, slime.MODULE, **{slime.FUNCTION: calculate_for_slime})
+        patch.setattr(deferred_logits, "_takes_shards", False)
+        slime.serve_slime(object(), megatron_fused_ce.FusedCEConfig())
+        model = build(Model(), rank)
+        positions, causal = positions_and_mask(rank)
+        with torch.no_grad():
+            logits = model(ids, positions[:1], causal, labels=None)
+            model.output_layer.weight.mul_(1.5)
+            with pytest.raises(RuntimeError, match="changed in place between its call"):
+                by_slime(module, logits, ids[0], rank.group, "none", None)
+        megatron_fused_ce.disable()
