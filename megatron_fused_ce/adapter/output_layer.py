@@ -85,16 +85,13 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         if reason is not None:
             counters().stock += 1
             report.stock_path_once(self, reason)
-            refuse = partial(stock_path.refuse_options, self.fused_ce_config, reason)
-            has_gradient = torch.is_grad_enabled() and (input_.requires_grad or used.requires_grad)
-            if has_gradient and self.training:
-                refuse()
-            made = super().__call__(
+            logits, bias = super().__call__(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
-            if has_gradient and self.fused_ce_config.loss_options and isinstance(made[0], Tensor):
-                made[0].register_hook(lambda _: refuse())  # of a model in eval() that is trained after all
-            return made
+            if self.fused_ce_config.loss_options and logits.requires_grad:
+                refuse = partial(stock_path.refuse_options, self.fused_ce_config, reason)
+                logits.register_hook(lambda _: refuse())
+            return logits, bias
         num_parts = self.tp_group.size() if self.sequence_parallel else 1
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))

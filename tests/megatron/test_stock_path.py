@@ -286,10 +286,10 @@ def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
     layer.sequence_parallel = layer.fused_ce_sequence_parallel = False
     layer.fused_ce_config = FusedCEConfig()
     layer.weight = torch.nn.Parameter(torch.zeros(5, 4))
-    monkeypatch.setattr(ColumnParallelLinear, "forward", lambda self, input_, **others: others)
+    monkeypatch.setattr(ColumnParallelLinear, "forward", lambda self, input_, **others: (input_, others))
     monkeypatch.setattr(report, "stock_path_once", lambda layer, reason: told.append(reason))
     before = counters().stock
-    arguments = layer(torch.zeros(2, 1, 4), runtime_gather_output=True)
+    _, arguments = layer(torch.zeros(2, 1, 4), runtime_gather_output=True)
     assert arguments == {"weight": None, "runtime_gather_output": True}
     assert counters().stock == before + 1
     assert told == ["the caller gathers the logits (runtime_gather_output)"]

@@ -795,16 +795,9 @@ FAULTS = (
     Fault(
         "options of the loss drop out where a head stays with Megatron",
         f"{PACKAGE}/adapter/output_layer.py",
-        "if has_gradient and self.training:",
+        "if self.fused_ce_config.loss_options and logits.requires_grad:",
         "if False:",
         (f"{SEAMS} -k 'option and 2ranks'",),
-    ),
-    Fault(
-        "options of the loss drop out of a model in eval mode that is trained",
-        f"{PACKAGE}/adapter/output_layer.py",
-        "made[0].register_hook(lambda _: refuse())",
-        "made[0].register_hook(lambda _: None)",
-        (f"{SEAMS} -k 'eval and 2ranks'",),
     ),
     Fault(
         "a softcap around the layer takes the scale inside",
@@ -963,8 +956,8 @@ FAULTS = (
     Fault(
         "a loss takes the whole vocabulary's logits for one rank's",
         f"{PACKAGE}/adapter/language_module.py",
-        "if not logits.gathered or self.output_layer.tp_group.size() == 1:",
-        "if True:",
+        "if not logits.is_real and (not logits.gathered or self.output_layer.tp_group.size() == 1):",
+        "if not logits.is_real:",
         (f"{TRAIN_RL} -k mtp",),
     ),
     Fault(

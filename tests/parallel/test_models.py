@@ -435,12 +435,10 @@ def test_options_of_the_loss(rank: Rank):
         on.output_layer.register_forward_hook(lambda *a: None)
         with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
             forward(on, rank, True)
-        with pytest.raises(ValueError, match=r"Megatron's own loss .* was called without labels"):
-            forward(on, rank, False)
-        with torch.no_grad():
-            forward(on, rank, False)  # logits for inference are no loss
-        on.eval()
-        forward(on, rank, False)
+        for training in (True, False):
+            logits = forward(on.train(training), rank, False)  # for inference, they are no loss
+            with pytest.raises(ValueError, match=r"Megatron's own loss .* was called without labels"):
+                logits.sum().backward()
         on.train()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")
