@@ -46,7 +46,7 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import report
 from megatron_fused_ce.command_line import Parser
 from megatron_fused_ce.scripts.lib import results, tables
-from megatron_fused_ce.testing import megatron_cpu
+from megatron_fused_ce.testing import gloo, megatron_cpu
 
 BOUND = 1e-5
 VOCAB, SEQUENCE, BATCH = 128, 16, 2
@@ -236,6 +236,7 @@ def prepare() -> None:
     megatron_cpu.install()
     device, cuda = torch.device("cpu"), vars(torch.cuda)
     cuda.update(current_device=lambda: device, default_generators={device: torch.default_generator})
+    gloo.use_one_thread()
     dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     logging.disable(logging.WARNING)
     try:

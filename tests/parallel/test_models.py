@@ -436,9 +436,9 @@ def test_options_of_the_loss(rank: Rank):
         with pytest.raises(ValueError, match="Megatron's own loss knows nothing of it"):
             forward(on, rank, True)
         for training in (True, False):
-            logits = forward(on.train(training), rank, False)  # for inference, they are no loss
+            made = forward(on.train(training), rank, False)  # for inference, they are no loss
             with pytest.raises(ValueError, match=r"Megatron's own loss .* was called without labels"):
-                logits.sum().backward()
+                made.sum().backward()
         on.train()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatron_fused_ce.adapter.stock_path.reason_at_build", lambda *a: "a test")

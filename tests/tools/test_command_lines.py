@@ -248,7 +248,7 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "longest")}
 MODULES |= {f"scripts.dev.{name}": name for name in ("soak", "sanitize", "upstream_tests")}
-NOT_READ = {"scripts.dev.figures", "autoload"}
+NOT_READ = {"scripts.dev.figures", "scripts.dev.bridge_heads", "autoload"}
 
 
 def named_commands() -> list[tuple[str, str, str]]:
