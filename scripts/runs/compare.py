@@ -16,10 +16,15 @@ gradient norms by their ratio, each over the first --first iterations and over a
     fixed bounds          as far as runs that are the same stood apart in this project's own launches,
                           in bf16 or in fp32, with some room (docs/tools.md).
 
+Bounds do not see runs that part slowly. So the mean difference of each loss over every 100 iterations (of a
+shorter run: over all) is held against 1 %, or twice what RUN has there. A mean that may be on either side,
+for the noise around it, makes the verdict INCONCLUSIVE: longer runs would tell.
+
 A difference that the printed digits cannot tell, or of at most --atol, is none. nan in one run alone, a
 step skipped by one alone, or a training loss that one alone logs, is a difference.
 
-Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input.
+Writes compare_loss.png and compare_loss.json to --out. Exit status: 0 the same, 1 different, 2 bad input,
+3 inconclusive.
 """
 
 from __future__ import annotations
@@ -60,11 +65,13 @@ from megatron_fused_ce.scripts.lib.losses import (
     LOSS_RESOLUTION,
     YARDSTICK_FACTOR,
     Bounds,
+    Window,
     relative_difference,
+    windows,
 )
 from megatron_fused_ce.scripts.lib.results import Row
 
-SAME, DIFFERENT = 0, 1
+STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
 
 
 # --- points that can be compared ---------------------------------------------------------------
@@ -84,6 +91,11 @@ class Pair:
     def difference(self) -> float:
         """Relative; inf where one alone is finite."""
         return relative_difference(self.other, self.reference, self.tolerance)
+
+    @property
+    def signed(self) -> float:
+        """The difference, below 0 where the other is less."""
+        return math.copysign(self.difference, self.other - self.reference)
 
 
 def paired(
@@ -174,8 +186,24 @@ class Curve:
         ]
         return statistics.fmean(signed) if signed else math.nan
 
+    def drifts(self) -> list[tuple[str, Window]]:
+        """Each window of a loss with its verdict; none of the gradient norm, whose noise hides any drift."""
+        if self.name == GRAD_NORM:
+            return []
+        of_noise = windows(_signed(self.noise))
+        judged = []
+        for window in windows(_signed(self.pairs)):
+            beside = [abs(n.mean) for n in of_noise if n.first <= window.last and window.first <= n.last]
+            judged.append((window.verdict(YARDSTICK_FACTOR * max(beside, default=0.0)), window))
+        return judged
+
     def problems(self) -> list[str]:
-        found = []
+        found = [
+            f"{self.name} drifts: {window.mean:+.1%} ± {window.half:.1%} over iterations {window.first} to "
+            f"{window.last}"
+            for outcome, window in self.drifts()
+            if outcome == "DIFFERENT"
+        ]
         for words, difference, bound in (
             (f"by iteration {self.last_first}", self.first_difference, self.bounds.first),
             (f"at iteration {self.where}", self.difference, self.bounds.all),
@@ -185,6 +213,10 @@ class Curve:
                 by = "in one run alone it is not finite" if math.isinf(difference) else by
                 found.append(f"{self.name} differs {words}: {by}")
         return found
+
+
+def _signed(pairs: Sequence[Pair]) -> list[tuple[int, float]]:
+    return [(pair.iteration, pair.signed) for pair in pairs if math.isfinite(pair.difference)]
 
 
 def largest(pairs: Sequence[Pair]) -> float | None:
@@ -202,7 +234,10 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        return "DIFFERENT" if self.problems else "SAME"
+        if self.problems:
+            return "DIFFERENT"
+        outcomes = [outcome for curve in self.curves for outcome, _ in curve.drifts()]
+        return "INCONCLUSIVE" if "INCONCLUSIVE" in outcomes else "SAME"
 
 
 @dataclass(frozen=True)
@@ -361,6 +396,15 @@ def _notes(found: Comparison) -> list[str]:
             f"no line covers the first iterations alone (until {losses[0].last_first}): judged is "
             "the whole; --log-interval 1 would tell more"
         )
+    for curve in losses:
+        notes += [
+            f"{curve.name} may drift: {window.mean:+.1%} ± {window.half:.1%} over iterations {window.first} "
+            f"to {window.last}; longer runs, or --against-noise, would tell"
+            for outcome, window in curve.drifts()
+            if outcome == "INCONCLUSIVE"
+        ]
+        if not curve.drifts():
+            notes.append(f"{curve.name} has too few points to tell a drift")
     for curve in found.curves:
         both = [p.iteration for p in curve.pairs if math.isnan(p.reference) and math.isnan(p.other)]
         if both:
@@ -407,6 +451,7 @@ def rows_of(found: Comparison) -> list[Row]:
             "difference": curve.difference,
             "at_iteration": curve.where,
             "mean_difference": curve.mean_difference,
+            "drifts": [{"verdict": outcome, **asdict(window)} for outcome, window in curve.drifts()],
             "iterations": [pair.iteration for pair in curve.pairs],
             "reference": [pair.reference for pair in curve.pairs],
             "other": [pair.other for pair in curve.pairs],
@@ -635,7 +680,7 @@ def report(found: Comparison, judge: Judge, out: Path, source: Row, console: Con
     drawn = draw(found, out / "compare_loss.png")
     picture = "compare_loss.png and " if drawn else "no picture (matplotlib is not installed), "
     console.print(f"{out}: {picture}compare_loss.json", soft_wrap=True)
-    colour = "red" if found.problems else "green"
+    colour = {"SAME": "green", "DIFFERENT": "red", "INCONCLUSIVE": "yellow"}[found.verdict]
     console.print(f"[{colour}]{found.verdict}[/{colour}]")
 
 
@@ -653,7 +698,7 @@ def main(words: list[str]) -> int:
         found.notes.insert(0, f"{given.runs[1]} is given twice: a run is compared with itself")
     device = results.device_name() if given.launch else ""
     report(found, judge, given.out, results.made_by(device, ["compare", *words]), console)
-    return DIFFERENT if found.problems else SAME
+    return STATUS[found.verdict]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.scripts.lib import launches, results
+from megatron_fused_ce.scripts.lib import launches, losses, results
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, read_logs, read_run, unit_of
 from megatron_fused_ce.scripts.runs import compare as compare_loss
@@ -448,11 +449,93 @@ def test_fp32_is_held_to_what_can_be_told_apart():
     assert verdict(a, b).verdict == "SAME"
 
 
+# --- drift ---------------------------------------------------------------------------------------
+
+
+def noise_of(random, count):
+    """Differences of two runs that rounding drives apart: they grow, and hang together."""
+    size, together = 10 ** random.uniform(-4, math.log10(1.2e-2)), random.choice([0, 0.2, 0.4, 0.7])
+    value, found = 0.0, []
+    for i in range(count):
+        value = together * value + math.sqrt(1 - together**2) * random.gauss(0, 1)
+        found.append(value * size * min(1, 2 * (i + 1) / count))
+    return found
+
+
+def drift_of(random, count, kind):
+    """Of so many iterations, at least the last 100 of them; ``size`` is the mean over those."""
+    begin = random.randrange(count - 99)
+    size = random.choice([-1, 1]) * 0.01 * (2 if kind == "twice" else random.uniform(1, 2))
+    if kind == "a slope":  # to the end, where it is at twice the mean of the last 100
+        begin = count - 100
+        return [2 * size * max(0, i - begin) / 99 for i in range(count)]
+    return [size * (i >= begin) for i in range(count)]
+
+
+KINDS = {
+    "the same": "SAME", "noise": "SAME", "a late start": "SAME", "a spike": "SAME",
+    "a drift": "DIFFERENT", "twice": "DIFFERENT", "a slope": "DIFFERENT",
+}  # fmt: skip
+
+
+def test_verdicts_on_made_up_pairs():
+    """2,100 of them. Wrong is the other verdict; the bounds, which see what is large at once, are off."""
+    outcomes = {kind: collections.Counter() for kind in KINDS}
+    for seed in range(700_000, 702_100):
+        rng = random.Random(seed)
+        kind, count = list(KINDS)[seed % len(KINDS)], rng.choice([120, 200, 300, 500])
+        reference = [3.0 + 8.0 * math.exp(-i / 40) for i in range(count)]
+        apart = [0.0] * count if kind == "the same" else noise_of(rng, count)
+        if KINDS[kind] == "DIFFERENT":
+            apart = [x + y for x, y in zip(apart, drift_of(rng, count, kind), strict=True)]
+        if kind == "a spike":
+            begin = rng.randrange(count - 5)
+            apart[begin : begin + 5] = [0.05] * 5
+        other = [loss * (1 + x) for loss, x in zip(reference, apart, strict=True)]
+        start = count // 4 if kind == "a late start" else 0
+        records = [read_logs(name, [[]]) for name in ("reference", "other")]
+        for record, values, first in zip(records, (reference, other), (0, start), strict=True):
+            record.precision = "bfloat16"
+            record.curves["lm loss"] = [
+                Point(i + 1, value, i + 1, 1e-6) for i, value in enumerate(values) if i >= first
+            ]
+        outcomes[kind][verdict(*records, first_bound=1.0, bound=1.0).verdict] += 1
+    for right, wrong in (("SAME", "DIFFERENT"), ("DIFFERENT", "SAME")):
+        of_it = [outcomes[kind] for kind in KINDS if KINDS[kind] == right]
+        assert sum(found[wrong] for found in of_it) <= 0.02 * sum(map(collections.Counter.total, of_it)), (
+            outcomes
+        )
+    assert outcomes["twice"]["INCONCLUSIVE"] <= 0.1 * outcomes["twice"].total(), outcomes
+
+
+def test_runs_that_part_slowly():
+    """Within all bounds at every iteration, from the 62nd on, to 9 % in the end."""
+    flag = next(figures for label, *_, figures in LAUNCHES if "losses" in label)
+    stock = of_figures(flag, "off")
+    parted = of_figures(flag, "on")
+    parted.curves["lm loss"] = [
+        dataclasses.replace(point, value=point.value * (1 + 0.09 * max(0, point.last - 62) / 138))
+        for point in stock.curves["lm loss"]
+    ]
+    found = verdict(stock, parted)
+    assert found.verdict == "DIFFERENT"
+    assert [problem.partition(":")[0] for problem in found.problems] == ["lm loss drifts"]
+
+
+def test_what_noise_hides_is_inconclusive():
+    """And so it is said, with exit status 3."""
+    rng = random.Random(1)
+    differences = [(i, rng.gauss(0.004, 0.05)) for i in range(1, 101)]
+    (window,) = losses.windows(differences)
+    assert window.verdict() == "INCONCLUSIVE" and window.verdict(allowed=0.05) == "SAME"
+    assert losses.windows(differences[:4]) == []
+
+
 def test_noise_bounds_first_and_all_apart():
     """A late jump of the noise excuses no early one."""
     run = trained()
     a, noise = of_log(run.log()), of_log(changed(run, 30, 0.2).log(), name="noise")
-    assert verdict(a, of_log(changed(run, 31, 0.35).log()), noise).verdict == "SAME"
+    assert verdict(a, of_log(changed(run, 31, 0.35).log()), noise).problems == []
     assert verdict(a, of_log(changed(run, 31, 0.45).log()), noise).verdict == "DIFFERENT"
     early = verdict(a, of_log(changed(run, 5, 1e-4).log()), noise)
     assert early.problems == ["lm loss differs by iteration 10: 1.0e-04, bound 1.0e-06"]
