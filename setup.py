@@ -49,11 +49,10 @@ setup(
         "megatron_fused_ce.adapter",
         "megatron_fused_ce.estimate",
         "megatron_fused_ce.kernels",
-        # What `compare`, `memory` and `sweep` need; the rest of scripts/ is for a clone.
+        # `compare`, `memory`, `sweep` and what they need; the rest of scripts/ is for a clone.
         "megatron_fused_ce.scripts.bench",
         "megatron_fused_ce.scripts.lib",
         "megatron_fused_ce.scripts.runs",
-        "megatron_fused_ce.testing",
     ],
     package_data={"megatron_fused_ce": ["py.typed"]},
     install_requires=[

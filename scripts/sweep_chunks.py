@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package need not be installed
 
+from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.runs.sweep import main
-from megatron_fused_ce.testing import gloo
 
 gloo.end(main())

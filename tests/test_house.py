@@ -50,7 +50,7 @@ def rooms_that_import(prefix: str) -> set[str]:
 
 
 def test_the_sources_were_found():
-    assert {"op", "loop", "kernels", "adapter", "testing"} <= {room(f) for f in SOURCES}
+    assert {"op", "loop", "kernels", "adapter"} <= {room(f) for f in SOURCES}
 
 
 def test_only_the_kernels_know_triton():
@@ -68,12 +68,12 @@ def test_kernels_import_nothing_of_the_package():
 
 
 def test_only_the_adapter_knows_megatron():
-    assert rooms_that_import("megatron") <= {"adapter", "testing"}
+    assert rooms_that_import("megatron") == {"adapter"}
 
 
 def test_only_the_vocab_parallel_module_knows_collectives():
     """The op and its arguments name a process group; the calls live in one module."""
-    assert rooms_that_import("torch.distributed") <= {"op", "rl", "call", "vocab_parallel", "testing"}
+    assert rooms_that_import("torch.distributed") <= {"op", "rl", "call", "vocab_parallel"}
     calls = (
         node.func.attr
         for name in ("op", "rl", "call")
@@ -90,7 +90,7 @@ def test_only_the_front_doors_read_command_lines():
     readers = {
         file.relative_to(ROOT).as_posix()
         for file in SOURCES
-        if room(file) != "testing" and ("argparse" in imports(file) or "sys.argv" in file.read_text())
+        if "argparse" in imports(file) or "sys.argv" in file.read_text()
     }
     assert readers == {
         "megatron_fused_ce/adapter/arguments.py",
@@ -161,13 +161,15 @@ def test_data_flows_one_way(low, high):
     assert low not in rooms_that_import(f"megatron_fused_ce.{high}")
 
 
-def test_the_head_does_not_use_the_toolbox():
-    assert rooms_that_import("megatron_fused_ce.testing") <= {"testing"}
+def test_the_package_takes_nothing_from_scripts_and_scripts_nothing_from_tests():
+    assert not rooms_that_import("megatron_fused_ce.scripts")
+    for file in (ROOT / "scripts").rglob("*.py"):
+        assert not [name for name in imports(file) if name.partition(".")[0] == "tests"], file
 
 
 def test_the_truth_takes_nothing_from_its_subject():
     """Options and outputs by name alone; with a constant of the head it would loosen its own bound."""
-    known = imports(PACKAGE / "testing" / "reference.py")
+    known = imports(ROOT / "scripts" / "lib" / "reference.py")
     assert {name for name in known if name.startswith("megatron_fused_ce")} == {
         "megatron_fused_ce.config.FusedCEConfig",
         "megatron_fused_ce.token_outputs.TokenOutputs",

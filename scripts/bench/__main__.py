@@ -53,8 +53,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fused_ce.command_line import UsageError, command, writable_file
 from megatron_fused_ce.scripts.bench import cases, report
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.lib import results
-from megatron_fused_ce.testing import gloo
+from megatron_fused_ce.scripts.lib import gloo, results
 
 if TYPE_CHECKING:
     from megatron_fused_ce.scripts.bench.problem import World

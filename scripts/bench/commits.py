@@ -166,7 +166,7 @@ def main(words: list[str]) -> int:
         torch.cuda.set_device(rank)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         with this:
-            gloo = import_module(f"{PACKAGE}.testing.gloo")
+            gloo = import_module(f"{PACKAGE}.scripts.lib.gloo")
             gloo.use_one_thread()
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         group = dist.group.WORLD

@@ -22,8 +22,8 @@ from megatron_fused_ce.scripts.bench.problem import MIB, Clock, FullReference, P
 from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import SLACK_BYTES, Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, chosen
-from megatron_fused_ce.testing.live_storages import LiveStorages
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
+from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     HeadInputs,
     HeadResult,

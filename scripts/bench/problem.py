@@ -2,7 +2,7 @@
 
 `Problem` holds one rank's operands. `full_reference` gives the exact loss and a sample of both
 gradients at the timed size, block by block; the fp64 truth at a smaller size is
-`megatron_fused_ce.testing.reference.truth` on `Problem.whole`.
+`megatron_fused_ce.scripts.lib.reference.truth` on `Problem.whole`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megatron_fused_ce.grad_weight import GradWeight, InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.scripts.bench.cases import Cell, world_size
-from megatron_fused_ce.testing import gloo
-from megatron_fused_ce.testing.reference import HeadInputs
+from megatron_fused_ce.scripts.lib import gloo
+from megatron_fused_ce.scripts.lib.reference import HeadInputs
 
 MIB = 1024 * 1024
 

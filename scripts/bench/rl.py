@@ -28,8 +28,8 @@ from megatron_fused_ce.scripts.bench.peers import one_line, verl_linear_cross_en
 from megatron_fused_ce.scripts.bench.problem import DTYPES, MIB, Problem, World
 from megatron_fused_ce.scripts.bench.variants import Variant, config_of
 from megatron_fused_ce.scripts.lib import results, tables
+from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from megatron_fused_ce.scripts.lib.results import Row
-from megatron_fused_ce.testing.reference import FLOOR, relative_error
 from megatron_fused_ce.token_outputs import TokenLogProbs
 
 TEMPERATURE = 0.7

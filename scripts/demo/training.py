@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.scripts.demo.job import Job, Run
-from megatron_fused_ce.testing import gloo
-from megatron_fused_ce.testing.live_storages import LogitStorages
+from megatron_fused_ce.scripts.lib import gloo
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 
 
 def stand_in_for_cuda() -> None:

@@ -45,8 +45,7 @@ import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import report
 from megatron_fused_ce.command_line import Parser
-from megatron_fused_ce.scripts.lib import results, tables
-from megatron_fused_ce.testing import gloo, megatron_cpu
+from megatron_fused_ce.scripts.lib import gloo, megatron_cpu, results, tables
 
 BOUND = 1e-5
 VOCAB, SEQUENCE, BATCH = 128, 16, 2
@@ -89,7 +88,7 @@ def plain_rotary(provider: Any) -> None:
 
 def to_hybrid(provider: Any) -> None:
     """Attention and MLP: the Mamba layer needs kernels."""
-    from megatron_fused_ce.testing.local_stack_spec import stack_spec
+    from megatron_fused_ce.scripts.lib.local_stack_spec import stack_spec
 
     provider.hybrid_stack_spec = stack_spec
     provider.hybrid_layer_pattern, provider.num_layers = "*-", 2

@@ -39,8 +39,7 @@ from megatron_fused_ce.kernels import (
     upstream_kernels,
 )
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.lib.results import PACKAGE
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     LOSS_OPTIONS,
     HeadInputs,
@@ -53,6 +52,7 @@ from megatron_fused_ce.testing.reference import (
     plain_outputs,
     relative_error,
 )
+from megatron_fused_ce.scripts.lib.results import PACKAGE
 
 KERNELS = PACKAGE / "kernels"
 #: Groups are processes: one that hangs under a tool costs its own findings alone.

@@ -51,10 +51,9 @@ from megatron_fused_ce import FusedCEConfig, promise
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, number, seconds, whole, writable_file
 from megatron_fused_ce.grad_weight import InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.lib import results
-from megatron_fused_ce.testing import gloo
-from megatron_fused_ce.testing.collectives import Call, Collectives, RandomDelays
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib import gloo, results
+from megatron_fused_ce.scripts.lib.collectives import Call, Collectives, RandomDelays
+from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     HeadInputs,
     make_inputs,

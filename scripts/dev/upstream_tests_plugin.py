@@ -54,7 +54,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     if options.fused_ce_cpu:
         import torch.distributed as dist
 
-        from megatron_fused_ce.testing import megatron_cpu
+        from megatron_fused_ce.scripts.lib import megatron_cpu
 
         megatron_cpu.install()
         stock = dist.init_process_group

@@ -340,7 +340,7 @@ class Run:
         own: list[str] = []
         module: list[str] = []
         if self.device == "cpu":
-            module = ["-m", "megatron_fused_ce.testing.megatron_cpu"]
+            module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]
             module += ["--fused-wgrad"] if self.case.fused_wgrad else []
         elif self.variant in LIFTING:
             own.append(LIFTING[self.variant])
@@ -376,7 +376,7 @@ class Run:
 
     def fingerprint(self) -> str:
         """Changes with anything the run's figures depend on."""
-        files = [PACKAGE / "testing" / "megatron_cpu.py", PACKAGE / "testing" / "local_stack_spec.py"]
+        files = [SCRIPTS / "lib" / "megatron_cpu.py", SCRIPTS / "lib" / "local_stack_spec.py"]
         if self.uses_plugin:
             files += package_sources()
         names = ("torch", "triton", "transformer-engine")
@@ -430,7 +430,6 @@ def allocator_settings() -> str | None:
 
 
 def package_sources() -> list[Path]:
-    """The package and its kernels, without tools and what tests use."""
+    """The package and its kernels, without scripts/."""
     files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").glob("*.py")]
-    apart = {"testing", "scripts"}
-    return sorted({file for file in files if not apart & set(file.relative_to(PACKAGE).parts)})
+    return sorted({file for file in files if "scripts" not in file.relative_to(PACKAGE).parts})

@@ -96,7 +96,7 @@ class IterationLine:
 
 
 def exact_values(line: str) -> dict[str, float] | None:
-    """What `megatron_fused_ce.testing.megatron_cpu` prints: ``iteration``, and values in every digit."""
+    """What `megatron_fused_ce.scripts.lib.megatron_cpu` prints: ``iteration``, and values in every digit."""
     match = _EXACT.search(line)
     return match and dict(json.loads(match[1]))
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.command_line import UsageError, read_text
-from megatron_fused_ce.testing.provenance import commit
 
 Row = dict[str, Any]
 SCHEMA = 1
@@ -59,6 +58,28 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def commit() -> str:
+    """The checkout's commit, with ``-dirty`` where the package or its kernels differ from it.
+
+    Where the code travelled without its repository, or with a stale one: the environment's
+    ``FUSED_CE_COMMIT``, which comes first; ``unknown`` without either.
+    """
+    named = os.environ.get("FUSED_CE_COMMIT")
+    if named:
+        return named
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "megatron_fused_ce", "kernels")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def version(*names: str) -> str | None:

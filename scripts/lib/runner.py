@@ -178,7 +178,7 @@ def main() -> None:
 
         import_hook.install()
     if "--every-digit" in own:
-        from megatron_fused_ce.testing import megatron_cpu
+        from megatron_fused_ce.scripts.lib import megatron_cpu
 
         megatron_cpu.log_every_digit()
     if "--many-connections" in own:

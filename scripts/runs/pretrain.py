@@ -1,6 +1,6 @@
 """Launch Megatron-LM's own pretraining scripts with the flag off and on, and compare the logs.
 
-On a CPU (gloo, fp32, tiny models; `megatron_fused_ce.testing.megatron_cpu` stands in for CUDA), the
+On a CPU (gloo, fp32, tiny models; `megatron_fused_ce.scripts.lib.megatron_cpu` stands in for CUDA), the
 named cases below, for every checkout given:
 
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM-0.18 --megatron ~/Megatron-LM-0.19
@@ -125,7 +125,7 @@ CPU_BASE_ARGS = f"""
     --eval-iters 1 --eval-interval 3 --log-interval 1 --tensor-model-parallel-size 2
     {CPU_ONLY_ARGS}
 """
-STACK_SPEC = "--spec megatron_fused_ce.testing.local_stack_spec stack_spec"
+STACK_SPEC = "--spec megatron_fused_ce.scripts.lib.local_stack_spec stack_spec"
 
 
 # --- what is run -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from megatron_fused_ce.kernels import gemm_variants, row_kernels, scaled_exp_row
 from megatron_fused_ce.kernels.records import TileStatistics
 from megatron_fused_ce.loss_form import PLAIN
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
     HeadResult,
     assert_within,

@@ -15,7 +15,7 @@ from megatron_fused_ce.row_ops import (
     shard_addends,
     token_loss,
 )
-from megatron_fused_ce.testing.reference import KINDS, assert_close, make_inputs
+from megatron_fused_ce.scripts.lib.reference import KINDS, assert_close, make_inputs
 from megatron_fused_ce.token_outputs import Upstream
 from tests.support.op import DTYPES, run, without_interpreter
 

@@ -23,7 +23,7 @@ from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     HeadResult,
     assert_close,

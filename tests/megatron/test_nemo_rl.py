@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fused_ce.adapter import nemo_rl
-from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support import stand_in
 from tests.support.head import SIZES, rows_of, same_on_all_ranks, shard_of, whole_hidden, whole_rows
 from tests.support.ranks import Rank, on_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fused_ce.adapter import skyrl
-from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support import stand_in
 
 

@@ -46,7 +46,7 @@ def forks():
 
 
 def words_of(script, *flags):
-    return ["-m", "megatron_fused_ce.testing.megatron_cpu", script, *ARGUMENTS.split(), *flags]
+    return ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu", script, *ARGUMENTS.split(), *flags]
 
 
 def launch(script, folder, *flags):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce.adapter import verl
-from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support import stand_in
 from tests.support.head import shard_of, whole_rows
 from tests.support.ranks import Rank, on_ranks

@@ -21,7 +21,7 @@ from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
-from megatron_fused_ce.testing.reference import make_inputs, make_teacher
+from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher
 from megatron_fused_ce.token_outputs import DIFFERENTIABLE
 from tests.support.op import (
     DTYPES,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.logits_backend import choose
-from megatron_fused_ce.testing import gloo
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib import gloo
+from megatron_fused_ce.scripts.lib.reference import (
     LOSS_OPTIONS,
     assert_close,
     make_inputs,

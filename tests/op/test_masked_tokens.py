@@ -19,7 +19,7 @@ from megatron_fused_ce import (
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.logits_backend import GemmThenRows
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     HeadResult,
     assert_close,
     assert_within,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, loop, planner
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     KINDS,
     HeadInputs,
     HeadResult,

@@ -13,7 +13,7 @@ from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter import phase_report, report
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import PASSES, PHASES, UNTIMED, PhaseTimes, Tally
-from megatron_fused_ce.testing.reference import make_inputs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 
 S, B, H, V, CHUNKS = 12, 2, 16, 40, 3

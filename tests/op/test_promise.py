@@ -17,7 +17,7 @@ from megatron_fused_ce import FusedCEConfig, call, fused_linear_cross_entropy, p
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
 from megatron_fused_ce.rl import masked_token_log_probs
-from megatron_fused_ce.testing.reference import make_inputs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, promises
 from tests.support.problems import open_main_grad, same_bits
 

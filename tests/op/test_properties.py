@@ -30,7 +30,7 @@ from megatron_fused_ce.loss_form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import ENTROPY_CHOICES, masked_token_log_probs, token_log_probs
 from megatron_fused_ce.row_ops import merge_extra, merge_shards
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     UNIT_32,
     HeadInputs,
     make_teacher,

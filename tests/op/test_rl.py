@@ -9,7 +9,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs, unrounded
-from megatron_fused_ce.testing.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support.op import RoundedFactors
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}

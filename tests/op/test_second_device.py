@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
-from megatron_fused_ce.testing.reference import make_inputs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 

@@ -29,7 +29,7 @@ from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import PhaseTimes
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
-from megatron_fused_ce.testing.reference import make_inputs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 from tests.support.problems import same_bits
 

@@ -19,7 +19,7 @@ from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.kernels import records
 from megatron_fused_ce.logits_backend import RequestedOutputs, choose
 from megatron_fused_ce.loss_form import merge_duplicates
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     KINDS,
     LOSS_OPTIONS,

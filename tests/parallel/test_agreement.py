@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
-from megatron_fused_ce.testing.collectives import Collectives
+from megatron_fused_ce.scripts.lib.collectives import Collectives
 from megatron_fused_ce.vocab_parallel import history_of
 from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks

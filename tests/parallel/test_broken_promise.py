@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
-from megatron_fused_ce.testing.collectives import Collectives
+from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import megatron
 from tests.support.megatron import NEWEST, both_cores, have_groups, of_core, transformer_config
 from tests.support.op import promises

@@ -13,7 +13,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.grad_weight import ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     HeadResult,
     assert_within,

@@ -23,8 +23,8 @@ from megatron_fused_ce import (
     vocab_parallel,
 )
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.testing.collectives import Collectives
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.collectives import Collectives
+from megatron_fused_ce.scripts.lib.reference import (
     HeadResult,
     assert_close,
     assert_within,

@@ -405,7 +405,7 @@ def test_options_of_the_loss(rank: Rank):
 
     import megatron_fused_ce
     from megatron_fused_ce.adapter import arguments
-    from megatron_fused_ce.testing.reference import LOSS_OPTIONS, HeadInputs, plain_head
+    from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, HeadInputs, plain_head
 
     labels = (torch.arange(BATCH * SEQUENCE).view(BATCH, SEQUENCE) % VOCAB).roll(-1, 1)
     have_groups(rank.size)

@@ -10,7 +10,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import PhaseTimes
-from megatron_fused_ce.testing.reference import make_inputs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 

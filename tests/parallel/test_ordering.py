@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.testing.collectives import (
+from megatron_fused_ce.scripts.lib.collectives import (
     Call,
     Collectives,
     RandomDelays,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fused_ce import row_ops_torch
-from megatron_fused_ce.testing import reference
+from megatron_fused_ce.scripts.lib import reference
 from tests.support.ranks import Rank, RankFailure, Ranks, World, on_ranks, run_on_ranks
 
 

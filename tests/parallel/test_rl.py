@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
-from megatron_fused_ce.testing.reference import make_inputs, plain_outputs, relative_error
+from megatron_fused_ce.scripts.lib.reference import make_inputs, plain_outputs, relative_error
 from tests.support.head import SIZES, same_on_all_ranks, scaled_exp_dtype, shard_of, whole_hidden, whole_rows
 from tests.support.ranks import Rank, on_ranks
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.adapter import deferred_logits, miles, slime
-from megatron_fused_ce.testing.live_storages import LogitStorages
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from tests.support import stand_in
 from tests.support.megatron import (
     GRADIENT_BOUND,

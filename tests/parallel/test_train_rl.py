@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fused_ce.testing.collectives import Call, Collectives
-from megatron_fused_ce.testing.live_storages import LogitStorages
+from megatron_fused_ce.scripts.lib.collectives import Call, Collectives
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from tests.support import rl_utils
 from tests.support.megatron import (
     BATCH,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fused_ce.__main__ import COMMANDS
 from tests.support.megatron import CORE_0_19
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,7 +190,11 @@ def test_every_module_imports_from_elsewhere(python, tmp_path):
 
 
 def test_the_commands_run_from_elsewhere(python, tmp_path):
+    used = set()
+
     def command(words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+        if ok:
+            used.add(words.split()[0])
         return run(python, "-m", "megatron_fused_ce", *words.split(), cwd=tmp_path, ok=ok)
 
     plan = "plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768"
@@ -213,8 +218,19 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     assert "Recommended:" in command(f"sweep {sizes} --strategies store --out swept").stdout
     made = {path.name for path in (tmp_path / "swept").iterdir()}
     assert {"sweep.json", "sweep.md"} <= made
+    assert str(python.parents[1]) in command("autoload status").stdout
+    assert used == set(COMMANDS)
     bad = command("paln", ok=False)
     assert bad.returncode == 2 and len(bad.stderr.splitlines()) == 1
+
+
+def test_the_stand_ins_for_cuda_from_elsewhere(python, tmp_path):
+    """What docs/examples.md tells users to launch on a CPU."""
+    (tmp_path / "script.py").write_text("import sys, torch; print(sys.argv, torch.cuda.is_available())")
+    words = ("-m", "megatron_fused_ce.scripts.lib.megatron_cpu", "script.py", "--distributed-backend", "gloo")
+    assert words[1] in (ROOT / "docs" / "examples.md").read_text()
+    done = run(python, *words, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "['script.py', '--distributed-backend', 'gloo'] True"
 
 
 def test_the_op_from_elsewhere(python, tmp_path):

@@ -22,7 +22,7 @@ TOOLS = {
     "mypy": "Makefile",
     "myst-parser": "docs/conf.py",
     "furo": "docs/conf.py",
-    "pybind11": "megatron_fused_ce/testing/megatron_cpu.py",
+    "pybind11": "scripts/lib/megatron_cpu.py",
 }
 #: Imported by Megatron's own code, which does not say so to pip.
 MEGATRONS = {"pydantic", "pyyaml", "six", "einops", "psutil"}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fused_ce.testing import megatron_cpu
+from megatron_fused_ce.scripts.lib import megatron_cpu
 
 
 def count(case: dict[str, Any]) -> list[int]:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.testing.reference import make_inputs
+from megatron_fused_ce.scripts.lib.reference import make_inputs
 
 
 class AtOperator(TorchDispatchMode):

@@ -79,7 +79,7 @@ def server(folder: Path | None) -> Iterator[Server]:
 
 def _run(words: list[str]) -> None:
     """As ``python words...`` does: a script, or ``-m MODULE``; the stand-ins' own module is there already."""
-    from megatron_fused_ce.testing import megatron_cpu
+    from megatron_fused_ce.scripts.lib import megatron_cpu
 
     if words[:2] == ["-m", megatron_cpu.__name__]:
         megatron_cpu.run(words[2], words[3:])
@@ -125,13 +125,13 @@ def _kill(sessions: list[int]) -> None:
 def _load_head() -> None:
     import megatron_fused_ce.kernels.scaled_exp_rows
     import megatron_fused_ce.scripts.bench.problem  # noqa: F401
-    from megatron_fused_ce.testing import gloo
+    from megatron_fused_ce.scripts.lib import gloo
 
     gloo.use_one_thread()
 
 
 def _load_megatron() -> None:
-    from megatron_fused_ce.testing import megatron_cpu
+    from megatron_fused_ce.scripts.lib import megatron_cpu
 
     megatron_cpu.install()
     from megatron_fused_ce.adapter import import_hook

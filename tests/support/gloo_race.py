@@ -1,4 +1,4 @@
-"""torch alone: collectives under way together in one gloo group. See megatron_fused_ce/testing/gloo.py.
+"""torch alone: collectives under way together in one gloo group. See scripts/lib/gloo.py.
 
     torchrun --standalone --nproc-per-node 2 -m tests.support.gloo_race [--worker-threads 1] [--seconds 40]
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from megatron_fused_ce.testing import gloo
+from megatron_fused_ce.scripts.lib import gloo
 
 TOGETHER = 16
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce import planner, vocab_parallel
-from megatron_fused_ce.testing.reference import HeadInputs, make_inputs
+from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
 from tests.support.ranks import Rank
 
 SIZES = {"s": 24, "b": 3, "hidden_size": 32, "vocab": 97}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce.testing import gloo
+from megatron_fused_ce.scripts.lib import gloo
 from tests.support.faulty import AtOperator, Step, what_is_left
 from tests.support.ranks import Rank
 

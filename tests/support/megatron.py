@@ -82,7 +82,7 @@ def needs_transformer_engine(device: torch.device) -> None:
 
 def prepare(device: torch.device) -> None:
     """Stand-ins for CUDA on a CPU (with apex's kernel in Python); only the norms on GPUs."""
-    from megatron_fused_ce.testing import megatron_cpu
+    from megatron_fused_ce.scripts.lib import megatron_cpu
 
     if device.type == "cpu":
         megatron_cpu.install(fused_wgrad=True)
@@ -211,7 +211,7 @@ def build(model: Model, rank: Rank) -> Any:
         )  # fmt: skip
     else:
         needs_transformer_engine(rank.device)
-        from megatron_fused_ce.testing.local_stack_spec import stack_spec
+        from megatron_fused_ce.scripts.lib.local_stack_spec import stack_spec
 
         shared = dict(
             vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope",

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, promise
 from megatron_fused_ce.kernels import scaled_exp
-from megatron_fused_ce.testing.reference import HeadInputs, HeadResult
+from megatron_fused_ce.scripts.lib.reference import HeadInputs, HeadResult
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STRATEGIES = ("recompute", "store", "grad_in_forward")

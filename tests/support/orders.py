@@ -19,7 +19,7 @@ from megatron_fused_ce import (
 )
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.testing.reference import LOSS_OPTIONS, make_inputs, make_teacher
+from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, make_inputs, make_teacher
 from tests.support.faulty import Filled
 
 SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}

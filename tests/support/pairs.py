@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fused_ce.testing.reference import KINDS, LOSS_OPTIONS
+from megatron_fused_ce.scripts.lib.reference import KINDS, LOSS_OPTIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")

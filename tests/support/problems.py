@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.testing.reference import (
+from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     HeadInputs,
     Roundings,

@@ -154,7 +154,7 @@ def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
     import torch
     import torch.distributed as dist
 
-    from megatron_fused_ce.testing import gloo
+    from megatron_fused_ce.scripts.lib import gloo
 
     gloo.use_one_thread()
     if place.on_gpus:

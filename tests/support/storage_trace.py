@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from megatron_fused_ce.scripts.lib import live_storages
 from megatron_fused_ce.scripts.runs import snapshots as memory_snapshots
 from megatron_fused_ce.scripts.runs.snapshots import now_us
-from megatron_fused_ce.testing import live_storages
 
 
 class StorageRecording(live_storages.LiveStorages):

@@ -17,7 +17,7 @@ from megatron_fused_ce.scripts.bench.problem import Problem, World, full_referen
 from megatron_fused_ce.scripts.bench.roof import Roof
 from megatron_fused_ce.scripts.bench.variants import Variant
 from megatron_fused_ce.scripts.lib import results
-from megatron_fused_ce.testing.reference import relative_error, truth
+from megatron_fused_ce.scripts.lib.reference import relative_error, truth
 
 ROOT = Path(__file__).resolve().parents[2]
 

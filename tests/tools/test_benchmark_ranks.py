@@ -22,7 +22,7 @@ from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, backward, of_config
 from megatron_fused_ce.scripts.bench.variants import peers as peer_variants
-from megatron_fused_ce.testing.reference import relative_error, truth
+from megatron_fused_ce.scripts.lib.reference import relative_error, truth
 from tests.support.ranks import Rank, on_ranks
 
 TOKENS, HIDDEN, VOCAB = 48, 16, 64

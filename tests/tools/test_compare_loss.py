@@ -730,8 +730,8 @@ def test_a_launch_that_does_not_end(tmp_path, monkeypatch):
         ),
         ("torchrun -m megatron_fused_ce.launch", "torchrun -m megatron_fused_ce.launch"),
         (
-            "torchrun -m megatron_fused_ce.testing.megatron_cpu --fused-wgrad",
-            "torchrun -m megatron_fused_ce.testing.megatron_cpu --fused-wgrad",
+            "torchrun -m megatron_fused_ce.scripts.lib.megatron_cpu --fused-wgrad",
+            "torchrun -m megatron_fused_ce.scripts.lib.megatron_cpu --fused-wgrad",
         ),
     ],
 )
@@ -762,7 +762,7 @@ def test_two_launches_of_pretrain_gpt(checkout, tmp_path, monkeypatch, extra):
     case = cpu_case(Checkout.at(checkout), "gpt", "mtp")
     words = ["--launch", f"--out={tmp_path}", "--", sys.executable, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", "2", "-m"]
-    words += ["megatron_fused_ce.testing.megatron_cpu", "--fused-wgrad", f"{checkout}/pretrain_gpt.py"]
+    words += ["megatron_fused_ce.scripts.lib.megatron_cpu", "--fused-wgrad", f"{checkout}/pretrain_gpt.py"]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     run = run_script(*words, *case.args, *extra.split())

@@ -1,4 +1,4 @@
-"""gloo groups with one worker thread: see megatron_fused_ce/testing/gloo.py."""
+"""gloo groups with one worker thread: see scripts/lib/gloo.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALONE = """
 import atexit, datetime, sys, threading
 import torch, torch.distributed as dist
-from megatron_fused_ce.testing import gloo
+from megatron_fused_ce.scripts.lib import gloo
 gloo.use_one_thread()
 gloo.use_one_thread()
 timeout = datetime.timedelta(seconds=77)

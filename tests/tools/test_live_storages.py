@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_fused_ce.testing.live_storages import LiveStorages, LogitStorages
+from megatron_fused_ce.scripts.lib.live_storages import LiveStorages, LogitStorages
 
 T, H, V = 24, 16, 40
 FP32_BYTES = 4

@@ -334,7 +334,7 @@ def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
     for name, flag in (("off", ""), ("on", "--fused-chunked-ce --fused-ce-num-chunks 8")):
         (tmp_path / name).mkdir()
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc-per-node", "2", "-m", "megatron_fused_ce.testing.megatron_cpu"]
+        words += ["--nproc-per-node", "2", "-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]
         words += [
             str(ROOT / "tests" / "tools" / "memory_on_cpu.py"),
             "--memory",

@@ -359,7 +359,7 @@ def test_what_is_not_counted_is_said(capsys):
 def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
     code = (
         "import argparse, json, sys; sys.path.insert(0, sys.argv[1]);"
-        "from megatron_fused_ce.testing import megatron_cpu; megatron_cpu.install(fused_wgrad=False);"
+        "from megatron_fused_ce.scripts.lib import megatron_cpu; megatron_cpu.install(fused_wgrad=False);"
         "from megatron.training.arguments import add_megatron_arguments as add;"
         "parser = add(argparse.ArgumentParser(conflict_handler='resolve'));"
         "print('found', json.dumps({n: [a.nargs, a.default if isinstance(a.default, (int, float)) else"

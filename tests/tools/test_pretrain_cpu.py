@@ -20,10 +20,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_fused_ce.scripts.lib import launches, losses, runner
+from megatron_fused_ce.scripts.lib import launches, losses, megatron_cpu, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain as harness
-from megatron_fused_ce.testing import megatron_cpu
 from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
 from tests.support.commands import launches_without_torch, run_here
 
@@ -92,7 +91,7 @@ def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks or case.num_processes)),
-        *("-m", "megatron_fused_ce.testing.megatron_cpu"),
+        *("-m", "megatron_fused_ce.scripts.lib.megatron_cpu"),
         *(["--fused-wgrad"] if case.fused_wgrad else []),
         str(script),
         *case.args,

@@ -87,7 +87,7 @@ def calculate_log_probs_and_entropy(logits, tokens, tp_group, with_entropy, chun
     "tests/test_ppo_logprob_entropy.py": """
 import torch
 import torch.multiprocessing as mp
-from megatron_fused_ce.testing import gloo
+from megatron_fused_ce.scripts.lib import gloo
 from slime.utils import ppo_utils
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 _, standalone, option, number, *words = sys.argv
 assert (standalone, option) == ("--standalone", "--nproc-per-node"), sys.argv
 # These need torch, the scripts do not.
-if words[:2] == ["-m", "megatron_fused_ce.testing.megatron_cpu"]:
+if words[:2] == ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]:
     words = words[2:]
 words = [word for word in words if word not in ("--fused-wgrad", "--every-digit")]
 ranks = []

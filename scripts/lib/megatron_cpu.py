@@ -1,6 +1,6 @@
 """Run an unmodified Megatron-LM script on a CPU: stand-ins for what it asks of CUDA.
 
-    torchrun --nproc-per-node 2 -m megatron_fused_ce.testing.megatron_cpu \
+    torchrun --nproc-per-node 2 -m megatron_fused_ce.scripts.lib.megatron_cpu \
         [--fused-wgrad] /path/to/Megatron-LM/pretrain_gpt.py --distributed-backend gloo ...
 
 The script is run as ``python SCRIPT args...`` would run it (``sys.argv``, ``sys.path[0]``,
@@ -54,7 +54,7 @@ training_log                   nobody: Megatron logs the gradient norm with thre
 =============================  ====================================================================
 
 The Hybrid and Mamba stacks ship Transformer Engine layers only; `local_stack_spec` beside this file
-is their local counterpart, for ``--spec megatron_fused_ce.testing.local_stack_spec stack_spec``.
+is their local counterpart, for ``--spec megatron_fused_ce.scripts.lib.local_stack_spec stack_spec``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_fused_ce.testing import gloo
+from megatron_fused_ce.scripts.lib import gloo
 
 FUSED_WGRAD_OPTION = "--fused-wgrad"
 PLUGIN_FLAG = "--fused-chunked-ce"
