@@ -126,3 +126,12 @@ def test_figures_of_the_migration_pages_are_measured_ones(page):
     figures = {float(ms or difference) for ms, difference in FIGURE.findall(page.read_text())}
     assert figures <= numbers, figures - numbers
     assert len(figures) >= (0 if "bridge" in page.stem else 5), "the pattern finds them"
+
+
+def test_the_arithmetic_of_scaling_is_what_the_page_prints():
+    (program,), (printed,) = (
+        re.findall(rf"```{language}\n(.*?)```", (DOCS / "scaling.md").read_text(), re.DOTALL)
+        for language in ("python", "text")
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == printed

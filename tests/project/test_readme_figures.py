@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_every_page_is_up_to_date(capsys):
-    """README.md, docs/scaling.md and docs/plan.md; refresh with: make figures."""
+    """README.md, docs/plan.md and docs/upstream_tests.md; refresh with: make figures."""
     assert figures.main(["--check"]) == 0, capsys.readouterr()
 
 
