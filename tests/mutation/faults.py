@@ -19,7 +19,7 @@ class Fault(NamedTuple):
     file: str
     old: str
     new: str
-    #: arguments of pytest, each string one run; see trial.Change
+    #: arguments of pytest, each string one run; the runs stop at the first that fails
     tests: tuple[str, ...]
 
 

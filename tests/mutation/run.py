@@ -1,18 +1,17 @@
-"""Applies faults and mutants one by one and reports which of them the tests see.
+"""Puts the faults of tests/mutation/faults.py in one by one and reports which of them the tests see.
 
-    python -m tests.mutation.run faults                    # tests/mutation/faults.py
-    python -m tests.mutation.run mutants --jobs 2          # tests/mutation/mutants.py, 150 with a fixed seed
-    python -m tests.mutation.run faults --only 'mask' --again
+    python -m tests.mutation.run --jobs 2
+    python -m tests.mutation.run --only 'mask' --again
 
 Each is tried in a copy of the tree under the system's temporary folder, never in this one, and each run of
-pytest is a new process. Results go to build/mutation/<kind>.json after each trial; what has a result there
+pytest is a new process. Results go to build/mutation/faults.json after each trial; what has a result there
 for the same file and tests is not tried again: an interrupted run goes on where it was. Before its first use
 a string of tests has to pass on an unchanged copy: a test that fails or does not exist kills nothing.
 
 killed    a mapped test failed
 survived  all mapped tests passed
-late      none failed and the time was up: either the change makes the code hang, or the machine is slow
-error     the mapped tests do not pass without the change
+late      none failed and the time was up: either the fault makes the code hang, or the machine is slow
+error     the mapped tests do not pass without the fault
 """
 
 from __future__ import annotations
@@ -29,36 +28,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.mutation import areas, faults, mutants
-from tests.mutation.trial import ROOT, Change, copy_tree, run_tests, write
+from tests.mutation.faults import FAULTS, Fault
+from tests.mutation.trial import ROOT, copy_tree, run_tests, write
 
-RESULTS = ROOT / "build" / "mutation"
+RESULTS = ROOT / "build" / "mutation" / "faults.json"
 
-#: Time limits in seconds: for all mapped tests of one change, and of an unchanged tree.
+#: Time limits in seconds: for all mapped tests of one fault, and of an unchanged tree.
 LIMIT_S = 180.0
 UNCHANGED_LIMIT_S = 600.0
 
 
-def changes_of(kind: str) -> list[Change]:
-    if kind == "mutants":
-        return mutants.draw(areas.AREAS)
-    return [
-        Change(
-            fault.name,
-            fault.name,
-            fault.file,
-            (ROOT / fault.file).read_text().replace(fault.old, fault.new),
-            fault.tests,
-        )
-        for fault in faults.FAULTS
-    ]
-
-
 class Trials:
-    """Runs changes in copies of the tree, one for each job, and keeps the results in a file."""
+    """Tries faults in copies of the tree, one for each job, and keeps the results in a file."""
 
-    def __init__(self, kind: str, folder: Path, jobs: int, limit_s: float) -> None:
-        self._file = RESULTS / f"{kind}.json"
+    def __init__(self, folder: Path, jobs: int, limit_s: float) -> None:
         self._limit_s = limit_s
         self._commit = _commit()
         self._lock = threading.Lock()
@@ -68,43 +51,42 @@ class Trials:
             self._trees.put(folder / str(job))
         self.results: dict[str, dict[str, Any]] = {}
         self._unchanged: dict[str, str] = {}
-        if self._file.exists():
-            self.results = json.loads(self._file.read_text())
+        if RESULTS.exists():
+            self.results = json.loads(RESULTS.read_text())
 
-    def try_(self, change: Change) -> None:
-        """Run the mapped tests with ``change``, and write down what came of it."""
+    def try_(self, fault: Fault) -> None:
+        """Run the mapped tests with ``fault``, and write down what came of it."""
         tree = self._trees.get()
         try:
-            result = self._outcome(tree, change)
+            result = self._outcome(tree, fault)
         finally:
             self._trees.put(tree)
         with self._lock:
-            self.results[change.name] = {
-                "words": change.words,
-                "file": change.file,
+            self.results[fault.name] = {
+                "file": fault.file,
                 "commit": self._commit,
-                "digest": _digest(change),
+                "digest": _digest(fault),
                 **result,
             }
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.write_text(json.dumps(self.results, indent=1, ensure_ascii=False) + "\n")
-            print(f"{result['outcome']:9} {result['seconds']:6.1f} s  {change.words}", flush=True)
+            RESULTS.parent.mkdir(parents=True, exist_ok=True)
+            RESULTS.write_text(json.dumps(self.results, indent=1, ensure_ascii=False) + "\n")
+            print(f"{result['outcome']:9} {result['seconds']:6.1f} s  {fault.name}", flush=True)
 
-    def has_result(self, change: Change) -> bool:
-        """Whether this change of this file has been tried with these tests; an error is no result."""
-        result = self.results.get(change.name, {"outcome": "error"})
-        return result["outcome"] != "error" and result.get("digest") == _digest(change)
+    def has_result(self, fault: Fault) -> bool:
+        """Whether this fault of this file has been tried with these tests; an error is no result."""
+        result = self.results.get(fault.name, {"outcome": "error"})
+        return result["outcome"] != "error" and result.get("digest") == _digest(fault)
 
-    def _outcome(self, tree: Path, change: Change) -> dict[str, Any]:
+    def _outcome(self, tree: Path, fault: Fault) -> dict[str, Any]:
         seconds = 0.0
-        for tests in change.tests:
+        for tests in fault.tests:
             words = self._fails_unchanged(tree, tests)
             if words:
                 return {"outcome": "error", "seconds": seconds, "tests": tests, "said": words}
-        unchanged = (tree / change.file).read_text()
-        write(tree, change.file, change.text)
+        unchanged = (tree / fault.file).read_text()
+        write(tree, fault.file, unchanged.replace(fault.old, fault.new))
         try:
-            for tests in change.tests:
+            for tests in fault.tests:
                 run = run_tests(tree, tests, max(1.0, self._limit_s - seconds))
                 seconds += run.seconds
                 if run.outcome != "passed":
@@ -116,11 +98,11 @@ class Trials:
                         "said": run.words,
                     }
         finally:
-            write(tree, change.file, unchanged)
+            write(tree, fault.file, unchanged)
         return {
             "outcome": "survived",
             "seconds": round(seconds, 1),
-            "tests": " ; ".join(change.tests),
+            "tests": " ; ".join(fault.tests),
         }
 
     def _fails_unchanged(self, tree: Path, tests: str) -> str:
@@ -129,7 +111,7 @@ class Trials:
             known = self._unchanged.get(tests)
         if known is None:
             run = run_tests(tree, tests, UNCHANGED_LIMIT_S)
-            known = "" if run.outcome == "passed" else f"without the change: {run.outcome}, {run.words}"
+            known = "" if run.outcome == "passed" else f"without the fault: {run.outcome}, {run.words}"
             print(f"unchanged {run.seconds:6.1f} s  {tests}: {run.words}", flush=True)
             with self._lock:
                 self._unchanged[tests] = known
@@ -141,8 +123,9 @@ def _commit() -> str:
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _digest(change: Change) -> str:
-    return hashlib.sha256("\0".join((change.text, *change.tests)).encode()).hexdigest()[:16]
+def _digest(fault: Fault) -> str:
+    faulty = (ROOT / fault.file).read_text().replace(fault.old, fault.new)
+    return hashlib.sha256("\0".join((faulty, *fault.tests)).encode()).hexdigest()[:16]
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
@@ -150,7 +133,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     lines = []
     for name, result in results.items():
         if result["outcome"] != "killed":
-            lines.append(f"{result['outcome']:9} {name}: {result['words']}")
+            lines.append(f"{result['outcome']:9} {name}")
             lines.append(f"          {result['tests']}: {result.get('said', 'passed')}")
     outcomes = [result["outcome"] for result in results.values()]
     counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
@@ -160,28 +143,23 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.run", description=__doc__.split("\n")[0])
-    parser.add_argument("kind", choices=("faults", "mutants"))
-    parser.add_argument("--only", action="append", default=[], help="part of a name or of its words")
+    parser.add_argument("--only", action="append", default=[], help="part of a name")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="try what has a result already")
-    parser.add_argument("--seconds", type=float, default=LIMIT_S, help="time limit of one change")
-    parser.add_argument("--list", action="store_true", help="print the changes and try none")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S, help="time limit of one fault")
+    parser.add_argument("--list", action="store_true", help="print the faults and try none")
     given = parser.parse_args(argv)
-    chosen = [
-        change
-        for change in changes_of(given.kind)
-        if not given.only or any(word in f"{change.name} {change.words}" for word in given.only)
-    ]
+    chosen = [fault for fault in FAULTS if not given.only or any(word in fault.name for word in given.only)]
     if given.list:
-        print("\n".join(f"{change.name:12} {change.words}" for change in chosen))
+        print("\n".join(fault.name for fault in chosen))
         return 0
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        trials = Trials(given.kind, Path(folder), given.jobs, given.seconds)
-        pending = [change for change in chosen if given.again or not trials.has_result(change)]
+        trials = Trials(Path(folder), given.jobs, given.seconds)
+        pending = [fault for fault in chosen if given.again or not trials.has_result(fault)]
         with ThreadPoolExecutor(given.jobs) as pool:
-            for done in [pool.submit(trials.try_, change) for change in pending]:
+            for done in [pool.submit(trials.try_, fault) for fault in pending]:
                 done.result()
-    results = {change.name: trials.results[change.name] for change in chosen}
+    results = {fault.name: trials.results[fault.name] for fault in chosen}
     print(table(results))
     return int(any(result["outcome"] != "killed" for result in results.values()))
 

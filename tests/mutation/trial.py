@@ -1,4 +1,4 @@
-"""Applies one change to a copy of the tree on disk and runs the tests that must see it.
+"""A copy of the tree on disk, to put a fault into, and a run of its tests.
 
 Every run of pytest is a process of its own: Triton reads kernels from their source files, and the ranks of a
 test are forked from servers that imported the package before the test began. A change made in memory would
@@ -23,21 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Of `make test` alone: what only `make test-rest` sees, a change to the head may leave for hours.
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not rest")
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of one file, and the tests that must fail with it."""
-
-    name: str
-    #: what was changed, in one line
-    words: str
-    #: relative to the root of the tree
-    file: str
-    #: the whole file with the change
-    text: str
-    #: arguments of pytest, one string for each run; the runs stop at the first that fails
-    tests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
