@@ -52,9 +52,12 @@ def _megatrons(function: Callable[..., Any] | None) -> CodeType | None:
 
 
 def is_megatrons(function: Any) -> bool:
-    """Whether a function is written in Megatron's core, and nothing is wrapped around it."""
-    written_in = getattr(getattr(function, "__func__", function), "__globals__", {})
-    return str(written_in.get("__name__", "")).startswith("megatron.core.")
+    """Whether a function is written in Megatron's core, and nothing is wrapped around it but torch's own."""
+    function = getattr(function, "__func__", function)
+    written_in = getattr(function, "__globals__", {}).get("__name__", "")
+    if written_in == "torch.amp.autocast_mode":  # custom_fwd and custom_bwd
+        written_in = getattr(function, "__wrapped__", function).__globals__.get("__name__", "")
+    return str(written_in).startswith("megatron.core.")
 
 
 def takes_deferred(loss: Any) -> bool:

@@ -64,8 +64,11 @@ def patch(module: ModuleType) -> None:
         adopted: Adopted | None = getattr(self, ADOPTED, None)
         if adopted is not None:
             stock_path.refuse_options(adopted.config, _TAKES_LOGITS)
-        elif hasattr(self, "output_layer") and not hasattr(self, ADOPTED) and active_config() is not None:
-            report.built_too_early(self)
+        elif hasattr(self, "output_layer") and not hasattr(self, ADOPTED):
+            config = active_config()
+            if config is not None:
+                stock_path.refuse_options(config, "the model was built before the flag was on")
+                report.built_too_early(self)
         loss: Tensor = stock_loss(self, labels, logits)
         if adopted is not None and adopted.log_accuracy:
             accuracy.remember(loss, None, _TAKES_LOGITS, self.pg_collection.tp.rank())

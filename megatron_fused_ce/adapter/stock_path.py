@@ -49,10 +49,8 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
         return f"its output layer has no {', '.join(missing)}, as in no Megatron that was tried"
     output_dtype = getattr(layer, "output_dtype", None)
     checks = (
-        (layer.bias is not None, "its output layer has a bias"),
+        *_of_layer(layer),
         (layer.gather_output, "its output layer gathers the logits (parallel_output=False)"),
-        (layer.is_expert, "its output layer is an expert layer"),
-        (layer.disable_grad_reduce, "its output layer does not reduce grad_hidden (LoRA)"),
         (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
         (
             getattr(config, "defer_embedding_wgrad_compute", False),
@@ -90,6 +88,19 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
         ),
     )
     return next((reason for applies, reason in checks if applies), None)
+
+
+def _of_layer(layer: Any) -> tuple[tuple[bool, str], ...]:
+    """What Megatron's layer looks up at every call, since it may be changed after the model was built."""
+    sums = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.disable_grad_reduce
+    return (
+        (layer.bias is not None, "its output layer has a bias"),
+        (layer.is_expert or getattr(layer, "explicit_expert_comm", False), "it is an expert layer"),
+        (
+            layer.disable_grad_reduce or getattr(layer, "allreduce_dgrad", sums) != sums,
+            "its output layer does not reduce grad_hidden (LoRA)",
+        ),
+    )
 
 
 def refuse_options(config: FusedCEConfig, reason: str) -> None:
@@ -138,7 +149,12 @@ def refuse_accuracy(reason: str) -> NoReturn:
 
 
 def reason_at_call(
-    layer: Any, hidden: Any, gather_output: bool, caller: FrameType, stays_with_caller: bool
+    layer: Any,
+    hidden: Any,
+    weight: Any,
+    gather_output: bool,
+    caller: FrameType,
+    stays_with_caller: bool,
 ) -> str | None:
     """Why this call of a head that is otherwise fused takes the stock path, or None.
 
@@ -164,8 +180,14 @@ def reason_at_call(
         return "inference turned sequence parallelism off for this call"
     if hidden.dim() != 3:
         return f"the hidden states have {hidden.dim()} dimensions, not [s, b, h]"
-    if layer.bias is not None:
-        return "it was given a bias"
+    if hidden.dtype == torch.float64:
+        return "the hidden states are float64"
+    for applies, reason in _of_layer(layer):
+        if applies:
+            return reason
+    rows = layer.output_size_per_partition
+    if len(weight) != rows and not deferred_logits.is_fsdp(weight):
+        return f"its weight has {len(weight)} rows, and its layer was built for {rows}"
     for function in _replaceable(layer):
         if not consumer.is_megatrons(function):
             return f"{name_of(function)} stands in the place of one of Megatron's functions"
@@ -186,11 +208,18 @@ def _replaceable(layer: Any) -> Iterator[Any]:
     from megatron.core import tensor_parallel
     from megatron.core.models.common.language_module import language_module
 
-    yield tensor_parallel.ColumnParallelLinear.forward
-    yield layer._forward_impl
+    layers = tensor_parallel.layers
+    yield from (tensor_parallel.ColumnParallelLinear.forward, layer._forward_impl)
+    yield from (layers.linear_with_grad_accumulation_and_async_allreduce, layers.linear_with_frozen_weight)
+    yield layers.copy_to_tensor_model_parallel_region
+    gemms = layers.LinearWithGradAccumulationAndAsyncCommunication
+    yield from (gemms.forward, gemms.backward)
     config: Any = getattr(layer, "config", None)
     if not getattr(config, "cross_entropy_loss_fusion", False):
         yield tensor_parallel.vocab_parallel_cross_entropy
+        in_parts = tensor_parallel.cross_entropy
+        yield from (in_parts._VocabParallelCrossEntropy.forward, in_parts._VocabParallelCrossEntropy.backward)
+        yield from filter(callable, vars(in_parts.VocabParallelCrossEntropy).values())
     elif config.cross_entropy_fusion_impl == "native":
         yield language_module.fused_vocab_parallel_cross_entropy
 

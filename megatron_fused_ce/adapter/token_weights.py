@@ -43,6 +43,7 @@ class _Call(NamedTuple):
     labels: Any
     loss_mask: Any
     unmasked: HostCopy | None
+    version: int = 0  # of the mask, when its unmasked tokens were counted
     generates: bool = False  # an inference context is given
 
 
@@ -94,7 +95,8 @@ def _remembering(entry: Callable[..., Any]) -> Callable[..., Any]:
         labels, mask = given.get("labels"), given.get("loss_mask")
         contexts = (given.get(name) for name in ("inference_context", "inference_params"))
         generates = any(context is not None for context in contexts)
-        _calls.stack.append(_Call(self, labels, mask, _count(self, labels, mask), generates))
+        unmasked = _count(self, labels, mask)
+        _calls.stack.append(_Call(self, labels, mask, unmasked, _version(mask), generates))
         try:
             return entry(self, *args, **kwargs)
         finally:
@@ -111,10 +113,15 @@ def _count(model: Any, labels: Any, mask: Any) -> HostCopy | None:
     if config is None or not config.skip_masked or not _fits(labels, mask):
         return None
     outer = _call_of(model)
-    if outer is not None and outer.loss_mask is mask:
+    if outer is not None and outer.loss_mask is mask and outer.version == _version(mask):
         return outer.unmasked  # an entry that another one of the same model called
     num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
     return count(mask.detach().t().reshape(num_parts, -1), layer.tp_group)
+
+
+def _version(mask: Any) -> int:
+    """Counter of the changes in place; inference tensors have none."""
+    return mask._version if isinstance(mask, Tensor) and not mask.is_inference() else 0
 
 
 def _fits(labels: Any, mask: Any) -> bool:
@@ -169,6 +176,8 @@ def of_loss(model: Any, labels: Tensor) -> TokenWeights:
             f"the loss_mask is {tuple(mask.shape)} on {mask.device}, the labels are "
             f"{tuple(labels.shape)} on {labels.device}",
         )
+    # Counted again where the mask was changed in place since.
+    unmasked = call.unmasked if _version(mask) == call.version else None
     mask = mask.detach()
     values = mask if mask.is_floating_point() else mask.to(torch.float32)
-    return TokenWeights(values, unmasked=call.unmasked)
+    return TokenWeights(values, unmasked=unmasked)

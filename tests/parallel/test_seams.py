@@ -613,6 +613,67 @@ def with_a_bias(step: Step) -> Tensor:
     return labels(step)
 
 
+def with_attributes(**attributes: Any) -> Use:
+    """The layer has other ones than when it was built."""
+
+    def use(step: Step) -> Tensor:
+        vars(step.model.output_layer).update(attributes)
+        return labels(step)
+
+    return use
+
+
+def with_fewer_rows(step: Step) -> Tensor:
+    layer = step.model.output_layer
+    layer.weight = nn.Parameter(layer.weight.detach()[:-3].clone())
+    return labels(step)
+
+
+def in_float64(step: Step) -> Tensor:
+    step.model.double()
+    return labels(step)
+
+
+def part_of_cross_entropy_replaced(step: Step) -> Tensor:
+    from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
+
+    name = "calculate_cross_entropy_loss"
+    stock = getattr(VocabParallelCrossEntropy, name)
+
+    def doubled(*args: Any) -> Any:
+        *others, loss = stock(*args)
+        return *others, 2 * loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VocabParallelCrossEntropy, name, staticmethod(doubled))
+        return labels(step)
+
+
+def copy_to_region(step: Step) -> tuple[Any, str]:
+    from megatron.core.tensor_parallel import layers
+
+    return layers, "copy_to_tensor_model_parallel_region"
+
+
+def mask_changed_meanwhile(step: Step) -> Tensor:
+    """Tokens that were masked when the model was called count when its loss is computed."""
+    block = next(step.model.decoder.children())
+    handle = block.register_forward_pre_hook(lambda *given: step.mask.fill_(1.0) and None)
+    loss = labels(step)
+    handle.remove()
+    return loss
+
+
+def built_before_the_flag(step: Step) -> Tensor:
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_fused_ce.adapter.language_module import ADOPTED
+
+    delattr(step.model, ADOPTED)
+    step.model.output_layer.__class__ = layers.ColumnParallelLinear
+    return labels(step)
+
+
 def within_its_own_evaluation(step: Step) -> Tensor:
     """A pre-hook of the head calls the model once more, for a metric."""
     metrics: list[Tensor] = []
@@ -797,7 +858,20 @@ ROWS = {
     "Megatron's cross entropy replaced": Row(
         replaced(cross_entropy, halved), 0, 1, "stands in the place of"
     ),
+    "a part of Megatron's cross entropy replaced": Row(
+        part_of_cross_entropy_replaced, 0, 1, "stands in the place of"
+    ),
+    "a function beneath Megatron's product replaced": Row(
+        replaced(copy_to_region, lambda stock, *a, **k: 2 * stock(*a, **k)), 0, 1, "stands in the place of"
+    ),
     "a bias given later": Row(with_a_bias, 0, 1, "a bias"),
+    "grad_hidden not reduced any more": Row(
+        with_attributes(disable_grad_reduce=True, allreduce_dgrad=False), 0, 1, "does not reduce grad_hidden"
+    ),
+    "an expert layer later": Row(with_attributes(explicit_expert_comm=True), 0, 1, "an expert layer"),
+    "fewer rows than the layer was built for": Row(with_fewer_rows, 0, 1, "its layer was built for"),
+    "float64": Row(in_float64, 0, 1, "are float64"),
+    "a mask changed meanwhile": Row(mask_changed_meanwhile, options={"skip_masked": True}, families=GPT),
     "a known softcap and mup": Row(extended(KnownMixin, 0.5)(labels), model={"mup": True}, since=(0, 19)),
     "a known softcap, called within itself": Row(
         extended(KnownMixin, 0.05)(within_its_own_evaluation), fused=2
@@ -826,6 +900,9 @@ ROWS = {
     "extended by a softcap, and an option": Row(
         extended(Mixin)(labels), 0, 1,
         raises="logit_softcap: Megatron's own loss", options={"logit_softcap": 3.0},
+    ),
+    "built before the flag, and an option": Row(
+        built_before_the_flag, 0, 0, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
     ),
     "a hook and an option": Row(
         hooked("register_forward_hook", lambda layer, given, made: None), 0, 1,
