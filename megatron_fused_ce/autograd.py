@@ -180,7 +180,7 @@ def _verdict(
     scale, found = None, torch.zeros((), dtype=torch.int64, device=upstream.loss.device)
     if made is not None:
         scale, found = promise.fit_scalar(upstream.loss, made.token_weights)
-    return scale, Verdict(found, lost, spec.comm.group)
+    return scale, Verdict(found, scale, lost, spec.comm.group)
 
 
 def _own(result: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ token. :func:`fit_scalar` finds ``c`` and whether that holds, on the device; the
 backward (:class:`Verdict`). Where it does not hold, nothing has been added anywhere yet: the backward drops
 these gradients and makes them again as ``recompute`` does. So a wrong promise costs time, never a gradient.
 
-The host waits for one word: on a real launch that cannot be told from the noise, since the host is ahead by
+The host waits for one number: on a real launch that cannot be told from the noise, since the host is ahead by
 the head's whole forward there.
 """
 
@@ -145,12 +145,28 @@ def fit_scalar(grad_loss: Tensor, token_weights: Tensor) -> tuple[Tensor, Tensor
     return torch.where(finite, c, torch.nan).float(), found
 
 
+def _of_all_ranks(words: Tensor, scale: Tensor | None, group: Any) -> Tensor:
+    """The largest of each word; the first is :data:`BROKEN` where the ranks' scalars differ."""
+    if group is None or scale is None:
+        return largest_over_ranks(words, group)
+    # A NaN is not lost: the first word tells of it.
+    both = torch.stack((scale, -scale)).double().nan_to_num()
+    largest = largest_over_ranks(torch.cat((words.double(), both)), group)
+    most, least = largest[-2], -largest[-1]
+    differ = most - least > RTOL * torch.maximum(most.abs(), least.abs())
+    words = largest[:-2].to(torch.int64)
+    words[0] = torch.maximum(words[0], BROKEN * differ)
+    return words
+
+
 class Verdict:
     """What the device found about an upstream gradient, for the host to read in the backward.
 
-    The worst that a rank found counts for all ranks, so that all of them go one way.
+    The worst that a rank found counts for all ranks, so that all of them go one way. It is also broken where
+    their scalars differ: ``grad_hidden`` was summed over the ranks in the forward, and no scalar is right for
+    the sum.
 
-    Collectives, when it is made: one MAX all-reduce of one int64, or of three with ``skipped`` (R > 1).
+    Collectives, when it is made: one MAX all-reduce of a few numbers (R > 1).
 
     While a CUDA graph is captured the host cannot wait, and there is no collective: the graph asserts on the
     device that all is well, and leaves NaN where an upstream gradient is not finite.
@@ -159,6 +175,7 @@ class Verdict:
     def __init__(
         self,
         found: Tensor,  # int64 []: of fit_scalar
+        scale: Tensor | None,  # fp32 []: the same; None where no gradients were made
         skipped: Tensor | None,  # int64 [2]: of Kept.count_lost
         group: Any,  # the tensor-parallel group, or None
     ) -> None:
@@ -171,7 +188,7 @@ class Verdict:
                 torch._assert_async(words[1] == 0, _ASSERTION_OF_SKIPPED)  # type: ignore[call-overload]
             words = torch.zeros_like(words)
         else:
-            words = largest_over_ranks(words, group)
+            words = _of_all_ranks(words, scale, group)
             self._copy = HostCopy(words)
         #: int64 [1], on the device: not 0 where gradients made in the forward must not be used
         self.flag = words[:1]

@@ -233,7 +233,7 @@ def test_trains_as_recompute_on_four(rank: Rank, launch):
 @on_ranks(*TWO)
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
-    """All ranks of the tensor-parallel group recompute, or none: one MAX all-reduce of one word."""
+    """All ranks of the tensor-parallel group recompute, or none: one MAX all-reduce of three numbers."""
     from megatron_fused_ce import promise
 
     launch = Launch(tp=2, sp=sp, fused_wgrad=True)
@@ -242,14 +242,14 @@ def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
 
     def spoilt(*given: Any) -> Any:
         scale, found = fit(*given)
-        return (scale, found) if rank.rank == 0 else (scale * 0, found + promise.BROKEN)
+        return (scale, found) if rank.rank == 0 else (scale, found + promise.BROKEN)
 
     def words(issued: Collectives) -> list[Any]:
-        return [made for made in issued.calls if (made.dtype, made.op) == ("int64", "MAX")]
+        return [made for made in issued.calls if (made.dtype, made.op) == ("float64", "MAX")]
 
     with Collectives({dist.group.WORLD: "world"}) as issued, promises(NUM_MICRO_BATCHES):
         made.forward_backward()
-    assert [word.shapes for word in words(issued)] == [((1,),)] * NUM_MICRO_BATCHES
+    assert [word.shapes for word in words(issued)] == [((3,),)] * NUM_MICRO_BATCHES
     expected.forward_backward()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(promise, "fit_scalar", spoilt)
@@ -258,6 +258,41 @@ def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
     assert len(words(issued)) == 1, "later forwards of the head plan without its weights"
     expected.forward_backward()
     close(gradients(made), gradients(expected), 1e-5)
+
+
+@on_ranks(TWO[0])
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 0.0), (0.5, 0.5)], ids=["1 2", "1 0", "equal"])
+def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
+    """Each fits, and no scalar is right for ``grad_hidden``, which was summed over them in the forward."""
+    vocab_parallel.forget()
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(2, 20, 8, generator=generator).to(rank.device)[rank.rank]
+    whole = torch.randn(12, 2, 8, generator=generator).to(rank.device)
+    hidden = whole.chunk(2)[rank.rank] if sp else whole
+    labels = torch.randint(0, 40, (2, 12), generator=generator).to(rank.device)
+    mask = (torch.rand(2, 12, generator=generator) < 0.7).float().to(rank.device)
+
+    def gradients(strategy: str) -> list[Tensor]:
+        operands = [one.clone().requires_grad_() for one in (hidden, weight)]
+        losses = fused_linear_cross_entropy(
+            *operands,
+            labels,
+            tp_group=dist.group.WORLD,
+            sequence_parallel=sp,
+            token_weights=mask,
+            config=FusedCEConfig(strategy=strategy, num_chunks=2),
+        )
+        losses.backward(factors[rank.rank] * mask)
+        return [one.grad for one in operands]
+
+    with (
+        promises(*((1, 0) if factors[0] == factors[1] else (0, 1))),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        made = gradients("grad_in_forward")
+    close(made, gradients("recompute"), 1e-6)
+    vocab_parallel.forget()
 
 
 @on_ranks(TWO[0])
