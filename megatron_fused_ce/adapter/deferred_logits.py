@@ -378,6 +378,14 @@ class DeferredLogits:
 
     # Needs real logits.
 
+    @property
+    def data(self) -> Tensor:
+        return self.materialise().data
+
+    @data.setter
+    def data(self, numbers: Any) -> None:
+        self.materialise().data = real(numbers)
+
     #: a number of numpy's beside these asks for __rmul__ and the like
     __array_ufunc__ = None
 

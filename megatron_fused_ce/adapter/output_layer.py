@@ -72,8 +72,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         used = self.weight if weight is None else weight
         for_caller = deferred_logits.for_caller(used)
-        caller = sys._getframe(1)
-        reason = stock_path.reason_at_call(self, input_, used, gathers, caller, gathers or for_caller)
+        if torch.compiler.is_compiling():
+            reason: str | None = "it is called within torch.compile"
+        else:
+            caller = sys._getframe(1)
+            reason = stock_path.reason_at_call(self, input_, used, gathers, caller, gathers or for_caller)
         config, softcap = self.fused_ce_config, 0.0
         if reason is None and not _is_own(forward := _beneath(self)):
             found = _softcap_around(self, forward)

@@ -125,6 +125,7 @@ CHANGES = {
     "mul out": lambda z: (torch.mul(z, 0.3, out=z), None)[1],
     "copy_": lambda z: (z.copy_(torch.ones_like(z)), None)[1],
     "data": lambda z: (z.data.mul_(0.3), None)[1],
+    "other data": lambda z: setattr(z, "data", z.data * 0.3),
     "a detached alias": lambda z: (z.detach().mul_(0.3), None)[1],
     "a part": lambda z: (z[:, 1:3].mul_(0.3), None)[1],
     "a transposed alias": lambda z: (z.transpose(0, 1).mul_(0.3), None)[1],

@@ -664,6 +664,12 @@ def mask_changed_meanwhile(step: Step) -> Tensor:
     return loss
 
 
+def compiled(step: Step) -> Tensor:
+    """As torch.compile traces it."""
+    with having(torch.compiler, "is_compiling", lambda: True):
+        return labels(step)
+
+
 def built_before_the_flag(step: Step) -> Tensor:
     from megatron.core.tensor_parallel import layers
 
@@ -870,6 +876,7 @@ ROWS = {
     ),
     "an expert layer later": Row(with_attributes(explicit_expert_comm=True), 0, 1, "an expert layer"),
     "fewer rows than the layer was built for": Row(with_fewer_rows, 0, 1, "its layer was built for"),
+    "compiled": Row(compiled, 0, 1, "within torch.compile"),
     "float64": Row(in_float64, 0, 1, "are float64"),
     "a mask changed meanwhile": Row(mask_changed_meanwhile, options={"skip_masked": True}, families=GPT),
     "a known softcap and mup": Row(extended(KnownMixin, 0.5)(labels), model={"mup": True}, since=(0, 19)),
