@@ -67,12 +67,7 @@ def variants_of(given: argparse.Namespace, world: World) -> list[Variant]:
     if given.megatron:
         found += megatron(world)
     if given.peers is not None:
-        largest = (
-            max(max(cell.num_tokens, given.check_tokens) for cell in given.cells),
-            max(cell.hidden_size for cell in given.cells),
-            max(cell.vocab for cell in given.cells) // world.size,
-        )
-        found += peers(world, given.peers or None, largest)
+        found += peers(world, given.peers or None)
     found = [v for v in found if not {v.name, v.key, v.name.split("/")[0]} & set(given.skip)]
     keys = [variant.key for variant in found]
     for key in keys:
