@@ -31,9 +31,9 @@ roofs are the shard's, all ranks at once.
 
 --preset small measures all its cells three times, in blocks of their own, and gives the medians over the
 runs: the step's and the host's time over those of Megatron's layer with Transformer Engine's loss.
---preset options times each option of the loss over the plain loss, --preset profile says kernel by kernel
-where a step's time goes (scripts/bench/options.py and profile.py); --preset rl times log-probabilities and
-entropy beside verl's kernel, and over the ids that sampling kept (scripts/bench/rl.py).
+--preset options times each option of the loss over the plain loss, --preset profile says where a step's time
+goes and what of the collectives is exposed (scripts/bench/options.py and profile.py); --preset rl times
+log-probabilities and entropy beside verl's kernel, and over the ids that sampling kept (scripts/bench/rl.py).
 
 Every variant ends in the same place: an fp32 main_grad (--wgrad-accumulator returned: a gradient in the
 weight's dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
@@ -47,7 +47,6 @@ import math
 import time
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.command_line import UsageError, command, writable_file
@@ -68,12 +67,7 @@ def variants_of(given: argparse.Namespace, world: World) -> list[Variant]:
     if given.megatron:
         found += megatron(world)
     if given.peers is not None:
-        largest = (
-            max(max(cell.num_tokens, given.check_tokens) for cell in given.cells),
-            max(cell.hidden_size for cell in given.cells),
-            max(cell.vocab for cell in given.cells) // world.size,
-        )
-        found += peers(world, given.peers or None, largest)
+        found += peers(world, given.peers or None)
     found = [v for v in found if not {v.name, v.key, v.name.split("/")[0]} & set(given.skip)]
     keys = [variant.key for variant in found]
     for key in keys:
@@ -113,7 +107,8 @@ def main(words: list[str]) -> int:
     started = time.monotonic()
     given = cases.parse_arguments(__doc__ or "", words)
     if given.render is not None:
-        print(f"written: {rendered(given.render, given.most)}")
+        report.write_page(given.render, results.rows(given.render, report.KEYS))
+        print(f"written: {given.render.with_suffix('.md')}")
         return 0
     given.path = None
     if given.out or given.name:
@@ -145,19 +140,6 @@ def main(words: list[str]) -> int:
         return run(given, world, source, started)
     finally:
         world.close()
-
-
-def rendered(path: Path, most: int) -> Path:
-    """The page of a result again, by the program whose rows it holds."""
-    found = results.rows(path)
-    if found and "by_kind" in found[0]:
-        from megatron_fused_ce.scripts.bench import profile
-
-        results.rows(path, profile.ROW_KEYS)
-        profile.write_page(found, path, most)
-    else:
-        report.write_page(path, results.rows(path, report.KEYS))
-    return path.with_suffix(".md")
 
 
 def run(given: argparse.Namespace, world: World, source: dict[str, Any], started: float) -> int:

@@ -254,7 +254,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     )
     add("--options", nargs="+", metavar="NAME", help="rows of --preset options or rl: these alone")
     add("--steps", type=whole(most=10**6), default=3, help="of a profile, or of an option's turn (3)")
-    add("--most", type=whole(0), default=12, help="kernels listed of each variant of a profile (12)")
+    add("--most", type=whole(0), default=12, help="lines of torch's table of each variant of a profile (12)")
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
     add("--results-dir", type=Path, default=RESULTS, help="[%(default)s]")
     add("--out", type=Path, help="or write this JSON file and the .md beside it")

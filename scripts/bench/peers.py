@@ -8,7 +8,7 @@ table with ``why_not``. On one device without tensor parallelism:
 
     torch-eager, torch-compile      linear, then cross entropy of fp32 logits
     torch-lce, torch-lce-sum        F.linear_cross_entropy (torch 2.13), chunked by its own defaults
-    te, te-overwrite                linear, then Transformer Engine's Triton cross entropy
+    te                              linear, then Transformer Engine's Triton cross entropy
     liger, liger-large-chunks       Liger's Triton chunks: its defaults, and chunks of 4096 tokens or more
     liger-none                      the same per token: logits computed again in the backward
     liger-cutedsl-ce                cuBLAS products with Liger's CuTe row kernel
@@ -20,8 +20,7 @@ table with ``why_not``. On one device without tensor parallelism:
 With a vocabulary shard on each rank (``Parallel``). None of them knows sequence parallelism: they are
 given the gathered hidden states, and the gather and the reduction of ``grad_hidden`` count as theirs.
 
-    liger-tp                        Liger's CUTLASS and NVSHMEM kernels (liger-cute-kernels)
-    liger-tp-loop                   what Liger runs without them: plain PyTorch on 512 tokens at a time
+    liger-tp-loop                   Liger without its NVSHMEM kernels: plain PyTorch on 512 tokens at a time
     verl-tp                         verl's Triton forward, a backward in slices of the vocabulary
 
 Read in the sources of torch 2.13, Transformer Engine 2.20.2, Liger and its kernels 0.8.5, QuACK 0.6.5,
@@ -79,14 +78,12 @@ def one_line(error: BaseException) -> str:
 class Parallel:
     """The tensor-parallel group that the peers of several ranks run on.
 
-    ``largest`` is ``(T, H, V of a rank)`` that no problem exceeds: Liger's kernels reserve memory once.
     ``sequence_parallel`` may change between steps.
     """
 
     group: Any  # torch.distributed.ProcessGroup
     rank: int
     size: int
-    largest: tuple[int, int, int]
     sequence_parallel: bool = False
 
 
@@ -226,14 +223,11 @@ def te_cross_entropy(overwrite: bool, group: Any = None) -> Callable[[Tensor, Te
     return lambda logits, labels: function(logits, labels, 0.0, False, group, **extra)
 
 
-def _te(overwrite: bool) -> Callable[[torch.device], Loss]:
-    def build(device: torch.device) -> Loss:
-        function = te_cross_entropy(overwrite)
-        return lambda hidden, weight, labels: function(
-            F.linear(hidden, weight).unsqueeze(1), labels.unsqueeze(1)
-        ).view(-1)
-
-    return build
+def _te(device: torch.device) -> Loss:
+    function = te_cross_entropy(overwrite=False)
+    return lambda hidden, weight, labels: function(
+        F.linear(hidden, weight).unsqueeze(1), labels.unsqueeze(1)
+    ).view(-1)
 
 
 # --- Liger -----------------------------------------------------------------------------------------
@@ -426,40 +420,18 @@ def _whole_tokens(hidden: Tensor, parallel: Parallel, partial: bool) -> Tensor:
     return whole
 
 
-def _liger_tp(native: bool) -> Callable[[torch.device, Parallel], Loss]:
-    """Liger's vocab-parallel op; both ways reduce ``grad_hidden`` on every rank.
+def _liger_tp(device: torch.device, parallel: Parallel) -> Loss:
+    """Liger's vocab-parallel op, which reduces ``grad_hidden`` on every rank."""
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    loop: Any = module._apply_tp_fallback  # the front end takes NVSHMEM's kernels where it can
 
-    ``native`` bootstraps NVSHMEM and reserves its workspace for ``Parallel.largest``, outside torch's
-    allocator: no peak counts it. Without NVLink multicast (NVSHMEM_DISABLE_NVLS=1) ranks of one host
-    exchange through peer memory.
-    """
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        whole = _whole_tokens(hidden, parallel, partial=False)
+        # Temperature, ignored label, no entropy.
+        result: Tensor = loop(whole, weight, labels, 1.0, -100, False, parallel.group)
+        return result
 
-    def build(device: torch.device, parallel: Parallel) -> Loss:
-        module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-        if native:
-            importlib.import_module("liger_cute_kernels")
-            setup = importlib.import_module("liger_kernel.ops.configure")
-            size = setup.FusedLinearCrossEntropyConfig(*parallel.largest, group="tp")
-            if not setup.configure(process_groups={"tp": parallel.group}, device=device, flsce=size):
-                raise RuntimeError("Liger's native kernels do not take this device")
-            if module._load_native_tp_function() is None:
-                raise RuntimeError("Liger's native library lacks the cross entropy's functions")
-        front: Any = module.LigerFusedLinearScaledCrossEntropyTPFunction.apply
-        loop: Any = module._apply_tp_fallback  # the front end takes the native kernels where it can
-
-        def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-            whole = _whole_tokens(hidden, parallel, partial=False)
-            # Temperature, ignored label, no entropy.
-            result: Tensor = (
-                front(whole, weight, labels, parallel.group, 1.0, -100)
-                if native
-                else loop(whole, weight, labels, 1.0, -100, False, parallel.group)
-            )
-            return result
-
-        return loss
-
-    return build
+    return loss
 
 
 def verl_linear_cross_entropy() -> Any:
@@ -551,8 +523,7 @@ def _table() -> list[_Entry]:
         _entry("torch-compile", f"{plain}, compiled", _torch_compile, needs_cuda=False),
         _entry("torch-lce", lce, _torch_lce("none"), gemms=4, needs_cuda=False),
         _entry("torch-lce-sum", lce, _torch_lce("sum"), reduction="sum", needs_cuda=False),
-        _entry("te", f"{te}: linear, parallel_cross_entropy", _te(False), limits=te_dtypes),
-        _entry("te-overwrite", f"{te}: the same, overwrite_input", _te(True), limits=te_dtypes),
+        _entry("te", f"{te}: linear, parallel_cross_entropy", _te, limits=te_dtypes),
         _entry("liger", f"{liger}: Triton, its own chunks", _liger("sum"), reduction="sum"),
         _entry("liger-large-chunks", f"{liger}: Triton, {large}", _liger("sum", large=True), reduction="sum"),
         _entry("liger-none", f"{liger}: Triton, {large}", _liger("none", large=True), gemms=4),
@@ -593,17 +564,9 @@ def _table() -> list[_Entry]:
         _entry("cce", f"{cce}: filtered gradients", _cce("cce"), gemms=4),
         _entry("cce-exact", f"{cce}: unfiltered, fp32 sums", _cce("cce_exact"), gemms=4),
         _entry(
-            "liger-tp",
-            f"{liger}: NVSHMEM kernels {_version('liger-cute-kernels')}",
-            _liger_tp(native=True),
-            gemms=4,
-            limits=bf16,
-            tensor_parallel=True,
-        ),
-        _entry(
             "liger-tp-loop",
             f"{liger}: chunks of 512 tokens in PyTorch",
-            _liger_tp(native=False),
+            _liger_tp,
             gemms=4,
             tensor_parallel=True,
         ),
@@ -628,8 +591,7 @@ def available(
 ) -> list[Peer]:
     """Every peer, ready for ``device`` or with ``why_not``; with ``names`` only those.
 
-    With ``parallel`` those that are ``tensor_parallel`` are ready, without it the others; Liger's
-    native one then runs its set-up, a collective of all ranks.
+    With ``parallel`` those that are ``tensor_parallel`` are ready, without it the others.
 
     Libraries of peers that are left out are not imported: QuACK patches CuTe's tensor classes for
     the whole process, so a doubt about another CuTe peer is settled in a run without it. Raises

@@ -109,13 +109,16 @@ class World:
         gathered = torch.tensor(values, dtype=torch.float64, device=self.device)
         return [float(value) for value in self.max_(gathered).tolist()]
 
+    def everyone(self, value: Any) -> list[Any]:
+        """Each rank's value. Collectives: one all-gather of objects (R > 1)."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def first_word(self, word: str | None) -> str | None:
         """The first rank's word that is not None. Collectives: one all-gather of objects (R > 1)."""
-        if self.size == 1:
-            return word
-        words: list[str | None] = [None] * self.size
-        dist.all_gather_object(words, word, group=self.group)
-        return next((said for said in words if said is not None), None)
+        return next((said for said in self.everyone(word) if said is not None), None)
 
     def gather_tokens(self, part: Tensor) -> Tensor:
         """``[T, ...]`` from each rank's ``[T / parts, ...]``. Collectives: one all-gather (SP)."""

@@ -2,18 +2,16 @@
 
 `python -m scripts.bench --preset rl`. Before anything is timed each row's outputs and gradients are compared
 with their definition in fp64 on some of the tokens; ours may have twice eager PyTorch's error, or `FLOOR`.
-Rows are timed in turn, in an order that is shuffled anew in each block. Gradients end in ``.grad``, in the
-operands' dtype.
+Times and peaks are taken as for the other presets (measure.py). Gradients end in ``.grad``, in the operands'
+dtype.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,10 +20,21 @@ from torch import Tensor
 
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
-from megatron_fused_ce.scripts.bench.cases import LONGEST_WARM_STEP_MS, Cell
-from megatron_fused_ce.scripts.bench.measure import attempt, block_order, peak_bytes, say, turn
+from megatron_fused_ce.scripts.bench.cases import Cell
+from megatron_fused_ce.scripts.bench.measure import (
+    Outcome,
+    Settings,
+    WrongVariant,
+    attempt,
+    measure_peak,
+    measure_times,
+    rounded,
+    say,
+    turn,
+)
 from megatron_fused_ce.scripts.bench.peers import one_line, verl_linear_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import DTYPES, MIB, Problem, World
+from megatron_fused_ce.scripts.bench.roof import Roof
 from megatron_fused_ce.scripts.bench.variants import Variant, config_of
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
@@ -284,43 +293,36 @@ def measure(given: argparse.Namespace, cell: Cell, world: World, started: float)
     rows = check(cases, cell, given, world)
     problem = _problem(cell, given, world, cell.num_tokens)
     inputs = Inputs(problem, cell.vocab)
-    variants: dict[str, Variant] = {}
-    step_ms: dict[str, float] = {}
-    samples: dict[str, list[list[float]]] = {}
+    outcomes: dict[str, Outcome] = {}
     for case in cases:
-        row = rows[case.name]
-        row |= {"shape": cell.shape, "tokens": cell.num_tokens, "variant": case.name}
-        if row["error"] is not None:
-            continue
+        rows[case.name] |= {"shape": cell.shape, "tokens": cell.num_tokens, "variant": case.name}
         variant = Variant(case.name, "ours" if case.is_ours else "peer", partial(case.step, inputs))
-        turned, row["error"] = attempt(partial(turn, variant, problem, world, 1, 1), world)  # compiles
-        if row["error"] is not None:
-            continue
-        before, peak = peak_bytes(partial(case.step, inputs, problem, lambda: None), world)
-        grads = problem.output_bytes() if case.backward else 0
-        row["peak_mib"] = round((peak - before - grads) / MIB, 1)
-        problem.reset()
-        variants[case.name], step_ms[case.name], samples[case.name] = variant, sum(turned[0]), []
-    for number, names in enumerate(block_order(list(variants), given.blocks, given.seed)):
-        for name in names:
-            if number and time.monotonic() - started > given.time_limit:
-                continue
-            warm = int(step_ms[name] < LONGEST_WARM_STEP_MS)
-            steps = max(1, math.ceil(given.sample_ms / step_ms[name]))
-            spans = turn(variants[name], problem, world, warm, steps)
-            samples[name].append([statistics.median(column) for column in zip(*spans, strict=True)])
-    for name, blocks in samples.items():
-        forward, backward, whole = (
-            [get(block) for block in blocks] for get in (lambda b: b[0], lambda b: b[1], sum)
-        )
-        time_ms = statistics.median(whole)
-        rows[name] |= {
-            "forward_ms": round(statistics.median(forward), 3),
-            "backward_ms": round(statistics.median(backward), 3),
-            "time_ms": round(time_ms, 3),
-            "spread": round((max(whole) - min(whole)) / time_ms, 4),
-            "blocks": len(whole),
-        }
+        outcome = outcomes[case.name] = Outcome(variant, rows[case.name]["error"])
+        for step in (
+            partial(turn, variant, problem, world, 1, 1),
+            partial(measure_peak, outcome, problem, world),
+        ):
+            if outcome.reason is None:  # the first compiles
+                _, outcome.reason = attempt(step, world)
+        if outcome.peak_mib is not None and not case.backward:
+            outcome.peak_mib += problem.output_bytes() / MIB  # no gradients, so none to leave out
+    settings = Settings(blocks=given.blocks, sample_ms=given.sample_ms, seed=given.seed)
+    settings = replace(settings, deadline=started + given.time_limit)
+    measure_times(outcomes, {}, Roof(problem, world), problem, settings, world)
+    for name, outcome in outcomes.items():
+        rows[name]["error"] = outcome.reason
+        if outcome.reason is None:
+            forward, backward, time_ms = (statistics.median(ms) for ms in zip(*outcome.samples, strict=True))
+            totals = [sample[-1] for sample in outcome.samples]
+            rows[name] |= {
+                "forward_ms": rounded(forward, 3),
+                "backward_ms": rounded(backward, 3),
+                "time_ms": rounded(time_ms, 3),
+                "spread": rounded((max(totals) - min(totals)) / time_ms, 4),
+                "peak_mib": rounded(outcome.peak_mib, 1),
+                "host_ms": rounded(statistics.median(outcome.host), 3),
+                "blocks": len(totals),
+            }
     for case in cases:
         row, beside = rows[case.name], rows.get(VERL if case.backward else VERL + FORWARD, {})
         for key, other in (("ratio", rows[PRODUCT]), ("over_verl", beside)):
@@ -355,7 +357,7 @@ def run(given: argparse.Namespace, world: World, source: Row, started: float) ->
     for cell in given.cells:
         try:
             found = measure(given, cell, world, started)
-        except ArithmeticError as wrong:
+        except (ArithmeticError, WrongVariant) as wrong:
             say(world, f"{cell}: {wrong}: nothing of this cell is printed")
             return 1
         rows += found

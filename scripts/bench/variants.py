@@ -204,16 +204,13 @@ def megatron(world: World) -> list[Variant]:
     return [variant(name) for name in names]
 
 
-def peers(world: World, names: list[str] | None, largest: tuple[int, int, int]) -> list[Variant]:
-    """The peers of scripts/bench/peers.py that are named, or every one that can run on so many ranks.
-
-    ``largest``: T, H and this rank's V that no problem exceeds.
-    """
+def peers(world: World, names: list[str] | None) -> list[Variant]:
+    """The peers of scripts/bench/peers.py that are named, or every one that can run on so many ranks."""
     from megatron_fused_ce.scripts.bench import peers as table
 
     parallel = None
     if world.size > 1:
-        parallel = table.Parallel(world.group, world.rank, world.size, largest)
+        parallel = table.Parallel(world.group, world.rank, world.size)
     chosen = table.available(world.device, names, parallel)
     if names is None:
         chosen = [peer for peer in chosen if peer.tensor_parallel == (parallel is not None)]

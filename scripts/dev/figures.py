@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_fused_ce.command_line import Parser, command
 from megatron_fused_ce.scripts.dev import figures_plan, figures_readme, upstream_tests
-from megatron_fused_ce.scripts.lib import pages, results
+from megatron_fused_ce.scripts.lib import pages
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
 
 #: Page -> what makes its parts.
@@ -22,8 +22,7 @@ PAGES = {maker.PAGE: maker for maker in (figures_readme, figures_plan, upstream_
 
 
 def draw_results() -> None:
-    """The pictures of docs/images and docs/benchmarks that committed results hold the figures of."""
-    from megatron_fused_ce.scripts.bench import profile
+    """The pictures of docs/images that committed results hold the figures of."""
     from megatron_fused_ce.scripts.runs import memory, snapshots, sweep_report
 
     folder, images = REPOSITORY / RESULTS, REPOSITORY / "docs" / "images"
@@ -31,9 +30,6 @@ def draw_results() -> None:
     sweep_report.draw(sweep, images / "sweep-front-h200-tp1.png")
     head = folder / "2026-11-21-h200-memory-head-llama3-8b.json"
     memory.draw(snapshots.read(head), images / "memory-profile-head.png")
-    of_profile = folder / "2026-11-21-h200-tp4-profile.json"
-    for cell, rows in profile.cells(results.rows(of_profile)).items():
-        profile.draw(cell, rows, folder / f"{of_profile.stem}-{rows[0]['shape']}-{rows[0]['T']}.png")
 
 
 @command("figures")

@@ -308,6 +308,8 @@ class Case:
     args: list[str] | None
     fused_wgrad: bool = False
     every_digit: bool = False  # on GPUs too, where users would launch it otherwise
+    num_tokens: int | None = None  # of an iteration, where the case is a sequence length (runs/lengths.py)
+    warmup: int = 1  # logged iterations left out of the time
 
     @property
     def is_fp32(self) -> bool:

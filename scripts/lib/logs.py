@@ -52,11 +52,6 @@ _OUT_OF_MEMORY = re.compile(
 _ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?([\w.]*(?:Error|Exception|assert)\w*: .*|.*: error: .*)$")
 
 
-def is_error(line: str) -> bool:
-    """Whether a line of a log is the message of an exception, or of argparse."""
-    return bool(_ERROR.match(line))
-
-
 def _columns(text: str) -> dict[str, str]:
     """Name -> number as printed. Where a name occurs twice, the first has more digits."""
     found: dict[str, str] = {}

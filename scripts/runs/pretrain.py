@@ -14,6 +14,12 @@ whose arguments are yours, launched as users launch it:
     python -m scripts.runs.pretrain --megatron ~/Megatron-LM --device cuda --nproc 4 \
         --case-name "TP 4, 128k" -- $(cat launch.args) --train-iters 50
 
+Speed and reach: one model at sequence lengths, until a variant runs out of memory, which is a result there:
+
+    python -m scripts.runs.pretrain --megatron ~/Megatron-LM --device cuda --nproc 1 --lengths 16384 131072
+    python -m scripts.runs.pretrain --megatron ~/Megatron-LM --device cuda --nproc 2 --lengths 32768 \
+        --model llama-3-8b-2-layers --recompute none --variants auto,native,unfused,te-lifted
+
 Each variant is one launch of the unmodified script; ``unfused`` is what the others are compared
 with, where AGAINST names no other variant. More variants:
 ``--variant 'c4096=--fused-chunked-ce --fused-ce-chunk-tokens 4096'``.
@@ -30,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import math
 import shlex
 import sys
 import time
@@ -68,6 +75,7 @@ from megatron_fused_ce.scripts.lib.losses import (
     largest_relative_difference,
     loss_difference,
 )
+from megatron_fused_ce.scripts.runs import lengths
 
 FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 MEGATRON_FSDP = (
@@ -85,6 +93,8 @@ VARIANTS = {
     "fused-ce": f"{FLAG} --fused-ce-num-chunks 3 --fused-ce-strategy recompute",
     "fused-ce-store": f"{FLAG} --fused-ce-num-chunks 3 --fused-ce-strategy store",
     "auto": FLAG,
+    **{name: f"{FLAG} --fused-ce-strategy {name}" for name in ("store", "grad_in_forward", "recompute")},
+    "te": STOCK["te"],
     "te-lifted": STOCK["te"],
     "many-connections": FLAG,
     "fsdp2": FSDP2,
@@ -125,6 +135,9 @@ CPU_BASE_ARGS = f"""
     --eval-iters 1 --eval-interval 3 --log-interval 1 --tensor-model-parallel-size 2
     {CPU_ONLY_ARGS}
 """
+#: Begins the status of a longer sequence than one that a variant did not train.
+NOT_TRIED = "not tried"
+NOT_RUN = "not run: the time limit is over"
 STACK_SPEC = "--spec megatron_fused_ce.scripts.lib.local_stack_spec stack_spec"
 
 
@@ -307,6 +320,7 @@ class Row:
     case: str
     variant: str
     status: str
+    T: int | None = None  # where the case is a sequence length
     against: str = REFERENCE  # what its differences are to
     loss_difference: float | None = None
     native_loss_difference: float | None = None
@@ -319,6 +333,7 @@ class Row:
     time_ms: float | None = None  # of an iteration, median after the warm-up
     spread: float | None = None
     ratio: float | None = None  # of the time to the reference's
+    tokens_per_s: float | None = None  # where the case is a sequence length
     peak_mib: float | None = None  # Megatron's max allocated
     skipped: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -333,6 +348,7 @@ def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out:
         case=run.case.name,
         variant=run.variant,
         status=figures.status,
+        T=run.case.num_tokens,
         against=AGAINST.get(run.variant, REFERENCE),
         skipped=figures.skipped,
         heads_fused=figures.heads_fused,
@@ -342,8 +358,11 @@ def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out:
     )
     row.time_ms, row.spread = figures.time_ms(warmup)
     row.last_lm_loss = figures.losses.get("lm loss", [None])[-1]  # type: ignore[list-item]
+    if row.T and row.time_ms:
+        row.tokens_per_s = round(1e3 * row.T / row.time_ms, 1)
     if figures.status != "ok":
-        if not (figures.status == "out of memory" and run.variant in may_run_out):
+        allowed = figures.status == "out of memory" and (run.variant in may_run_out or row.T)
+        if not allowed and not figures.status.startswith(NOT_TRIED):
             row.problems.append(f"{figures.status} {figures.error}".strip())
         return row
 
@@ -361,14 +380,39 @@ def compare(run: Run, all_figures: dict[str, Figures], warmup: int, may_run_out:
         if run.uses_plugin and figures.skipped != reference.skipped:
             skipped = f"iterations {figures.skipped} skipped"
             row.problems.append(f"{skipped}, by {row.against} {reference.skipped}")
+    if row.T:
+        row.problems += _not_trained(run, figures)
     if run.uses_plugin:
         row.problems += _broken_bounds(run, row)
     return row
 
 
+def reason_to_skip(run: Run, rows: Sequence[Row]) -> str:
+    """Why a longer sequence would tell nothing new, '' where it would."""
+    this, length = (run.checkout.label, run.model, run.variant), run.case.num_tokens or 0
+    for row in rows:
+        of_this = (row.version, row.model, row.variant) == this
+        if of_this and 0 < (row.T or 0) <= length and not row.status.startswith(("ok", NOT_TRIED, NOT_RUN)):
+            return f"{NOT_TRIED}: {row.status} at {row.T} tokens"
+    return ""
+
+
+def _not_trained(run: Run, figures: Figures) -> list[str]:
+    words = run.case.args or []
+    wanted = int(words[len(words) - words[::-1].index("--train-iters")])
+    problems = []
+    if len(figures.iteration_times_ms) != wanted:
+        problems.append(f"ended after {len(figures.iteration_times_ms)} of {wanted} iterations")
+    if not all(map(math.isfinite, figures.losses.get("lm loss", []))):
+        problems.append("a loss is not finite")
+    return problems
+
+
 def _broken_bounds(run: Run, row: Row) -> list[str]:
     problems = []
     repeats = run.variant in REPEATS
+    if run.case.num_tokens:
+        row = replace(row, loss_difference=None, grad_norm_difference=None)  # shown, not judged
     # Elsewhere the log has three decimals of it.
     has_norms = run.device == "cpu" or (run.case.every_digit and (run.case.is_fp32 or repeats))
     for what, ours, native, resolution in (
@@ -404,8 +448,9 @@ def markdown(rows: Sequence[Row], device: str) -> str:
         head = ["version", "model", "case", "variant", "compared with", "loss difference"]
         head += ["loss: native − unfused", "grad norm difference", "grad norm: native − unfused"]
     else:
-        head = ["version", "case", "variant", "ms per iteration", "max allocated MiB"]
-        head += ["last lm loss", "compared with", "largest loss difference"]
+        head = ["version", "case", "variant", "ms per iteration"]
+        head += ["tokens/s"] * any(row.T for row in rows)
+        head += ["max allocated MiB", "last lm loss", "compared with", "largest loss difference"]
     head += ["heads fused", "logits materialised", "within bounds"]
     lines = []
     for row in rows:
@@ -420,6 +465,7 @@ def markdown(rows: Sequence[Row], device: str) -> str:
             cells += [cell(row.native_grad_norm_difference, ".1e")]
         else:
             cells = [row.version, row.case, row.variant, cell(row.time_ms, ".1f")]
+            cells += [cell(row.tokens_per_s, ".0f")] * ("tokens/s" in head)
             cells += [cell(row.peak_mib, ".0f"), cell(row.last_lm_loss, ".6f"), *compared]
         lines.append([*cells, cell(row.heads_fused), cell(row.logits_materialised), verdict])
     return tables.markdown(head, lines, left=len(head)) + "\n"
@@ -448,17 +494,28 @@ def report(rows: Sequence[Row], device: str, source: dict[str, Any]) -> str:
         legend = _gpu_legend(dict.fromkeys(row.case for row in rows))
     return (
         "# Unmodified pretraining scripts, flag off and on\n\n"
-        f"{_in_short(rows)}"
+        f"{_in_short(rows)}{longest(rows)}"
         f"By `scripts/runs/pretrain.py` at commit {source['commit']} on {where}, {versions}. "
         "The JSON file beside this one has every run's command line and figures.\n\n"
         f"{markdown(rows, device)}\n{differences}{legend}"
     )
 
 
+def longest(rows: Sequence[Row]) -> str:
+    """The most tokens that each variant trained, and what ended it; empty where no case is a length."""
+    found = []
+    for variant in dict.fromkeys(row.variant for row in rows if row.T):
+        mine = sorted((row for row in rows if row.T and row.variant == variant), key=lambda row: row.T or 0)
+        trained = max((row.T or 0 for row in mine if row.status == "ok" and not row.problems), default=0)
+        ended = next((f" ({row.status} at {row.T})" for row in mine if (row.T or 0) > trained), "")
+        found.append(f"{variant} {trained or 'none'}{ended}")
+    return f"Longest that trains, in tokens: {', '.join(found)}.\n\n" if found else ""
+
+
 def _in_short(rows: Sequence[Row]) -> str:
     """What the launches with the flag mean for a user, in one paragraph; empty where none was compared."""
     with_flag = [row for row in rows if row.variant not in (REFERENCE, YARDSTICK)]
-    compared = [row for row in with_flag if row.loss_difference is not None]
+    compared = [row for row in with_flag if row.loss_difference is not None and not row.T]
     if not compared:
         return ""
     within = sum(row.status == "ok" and not row.problems for row in compared)
@@ -490,6 +547,8 @@ def _gpu_legend(used: Iterable[str]) -> str:
     ):
         cases = "".join(f"- `{name}`: {described[name][0]}\n" for name in used if name in described)
         legend += f"\nCases: {words}:\n\n{cases}" if cases else ""
+    if any(name.isdigit() for name in used):
+        legend += "\nCases are sequence lengths at micro-batch 1; their losses are shown and not judged.\n"
     return legend
 
 
@@ -508,9 +567,14 @@ def _parser() -> Parser:
         f"{', '.join(GPU_CASES)}; on two of {', '.join(PAIR_CASES)}",
     )
     add(
+        "--lengths", type=whole(), nargs="+", metavar="T", help="instead of cases: sequence lengths, in order"
+    )
+    add("--model", type=str.lower, choices=lengths.MODELS, default="llama-3.2-1b", help="of --lengths")
+    add("--recompute", choices=("full", "none"), default="full", help="of --lengths [full]")
+    add(
         "--variants",
-        default=f"{REFERENCE},{YARDSTICK},fused-ce",
-        help=f"comma-separated, of {', '.join(VARIANTS)} and those of --variant",
+        help=f"comma-separated, of {', '.join(VARIANTS)} and those of --variant "
+        f"[{REFERENCE},{YARDSTICK},fused-ce; of --lengths {lengths.DEFAULT_VARIANTS}]",
     )
     add(
         "--variant",
@@ -521,7 +585,7 @@ def _parser() -> Parser:
     )
     add("--case-name", default="own arguments", help="with arguments of your own")
     add("--script", default="pretrain_gpt.py", help="with arguments of your own")
-    add("--nproc", type=whole(most=4096), default=2, help="with arguments of your own")
+    add("--nproc", type=whole(most=4096), default=2, help="with arguments of your own or --lengths [2]")
     add(
         "--may-run-out-of-memory",
         action="append",
@@ -529,11 +593,14 @@ def _parser() -> Parser:
         metavar="VARIANT",
         help="running out of GPU memory is a result of this variant, not a failure; repeatable",
     )
-    add("--warmup", type=whole(0), default=1, metavar="N", help="logged iterations left out of the time")
+    add("--warmup", type=whole(0), metavar="N", help="logged iterations left out of the time [1]")
     add("--timeout", type=seconds, default=900.0, metavar="S", help="of one run")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="S", help="of all; cuts the last run")
     add("--out", type=Path, default=Path("build/pretrain"), help="folder of results and logs")
-    add("script_args", nargs="*", metavar="-- ARGS", help="arguments of your own for the script")
+    add("--dry-run", action="store_true", help="print the launches")
+    add(
+        "script_args", nargs="*", metavar="-- ARGS", help="arguments of your own; with --lengths more of them"
+    )
     return parser
 
 
@@ -546,7 +613,9 @@ def _chosen(text: str, known: Iterable[str], option: str) -> list[str]:
 
 
 def _variants(options: argparse.Namespace) -> dict[str, str]:
-    chosen = {name: VARIANTS[name] for name in _chosen(options.variants, VARIANTS, "--variants")}
+    usual = lengths.DEFAULT_VARIANTS if options.lengths else f"{REFERENCE},{YARDSTICK},fused-ce"
+    named = usual if options.variants is None else options.variants
+    chosen = {name: VARIANTS[name] for name in _chosen(named, VARIANTS, "--variants")}
     chosen |= named_flags(options.variant)
     if not chosen:
         raise UsageError("no variant to run")
@@ -563,6 +632,11 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
     variants = _variants(options)
     cases: list[tuple[Checkout, str, Case]] = []
     for checkout in checkouts:
+        if options.lengths:
+            for num_tokens in options.lengths:
+                case = lengths.case_of(options, checkout, num_tokens, CPU_ONLY_ARGS)
+                cases.append((checkout, options.model, case))
+            continue
         if options.script_args:
             if not (checkout.path / options.script).is_file():
                 raise UsageError(f"--script: {checkout.label} has no {options.script}")
@@ -593,6 +667,10 @@ def plan(options: argparse.Namespace) -> list[list[Run]]:
 def main(words: list[str]) -> int:
     options = _parser().parse_args(words)
     groups = plan(options)
+    if options.dry_run:
+        for run in (run for group in groups for run in group if run.case.args is not None):
+            print(f"# {run.title}\n{run.command}")
+        return 0
     output = writable_folder(options.out.resolve())
     output.mkdir(parents=True, exist_ok=True)
     lock = open(output / "lock", "w")  # noqa: SIM115 (held until the process ends)
@@ -612,10 +690,15 @@ def main(words: list[str]) -> int:
             rows.append(Row(first.checkout.label, first.model, first.case.name, "", status))
             continue
         all_figures: dict[str, Figures] = {}
+        warmup = first.case.warmup if options.warmup is None else options.warmup
         for run in group:
+            if reason := reason_to_skip(run, rows):
+                all_figures[run.variant] = Figures(reason)
+                print(f"{run.title}: {reason}", flush=True)
+                continue
             left = deadline - time.monotonic()
             if left <= 0:
-                all_figures[run.variant] = Figures("not run: the time limit is over")
+                all_figures[run.variant] = Figures(NOT_RUN)
                 print(f"{run.title}: not run", flush=True)
                 continue
             timed = replace(run, timeout_s=min(left, run.timeout_s))
@@ -625,15 +708,15 @@ def main(words: list[str]) -> int:
             line = f"{run.title}: {figures.status} ({came}) {figures.error}"
             print(line.rstrip(), flush=True)
         for run in group:
-            row = compare(run, all_figures, options.warmup, options.may_run_out_of_memory)
+            row = compare(run, all_figures, warmup, options.may_run_out_of_memory)
             rows.append(row)
-            record = {"shape": row.case, **asdict(row), "command": run.command}
+            record = {"shape": row.model if row.T else row.case, **asdict(row), "command": run.command}
             records.append({**record, "figures": asdict(all_figures[run.variant])})
 
     source = results.made_by(results.device_name(), ["scripts.runs.pretrain", *words])
     results.write(output / "results.json", records, source)
     results.write_whole(output / "results.md", report(rows, options.device, source))
-    print(markdown(rows, options.device))
+    print(f"{longest(rows)}{markdown(rows, options.device)}")
     broken = [row for row in rows if row.problems]
     for row in broken:
         where = f"{row.version} {row.model} {row.case} {row.variant}"

@@ -128,7 +128,7 @@ def test_peers_compute_the_definition(rank: Rank):
     names = ["liger-tp-loop", "verl-tp"]
     with fake_libraries():
         world = world_of(rank, sequence_parallel=False)
-        variants = {v.name: v for v in peer_variants(world, names, (TOKENS, HIDDEN, VOCAB))}
+        variants = {v.name: v for v in peer_variants(world, names)}
         assert sorted(variants) == names and not any(v.why_not for v in variants.values())
         for world.sequence_parallel in (False, True):
             problem = problem_of(world)

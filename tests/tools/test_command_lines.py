@@ -24,7 +24,7 @@ from megatron_fused_ce.estimate import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers
 from megatron_fused_ce.scripts.demo import __main__ as demo
 from megatron_fused_ce.scripts.dev import sanitize, soak, upstream_tests
-from megatron_fused_ce.scripts.runs import compare, longest, memory, pretrain, sweep
+from megatron_fused_ce.scripts.runs import compare, memory, pretrain, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 #: No number of these is accepted anywhere.
@@ -44,7 +44,6 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "bench.commits": (commits.main, ["--old", "nowhere"]),
     "bench.peers": (peers.main, []),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
-    "longest": (longest.main, ["--megatron", "nowhere"]),
     "soak": (soak.main, []),
     "sanitize": (sanitize.main, []),
     "upstream_tests": (upstream_tests.main, ["nowhere"]),
@@ -246,7 +245,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "scripts" / "READM
 PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" not in path.parts)
 #: Module -> its name in READERS.
 MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
-MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain", "longest")}
+MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain",)}
 MODULES |= {f"scripts.dev.{name}": name for name in ("soak", "sanitize", "upstream_tests")}
 NOT_READ = {"scripts.dev.figures", "scripts.dev.bridge_heads", "autoload"}
 

@@ -6,7 +6,6 @@ import functools
 import importlib
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,9 @@ T, H, V = 24, 16, 40
 
 CPU = torch.device("cpu")
 FOREIGN = ("transformer_engine", "transformer_engine_ce", "liger_kernel", "quack", "cutlass")
-FOREIGN += ("cut_cross_entropy", "verl", "verl_ce", "liger_cute_kernels")
-PARALLEL = peers.Parallel(group=None, rank=0, size=2, largest=(T, H, V))
-OVER_RANKS = ["liger-tp", "liger-tp-loop", "verl-tp"]
+FOREIGN += ("cut_cross_entropy", "verl", "verl_ce")
+PARALLEL = peers.Parallel(group=None, rank=0, size=2)
+OVER_RANKS = ["liger-tp-loop", "verl-tp"]
 
 
 def problem(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -68,7 +67,7 @@ def test_nothing_foreign_is_needed_at_import():
         # As on a GPU: the builders themselves are asked, not the device.
         "entries = [peers.replace(e, needs_cuda=False) for e in peers._table()]; "
         "peers._hopper = lambda device: None; "
-        "p = peers.Parallel(None, 0, 2, (8, 8, 8)); "
+        "p = peers.Parallel(None, 0, 2); "
         "print([p.name for p in (peers._load(e, torch.device('cpu'), "
         "p if e.peer.tensor_parallel else None) for e in entries) "
         "if p.why_not is None or 'ModuleNotFoundError' in p.why_not or 'no F.' in p.why_not]"
@@ -93,42 +92,6 @@ def test_verl_wants_whole_blocks_of_hidden_states():
     assert verl.refusal(8192, 4096, 32064, torch.bfloat16) is None
     assert "H % 128" in (verl.refusal(8192, 2880, 32064, torch.bfloat16) or "")
     assert "bfloat16" in (verl.refusal(8192, 4096, 32064, torch.float32) or "")
-
-
-def test_liger_reserves_the_largest_problem_once(monkeypatch):
-    asked = {}
-
-    class Size:
-        def __init__(self, *sizes, group):
-            self.sizes, self.group = sizes, group
-
-    def configure(**given):
-        asked.update(given)
-        return True
-
-    monkeypatch.setitem(sys.modules, "liger_cute_kernels", types.ModuleType("liger_cute_kernels"))
-    front = types.SimpleNamespace(apply=lambda *given: given)
-    for name, functions in {
-        "liger_kernel.ops.configure": {"configure": configure, "FusedLinearCrossEntropyConfig": Size},
-        "liger_kernel.ops.fused_linear_scaled_cross_entropy": {
-            "LigerFusedLinearScaledCrossEntropyTPFunction": front,
-            "_apply_tp_fallback": None,
-            "_load_native_tp_function": lambda: object,
-        },
-    }.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(functions)
-        monkeypatch.setitem(sys.modules, name, module)
-    parallel = peers.Parallel("the group", 0, 2, (8192, 4096, 32064))
-    loss = peers._liger_tp(native=True)(CPU, parallel)
-    assert asked["flsce"].sizes == (8192, 4096, 32064) and asked["device"] == CPU
-    assert asked["process_groups"] == {asked["flsce"].group: "the group"}
-    hidden = torch.ones(2, 2)
-    assert loss(hidden, hidden, hidden)[3:] == ("the group", 1.0, -100)
-    monkeypatch.setattr(front, "apply", None)
-    monkeypatch.setattr(sys.modules["liger_kernel.ops.configure"], "configure", lambda **x: False)
-    with pytest.raises(RuntimeError, match="do not take this device"):
-        peers._liger_tp(native=True)(CPU, parallel)
 
 
 def test_only_the_named_are_imported(monkeypatch):

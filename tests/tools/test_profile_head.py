@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_fused_ce.scripts.bench import __main__ as bench
 from megatron_fused_ce.scripts.bench import profile as profile_head
-from megatron_fused_ce.scripts.bench.profile import Span, contention, covered, kind_of, summarise, union
+from megatron_fused_ce.scripts.bench.profile import Span, covered, summarise, union
 from megatron_fused_ce.scripts.lib import results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,34 +33,25 @@ def test_compute_idle_and_exposed():
         Span("ncclDevKernel_AllReduce_Sum_bf16", 500, 1500),  # 500 hidden, 500 exposed
         Span("_scale_rows_kernel", 2000, 2100),  # after 500 idle
     ]
-    profile = summarise("store", [spans])
-    assert profile.step_ms == pytest.approx(2.1)
-    assert profile.compute_ms == pytest.approx(1.1)
-    assert profile.collectives_ms == pytest.approx(1.0)
-    assert profile.exposed_ms == pytest.approx(0.5)
-    assert profile.idle_ms == pytest.approx(0.5)
-    assert profile.by_kind == pytest.approx({"product": 1.0, "all-reduce": 1.0, "our rows": 0.1})
-    assert profile.exposed_by_kind == pytest.approx({"all-reduce": 0.5})
-    assert [kernel[1] for kernel in profile.kernels][-1] == "_scale_rows_kernel"
+    row = summarise([spans])
+    collectives = row.pop("collectives")
+    assert row == pytest.approx(
+        {"step_ms": 2.1, "gemm_ms": 1.0, "compute_ms": 1.1, "exposed_ms": 0.5, "idle_ms": 0.5}
+    )
+    assert collectives == {"all-reduce": pytest.approx({"count": 1, "ms": 1.0, "exposed_ms": 0.5})}
 
 
 def test_exposed_of_each_collective():
     spans = [
-        Span(GATHER, 0, 100, dtype="BFloat16"),  # before the first product
+        Span(GATHER, 0, 100, "BFloat16"),  # before the first product
         Span("nvjet", 100, 1100),
-        Span(GATHER, 200, 300, dtype="Float"),
+        Span(GATHER, 200, 300, "Float"),  # one NCCL kernel, two things that it carries
         Span(SCATTER, 1050, 1250),
     ]
-    profile = summarise("grad_in_forward", [spans])
-    assert profile.exposed_by_kind == pytest.approx(
-        {"all-gather": 0.1, "statistics": 0.0, "reduce-scatter": 0.15}
-    )
-    assert profile.exposed_ms == pytest.approx(0.25)
-    # One NCCL kernel, two things that it carries.
-    assert {kernel[0] for kernel in profile.kernels if "AllGather" in kernel[1]} == {
-        "all-gather",
-        "statistics",
-    }
+    row = summarise([spans])
+    exposed = {kind: own["exposed_ms"] for kind, own in row["collectives"].items()}
+    assert exposed == pytest.approx({"all-gather": 0.1, "statistics": 0.0, "reduce-scatter": 0.15})
+    assert row["exposed_ms"] == pytest.approx(0.25)
 
 
 def test_a_roof_begins_after_its_gather():
@@ -69,33 +60,10 @@ def test_a_roof_begins_after_its_gather():
     assert profile_head.after_collectives(spans[2:]) == spans[2:]
 
 
-def test_steps_are_averaged():
+def test_steps_are_averaged_and_what_lies_between_them_belongs_to_none():
     spans = [Span("nvjet", 10 * i, 10 * i + 4) for i in range(4)]
-    profile = summarise("roof", [spans[:2], spans[2:]])
-    assert profile.kernels == [("product", "nvjet", 2.0, pytest.approx(0.008))]
-    assert profile.compute_ms == pytest.approx(0.008)
-    # What lies between steps belongs to none of them.
-    assert (profile.step_ms, profile.idle_ms) == pytest.approx((0.014, 0.006))
-    assert profile.timeline == [("product", 0, 0.0, 4.0), ("product", 0, 10.0, 4.0)]
-
-
-def test_contention_is_of_one_kernel_with_and_without_a_collective():
-    steps = [
-        [
-            Span("nvjet", 0, 100, grid="[132]"),
-            Span("nvjet", 200, 310, grid="[132]"),  # 110 of 110 beside
-            Span("nvjet", 400, 500, grid="[132]"),  # 20 of 100: neither
-            Span("nvjet", 600, 900, grid="[66]"),  # another size
-            Span("_product_kernel", 1000, 1300),  # only ever beside
-            Span(SCATTER, 190, 320),
-            Span(SCATTER, 480, 520),
-            Span(SCATTER, 990, 1300),
-        ]
-    ]
-    rows, lost = contention(steps)
-    assert rows == [("nvjet", 1, pytest.approx(0.1), 1, pytest.approx(0.11))]
-    assert lost == pytest.approx(10)
-    assert summarise("grad_in_forward", steps * 2).contention_ms == pytest.approx(0.01)
+    row = summarise([spans[:2], spans[2:]])
+    assert (row["step_ms"], row["gemm_ms"], row["idle_ms"]) == pytest.approx((0.014, 0.008, 0.006))
 
 
 @pytest.mark.parametrize(
@@ -110,20 +78,24 @@ def test_contention_is_of_one_kernel_with_and_without_a_collective():
         ("ncclDevKernel_AllReduce_Max_f32_TREE_LL", "", "statistics"),
         ("ncclDevKernel_SendRecv", "", "other collective"),
         ("gloo:all_reduce", "", "all-reduce"),
-        ("_product_kernel", "", "our product"),
-        ("_gradient_product_kernel", "", "our product"),
-        ("nvjet_sm90_tss_256x128_64x4_1x2_h_badd_coopA_NTT", "", "product"),
-        ("_combine_tiles_kernel", "", "our rows"),
-        ("_row_statistics_kernel", "", "our rows"),
-        ("_token_loss_kernel", "", "our rows"),
-        ("_add_scaled_kernel", "", "our rows"),
-        ("Memcpy DtoD (Device -> Device)", "", "copy or fill"),
-        ("void at::native::vectorized_elementwise_kernel<4, ...>", "", "elementwise"),
+        ("_product_kernel", "", "GEMM"),
+        ("_gradient_product_kernel", "", "GEMM"),
+        ("_scaled_exp_kernel", "", "GEMM"),
+        ("nvjet_sm90_tss_256x128_64x4_1x2_h_badd_coopA_NTT", "", "GEMM"),
+        ("_combine_tiles_kernel", "", "other compute"),
+        ("_add_scaled_kernel", "", "other compute"),
+        ("Memcpy DtoD (Device -> Device)", "", "other compute"),
     ],
 )
 def test_kinds(name, dtype, kind):
-    assert kind_of(name, dtype) == kind
-    assert kind in profile_head.COLOURS
+    assert Span(name, 0, 1, dtype).kind == kind
+
+
+@pytest.mark.parametrize("file", ["scaled_exp", "scaled_exp_hopper"])
+def test_the_gemms_of_the_kernels_are_known_by_name(file):
+    source = (ROOT / "kernels" / f"{file}.py").read_text()
+    named = re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE)
+    assert named and {Span(name, 0, 1).kind for name in named} == {"GEMM"}
 
 
 # --- traces ----------------------------------------------------------------------------------------
@@ -134,7 +106,7 @@ def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **told) -> d
 
 
 def test_a_trace_of_a_gpu():
-    """Kernels and copies alone, in the step in which they begin, with stream, grid and dtype."""
+    """Kernels and copies alone, in the step in which they begin, with the dtype."""
     events = [
         event("user_annotation", profile_head.STEP, 100, 90),
         event("user_annotation", profile_head.STEP, 300, 90),
@@ -149,8 +121,8 @@ def test_a_trace_of_a_gpu():
     ]
     first, second = profile_head.steps_of_trace(events, on_gpu=True)
     assert first == [
-        Span(GATHER, 110, 130, 22, "[16, 1, 1]", "BFloat16"),
-        Span("nvjet", 130, 170, 7, "[132, 1, 1]"),
+        Span(GATHER, 110, 130, "BFloat16"),
+        Span("nvjet", 130, 170),
     ]
     assert [span.name for span in second] == ["Memset (Device)"]
 
@@ -172,117 +144,41 @@ def test_a_trace_of_a_cpu():
     assert [span.name for span in spans] == ["aten::matmul", "gloo:all_reduce", "aten::exp"]
 
 
-# --- what is written -------------------------------------------------------------------------------
-
-
-def row_of(variant: str, rank: int = 0, num_spans: int = 3, tp: int = 2) -> dict:
-    spans = [Span("nvjet", 10 * i, 10 * i + 9) for i in range(num_spans)] + [Span(SCATTER, 5, 25)]
-    facts = {"commit": "abc", "device": "NVIDIA H200", "torch": "2", "tp": tp, "sp": True}
-    profile = profile_head.asdict(summarise(variant, [spans], rank))
-    return facts | {"shape": "tiny", "T": 64, **profile}
-
-
-def test_a_long_file_loses_timelines_from_the_end():
-    rows = [row_of("roof", num_spans=100), row_of("grad_in_forward", num_spans=1000)]
-    rows += [row_of("grad_in_forward", rank=1), row_of("store", num_spans=9000)]
-    written = profile_head.without_long_timelines(rows)
-    assert len(json.dumps([row["timeline"] for row in written])) < profile_head.MOST_CHARS
-    kept = {(row["variant"], row["rank"]): bool(row["timeline"]) for row in written}
-    assert kept == {
-        ("roof", 0): False,
-        ("grad_in_forward", 0): True,
-        ("grad_in_forward", 1): False,
-        ("store", 0): False,
-    }
-    assert all(row["timeline"] for row in rows)  # the caller's, still to be drawn
-
-
-def test_the_page_says_what_of_which_collective_is_exposed():
-    row = row_of("grad_in_forward", num_spans=2) | {"kernels": []}  # products until 19, the scatter until 25
-    page = profile_head.markdown([row, row | {"variant": "roof", "exposed_by_kind": {}}], 5, {})
-    lines = page.splitlines()
-    assert "| grad_in_forward, rank 0 | 0.020 | 0.007 |" in lines  # 1 us between products, 6 after them
-    assert sum(line.startswith("| roof, rank 0 |") for line in lines) == 1
-
-
-def test_render_draws_the_page_and_the_picture_again(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "result.json"
-    rows = [row_of("grad_in_forward"), row_of("grad_in_forward", rank=1)]
-    results.write(path, rows, results.made_by("", ["bench"]))
-    before = path.read_text()
-    assert bench.main(["--render", str(path)]) == 0
-    assert path.read_text() == before
-    page = (tmp_path / "result.md").read_text()
-    assert "![Rank 0's last step](result-tiny-64.png)" in page and "| grad_in_forward, rank 1 |" in page
-    assert (tmp_path / "result-tiny-64.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_has_the_spans_in_two_lanes(tmp_path, monkeypatch):
-    Axes = pytest.importorskip("matplotlib.axes").Axes
-    bars = []
-    monkeypatch.setattr(
-        Axes, "broken_barh", lambda self, spans, lane, **rest: bars.append((lane[0], rest, spans))
-    )
-    assert profile_head.draw("x", [row_of("grad_in_forward")], tmp_path / "x.png")
-    lanes = {rest["fc"]: (lane, spans) for lane, rest, spans in bars}
-    product, scatter = (profile_head.COLOURS[kind] for kind in ("product", "reduce-scatter"))
-    assert lanes[scatter] == (-1, [pytest.approx((0.005, 0.02))])
-    assert lanes[product][0] == 0 and len(lanes[product][1]) == 3
-    assert not profile_head.draw("x", [row_of("grad_in_forward", rank=1)], tmp_path / "y.png")
-
-
 # --- runs ------------------------------------------------------------------------------------------
 
 
 TINY = ["--preset", "profile", "--device", "cpu", "--shapes", "tiny", "--dtype", "float32", "--tokens", "64"]
 
 
-def test_a_run_on_a_cpu(tmp_path, capsys):
+def test_a_run_on_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = [*TINY, "--steps", "2", "--name", "profile", "--results-dir", str(tmp_path)]
     assert bench.main(words) == 0
     [written] = tmp_path.glob("*.json")
-    rows = {row["variant"]: row for row in json.loads(written.read_text())["rows"]}
+    rows = {row["variant"]: row for row in results.rows(written)}
     assert list(rows) == ["roof", "store", "grad_in_forward", "recompute"]
-    assert "megatron-te: needs a GPU" in capsys.readouterr().err
-    products = {name: row["by_kind"]["product"] for name, row in rows.items()}
-    assert all(ms > 0 for ms in products.values())
-    assert all(row["collectives_ms"] == 0 and row["step_ms"] > 0 for row in rows.values())
-    count = sum(kernel[2] for kernel in rows["roof"]["kernels"] if kernel[0] == "product")
-    assert count == 3  # the roof is three products a step
+    said = capsys.readouterr()
+    assert "megatron-te: needs a GPU" in said.err
+    assert all(row["step_ms"] > row["gemm_ms"] > 0 and not row["collectives"] for row in rows.values())
+    page = written.with_suffix(".md").read_text()
+    assert page.strip() in said.out and page.count("Self CPU time total") == len(rows)
+    assert [path.name for path in (tmp_path / "build/profile").glob("*roof*")] == ["tiny-64-roof-rank0.json"]
 
 
 def test_two_ranks(forks, tmp_path):
-    words = [
-        "-m",
-        "scripts.bench",
-        *TINY,
-        "--tp",
-        "2",
-        "--sequence-parallel",
-        "--strategies",
-        "roof",
-        "recompute",
-    ]
-    words += ["--name", "overlap", "--results-dir", str(tmp_path)]
+    words = ["-m", "scripts.bench", *TINY, "--tp", "2", "--sequence-parallel"]
+    words += ["--strategies", "roof", "recompute", "--out", str(tmp_path / "out.json")]
     status, said = forks.launch(words, tmp_path, ranks=range(2), WORLD_SIZE="2", OMP_NUM_THREADS="1")
     assert status == 0, said[-2000:]
-    [written] = tmp_path.glob("*.json")
-    rows = results.rows(written)
-    assert {(row["variant"], row["rank"]) for row in rows} >= {("roof", 0), ("recompute", 0)}
-    assert all(row["tp"] == 2 and row["sp"] for row in rows)
+    rows = results.rows(tmp_path / "out.json")
+    assert [(r["variant"], r["rank"]) for r in rows] == [
+        (v, r) for v in ("roof", "recompute") for r in (0, 1)
+    ]
     for row in rows:
-        if row["variant"] == "roof":  # its hidden states are gathered before
-            assert row["collectives_ms"] == 0
-        else:
-            assert row["collectives_ms"] > 0 and row["by_kind"]["all-gather"] > 0
-        if row["rank"] == 0:
-            kinds = {kind for kind, *_ in row["timeline"]}
-            assert "product" in kinds
-            assert bool(kinds & set(profile_head.COLLECTIVES)) == (row["variant"] != "roof")
-    assert len({row["rank"] for row in rows}) <= 2
-    drawn = (tmp_path / f"{written.stem}-tiny-64.png").exists()
-    assert drawn or "no matplotlib" in said
+        assert row["tp"] == 2 and row["sp"] and row["gemm_ms"] > 0
+        # The roof's hidden states are gathered before.
+        assert bool(row["collectives"].get("all-gather")) == (row["variant"] == "recompute")
+        assert (row["exposed_ms"] > 0) == (row["variant"] == "recompute")
 
 
 def test_an_unknown_strategy_is_one_line(capsys):
@@ -293,14 +189,3 @@ def test_an_unknown_strategy_is_one_line(capsys):
 @pytest.mark.parametrize("words", [["--tokens", "63", "--tp", "2"], ["--steps", "0"], ["--tp", "0"]])
 def test_arguments_that_do_not_fit(words):
     assert bench.main(["--preset", "profile", "--shapes", "tiny", *words]) == 2
-
-
-def test_the_axis_reaches_the_end_of_the_longest_step(tmp_path, monkeypatch):
-    """The panels share it: what is drawn after the first must not be cut off."""
-    pytest.importorskip("matplotlib")
-    figures = []
-    monkeypatch.setattr(profile_head.pictures, "save", lambda figure, *more, **how: figures.append(figure))
-    rows = [row_of("store", num_spans=3), row_of("recompute", num_spans=9)]
-    assert profile_head.draw("x", rows, tmp_path / "x.png")
-    ends = [axes.get_xlim() for axes in figures[0].axes]
-    assert ends == [(0, pytest.approx(1.01 * 0.089))] * 2
