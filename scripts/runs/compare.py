@@ -38,11 +38,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.status import Status
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
@@ -70,6 +66,11 @@ from megatron_fused_ce.scripts.lib.losses import (
     windows,
 )
 from megatron_fused_ce.scripts.lib.results import Row
+
+if TYPE_CHECKING:  # --help does without rich
+    from rich.console import Console
+    from rich.status import Status
+    from rich.table import Table
 
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
 
@@ -691,9 +692,11 @@ def report(found: Comparison, judge: Judge, out: Path, source: Row, console: Con
 
 @command("compare")
 def main(words: list[str]) -> int:
-    console = Console(highlight=False)
     own, launched = split_command(words)
     given = _parser().parse_args(own)
+    from rich.console import Console
+
+    console = Console(highlight=False)
     judge = Judge(**{name: getattr(given, name) for name in Judge.__dataclass_fields__})
     writable_folder(given.out)
     records = _launched_runs(given, launched, console) if given.launch else _given_runs(given)
