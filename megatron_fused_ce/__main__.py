@@ -57,15 +57,16 @@ def main(words: list[str]) -> int:
     if name == "--version":
         print(f"megatron_fused_ce {__version__}")
         return 0
+    if name == "launch":
+        raise UsageError("launch is torchrun's module: torchrun ... -m megatron_fused_ce.launch SCRIPT ...")
     if name not in COMMANDS:
         raise UsageError(f"no command {name!r}; there are {', '.join(COMMANDS)}")
     try:
-        module = import_module(f"megatron_fused_ce.{COMMANDS[name][0]}")
+        status: int = import_module(f"megatron_fused_ce.{COMMANDS[name][0]}").main(words[1:])
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("megatron_fused_ce"):
             raise
         raise UsageError(f"{name} needs {error.name}: pip install {error.name}") from None
-    status: int = module.main(words[1:])
     return status
 
 

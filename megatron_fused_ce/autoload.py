@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("action", choices=("install", "status", "remove"))
     action = parser.parse_args(argv).action
     file = path()
+    was_there = file.is_file()
     try:
         if action == "install":
             file.write_text(line())
@@ -69,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     state = "installed" if file.is_file() else "not installed"
+    if action == "remove":
+        state = "removed" if was_there else "was not installed, nothing removed"
     print(f"{state}: {file}")
     return 0
 

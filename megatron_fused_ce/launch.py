@@ -13,11 +13,12 @@ import os
 import runpy
 import sys
 
-from megatron_fused_ce.adapter import import_hook
+from megatron_fused_ce.adapter import arguments, import_hook
+from megatron_fused_ce.command_line import Parser
 
 
-def run_script(script: str, arguments: list[str]) -> None:
-    """Install the hooks, then run ``script`` as ``python script arguments...`` would.
+def run_script(script: str, words: list[str]) -> None:
+    """Install the hooks, then run ``script`` as ``python script words...`` would.
 
     Raises:
         SystemExit: with status 2 when there is no such file, with the script's own otherwise.
@@ -30,14 +31,16 @@ def run_script(script: str, arguments: list[str]) -> None:
         )
         raise SystemExit(2)
     import_hook.install()
-    sys.argv = [script, *arguments]
+    sys.argv = [script, *words]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
 
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
+        parser = arguments.add_arguments(Parser("python -m megatron_fused_ce.launch", __doc__ or ""))
+        parser.usage = "torchrun ... -m megatron_fused_ce.launch SCRIPT ... --fused-chunked-ce"
+        parser.print_help()
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
     run_script(sys.argv[1], sys.argv[2:])
 

@@ -100,6 +100,12 @@ SAMPLED_ROWS = 64
 #: cuBLAS's workspace, as torch allocates it on Hopper: one for the forward's thread and one for autograd's,
 #: shared with the rest of the model.
 WORKSPACE_BYTES = 2 * 32 * MIB
+#: Megatron's own losses, at their peak, for each of the T * V logits: unfused the fp32 softmax (4) and, where
+#: logits are not fp32, they or their gradient (2); its native fusion the softmax and its gradient in fp32,
+#: and the gradient in bf16 (4 + 4 + 2). Of each further use that waits for its backward: the softmax (4).
+#: Measured: docs/benchmarks/results/2026-11-21-h200-reach-llama3-8b.json.
+STOCK_BYTES_PER_LOGIT = {"unfused": 6, "native": 10}
+STOCK_BYTES_WAITING = 4
 #: torch's allocator takes buffers from 10 MiB on in steps of 2 MiB and does not split off the last one.
 ROUNDED_FROM = 10 * MIB
 ROUNDING_BYTES = MIB

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_common(
         parser.add_argument_group(
             title="fused chunked cross-entropy",
-            description="megatron_fused_ce: the language-model loss without the whole logits",
+            description="megatron_fused_ce: output layer and loss in one, chunk by chunk",
         )
     )
     _add_advanced(
@@ -63,7 +63,8 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         FLAG,
         action="store_true",
-        help="compute the language-model loss chunk by chunk, without holding the whole logits",
+        help="compute output layer and loss together: at most one copy of the logits in memory, one chunk of "
+        "them where memory asks for it",
     )
     group.add_argument(
         "--fused-ce-strategy",
@@ -71,7 +72,7 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="store: keep the logits in bf16 (or fp16, fp32) for the backward; grad_in_forward: compute the "
         "gradients in the forward, and again for a loss that is no scalar times sum(losses * loss_mask); "
-        "recompute: compute the logits again in the backward, the least memory; auto (default): the "
+        "recompute: compute the logits again in the backward, within a small budget; auto (default): the "
         "fastest that fits the memory budget",
     )
     group.add_argument(

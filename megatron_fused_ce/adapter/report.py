@@ -127,7 +127,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
             uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
         )
         layer._fused_ce_expected = plan(inputs)
-        _say_plan(layer, layer._fused_ce_expected, _logits_bytes(layer, tokens, hidden.dtype), why)
+        _say_plan(layer, layer._fused_ce_expected, _stock_words(layer, tokens, hidden.dtype), why)
 
 
 def evaluation_once(layer: Any, hidden: Tensor, ran: Plan, why_not_exp: str) -> None:
@@ -149,7 +149,7 @@ def evaluation_once(layer: Any, hidden: Tensor, ran: Plan, why_not_exp: str) -> 
         num_parts = layer.tp_group.size() if layer.sequence_parallel else 1
         tokens = hidden.shape[0] * hidden.shape[1] * num_parts
         before = "on" if expected is None else "as it runs"
-        _say_plan(layer, ran, _logits_bytes(layer, tokens, hidden.dtype), why_not_exp, before)
+        _say_plan(layer, ran, _stock_words(layer, tokens, hidden.dtype), why_not_exp, before)
 
 
 def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:
@@ -166,7 +166,7 @@ def _device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not: str, before: str = "on") -> None:
+def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str = "on") -> None:
     """Log one line on strategy and memory, and one on the reason and on differences from a plain head."""
     if not _speaks(layer.tp_group.rank()):
         return
@@ -174,8 +174,7 @@ def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not: str, before:
     by = "chosen by auto" if config.strategy == "auto" else "asked for"
     say(
         f"{before}: strategy {chosen.strategy} ({by}), {chosen.chunks_in_words}; "
-        f"about {size_in_words(chosen.predicted_peak_bytes)} for the head, "
-        f"where the logits alone would be {size_in_words(logits_bytes)}"
+        f"about {size_in_words(chosen.predicted_peak_bytes)} for the head; {of_stock}"
     )
     notes = [chosen.why] if config.strategy == "auto" else []
     if config.logits_backend == "gemm_rows":
@@ -197,9 +196,16 @@ def _say_plan(layer: Any, chosen: Plan, logits_bytes: int, why_not: str, before:
         say(f"why: {'; '.join(notes)}" if config.strategy == "auto" else "; ".join(notes))
 
 
-def _logits_bytes(layer: Any, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of all of this rank's logits."""
-    return int(tokens * layer.output_size_per_partition * dtype.itemsize)
+def _stock_words(layer: Any, tokens: int, dtype: torch.dtype) -> str:
+    """What Megatron's own losses would hold on this rank."""
+    num_logits = tokens * layer.output_size_per_partition
+    waiting = planner.STOCK_BYTES_WAITING * (getattr(layer.config, "mtp_num_layers", None) or 0)
+    per_logit = dict(planner.STOCK_BYTES_PER_LOGIT)
+    per_logit["unfused"] -= 2 * (dtype == torch.float32)
+    unfused, native = (
+        size_in_words(num_logits * (per_logit[name] + waiting)) for name in ("unfused", "native")
+    )
+    return f"Megatron's loss would hold {unfused}, its native fusion {native}"
 
 
 def _what_runs(chosen: Plan) -> tuple[Any, ...]:

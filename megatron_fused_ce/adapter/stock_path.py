@@ -40,8 +40,9 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
         return f"{type(model).__name__} has a loss of its own ({name_of(loss)}), which may need real logits"
     layer, config = model.output_layer, model.config
     if type(layer) is not ColumnParallelLinear:
+        by = " (--fp8-output-proj)" if getattr(config, "fp8_output_proj", False) else ""
         return (
-            f"its output layer is {type(layer).__module__}.{type(layer).__name__}, "
+            f"its output layer is {type(layer).__module__}.{type(layer).__name__}{by}, "
             "not Megatron's ColumnParallelLinear"
         )
     missing = [name for name in LAYER_ATTRIBUTES if not hasattr(layer, name)]

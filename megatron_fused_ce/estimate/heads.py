@@ -24,7 +24,14 @@ from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
-from megatron_fused_ce.planner import OverBudget, Plan, PlanInputs, plan
+from megatron_fused_ce.planner import (
+    STOCK_BYTES_PER_LOGIT,
+    STOCK_BYTES_WAITING,
+    OverBudget,
+    Plan,
+    PlanInputs,
+    plan,
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +49,8 @@ class StockPath:
 
 _FUSION = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl"
 STOCK_PATHS = (
-    StockPath("unfused", "", 6, waiting=4, largest=4),
-    StockPath("native", f"{_FUSION} native", 10, waiting=4, largest=4),
+    StockPath("unfused", "", STOCK_BYTES_PER_LOGIT["unfused"], STOCK_BYTES_WAITING, largest=4),
+    StockPath("native", f"{_FUSION} native", STOCK_BYTES_PER_LOGIT["native"], STOCK_BYTES_WAITING, largest=4),
     StockPath("te", f"{_FUSION} te", 4, waiting=2, largest=2),
 )
 

@@ -31,11 +31,12 @@ from megatron_fused_ce.scripts.lib.results import PACKAGE, REPOSITORY, SCRIPTS, 
 #: Stands where torchrun expects the training script, and runs that one with something changed.
 RUNNER = SCRIPTS / "lib" / "runner.py"
 REFERENCE, YARDSTICK = "unfused", "native"
+LOSS_FUSION = "--cross-entropy-loss-fusion"
 #: Megatron's own ways of computing the loss.
 STOCK = {
     REFERENCE: "",
-    YARDSTICK: "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native",
-    "te": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    YARDSTICK: f"{LOSS_FUSION} --cross-entropy-fusion-impl native",
+    "te": f"{LOSS_FUSION} --cross-entropy-fusion-impl te",
 }
 UNTIED = "--untie-embeddings-and-output-weights"
 NO_FUSED_WGRAD = "--no-gradient-accumulation-fusion"
@@ -213,9 +214,8 @@ class Command:
 
     def other_stock(self) -> list[str]:
         """The stock launch with the loss computed another way: native, or unfused where it is fused."""
-        fusion = "--cross-entropy-loss-fusion"
-        if fusion in self.script:
-            return [word for word in self.off() if word != fusion]
+        if LOSS_FUSION in self.script:
+            return [word for word in self.off() if word != LOSS_FUSION]
         return [*self.off(), *shlex.split(STOCK[YARDSTICK])]
 
     def through(self, *runner: str, flag: bool) -> list[str]:

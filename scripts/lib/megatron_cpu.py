@@ -19,6 +19,7 @@ stand-in                       asked for by
 `_CUDA_FUNCTIONS`              ``assert torch.cuda.is_available()`` and ``device_count() > 0`` in
                                training/initialize.py, memory reports, synchronise, capability
 `_Stream`, `_Event`            side streams of the DDP wrap (training/training.py), timers
+``torch.accelerator``          torch.optim (2.14), which asks whether its stream captures
 random state                   core/tensor_parallel/random.py: the tracker's states and seeds live
                                in the CPU generator, so dropout is as reproducible as on CUDA
 `_barrier`                     ``device_ids=`` in core/parallel_state.py, which gloo refuses
@@ -242,6 +243,8 @@ def _stand_in_for_torch_cuda() -> None:
     torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
     torch.cuda.Event = _Event  # type: ignore[assignment, misc]
     torch.cuda.default_generators = (torch.default_generator,)
+    # As a build of torch for CPUs has it; one for CUDA would ask the driver.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _ignore
     torch.Tensor.record_stream = _ignore  # type: ignore[assignment]

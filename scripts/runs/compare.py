@@ -38,11 +38,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.status import Status
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
@@ -55,7 +51,7 @@ from megatron_fused_ce.command_line import (
     writable_folder,
 )
 from megatron_fused_ce.scripts.lib import pictures, results, tables
-from megatron_fused_ce.scripts.lib.launches import Command, launch, split_command
+from megatron_fused_ce.scripts.lib.launches import LOSS_FUSION, Command, launch, split_command
 from megatron_fused_ce.scripts.lib.logs import GRAD_NORM, Point, Record, read_run
 from megatron_fused_ce.scripts.lib.losses import (
     FP32_GRAD_NORM_BOUNDS,
@@ -70,6 +66,11 @@ from megatron_fused_ce.scripts.lib.losses import (
     windows,
 )
 from megatron_fused_ce.scripts.lib.results import Row
+
+if TYPE_CHECKING:  # --help does without rich
+    from rich.console import Console
+    from rich.status import Status
+    from rich.table import Table
 
 STATUS = {"SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 3}
 
@@ -523,12 +524,13 @@ def draw(found: Comparison, path: Path) -> bool:
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     names = f"{found.other.name} (thin) against {found.reference.name} (wide)"
     figure.suptitle(f"{names}: {found.verdict}", fontsize=10)
-    figure.legend(handles=_legend(losses), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    lines = _legend(losses, found.noise)
+    figure.legend(handles=lines, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     pictures.save(figure, path)
     return True
 
 
-def _legend(losses: Sequence[Curve]) -> list[Any]:
+def _legend(losses: Sequence[Curve], noise: Record | None) -> list[Any]:
     from matplotlib.lines import Line2D
 
     lines = [
@@ -539,8 +541,8 @@ def _legend(losses: Sequence[Curve]) -> list[Any]:
     lines.append(Line2D([], [], label=f"bounds of {main}: first iterations, all", **BOUND))
     if any(not math.isfinite(p.reference + p.other) for curve in losses for p in curve.pairs):
         lines.append(Line2D([], [], label="nan or inf (below: reference)", **NOT_FINITE))
-    if losses[0].noise:
-        lines.append(Line2D([], [], label=f"{main} of the noise run", **NOISE))
+    if noise is not None and losses[0].noise:
+        lines.append(Line2D([], [], label=f"{main} of the noise run ({noise.name})", **NOISE))
     return lines
 
 
@@ -656,12 +658,13 @@ def _launched_runs(given: argparse.Namespace, words: Sequence[str], console: Con
         launches["noise"] = command.other_stock()
     records = []
     names = dict(zip(("off", "on"), given.names or ("flag off", "flag on"), strict=True))
+    names["noise"] = f"{names['off']}, {'unfused' if LOSS_FUSION in launches['off'] else 'native'} loss"
     for name, line in launches.items():
         folder = given.out / name
         with console.status(f"launch {name}") as status:
             launch(line, folder, given.timeout, partial(_show, status, name))
         console.print(f"launch {name}: done, logs in {folder}", soft_wrap=True)
-        records.append(read_run(folder, names.get(name, "the other stock run")))
+        records.append(read_run(folder, names[name]))
     return records
 
 
@@ -672,6 +675,9 @@ def _show(status: Status, name: str, iteration: str) -> None:
 def report(found: Comparison, judge: Judge, out: Path, source: Row, console: Console) -> None:
     """Prints the table and the verdict, writes the picture and the figures."""
     console.print(table(found, judge.first))
+    if found.noise is not None:
+        words = f"the bounds are from the noise run, {found.noise.name}, against {found.reference.name}"
+        console.print(words, soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {note}", soft_wrap=True)
     for problem in found.problems:
@@ -686,9 +692,11 @@ def report(found: Comparison, judge: Judge, out: Path, source: Row, console: Con
 
 @command("compare")
 def main(words: list[str]) -> int:
-    console = Console(highlight=False)
     own, launched = split_command(words)
     given = _parser().parse_args(own)
+    from rich.console import Console
+
+    console = Console(highlight=False)
     judge = Judge(**{name: getattr(given, name) for name in Judge.__dataclass_fields__})
     writable_folder(given.out)
     records = _launched_runs(given, launched, console) if given.launch else _given_runs(given)

@@ -28,8 +28,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from megatron_fused_ce.command_line import (
     NO_LIMIT,
     Parser,
@@ -70,6 +68,8 @@ if TYPE_CHECKING:
     from megatron_fused_ce.scripts.bench.problem import World
     from megatron_fused_ce.scripts.bench.variants import Variant
 
+#: Of the picture's height: less than that is no line of it, and not in its legend.
+VISIBLE = 1 / 250
 #: The head stands out; what lives as long as the training is grey.
 COLOURS = {
     WEIGHTS: "#969696",
@@ -137,7 +137,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     unit, scale = ("GiB", MIB * 1024) if highest > 4096 * MIB else ("MiB", MIB)
     used: set[str] = set()
     for axes, timeline in zip(panels[:, 0], timelines, strict=True):
-        used |= _draw_one(axes, timeline, unit, scale)
+        used |= _draw_one(axes, timeline, unit, scale, VISIBLE * highest)
         axes.set_ylim(0, 1.22 * highest / scale)
         axes.set_ylabel(unit)
     facts = timelines[0].facts
@@ -152,8 +152,8 @@ def draw(timelines: Sequence[Timeline], path: Path) -> bool:
     return True
 
 
-def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int) -> set[str]:
-    """The categories stacked over time; returns those that are there."""
+def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int, visible: float) -> set[str]:
+    """The categories stacked over time; returns those of ``visible`` bytes or more."""
     width, columns = timeline.columns(NUM_COLUMNS)
     times = [width * i / 1e3 for i in range(len(columns) + 1)]
     used = [name for name in CATEGORIES if any(column[name] for column in columns)]
@@ -178,10 +178,12 @@ def _draw_one(axes: Any, timeline: Timeline, unit: str, scale: int) -> set[str]:
                 xytext=(2, 0), textcoords="offset points", va="top",
             )  # fmt: skip
     axes.spines[["top", "right"]].set_visible(False)
-    return set(used)
+    return {name for name in used if any(column[name] >= visible for column in columns)}
 
 
 def report(timelines: Sequence[Timeline], out: Path) -> None:
+    from rich.console import Console
+
     Console().print(table(timelines))
     for note in notes(timelines):
         print(note)
@@ -305,6 +307,8 @@ def _parser() -> Parser:
 def main(words: list[str]) -> int:
     own, launched = split_command(words)
     given = _parser().parse_args(own)
+    import rich  # noqa: F401 - before a launch of minutes, whose table needs it
+
     if given.draw is not None:
         timelines = read(given.draw)
         out = writable_folder(given.out or given.draw.parent)

@@ -34,6 +34,10 @@ COLOURS = {
 }
 
 
+ON_A_CPU = (
+    "Not so on a GPU: `auto` weighs strategies and chunks by the times of GPUs, where other kernels run, and "
+    "GEMMs are far faster beside memory than here. Sweep there."
+)
 #: Peaks within this factor have a linear axis.
 MOST_LINEAR = 4.0
 #: Left, bottom, right, top.
@@ -95,6 +99,8 @@ def said(result: Result) -> str:
     best = result.recommendation
     if best is None:
         return "No flags to recommend: nothing ran to its end."
+    if result.on_cpu:
+        return f"Recommended on this CPU:\n\n    {best.flags}\n\n{best.why}\n\n{ON_A_CPU}"
     return f"Recommended:\n\n    {best.flags}\n\n{best.why}"
 
 
@@ -143,8 +149,9 @@ def _table(result: Result) -> str:
 
 
 def write(result: Result, out: Path) -> list[str]:
-    """Names of what was written; no picture without matplotlib, or where nothing was timed; lengths for the
-    planner where all strategies ran on a GPU.
+    """Names of what was written, and why there is no picture: no matplotlib, or nothing was timed.
+
+    Lengths for the planner where all strategies ran on a GPU.
     """
     best = result.recommendation
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
@@ -157,9 +164,11 @@ def write(result: Result, out: Path) -> list[str]:
     if row is not None:
         lengths = {"row": asdict(row), "made_by": source}
         write_whole(out / "chunk_lengths.json", json.dumps(lengths, indent=1) + "\n")
-    drawn = bool(timed(result.rows)) and draw(result, out / "sweep.png")
-    written = {"chunk_lengths.json": row is not None, "sweep.png": drawn}
-    return ["sweep.json", "sweep.md", *(name for name, is_there in written.items() if is_there)]
+    picture = "no picture (nothing was timed)"
+    if timed(result.rows):
+        drawn = draw(result, out / "sweep.png")
+        picture = "sweep.png" if drawn else "no picture (matplotlib is not installed)"
+    return ["sweep.json", "sweep.md", *["chunk_lengths.json"] * (row is not None), picture]
 
 
 def device_row(result: Result) -> Device | None:
@@ -228,11 +237,11 @@ def _draw_front(axes: Any, rows: Sequence[Row]) -> None:
     for strategy in dict.fromkeys(row.strategy for row in rows):
         points = [row for row in rows if row.strategy == strategy]
         marker = {AUTO: "*", **dict.fromkeys(STOCK, "s")}.get(strategy, "o")
-        size = 13 if strategy == AUTO else 6
+        size = 18 if strategy == AUTO else 6
         axes.plot(
             [row.time_ms for row in points], [row.peak_mib for row in points], marker, ms=size,
             color=COLOURS[strategy], label=strategy,
-            zorder=4 if strategy == AUTO else 3,
+            zorder=2 if strategy == AUTO else 3,  # the row that it chose stands inside the star
         )  # fmt: skip
     front = sorted((row for row in rows if row.on_front), key=lambda row: row.time_ms or 0.0)
     axes.step(
@@ -242,7 +251,7 @@ def _draw_front(axes: Any, rows: Sequence[Row]) -> None:
     for row in rows:
         if row.recommended:
             axes.plot(
-                [row.time_ms], [row.peak_mib], "o", ms=15, mfc="none", color="black", mew=1.2,
+                [row.time_ms], [row.peak_mib], "o", ms=20, mfc="none", color="black", mew=1.2,
                 label="recommended", zorder=2,
             )  # fmt: skip
     axes.set_xlabel("ms (numbers: chunks)")
@@ -257,7 +266,8 @@ def _label_points(axes: Any, rows: Sequence[Row]) -> None:
     """Chunk counts beside their points, each where it covers neither a point nor another label."""
     scale = axes.figure.dpi / 72
     at = [axes.transData.transform((row.time_ms, row.peak_mib)) / scale for row in rows]
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at]
+    radii = [10 if row.recommended or row.strategy == AUTO else 4 for row in rows]
+    taken = [(x - r, y - r, x + r, y + r) for r, (x, y) in zip(radii, at, strict=True)]
     for row, (x, y) in zip(rows, at, strict=True):
         if row.num_chunks is None:
             continue

@@ -596,6 +596,12 @@ def test_without_the_package_the_flag_is_unknown(tmp_path):
     assert done.returncode == 2 and "unrecognized arguments" in done.stderr
 
 
+def test_help_of_launch_is_its_own_usage_and_the_flags():
+    done = run_python("-m", "megatron_fused_ce.launch", "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage: torchrun ")
+    assert "--fused-ce-memory-mb" in done.stdout
+
+
 def test_launch_without_a_script():
     done = run_python("-m", "megatron_fused_ce.launch", "no_such.py", "--fused-chunked-ce")
     assert done.returncode == 2 and "no such script: no_such.py" in done.stderr
@@ -619,6 +625,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
 
     assert run(script, *FLAGS).returncode == 2
     assert "not installed" in run("-m", "megatron_fused_ce.autoload", "status").stdout
+    assert "nothing removed" in run("-m", "megatron_fused_ce.autoload", "remove").stdout
     assert run("-m", "megatron_fused_ce.autoload", "install").returncode == 0
     assert run(script, *FLAGS).stdout.splitlines()[0] == "0.5 True 6"
     loaded = "import sys; print('megatron_fused_ce' in sys.modules)"
@@ -636,7 +643,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     env["TORCHELASTIC_RUN_ID"] = "1"  # a worker: its launcher has said so
     assert said not in run(script, *FLAGS).stderr
     env["PYTHONPATH"] = os.pathsep.join((str(ROOT), env["PYTHONPATH"]))
-    assert run("-m", "megatron_fused_ce.autoload", "remove").returncode == 0
+    assert run("-m", "megatron_fused_ce.autoload", "remove").stdout.startswith("removed: ")
     assert run(script, *FLAGS).returncode == 2
 
 

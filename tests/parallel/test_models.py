@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -309,6 +310,112 @@ def test_heads_left_to_megatron(rank: Rank):
     normal.config.defer_embedding_wgrad_compute = False
     normal.output_layer.disable_grad_reduce = True
     assert "LoRA" in stock_path.reason_at_build(normal, None)
+
+
+#: Megatron's low-precision settings. MXFP8 with its output projection: see the test below.
+LOW_PRECISION: dict[str, dict[str, Any]] = {
+    "delayed": {"fp8": "hybrid"},
+    "tensorwise, first and last layer in bf16": {
+        "fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0,
+    },
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8, parameters too": {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True},
+    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def low_precision_contexts(patch: pytest.MonkeyPatch, entered: list[str]) -> Iterator[list[str]]:
+    """Stand-ins for Transformer Engine's contexts around layers; yields those that are open."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.transformer import multi_token_prediction, transformer_block
+
+    open_ones: list[str] = []
+
+    @contextlib.contextmanager
+    def context(name: str, *given: Any, **named: Any) -> Iterator[None]:
+        if not named.get("is_init"):
+            entered.append(name)
+            open_ones.append(name)
+        yield
+        if not named.get("is_init"):
+            open_ones.pop()
+
+    for module in (transformer_block, hybrid_block, multi_token_prediction):
+        for name in ("get_fp8_context", "get_fp4_context"):
+            patch.setattr(module, name, functools.partial(context, name), raising=False)
+    yield open_ones
+
+
+@on_ranks(*MODELS[:1])
+@pytest.mark.parametrize("family", ["gpt", "hybrid"])
+@pytest.mark.parametrize("name", LOW_PRECISION)
+def test_layers_in_low_precision(rank: Rank, name, family):
+    """The head is Megatron's bf16 layer, outside of every FP8 and FP4 context, and fused as ever.
+
+    Transformer Engine's contexts are stand-ins, and the layers are Megatron's local ones, in bf16.
+    """
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import output_layer
+
+    model = Model(family=family, mtp=1, dtype=torch.bfloat16, extra=LOW_PRECISION[name])
+    have_groups(rank.size)
+    entered: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, low_precision_contexts(patch, entered) as open_ones:
+        off = train_two_micro_batches(model, rank)
+        around_head = []
+        evaluate = output_layer.linear_cross_entropy
+
+        def noted(*given: Any, **named: Any) -> Any:
+            around_head.append(list(open_ones))
+            return evaluate(*given, **named)
+
+        patch.setattr(output_layer, "linear_cross_entropy", noted)
+        megatron_fused_ce.counters().reset()
+        megatron_fused_ce.enable()
+        on = train_two_micro_batches(model, rank)
+        megatron_fused_ce.disable()
+        counters = megatron_fused_ce.counters()
+    assert set(entered) == {"get_fp4_context" if "fp4" in LOW_PRECISION[name] else "get_fp8_context"}
+    assert around_head == [[]] * 4
+    assert (counters.fused, counters.materialised, counters.stock) == (4, 0, 0)
+    for key in ("loss of micro-batch 0", "loss of micro-batch 1"):
+        torch.testing.assert_close(on[key], off[key], rtol=2e-3, atol=0)
+
+
+@on_ranks(*MODELS[:1])
+@pytest.mark.parametrize("family", ["gpt", "hybrid"])
+def test_an_output_layer_in_mxfp8(rank: Rank, family):
+    """GPTModel's head is then Transformer Engine's layer (here a stand-in) and stays with Megatron, in words;
+    HybridModel has no such layer. In 0.18 and newer."""
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    import megatron_fused_ce
+
+    class TELMHeadColumnParallelLinear(ColumnParallelLinear):
+        pass
+
+    fp8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}
+    model = Model(family=family, dtype=torch.bfloat16, extra=fp8)
+    have_groups(rank.size)
+    megatron_fused_ce.counters().reset()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(gpt_model, "is_mxfp8_output_proj_active", lambda config: config.fp8_output_proj)
+        patch.setattr(gpt_model, "TELMHeadColumnParallelLinear", TELMHeadColumnParallelLinear)
+        megatron_fused_ce.enable()
+        train_two_micro_batches(model, rank)
+        megatron_fused_ce.disable()
+        if family == "gpt":
+            megatron_fused_ce.enable(megatron_fused_ce.FusedCEConfig(z_loss=1e-4))
+            with pytest.raises(ValueError, match="TELMHeadColumnParallelLinear"):
+                build(model, rank)
+            megatron_fused_ce.disable()
+    assert megatron_fused_ce.counters().fused == (0 if family == "gpt" else 2)
+    if rank.rank == 0 and family == "gpt":
+        assert "stays on Megatron's own path" in said.getvalue()
+        assert "TELMHeadColumnParallelLinear (--fp8-output-proj)" in said.getvalue()
 
 
 class SumOfSquares(torch.autograd.Function):

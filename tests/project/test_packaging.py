@@ -215,7 +215,7 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
     refused = command("memory --shape llama-3-8b", ok=False)
     assert refused.returncode == 2 and "needs a GPU" in refused.stderr
     sizes = "--device cpu --tokens 16 --hidden 8 --vocab 64 --chunks 1 --blocks 1 --sample-ms 0"
-    assert "Recommended:" in command(f"sweep {sizes} --strategies store --out swept").stdout
+    assert "Recommended on this CPU:" in command(f"sweep {sizes} --strategies store --out swept").stdout
     made = {path.name for path in (tmp_path / "swept").iterdir()}
     assert {"sweep.json", "sweep.md"} <= made
     assert str(python.parents[1]) in command("autoload status").stdout

@@ -202,6 +202,25 @@ def test_a_closed_pipe_ends_quietly(line, tmp_path):
     assert done.stderr == "" and done.returncode in (0, 1, command_line.PIPE_CLOSED)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_needs_neither_rich_nor_matplotlib(name, tmp_path):
+    """As `pip install .` leaves them out; what does need them says so in one line."""
+    (tmp_path / "rich.py").write_text("raise ModuleNotFoundError('No module named rich', name='rich')")
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(name='matplotlib')")
+    done = run("megatron_fused_ce", name, "--help", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
+    if name == "compare":
+        refused = run("megatron_fused_ce", name, "off.log", "on.log", cwd=tmp_path)
+        assert (refused.returncode, refused.stderr) == (
+            2,
+            "megatron_fused_ce: compare needs rich: pip install rich\n",
+        )
+
+
+def test_launch_is_no_command_but_a_module(tmp_path):
+    assert "-m megatron_fused_ce.launch SCRIPT" in run("megatron_fused_ce", "launch", cwd=tmp_path).stderr
+
+
 # --- the frame -------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -444,6 +445,17 @@ def test_the_picture_stacks_the_categories(tmp_path, monkeypatch):
     assert colours == [memory_profile.COLOURS[name] for name in used]
     assert drawn[-1][1] == pytest.approx(timeline.peak()[0] / MIB)
     assert all(below[3] == above[2] for below, above in itertools.pairwise(drawn))
+
+
+def test_the_legend_has_what_can_be_seen(tmp_path, monkeypatch):
+    """It listed categories of a few KiB under gigabytes."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(memory_profile.pictures, "save", lambda figure, path: figures.append(figure))
+    base = {WEIGHTS: 512, OTHER: 100 * MIB}
+    timeline = dataclasses.replace(a_step()[0], base=base, events=[(1, 50 * MIB, HEAD), (2, 4096, LAYERS)])
+    assert memory_profile.draw([timeline], tmp_path / "x.png")
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [HEAD, OTHER]
 
 
 # --- launches ------------------------------------------------------------------------------------

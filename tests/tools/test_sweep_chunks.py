@@ -18,6 +18,7 @@ from megatron_fused_ce.config import Device
 from megatron_fused_ce.scripts.bench import measure
 from megatron_fused_ce.scripts.bench import variants as benchmark_variants
 from megatron_fused_ce.scripts.bench.variants import loss_of, of_config
+from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.launches import Checkout
 from megatron_fused_ce.scripts.runs import sweep as sweep_chunks
 from megatron_fused_ce.scripts.runs import sweep_launches as sweep_megatron
@@ -304,7 +305,7 @@ def test_two_ranks_with_sequence_parallelism(forks, tmp_path):
     assert list(rows_by_key(result)) == KEYS
     assert all(r["status"] == "ok" for r in result["rows"])
     assert result["made_by"]["tp"] == 2 and result["made_by"]["sp"] and result["made_by"]["V"] == 32
-    assert out.count("Recommended:") == 1
+    assert out.count("Recommended on this CPU:") == out.count("Not so on a GPU") == 1
 
 
 def drawn(rows, tmp_path, monkeypatch):
@@ -345,6 +346,28 @@ def test_labels_cover_neither_each_other_nor_points(tmp_path, monkeypatch):
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     at = figure.axes[0].transData.transform([(row.time_ms, row.peak_mib) for row in rows])
     assert not any(box.contains(x, y) for box in boxes for x, y in at)
+
+
+def test_the_star_of_auto_lies_below_the_row_that_it_chose(tmp_path, monkeypatch):
+    """It covered that point."""
+    figure = drawn(
+        [point("auto", None, 72.5, 2100.0), point("store", 1, 72.5, 2100.0)], tmp_path, monkeypatch
+    )
+    star, dot = (
+        next(line for line in figure.axes[0].lines if line.get_label() == name) for name in ("auto", "store")
+    )
+    assert star.get_zorder() < dot.get_zorder() and star.get_markersize() > 2 * dot.get_markersize()
+
+
+def test_a_picture_that_is_left_out_is_said(tmp_path, monkeypatch):
+    rows = [row("auto", None, 1.0, None)]
+    facts = {"what": "pretrain", "script": "pretrain_gpt.py", "megatron": "M", "nproc": 2, "device": "CPU"}
+    facts |= dict.fromkeys({*results.MADE_BY} - facts.keys(), "x")
+    facts |= {"args": "", "plugin_args": "", "loss_bound": 1.0}
+    result = sweep_report.Result.of(rows, facts, "auto", 0.01)
+    monkeypatch.setattr(sweep_report.pictures, "pyplot", lambda: None)
+    written = sweep_report.write(result, tmp_path)
+    assert written == ["sweep.json", "sweep.md", "no picture (matplotlib is not installed)"]
 
 
 def test_lines_of_equal_times_do_not_hide_each_other(tmp_path, monkeypatch):
