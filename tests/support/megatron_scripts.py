@@ -17,8 +17,8 @@ LIST = Path(__file__).parents[1] / "tools" / "megatron_scripts.txt"
 #: What a script that its author leaves open may need: a tokenizer's size, and a cluster's.
 ADDED = ("", "--vocab-size 32000", "--vocab-size 32000 --gpus 64", "--vocab-size 32000 --gpus 1024")
 HEAD = (
-    "# Megatron-LM's own shell scripts that plan (tests/support/megatron_scripts.py): versions; path; words added",
-    "# on the plan's command line; GPUs, layers, hidden size, tokens of a sequence that it found.",
+    "# Shell scripts of Megatron-LM that plan (tests/support/megatron_scripts.py): versions; path; words",
+    "# added on the command line; GPUs, layers, hidden size, tokens of a sequence that it found.",
 )
 
 
@@ -54,8 +54,8 @@ def write(checkouts: list[Path]) -> None:
             tried = ((added, found(script, added)) for added in ADDED)
             if row := next((row for row in tried if row[1]), None):
                 held.setdefault((path, *row), []).append(version(checkout))
-    lines = [f"{' '.join(versions)}; {path}; {added}; {sizes}" for (path, added, sizes), versions in held.items()]
-    LIST.write_text("\n".join([*HEAD, *sorted(lines, key=lambda line: line.split("; ")[1:])]) + "\n")
+    lines = [f"{' '.join(held[row])}; {'; '.join(row)}" for row in sorted(held)]
+    LIST.write_text("\n".join([*HEAD, *lines]) + "\n")
 
 
 if __name__ == "__main__":
