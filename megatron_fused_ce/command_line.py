@@ -132,15 +132,18 @@ seconds = number(above=True)
 # --- files -----------------------------------------------------------------------------------
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """A file's text. Raises UsageError for devices, pipes, and files that are too large or not text."""
+def read_text(path: Path, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+    """A file's text. Raises UsageError for devices, pipes, and files that are too large or not text.
+
+    ``errors``: as of ``str.decode``, for bytes that are no UTF-8.
+    """
     try:
         mode = path.stat()
         if not stat.S_ISREG(mode.st_mode):
             raise UsageError(f"{path} is no regular file")
         if mode.st_size > most_bytes:
             raise UsageError(f"{path} has {mode.st_size} bytes; at most {most_bytes} are read")
-        return path.read_text()
+        return path.read_text(errors=errors)
     except UnicodeDecodeError:
         raise UsageError(f"{path} is no text file") from None
     except OSError as error:

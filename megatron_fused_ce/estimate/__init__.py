@@ -2,9 +2,9 @@
 
 ``setting`` describes model, GPUs and training; ``blocks`` computes the weights and activations of a layer's
 parts; ``static`` the weights, gradients and optimizer of a pipeline stage; ``heads`` each way of computing
-the loss; ``peaks`` adds them up, moment by moment. ``named_models``, ``megatron_arguments`` and
-``launch_script`` turn names, Megatron's arguments and shell scripts into a setting; ``report`` and ``plot``
-show the result, and ``command`` is ``python -m megatron_fused_ce plan``.
+the loss; ``peaks`` adds them up, moment by moment. ``named_models``, ``megatron_arguments``, ``megatron_log``
+and ``launch_script`` turn names, Megatron's arguments, logs and shell scripts into a setting;
+``report`` and ``plot`` show the result, and ``command`` is ``python -m megatron_fused_ce plan``.
 
 Letters as in the package, and ``t`` ranks of the tensor-parallel group, ``p`` the same with sequence
 parallelism and 1 without, ``e`` bytes of a hidden state.

@@ -21,7 +21,7 @@ from megatron_fused_ce.command_line import (
     whole,
     writable_file,
 )
-from megatron_fused_ce.estimate import launch_script, megatron_arguments
+from megatron_fused_ce.estimate import launch_script, megatron_arguments, megatron_log
 from megatron_fused_ce.estimate.advice import Gpu, Way, advise, recommended_way, stock_way
 from megatron_fused_ce.estimate.heads import StockPath
 from megatron_fused_ce.estimate.launch_script import Launch
@@ -35,7 +35,7 @@ MOST_GPUS = 4096
 TENSOR_SIZES = (2, 4, 8)
 #: No machine of today has as much.
 MOST_RANKS, MOST_GIB = 10**6, 10**6
-MOST_SCRIPT_BYTES = 2**20
+MOST_SCRIPT_BYTES, MOST_LOG_BYTES = 2**20, 2**28
 #: Columns of the tables where they go to a file.
 WIDTH = 110
 #: GiB beside torch's allocator: four launches on H200s that ran out of memory had 1.6, 2.0, 2.0 and 2.8 (what
@@ -68,9 +68,15 @@ def _parser(own: bool) -> Parser:
     return parser
 
 
+def _options() -> list[str]:
+    """Names of a launch's arguments that a plan reads."""
+    return [name for action in _parser(own=False)._actions for name in action.option_strings]
+
+
 def _add_own(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    what.add_argument("--from-log", type=Path, metavar="FILE", help="a log that Megatron wrote")
     what.add_argument(
         "--from-launch",
         metavar="FILE|ARGS",
@@ -90,7 +96,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the whole run [the launch's, or the fewest]",
     )
-    add("--gpu", choices=tuple(GPUS), default="h100-80gb", help="[%(default)s]")
+    add("--gpu", choices=tuple(GPUS), help="[h100-80gb]; a log does not say it")
     add(
         "--gpu-memory",
         type=number(above=True, most=MOST_GIB),
@@ -144,7 +150,7 @@ def plan_of(words: Sequence[str]) -> Result:
     Raises:
         OSError, ValueError: as :func:`setting_of`.
     """
-    given, setting, notes = _read(words)
+    given, setting, launch, notes = _read(words)
     gpu = _gpu(given)
     baseline = given.cross_entropy_fusion_impl if given.cross_entropy_loss_fusion else "unfused"
     others: tuple[StockPath, ...] = ()
@@ -152,6 +158,15 @@ def plan_of(words: Sequence[str]) -> Result:
         others = (_other_path(given.logit_bytes),)
         baseline = others[0].name
     advice = advise(setting, gpu, baseline, others)
+    if launch and launch.measured_bytes:
+        flag = setting.training.fused_ce.strategy
+        own = advice.way(flag) if given.fused_chunked_ce else advice.baseline
+        measured = (
+            f"Megatron measured a peak of {launch.measured_bytes / GIB:.2f} GiB (its max allocated, the"
+        )
+        notes.insert(0, f"{measured} largest rank's); planned for that run: {own.peak / GIB:.2f}.")
+    if launch and launch.out_of_memory:
+        notes.insert(0, "The run in the log ended out of memory.")
 
     def fits_from() -> dict[str, str]:
         if advice.recommended.verdict != "does not fit":
@@ -197,8 +212,8 @@ def _more_gpus(given: argparse.Namespace, gpus: int) -> list[int]:
     ]
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, list[str]]:
-    """The arguments, the setting that they describe, and notes on arguments that are not counted."""
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, Launch | None, list[str]]:
+    """The arguments, the setting that they describe, the launch that has them, and notes on what was read."""
     first = _parser(own=True).parse_args(words)
     launch = _launch(first)
     before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
@@ -210,7 +225,8 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, list[str]]
     given = _parser(own=True).parse_args(words, namespace=known)
     given.model = first.model
     setting = megatron_arguments.setting_of(given, given.gpus or (launch.gpus if launch else None))
-    return given, setting, megatron_arguments.notes([*before, *words])
+    notes = [*(launch.notes if launch else ()), *megatron_arguments.notes(before, _options())]
+    return given, setting, launch, notes
 
 
 def _one_line(error: Exception) -> str:
@@ -222,6 +238,15 @@ def _one_line(error: Exception) -> str:
 
 
 def _launch(given: argparse.Namespace) -> Launch | None:
+    if given.from_log:
+        text = read_text(given.from_log, MOST_LOG_BYTES, errors="replace")
+        if given.gpu is None and given.gpu_memory is None:
+            raise ValueError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
+        actions = _parser(own=False)._actions
+        try:
+            return megatron_log.of_log(text, str(given.from_log), actions)
+        except ValueError as error:
+            raise ValueError(f"{given.from_log}: {error}") from None
     if given.from_launch is None:
         return None
     text, path = given.from_launch, Path(given.from_launch)
@@ -235,19 +260,19 @@ def _launch(given: argparse.Namespace) -> Launch | None:
     if " " in text.strip() or text.startswith("--"):
         return launch_script.of_string(text, count_gpus)
     script = read_text(path, MOST_SCRIPT_BYTES)
-    read = {name for action in _parser(own=False)._actions for name in action.option_strings}
     try:
-        return launch_script.of_script(script, values, read, path.parent, count_gpus)
+        return launch_script.of_script(script, values, _options(), path.parent, count_gpus)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def _gpu(given: argparse.Namespace) -> Gpu:
-    device, capacity, hopper = GPUS[given.gpu]
+    name = given.gpu or "h100-80gb"
+    device, capacity, hopper = GPUS[name]
     capacity = capacity if given.gpu_memory is None else given.gpu_memory
     if not 0 <= given.overhead < capacity:
         raise ValueError(f"--overhead {given.overhead:g} leaves nothing of {capacity:g} GiB")
-    return Gpu(given.gpu, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
+    return Gpu(name, device, round(capacity * GIB), hopper, round(given.overhead * GIB))
 
 
 def _other_path(bytes_per_logit: float) -> StockPath:

@@ -20,10 +20,16 @@ _LIST = re.compile(r".*\[[@*]\]|.*(?:ARGS|OPTIONS|OPTS|FLAGS|PARAMS).*|[@*]", re
 class Launch:
     """One training's arguments."""
 
+    #: of a log, its path
     script: str
     arguments: tuple[str, ...]
     #: processes over all nodes; None if the launcher's arguments do not say
     gpus: int | None
+    #: sentences about what was read
+    notes: tuple[str, ...] = ()
+    #: of a log: the largest peak that Megatron says it measured, and whether the run died of memory
+    measured_bytes: int | None = None
+    out_of_memory: bool = False
 
 
 def of_string(text: str, count_gpus: bool = True) -> Launch:

@@ -1,14 +1,16 @@
 """Megatron's own arguments that decide how many bytes a GPU holds, and the setting from them.
 
 Names, types and defaults are those of Megatron's parser (core_v0.19.0; ``tests/tools/test_plan_command.py``
-compares them). Other arguments of a launch are ignored, except :data:`NOT_COUNTED`, which are reported.
+compares them). Other arguments of a launch are not counted, which :func:`notes` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +38,7 @@ USUAL = (
     *("--bf16", "--use-distributed-optimizer", "--no-create-attention-mask-in-dataloader"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
 )
-#: Flags whose effect on memory is not modelled, and advice about each.
+#: Flags whose effect on memory is not modelled, and what is counted instead.
 NOT_COUNTED = {
     "--account-for-embedding-in-pipeline-split": "stages are taken as equal",
     "--account-for-loss-in-pipeline-split": "stages are taken as equal",
@@ -44,13 +46,30 @@ NOT_COUNTED = {
     "--cuda-graph-impl": "a graph keeps a pool of its own (measured: 3 % more)",
     "--distribute-saved-activations": "kept inputs are counted whole",
     "--fp32-residual-connection": "residuals are counted in the training's dtype",
+    "--fp4-format": "counted as bf16",
+    "--fp4-param-gather": "counted as bf16",
     "--fp8-format": "counted as bf16",
     "--fp8-param-gather": "counted as bf16",
+    "--mtp-hybrid-override-pattern": "multi-token prediction is taken as the last layer's kind",
+    "--no-position-embedding": "learned positions are counted",
+    "--optimizer": "counted as Adam",
     "--optimizer-cpu-offload": "the optimizer is counted on the GPU",
     "--pipeline-model-parallel-layout": "stages are taken as equal",
-    "--use-megatron-fsdp": "give --sharding full as well",
-    "--use-torch-fsdp2": "give --sharding full as well",
 }
+#: Values of these that change nothing.
+NOTHING = ("None", "False", "0", "none", "[]", "", "adam")
+#: Megatron's flags that hold no memory worth counting; all others that are not known here are named.
+_NO_MEMORY = re.compile(
+    "--(?:no-|disable-|use-)?(?:adam-|adlr-|app-tag|async-|auto-detect|barrier|calculate-per|check-|ckpt-|clip-grad"
+    "|config-logger|data-|dataloader|ddp-(?:aver|num|pad)|decoupled|deterministic|dist-ckpt|distributed-(?:back|time)"
+    "|enable-(?:exp|ft|msc)|end-weight|eod-mask|error-inj|eval-|exit-|fault-|finetune|flight-|init-method|initial-"
+    "|inprocess|legacy|load|local-rank|log-|logging|loss-scale|lr|manual-gc|masked-soft|mcore-models|merge-file|min-l"
+    "|mmap|mock-data|moe-(?:aux|grouped|per-layer|permute|router|shared-expert-(?:glu|over)|token-drop|z-loss)"
+    "|mtp-loss|non-persistent|norm-epsilon|num-(?:dataset|workers)|nvtx|object-st|one-logger|otel|overlap-|override-"
+    "|persist-layer|pretrained|profile|pytorch-prof|record|rerun|reset-|rope-|rotary-(?:base|int|per|sc|seq)|save|seed"
+    "|split|straggler|te-rng|tensorboard|test-|tiktoken|timing|tokenizer|train-|trust|use-checkpoint|valid|vocab-file"
+    "|wandb|weight-decay|yarn-)"
+)
 #: Layers and experts are counted one by one, and a size of a parallelism is one of ranks.
 _MOST = dict.fromkeys(("num-layers", "num-experts", "mtp-num-layers", "make-vocab-size-divisible-by"), 10**5)
 _MOST |= {f"{name}-model-parallel-size": 10**5 for name in ("tensor", "pipeline", "expert")} | {
@@ -66,6 +85,13 @@ _MAY_BE_ZERO = (
     "num-experts",
 )
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+#: What Megatron-FSDP divides; gradients alone (``optim_grads``) are counted whole.
+_FSDP_SHARDING = {
+    "no_shard": "none",
+    "optim": "optimizer",
+    "optim_grads": "optimizer",
+    "optim_grads_params": "full",
+}
 MOST_LAYERS = 10**5
 _LOCAL_ATTENTION = ("unfused", "local")
 
@@ -83,8 +109,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     number("max-position-embeddings")
     for name in ("group-query-attention", "swiglu", "add-qkv-bias", "qk-layernorm"):
         flag(name)
-    for name in ("disable-bias-linear", "untie-embeddings-and-output-weights"):
-        flag(name)
+    flag("disable-bias-linear", unset="add_bias_linear")
+    flag("untie-embeddings-and-output-weights")
     group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     group.add_argument("--position-embedding-type", default="learned_absolute")
     flag("use-rotary-position-embeddings")
@@ -131,7 +157,11 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
         flag(name)
     for name in ("grad-reduce-in-bf16", "accumulate-allreduce-grads-in-fp32"):
         flag(name)
-    flag("use-precision-aware-optimizer")
+    for name in ("use-precision-aware-optimizer", "use-megatron-fsdp", "use-torch-fsdp2"):
+        flag(name)
+    group.add_argument(
+        "--data-parallel-sharding-strategy", choices=tuple(_FSDP_SHARDING), default="optim_grads_params"
+    )
     for name in ("main-params-dtype", "main-grads-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"):
         group.add_argument(f"--{name}", choices=tuple(_DTYPE_BYTES), default="fp32")
     group.add_argument("--recompute-granularity", choices=("full", "selective"))
@@ -144,8 +174,8 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     flag("use-flash-attn")
     group.add_argument("--attention-dropout", type=share(most=1), default=0.1)
     group.add_argument("--hidden-dropout", type=share(most=1), default=0.1)
-    flag("no-create-attention-mask-in-dataloader")
-    flag("no-gradient-accumulation-fusion")
+    flag("no-create-attention-mask-in-dataloader", unset="create_attention_mask_in_dataloader")
+    flag("no-gradient-accumulation-fusion", unset="gradient_accumulation_fusion")
     flag("cross-entropy-loss-fusion")
     group.add_argument("--cross-entropy-fusion-impl", choices=("native", "te"), default="native")
 
@@ -156,8 +186,12 @@ def _adders(group: argparse._ArgumentGroup) -> tuple[Any, Any]:
         flags = (f"--{name}" for name in names)
         group.add_argument(*flags, type=bounds, metavar="N", default=default)
 
-    def flag(name: str) -> None:
-        group.add_argument(f"--{name}", action="store_true")
+    def flag(name: str, unset: str = "") -> None:
+        """``unset``: the destination that the flag makes false, by Megatron's name."""
+        if unset:
+            group.add_argument(f"--{name}", action="store_false", dest=unset)
+        else:
+            group.add_argument(f"--{name}", action="store_true")
 
     return number, flag
 
@@ -201,12 +235,38 @@ def _short_enough(value: Any) -> Any:
     return value
 
 
-def notes(words: Sequence[str]) -> list[str]:
-    """One line for each argument that is not counted."""
-    named = {word.partition("=")[0] for word in words}
-    found = [f"{name}: {what}" for name, what in NOT_COUNTED.items() if name in named]
+def notes(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """One sentence for each argument of a launch that is not counted, or has another effect than it seems.
+
+    Args:
+        known: names of all arguments that a plan reads.
+    """
+    named = {}
+    for word, behind in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            named[name] = value if equals else "" if behind.startswith("--") else behind
+    found = [
+        f"{name} is not counted: {what}."
+        for name, what in NOT_COUNTED.items()
+        if name in named and (named[name] == "" or named[name] not in NOTHING)
+    ]
     if "--num-query-groups" in named and "--group-query-attention" not in named:
-        found.append("--num-query-groups: Megatron ignores it without --group-query-attention")
+        found.append("--num-query-groups has no effect: Megatron ignores it without --group-query-attention.")
+    if "--use-megatron-fsdp" in named and "--data-parallel-sharding-strategy" not in named:
+        found.append(
+            "--use-megatron-fsdp is taken with optim_grads_params, Megatron 0.18's default; before: no_shard."
+        )
+    unknown = [name for name in named if name not in known and name not in NOT_COUNTED]
+    unknown = [name for name in unknown if not _NO_MEMORY.match(name)]
+    close = {name: difflib.get_close_matches(name, [*known, *NOT_COUNTED], 1, 0.85) for name in unknown}
+    found += [
+        f"{name} is unknown here and not counted: did you mean {near[0]}?"
+        for name, near in close.items()
+        if near
+    ]
+    if others := [name for name, near in close.items() if not near]:
+        found.append(f"Unknown here and not counted: {', '.join(others)}.")
     return found
 
 
@@ -267,7 +327,7 @@ def _model(given: argparse.Namespace) -> Model:
         gated=gated,
         tied=not given.untie_embeddings_and_output_weights,
         rms_norm=given.normalization == "RMSNorm",
-        linear_bias=not given.disable_bias_linear,
+        linear_bias=given.add_bias_linear,
         qkv_bias=given.add_qkv_bias,
         qk_norm=given.qk_layernorm,
         post_norms=given.post_norms,
@@ -322,7 +382,8 @@ def _state_space(given: argparse.Namespace, hidden: int) -> StateSpace:
 def _parallel(given: argparse.Namespace, model: Model, gpus: int | None) -> Parallel:
     tensor, pipeline = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
     context, expert = given.context_parallel_size, given.expert_model_parallel_size
-    expert_tensor = given.expert_tensor_parallel_size or (tensor if model.mixture else 1)
+    # Megatron prints a size for models without experts as well.
+    expert_tensor = (given.expert_tensor_parallel_size or tensor) if model.mixture else 1
     if min(tensor, pipeline, context, expert, expert_tensor) < 1:
         raise ValueError("parallel sizes must be 1 or more")
     chunks = given.num_virtual_stages_per_pipeline_rank or 1
@@ -364,8 +425,8 @@ def _training(given: argparse.Namespace, parallel: Parallel) -> Training:
         flash_attention=flash,
         attention_dropout=given.attention_dropout > 0,
         hidden_dropout=given.hidden_dropout > 0,
-        attention_mask=not given.no_create_attention_mask_in_dataloader,
-        gradient_fusion=not given.no_gradient_accumulation_fusion,
+        attention_mask=given.create_attention_mask_in_dataloader,
+        gradient_fusion=given.gradient_accumulation_fusion,
         fused_ce=_fused_ce(given),
     )
 
@@ -404,9 +465,7 @@ def _recompute(given: argparse.Namespace) -> Recompute:
 
 
 def _optimizer(given: argparse.Namespace, dtype: str) -> Optimizer:
-    sharding = given.sharding
-    if sharding is None:
-        sharding = "optimizer" if given.use_distributed_optimizer else "none"
+    sharding = given.sharding or _sharding(given)
     assert sharding in SHARDINGS
     low = dtype != "float32"
     gradient = 2 if low and _low_gradients(given, dtype, sharding) else 4
@@ -425,6 +484,14 @@ def _optimizer(given: argparse.Namespace, dtype: str) -> Optimizer:
     if gradient == 2 and sharding != "full" and not given.use_precision_aware_optimizer:
         copies += 4  # Megatron steps with fp32 gradients
     return Optimizer(sharding, gradient, state, copies)
+
+
+def _sharding(given: argparse.Namespace) -> str:
+    if given.use_torch_fsdp2:
+        return "full"
+    if given.use_megatron_fsdp:
+        return _FSDP_SHARDING[given.data_parallel_sharding_strategy]
+    return "optimizer" if given.use_distributed_optimizer else "none"
 
 
 def _low_gradients(given: argparse.Namespace, dtype: str, sharding: str) -> bool:

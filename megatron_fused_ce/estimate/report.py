@@ -110,8 +110,7 @@ def show(console: Console, result: Result) -> None:
     console.print(_static_table(setting))
     console.print(_moments_table(advice, setting))
     console.print(_ways_table(advice, setting))
-    notes = (f"not counted: {note}" for note in result.notes)
-    for line in [*conclusions(advice), *_fits_from(result), *notes]:
+    for line in [*conclusions(advice), *_fits_from(result), *result.notes]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

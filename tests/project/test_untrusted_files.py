@@ -50,6 +50,7 @@ READERS = {
     "memory": "-m megatron_fused_ce memory --draw {0}",
     "compare": "-m megatron_fused_ce compare {0} {0} --out {1}",
     "compare, TensorBoard folders": "-m megatron_fused_ce compare {2} {2} --out {1}",
+    "plan of a log": "-m megatron_fused_ce plan --gpu h100-80gb --from-log {0}",
     "plan of a launch script": "-m megatron_fused_ce plan --from-launch {0}",
     "benchmark": "-m scripts.bench --render {0}",
 }

@@ -156,6 +156,7 @@ HEAD = "megatron_fused_ce plan-head --hidden 4096 --vocab 128256"
         f"{HEAD} --tokens 0",
         f"{HEAD} --tokens 64 --num-chunks 2 --chunk-tokens 3",
         "megatron_fused_ce plan --from-launch /dev/zero",
+        "megatron_fused_ce plan --from-log /dev/zero",
         "megatron_fused_ce memory --draw /dev/zero",
         "megatron_fused_ce compare /dev/zero /dev/zero",
         "megatron_fused_ce compare / /",

@@ -347,18 +347,45 @@ def test_bytes_of_a_parameter(words, gradient, state, step):
     assert (found.gradient_bytes, found.state_bytes, found.step_bytes) == (gradient, state, step)
 
 
-def test_what_is_not_counted_is_said(capsys):
-    text = f"{TINY} --bf16 --fp8-format hybrid --num-query-groups 2"
-    assert command.main(["--from-launch", text]) == 0
-    out = capsys.readouterr().out
-    assert "not counted: --fp8-format" in out
-    assert "not counted: --num-query-groups: Megatron ignores it" in out
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--fp8-format hybrid", "--fp8-format is not counted: counted as bf16."),
+        ("--optimizer=sgd", "--optimizer is not counted: counted as Adam."),
+        ("--optimizer adam --cuda-graph-impl none --lr 1e-4 --log-throughput", None),
+        ("--num-query-groups 2", "--num-query-groups has no effect: Megatron ignores it without --group-"),
+        ("--seq-lenght 64", "--seq-lenght is unknown here and not counted: did you mean --seq-length?"),
+        ("--fused-chuncked-ce", "--fused-chuncked-ce is unknown here and not counted: did you mean --fused-"),
+        (
+            "--tp-comm-overlap --squared-relu",
+            "Unknown here and not counted: --tp-comm-overlap, --squared-relu.",
+        ),
+        (
+            "--use-megatron-fsdp",
+            "--use-megatron-fsdp is taken with optim_grads_params, Megatron 0.18's default",
+        ),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", None),
+    ],
+)
+def test_what_is_not_counted_is_said(words, said):
+    notes = plan_of(["--from-launch", f"{TINY} --bf16 {words}"]).notes
+    assert (len(notes) == 1 and notes[0].startswith(said)) if said else notes == []
 
 
 @on_checkouts
-def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
+def test_no_argument_of_megatron_is_taken_for_a_misspelt_one(checkout):
+    known, theirs = (
+        command._options(),
+        [name for name in megatrons(checkout) if name != "--model-parallel-size"],
+    )
+    assert [note for note in megatron_arguments.notes(theirs, known) if "did you mean" in note] == []
+
+
+def megatrons(checkout: str) -> dict[str, list]:
+    """Name -> nargs and default of each argument of Megatron's own parser."""
     code = (
-        "import argparse, json, sys; sys.path.insert(0, sys.argv[1]);"
+        "import argparse, json, re, sys; sys.path.insert(0, sys.argv[1]);"
+        "sys.modules.setdefault('regex', re);"
         "from megatron_fused_ce.scripts.lib import megatron_cpu; megatron_cpu.install(fused_wgrad=False);"
         "from megatron.training.arguments import add_megatron_arguments as add;"
         "parser = add(argparse.ArgumentParser(conflict_handler='resolve'));"
@@ -368,7 +395,13 @@ def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
     done = subprocess.run([sys.executable, "-c", code, checkout], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("found "))
-    theirs = json.loads(line.removeprefix("found "))
+    found: dict[str, list] = json.loads(line.removeprefix("found "))
+    return found
+
+
+@on_checkouts
+def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
+    theirs = megatrons(checkout)
     own = {"--post-norms", "--tp", "--pp", "--cp", "--ep"}
     for action in command._parser(own=False)._actions:
         for name in set(action.option_strings) - own:
@@ -378,7 +411,7 @@ def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
             nargs, default = theirs[name]
             assert nargs == action.nargs, name
             flag = action.nargs == 0
-            usual = name in ("--micro-batch-size", "--attention-backend")
+            usual = name in ("--micro-batch-size", "--attention-backend", "--data-parallel-sharding-strategy")
             if not flag and not usual:
                 expected = action.default if isinstance(action.default, (int, float)) else str(action.default)
                 assert default == expected, name
@@ -641,7 +674,7 @@ def test_the_scripts_know_the_same_models():
 
 def test_notes_of_every_argument_that_is_not_counted():
     for name in megatron_arguments.NOT_COUNTED:
-        assert any(name in note for note in megatron_arguments.notes([f"{name}=1"]))
+        assert any(name in note for note in megatron_arguments.notes([f"{name}=1"], []))
 
 
 def test_the_readme_names_the_command():

@@ -1,0 +1,176 @@
+"""A Megatron log: the arguments that its run printed, its vocabulary, and the peak that it measured.
+
+Megatron 0.15 to main prints all arguments, checked and derived, once the launch is valid, one a line:
+two spaces, the destination, dots up to column 50 (none behind a longer name), and ``str()`` of the value.
+A launch by ``--yaml-cfg`` prints the model's and the parallel sizes as two ``namespace(...)``.
+What a launcher writes before a line (``[rank0]:``, ``0: ``, a date) and lines of other ranks in between do
+not matter; the vocabulary's size comes later, from the tokenizer.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from argparse import Action
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_fused_ce.estimate.launch_script import Launch
+from megatron_fused_ce.estimate.megatron_arguments import NOT_COUNTED, NOTHING
+
+_BEGIN = "------------------------ arguments ------------------------"
+_END = "-------------------- end of arguments ---------------------"
+_ARGUMENT = re.compile(r"  (\w+) (\.*) ?(.*)$")
+_VOCABULARY = re.compile(r"> padded vocab \(size: (\d+)\)")
+_PEAK = re.compile(r"memory \(MB\) \| allocated: [\d.]+ \| max allocated: ([\d.]+) \|")
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory")
+_IN_NAMESPACE = re.compile(r"(\w+)=('[^']*'|\[[^\]]*\]|[^,()]+)")
+#: Names in a YAML file of what is another argument elsewhere.
+_OF_YAML = {"num_moe_experts": "num_experts"}
+#: Of flags that are passed on for what is said of them.
+_DESTINATIONS = {"--fp8-format": "fp8", "--fp4-format": "fp4"}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+
+
+@dataclass
+class _Run:
+    """One block of arguments, and what its run printed after it."""
+
+    begins: int
+    #: destination -> value as printed
+    values: dict[str, str] = field(default_factory=dict)
+    whole: bool = False
+    vocab_size: str | None = None
+    peak_mib: float = 0
+    out_of_memory: bool = False
+
+
+def of_log(text: str, name: str, actions: Sequence[Action]) -> Launch:
+    """The launch that wrote a log; of several in one file, the last that printed all its arguments.
+
+    Args:
+        actions: the arguments that are needed, with Megatron's destinations.
+
+    Raises:
+        ValueError: the log has no block of arguments, or none that is whole.
+    """
+    runs = _runs(text)
+    wanted = [action for action in actions if action.dest != "help"]
+    for run in runs:
+        run.whole = run.whole and not _lost(run.values, wanted)
+    whole = [run for run in runs if run.whole]
+    if not whole:
+        raise ValueError(_why_none(runs, wanted))
+    run, notes = whole[-1], []
+    if len(runs) > 1:
+        notes = [
+            f"The log has {len(runs)} blocks of arguments: this is the one from line {run.begins}"
+            + (", the last." if run is runs[-1] else ", the last that is whole.")
+        ]
+    values = dict(run.values)
+    values["vocab_size"] = run.vocab_size or _vocabulary(values)
+    if values.get("group_query_attention") != "True":
+        values["num_query_groups"] = "None"  # printed, and without effect
+    words = [word for action in wanted for word in _words(action, _printed(action, values))]
+    for flag in NOT_COUNTED:
+        value = values.get(_DESTINATIONS.get(flag) or flag.strip("-").replace("-", "_"), "")
+        words += [f"{flag}={value}"] if value not in NOTHING else []
+    return Launch(
+        name,
+        tuple(words),
+        int(values["world_size"]),
+        notes=(*notes, *_of_yaml(values, wanted)),
+        measured_bytes=round(run.peak_mib * 2**20) or None,
+        out_of_memory=run.out_of_memory,
+    )
+
+
+def _runs(text: str) -> list[_Run]:
+    runs: list[_Run] = []
+    inside = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.rstrip().endswith(_BEGIN):
+            runs.append(_Run(number))
+            inside = True
+        elif not runs:
+            continue
+        elif inside and _END in line:
+            inside, runs[-1].whole = False, True
+        elif inside and (match := _ARGUMENT.search(line.rstrip())):
+            name, dots, value = match.groups()
+            if len(dots) == max(0, 48 - len(name)):
+                runs[-1].values[name] = value
+        elif match := _VOCABULARY.search(line):
+            runs[-1].vocab_size = match[1]
+        elif match := _PEAK.search(line):
+            runs[-1].peak_mib = max(runs[-1].peak_mib, float(match[1]))
+        elif _OUT_OF_MEMORY.search(line):
+            runs[-1].out_of_memory = True
+    for run in runs:
+        for text in [run.values[name] for name in ("language_model", "model_parallel") if name in run.values]:
+            found = {name: value.strip("'") for name, value in _IN_NAMESPACE.findall(text)}
+            run.values |= {_OF_YAML.get(name, name): value for name, value in found.items()}
+            if "activation_func" in found:
+                run.values["swiglu"] = str(found["activation_func"] == "swiglu")
+                run.values["group_query_attention"] = str(found.get("num_query_groups", "None") != "None")
+    return runs
+
+
+def _of_plugin(action: Action) -> bool:
+    """Whether Megatron may not know an argument: the plugin's, this plan's, a newer or an older version's."""
+    return action.dest.startswith("fused_") or action.dest in (
+        *("post_norms", "recompute_activations", "hybrid_layer_pattern"),
+    )
+
+
+def _lost(values: Mapping[str, str], wanted: Sequence[Action]) -> list[str]:
+    names = [action.dest for action in wanted if not _of_plugin(action) and action.dest not in values]
+    if "language_model" in values:  # a YAML file need not name all
+        names = []
+    return [*names, *(name for name in ("world_size",) if name not in values)]
+
+
+def _why_none(runs: Sequence[_Run], wanted: Sequence[Action]) -> str:
+    if not runs:
+        return f'no line "{_BEGIN}": it is in the output of rank 0, at the start of the run'
+    lost = _lost(runs[-1].values, wanted)
+    return (
+        f"the block of arguments from line {runs[-1].begins} is cut off or has lost lines"
+        + (f" ({', '.join(lost[:3])}{' ...' if len(lost) > 3 else ''})" if lost else " (no end)")
+        + ": give a log with all of it"
+    )
+
+
+def _of_yaml(values: Mapping[str, str], wanted: Sequence[Action]) -> list[str]:
+    if "language_model" not in values:
+        return []
+    lacks = sum(not _of_plugin(action) and action.dest not in values for action in wanted)
+    return [
+        f"The launch is from a YAML file: {lacks} arguments that it does not name are Megatron's defaults."
+    ]
+
+
+def _vocabulary(values: Mapping[str, str]) -> str:
+    """Where no tokenizer spoke: a mock tokenizer's size, to which Megatron before 0.18 adds a token."""
+    size = values.get("vocab_size", "None")
+    if values.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in values:
+        return str(int(size) + 1) if size.isdigit() else size
+    return size if size != "None" else values.get("padded_vocab_size", "None")
+
+
+def _printed(action: Action, values: Mapping[str, str]) -> str:
+    names = (action.dest, *(name.strip("-").replace("-", "_") for name in action.option_strings))
+    return next((values[name] for name in names if name in values), "None")
+
+
+def _words(action: Action, value: str) -> list[str]:
+    """The words that give ``value`` on a command line."""
+    flag = action.option_strings[0]
+    if action.nargs == 0:
+        return [flag] if value == str(action.const) else []
+    if value == "None":
+        return []
+    if action.nargs == "+":
+        return [flag, *map(str, ast.literal_eval(value))]
+    plain = value.removeprefix("torch.").removeprefix("AttnBackend.")
+    return [flag, _DTYPES.get(plain, plain) if "dtype" in action.dest else plain]

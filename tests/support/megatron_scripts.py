@@ -1,0 +1,62 @@
+"""Shell scripts of Megatron-LM itself that ``plan --from-launch`` reads, and what it finds in each.
+
+``python -m tests.support.megatron_scripts CHECKOUT...`` writes the list anew, from one checkout a version;
+``tests/tools/test_launch_scripts.py`` compares it with the checkouts that ``MEGATRON_LM_PATH`` names.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_fused_ce.estimate.command import setting_of
+
+LIST = Path(__file__).parents[1] / "tools" / "megatron_scripts.txt"
+#: What a script that its author leaves open may need: a tokenizer's size, and a cluster's.
+ADDED = ("", "--vocab-size 32000", "--vocab-size 32000 --gpus 64", "--vocab-size 32000 --gpus 1024")
+HEAD = (
+    "# Shell scripts of Megatron-LM that plan (tests/support/megatron_scripts.py): versions; path; words",
+    "# added on the command line; GPUs, layers, hidden size, tokens of a sequence that it found.",
+)
+
+
+def version(checkout: Path) -> str:
+    """Two numbers, as in ``0.19``."""
+    text = (checkout / "megatron" / "core" / "package_info.py").read_text()
+    return ".".join(re.findall(r"^M\w+ = (\d+)", text, re.MULTILINE))
+
+
+def found(script: Path, added: str) -> str | None:
+    """GPUs, layers, hidden size and tokens; None if the script cannot be planned."""
+    try:
+        one = setting_of(["--from-launch", str(script), *added.split()])
+    except (OSError, ValueError, SystemExit):
+        return None
+    sizes = (one.parallel.gpus, one.model.num_layers, one.model.hidden_size, one.training.sequence)
+    return " ".join(map(str, sizes))
+
+
+def rows() -> Iterator[tuple[list[str], str, str, str]]:
+    """Of the list: versions, path, added words, what is found."""
+    for line in LIST.read_text().splitlines():
+        if not line.startswith("#"):
+            versions, path, added, sizes = line.split("; ")
+            yield versions.split(), path, added, sizes
+
+
+def write(checkouts: list[Path]) -> None:
+    held: dict[tuple[str, str, str], list[str]] = {}
+    for checkout in checkouts:
+        for script in checkout.rglob("*.sh"):
+            path = str(script.relative_to(checkout))
+            tried = ((added, found(script, added)) for added in ADDED)
+            if row := next((row for row in tried if row[1]), None):
+                held.setdefault((path, *row), []).append(version(checkout))
+    lines = [f"{' '.join(held[row])}; {'; '.join(row)}" for row in sorted(held)]
+    LIST.write_text("\n".join([*HEAD, *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    write([Path(name) for name in sys.argv[1:]])

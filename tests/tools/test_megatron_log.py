@@ -1,0 +1,231 @@
+"""``plan --from-log``: the arguments, GPUs and peak in a log of Megatron, however it reached the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fused_ce.estimate import command, megatron_log
+from megatron_fused_ce.estimate.command import setting_of
+from tests.support.checkouts import on_checkouts
+
+ROOT = Path(__file__).resolve().parents[2]
+ACTIONS = command._parser(own=False)._actions
+WORDS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 "
+    "--global-batch-size 16 --tensor-model-parallel-size 2 --sequence-parallel --bf16 --swiglu "
+    "--vocab-size 250 --use-distributed-optimizer --disable-bias-linear --no-gradient-accumulation-fusion "
+    "--recompute-granularity selective --recompute-modules core_attn mlp --position-embedding-type rope"
+)
+VOCABULARY = " > padded vocab (size: 250) with 6 dummy tokens (new size: 256)\n"
+PEAK = "[Rank {0}] (after 2 iterations) memory (MB) | allocated: 10.5 | max allocated: {1} | reserved: 9 |\n"
+
+
+def printed(value: object) -> str:
+    """As Megatron has it in its arguments: its own types for precisions and backends."""
+    names = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "auto": "AttnBackend.auto"}
+    return names.get(str(value), str(value))
+
+
+def block(words: str = WORDS, gpus: int = 8, **more: object) -> str:
+    """What a run with these arguments prints, with 0.19's size of a mock vocabulary left to the tokenizer."""
+    values = vars(command._parser(own=False).parse_args(shlex.split(words)))
+    values |= {"world_size": gpus, "tokenizer_type": "HuggingFaceTokenizer", "data_path": ["a b", "c"]}
+    values |= {"tokenizer_sentencepiece_ignore_extra_whitespaces": True, "config_logger_dir": "", **more}
+    lines = [f"  {name} {'.' * (48 - len(name))} {printed(value)}" for name, value in values.items()]
+    dashes = "-" * 20
+    return "\n".join([
+        f"{dashes}---- arguments ----{dashes}", *sorted(lines), f"{dashes} end of arguments {dashes}-\n"
+    ])  # fmt: skip
+
+
+def others_between(text: str, prefix: str) -> str:
+    """Rank 0's lines behind ``prefix``, among those of other ranks."""
+    chance, lines = random.Random(0), []
+    for line in text.splitlines():
+        rank = chance.randint(1, 7)
+        lines += [prefix.format(rank) + "warnings.warn(  bf16 is on", prefix.format(0) + line]
+    return "\n".join(lines)
+
+
+BLOCK = block(vocab_size=None)
+SMALLER = BLOCK.replace("  seq_length .", "  garbled .").replace("  num_layers .", "[rank3]: oh num_layers .")
+CUT = BLOCK[: len(BLOCK) // 2]
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ...\n"
+)
+LOGS = {
+    "plain": BLOCK + VOCABULARY,
+    "Windows line ends": (BLOCK + VOCABULARY).replace("\n", "\r\n"),
+    "torchrun's prefix": others_between(BLOCK + VOCABULARY, "[rank{0}]:"),
+    "torchrun's tee": others_between(BLOCK + VOCABULARY, "[default{0}]:"),
+    "srun --label": others_between(BLOCK + VOCABULARY, "{0}: "),
+    "dates": others_between(BLOCK + VOCABULARY, "2026-11-24 08:00:0{0} | INFO | "),
+    "no blanks at the end": "\n".join(line.rstrip() for line in (BLOCK + VOCABULARY).splitlines()),
+    "by logging": BLOCK + "INFO:megatron.core.tokenizers.utils.build_tokenizer:" + VOCABULARY,
+    "several blocks": block(WORDS + " --num-layers 8") + BLOCK + VOCABULARY,
+    "the last is cut off": BLOCK + VOCABULARY + CUT,
+    "the last has lost a line": BLOCK + VOCABULARY + SMALLER,
+    "out of memory": BLOCK + VOCABULARY + OUT_OF_MEMORY,
+    "a mock tokenizer": block(vocab_size=250, tokenizer_type="NullTokenizer", null_tokenizer_eod_id=None),
+    "a mock tokenizer before 0.18": block(vocab_size=249, tokenizer_type="NullTokenizer"),
+    "padded by a checkpoint": block(vocab_size=None, padded_vocab_size=250),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log_is_planned_as_its_launch(name, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(LOGS[name])
+    launch = setting_of(["--from-launch", WORDS, "--gpus", "8"])
+    assert setting_of(["--from-log", str(log), "--gpu", "h200-141gb"]) == launch
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", "no line .* arguments .*: it is in the output of rank 0"),
+        ("iteration 1 | lm loss: 2.0\n", "no line"),
+        (CUT, r"from line 1 is cut off or has lost lines \(.* \.\.\.\): give a log with all of it"),
+        (BLOCK.rpartition("\n---")[0], r"has lost lines \(no end\)"),
+        (SMALLER, r"\(num_layers, seq_length\)"),
+        (BLOCK, "--vocab-size is missing"),
+    ],
+)
+def test_a_log_without_its_arguments_is_refused(log, said):
+    with pytest.raises(ValueError, match=said):
+        launch = megatron_log.of_log(log, "train.log", ACTIONS)
+        setting_of(["--from-launch", shlex.join(launch.arguments)])
+
+
+def test_the_vocabulary_can_be_given(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(BLOCK)
+    words = ["--from-log", str(log), "--gpu", "h200-141gb", "--vocab-size", "250"]
+    assert setting_of(words).padded_vocab_size == 256
+
+
+def test_the_gpu_is_asked_for(tmp_path, capsys):
+    log = tmp_path / "train.log"
+    log.write_text(BLOCK + VOCABULARY)
+    assert command.main(["--from-log", str(log)]) == 2
+    assert "a log does not say the GPU: give --gpu, one of h100-80gb" in capsys.readouterr().err
+    assert command.main(["--from-log", str(log), "--gpu-memory", "40"]) == 0
+
+
+def test_which_block_and_what_was_measured(tmp_path, capsys):
+    """Only what stands behind a block is its run's: the largest rank's peak, and whether memory ran out."""
+    log = tmp_path / "train.log"
+    first = block(WORDS + " --num-layers 8") + PEAK.format(0, "4096.0") + OUT_OF_MEMORY
+    log.write_text(first + BLOCK + VOCABULARY + PEAK.format(0, "1024.25") + PEAK.format(4, "2048.00"))
+    assert command.main(["--from-log", str(log), "--gpu", "h200-141gb"]) == 0
+    out = capsys.readouterr().out
+    line = first.count("\n") + 1
+    assert f"The log has 2 blocks of arguments: this is the one from line {line}, the last." in out
+    assert "Megatron measured a peak of 2.00 GiB" in out and "out of memory" not in out
+    assert command.main(["--from-log", str(log), "--gpu", "h200-141gb", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    planned = found["ways"]["unfused"]["peak"] / 2**30
+    assert any(f"planned for that run: {planned:.2f}." in note for note in found["notes"])
+    log.write_text(BLOCK + VOCABULARY + OUT_OF_MEMORY + CUT)
+    command.main(["--from-log", str(log), "--gpu", "h200-141gb"])
+    out = capsys.readouterr().out
+    assert "The run in the log ended out of memory." in out and "the last that is whole" in out
+    assert "measured" not in out
+
+
+def test_with_the_flag_the_peak_is_beside_the_flags(tmp_path, capsys):
+    log = tmp_path / "train.log"
+    flags = "--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-num-chunks 2"
+    sizes = "--seq-length 65536 --max-position-embeddings 65536"
+    log.write_text(block(f"{WORDS} {sizes} {flags}") + PEAK.format(0, "99.0"))
+    assert command.main(["--from-log", str(log), "--gpu", "h200-141gb", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    peak = found["ways"]["recompute"]["peak"]
+    assert peak != found["ways"]["auto"]["peak"]
+    assert f"planned for that run: {peak / 2**30:.2f}." in found["notes"][0]
+
+
+def test_what_a_log_does_not_count_is_said(tmp_path):
+    more = {"fp8": "hybrid", "cuda_graph_impl": "none", "optimizer": "sgd", "cpu_offloading_num_layers": 0}
+    launch = megatron_log.of_log(block(**more), "train.log", ACTIONS)
+    assert launch.arguments[-2:] == ("--fp8-format=hybrid", "--optimizer=sgd")
+
+
+def test_a_launch_from_a_yaml_file():
+    """The model's and the parallel sizes are two namespaces, with names of Megatron's configurations."""
+    namespaces = {
+        "language_model": "namespace(num_layers=4, hidden_size=64, num_attention_heads=4, "
+        "num_query_groups=2, activation_func='swiglu', num_moe_experts=8, add_bias_linear=False, "
+        "init_method=None, moe_layer_freq=[0, 1, 1, 1], attention_dropout=0.0, normalization='RMSNorm')",
+        "model_parallel": "namespace(tensor_model_parallel_size=2, sequence_parallel=True, bf16=True, "
+        "params_dtype=torch.bfloat16, timers=<object at 0x7f>, pipeline_model_parallel_size=1)",
+    }
+    values = {"seq_length": 128, "micro_batch_size": 2, "world_size": 4, "vocab_size": 250, **namespaces}
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
+    first, *_, last = BLOCK.splitlines()
+    launch = megatron_log.of_log("\n".join([first, *lines, last]), "train.log", ACTIONS)
+    words = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
+        " --swiglu --num-experts 8 --moe-layer-freq '[0, 1, 1, 1]'"
+        " --disable-bias-linear --attention-dropout 0"
+        " --normalization RMSNorm --tp 2 --sequence-parallel --bf16 --seq-length 128 --micro-batch-size 2"
+        " --vocab-size 250"
+    )
+    found = setting_of(["--from-launch", shlex.join(launch.arguments)])
+    assert launch.gpus == 4 and found == setting_of(["--from-launch", words])
+    assert launch.notes[0].startswith("The launch is from a YAML file: ")
+
+
+PRINTS = """
+import os, re, sys
+sys.modules.setdefault("regex", re)
+sys.path.insert(0, sys.argv[1])
+os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0")
+from megatron_fused_ce.testing import megatron_cpu
+megatron_cpu.install(fused_wgrad=False)
+from megatron.training.arguments import parse_args, validate_args
+for words in sys.argv[2:]:
+    sys.argv = ["pretrain_gpt.py", *words.split()]
+    validate_args(parse_args())
+"""
+REAL = (
+    "",
+    "--fp16 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "--bf16 --num-experts 8 --expert-model-parallel-size 2 --moe-layer-freq ([0]+[1]*3) --moe-router-topk 4"
+    " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8 --grad-reduce-in-bf16",
+    "--bf16 --group-query-attention --num-query-groups 2 --recompute-activations --attention-backend unfused"
+    " --untie-embeddings-and-output-weights --normalization RMSNorm --attention-dropout 0 --kv-channels 32",
+    "--bf16 --multi-latent-attention --q-lora-rank 16 --mtp-num-layers 1 --cross-entropy-loss-fusion",
+)
+
+
+@on_checkouts
+def test_what_megatron_itself_prints(checkout):
+    """Its parser and its checks, on one rank of eight."""
+    base = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
+        " --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 16"
+        " --tensor-model-parallel-size 2 --sequence-parallel --swiglu --use-distributed-optimizer"
+        " --disable-bias-linear --no-gradient-accumulation-fusion --position-embedding-type rope"
+    )
+    others = "--tokenizer-type NullTokenizer --vocab-size 250 --mock-data --train-iters 2 --lr 1e-4"
+    done = subprocess.run(
+        [sys.executable, "-c", PRINTS, checkout, *(f"{base} {more} {others}" for more in REAL)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    logs = done.stdout.split(" end of arguments ")
+    for more, log in zip(REAL, logs[:-1], strict=True):
+        launch = megatron_log.of_log(f"{log} end of arguments ---------------------", "train.log", ACTIONS)
+        size = launch.arguments[launch.arguments.index("--vocab-size") + 1]
+        assert launch.gpus == 8 and size in ("250", "251")  # before 0.18, one more
+        found = setting_of(["--from-launch", shlex.join(launch.arguments), "--gpus", "8"])
+        assert found == setting_of(["--from-launch", f"{base} {more} --vocab-size {size}", "--gpus", "8"])
