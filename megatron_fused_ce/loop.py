@@ -34,7 +34,7 @@ from megatron_fused_ce.grad_weight import HeldGradWeight, accumulate_
 from megatron_fused_ce.kernels.records import Merged, SoftTargets
 from megatron_fused_ce.logits_backend import ChunkInputs, LogitsGrad, Scores
 from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.phases import UNTIMED
+from megatron_fused_ce.phases import phase
 from megatron_fused_ce.pipeline import (
     Context,
     GradientGemms,
@@ -95,9 +95,6 @@ class PrecomputedGrads(NamedTuple):
     grad_weight: Tensor | None  # [V, H] fp32
     grad_hidden: UnscaledGradHidden
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.token_weights, self.grad_weight, *self.grad_hidden
-
 
 class Saved(NamedTuple):
     """Tensors that a forward saves for its backward."""
@@ -149,8 +146,6 @@ def _start_merge(
         best = (stats.argmax + spec.vocab_start).float()
         stats = stats._replace(extra=stats.extra._replace(best=best))
     merge = spec.comm.start_merge(stats, spec.logits.token_ops)
-    if context.phases is not UNTIMED:
-        context.phases.moved("merge", spec.comm.merge_bytes(stats))
     if matrix is None:
         # Tile statistics that `finalize` will not read must not live through the next chunk's GEMM.
         scores = scores._replace(tiles=None)
@@ -189,12 +184,12 @@ def forward(
       the merge of 0); the first step of its merge; what is left of the merge of ``c - 1``; the reduction of
       the ``grad_hidden`` of ``c - 1``.
     """
-    spec, phases = context.spec, context.phases
+    spec = context.spec
     lag = 1 if spec.comm.size > 1 else 0
     makes_gradients = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
     hidden_states = HiddenStates(context, hidden, context.chunks, depth=lag + 2 if makes_gradients else 2)
     strategy_class = _GradInForward if makes_gradients else _Save
-    with phases("statistics"):
+    with phase("statistics"):
         column_sum = spec.logits.column_sum(weight, spec.form)
     strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states, column_sum)
     sample = _begin(context, weight, hidden_states)
@@ -203,7 +198,7 @@ def forward(
 
     def finish_oldest() -> None:
         scored = waiting.popleft()
-        with phases("merge"):
+        with phase("merge"):
             merged = scored.merge.finish()
             results.put(scored, merged)
         strategy.after_merge(scored, merged)
@@ -216,9 +211,9 @@ def forward(
         if strategy.gathers_early and chunk.index > 1:
             hidden_states.start()
         matrix = strategy.matrix(chunk)
-        with phases("logits"):
+        with phase("logits"):
             statistics = spec.logits.logits_gemm(inputs, matrix, spec.needs_argmax)
-        with phases("statistics"):
+        with phase("statistics"):
             scores = statistics()
         with spec.comm.coalesced(hidden.device):
             waiting.append(_start_merge(context, chunk, inputs, scores, matrix))
@@ -356,7 +351,7 @@ class _Save:
         if _stored(spec, scored.chunk):
             matrix = scored.matrix
             assert matrix is not None
-            with self._context.phases("statistics"):
+            with phase("statistics"):
                 row_scale = spec.logits.finalize(matrix, scored.inputs, scored.scores, merged)
         if self._matrix is not None:
             matrix = None  # saved with all others
@@ -435,7 +430,7 @@ class _GradInForward:
         assert matrix is not None
         logits, inputs = context.spec.logits, scored.inputs
         upstream = self._upstream.map(partial(context.split, chunk=scored.chunk))
-        with context.phases("grad-logits"):
+        with phase("grad-logits"):
             row_scale = logits.finalize(matrix, inputs, scored.scores, merged)
             terms = None
             if row_scale is None:
@@ -448,7 +443,7 @@ class _GradInForward:
 
     def finish(self) -> tuple[Saved, PrecomputedGrads]:
         grad_hidden = self._gemms.finish()
-        with self._context.phases("grad-weight"):
+        with phase("grad-weight"):
             total = None if self._held is None else self._held.total(self._inv_scale)
         return Saved(self._saved), PrecomputedGrads(self._token_weights, total, grad_hidden)
 
@@ -537,11 +532,11 @@ def _backward_by_chunks(
     reduced = gemms.finish()
     grad_hidden = reduced.grad_hidden
     if grad_hidden is not None and reduced.row_scale is not None:
-        with context.phases("grad-hidden"):
+        with phase("grad-hidden"):
             reduced.scale()
     if accumulator is None:
         return grad_hidden, None
-    with context.phases("grad-weight"):
+    with phase("grad-weight"):
         return grad_hidden, accumulator.close(inv_scale)
 
 
@@ -559,7 +554,7 @@ def _backward_by_columns(
     A block is some rows of the weight, whose ``grad_weight`` is one GEMM over all tokens; summed over the
     blocks is ``grad_hidden``, in fp32. No collectives.
     """
-    spec, phases = context.spec, context.phases
+    spec = context.spec
     wants_grad_hidden, wants_grad_weight = needs_grad
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     everything = Chunk(0, 0, num_tokens)
@@ -579,13 +574,13 @@ def _backward_by_columns(
         out = buffer[: num_tokens * block.shape[0]].view(num_tokens, -1)
         inputs = _inputs(context, everything, hidden, block, labels - start, None, inv_temperature)
         inputs = inputs._replace(form=spec.form.from_column(start))
-        with phases("grad-logits"):
+        with phase("grad-logits"):
             grad = spec.logits.grad_recomputed(inputs, terms, upstream, out, out).matrix
         if total is not None:
-            with phases("grad-hidden"):
+            with phase("grad-hidden"):
                 accumulate_(total, grad.t(), block, overwrite=start == 0)
         if accumulator is not None:
-            with phases("grad-weight"):
+            with phase("grad-weight"):
                 accumulator.add_rows(rows, grad, hidden)
     return (
         None if total is None else total.to(hidden.dtype),
@@ -604,7 +599,7 @@ def _grad_logits(
     """Gradients of the chunk's logits, from its saved tensors."""
     logits = context.spec.logits
     terms = None if saved.terms is None else TokenTerms.of(saved.terms, saved.target_mass)
-    with context.phases("grad-logits"):
+    with phase("grad-logits"):
         if saved.matrix is None:
             assert terms is not None
             buffers = workspace.logits(chunk), workspace.grad_logits(chunk)
@@ -630,14 +625,14 @@ def scale_precomputed(
     """
     grad_hidden = made.grad_hidden.grad_hidden if needs_grad[0] else None
     if grad_hidden is not None:
-        with context.phases("grad-hidden"):
+        with phase("grad-hidden"):
             if made.grad_hidden.row_scale is not None:
                 made.grad_hidden.scale(scale)
             else:
                 scale_(grad_hidden, scale)
     if made.grad_weight is None or not needs_grad[1]:
         return (grad_hidden, None) if verdict.kept else None
-    with context.phases("grad-weight"):
+    with phase("grad-weight"):
         accumulator = context.open_grad_weight(weight, 1, False)
         if not accumulator.add_total(made.grad_weight, scale, verdict):
             return None

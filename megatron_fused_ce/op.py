@@ -280,7 +280,7 @@ def _evaluate(args: Arguments) -> HeadOutputs:
     if kept is not None:
         # The plan and the buffers are those of all tokens: the same in every step.
         chunks = first_tokens(chunks, kept.tokens.shape[1])
-    context = Context(spec, chunks, args.open_grad_weight, args.phases)
+    context = Context(spec, chunks, args.open_grad_weight)
     targets = _targets(args, spec, kept, inv_temperature)
     in_batch = tuple(args.labels.shape) if args.labels.dim() == 2 else None
     local_max, local_argmax, *per_token = FusedLinearCrossEntropy.apply(

@@ -53,19 +53,18 @@ from megatron_fused_ce.grad_weight import (
     write_in_two,
 )
 from megatron_fused_ce.logits_backend import LogitsGrad, first_rows
-from megatron_fused_ce.phases import Phases
+from megatron_fused_ce.phases import phase
 from megatron_fused_ce.scaling import scale_
 from megatron_fused_ce.vocab_parallel import DONE, Work
 
 
 class Context(NamedTuple):
-    """One call: its spec, and its own chunks and recorder."""
+    """One call: its spec, and its own chunks."""
 
     spec: CallSpec
     #: the spec's, or fewer where masked tokens are skipped
     chunks: tuple[Chunk, ...]
     open_grad_weight: OpenGradWeight
-    phases: Phases
 
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
@@ -154,7 +153,6 @@ class HiddenStates:
         out = first_rows(self._slot(index, chunk), comm.num_parts * chunk.num_tokens)
         part = self._hidden[chunk.start : chunk.stop]
         self._under_way[index] = out, comm.gather(part, out)
-        self._context.phases.moved("gather", comm.ring_bytes(out.nbytes))
         return True
 
     def take(self, chunk: Chunk) -> Tensor:
@@ -167,7 +165,7 @@ class HiddenStates:
         if self._position not in self._under_way:
             self.start()
         self._taken, pending = self._under_way.pop(self._position)
-        with self._context.phases("gather"):
+        with phase("gather"):
             pending.wait()
         return self._taken
 
@@ -312,7 +310,7 @@ class GradientGemms:
         self._constant_wgrad: Tensor | None = None  # [H] fp32, of the chunks since the last GEMM
         if spec.adds_constant and wants_grad_hidden:
             assert column_sum is not None and spec.form.smoothing_per_class is not None
-            with context.phases("grad-hidden"):
+            with phase("grad-hidden"):
                 constant_row = spec.comm.sum_over_shards(column_sum * -spec.form.smoothing_per_class)
                 self._constant_row = constant_row if inv_scale is None else constant_row.mul_(inv_scale)
 
@@ -340,7 +338,7 @@ class GradientGemms:
                 logits_backend.scale_rows(grad_hidden, grad.row_scale, grad_hidden, grad.upstream)
             return
         assert hidden is not None
-        with self._context.phases("grad-weight"):
+        with phase("grad-weight"):
             if grad.row_scale is not None:
                 scaled = self._hidden_states.buffer(chunk)
                 if grad.smoothing_per_class is not None:
@@ -368,7 +366,7 @@ class GradientGemms:
     def _multiply_weight(self, chunk: Chunk, matrix: Tensor) -> Tensor:
         """The chunk's rows of ``grad_hidden``. Collectives: starts their reduction."""
         assert self._grad_hidden is not None
-        comm, phases = self._context.spec.comm, self._context.phases
+        comm = self._context.spec.comm
         out = self._context.rows(self._grad_hidden, chunk)
         partial = out
         if comm.num_parts > 1:
@@ -377,12 +375,11 @@ class GradientGemms:
             in_use = 0 if self._all_e is None else 1
             self._wait(in_use)
             partial = self._workspace.grad_hidden(chunk, in_use and chunk.index % 2)
-        with phases("grad-hidden"):
+        with phase("grad-hidden"):
             torch.mm(first_rows(matrix, partial.shape[0]), self._weight, out=partial)
             if self._inv_scale is not None:
                 scale_(partial, self._inv_scale)
         self._pending.append(comm.reduce_grad_hidden(partial, out))
-        phases.moved("reduce", comm.ring_bytes(partial.nbytes, not comm.sequence_parallel))
         return out
 
     def _remember_scale(self, chunk: Chunk, grad: LogitsGrad) -> None:
@@ -409,7 +406,7 @@ class GradientGemms:
         if self._all_e is not None and self._grad_weight is not None and self._context.chunks:
             hidden = self._hidden_states.all_tokens
             assert hidden is not None
-            with self._context.phases("grad-weight"):
+            with phase("grad-weight"):
                 self._write_constant(hidden)
                 self._grad_weight.add(self._all_e, hidden)
         self._wait()
@@ -420,6 +417,6 @@ class GradientGemms:
     def _wait(self, but: int = 0) -> None:
         """Wait for all running reductions, or all but the last."""
         if len(self._pending) > but:
-            with self._context.phases("reduce"):
+            with phase("reduce"):
                 while len(self._pending) > but:
                     self._pending.popleft().wait()

@@ -200,20 +200,6 @@ class VocabParallel:
             return nullcontext()
         return _side_stream(device).coalesced(self.group)
 
-    def ring_bytes(self, whole: int, all_reduce: bool = False) -> int:
-        """Bytes that a rank sends while ``whole`` bytes are gathered, scattered or summed in a ring.
-
-        Counted as nccl-tests count bus bandwidth; NVLink's switches may send fewer.
-        """
-        return whole * (self.size - 1) * (2 if all_reduce else 1) // self.size
-
-    def merge_bytes(self, stats: RowStatistics) -> int:
-        """:meth:`ring_bytes` of :meth:`start_merge`, whose first step of two is a MAX of two rows."""
-        rows = [*stats.shard, *stats.extra.rows()]
-        if self.merge == "packed":
-            return self.ring_bytes(self.size * len(rows) * rows[0].nbytes)
-        return self.ring_bytes((len(rows) + 1) * rows[0].nbytes, all_reduce=True)
-
     def join(self, device: torch.device) -> None:
         """After an exception: wait for running collectives, so that their memory is not reused too early.
 
