@@ -86,7 +86,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 entropy = outputs.entropy.clone().view(targets.labels.shape)  # the caller may change it
             once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
             saved = out.saved
-            of_all = saved.last_hidden, saved.matrix, saved.column_sum
+            of_all = saved.last_hidden, saved.matrix
             of_tokens = kept or (None,) * len(Kept._fields)
             ctx.save_for_backward(*once, targets.inv_temperature, *of_all, *of_tokens, *saved.tensors())
         of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
@@ -111,8 +111,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if all(grad is None for grad in grad_outputs):
             return nothing
         hidden, weight, ignored, ids, probs, entropy, *others = ctx.saved_tensors
-        inv_temperature, last_hidden, matrix, column_sum, tokens, active, skipped, *chunks = others
-        saved = Saved(SavedChunk.of(chunks), last_hidden, matrix, column_sum)
+        inv_temperature, last_hidden, matrix, tokens, active, skipped, *chunks = others
+        saved = Saved(SavedChunk.of(chunks), last_hidden, matrix)
         kept = Kept(tokens, active, skipped) if ctx.skips else None
         soft, device, spec = None if ids is None else SoftTargets(ids, probs), weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
@@ -139,7 +139,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                         spec.promise_was_broken()
                 if spec.plan.strategy == "grad_in_forward":
                     promise.count(result is not None)
-                    context = context._replace(spec=spec.recomputing())
                 if result is None:
                     result = loop.backward(
                         context,

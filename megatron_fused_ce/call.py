@@ -117,10 +117,6 @@ class CallSpec(NamedTuple):
     key: HeadOfGroup
     history: GroupHistory
 
-    def recomputing(self) -> CallSpec:
-        """For gradients that the forward made in vain: the backward of ``recompute``, in the same chunks."""
-        return self._replace(plan=replace(self.plan, strategy="recompute"))
-
     def promise_was_broken(self) -> None:
         """Let later calls of this head plan without token weights, and tell the user, once."""
         if self.key not in self.history.broken:
@@ -132,18 +128,6 @@ class CallSpec(NamedTuple):
     def wgrad_at_once(self) -> bool:
         """Whether one GEMM over all tokens makes ``grad_weight``; ``E`` is then saved in one buffer."""
         return self.plan.wgrad_at_once and self.needs_grad[1]
-
-    @property
-    def adds_constant(self) -> bool:
-        """Whether gradients of logits have a constant on every real column: see :class:`.LogitsGrad`."""
-        saves_e = self.logits.reads_saved_in_place and self.plan.strategy != "recompute"
-        return saves_e and self.form.smoothing_per_class is not None
-
-    @property
-    def constant_rows(self) -> int:
-        """Extra rows (8 or 0) of saved ``E`` and of the scaled hidden states, which carry label smoothing's
-        constant into the ``grad_weight`` GEMM."""
-        return logits_backend.CONSTANT_ROWS if self.adds_constant and self.needs_grad[1] else 0
 
     @property
     def needs_argmax(self) -> bool:

@@ -72,8 +72,7 @@ class SavedChunk(NamedTuple):
     """Tensors of a chunk saved for the backward."""
 
     labels: Tensor  # [C] int64
-    #: [C, V]: its logits, or E with :attr:`.CallSpec.constant_rows`; None where they are computed again, or
-    #: part of :attr:`Saved.matrix`
+    #: [C, V]: its logits, or E; None where they are computed again, or part of :attr:`Saved.matrix`
     matrix: Tensor | None
     #: [C] fp32: see LogitsBackend.finalize. Where it is there, the terms are not needed.
     row_scale: Tensor | None
@@ -102,11 +101,8 @@ class Saved(NamedTuple):
     chunks: Sequence[SavedChunk] = ()
     #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
     last_hidden: Tensor | None = None
-    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`; with
-    #: :attr:`.CallSpec.constant_rows`
+    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
     matrix: Tensor | None = None
-    #: [H] fp32: see LogitsBackend.column_sum
-    column_sum: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Of all chunks, one after the other."""
@@ -174,9 +170,8 @@ def forward(
 ) -> Forward:
     """Loss of every token, chunk by chunk. Over several ranks a merge ends after the next chunk's GEMM.
 
-    Collectives, in order (see :class:`.VocabParallel` for each): the all-reduce of :class:`.GradientGemms`
-    (``grad_in_forward`` with label smoothing by ``E``); the sampled rows of the weight where the logits
-    backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
+    Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
+    logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
     parallelism); the gather of the second's. Then for each chunk ``c``, counted from 0:
 
     - ``store``, ``recompute``, ``mixed``: its merge and the gather of ``c + 2``, in one launch;
@@ -189,9 +184,7 @@ def forward(
     makes_gradients = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
     hidden_states = HiddenStates(context, hidden, context.chunks, depth=lag + 2 if makes_gradients else 2)
     strategy_class = _GradInForward if makes_gradients else _Save
-    with phase("statistics"):
-        column_sum = spec.logits.column_sum(weight, spec.form)
-    strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states, column_sum)
+    strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states)
     sample = _begin(context, weight, hidden_states)
     results = _Results(context)
     waiting: deque[_Scored] = deque()
@@ -207,7 +200,7 @@ def forward(
         labels = context.split(targets.labels, chunk)
         taken = hidden_states.take(chunk)
         inputs = _inputs(context, chunk, taken, weight, labels, targets.soft, targets.inv_temperature)
-        inputs = inputs._replace(sample=sample, column_sum=column_sum)
+        inputs = inputs._replace(sample=sample)
         if strategy.gathers_early and chunk.index > 1:
             hidden_states.start()
         matrix = strategy.matrix(chunk)
@@ -321,10 +314,8 @@ class _Save:
         weight: Tensor,
         targets: Targets,
         hidden_states: HiddenStates,
-        column_sum: Tensor | None,
     ) -> None:
         self._context, self._hidden_states = context, hidden_states
-        self._column_sum = column_sum
         self._hidden, self._num_rows = hidden, weight.shape[0]
         self._workspace = Workspace(context.spec, hidden, self._num_rows)
         self._saved: list[SavedChunk] = []
@@ -335,10 +326,10 @@ class _Save:
         if _stored(spec, chunk):
             parts = spec.comm.num_parts
             if not spec.wgrad_at_once:
-                num_tokens = parts * chunk.num_tokens + spec.constant_rows
+                num_tokens = parts * chunk.num_tokens
                 return self._hidden.new_empty(num_tokens, self._num_rows, dtype=spec.logits.logits_dtype)
             if self._matrix is None:
-                num_tokens = parts * context.chunks[-1].stop + spec.constant_rows
+                num_tokens = parts * context.chunks[-1].stop
                 self._matrix = self._hidden.new_empty(num_tokens, self._num_rows)
             return context.chunk_of_all(self._matrix, chunk)
         return self._workspace.logits(chunk) if spec.logits.needs_logits_buffer else None
@@ -364,7 +355,7 @@ class _Save:
         spec = self._context.spec
         if spec.plan.saves_last_hidden and chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
             last = self._hidden_states.last()
-        return Saved(self._saved, last, matrix=self._matrix, column_sum=self._column_sum), None
+        return Saved(self._saved, last, matrix=self._matrix), None
 
 
 def _stored(spec: CallSpec, chunk: Chunk) -> bool:
@@ -394,7 +385,6 @@ class _GradInForward:
         weight: Tensor,
         targets: Targets,
         hidden_states: HiddenStates,
-        column_sum: Tensor | None,
     ) -> None:
         assert targets.token_weights is not None
         spec = context.spec
@@ -405,7 +395,7 @@ class _GradInForward:
         wants_grad_hidden, wants_grad_weight = spec.needs_grad
         self._held = HeldGradWeight(weight) if wants_grad_weight else None
         depth = 2 if spec.comm.size > 1 else 1
-        self._workspace = Workspace(spec, hidden, weight.shape[0], depth, spec.constant_rows)
+        self._workspace = Workspace(spec, hidden, weight.shape[0], depth)
         self._gemms = GradientGemms(
             context,
             hidden,
@@ -415,7 +405,6 @@ class _GradInForward:
             self._inv_scale,
             self._workspace,
             hidden_states,
-            column_sum,
             scales_later=True,
         )
         self._context = context
@@ -459,12 +448,11 @@ def backward(
     needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """``grad_hidden`` of this rank's tokens and what autograd gets for the weight; the last chunk first,
-    whose hidden states are there. Not for ``grad_in_forward``: :func:`scale_precomputed`, or this with
-    :meth:`.CallSpec.recomputing`.
+    whose hidden states are there. Of ``grad_in_forward`` only where its own gradients do not serve: see
+    :func:`scale_precomputed`.
 
-    Collectives, in order: the all-reduce of :class:`.GradientGemms` (label smoothing by saved ``E``); per
-    chunk the gather of the next chunk's hidden states that are needed (sequence parallelism), under its first
-    GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
+    Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed (sequence
+    parallelism), under its first GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
     Where ``grad_weight`` is one GEMM for all chunks: per chunk that reduction and that gather in one launch,
     under the next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``.
     """
@@ -514,7 +502,6 @@ def _backward_by_chunks(
         inv_scale,
         workspace,
         hidden_states,
-        saved.column_sum,
         all_e=saved.matrix if at_once else None,
     )
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):

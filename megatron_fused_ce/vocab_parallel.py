@@ -229,16 +229,6 @@ class VocabParallel:
             return _start(_reduce_scatter, out, partial, group=self.group)
         return _start(dist.all_reduce, partial, group=self.group)
 
-    def sum_over_shards(self, value: Tensor) -> Tensor:
-        """``value``, summed over the ranks in place, where no other collective is under way.
-
-        Collectives: one all-reduce on the current stream. None where the caller sums ``grad_hidden``, of
-        which this is a part.
-        """
-        if self.size > 1 and self.reduces_grad_hidden:
-            _start(dist.all_reduce, value, beside=False, group=self.group).wait()
-        return value
-
     def start_merge(
         self,
         stats: RowStatistics,
