@@ -660,7 +660,7 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
         "--fused-ce-logit-precision",
         "--fused-ce-debug-checks",
     }
-    assert len(common) == 13 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
+    assert len(common) == 12 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
     page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
     everyday, experts = page.split("flags are for comparisons, debugging")
     for names, text in ((common, everyday), (advanced, experts)):

@@ -55,8 +55,8 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         # The last pass over grad_weight costs less than one tenth of a fourth product.
         (llama(17408), "grad_in_forward", 3, 5888, 0, "store needs"),
         # A budget.
-        (llama(32768, 9000), "store", 1, 32768, 1, "budget of 9000 MiB"),
-        (llama(32768, 8200), "store", 3, 11008, 3, "grad_in_forward is no faster"),
+        (llama(32768, 9000), "store", 4, 8192, 4, "budget of 9000 MiB"),
+        (llama(32768, 8200), "store", 4, 8192, 4, "grad_in_forward is no faster"),
         (llama(32768, 8130), "grad_in_forward", 4, 8192, 0, "store is no faster"),
         (
             llama(32768, 8130, **UNWEIGHTED),
@@ -77,7 +77,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(1024, 330), "store", 1, 1024, 1, "grad_in_forward needs"),
         # Over ranks two chunks of logits are under way: what grad_in_forward needs is more, and store fits.
         (llama(24000), "grad_in_forward", 3, 8064, 0, "store needs"),
-        (llama(24000, tp_size=4), "store", 1, 24000, 1, "grad_in_forward is no faster"),
+        (llama(24000, tp_size=4), "store", 3, 8064, 3, "grad_in_forward is no faster"),
         (llama(32768, 4200), "grad_in_forward", 4, 8192, 0, "store needs"),
         (llama(32768, 4200, tp_size=4), "grad_in_forward", 8, 4096, 0, "store needs"),
         # And with sequence parallelism four of hidden states, 128 MiB of 4096 tokens.
@@ -131,7 +131,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 5000, chunk_tokens=1000, **UNWEIGHTED), "mixed", 33, 1000, 19, "budget"),
         (llama(32768, 100, num_chunks=4), "recompute", 4, 8192, 0, "with the chunks asked for"),
         # By name.
-        (llama(100000, strategy="store"), "store", 4, 25088, 4, "asked for by name"),
+        (llama(100000, strategy="store"), "store", 13, 7808, 13, "asked for by name"),
         (llama(32768, 1000, strategy="recompute"), "recompute", 4, 8192, 0, "budget of 1000 MiB"),
         (
             llama(32768, 2400, strategy="grad_in_forward"),
