@@ -186,26 +186,24 @@ class GradCoefficients(NamedTuple):
     smoothing_per_class: Tensor | None = None  # fp32 [C], or [] where all rows share it
 
     def in_base_2(self) -> GradProduct:
-        """For the epilogue of ``grad_logits_gemm``."""
+        """For the epilogue of ``grad_logits_gemm``, which has no label smoothing."""
         factor = self.factor * self.scale
         return GradProduct(
             self.row_max * LOG2_E,
             factor,
             -self.factor * self.neg_label_grad,
             None if self.entropy_scale is None else self.factor * self.entropy_scale / LOG2_E,
-            None if self.smoothing_per_class is None else self.factor * self.smoothing_per_class,
         )
 
 
 class GradProduct(NamedTuple):
     """:class:`GradCoefficients` in base 2, fp32 ``[C]``.
 
-    ``d / d s_j = 2**t_j * (factor + entropy_factor * t_j) - smoothing`` for ``t_j = log2(e) * s_j - max2``,
-    and ``at_label`` at the label, before the softcap's gradient.
+    ``d / d s_j = 2**t_j * (factor + entropy_factor * t_j)`` for ``t_j = log2(e) * s_j - max2``, and
+    ``at_label`` at the label, before the softcap's gradient.
     """
 
     max2: Tensor
     factor: Tensor
     at_label: Tensor
     entropy_factor: Tensor | None = None
-    smoothing: Tensor | None = None

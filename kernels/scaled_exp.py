@@ -185,11 +185,10 @@ def _gradient_product_kernel(
     weight_desc,  # [V, H]
     out_desc,  # [C, V]
     label_ptr,  # [C] int64
-    max2_ptr,  # [C] fp32: records.GradProduct, and the next four
+    max2_ptr,  # [C] fp32: records.GradProduct, and the next three
     factor_ptr,
     at_label_ptr,
     entropy_factor_ptr,
-    smoothing_ptr,
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
     num_rows,
@@ -204,7 +203,6 @@ def _gradient_product_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     ENTROPY: tl.constexpr,
-    SMOOTHING: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -246,8 +244,6 @@ def _gradient_product_kernel(
             z = tl.maximum(z, _LOWEST, propagate_nan=_PROPAGATE_NAN)
             gradient += entropy_factor[:, None] * z
         gradient = tl.exp2(z) * gradient
-        if SMOOTHING:
-            gradient -= tl.load(smoothing_ptr + rows, mask=inside, other=0.0)[:, None]
         gradient = tl.where(columns[None, :] == label[:, None], at_label[:, None], gradient)
         if SOFTCAP:
             gradient = gradient * softcap_grad
@@ -359,7 +355,6 @@ def grad_logits_gemm(
         (
             *(labels, gradient.max2, gradient.factor, gradient.at_label),
             gradient.factor if gradient.entropy_factor is None else gradient.entropy_factor,
-            gradient.factor if gradient.smoothing is None else gradient.smoothing,
             labels if form.valid_columns is None else form.valid_columns,
             gradient.max2 if inv_temperature is None else inv_temperature,
         ),
@@ -378,7 +373,6 @@ def grad_logits_gemm(
         BLOCK_K=tiling.block_k,
         GROUP_M=tiling.group_m,
         ENTROPY=gradient.entropy_factor is not None,
-        SMOOTHING=gradient.smoothing is not None,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         ROUNDED=form.rounded,

@@ -126,7 +126,6 @@ class _Rows(NamedTuple):
     factor: gl.tensor
     at_label: gl.tensor
     entropy_factor: gl.tensor
-    smoothing: gl.tensor
     inv_temperature: gl.tensor
 
 
@@ -180,7 +179,6 @@ class _HalfTile(NamedTuple):
     factor: gl.tensor  # from here on only GRADIENTS reads
     at_label: gl.tensor
     entropy_factor: gl.tensor
-    smoothing: gl.tensor
 
 
 class _Kind(NamedTuple):
@@ -193,7 +191,6 @@ class _Kind(NamedTuple):
     WITH_ARGMAX: gl.constexpr
     WEIGHTED: gl.constexpr  # sums of E times its exponent: entropy
     ENTROPY: gl.constexpr  # its gradient
-    SMOOTHING: gl.constexpr  # its gradient
     MASKED: gl.constexpr  # padding
     SOFTCAP: gl.constexpr
     ROUNDED: gl.constexpr  # logits, to bf16
@@ -361,8 +358,6 @@ def _gradients(z, label, row, kind):
         out = gl.exp2(exponent) * (_rows_of(row.factor, z) + _rows_of(row.entropy_factor, z) * exponent)
     else:
         out = gl.exp2(exponent) * _rows_of(row.factor, z)
-    if kind.SMOOTHING:
-        out -= _rows_of(row.smoothing, z)
     columns = gl.arange(0, z.shape[1], gl.SliceLayout(0, z.type.layout))
     out = gl.where(columns[None, :] == _rows_of(label, z), _rows_of(row.at_label, z), out)
     if kind.SOFTCAP:
@@ -658,7 +653,7 @@ def _statistics_epilogue(z, row, first_column, n, of_tiles, num_rows, valid_colu
 @gluon.jit
 def _gradient_epilogue(z, row, first_column, valid_columns, kind):
     """Gradients of a half tile's logits: its left and right columns, in bf16."""
-    if kind.SOFTCAP | kind.ENTROPY | kind.SMOOTHING:
+    if kind.SOFTCAP | kind.ENTROPY:
         left, right = _halves(z)
         left = _gradients(left, row.label, row, kind)
         right = _gradients(right, row.label - BLOCK_N // 2, row, kind)
@@ -711,14 +706,12 @@ def _consume_tile(
     # A cluster's last block may be past the last row.
     halves = 2 * gl.cdiv(sizes.num_rows, BLOCK_M)
     holds_label = gl.load(of_tiles.marks + n * halves + half, mask=half < halves, other=0)
-    factor, at_label, entropy_factor, smoothing = shift, shift, shift, shift
+    factor, at_label, entropy_factor = shift, shift, shift
     if kind.MODE == GRADIENTS:
         factor = gl.load(of_rows.factor + rows, mask=inside, other=0.0)
         at_label = gl.load(of_rows.at_label + rows, mask=inside, other=0.0)
         if kind.ENTROPY:
             entropy_factor = gl.load(of_rows.entropy_factor + rows, mask=inside, other=0.0)
-        if kind.SMOOTHING:
-            smoothing = gl.load(of_rows.smoothing + rows, mask=inside, other=0.0)
 
     z, step = _multiply(token_slots, ring, sizes.num_k, step)
     if kind.ROUNDED:
@@ -736,7 +729,6 @@ def _consume_tile(
         factor,
         at_label,
         entropy_factor,
-        smoothing,
     )
     if kind.MODE == STATISTICS:
         left, right = _statistics_epilogue(
@@ -797,7 +789,6 @@ def _product_kernel(
     factor_ptr,
     at_label_ptr,
     entropy_factor_ptr,
-    smoothing_ptr,
     table_ptr,  # int32: scaled_exp_rows.RowPrologue.table
     tile_max_ptr,
     tile_sum_ptr,
@@ -820,7 +811,6 @@ def _product_kernel(
     WITH_ARGMAX: gl.constexpr,
     WEIGHTED: gl.constexpr,
     ENTROPY: gl.constexpr,
-    SMOOTHING: gl.constexpr,
     MASKED: gl.constexpr,
     SOFTCAP: gl.constexpr,
     ROUNDED: gl.constexpr,
@@ -862,7 +852,6 @@ def _product_kernel(
         factor_ptr,
         at_label_ptr,
         entropy_factor_ptr,
-        smoothing_ptr,
         inv_temperature_ptr,
     )
     of_tiles = _Tiles(
@@ -878,14 +867,14 @@ def _product_kernel(
             (_consumer, (
                 out_desc, of_rows, of_tiles, upper_slots, upper_staging, ring, sizes, scales, 0,
                 _Kind(
-                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY, SMOOTHING,
+                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY,
                     MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
                 ),
             )),
             (_consumer, (
                 out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, HALF_M,
                 _Kind(
-                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY, SMOOTHING,
+                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY,
                     MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
                 ),
             )),
@@ -937,8 +926,7 @@ def _launch(
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
     launch = _bound_product(
         *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, logits),
-        *(with_argmax, form.with_weighted),
-        *(gradient.entropy_factor is not None, gradient.smoothing is not None),
+        *(with_argmax, form.with_weighted, gradient.entropy_factor is not None),
         *(form.valid_columns is not None, form.softcap, form.rounded),
         *(inv_temperature is not None, form.with_squares),
     )
@@ -970,7 +958,6 @@ def _bound_product(
     with_argmax: bool,
     with_weighted: bool,
     entropy: bool,
-    smoothing: bool,
     masked: bool,
     softcap: float | None,
     rounded: bool,
@@ -991,7 +978,6 @@ def _bound_product(
         WITH_ARGMAX=with_argmax,
         WEIGHTED=with_weighted and mode == int(STATISTICS),
         ENTROPY=entropy,
-        SMOOTHING=smoothing,
         MASKED=masked,
         SOFTCAP=softcap is not None,
         ROUNDED=rounded,

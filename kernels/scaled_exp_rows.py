@@ -22,7 +22,6 @@ finalize_rows      one entry a row; whole rows only on demand      0.01 ms
 scale_rows         ``4CH``                                         0.03 ms
 =================  ==============================================  =========
 
-Label smoothing's sums of logits are ``2CH`` FLOP more in the prologue, which waits for its loads meanwhile.
 docs/benchmarks has what they take together. The first forms were several times slower, by latency and strided
 reads: 16 rows a program with a gather of the label's own weight row (the GEMM's epilogue has that logit
 anyway); two dependent sweeps over the tiles; one program a row that read a column of the tile maxima.
@@ -82,7 +81,6 @@ class RowPrologue(NamedTuple):
     #: one mark for each half tile (a tile of columns and 64 rows), in that order: 1 where a label of these
     #: rows lies in these columns, else 0.
     table: Tensor
-    logit_sum: Tensor | None  # [C] fp32, natural: records.ExtraStatistics.logit_sum
 
 
 @triton.jit
@@ -123,8 +121,6 @@ def _row_prologue_kernel(
     row_shift_ptr,  # [C] fp32, out, base 2
     table_ptr,  # int32, out: RowPrologue.table
     inv_temperature_ptr,  # [C] fp32
-    column_sum_ptr,  # [H] fp32
-    logit_sum_ptr,  # [C] fp32, out
     tokens_stride,
     sample_stride,
     num_rows,
@@ -142,9 +138,8 @@ def _row_prologue_kernel(
     BLOCK_TILES: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
-    WITH_SUM: tl.constexpr,
 ):
-    """Row shifts and marks of the 64 rows of one half tile; with ``WITH_SUM`` their sums of logits.
+    """Row shifts and marks of the 64 rows of one half tile.
 
     Every row is summed over H in the same order, so its results do not depend on its neighbours.
     """
@@ -160,14 +155,11 @@ def _row_prologue_kernel(
     tokens_ptr += rows.to(tl.int64)[:, None] * tokens_stride + k[None, :]
     sample_ptr += sampled.to(tl.int64)[None, :] * sample_stride + k[:, None]
     z = tl.zeros((HALF_TILE, SAMPLED), tl.float32)
-    sums = tl.zeros((HALF_TILE, BLOCK_K if WITH_SUM else 1), tl.float32)
     for start in range(0, hidden_size, BLOCK_K):
         left = k < hidden_size - start
         a = tl.load(tokens_ptr, mask=inside[:, None] & left[None, :], other=0.0)
         b = tl.load(sample_ptr, mask=real[None, :] & left[:, None], other=0.0)
         z = tl.dot(a, b, z)
-        if WITH_SUM:
-            sums += a.to(tl.float32) * tl.load(column_sum_ptr + start + k, mask=left, other=0.0)[None, :]
         tokens_ptr += BLOCK_K
         sample_ptr += BLOCK_K
     # The sampled rows of a shard without a valid column are NaN, and left out.
@@ -179,9 +171,6 @@ def _row_prologue_kernel(
     if TEMPERATURE:
         inv_temperature = tl.load(inv_temperature_ptr + rows, mask=inside, other=1.0)
     tl.store(row_shift_ptr + rows, row_shift * inv_temperature * _LOG2_E, mask=inside)
-    if WITH_SUM:
-        logit_sum = tl.sum(sums, axis=1) * logit_scale * inv_temperature
-        tl.store(logit_sum_ptr + rows, logit_sum, mask=inside)
 
 
 @triton.jit
@@ -441,8 +430,6 @@ def _scale_rows_kernel(
     also_ptr,  # [C, H], any float, in place
     row_scale_ptr,  # [C] or [] fp32
     upstream_ptr,  # [C] or [] fp32
-    of_row_ptr,  # [C] fp32
-    of_column_ptr,  # [H] fp32
     num_columns,
     x_stride,
     out_stride,
@@ -452,7 +439,6 @@ def _scale_rows_kernel(
     BLOCK: tl.constexpr,
     WITH_UPSTREAM: tl.constexpr,
     WITH_ALSO: tl.constexpr,
-    ADDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(row_scale_ptr + row * row_scale_stride)
@@ -462,11 +448,8 @@ def _scale_rows_kernel(
         columns = start + tl.arange(0, BLOCK)
         mask = columns < num_columns
         x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        scaled = x * factor
-        if ADDED:
-            of_column = tl.load(of_column_ptr + columns, mask=mask, other=0.0)
-            scaled += tl.load(of_row_ptr + row) * of_column
-        tl.store(out_ptr + row * out_stride + columns, scaled.to(out_ptr.dtype.element_ty), mask=mask)
+        scaled = (x * factor).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row * out_stride + columns, scaled, mask=mask)
         if WITH_ALSO:
             at = also_ptr + row * also_stride + columns
             y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -553,7 +536,6 @@ def _bound_prologue(
     logit_scale: float,
     softcap: float | None,
     temperature: bool,
-    with_sum: bool,
 ) -> tuple[int, Bound]:
     """Number of entries of the table, and the launch for these shapes."""
     num_rows, hidden_size = tokens_shape
@@ -571,7 +553,6 @@ def _bound_prologue(
         BLOCK_TILES=256,
         SOFTCAP=softcap is not None,
         TEMPERATURE=temperature,
-        WITH_SUM=with_sum,
     )
 
 
@@ -583,10 +564,8 @@ def row_prologue(
     logit_scale: float,
     form: RowOptions = NO_OPTIONS,
     inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
-    column_sum: Tensor | None = None,  # [H] fp32: of the shard's real rows; not with a softcap
 ) -> RowPrologue:
-    """Row shifts, the marks of the half tiles that hold labels and, from ``column_sum``, the rows' sums of
-    logits, in one launch.
+    """Row shifts and the marks of the half tiles that hold labels, in one launch.
 
     ``2CH`` bytes read once, and the sample from L2 by every program. A cuBLAS GEMM with a memset and a kernel
     after it was slower.
@@ -594,19 +573,16 @@ def row_prologue(
     row_shift2 = torch.empty(tokens.shape[0], dtype=torch.float32, device=tokens.device)
     size, launch = _bound_prologue(
         *(tokens.shape, sample.shape[0], num_columns, tokens.stride(0), sample.stride(0)),
-        *(logit_scale, form.softcap, inv_temperature is not None, column_sum is not None),
+        *(logit_scale, form.softcap, inv_temperature is not None),
     )
     table = torch.empty(size, dtype=torch.int32, device=tokens.device)
-    logit_sum = None if column_sum is None else torch.empty_like(row_shift2)
     launch(
         (
             *(tokens, sample, labels, row_shift2, table),
             row_shift2 if inv_temperature is None else inv_temperature,
-            row_shift2 if column_sum is None else column_sum,
-            row_shift2 if logit_sum is None else logit_sum,
         )
     )
-    return RowPrologue(row_shift2, table, logit_sum)
+    return RowPrologue(row_shift2, table)
 
 
 #: Rows of a program of the two kernels below: each walks all tiles of its rows, and more programs with fewer
@@ -691,7 +667,7 @@ def combine_tiles(
             shard if squares is None else squares,
         ),
     )
-    extra = ExtraStatistics(prologue.logit_sum, weighted, squares=squares)
+    extra = ExtraStatistics(weighted=weighted, squares=squares)
     return RowStatistics(shard, argmax, extra, tile_shift, merged), row_scale
 
 
@@ -735,7 +711,6 @@ def _bound_scale(
     also_stride: int | None,
     row_scale_dim: int,
     upstream_dim: int | None,
-    added: bool,
 ) -> Bound:
     num_rows, num_columns = shape
     return _scale_rows.bind(
@@ -747,29 +722,26 @@ def _bound_scale(
         BLOCK=min(2048, next_power_of_2(num_columns)),
         WITH_UPSTREAM=upstream_dim is not None,
         WITH_ALSO=also_stride is not None,
-        ADDED=added,
     )
 
 
 def scale_rows(
     x: Tensor,  # [C, H], unit column stride
     row_scale: Tensor,  # [C] or [] fp32
-    out: Tensor,  # [C, H], may be x; further rows are left alone
+    out: Tensor,  # [C, H], may be x
     upstream: Tensor | None = None,  # [C] or [] fp32
     also: Tensor | None = None,  # [C, H], unit column stride
-    added: tuple[Tensor, Tensor] | None = None,  # [C] and [H] fp32, contiguous
 ) -> Tensor:
     """``out = factor[:, None] * x`` with ``factor = row_scale * upstream``, multiplied in fp32; returns
-    ``out``. With ``added`` the outer product of the two is added before ``out`` is rounded.
+    ``out``.
 
     In the same launch, in place: ``also *= factor[:, None]``.
     """
     launch = _bound_scale(
         *(x.shape, x.stride(0), out.stride(0), None if also is None else also.stride(0)),
-        *(row_scale.dim(), None if upstream is None else upstream.dim(), added is not None),
+        *(row_scale.dim(), None if upstream is None else upstream.dim()),
     )
-    upstream = row_scale if upstream is None else upstream
-    launch((x, out, x if also is None else also, row_scale, upstream, *(added or (row_scale, row_scale))))
+    launch((x, out, x if also is None else also, row_scale, row_scale if upstream is None else upstream))
     return out
 
 

@@ -14,7 +14,6 @@ from megatron_fused_ce.grad_weight import OpenedAccumulators
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loop import PrecomputedGrads, Saved, SavedChunk, Targets
 from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.token_outputs import OUTPUT_CHOICES, TokenOutputs, Upstream
@@ -59,7 +58,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
     ) -> tuple[Tensor | None, ...]:
         """This shard's largest logits and their columns, each ``[T]``; then :class:`.TokenOutputs`."""
-        spec, phases, device = context.spec, context.phases, hidden.device
+        spec, device = context.spec, hidden.device
         ctx.hidden_shape = hidden.shape
         flat = hidden.reshape(-1, hidden.shape[-1])
         copies_hidden, copies_weight = spec.copies
@@ -69,14 +68,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             flat = flat.clone(memory_format=torch.contiguous_format)
         if copies_weight:
             weight = weight.clone(memory_format=torch.contiguous_format)
-        kind = "forward" if any(spec.needs_grad) else "evaluation"
         try:
-            with autocast.off(device), phases.of_pass(kind, device):
+            with autocast.off(device):
                 out = loop.forward(context, flat, weight, targets)
-                saved, tensors = out.saved, out.saved.tensors()
-                if phases is not UNTIMED:
-                    gradients = () if out.gradients is None else out.gradients.tensors()
-                    phases.saved(saved.last_hidden, saved.matrix, *tensors, *gradients)
         except BaseException:
             spec.comm.join(device)
             raise
@@ -91,10 +85,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             if outputs.entropy is not None and "entropy" in spec.form.differentiable:
                 entropy = outputs.entropy.clone().view(targets.labels.shape)  # the caller may change it
             once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
-            of_all = saved.last_hidden, saved.matrix, saved.column_sum
-            ctx.save_for_backward(
-                *once, targets.inv_temperature, *of_all, *(kept or (None,) * len(Kept._fields)), *tensors
-            )
+            saved = out.saved
+            of_all = saved.last_hidden, saved.matrix
+            of_tokens = kept or (None,) * len(Kept._fields)
+            ctx.save_for_backward(*once, targets.inv_temperature, *of_all, *of_tokens, *saved.tensors())
         of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
         if kept is not None:
             outputs = outputs.map(kept.put_back)
@@ -117,8 +111,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if all(grad is None for grad in grad_outputs):
             return nothing
         hidden, weight, ignored, ids, probs, entropy, *others = ctx.saved_tensors
-        inv_temperature, last_hidden, matrix, column_sum, tokens, active, skipped, *chunks = others
-        saved = Saved(SavedChunk.of(chunks), last_hidden, matrix, column_sum)
+        inv_temperature, last_hidden, matrix, tokens, active, skipped, *chunks = others
+        saved = Saved(SavedChunk.of(chunks), last_hidden, matrix)
         kept = Kept(tokens, active, skipped) if ctx.skips else None
         soft, device, spec = None if ids is None else SoftTargets(ids, probs), weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
@@ -130,7 +124,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             lost = kept.count_lost(upstream)
             given, upstream = upstream, kept.upstream(upstream)
         try:
-            with autocast.off(device), context.phases.of_pass("backward", device):
+            with autocast.off(device):
                 scale, verdict = _verdict(spec, made, upstream, lost)
                 if verdict is not None and lost is not None:
                     masked_tokens.refuse_lost(verdict.num_lost)
@@ -145,7 +139,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                         spec.promise_was_broken()
                 if spec.plan.strategy == "grad_in_forward":
                     promise.count(result is not None)
-                    context = context._replace(spec=spec.recomputing())
                 if result is None:
                     result = loop.backward(
                         context,

@@ -25,7 +25,6 @@ from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, ki
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.logits_backend import LogitsBackend, RequestedOutputs
 from megatron_fused_ce.loss_form import LossForm, TeacherTargets
-from megatron_fused_ce.phases import UNTIMED, Phases
 from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
 from megatron_fused_ce.vocab_parallel import (
@@ -77,8 +76,6 @@ class Arguments(NamedTuple):
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
     #: calls that wait for their backward together, for plans of memory
     uses_in_flight: int = 1
-    #: a :class:`.PhaseTimes` to time the call's phases with
-    phases: Phases = UNTIMED
     #: whose calls these are; heads of different weights, or of different losses, are best told apart
     head: Head = UNNAMED
 
@@ -120,10 +117,6 @@ class CallSpec(NamedTuple):
     key: HeadOfGroup
     history: GroupHistory
 
-    def recomputing(self) -> CallSpec:
-        """For gradients that the forward made in vain: the backward of ``recompute``, in the same chunks."""
-        return self._replace(plan=replace(self.plan, strategy="recompute"))
-
     def promise_was_broken(self) -> None:
         """Let later calls of this head plan without token weights, and tell the user, once."""
         if self.key not in self.history.broken:
@@ -135,18 +128,6 @@ class CallSpec(NamedTuple):
     def wgrad_at_once(self) -> bool:
         """Whether one GEMM over all tokens makes ``grad_weight``; ``E`` is then saved in one buffer."""
         return self.plan.wgrad_at_once and self.needs_grad[1]
-
-    @property
-    def adds_constant(self) -> bool:
-        """Whether gradients of logits have a constant on every real column: see :class:`.LogitsGrad`."""
-        saves_e = self.logits.reads_saved_in_place and self.plan.strategy != "recompute"
-        return saves_e and self.form.smoothing_per_class is not None
-
-    @property
-    def constant_rows(self) -> int:
-        """Extra rows (8 or 0) of saved ``E`` and of the scaled hidden states, which carry label smoothing's
-        constant into the ``grad_weight`` GEMM."""
-        return logits_backend.CONSTANT_ROWS if self.adds_constant and self.needs_grad[1] else 0
 
     @property
     def needs_argmax(self) -> bool:
@@ -181,7 +162,7 @@ def spec_of(args: Arguments) -> CallSpec:
 
 
 #: Fields that no spec depends on, or that have a kind of their own in :func:`_key`.
-_NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked", "phases"}
+_NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
 _in_key = attrgetter(*(name for name in Arguments._fields if name not in _NOT_IN_KEY))
 
 
@@ -317,7 +298,7 @@ class _LocalView(NamedTuple):
             return _LocalView(error, head, facts=_NO_FACTS)
         accumulator = kind_of(args.open_grad_weight) if weight.requires_grad else "none"
         facts = {
-            "device": _DEVICES.index(_device_in_plans(args.hidden.device)),
+            "device": _DEVICES.index(device_in_plans(args.hidden.device)),
             # In the order of what a plan sets aside for them; "none" is so on all ranks or on none.
             "wgrad_accumulator": planner.WGRAD_ACCUMULATORS.index(accumulator),
             "without_scaled_exp": int(bool(here)),
@@ -388,19 +369,19 @@ def _check_token_weights(args: Arguments) -> None:
         )
 
 
-#: Devices that plans differ on; of ranks with several the last one counts, a GPU that is not in the table.
-_DEVICES = ("cpu", *(row.name for row in planner.DEVICES), "")
+#: Devices that plans differ on; of ranks with several the last one counts.
+_DEVICES = ("cpu", "Hopper", "other GPU")
 
 #: What depends on this rank's machine and memory, and plans on it (see :func:`.vocab_parallel.compare`).
 _NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
 
 
 @lru_cache(maxsize=16)
-def _device_in_plans(device: torch.device) -> str:
+def device_in_plans(device: torch.device) -> str:
+    """:attr:`.PlanInputs.device`, one of three."""
     if device.type != "cuda":
         return "cpu"
-    words = torch.cuda.get_device_name(device).split()
-    return next((name for name in _DEVICES[1:-1] if name in words), "")
+    return "Hopper" if torch.cuda.get_device_capability(device)[0] == 9 else "other GPU"
 
 
 def _plan(
@@ -455,7 +436,7 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
 
 #: Fields of :class:`Arguments` that ranks may have each their own: their tensors' rows, what they find by
 #: themselves (:data:`_NO_FACTS`), and what changes no collective. All others, and the config's, must agree.
-_OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked", "phases"}
+_OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
 _AGREED = tuple(name for name in Arguments._fields if name not in {*_OF_RANK, "config"})
 
 

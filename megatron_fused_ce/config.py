@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -22,38 +20,6 @@ LOGITS_BACKEND_CHOICES = ("auto", "scaled_exp", "gemm_rows")
 MERGE_CHOICES = ("auto", "packed", "all_reduce")
 SMOOTHING_FORM_CHOICES = ("megatron", "pytorch")
 LOGIT_PRECISION_CHOICES = ("auto", "activations", "fp32")
-
-
-@dataclass(frozen=True)
-class Device:
-    """Tokens of a chunk for each strategy on one kind of device, if memory does not ask for fewer."""
-
-    #: A word in ``torch.cuda.get_device_name()``; of a row read from a file, the whole name.
-    name: str
-    recompute: int
-    grad_in_forward: int
-    store: int
-
-    def chunk_tokens(self, strategy: str) -> int:
-        """Tokens of a chunk; ``mixed`` takes those of ``recompute``, since it recomputes too."""
-        return {"store": self.store, "grad_in_forward": self.grad_in_forward}.get(strategy, self.recompute)
-
-    @staticmethod
-    def read(path: str | Path) -> Device:
-        """A row that ``python -m megatron_fused_ce sweep`` wrote: ``chunk_lengths.json`` in its folder.
-
-        Raises:
-            ValueError: no such file, or another content.
-        """
-        try:
-            row = Device(**json.loads(Path(path).read_text())["row"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ValueError(f"{str(path)[:200]} is no chunk_lengths.json of a sweep: {why}") from None
-        lengths = (row.recompute, row.grad_in_forward, row.store)
-        if not all(type(length) is int and length > 0 for length in lengths):
-            raise ValueError(f"{path}: tokens of a chunk must be whole numbers of 1 or more, got {lengths}")
-        return row
 
 
 @dataclass(frozen=True)
@@ -75,8 +41,6 @@ class FusedCEConfig:
     #: Budget in MiB of the head's own buffers, beside inputs, ``grad_hidden`` and the wgrad
     #: accumulator; None for what ``grad_in_forward`` needs.
     memory_mb: int | None = None
-    #: Chunk lengths measured on this GPU (:meth:`Device.read`), in place of the planner's table.
-    chunk_lengths: Device | None = None
     #: The logits are ``logit_scale * hidden @ weight.T`` (MuP, temperature).
     logit_scale: float = 1.0
     #: ``z -> cap * tanh(z / cap)`` of the scaled logits, before everything else (Gemma 2); None for none.
@@ -138,10 +102,6 @@ class FusedCEConfig:
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, got {value}")
-        if self.chunk_lengths is not None and not isinstance(self.chunk_lengths, Device):
-            raise ValueError(
-                f"chunk_lengths must be a Device, from Device.read(path), got {self.chunk_lengths!r}"
-            )
         if not 0 < abs(self.logit_scale) < FP32_LIMIT:
             raise ValueError(f"logit_scale must be finite, also in fp32, and not 0, got {self.logit_scale}")
         if not 0 <= self.z_loss < FP32_LIMIT:

@@ -236,25 +236,6 @@ def accumulate_(
     product(total, grad_logits, hidden, overwrite)
 
 
-def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
-    """``weights @ rows``, fp32 ``[H]``: ``rows`` ``[C, H]``, ``weights`` fp32 ``[C]``, summed in fp32."""
-    columns = rows.new_empty(rows.shape[0], 8)
-    write_in_two(weights, columns.t())
-    total = torch.empty(8, rows.shape[1], dtype=torch.float32, device=rows.device)
-    accumulate_(total, columns, rows, overwrite=True)
-    return total.sum(0)
-
-
-def write_in_two(vector: Tensor, out: Tensor) -> None:
-    """Write ``vector`` ``[n]``, fp32, as two rows of ``out`` ``[8, n]``: rounded, and what rounding lost.
-
-    The other rows become 0.
-    """
-    out.zero_()
-    out[0] = vector
-    out[1] = vector - out[0]
-
-
 @lru_cache(maxsize=1)
 def mixed_product() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
     """The first of these that is installed: torch's GEMM with fp32 output, apex's kernel, TE's, an upcast.

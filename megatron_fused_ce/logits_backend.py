@@ -52,8 +52,6 @@ class ChunkInputs(NamedTuple):
     #: whether this shard is the whole vocabulary
     alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
-    #: [H] fp32: :meth:`LogitsBackend.column_sum`, for :meth:`LogitsBackend.logits_gemm`
-    column_sum: Tensor | None = None
 
 
 class Scores(NamedTuple):
@@ -65,25 +63,16 @@ class Scores(NamedTuple):
     row_scale: Tensor | None = None
 
 
-#: Rows after those of ``E`` and of the scaled hidden states, by which the GEMM of ``grad_weight`` adds one
-#: vector to each of its real rows. Two of ``E``'s are ones on real columns; the hidden states have there the
-#: vector, rounded to their dtype, and what rounding lost. The others are 0: sizes stay multiples of 8.
-CONSTANT_ROWS = 8
-
-
 class LogitsGrad(NamedTuple):
     """``grad_logits = (row_scale * upstream)[:, None] * matrix``; fp32 ``[C]``, both None for 1.
 
     They are the same on every rank of the group, so that ``grad_hidden`` may be summed over the ranks before
-    its rows are scaled. Where ``smoothing_per_class`` is given
-    ``upstream[:, None] * smoothing_per_class`` is still to be subtracted, on
-    every real column; the matrix may then have :data:`CONSTANT_ROWS` more rows.
+    its rows are scaled.
     """
 
     matrix: Tensor
     row_scale: Tensor | None = None
     upstream: Tensor | None = None
-    smoothing_per_class: Tensor | None = None  # fp32 []
 
 
 class LogitsBackend(Protocol):
@@ -113,21 +102,13 @@ class LogitsBackend(Protocol):
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
         """Launches the GEMM into ``out`` ``[C, V]`` and returns a closure that computes row statistics.
 
-        Two steps, so that they can be timed apart. Rows of ``out`` beyond ``C`` become those of
-        :data:`CONSTANT_ROWS`; so may the matrix of the next two functions have them.
+        Two steps, so that they can be timed apart.
         """
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
         """This rank's part ``[S / num_ranks, H]`` of the chunks' ``sample``: valid rows of ``weight``.
 
         None where :meth:`logits_gemm` needs no sample.
-        """
-
-    def column_sum(self, weight: Tensor, form: LossForm) -> Tensor | None:
-        """Sum of this shard's real rows of ``weight``, fp32 ``[H]``, where :meth:`logits_gemm` needs it: a
-        token's product with it is the sum of its logits (label smoothing).
-
-        Made in every call: the weight's version number would miss writes through ``.data``.
         """
 
     def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> Tensor | None:
@@ -179,9 +160,6 @@ class GemmThenRows:
         return statistics
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> None:
-        return None
-
-    def column_sum(self, weight: Tensor, form: LossForm) -> None:
         return None
 
     def finalize(self, matrix: Tensor, chunk: ChunkInputs, scores: Scores, merged: Merged) -> None:
@@ -259,23 +237,13 @@ class ScaledExp:
         rows: Tensor = kernels.sample_rows(weight, -(-kernels.SAMPLED_ROWS // num_ranks), form)
         return rows
 
-    def column_sum(self, weight: Tensor, form: LossForm) -> Tensor | None:
-        if not form.with_logit_sum:
-            return None
-        return weight[: form.real_columns].sum(0, dtype=torch.float32)
-
     def logits_gemm(self, chunk: ChunkInputs, out: Tensor | None, with_argmax: bool) -> Callable[[], Scores]:
-        tokens, weight, labels, logit_scale, sample, form, _, alone, inv_temperature, column_sum = chunk
+        tokens, weight, labels, logit_scale, sample, form, _, alone, inv_temperature = chunk
         assert sample is not None
         scaled_exp_rows = _scaled_exp_rows()
         num_columns = weight.shape[0]
-        num_rows = labels.shape[0]
-        if out is not None and out.shape[0] > num_rows:
-            constant = out[num_rows:].zero_()
-            constant[:2, : form.real_columns] = 1.0
-            out = out[:num_rows]
         prologue = scaled_exp_rows.row_prologue(
-            tokens, sample, labels, num_columns, logit_scale, form, inv_temperature, column_sum
+            tokens, sample, labels, num_columns, logit_scale, form, inv_temperature
         )
         tiles = self.product.scaled_exp_gemm(
             tokens,
@@ -306,7 +274,7 @@ class ScaledExp:
         if scores.row_scale is not None:
             return scores.row_scale
         row_scale: Tensor = _scaled_exp_rows().finalize_rows(
-            first_rows(matrix, chunk.labels.shape[0]),
+            matrix,
             chunk.labels,
             scores.tiles,
             scores.stats,
@@ -328,7 +296,7 @@ class ScaledExp:
         if self.saves_logits:
             return _row_gradients(_row_kernels(), matrix, chunk, terms, upstream, out)
         assert row_scale is not None
-        return LogitsGrad(matrix, row_scale, upstream.loss, chunk.form.smoothing_per_class)
+        return LogitsGrad(matrix, row_scale, upstream.loss)
 
     def grad_recomputed(
         self, chunk: ChunkInputs, terms: TokenTerms, upstream: Upstream, logits: Tensor, out: Tensor
@@ -544,13 +512,11 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
-    names = [(requested.soft, "the loss of a teacher's targets")]
+    names = [
+        (requested.soft, "the loss of a teacher's targets"),
+        (config.label_smoothing > 0, "label_smoothing"),
+    ]
     saved_as_logits = _saved_as_logits(config, requested)
-    if config.label_smoothing:
-        # Sums of such logits are no product with a sum of the weight's rows.
-        names.append((config.logit_softcap is not None, "label_smoothing beside a softcap"))
-        rounded = config.logit_precision == "activations" or bool(saved_as_logits)
-        names.append((rounded, "label_smoothing of rounded logits"))
     for option in saved_as_logits:
         names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
         names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))
@@ -560,7 +526,7 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
 def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
     """Names of options whose gradient is no multiple of ``E``, so that logits are saved instead.
 
-    lse, entropy, and log_prob beside a z_loss or label smoothing have their own upstream gradients. None for
+    lse, entropy, and log_prob beside a z_loss have their own upstream gradients. None for
     ``recompute``, which saves neither.
     """
     if config.strategy == "recompute":
@@ -568,10 +534,7 @@ def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list
     with_grad = requested.differentiable
     names = (
         ("lse" in with_grad, "lse with a gradient"),
-        (
-            "log_prob" in with_grad and (config.z_loss > 0 or config.label_smoothing > 0),
-            "log_prob with a gradient beside z_loss or label_smoothing",
-        ),
+        ("log_prob" in with_grad and config.z_loss > 0, "log_prob with a gradient beside z_loss"),
         ("entropy" in with_grad, "entropy with a gradient"),
     )
     return [name for applies, name in names if applies]
@@ -583,7 +546,6 @@ def scale_rows(
     out: Tensor,
     upstream: Tensor | None = None,
     also: Tensor | None = None,
-    added: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """:func:`.scaled_exp_rows.scale_rows`, for a :class:`LogitsGrad`."""
-    _scaled_exp_rows().scale_rows(x, row_scale, out, upstream, also, added)
+    _scaled_exp_rows().scale_rows(x, row_scale, out, upstream, also)

@@ -34,7 +34,7 @@ from megatron_fused_ce.grad_weight import HeldGradWeight, accumulate_
 from megatron_fused_ce.kernels.records import Merged, SoftTargets
 from megatron_fused_ce.logits_backend import ChunkInputs, LogitsGrad, Scores
 from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.phases import UNTIMED
+from megatron_fused_ce.phases import phase
 from megatron_fused_ce.pipeline import (
     Context,
     GradientGemms,
@@ -72,8 +72,7 @@ class SavedChunk(NamedTuple):
     """Tensors of a chunk saved for the backward."""
 
     labels: Tensor  # [C] int64
-    #: [C, V]: its logits, or E with :attr:`.CallSpec.constant_rows`; None where they are computed again, or
-    #: part of :attr:`Saved.matrix`
+    #: [C, V]: its logits, or E; None where they are computed again, or part of :attr:`Saved.matrix`
     matrix: Tensor | None
     #: [C] fp32: see LogitsBackend.finalize. Where it is there, the terms are not needed.
     row_scale: Tensor | None
@@ -95,9 +94,6 @@ class PrecomputedGrads(NamedTuple):
     grad_weight: Tensor | None  # [V, H] fp32
     grad_hidden: UnscaledGradHidden
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.token_weights, self.grad_weight, *self.grad_hidden
-
 
 class Saved(NamedTuple):
     """Tensors that a forward saves for its backward."""
@@ -105,11 +101,8 @@ class Saved(NamedTuple):
     chunks: Sequence[SavedChunk] = ()
     #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
     last_hidden: Tensor | None = None
-    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`; with
-    #: :attr:`.CallSpec.constant_rows`
+    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
     matrix: Tensor | None = None
-    #: [H] fp32: see LogitsBackend.column_sum
-    column_sum: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
         """Of all chunks, one after the other."""
@@ -149,8 +142,6 @@ def _start_merge(
         best = (stats.argmax + spec.vocab_start).float()
         stats = stats._replace(extra=stats.extra._replace(best=best))
     merge = spec.comm.start_merge(stats, spec.logits.token_ops)
-    if context.phases is not UNTIMED:
-        context.phases.moved("merge", spec.comm.merge_bytes(stats))
     if matrix is None:
         # Tile statistics that `finalize` will not read must not live through the next chunk's GEMM.
         scores = scores._replace(tiles=None)
@@ -179,9 +170,8 @@ def forward(
 ) -> Forward:
     """Loss of every token, chunk by chunk. Over several ranks a merge ends after the next chunk's GEMM.
 
-    Collectives, in order (see :class:`.VocabParallel` for each): the all-reduce of :class:`.GradientGemms`
-    (``grad_in_forward`` with label smoothing by ``E``); the sampled rows of the weight where the logits
-    backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
+    Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
+    logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
     parallelism); the gather of the second's. Then for each chunk ``c``, counted from 0:
 
     - ``store``, ``recompute``, ``mixed``: its merge and the gather of ``c + 2``, in one launch;
@@ -189,21 +179,19 @@ def forward(
       the merge of 0); the first step of its merge; what is left of the merge of ``c - 1``; the reduction of
       the ``grad_hidden`` of ``c - 1``.
     """
-    spec, phases = context.spec, context.phases
+    spec = context.spec
     lag = 1 if spec.comm.size > 1 else 0
     makes_gradients = spec.plan.strategy == "grad_in_forward" and any(spec.needs_grad)
     hidden_states = HiddenStates(context, hidden, context.chunks, depth=lag + 2 if makes_gradients else 2)
     strategy_class = _GradInForward if makes_gradients else _Save
-    with phases("statistics"):
-        column_sum = spec.logits.column_sum(weight, spec.form)
-    strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states, column_sum)
+    strategy: _AfterMerge = strategy_class(context, hidden, weight, targets, hidden_states)
     sample = _begin(context, weight, hidden_states)
     results = _Results(context)
     waiting: deque[_Scored] = deque()
 
     def finish_oldest() -> None:
         scored = waiting.popleft()
-        with phases("merge"):
+        with phase("merge"):
             merged = scored.merge.finish()
             results.put(scored, merged)
         strategy.after_merge(scored, merged)
@@ -212,13 +200,13 @@ def forward(
         labels = context.split(targets.labels, chunk)
         taken = hidden_states.take(chunk)
         inputs = _inputs(context, chunk, taken, weight, labels, targets.soft, targets.inv_temperature)
-        inputs = inputs._replace(sample=sample, column_sum=column_sum)
+        inputs = inputs._replace(sample=sample)
         if strategy.gathers_early and chunk.index > 1:
             hidden_states.start()
         matrix = strategy.matrix(chunk)
-        with phases("logits"):
+        with phase("logits"):
             statistics = spec.logits.logits_gemm(inputs, matrix, spec.needs_argmax)
-        with phases("statistics"):
+        with phase("statistics"):
             scores = statistics()
         with spec.comm.coalesced(hidden.device):
             waiting.append(_start_merge(context, chunk, inputs, scores, matrix))
@@ -326,10 +314,8 @@ class _Save:
         weight: Tensor,
         targets: Targets,
         hidden_states: HiddenStates,
-        column_sum: Tensor | None,
     ) -> None:
         self._context, self._hidden_states = context, hidden_states
-        self._column_sum = column_sum
         self._hidden, self._num_rows = hidden, weight.shape[0]
         self._workspace = Workspace(context.spec, hidden, self._num_rows)
         self._saved: list[SavedChunk] = []
@@ -340,10 +326,10 @@ class _Save:
         if _stored(spec, chunk):
             parts = spec.comm.num_parts
             if not spec.wgrad_at_once:
-                num_tokens = parts * chunk.num_tokens + spec.constant_rows
+                num_tokens = parts * chunk.num_tokens
                 return self._hidden.new_empty(num_tokens, self._num_rows, dtype=spec.logits.logits_dtype)
             if self._matrix is None:
-                num_tokens = parts * context.chunks[-1].stop + spec.constant_rows
+                num_tokens = parts * context.chunks[-1].stop
                 self._matrix = self._hidden.new_empty(num_tokens, self._num_rows)
             return context.chunk_of_all(self._matrix, chunk)
         return self._workspace.logits(chunk) if spec.logits.needs_logits_buffer else None
@@ -356,7 +342,7 @@ class _Save:
         if _stored(spec, scored.chunk):
             matrix = scored.matrix
             assert matrix is not None
-            with self._context.phases("statistics"):
+            with phase("statistics"):
                 row_scale = spec.logits.finalize(matrix, scored.inputs, scored.scores, merged)
         if self._matrix is not None:
             matrix = None  # saved with all others
@@ -369,7 +355,7 @@ class _Save:
         spec = self._context.spec
         if spec.plan.saves_last_hidden and chunks and _reads_hidden(spec, chunks[-1], spec.needs_grad):
             last = self._hidden_states.last()
-        return Saved(self._saved, last, matrix=self._matrix, column_sum=self._column_sum), None
+        return Saved(self._saved, last, matrix=self._matrix), None
 
 
 def _stored(spec: CallSpec, chunk: Chunk) -> bool:
@@ -399,7 +385,6 @@ class _GradInForward:
         weight: Tensor,
         targets: Targets,
         hidden_states: HiddenStates,
-        column_sum: Tensor | None,
     ) -> None:
         assert targets.token_weights is not None
         spec = context.spec
@@ -410,7 +395,7 @@ class _GradInForward:
         wants_grad_hidden, wants_grad_weight = spec.needs_grad
         self._held = HeldGradWeight(weight) if wants_grad_weight else None
         depth = 2 if spec.comm.size > 1 else 1
-        self._workspace = Workspace(spec, hidden, weight.shape[0], depth, spec.constant_rows)
+        self._workspace = Workspace(spec, hidden, weight.shape[0], depth)
         self._gemms = GradientGemms(
             context,
             hidden,
@@ -420,7 +405,6 @@ class _GradInForward:
             self._inv_scale,
             self._workspace,
             hidden_states,
-            column_sum,
             scales_later=True,
         )
         self._context = context
@@ -435,7 +419,7 @@ class _GradInForward:
         assert matrix is not None
         logits, inputs = context.spec.logits, scored.inputs
         upstream = self._upstream.map(partial(context.split, chunk=scored.chunk))
-        with context.phases("grad-logits"):
+        with phase("grad-logits"):
             row_scale = logits.finalize(matrix, inputs, scored.scores, merged)
             terms = None
             if row_scale is None:
@@ -448,7 +432,7 @@ class _GradInForward:
 
     def finish(self) -> tuple[Saved, PrecomputedGrads]:
         grad_hidden = self._gemms.finish()
-        with self._context.phases("grad-weight"):
+        with phase("grad-weight"):
             total = None if self._held is None else self._held.total(self._inv_scale)
         return Saved(self._saved), PrecomputedGrads(self._token_weights, total, grad_hidden)
 
@@ -464,12 +448,11 @@ def backward(
     needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """``grad_hidden`` of this rank's tokens and what autograd gets for the weight; the last chunk first,
-    whose hidden states are there. Not for ``grad_in_forward``: :func:`scale_precomputed`, or this with
-    :meth:`.CallSpec.recomputing`.
+    whose hidden states are there. Of ``grad_in_forward`` only where its own gradients do not serve: see
+    :func:`scale_precomputed`.
 
-    Collectives, in order: the all-reduce of :class:`.GradientGemms` (label smoothing by saved ``E``); per
-    chunk the gather of the next chunk's hidden states that are needed (sequence parallelism), under its first
-    GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
+    Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed (sequence
+    parallelism), under its first GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
     Where ``grad_weight`` is one GEMM for all chunks: per chunk that reduction and that gather in one launch,
     under the next chunk's ``grad_hidden``, and the last reduction under ``grad_weight``.
     """
@@ -519,7 +502,6 @@ def _backward_by_chunks(
         inv_scale,
         workspace,
         hidden_states,
-        saved.column_sum,
         all_e=saved.matrix if at_once else None,
     )
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
@@ -537,11 +519,11 @@ def _backward_by_chunks(
     reduced = gemms.finish()
     grad_hidden = reduced.grad_hidden
     if grad_hidden is not None and reduced.row_scale is not None:
-        with context.phases("grad-hidden"):
+        with phase("grad-hidden"):
             reduced.scale()
     if accumulator is None:
         return grad_hidden, None
-    with context.phases("grad-weight"):
+    with phase("grad-weight"):
         return grad_hidden, accumulator.close(inv_scale)
 
 
@@ -559,7 +541,7 @@ def _backward_by_columns(
     A block is some rows of the weight, whose ``grad_weight`` is one GEMM over all tokens; summed over the
     blocks is ``grad_hidden``, in fp32. No collectives.
     """
-    spec, phases = context.spec, context.phases
+    spec = context.spec
     wants_grad_hidden, wants_grad_weight = needs_grad
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     everything = Chunk(0, 0, num_tokens)
@@ -579,13 +561,13 @@ def _backward_by_columns(
         out = buffer[: num_tokens * block.shape[0]].view(num_tokens, -1)
         inputs = _inputs(context, everything, hidden, block, labels - start, None, inv_temperature)
         inputs = inputs._replace(form=spec.form.from_column(start))
-        with phases("grad-logits"):
+        with phase("grad-logits"):
             grad = spec.logits.grad_recomputed(inputs, terms, upstream, out, out).matrix
         if total is not None:
-            with phases("grad-hidden"):
+            with phase("grad-hidden"):
                 accumulate_(total, grad.t(), block, overwrite=start == 0)
         if accumulator is not None:
-            with phases("grad-weight"):
+            with phase("grad-weight"):
                 accumulator.add_rows(rows, grad, hidden)
     return (
         None if total is None else total.to(hidden.dtype),
@@ -604,7 +586,7 @@ def _grad_logits(
     """Gradients of the chunk's logits, from its saved tensors."""
     logits = context.spec.logits
     terms = None if saved.terms is None else TokenTerms.of(saved.terms, saved.target_mass)
-    with context.phases("grad-logits"):
+    with phase("grad-logits"):
         if saved.matrix is None:
             assert terms is not None
             buffers = workspace.logits(chunk), workspace.grad_logits(chunk)
@@ -630,14 +612,14 @@ def scale_precomputed(
     """
     grad_hidden = made.grad_hidden.grad_hidden if needs_grad[0] else None
     if grad_hidden is not None:
-        with context.phases("grad-hidden"):
+        with phase("grad-hidden"):
             if made.grad_hidden.row_scale is not None:
                 made.grad_hidden.scale(scale)
             else:
                 scale_(grad_hidden, scale)
     if made.grad_weight is None or not needs_grad[1]:
         return (grad_hidden, None) if verdict.kept else None
-    with context.phases("grad-weight"):
+    with phase("grad-weight"):
         accumulator = context.open_grad_weight(weight, 1, False)
         if not accumulator.add_total(made.grad_weight, scale, verdict):
             return None

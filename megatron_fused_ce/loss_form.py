@@ -86,7 +86,6 @@ class LossForm(RowOptions):
     sigma: Tensor | None = None  # fp32 [] sigma; None without smoothing
     num_classes: Tensor | None = None  # fp32 [], K; with smoothing
     smoothing_per_class: Tensor | None = None  # fp32 [], sigma / K; with smoothing
-    real_columns: int = 0  # of this shard: its valid columns, or all
     #: requested outputs beside the loss, from token_outputs.OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
     #: the requested outputs that may get upstream gradients
@@ -120,7 +119,6 @@ class LossForm(RowOptions):
             requested: the fields that are not in the config.
         """
         sigma = num_classes = smoothing_per_class = valid_columns = None
-        real_columns = num_rows
         if config.true_vocab_size is not None:
             real_columns = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
             valid_columns = torch.full((1,), real_columns, dtype=torch.int64, device=device)
@@ -143,7 +141,6 @@ class LossForm(RowOptions):
             sigma=sigma,
             num_classes=num_classes,
             smoothing_per_class=smoothing_per_class,
-            real_columns=real_columns,
             outputs=outputs,
             **requested,
         )
@@ -224,14 +221,12 @@ class LossForm(RowOptions):
     def own_coefficients(self, merged_terms: Tensor) -> Tensor:
         """``row_max, scale, neg_label_grad`` for an upstream gradient of 1: fp32 ``[3, C]`` or more rows.
 
-        Without the constant that smoothing subtracts on every column, the label's too.
+        Not with label smoothing, which subtracts a constant on every column beside them.
         """
         if self.is_plain:
             return merged_terms
         terms = TokenTerms.of(merged_terms)
         scale, neg_label_grad = self._scale_and_label_grad(terms)
-        if self.smoothing_per_class is not None:
-            neg_label_grad = neg_label_grad - self.smoothing_per_class
         return torch.stack((terms.row_max, scale, neg_label_grad))
 
     def _scale_and_label_grad(self, terms: TokenTerms) -> tuple[Tensor, Tensor]:

@@ -101,9 +101,8 @@ def fused_linear_cross_entropy(
     hidden states (sequence parallelism, if a GEMM needs them; the first chunk's are still there), one
     reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce. With ``grad_in_forward`` this
     reduction is in the forward; the backward begins with a MAX all-reduce of one int64 (of three with
-    ``skip_masked``, which has it with every strategy), and has the rest where the promise is broken. With
-    label smoothing, unless ``recompute`` or the row kernels run: an all-reduce of fp32 ``[H]`` before all
-    else of the pass that makes the gradients. Their order: :mod:`.loop`; the same on every rank.
+    ``skip_masked``, which has it with every strategy), and has the rest where the promise is broken. Their
+    order: :mod:`.loop`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
@@ -280,7 +279,7 @@ def _evaluate(args: Arguments) -> HeadOutputs:
     if kept is not None:
         # The plan and the buffers are those of all tokens: the same in every step.
         chunks = first_tokens(chunks, kept.tokens.shape[1])
-    context = Context(spec, chunks, args.open_grad_weight, args.phases)
+    context = Context(spec, chunks, args.open_grad_weight)
     targets = _targets(args, spec, kept, inv_temperature)
     in_batch = tuple(args.labels.shape) if args.labels.dim() == 2 else None
     local_max, local_argmax, *per_token = FusedLinearCrossEntropy.apply(

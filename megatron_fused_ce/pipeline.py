@@ -45,27 +45,20 @@ from torch import Tensor
 from megatron_fused_ce import logits_backend
 from megatron_fused_ce.call import CallSpec
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.grad_weight import (
-    GradWeight,
-    HeldGradWeight,
-    OpenGradWeight,
-    weighted_sum,
-    write_in_two,
-)
+from megatron_fused_ce.grad_weight import GradWeight, HeldGradWeight, OpenGradWeight
 from megatron_fused_ce.logits_backend import LogitsGrad, first_rows
-from megatron_fused_ce.phases import Phases
+from megatron_fused_ce.phases import phase
 from megatron_fused_ce.scaling import scale_
 from megatron_fused_ce.vocab_parallel import DONE, Work
 
 
 class Context(NamedTuple):
-    """One call: its spec, and its own chunks and recorder."""
+    """One call: its spec, and its own chunks."""
 
     spec: CallSpec
     #: the spec's, or fewer where masked tokens are skipped
     chunks: tuple[Chunk, ...]
     open_grad_weight: OpenGradWeight
-    phases: Phases
 
     def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
@@ -79,13 +72,11 @@ class Context(NamedTuple):
         return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
 
     def chunk_of_all(self, of_all: Tensor, chunk: Chunk) -> Tensor:
-        """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk; the last chunk's
-        include trailing constant rows.
-        """
+        """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk."""
         if len(self.chunks) == 1:
             return of_all
-        parts, is_last = self.spec.comm.num_parts, chunk.index + 1 == len(self.chunks)
-        return of_all[parts * chunk.start : None if is_last else parts * chunk.stop]
+        parts = self.spec.comm.num_parts
+        return of_all[parts * chunk.start : parts * chunk.stop]
 
     def own_part(self, per_token: Tensor) -> Tensor:
         """This rank's entries ``[n]`` of a chunk's ``[C]``."""
@@ -130,7 +121,7 @@ class HiddenStates:
         self.all_tokens: Tensor | None = None  # [T, H], chunk after chunk
         if depth is None and chunks:
             num_tokens = context.spec.comm.num_parts * context.chunks[-1].stop
-            self.all_tokens = hidden.new_empty(num_tokens + context.spec.constant_rows, hidden.shape[1])
+            self.all_tokens = hidden.new_empty(num_tokens, hidden.shape[1])
         self._under_way: dict[int, tuple[Tensor, Work]] = {}
         self._gathers = context.spec.comm.sequence_parallel
         self._started = 0
@@ -154,7 +145,6 @@ class HiddenStates:
         out = first_rows(self._slot(index, chunk), comm.num_parts * chunk.num_tokens)
         part = self._hidden[chunk.start : chunk.stop]
         self._under_way[index] = out, comm.gather(part, out)
-        self._context.phases.moved("gather", comm.ring_bytes(out.nbytes))
         return True
 
     def take(self, chunk: Chunk) -> Tensor:
@@ -167,24 +157,23 @@ class HiddenStates:
         if self._position not in self._under_way:
             self.start()
         self._taken, pending = self._under_way.pop(self._position)
-        with self._context.phases("gather"):
+        with phase("gather"):
             pending.wait()
         return self._taken
 
     def buffer(self, chunk: Chunk) -> Tensor:
-        """``[C, H]`` to write the scaled hidden states of ``chunk`` into, the last or the last but one taken;
-        with :attr:`.CallSpec.constant_rows` after them (of :attr:`all_tokens` the last chunk alone).
+        """``[C, H]`` to write the scaled hidden states of ``chunk`` into, the last or the last but one taken.
 
         With sequence parallelism their own slot of the ring.
         """
         index = self._chunks.index(chunk) if self._gathers else 0
-        return self._slot(index, chunk, self._context.spec.constant_rows)
+        return self._slot(index, chunk)
 
     def last(self) -> Tensor | None:
         """The chunk gathered last, with which a backward begins; None without sequence parallelism."""
         return self._taken if self._gathers else None
 
-    def _slot(self, index: int, chunk: Chunk, more_rows: int = 0) -> Tensor:
+    def _slot(self, index: int, chunk: Chunk) -> Tensor:
         if self.all_tokens is not None:
             return self._context.chunk_of_all(self.all_tokens, chunk)
         slot = index % len(self._ring)
@@ -192,17 +181,14 @@ class HiddenStates:
         if buffer is None:
             buffer = _chunk_buffer(self._context.spec, self._hidden, self._hidden.shape[1])
             self._ring[slot] = buffer
-        return first_rows(buffer, self._context.spec.comm.num_parts * chunk.num_tokens + more_rows)
+        return first_rows(buffer, self._context.spec.comm.num_parts * chunk.num_tokens)
 
 
 class Workspace:
     """Buffers that the chunks of a pass share, allocated when first asked for."""
 
-    def __init__(
-        self, spec: CallSpec, hidden: Tensor, num_rows: int, depth: int = 1, more_rows: int = 0
-    ) -> None:
+    def __init__(self, spec: CallSpec, hidden: Tensor, num_rows: int, depth: int = 1) -> None:
         self._spec = spec
-        self._more_rows = more_rows
         self._hidden = hidden
         self._num_rows = num_rows
         self._logits: list[Tensor | None] = [None] * depth
@@ -210,14 +196,14 @@ class Workspace:
         self._grad_hidden: list[Tensor | None] = [None] * 2
 
     def logits(self, chunk: Chunk) -> Tensor:
-        """``[C, V]`` in the dtype of the logits, with ``more_rows``; of ``depth`` chunks at a time."""
+        """``[C, V]`` in the dtype of the logits; of ``depth`` chunks at a time."""
         slot = chunk.index % len(self._logits)
         buffer = self._logits[slot]
         if buffer is None:
             dtype = self._spec.logits.logits_dtype
             buffer = _chunk_buffer(self._spec, self._hidden, self._num_rows, dtype)
             self._logits[slot] = buffer
-        return first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens + self._more_rows)
+        return first_rows(buffer, self._spec.comm.num_parts * chunk.num_tokens)
 
     def grad_logits(self, chunk: Chunk) -> Tensor:
         """``[C, V]`` in the hidden states' dtype: :meth:`logits`, where these have it."""
@@ -237,29 +223,22 @@ class Workspace:
 
 
 def _chunk_buffer(spec: CallSpec, like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty(spec.plan.capacity + spec.constant_rows, width, dtype=dtype)
+    return like.new_empty(spec.plan.capacity, width, dtype=dtype)
 
 
 class UnscaledGradHidden(NamedTuple):
     """``grad_hidden`` ``[n, H]``, reduced, whose rows may still have to be scaled.
 
-    It is then ``row_scale[:, None] * grad_hidden``, plus
-    ``constant_upstream[:, None] * constant_row`` where these are there.
+    It is then ``row_scale[:, None] * grad_hidden``.
     """
 
     grad_hidden: Tensor | None
     row_scale: Tensor | None  # [n] fp32, None for 1
-    constant_upstream: Tensor | None  # [n] fp32
-    constant_row: Tensor | None  # [H] fp32
 
     def scale(self, scale: Tensor | None = None) -> None:
         """Scale them in place, ``scale`` (fp32 ``[]``) times as far."""
         assert self.grad_hidden is not None and self.row_scale is not None
-        added = None
-        if self.constant_upstream is not None and self.constant_row is not None:
-            upstream = self.constant_upstream
-            added = upstream if scale is None else upstream * scale, self.constant_row
-        logits_backend.scale_rows(self.grad_hidden, self.row_scale, self.grad_hidden, scale, added=added)
+        logits_backend.scale_rows(self.grad_hidden, self.row_scale, self.grad_hidden, scale)
 
 
 class GradientGemms:
@@ -269,14 +248,8 @@ class GradientGemms:
     ``scales_later``. Over several it is summed first, since all ranks share the scale: that pass then runs
     over this rank's tokens only, and at the end.
 
-    A constant on every real column (:attr:`.LogitsGrad.smoothing_per_class`) adds one vector for all tokens
-    to ``grad_hidden``, the sum of the weight's real rows, where its rows are scaled, at the end; and one
-    vector for all rows to ``grad_weight``, in the GEMM (:data:`.CONSTANT_ROWS`).
-
     ``all_e`` ``[T, V]`` holds the gradients of all chunks, but for the scale of their rows: then one GEMM
     after the last chunk makes ``grad_weight``.
-
-    Collectives, when it is made: with such a constant, for ``grad_hidden``, an fp32 all-reduce of ``[H]``.
     """
 
     def __init__(
@@ -289,7 +262,6 @@ class GradientGemms:
         inv_scale: Tensor | None,
         workspace: Workspace,
         hidden_states: HiddenStates,
-        column_sum: Tensor | None = None,  # [H] fp32: LogitsBackend.column_sum
         scales_later: bool = False,
         all_e: Tensor | None = None,
     ) -> None:
@@ -301,20 +273,10 @@ class GradientGemms:
         self._workspace = workspace
         self._hidden_states = hidden_states
         spec = context.spec
-        self._scales_later = scales_later or spec.comm.size > 1 or spec.adds_constant
+        self._scales_later = scales_later or spec.comm.size > 1
         self._all_e = all_e
         self._pending: deque[Work] = deque()
         self._row_scale: Tensor | None = None  # [n] fp32
-        # Of the constant: the outer product of the first two is added to grad_hidden, the third to every row
-        # of grad_weight.
-        self._constant_upstream: Tensor | None = None  # [n] fp32
-        self._constant_row: Tensor | None = None  # [H] fp32
-        self._constant_wgrad: Tensor | None = None  # [H] fp32, of the chunks since the last GEMM
-        if spec.adds_constant and wants_grad_hidden:
-            assert column_sum is not None and spec.form.smoothing_per_class is not None
-            with context.phases("grad-hidden"):
-                constant_row = spec.comm.sum_over_shards(column_sum * -spec.form.smoothing_per_class)
-                self._constant_row = constant_row if inv_scale is None else constant_row.mul_(inv_scale)
 
     def add(self, chunk: Chunk, grad: LogitsGrad, hidden: Tensor | None) -> None:
         """Gradients of the chunk with ``hidden`` ``[C, H]``, None where they are not read, or with ``all_e``.
@@ -340,35 +302,21 @@ class GradientGemms:
                 logits_backend.scale_rows(grad_hidden, grad.row_scale, grad_hidden, grad.upstream)
             return
         assert hidden is not None
-        with self._context.phases("grad-weight"):
+        with phase("grad-weight"):
             if grad.row_scale is not None:
                 scaled = self._hidden_states.buffer(chunk)
-                if grad.smoothing_per_class is not None:
-                    self._add_constant(grad, hidden)  # before they are scaled in place
                 logits_backend.scale_rows(hidden, grad.row_scale, scaled, grad.upstream, also=grad_hidden)
                 hidden = scaled
             if self._all_e is None:
-                self._write_constant(hidden)
                 self._grad_weight.add(grad.matrix, hidden)
 
     def _coalesced(self, device: torch.device) -> AbstractContextManager[None]:
         return nullcontext() if self._all_e is None else self._context.spec.comm.coalesced(device)
 
-    def _add_constant(self, grad: LogitsGrad, hidden: Tensor) -> None:
-        assert grad.upstream is not None and grad.smoothing_per_class is not None
-        part = weighted_sum(hidden, -grad.smoothing_per_class * grad.upstream)
-        self._constant_wgrad = part if self._constant_wgrad is None else self._constant_wgrad.add_(part)
-
-    def _write_constant(self, scaled: Tensor) -> None:
-        """Into the last rows of scaled hidden states, for the GEMM that follows."""
-        if self._constant_wgrad is not None:
-            write_in_two(self._constant_wgrad, scaled[-self._context.spec.constant_rows :])
-            self._constant_wgrad = None
-
     def _multiply_weight(self, chunk: Chunk, matrix: Tensor) -> Tensor:
         """The chunk's rows of ``grad_hidden``. Collectives: starts their reduction."""
         assert self._grad_hidden is not None
-        comm, phases = self._context.spec.comm, self._context.phases
+        comm = self._context.spec.comm
         out = self._context.rows(self._grad_hidden, chunk)
         partial = out
         if comm.num_parts > 1:
@@ -377,49 +325,38 @@ class GradientGemms:
             in_use = 0 if self._all_e is None else 1
             self._wait(in_use)
             partial = self._workspace.grad_hidden(chunk, in_use and chunk.index % 2)
-        with phases("grad-hidden"):
-            torch.mm(first_rows(matrix, partial.shape[0]), self._weight, out=partial)
+        with phase("grad-hidden"):
+            torch.mm(matrix, self._weight, out=partial)
             if self._inv_scale is not None:
                 scale_(partial, self._inv_scale)
         self._pending.append(comm.reduce_grad_hidden(partial, out))
-        phases.moved("reduce", comm.ring_bytes(partial.nbytes, not comm.sequence_parallel))
         return out
 
     def _remember_scale(self, chunk: Chunk, grad: LogitsGrad) -> None:
         assert grad.row_scale is not None
-        row_scale, upstream = self._context.own_part(grad.row_scale), None
+        row_scale = self._context.own_part(grad.row_scale)
         if grad.upstream is not None:
-            upstream = self._context.own_part(grad.upstream)
-            row_scale = row_scale * upstream
-        if self._constant_row is None:
-            upstream = None
+            row_scale = row_scale * self._context.own_part(grad.upstream)
         if len(self._context.chunks) == 1:
-            self._row_scale, self._constant_upstream = row_scale, upstream
+            self._row_scale = row_scale
             return
         if self._row_scale is None:
             assert self._grad_hidden is not None
             self._row_scale = row_scale.new_ones(self._grad_hidden.shape[0])
-            if upstream is not None:
-                self._constant_upstream = torch.zeros_like(self._row_scale)  # 0 where a chunk is recomputed
         self._row_scale[chunk.start : chunk.stop] = row_scale
-        if self._constant_upstream is not None and upstream is not None:
-            self._constant_upstream[chunk.start : chunk.stop] = upstream
 
     def finish(self) -> UnscaledGradHidden:
         if self._all_e is not None and self._grad_weight is not None and self._context.chunks:
             hidden = self._hidden_states.all_tokens
             assert hidden is not None
-            with self._context.phases("grad-weight"):
-                self._write_constant(hidden)
+            with phase("grad-weight"):
                 self._grad_weight.add(self._all_e, hidden)
         self._wait()
-        return UnscaledGradHidden(
-            self._grad_hidden, self._row_scale, self._constant_upstream, self._constant_row
-        )
+        return UnscaledGradHidden(self._grad_hidden, self._row_scale)
 
     def _wait(self, but: int = 0) -> None:
         """Wait for all running reductions, or all but the last."""
         if len(self._pending) > but:
-            with self._context.phases("reduce"):
+            with phase("reduce"):
                 while len(self._pending) > but:
                     self._pending.popleft().wait()

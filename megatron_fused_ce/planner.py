@@ -30,7 +30,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_fused_ce.chunking import Cut
-from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, Device, FusedCEConfig
+from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 
 MIB = 2**20
 
@@ -41,25 +41,15 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 WGRAD_ACCUMULATORS = ("main_grad", "low_main_grad", "returned", "none")
 LOGITS_BACKENDS = ("scaled_exp", "gemm_rows")
 
-
-#: The pinned table, one row per device that was measured.
-DEVICES = (
-    # docs/benchmarks/results/2026-11-21-h200-chunks.md, T = 32768, chunks of 2048 to 32768: 8192 is the
-    # fastest for each at H = 4096, V = 128256 (store 1.007 of three GEMMs, grad_in_forward 1.016, recompute
-    # 0.998 of its four) and within the spread of the fastest at H = 2048, V = 151936.
-    Device("H200", recompute=8192, grad_in_forward=8192, store=8192),
-    # docs/benchmarks/results/2026-11-23-h100-sweep.md: T = 32768, H = 4096, V = 128256.
-    Device("H100", recompute=8192, grad_in_forward=8192, store=8192),
-)
-#: Not measured: 4096 tokens lose 1 to 3 % against 8192 on an H200, with half of the memory.
-UNKNOWN_DEVICE = Device("", recompute=4096, grad_in_forward=4096, store=8192)
-
-
-def row_of(device: str) -> Device:
-    """The row of the table for ``torch.cuda.get_device_name()``, or :data:`UNKNOWN_DEVICE`."""
-    return next((row for row in DEVICES if row.name in device.split()), UNKNOWN_DEVICE)
-
-
+#: Tokens of a chunk. T = 32768, chunks of 2048 to 32768 on an H200 (2026-11-21-h200-chunks.md): 8192 is the
+#: fastest for each strategy at H = 4096, V = 128256 (store 1.007 of three GEMMs, grad_in_forward 1.016,
+#: recompute 0.998 of its four), and within the spread of the fastest at H = 2048, V = 151936. On an H100 the
+#: same at H = 4096 (2026-11-23-h100-sweep.md; both in docs/benchmarks/results).
+FAST_CHUNK = 8192
+#: Words in the names of Hopper GPUs, where that was measured.
+HOPPER = frozenset({"Hopper", "H100", "H200", "GH200", "H800", "H20"})
+#: On other devices, but for ``store``: 4096 lose 1 to 3 % against 8192 on an H200, with half of the memory.
+UNMEASURED_CHUNK = 4096
 #: Shortest chunk that is not chosen for memory: 1024 tokens lose 13 to 20 % to the passes over grad_weight.
 SHORTEST_FAST_CHUNK = 1024
 #: Shortest chunk of ``recompute``, if nothing longer fits; the GEMMs of shorter ones are inefficient.
@@ -140,7 +130,7 @@ class PlanInputs:
     logits_backend: str = "scaled_exp"
     #: whether the scaled-exp GEMM writes logits instead of ``E``
     saves_logits: bool = False
-    #: ``torch.cuda.get_device_name()``, or "cpu"
+    #: "cpu", or a GPU's name, of which a word may be one of :data:`HOPPER`
     device: str = ""
     #: the user's choices, as in :class:`FusedCEConfig`
     logit_precision: str = "auto"
@@ -149,8 +139,6 @@ class PlanInputs:
     chunk_tokens: int | None = None
     #: MiB, beside inputs, ``grad_hidden`` and the wgrad accumulator
     memory_mb: int | None = None
-    #: in place of the table's row for ``device``
-    row: Device | None = None
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
@@ -189,7 +177,6 @@ class PlanInputs:
             num_chunks=config.num_chunks,
             chunk_tokens=config.chunk_tokens,
             memory_mb=config.memory_mb,
-            row=config.chunk_lengths,
             **facts,
         )
 
@@ -211,9 +198,11 @@ class PlanInputs:
     def chunks_asked(self) -> bool:
         return self.num_chunks is not None or self.chunk_tokens is not None
 
-    @property
-    def table_row(self) -> Device:
-        return self.row or row_of(self.device)
+    def longest_chunk(self, strategy: str) -> int:
+        """Tokens of a chunk, if memory does not ask for fewer."""
+        if strategy == "store" or not HOPPER.isdisjoint(self.device.split()):
+            return FAST_CHUNK
+        return UNMEASURED_CHUNK
 
 
 class OverBudget(ValueError):
@@ -330,8 +319,8 @@ def plan(inputs: PlanInputs) -> Plan:
 
     A strategy or chunks named by the user are taken as they are. Without a budget, ``auto`` may use what
     ``grad_in_forward`` would need with the user's chunks, or its own: short sequences then take ``store``,
-    longer ones ``grad_in_forward`` if the token weights are known, else ``mixed``. Chunks are as long as the
-    device's row of :data:`DEVICES` says, and shorter only if the budget asks for it. If nothing fits, the
+    longer ones ``grad_in_forward`` if the token weights are known, else ``mixed``. Chunks are as long as
+    :meth:`PlanInputs.longest_chunk` says, and shorter only if the budget asks for it. If nothing fits, the
     smallest plan is returned, with its figure in :attr:`Plan.why`.
 
     Raises:
@@ -663,7 +652,7 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
 
 
 def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[Cut]:
-    """Ways to cut the tokens, longest chunks first: the user's, or from the table's length downwards."""
+    """Ways to cut the tokens, longest chunks first: the user's, or from the longest downwards."""
     tokens_per_rank = -(-inputs.num_tokens // inputs.num_parts)
     if inputs.num_chunks is not None:
         yield Cut.into(tokens_per_rank, inputs.num_chunks)
@@ -671,7 +660,7 @@ def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[Cut]:
     if inputs.chunk_tokens is not None:
         yield Cut.of_length(tokens_per_rank, max(1, inputs.chunk_tokens // inputs.num_parts))
         return
-    longest = inputs.table_row.chunk_tokens(strategy)
+    longest = inputs.longest_chunk(strategy)
     if (
         strategy != "grad_in_forward"
         and not _may_be_at_once(inputs, strategy)
@@ -768,7 +757,7 @@ def _column_options(inputs: PlanInputs) -> Iterator[Plan]:
         return
     if inputs.chunks_asked or not tokens or inputs.wgrad_accumulator == "none":
         return
-    cut = Cut.of_length(tokens, inputs.table_row.recompute)
+    cut = Cut.of_length(tokens, inputs.longest_chunk("recompute"))
     height, width = GEMM_TILE
     across = -(-inputs.hidden_size // width)
     for rounds in range(max(1, across // 2), 0, -1):

@@ -200,20 +200,6 @@ class VocabParallel:
             return nullcontext()
         return _side_stream(device).coalesced(self.group)
 
-    def ring_bytes(self, whole: int, all_reduce: bool = False) -> int:
-        """Bytes that a rank sends while ``whole`` bytes are gathered, scattered or summed in a ring.
-
-        Counted as nccl-tests count bus bandwidth; NVLink's switches may send fewer.
-        """
-        return whole * (self.size - 1) * (2 if all_reduce else 1) // self.size
-
-    def merge_bytes(self, stats: RowStatistics) -> int:
-        """:meth:`ring_bytes` of :meth:`start_merge`, whose first step of two is a MAX of two rows."""
-        rows = [*stats.shard, *stats.extra.rows()]
-        if self.merge == "packed":
-            return self.ring_bytes(self.size * len(rows) * rows[0].nbytes)
-        return self.ring_bytes((len(rows) + 1) * rows[0].nbytes, all_reduce=True)
-
     def join(self, device: torch.device) -> None:
         """After an exception: wait for running collectives, so that their memory is not reused too early.
 
@@ -242,16 +228,6 @@ class VocabParallel:
         if self.sequence_parallel:
             return _start(_reduce_scatter, out, partial, group=self.group)
         return _start(dist.all_reduce, partial, group=self.group)
-
-    def sum_over_shards(self, value: Tensor) -> Tensor:
-        """``value``, summed over the ranks in place, where no other collective is under way.
-
-        Collectives: one all-reduce on the current stream. None where the caller sums ``grad_hidden``, of
-        which this is a part.
-        """
-        if self.size > 1 and self.reduces_grad_hidden:
-            _start(dist.all_reduce, value, beside=False, group=self.group).wait()
-        return value
 
     def start_merge(
         self,

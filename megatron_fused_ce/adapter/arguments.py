@@ -14,7 +14,6 @@ from megatron_fused_ce.config import (
     MERGE_CHOICES,
     SMOOTHING_FORM_CHOICES,
     STRATEGY_CHOICES,
-    Device,
     FusedCEConfig,
 )
 
@@ -31,15 +30,6 @@ def _share(text: str) -> float:
     if value >= 1:
         raise argparse.ArgumentTypeError(f"expected a number of 0 or more and below 1, got {text!r}")
     return value
-
-
-def _chunk_lengths(path: str) -> str:
-    """The path: Megatron writes its arguments into checkpoints, which should hold no class of ours."""
-    try:
-        Device.read(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -142,11 +132,6 @@ def _add_common(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="log the token accuracy beside the lm loss, in training and evaluation",
     )
-    group.add_argument(
-        "--fused-ce-report",
-        action="store_true",
-        help="log time and memory of the head's phases at each log interval",
-    )
 
 
 def _add_advanced(group: argparse._ArgumentGroup) -> None:
@@ -173,14 +158,6 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         "(bf16 on Hopper and newer), rounded elsewhere",
     )
     group.add_argument(
-        "--fused-ce-chunk-lengths",
-        type=_chunk_lengths,
-        default=None,
-        metavar="FILE",
-        help="chunk_lengths.json of python -m megatron_fused_ce sweep on this GPU; the planner has the "
-        "lengths of H100 and H200",
-    )
-    group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
         help="compare shapes and options over the tensor-parallel ranks on every call, not only the first",
@@ -196,8 +173,6 @@ def config_from_args(args: Any) -> FusedCEConfig | None:
         for option in fields(FusedCEConfig)
         if hasattr(args, f"fused_ce_{option.name}")
     }
-    if given.get("chunk_lengths") is not None:
-        given["chunk_lengths"] = Device.read(given["chunk_lengths"])
     if getattr(args, "fused_ce_mask_padded_vocab", False):
         given["true_vocab_size"] = _true_vocab_size()
     return FusedCEConfig(**given)
@@ -220,11 +195,6 @@ def _true_vocab_size() -> int:
 def logs_accuracy(args: Any) -> bool:
     """Whether parsed arguments turn on the accuracy."""
     return bool(getattr(args, "fused_ce_log_accuracy", False))
-
-
-def reports_phases(args: Any) -> bool:
-    """Whether parsed arguments turn on the report of the phases."""
-    return bool(getattr(args, "fused_ce_report", False))
 
 
 def flag_given() -> bool:

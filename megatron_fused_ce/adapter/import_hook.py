@@ -2,8 +2,8 @@
 
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the flags), the
-language module (the hook points in the model), the schedules (the accuracy), the trainer (the report of the
-phases), ``rl_utils`` and ``Float16Module`` (log-probabilities without logits).
+language module (the hook points in the model), the schedules (the accuracy), ``rl_utils`` and
+``Float16Module`` (log-probabilities without logits).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ TARGETS = {
     "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
     "megatron.rl.rl_utils": ("megatron_fused_ce.adapter.rl_logprobs", "patch"),
     "megatron.core.transformer.module": ("megatron_fused_ce.adapter.rl_logprobs", "patch_upcast"),
-    "megatron.training.training": ("megatron_fused_ce.adapter.phase_report", "patch"),
 }
 
 _MARK = "__fused_ce_patched__"

@@ -14,7 +14,6 @@ from megatron_fused_ce.adapter import (
     accuracy,
     arguments,
     consumer,
-    phase_report,
     report,
     stock_path,
     token_weights,
@@ -106,7 +105,6 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         of_layer(config, model.output_layer),
         with_argmax=_counts_mtp_acceptance(model.config),
         log_accuracy=log_accuracy,
-        timed=phase_report.times_heads(model.output_layer.tp_group.rank()),
         model=type(model).__name__,
     )
     setattr(model, ADOPTED, Adopted(config, log_accuracy))

@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from megatron_fused_ce.adapter import accuracy, deferred_logits, phase_report, report, stock_path
+from megatron_fused_ce.adapter import accuracy, deferred_logits, report, stock_path
 from megatron_fused_ce.adapter.consumer import name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
@@ -23,7 +23,6 @@ from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.phases import UNTIMED
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import unrounded
 
@@ -43,23 +42,19 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_sequence_parallel: bool
     fused_ce_with_argmax: bool
     fused_ce_log_accuracy: bool
-    fused_ce_timed: bool
     fused_ce_model: str  # name of its class
 
     @staticmethod
-    def adopt(
-        layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, timed: bool, model: str
-    ) -> None:
+    def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, model: str) -> None:
         """Make a stock layer defer its logits from now on.
 
-        Its new attributes can be copied and pickled with the model: no CUDA event, no recorder of times.
+        Its new attributes can be copied and pickled with the model.
         """
         layer.__class__ = ColumnParallelLinear
         layer.fused_ce_config = config
         layer.fused_ce_sequence_parallel = layer.sequence_parallel
         layer.fused_ce_with_argmax = with_argmax
         layer.fused_ce_log_accuracy = log_accuracy
-        layer.fused_ce_timed = timed
         layer.fused_ce_model = model
 
     def __call__(
@@ -210,7 +205,6 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             unmasked=token_weights.unmasked,
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
-            phases=phase_report.recorder() if self.fused_ce_timed else UNTIMED,
             head=_head_of(self),
         )
         report.evaluation_once(self, input_, out.plan, out.why_not_scaled_exp)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_fused_ce import logits_backend, planner, promise, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.switch import counters
+from megatron_fused_ce.call import device_in_plans
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.planner import Plan, PlanInputs, plan, size_in_words
 
@@ -47,14 +48,6 @@ def say_of_a_replica(tp_rank: int, text: str) -> None:
     """Log a line in one process of each data-parallel replica, to which alone it may apply."""
     if tp_rank == 0:
         say(text if _speaks(tp_rank) else f"rank {torch.distributed.get_rank()}: {text}")
-
-
-def say_of_phases(text: str) -> None:
-    """Log a line about the phases, in Megatron's training loop, where its parallel state exists."""
-    from megatron.core import parallel_state
-
-    if _speaks(parallel_state.get_tensor_model_parallel_rank()):
-        say(text)
 
 
 def left_to_megatron(model: Any, reason: str) -> None:
@@ -121,7 +114,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
             tp_size=tp_size,
             wgrad_accumulator=_wgrad_accumulator_to_be(layer, weight, megatron_args),
             logits_backend=backend.name,
-            device=_device_name(),
+            device=device_in_plans(device),
             # As pretrain_gpt.py and train_rl.py call their models; the first evaluation corrects it.
             token_weights_known=not trains_by_rl,
             uses_in_flight=1 + (getattr(model.config, "mtp_num_layers", None) or 0),
@@ -162,10 +155,6 @@ def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> 
     return "main_grad" if in_fp32 else "low_main_grad"
 
 
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
 def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str = "on") -> None:
     """Log one line on strategy and memory, and one on the reason and on differences from a plain head."""
     if not _speaks(layer.tp_group.rank()):
@@ -181,13 +170,6 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
         notes.append("logits backend gemm_rows (asked for)")
     elif why_not:
         notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not}")
-    device = _device_name()
-    if device != "cpu" and config.chunk_lengths is None and planner.row_of(device) is planner.UNKNOWN_DEVICE:
-        measured = ", ".join(row.name for row in planner.DEVICES)
-        notes.append(
-            f"no constants measured on this GPU ({device}), only on {measured}: "
-            "python -m megatron_fused_ce sweep writes them for --fused-ce-chunk-lengths"
-        )
     if config.skip_masked:
         notes.append("masked tokens are skipped, the sizes are for none")
     if config.loss_options:

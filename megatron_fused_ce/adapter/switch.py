@@ -25,7 +25,6 @@ class Counters:
 _counters = Counters()
 _enabled_config: FusedCEConfig | None = None
 _enabled_log_accuracy = False
-_enabled_report = False
 
 
 def counters() -> Counters:
@@ -33,7 +32,7 @@ def counters() -> Counters:
     return _counters
 
 
-def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, report: bool = False) -> None:
+def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False) -> None:
     """Turn the fused head on for models built from now on, whatever launched them.
 
     The same as ``--fused-chunked-ce`` for launches without Megatron's command line (Megatron-Bridge,
@@ -43,14 +42,13 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
     Args:
         log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
             function of Megatron's schedules reports.
-        report: the same as ``--fused-ce-report``, for programs that train with Megatron-LM's own loop.
 
     Raises:
         TypeError: ``config`` is no :class:`FusedCEConfig`.
         ValueError: it has a ``logit_scale``, which Megatron's own path would not apply.
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
-    global _enabled_config, _enabled_log_accuracy, _enabled_report
+    global _enabled_config, _enabled_log_accuracy
     from megatron_fused_ce.adapter import import_hook
 
     wrong = why_no_config(config)
@@ -64,7 +62,6 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False, r
         )
     _enabled_config = config
     _enabled_log_accuracy = log_accuracy
-    _enabled_report = report
     import_hook.install(asked_for)
 
 
@@ -97,12 +94,3 @@ def logs_accuracy() -> bool:
     from megatron_fused_ce.adapter import arguments
 
     return arguments.logs_accuracy(arguments.launch_args())
-
-
-def reports_phases() -> bool:
-    """Whether heads built now are timed."""
-    if _enabled_config is not None:
-        return _enabled_report
-    from megatron_fused_ce.adapter import arguments
-
-    return arguments.reports_phases(arguments.launch_args())

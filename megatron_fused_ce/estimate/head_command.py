@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_fused_ce.command_line import Parser, UsageError, command, whole
-from megatron_fused_ce.config import STRATEGY_CHOICES, Device
+from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.planner import (
     LOGITS_BACKENDS,
     MIB,
@@ -47,11 +47,6 @@ def _parser() -> Parser:
         help="[scaled_exp in bf16, gemm_rows otherwise]",
     )
     add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
-    add(
-        "--chunk-lengths",
-        metavar="FILE",
-        help="chunk_lengths.json of a sweep on it",
-    )
     add("--mtp-num-layers", type=whole(0, 1000), default=0, help="depths of multi-token prediction")
     return parser
 
@@ -77,7 +72,6 @@ def main(words: list[str]) -> int:
             num_chunks=given.num_chunks,
             chunk_tokens=given.chunk_tokens,
             memory_mb=given.memory_mb,
-            row=given.chunk_lengths and Device.read(given.chunk_lengths),
             uses_in_flight=1 + given.mtp_num_layers,
         )
         chosen = plan(inputs)

@@ -19,7 +19,6 @@ from megatron_fused_ce import masked_tokens
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.phases import UNTIMED, PhaseTimes
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.measure import ratios_beside, turn
 from megatron_fused_ce.scripts.bench.problem import DTYPES, Problem, World
@@ -43,7 +42,6 @@ class Option:
     differentiable: bool = False
     teacher: bool = False
     masked: float = 0.0
-    timed: bool = False  # --fused-ce-report
     target: float = 1.02
 
     def fits(self, strategy: str) -> bool:
@@ -64,7 +62,6 @@ def options_of(vocab: int) -> list[Option]:
         Option("label smoothing", {"label_smoothing": 0.1}),
         Option("logits rounded", {"logit_precision": "activations"}),
         Option("accuracy", {}, ("correct",)),
-        Option("phases timed", {}, timed=True),
         Option("lse, log-probability", {}, ("lse", "log_prob")),
         Option("predicted ids", {}, ("predicted",)),
         Option("entropy", {}, ("entropy",)),
@@ -103,8 +100,6 @@ def variant_of(option: Option, strategy: str, problem: Problem, vocab: int) -> V
     teacher = teacher_of(problem, vocab) if option.teacher else None
     labels = problem.labels if teacher is None else torch.full_like(problem.labels, -1)
 
-    phases = PhaseTimes() if option.timed else UNTIMED
-
     def run(problem: Problem, mark: Callable[[], None]) -> Tensor:
         problem.reset()
         mark()
@@ -120,7 +115,6 @@ def variant_of(option: Option, strategy: str, problem: Problem, vocab: int) -> V
             teacher=teacher,
             unmasked=unmasked,
             open_grad_weight=problem.open_grad_weight,
-            phases=phases,
         ).outputs
         total = (made.loss * grad_loss).sum()
         if option.differentiable:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.config import Device
 from megatron_fused_ce.scripts.lib import pictures, results, tables
 from megatron_fused_ce.scripts.lib.results import write_whole
 from megatron_fused_ce.scripts.runs.sweep_rows import (
@@ -149,10 +147,7 @@ def _table(result: Result) -> str:
 
 
 def write(result: Result, out: Path) -> list[str]:
-    """Names of what was written, and why there is no picture: no matplotlib, or nothing was timed.
-
-    Lengths for the planner where all strategies ran on a GPU.
-    """
+    """Names of what was written, and why there is no picture: no matplotlib, or nothing was timed."""
     best = result.recommendation
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
     source["recommended"] = best and {"flags": best.flags, "why": best.why}
@@ -160,38 +155,11 @@ def write(result: Result, out: Path) -> list[str]:
     rows = [{"shape": shape, "variant": row.cell.name, **asdict(row)} for row in result.rows]
     results.write(out / "sweep.json", rows, source)
     write_whole(out / "sweep.md", markdown(result))
-    row = device_row(result)
-    if row is not None:
-        lengths = {"row": asdict(row), "made_by": source}
-        write_whole(out / "chunk_lengths.json", json.dumps(lengths, indent=1) + "\n")
     picture = "no picture (nothing was timed)"
     if timed(result.rows):
         drawn = draw(result, out / "sweep.png")
         picture = "sweep.png" if drawn else "no picture (matplotlib is not installed)"
-    return ["sweep.json", "sweep.md", *["chunk_lengths.json"] * (row is not None), picture]
-
-
-def device_row(result: Result) -> Device | None:
-    """Of each strategy the shortest chunk within the tolerance of its fastest; of ``store``, whose memory is
-    the same for all, the fastest. None where a strategy did not run.
-    """
-    facts = result.facts
-    if facts["what"] != "head" or result.on_cpu:
-        return None
-    lengths = {}
-    for strategy in ("recompute", "grad_in_forward", "store"):
-        times = {
-            row.num_chunks: row.time_ms
-            for row in timed(result.rows)
-            if row.strategy == strategy and row.num_chunks is not None and row.time_ms is not None
-        }
-        if not times:
-            return None
-        tolerance = 0.0 if strategy == "store" else result.tolerance
-        allowed = min(times.values()) * (1 + tolerance)
-        most = max(count for count, time_ms in times.items() if time_ms <= allowed)
-        lengths[strategy] = -(-facts["T"] // most)
-    return Device(facts["device"], **lengths)
+    return ["sweep.json", "sweep.md", picture]
 
 
 def read(path: Path) -> Result:

@@ -41,7 +41,7 @@ VARIANTS = (
     "write logits weighted masked rounded",
     "write logits with_argmax weighted masked rounded",
     "write with_argmax weighted masked",
-    "gradients write entropy smoothing masked rounded",
+    "gradients write entropy masked rounded",
     "write temperature",
     "write squares",
     "write logits weighted masked rounded temperature squares",
@@ -49,13 +49,13 @@ VARIANTS = (
     "write softcap temperature",
     "write weighted masked softcap rounded temperature",
     "gradients write temperature",
-    "gradients write entropy smoothing masked rounded temperature",
+    "gradients write entropy masked rounded temperature",
     "gradients write masked softcap rounded temperature",
     "write with_argmax weighted masked softcap",
 )
 FLAGS = (
     *("WRITE", "LOGITS", "WITH_ARGMAX", "WEIGHTED"),
-    *("ENTROPY", "SMOOTHING", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
+    *("ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
 )
 #: With all of these: up to three registers of row vectors, outside of the products' loop.
 SPILLED = {("with_argmax", "weighted", "rounded"): 4, ("logits", "weighted", "rounded"): 12}

@@ -81,7 +81,7 @@ def test_gradients(launched):
     of, gradient = operands(), GradProduct(*[per_row() for _ in GradProduct._fields])
     form = RowOptions(valid_columns=torch.tensor([V]), softcap=30.0)
     hopper.grad_logits_gemm(gradient=gradient, logit_scale=2.0, form=form, **of)
-    names = ("row_shift", "factor", "at_label", "entropy_factor", "smoothing")
+    names = ("row_shift", "factor", "at_label", "entropy_factor")
     rows = {f"{name}_ptr": tensor for name, tensor in zip(names, gradient, strict=True)}
     assert_same(launched, {**common(of, form), **rows})
     assert (launched["logit_scale"], launched["softcap"]) == (2.0, 30.0)

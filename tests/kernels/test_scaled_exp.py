@@ -6,7 +6,6 @@ Odd token counts and ragged vocabulary tiles throughout; every strategy against 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
 
@@ -20,12 +19,10 @@ from megatron_fused_ce import (
     logits_backend,
 )
 from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows
-from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
-    HeadResult,
     assert_close,
     make_inputs,
     plain_outputs,
@@ -46,7 +43,6 @@ from tests.support.op import (
     without_interpreter,
 )
 from tests.support.pairs import SCALED_EXP_OPTIONS as OPTIONS
-from tests.support.problems import open_main_grad
 
 pytestmark = pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 
@@ -105,23 +101,6 @@ def test_logit_scale(strategy, product, device):
     assert_close(run(inputs, exp_config(strategy, num_chunks=3, logit_scale=0.25)), inputs)
 
 
-@pytest.mark.parametrize("strategy", ["store", "recompute"])
-def test_smoothing_at_temperatures(strategy, product, device):
-    """Sums of logits have the scale and each token's temperature."""
-    config = exp_config(strategy, num_chunks=2, logit_scale=0.75, label_smoothing=0.2, true_vocab_size=45)
-    inputs = make_inputs("plain", dtype=EXP_DTYPE, device=device, **SIZES)
-    exponents = torch.linspace(-3, 3, inputs.labels.numel(), device=device)
-    inputs = dataclasses.replace(
-        inputs, config=config, logit_scale=0.75, temperature=torch.exp2(exponents).view(inputs.labels.shape)
-    )
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    loss = linear_cross_entropy(
-        hidden, weight, inputs.labels, temperature=inputs.temperature, config=config
-    ).outputs.loss
-    loss.backward(inputs.grad_loss)
-    assert_close(HeadResult(loss.detach(), hidden.grad, weight.grad), inputs)
-
-
 @pairs.parametrize("options by the scaled-exp GEMM")
 def test_against_fp64(option, kind, strategy, product, device):
     inputs = make_inputs(kind, dtype=EXP_DTYPE, device=device, **SIZES)
@@ -140,7 +119,7 @@ HALF = torch.bfloat16 if ON_GPU else torch.float16
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("option", ["plain", *(o for o in OPTIONS if "smoothing" not in o)])
+@pytest.mark.parametrize("option", ["plain", *OPTIONS])
 def test_logits_rounded_on_purpose(option, strategy, product, device):
     """Products are exact in fp32, so that every logit is rounded as the definition's."""
     options = OPTIONS.get(option, {})
@@ -240,32 +219,6 @@ def test_where_a_z_loss_turns_the_gradient_around(distance, strategy, product, d
         config=config,
     )
     assert_close(run(inputs, config), inputs)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 3])
-@pytest.mark.parametrize("strategy", ["store", "grad_in_forward"])
-def test_smoothing_adds_to_grad_weight_what_rounding_would_lose(strategy, num_chunks, product, device):
-    """Every row gets the same vector: rounded to half precision once, its error would not average out."""
-    inputs = make_inputs("plain", s=600, b=1, hidden_size=64, vocab=128, dtype=HALF, device=device)
-    inputs.hidden[:] = 1 + inputs.hidden / 4
-    inputs.grad_loss[:] = 1 + inputs.grad_loss.abs() / 4
-    config = exp_config(strategy, num_chunks=num_chunks, label_smoothing=0.5)
-    inputs = dataclasses.replace(inputs, config=config)
-    main_grad = torch.zeros(128, 64, device=device)
-    weight = inputs.weight.clone().requires_grad_()
-    loss = linear_cross_entropy(
-        inputs.hidden,
-        weight,
-        inputs.labels,
-        config=config,
-        token_weights=inputs.grad_loss,
-        open_grad_weight=functools.partial(open_main_grad, main_grad),
-    ).loss
-    loss.backward(inputs.grad_loss)
-    added = (inputs.grad_loss.double().t()[..., None] * inputs.hidden.double()).sum((0, 1)) * (0.5 / 127)
-    error = (main_grad.double() - truth(inputs).grad_weight.double()).mean(0)
-    # Rounding moves a number by a quarter of eps, on average; the other operands' moves are 600 and random.
-    assert error.norm() < torch.finfo(HALF).eps / 16 * added.norm()
 
 
 def test_a_factor_of_exactly_zero(product, device):

@@ -84,7 +84,7 @@ def exact_lines(output):
 #: first of them is torchrun's; the others, and the one before, find Megatron imported.
 LEGS = {
     "on": "--fused-chunked-ce --eval-iters 1",
-    "on, grad_in_forward": f"{GRAD_IN_FORWARD} --fused-ce-log-accuracy --fused-ce-report",
+    "on, grad_in_forward": f"{GRAD_IN_FORWARD} --fused-ce-log-accuracy",
     "off again": "",
 }
 

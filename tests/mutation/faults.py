@@ -39,7 +39,6 @@ STOCK = "tests/megatron/test_stock_path.py"
 WEIGHTS = "tests/megatron/test_token_weights.py"
 FAILURES = "tests/op/test_faults.py"
 HEAD = "tests/parallel/test_head.py -k '2ranks and not scaled_exp'"
-SMOOTHING = "tests/parallel/test_head.py -k smoothing_beside_exponentials"
 CALLS = "tests/parallel/test_head_calls.py"
 BROKEN = "tests/parallel/test_broken_promise.py"
 MODELS = "tests/parallel/test_models.py"
@@ -310,56 +309,7 @@ FAULTS = (
         "out if alone and not self.saves_logits else None",
         (f"{SCALED_EXP} -k 'turns_the_gradient_around and -3.0 and store'",),
     ),
-    Fault(
-        "scaled-exp GEMM: sums of logits without their temperatures",
-        "kernels/scaled_exp_rows.py",
-        "tl.sum(sums, axis=1) * logit_scale * inv_temperature",
-        "tl.sum(sums, axis=1) * logit_scale",
-        (f"{SCALED_EXP} -k smoothing_at_temperatures",),
-    ),
-    Fault(
-        "smoothing beside E: the label's entry has the constant, too",
-        f"{PACKAGE}/loss_form.py",
-        "neg_label_grad = neg_label_grad - self.smoothing_per_class",
-        "pass",
-        (f"{SCALED_EXP} -k 'against_fp64 and smoothing'",),
-    ),
-    Fault(
-        "smoothing beside E: its vector in grad_weight is rounded once",
-        f"{PACKAGE}/grad_weight.py",
-        "out[1] = vector - out[0]",
-        "pass",
-        (f"{SCALED_EXP} -k rounding_would_lose",),
-    ),
     # Between ranks.
-    Fault(
-        "smoothing beside E: padding columns take part in grad_weight",
-        f"{PACKAGE}/logits_backend.py",
-        "constant[:2, : form.real_columns]",
-        "constant[:2]",
-        (SMOOTHING,),
-    ),
-    Fault(
-        "smoothing beside E: padding columns take part in sums of logits and in grad_hidden",
-        f"{PACKAGE}/logits_backend.py",
-        "weight[: form.real_columns].sum(",
-        "weight.sum(",
-        (SMOOTHING,),
-    ),
-    Fault(
-        "smoothing beside E: grad_hidden has the constant of one shard",
-        f"{PACKAGE}/pipeline.py",
-        "spec.comm.sum_over_shards(column_sum * -spec.form.smoothing_per_class)",
-        "column_sum * -spec.form.smoothing_per_class",
-        (SMOOTHING,),
-    ),
-    Fault(
-        "smoothing beside E: chunks that are recomputed get the constant twice",
-        f"{PACKAGE}/pipeline.py",
-        "self._constant_upstream = torch.zeros_like",
-        "self._constant_upstream = torch.ones_like",
-        (SMOOTHING,),
-    ),
     Fault(
         "a shard's first id is off by one",
         f"{PACKAGE}/call.py",
@@ -656,13 +606,6 @@ FAULTS = (
         "        if not verdict.kept:\n            return False\n        self._touched = True\n",
         "        self._touched = True\n",
         (f"{PROMISE} -k 'broken_promise_is_recomputed and main_grad'",),
-    ),
-    Fault(
-        "the recomputation runs grad_in_forward's plan, which has a constant to add for smoothing",
-        f"{PACKAGE}/call.py",
-        'return self._replace(plan=replace(self.plan, strategy="recompute"))',
-        "return self",
-        ("tests/parallel/test_memory.py -k 'grad_in_forward and smoothing and 2ranks'",),
     ),
     Fault(
         "the recomputation takes the upstream of the forward's first chunk for all",

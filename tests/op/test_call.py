@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, call, vocab_parallel
-from megatron_fused_ce.config import Device
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
@@ -218,7 +217,6 @@ OPTIONS = (
     ("logit_precision", "fp32"),
     ("skip_masked", True),
     ("memory_mb", 1),
-    ("chunk_lengths", Device("x", 4, 4, 4)),
     ("row_backend", "triton"),
 )
 OUTPUTS = (("lse",), ("log_prob", "entropy"), ("entropy", "log_prob"), ("predicted", "correct"))

@@ -216,17 +216,13 @@ def test_bad_options(options, words):
 @pytest.mark.skipif(not HAS_EXP, reason="needs Hopper or newer")
 @pytest.mark.parametrize("name", LOSS_OPTIONS)
 def test_what_the_scaled_exp_gemm_serves(name, device):
-    """All of them from exponentials, smoothing too, whose share of the gradient is a constant beside them."""
+    """All but label smoothing, whose share of the gradient is no multiple of E."""
     config = FusedCEConfig(**LOSS_OPTIONS[name])
     inputs = make_inputs("plain", s=8, b=1, hidden_size=32, vocab=64, dtype=EXP_DTYPE, device=device)
     flat = inputs.hidden.flatten(0, 1)
     by_name = replace(config, logits_backend="scaled_exp")
     if config.label_smoothing:
-        rounded = replace(by_name, logit_precision="activations")
-        with pytest.raises(ValueError, match=r"cannot make .*label_smoothing of rounded logits"):
-            choose(rounded, flat, inputs.weight)
-    if config.label_smoothing and config.logit_softcap:
-        with pytest.raises(ValueError, match="cannot make label_smoothing beside a softcap"):
+        with pytest.raises(ValueError, match="cannot make label_smoothing"):
             choose(by_name, flat, inputs.weight)
     else:
         for config in (by_name, replace(by_name, logit_precision="fp32")):

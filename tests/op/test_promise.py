@@ -299,9 +299,9 @@ def test_a_broken_promise_is_recomputed(kind, loss, options, device):
 
 
 @pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [name for name in OPTIONS if "smoothing" not in name])
 def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
-    """Its forward has E and row scales, the recomputation neither; smoothing is a constant row of the one."""
+    """Its forward has E and row scales, the recomputation neither."""
     sizes = {"s": 24, "b": 2, "hidden_size": 16, "vocab": 264}
     inputs = make_inputs("odd-labels", **sizes, dtype=EXP_DTYPE, device=device)
     made = {}

@@ -21,12 +21,10 @@ from megatron_fused_ce import (
     vocab_parallel,
 )
 from megatron_fused_ce.call import Arguments
-from megatron_fused_ce.config import Device
 from megatron_fused_ce.grad_weight import InPlaceGradWeight
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.loss_form import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.phases import PhaseTimes
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs
@@ -173,7 +171,6 @@ def changes_of(args: Arguments) -> dict[str, dict[str, Any]]:
         **{"logit_softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
         **{"ignore_index": -100, "true_vocab_size": 9, "logit_precision": "fp32", "skip_masked": True},
         **{"debug_checks": True, "row_backend": "torch", "logits_backend": "gemm_rows", "merge": "packed"},
-        "chunk_lengths": Device("x", 4, 4, 4),
     }
     assert others.keys() == {field.name for field in fields(FusedCEConfig)}, "a new field of the config"
     changes["config"] = {name: replace(args.config, **{name: other}) for name, other in others.items()}
@@ -185,7 +182,6 @@ SAME_SPEC = {
     "tp_group": "a history for each group",
     "caller_error": "no spec is kept with one",
     "unmasked": "a count of this call's numbers",
-    "phases": "a recorder",
 }
 
 
@@ -205,15 +201,14 @@ def test_every_field_of_the_arguments_is_in_the_key(device):
             seen[key] = f"{name}, {how}"
     with torch.no_grad():
         assert call._key(args) not in seen
-    for name, value in (("unmasked", HostCopy(torch.ones(1).long())), ("phases", PhaseTimes())):
-        assert call._key(args._replace(**{name: value})) == call._key(args)
+    assert call._key(args._replace(unmasked=HostCopy(torch.ones(1).long()))) == call._key(args)
     assert call._key(args._replace(caller_error=ValueError())) is None
 
 
 def test_every_field_is_compared_over_the_ranks(device):
     """But for what a rank may have by itself."""
     args = arguments(device)
-    of_rank = {"tp_group", "open_grad_weight", "head", "caller_error", "unmasked", "phases"}
+    of_rank = {"tp_group", "open_grad_weight", "head", "caller_error", "unmasked"}
     expected = call._must_agree(args)
     assert call._must_agree(args._replace(weight=args.weight[:5])) == expected
     for name, of_field in changes_of(args).items():

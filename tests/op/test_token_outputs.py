@@ -396,7 +396,7 @@ def test_which_outputs_leave_the_exponentiating_product(device):
     for config, asked, words in (
         (replace(by_name, logit_softcap=30.0), entropy, "entropy with a gradient beside a softcap"),
         (replace(by_name, logit_precision="fp32"), entropy, "entropy with a gradient of fp32 logits"),
-        (replace(by_name, label_smoothing=0.1), entropy, "label_smoothing of rounded logits"),
+        (replace(by_name, label_smoothing=0.1), entropy, "label_smoothing"),
         (by_name, RequestedOutputs(soft=True), "teacher"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -21,7 +21,6 @@ from megatron_fused_ce import (
     planner,
     row_ops_torch,
 )
-from megatron_fused_ce.logits_backend import CONSTANT_ROWS
 from megatron_fused_ce.op import linear_cross_entropy
 from tests.support.head import column_plans
 from tests.support.problems import open_main_grad
@@ -63,8 +62,6 @@ for _strategy in ("recompute", "store", "grad_in_forward"):
         "num_chunks": 4,
         "merge": "all_reduce",
     }
-    # E and scaled hidden states have some rows more there.
-    CASES[f"{_strategy} smoothing"] = CASES[f"{_strategy} two all-reduces"] | {"label_smoothing": 0.1}
 
 
 @on_ranks(pytest.param(1, marks=pytest.mark.rest), 2)
@@ -167,7 +164,6 @@ def peaks_are_as_predicted(
     num_chunks: int,
     trained: bool = True,
     logit_precision: str = "auto",
-    label_smoothing: float = 0.0,
 ) -> None:
     """Forward and backward each by itself, buffer by buffer."""
     # What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
@@ -189,7 +185,6 @@ def peaks_are_as_predicted(
         logits_backend=logits_backend,
         merge=merge,
         logit_precision=logit_precision,
-        label_smoothing=label_smoothing,
     )
     inputs = planner.PlanInputs.of(
         config,
@@ -209,7 +204,6 @@ def peaks_are_as_predicted(
     # Row scales stand for them in what the scaled-exp GEMM saves.
     saves_e = logits_backend == "scaled_exp"
     saves_terms = strategy != "store" or not saves_e
-    more_rows = CONSTANT_ROWS if label_smoothing and strategy != "recompute" else 0
     head = functools.partial(
         fused_linear_cross_entropy,
         hidden,
@@ -234,7 +228,6 @@ def peaks_are_as_predicted(
             seen.peak,
             forward,
             alike if strategy == "grad_in_forward" else 0,
-            more_rows,
             # The last chunk's are made when one merge is left of two, which have their shape with the rows.
             max(1, num_chunks - (logits_backend == "gemm_rows")) if saves_terms else 1,
         )
@@ -242,7 +235,7 @@ def peaks_are_as_predicted(
         loss.backward(weights)
     if strategy != "grad_in_forward":
         backward = planner.backward_memory(inputs, *cut, at_once)
-        compare("backward", inputs, merge, seen.peak, backward, alike, more_rows)
+        compare("backward", inputs, merge, seen.peak, backward, alike)
         return
     # Made again for another upstream gradient: what the forward made is gone by then.
     hidden.grad = weight.grad = None
@@ -253,7 +246,7 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights.square())
     again = planner.remade_memory(inputs, num_chunks, C)
-    compare("backward", inputs, merge, seen.peak, again, alike, 0)
+    compare("backward", inputs, merge, seen.peak, again, alike)
     assert seen.peak[torch.float32, V, H] == trained
 
 
@@ -264,13 +257,9 @@ def compare(
     seen: Counter[Shape],
     predicted: planner.Memory,
     alike: int,
-    more_rows: int,
     saved_terms: int = 0,
 ) -> None:
-    """``more_rows``: of E and of the scaled hidden states, for smoothing; they are not planned.
-
-    ``saved_terms``: chunks whose merged terms are alive together.
-    """
+    """``saved_terms``: chunks whose merged terms are alive together."""
     ranks, e, dtype, fp32 = inputs.tp_size, inputs.itemsize, getattr(torch, inputs.dtype), torch.float32
     tile_columns = planner.TILE_COLUMNS
     if not torch.cuda.is_available():
@@ -285,8 +274,8 @@ def compare(
 
     def of_tokens(width: int) -> int:
         """Buffers of a chunk, and those of all chunks in one."""
-        of_all = chunks * seen[dtype, chunks * C + more_rows, width] if chunks > 1 else 0
-        return seen[dtype, C + more_rows, width] + of_all
+        of_all = chunks * seen[dtype, chunks * C, width] if chunks > 1 else 0
+        return seen[dtype, C, width] + of_all
 
     logits_in_fp32 = 0 if dtype == fp32 else seen[fp32, C, V]
     counted = {

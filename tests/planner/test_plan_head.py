@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from megatron_fused_ce import FusedCEConfig, planner
-from megatron_fused_ce.adapter import arguments
 from megatron_fused_ce.estimate import head_command
 from megatron_fused_ce.planner import PlanInputs, plan
 
@@ -83,51 +79,3 @@ def test_the_module_runs_without_torch():
     assert done.returncode == 0 and "predicted peak" in done.stdout, done.stderr
     module = [sys.executable, "-m", "megatron_fused_ce", "plan-head", *LINE.split()]
     assert subprocess.run(module, cwd=ROOT, capture_output=True, text=True).stdout == done.stdout
-
-
-MEASURED = planner.Device("NVIDIA Other", recompute=2048, grad_in_forward=1024, store=512)
-
-
-@pytest.fixture
-def device_file(tmp_path):
-    path = tmp_path / "chunk_lengths.json"
-    path.write_text(json.dumps({"row": asdict(MEASURED), "made_by": {}}))
-    return str(path)
-
-
-def test_chunk_lengths_from_a_file(device_file, capsys):
-    """In place of the table, on any device; a launch's argument stays the path."""
-    words = ["--fused-chunked-ce", "--fused-ce-chunk-lengths", device_file]
-    assert arguments.args_from_argv(words).fused_ce_chunk_lengths == device_file
-    config = arguments.config_from_argv(words)
-    assert config == FusedCEConfig(chunk_lengths=MEASURED)
-    for strategy, tokens in (("grad_in_forward", 1024), ("store", 512)):
-        named = replace(config, strategy=strategy)
-        facts = {"num_tokens": 8192, "hidden_size": 4096, "num_rows": 128256, "token_weights_known": True}
-        assert plan(PlanInputs.of(named, device="NVIDIA H200", **facts)).capacity == tokens
-    line = f"{LINE} --strategy grad_in_forward"
-    assert head_command.main([*line.split(), "--chunk-lengths", device_file]) == 0
-    assert "of 1024 tokens" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "No such file"),
-        ("{", "is no chunk_lengths.json"),
-        ('{"row": {"name": "x"}}', "is no chunk_lengths.json"),
-        ('{"row": {"name": "x", "recompute": 1, "grad_in_forward": 0, "store": 5}}', "1 or more"),
-        ('{"row": {"name": "x", "recompute": 1, "grad_in_forward": 2.5, "store": 5}}', "1 or more"),
-    ],
-)
-def test_a_bad_file_of_chunk_lengths(content, words, tmp_path, capsys):
-    path = tmp_path / "chunk_lengths.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(SystemExit) as end:
-        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-chunk-lengths", str(path)])
-    assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
-    assert head_command.main([*LINE.split(), "--chunk-lengths", str(path)]) == 2
-    assert words in capsys.readouterr().err
-    with pytest.raises(ValueError, match="chunk_lengths must be a Device"):
-        FusedCEConfig(chunk_lengths=str(path))

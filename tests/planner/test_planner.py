@@ -19,22 +19,11 @@ from megatron_fused_ce.scripts.lib import results as committed_results
 ROOT = Path(__file__).resolve().parents[2]
 
 MIB = 2**20
-#: A row of the device table of the tests' own: the real rows follow measurements.
-REAL_DEVICES = planner.DEVICES
-GPU = planner.Device("Pinned", recompute=8192, grad_in_forward=8192, store=32768)
-
-
-@pytest.fixture(autouse=True)
-def pinned_table(monkeypatch):
-    monkeypatch.setattr(planner, "DEVICES", (GPU,))
-    plan.cache_clear()
-    yield
-    plan.cache_clear()
 
 
 def llama(num_tokens: int, memory_mb: int | None = None, **others) -> PlanInputs:
     """A head of H = 4096 and V = 128256: 1002 MiB of bf16 logits are 4096 tokens."""
-    facts = {"token_weights_known": True, "device": "NVIDIA Pinned", **others}
+    facts = {"token_weights_known": True, "device": "NVIDIA H200", **others}
     return PlanInputs(num_tokens, 4096, 128256, memory_mb=memory_mb, **facts)
 
 
@@ -66,8 +55,8 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         # The last pass over grad_weight costs less than one tenth of a fourth product.
         (llama(17408), "grad_in_forward", 3, 5888, 0, "store needs"),
         # A budget.
-        (llama(32768, 9000), "store", 1, 32768, 1, "budget of 9000 MiB"),
-        (llama(32768, 8200), "store", 3, 11008, 3, "grad_in_forward is no faster"),
+        (llama(32768, 9000), "store", 4, 8192, 4, "budget of 9000 MiB"),
+        (llama(32768, 8200), "store", 4, 8192, 4, "grad_in_forward is no faster"),
         (llama(32768, 8130), "grad_in_forward", 4, 8192, 0, "store is no faster"),
         (
             llama(32768, 8130, **UNWEIGHTED),
@@ -88,7 +77,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(1024, 330), "store", 1, 1024, 1, "grad_in_forward needs"),
         # Over ranks two chunks of logits are under way: what grad_in_forward needs is more, and store fits.
         (llama(24000), "grad_in_forward", 3, 8064, 0, "store needs"),
-        (llama(24000, tp_size=4), "store", 1, 24000, 1, "grad_in_forward is no faster"),
+        (llama(24000, tp_size=4), "store", 3, 8064, 3, "grad_in_forward is no faster"),
         (llama(32768, 4200), "grad_in_forward", 4, 8192, 0, "store needs"),
         (llama(32768, 4200, tp_size=4), "grad_in_forward", 8, 4096, 0, "store needs"),
         # And with sequence parallelism four of hidden states, 128 MiB of 4096 tokens.
@@ -142,7 +131,7 @@ SP4 = {"tp_size": 4, "num_parts": 4}
         (llama(32768, 5000, chunk_tokens=1000, **UNWEIGHTED), "mixed", 33, 1000, 19, "budget"),
         (llama(32768, 100, num_chunks=4), "recompute", 4, 8192, 0, "with the chunks asked for"),
         # By name.
-        (llama(100000, strategy="store"), "store", 4, 25088, 4, "asked for by name"),
+        (llama(100000, strategy="store"), "store", 13, 7808, 13, "asked for by name"),
         (llama(32768, 1000, strategy="recompute"), "recompute", 4, 8192, 0, "budget of 1000 MiB"),
         (
             llama(32768, 2400, strategy="grad_in_forward"),
@@ -203,20 +192,18 @@ def test_blocks_of_columns(inputs, block_columns):
     assert ("columns" in chosen.chunks_in_words) == (block_columns > 0)
 
 
-@pytest.mark.parametrize("row", [*REAL_DEVICES, planner.UNKNOWN_DEVICE], ids=lambda row: row.name)
-def test_rows_of_the_real_table(row):
-    """Whole tiles, long enough to be fast; each device once."""
-    for strategy in ("store", "grad_in_forward", "recompute", "mixed"):
-        assert row.chunk_tokens(strategy) % 128 == 0
-        assert 1024 <= row.chunk_tokens(strategy) <= 65536
-    assert [other.name for other in REAL_DEVICES].count(row.name) == (1 if row.name else 0)
-
-
-def test_a_device_is_known_by_a_word_of_its_name():
-    """GH200 is no H200."""
-    row = PlanInputs(1, 1, 1, device="NVIDIA Pinned NVL").table_row
-    assert row is GPU
-    assert PlanInputs(1, 1, 1, device="NVIDIA GPinned").table_row is planner.UNKNOWN_DEVICE
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        *(("NVIDIA H200", 8192), ("NVIDIA H100 80GB HBM3", 8192), ("NVIDIA GH200 480GB", 8192)),
+        *(("Hopper", 8192), ("NVIDIA H2000", 4096), ("other GPU", 4096), ("cpu", 4096)),
+    ],
+)
+def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
+    inputs = PlanInputs(1, 1, 1, device=device)
+    assert inputs.longest_chunk("store") == 8192
+    for strategy in ("recompute", "mixed", "grad_in_forward"):
+        assert inputs.longest_chunk(strategy) == expected
 
 
 @pytest.mark.parametrize(
@@ -329,7 +316,7 @@ def heads(draw) -> PlanInputs:
         wgrad_accumulator=draw(st.sampled_from(planner.WGRAD_ACCUMULATORS)),
         token_weights_known=draw(st.booleans()),
         **draw(st.sampled_from([{}, {"saves_logits": True}, {"logits_backend": "gemm_rows"}])),
-        device=draw(st.sampled_from(["NVIDIA Pinned", "NVIDIA Pinned", "cpu", "Other"])),
+        device=draw(st.sampled_from(["NVIDIA H200", "NVIDIA H200", "cpu", "Other"])),
         uses_in_flight=draw(st.integers(1, 3)),
     )
 
@@ -442,7 +429,7 @@ def test_no_budget_is_what_grad_in_forward_needs(inputs):
 def test_chunks_no_longer_than_the_table(inputs, memory_mb):
     """But for one chunk of all tokens where that saves the fp32 sum of grad_weight."""
     chosen = plan(replace(inputs, memory_mb=memory_mb))
-    longest = inputs.table_row.chunk_tokens(chosen.strategy)
+    longest = inputs.longest_chunk(chosen.strategy)
     if chosen.capacity > longest:
         assert chosen.count == 1 and inputs.wgrad_accumulator == "returned"
         assert chosen.memory.grad_weight_sum == 0

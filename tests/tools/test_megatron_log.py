@@ -189,7 +189,7 @@ import os, re, sys
 sys.modules.setdefault("regex", re)
 sys.path.insert(0, sys.argv[1])
 os.environ.update(RANK="0", WORLD_SIZE="8", LOCAL_RANK="0")
-from megatron_fused_ce.testing import megatron_cpu
+from megatron_fused_ce.scripts.lib import megatron_cpu
 megatron_cpu.install(fused_wgrad=False)
 from megatron.training.arguments import parse_args, validate_args
 for words in sys.argv[2:]:

@@ -305,35 +305,6 @@ def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     assert found["exact"][6] > 0.05 or launches.Checkout.at(checkout).version < (0, 16)
 
 
-@on_checkouts
-@pytest.mark.parametrize("timers", ["", "--log-timers-to-tensorboard --timing-log-level 1"])
-def test_pretrain_gpt_reports_the_phases(tmp_path, checkout, timers):
-    """Over tensor and pipeline ranks: the first stage has no head, and its ranks wait for no other names."""
-    run = launch(
-        checkout, tmp_path, Path(checkout) / "pretrain_gpt.py",
-        *("--train-iters", "4", "--log-interval", "2", "--eval-iters", "2", "--eval-interval", "4"),
-        *("--tensorboard-dir", str(tmp_path / "events")), *timers.split(),
-        *("--fused-chunked-ce", "--fused-ce-num-chunks=3", "--fused-ce-report"), case="pp2-mtp",
-    )  # fmt: skip
-    output = run.stdout + run.stderr
-    assert run.returncode == 0, output[-3000:]
-    told = re.findall(r"\[fused-ce\] iteration (\d), of one: forward (\S+) ms .*; backward", output)
-    # The first iteration's since 0.16.
-    assert [int(at) for at, _ in told] in ([1, 2, 4], [2, 4])
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    names = [f"fused-ce-{of_pass}-time" for of_pass in ("forward", "backward", "forward-logits")]
-    for name in [*names, "fused-ce-forward-waiting-bytes", "fused-ce-backward-reduce-moved-bytes"]:
-        steps = {one.step: one.value for one in events.Scalars(name)}
-        assert sorted(steps)[-2:] == [2, 4], name
-        assert all(value > 0 for value in steps.values())
-    times = {one.step: one.value for one in events.Scalars("fused-ce-forward-time")}
-    # Megatron's are in seconds; the most of any rank, of which the telling one is one.
-    assert all(times[int(at)] * 1e3 >= float(ms) - 0.01 for at, ms in told[-2:])
-    assert "fused-ce-backward-grad-weight ..." in output
-    assert re.search(r"\[fused-ce\] evaluation, of all its steps: evaluation \S+ ms", output)
-    assert "fused-ce-evaluation-logits ..." in output
-
-
 @pytest.mark.parametrize(
     ("version", "model", "case", "words"),
     [

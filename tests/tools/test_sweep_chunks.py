@@ -14,7 +14,6 @@ import torch
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter.arguments import config_from_argv
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.config import Device
 from megatron_fused_ce.scripts.bench import measure
 from megatron_fused_ce.scripts.bench import variants as benchmark_variants
 from megatron_fused_ce.scripts.bench.variants import loss_of, of_config
@@ -24,7 +23,6 @@ from megatron_fused_ce.scripts.runs import sweep as sweep_chunks
 from megatron_fused_ce.scripts.runs import sweep_launches as sweep_megatron
 from megatron_fused_ce.scripts.runs import sweep_report
 from megatron_fused_ce.scripts.runs.pretrain import cpu_case
-from megatron_fused_ce.scripts.runs.sweep_report import Result, device_row
 from megatron_fused_ce.scripts.runs.sweep_rows import (
     OUT_OF_MEMORY,
     Cell,
@@ -118,25 +116,6 @@ def test_the_smallest_peak_within_the_tolerance():
     assert "0.9% more time" in best.why and "2.0 MiB less" in best.why
     assert recommend(rows, 0.03).row.cell.name == "store x 4"
     assert recommend(rows, 0.0).row.cell.name == "store x 1"
-
-
-def test_the_row_for_the_planner():
-    """On a GPU, if all strategies ran."""
-    rows = [
-        row("auto", None, 1.0, 5.0),
-        *(row("store", n, ratio, 9.0) for n, ratio in ((1, 1.0), (2, 1.009), (4, 1.02))),
-        *(row("recompute", n, ratio, 2.0) for n, ratio in ((1, 1.4), (2, 1.33), (4, 1.34))),
-        row("grad_in_forward", 1, 1.1, 4.0),
-        row("grad_in_forward", 2, 1.1, 4.0, status="wrong"),
-    ]
-    facts = {"what": "head", "T": 8192, "device": "NVIDIA Other"}
-
-    def found(rows, **changes):
-        return device_row(Result.of(rows, facts | changes, "auto", 0.01))
-
-    assert found(rows) == Device("NVIDIA Other", recompute=2048, grad_in_forward=8192, store=8192)
-    assert found(rows[:-2]) is None
-    assert found(rows, what="pretrain") is None and found(rows, device="some CPU") is None
 
 
 def test_the_defaults_are_left_alone_where_they_serve():
