@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.adapter.arguments import add_arguments
+from megatron_fused_ce.estimate.command import plan_of
+from megatron_fused_ce.estimate.report import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -135,3 +137,25 @@ def test_the_arithmetic_of_scaling_is_what_the_page_prints():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == printed
+
+
+def test_the_lever_for_those_out_of_memory_is_the_plans():
+    """docs/troubleshooting.md: the budget that it names, and `recompute` without one."""
+    launch = ["--from-launch", str(ROOT / "scripts" / "examples" / "llama3_8b.sh")]
+
+    def peak(*words):
+        advice = plan_of([*launch, *words]).advice
+        return (
+            advice.recommended.peak / GIB,
+            advice.baseline.peak / GIB,
+            advice.recommended.head.relative_time,
+        )
+
+    (auto, stock, time), (low, _, slower), (recomputed, _, _) = (
+        peak(*words) for words in ([], ["--fused-ce-memory-mb", "224"], ["--fused-ce-strategy", "recompute"])
+    )
+    said = f"predicted peak of {low:.1f} GiB instead of {auto:.1f} ({stock:.1f} without the flag), "
+    said += f"for {slower / time:.2f} times the head's time"
+    text = " ".join((DOCS / "troubleshooting.md").read_text().split())
+    assert said in text and f"there gains {auto - recomputed:.2f} GiB" in text
+    assert peak("--fused-ce-memory-mb", "112")[0] == low, "below which nothing is gained"
