@@ -55,7 +55,7 @@ def test_flags_exist():
     }
     # Megatron's own, which the page shows around ours.
     known |= {"--tensor-model-parallel-size", "--sequence-parallel", "--deterministic-mode"}
-    known |= {"--from-launch", "--nproc-per-node", "--logits-save-dir"}
+    known |= {"--from-log", "--gpu", "--from-launch", "--nproc-per-node", "--logits-save-dir"}
     assert set(re.findall(r"--[a-z][a-z-]+", README)) <= known
 
 
