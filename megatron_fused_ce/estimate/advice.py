@@ -22,8 +22,11 @@ LONGEST = 2**24
 #: block for it. Of two runs on an H200, one with 0.21 of it free ran out of memory in its second step,
 #: one with 0.37 trained (2026-11-21-h200-longest-sequence.json, 2026-11-21-h200-tp4-pretrain-reach.json).
 TIGHT = 0.3
-#: Part of the peak below which a smaller head is not worth its time.
+#: Part of the GPU's usable memory below which the flag, or a smaller head, saves nothing worth its use.
 WORTH = 0.01
+#: Steps of length behind the first one that does not fit which are looked at as well: with other chunks a
+#: longer sequence may need less.
+STEPS_BEHIND = 32
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class Way:
         return self.estimate.peak
 
 
+#: What to do with the flag: use it; use it, since nothing fits without it; leave it out; neither helps.
+DECISIONS = ("use", "needed", "leave out", "does not fit")
+
+
 @dataclass(frozen=True)
 class Advice:
     """All ways of computing the loss, which one the launch uses without the flag, and the flags to add."""
@@ -87,6 +94,14 @@ class Advice:
     def saved(self) -> int:
         """Bytes of the peak that the recommended flags save over the baseline."""
         return self.baseline.peak - self.recommended.peak
+
+    @property
+    def decision(self) -> str:
+        """One of :data:`DECISIONS`."""
+        before, after = self.baseline.verdict == "fits", self.recommended.verdict == "fits"
+        if not before:
+            return "needed" if after else "does not fit"
+        return "use" if after and self.saved >= WORTH * self.gpu.usable else "leave out"
 
 
 def advise(
@@ -149,24 +164,27 @@ def verdict(found: Estimate, gpu: Gpu) -> str:
 
 
 def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> int:
-    """Tokens of the longest sequence that fits and is not tight, found by bisection."""
-    parallel = setting.parallel
-    step = math.lcm(LENGTH_STEP, parallel.context * parallel.sequence_parts)
+    """Tokens of the longest sequence that fits and is not tight, by bisection; at least the given ones if
+    they do."""
+    parallel, asked = setting.parallel, setting.training.sequence
+    step = math.lcm(LENGTH_STEP, 2 * parallel.context * parallel.sequence_parts)
 
-    def fits(steps: int) -> bool:
-        training = replace(setting.training, sequence=steps * step)
+    def fits(tokens: int) -> bool:
+        training = replace(setting.training, sequence=tokens)
         changed = replace(setting, training=training)
         return verdict(estimate(changed, make(changed)), gpu) == "fits"
 
-    # From the given length up or down by doubling, then by bisection.
-    below, above = 0, max(1, setting.training.sequence // step)
-    while above <= LONGEST // step and fits(above):
+    # By doubling, then by bisection.
+    below, above = 0, 1
+    while above <= LONGEST // step and fits(above * step):
         below, above = above, 2 * above
     above = min(above, LONGEST // step + 1)
     while above - below > 1:
         middle = (below + above) // 2
-        below, above = (middle, above) if fits(middle) else (below, middle)
-    return below * step
+        below, above = (middle, above) if fits(middle * step) else (below, middle)
+    behind = range(above, min(above + STEPS_BEHIND, LONGEST // step) + 1)
+    found = max((steps for steps in behind if fits(steps * step)), default=below) * step
+    return max(found, asked) if fits(asked) else found
 
 
 def recommended_way(setting: Setting, gpu: Gpu) -> Way:
@@ -201,4 +219,4 @@ def _within(setting: Setting, gpu: Gpu, way: Way, peak: int) -> Way | None:
     found = _plugin_way(setting, gpu, "auto", budget)
     if found.head.predicted > budget * MIB:  # the smallest plan: name a budget that it meets
         found = _plugin_way(setting, gpu, "auto", -(-found.head.predicted // MIB))
-    return found if found.peak < (1 - WORTH) * way.peak else None
+    return found if way.peak - found.peak >= WORTH * gpu.usable else None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from megatron_fused_ce.estimate.setting import Mixture, Model, Setting
@@ -26,6 +27,8 @@ from megatron_fused_ce.estimate.setting import Mixture, Model, Setting
 FP32 = 4
 #: Of a dropout's mask.
 MASK = 1
+#: Tokens of a chunk of a Mamba mixer's scan (Megatron's MambaMixer).
+SCAN_CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,12 @@ class Block:
     def dropped(self, setting: Setting) -> set[str]:
         """The parts of :meth:`kept` that are computed again in this setting."""
         modules = setting.training.recompute.modules
-        return self.recomputed(setting) | ({"norm output"} if "layernorm" in modules else set())
+        norm = "layernorm" in modules and not self.norm_in_product(setting)
+        return self.recomputed(setting) | ({"norm output"} if norm else set())
+
+    def norm_in_product(self, setting: Setting) -> bool:
+        """Whether Transformer Engine's first product runs the norm: ``layernorm`` then means none."""
+        return setting.training.transformer_engine
 
 
 def _row(setting: Setting) -> float:
@@ -182,6 +190,9 @@ class LatentAttention(Block):
         low = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_pos_emb_head_dim
         return query, heads * latent.v_head_dim, low
 
+    def norm_in_product(self, setting: Setting) -> bool:
+        return False
+
     def weights(self) -> Iterator[Weight]:
         latent, hidden = self.model.latent, self.model.hidden_size
         assert latent is not None
@@ -240,8 +251,9 @@ class MLP(Block):
         return _mlp_backward(inner["first product"], inner["activation"], setting)
 
     def recomputed(self, setting: Setting) -> set[str]:
-        modules = setting.training.recompute.modules
-        return {"first product", "activation"} if "mlp" in modules else set()
+        if "mlp" not in setting.training.recompute.modules:
+            return set()
+        return {"first product", "activation"} | ({"norm output"} if self.norm_in_product(setting) else set())
 
 
 def _gates(model: Model) -> int:
@@ -278,6 +290,9 @@ class Experts(Block):
         assert self.model.mixture is not None
         return self.model.mixture
 
+    def norm_in_product(self, setting: Setting) -> bool:
+        return False
+
     def weights(self) -> Iterator[Weight]:
         model, mixture = self.model, self._mixture
         yield Weight((mixture.num_experts, model.hidden_size))
@@ -306,9 +321,10 @@ class Experts(Block):
         return kept
 
     def backward(self, setting: Setting) -> float:
-        """As an MLP's over the dispatched tokens, whose gradients are combined and dispatched too."""
+        """As an MLP's over the dispatched tokens, whose gradients are sorted by expert in a copy first."""
         inner = self.inner(setting)
-        return inner["dispatched tokens"] + max(inner["activation"], inner["first product"])
+        dispatched, activation = inner["dispatched tokens"], inner["activation"]
+        return max(2 * dispatched, dispatched + activation, inner["first product"])
 
     def recomputed(self, setting: Setting) -> set[str]:
         modules, kept = setting.training.recompute.modules, set(self.inner(setting))
@@ -340,18 +356,27 @@ class Mamba(Block):
         return space.inner_size + space.conv_size + space.num_heads
 
     def inner(self, setting: Setting) -> dict[str, float]:
+        """The scan saves its result before the gate, the norm the gated one, the output product its input."""
         e, t, space = setting.itemsize, setting.parallel.tensor, self.model.state_space
         assert space is not None
         return {
             "input product": e * self._product_size / t,
-            "scan, before and behind its norm": 2 * e * space.inner_size / t,
+            "scan, gate and norm": (3 * e * space.inner_size + FP32 * space.num_groups) / t,
         }
 
     def backward(self, setting: Setting) -> float:
-        """The convolved part again, and the gradients of scan and input product."""
+        """While the states' gradients pass from chunk to chunk, the norm's saved tensors gone.
+
+        Gradients of the scan behind and before its gate and of the input product; the convolved part again
+        and its gradient; states and their gradients of every chunk, in fp32 and in the training's dtype;
+        products of ``B`` and ``C`` within a chunk.
+        """
         e, t, space = setting.itemsize, setting.parallel.tensor, self.model.state_space
         assert space is not None
-        return e * (space.conv_size + space.inner_size + self._product_size) / t
+        inner = space.inner_size
+        rows = e * (2 * inner + self._product_size + 2 * space.conv_size - 2 * inner)
+        states = (2 * FP32 + 2 * e) * inner * space.state_dim / SCAN_CHUNK
+        return (rows + states + FP32 * space.num_groups * SCAN_CHUNK) / t
 
     def recomputed(self, setting: Setting) -> set[str]:
         return set()
@@ -360,28 +385,31 @@ class Mamba(Block):
 Layer = tuple[Block, ...]
 
 
-def layers(model: Model) -> list[Layer]:
-    """Every decoder layer, first to last."""
+@lru_cache(maxsize=64)
+def layers(model: Model) -> tuple[Layer, ...]:
+    """Every decoder layer, first to last; those of a kind are one object."""
     if model.pattern:
-        return [(block,) for block in _by_letters(model, model.pattern)]
+        kinds = {letter: (block,) for letter, block in _kinds(model).items()}
+        return tuple(kinds[letter] for letter in model.pattern)
     dense, mixed = (_attention(model), MLP(model)), (_attention(model), Experts(model))
     mixture = model.mixture
-    return [mixed if mixture and mixture.layers[index] else dense for index in range(model.num_layers)]
+    return tuple(mixed if mixture and mixture.layers[index] else dense for index in range(model.num_layers))
 
 
 def _attention(model: Model) -> Block:
     return LatentAttention(model) if model.latent else Attention(model)
 
 
-def _by_letters(model: Model, pattern: str) -> list[Block]:
-    kinds = {"M": Mamba(model), "*": _attention(model), "-": MLP(model), "E": Experts(model)}
-    return [kinds[letter] for letter in pattern]
+def _kinds(model: Model) -> dict[str, Block]:
+    """Blocks of a hybrid model by their letters."""
+    return {"M": Mamba(model), "*": _attention(model), "-": MLP(model), "E": Experts(model)}
 
 
+@lru_cache(maxsize=64)
 def prediction_layer(model: Model) -> Layer:
     """The layers of one depth of multi-token prediction; without a pattern the last decoder layer's kind."""
     if model.prediction_pattern:
-        return tuple(_by_letters(model, model.prediction_pattern))
+        return tuple(_kinds(model)[letter] for letter in model.prediction_pattern)
     return layers(model)[-1]
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
 import json
-import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import add_arguments
@@ -22,22 +18,17 @@ from megatron_fused_ce.command_line import (
     writable_file,
 )
 from megatron_fused_ce.estimate import launch_script, megatron_arguments, megatron_log
-from megatron_fused_ce.estimate.advice import Gpu, Way, advise, recommended_way, stock_way
+from megatron_fused_ce.estimate.advice import Gpu, advise
+from megatron_fused_ce.estimate.answer import GIB, Result
 from megatron_fused_ce.estimate.heads import StockPath
 from megatron_fused_ce.estimate.launch_script import Launch
 from megatron_fused_ce.estimate.named_models import MODELS, known_name
-from megatron_fused_ce.estimate.report import Result
+from megatron_fused_ce.estimate.search import NODE, Search
 from megatron_fused_ce.estimate.setting import SHARDINGS, Setting
 
-GIB = 2**30
-#: The search for a number of GPUs that fits ends here, and tries these tensor-parallel sizes.
-MOST_GPUS = 4096
-TENSOR_SIZES = (2, 4, 8)
 #: No machine of today has as much.
 MOST_RANKS, MOST_GIB = 10**6, 10**6
 MOST_SCRIPT_BYTES, MOST_LOG_BYTES = 2**20, 2**28
-#: Columns of the tables where they go to a file.
-WIDTH = 110
 #: GiB beside torch's allocator: four launches on H200s that ran out of memory had 1.6, 2.0, 2.0 and 2.8 (what
 #: their messages say "the process has in use", less what PyTorch allocated and reserved;
 #: 2026-11-21-h200-longest-sequence.json, 2026-11-21-h200-tp4-pretrain-reach.json).
@@ -96,6 +87,8 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the whole run [the launch's, or the fewest]",
     )
+    add("--gpus-per-node", type=whole(most=MOST_RANKS), metavar="N",
+        help=f"the largest tensor-parallel size that is tried [{NODE}]; a log does not say it")  # fmt: skip
     add("--gpu", choices=tuple(GPUS), help="[h100-80gb]; a log does not say it")
     add(
         "--gpu-memory",
@@ -115,6 +108,7 @@ def _add_own(parser: argparse.ArgumentParser) -> None:
     add("--logit-bytes", type=number(above=True, most=1024), metavar="B",
         help="one more way: another program's loss that holds B bytes a logit")  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw the ways as bars")
+    add("--detail", action="store_true", help="print every strategy and the sums of every part as well")
     add("--json", action="store_true", help="print bytes for programs instead of tables")
 
 
@@ -126,7 +120,7 @@ def main(words: list[str]) -> int:
         writable_file(given.plot)
     try:
         result = plan_of(words)
-        _output(result, given.plot, given.json)
+        _output(result, given)
     except BrokenPipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
@@ -158,58 +152,34 @@ def plan_of(words: Sequence[str]) -> Result:
         others = (_other_path(given.logit_bytes),)
         baseline = others[0].name
     advice = advise(setting, gpu, baseline, others)
-    if launch and launch.measured_bytes:
-        flag = setting.training.fused_ce.strategy
-        own = advice.way(flag) if given.fused_chunked_ce else advice.baseline
-        measured = (
-            f"Megatron measured a peak of {launch.measured_bytes / GIB:.2f} GiB (its max allocated, the"
-        )
-        notes.insert(0, f"{measured} largest rank's); planned for that run: {own.peak / GIB:.2f}.")
-    if launch and launch.out_of_memory:
-        notes.insert(0, "The run in the log ended out of memory.")
-
-    def fits_from() -> dict[str, str]:
-        if advice.recommended.verdict != "does not fit":
-            return {}
-        return {
-            "flag": _fewest_gpus(given, setting, lambda one: recommended_way(one, gpu)),
-            "baseline": _fewest_gpus(given, setting, lambda one: stock_way(one, gpu, baseline, others)),
-        }
-
-    return Result(given.model or "the launch", setting, advice, notes, fits_from)
+    node = given.gpus_per_node or (None if given.from_log else NODE)
+    search = Search(setting, gpu, _fixed(given), node) if node else None
+    now = advice.way(setting.training.fused_ce.strategy) if given.fused_chunked_ce else advice.baseline
+    return Result(_name(given), setting, advice, notes, search, others, launch, now)
 
 
-def _fewest_gpus(given: argparse.Namespace, setting: Setting, way: Callable[[Setting], Way]) -> str:
-    """Flags with the fewest GPUs on which a way of computing the loss fits: more data parallelism, else a
-    larger TP size."""
-
-    def fits(gpus: int) -> bool:
-        return way(megatron_arguments.setting_of(given, gpus)).verdict == "fits"
-
-    given, asked = copy.copy(given), setting.parallel.tensor
-    for tensor in (asked, *(size for size in TENSOR_SIZES if size > asked)):
-        more = ""
-        if tensor > asked:
-            given.tensor_model_parallel_size, given.sequence_parallel = tensor, True
-            more = f" --tp {tensor} --sequence-parallel"
-        with contextlib.suppress(ValueError):  # heads or groups that this size does not divide
-            sizes = _more_gpus(given, setting.parallel.gpus)
-            if sizes and fits(sizes[-1]):
-                return f"--gpus {sizes[bisect_left(sizes, True, key=fits)]}{more}"
-    return ""
+def _fixed(given: argparse.Namespace) -> frozenset[str]:
+    """Parts of the setting that no flag added behind these would change."""
+    fixed = {
+        "optimizer": given.sharding is not None,
+        "recompute": given.recompute_activations,
+        "expert_tensor": given.expert_tensor_parallel_size is not None,
+    }
+    return frozenset(name for name, is_fixed in fixed.items() if is_fixed)
 
 
-def _more_gpus(given: argparse.Namespace, gpus: int) -> list[int]:
-    """Numbers of GPUs above ``gpus`` over which the parallel sizes and the global batch divide."""
-    parallel = megatron_arguments.setting_of(given).parallel
-    replica = parallel.tensor * parallel.pipeline * parallel.context
-    unit = math.lcm(replica, parallel.expert * parallel.expert_tensor * parallel.pipeline)
-    batch = given.global_batch_size
-    return [
-        size
-        for size in range(unit, MOST_GPUS + 1, unit)
-        if size > gpus and (batch is None or batch % (given.micro_batch_size * size // replica) == 0)
-    ]
+def _name(given: argparse.Namespace) -> str:
+    if given.model:
+        return str(given.model)
+    if given.from_log:
+        return str(given.from_log.name)
+    text = given.from_launch or ""
+    return "the launch" if not text or _is_launch(text) else Path(text).name
+
+
+def _is_launch(text: str) -> bool:
+    """Whether it is a launch's words and no file's name."""
+    return " " in text.strip() or text.startswith("--")
 
 
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, Launch | None, list[str]]:
@@ -257,7 +227,7 @@ def _launch(given: argparse.Namespace) -> Launch | None:
         if not (name and equals):
             raise ValueError(f"--set takes NAME=VALUE, got {assignment!r}")
         values[name] = value
-    if " " in text.strip() or text.startswith("--"):
+    if _is_launch(text):
         return launch_script.of_string(text, count_gpus)
     script = read_text(path, MOST_SCRIPT_BYTES)
     try:
@@ -280,23 +250,24 @@ def _other_path(bytes_per_logit: float) -> StockPath:
     return StockPath(name, "", bytes_per_logit, waiting=bytes_per_logit, largest=4)
 
 
-def _output(result: Result, plot_path: Path | None, as_json: bool) -> None:
+def _output(result: Result, given: argparse.Namespace) -> None:
     from megatron_fused_ce.estimate import report
 
-    if plot_path:
+    if given.plot:
         from megatron_fused_ce.estimate import plot
 
-        plot.draw(result.advice, _title(result), plot_path)
-    if as_json:
-        found = report.as_dictionary(result)
-        print(json.dumps(found, indent=1))
+        plot.draw(result.advice, _title(result), given.plot)
+    if given.json:
+        print(json.dumps(report.as_dictionary(result), indent=1))
         return
     from rich.console import Console
 
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    report.show(console, result)
+    report.show(
+        Console(width=min(console.width, report.WIDTH) if console.is_terminal else report.WIDTH),
+        result,
+        given.detail,
+    )
 
 
 def _title(result: Result) -> str:

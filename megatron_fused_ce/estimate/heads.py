@@ -25,6 +25,7 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import (
+    MIB,
     STOCK_BYTES_PER_LOGIT,
     STOCK_BYTES_WAITING,
     OverBudget,
@@ -77,6 +78,8 @@ class Head:
     words: str = ""
     #: the launch's error if the strategy needs more than its --fused-ce-memory-mb
     over_budget: str = ""
+    #: MiB of a --fused-ce-memory-mb that even the smallest plan exceeds, which ``auto`` then takes; else 0
+    missed_budget: int = 0
 
 
 def stock_heads(setting: Setting, others: tuple[StockPath, ...] = ()) -> list[Head]:
@@ -145,7 +148,9 @@ def plugin_head(
         uses_in_flight=1 + setting.model.mtp_num_layers,
     )
     try:
-        return _as_head(setting, plan(inputs), _flags(config), strategy)
+        head = _as_head(setting, plan(inputs), _flags(config), strategy)
+        budget = config.memory_mb
+        return replace(head, missed_budget=budget) if budget and head.predicted > budget * MIB else head
     except OverBudget as error:
         head = _as_head(setting, error.least, _flags(config), strategy)
         return replace(head, over_budget=str(error))

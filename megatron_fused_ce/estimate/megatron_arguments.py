@@ -292,7 +292,8 @@ def _needed(given: argparse.Namespace, name: str) -> int:
     value: int | None = getattr(given, name)
     if value is None:
         flag = name.replace("_", "-")
-        raise ValueError(f"--{flag} is missing: give it, or a --model that knows it")
+        named = "" if name == "seq_length" else ", or --model NAME"  # no model has a length of its own
+        raise ValueError(f"--{flag} is missing: give it{named}")
     return value
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_fused_ce.estimate import blocks
@@ -24,13 +25,13 @@ from megatron_fused_ce.estimate import static as statics
 from megatron_fused_ce.estimate.blocks import Block, Layer
 from megatron_fused_ce.estimate.heads import Head
 from megatron_fused_ce.estimate.setting import Setting
-from megatron_fused_ce.estimate.static import Stage
+from megatron_fused_ce.estimate.static import Stage, Static
 
-#: Names of the three moments.
+#: The three moments, and how they are called.
 MOMENTS = {
-    "head": "the head, forward or backward",
-    "layers": "a layer's backward",
-    "step": "the optimizer's step",
+    "head": "in the output layer and its loss",
+    "layers": "in a layer's backward",
+    "step": "in the optimizer's step",
 }
 
 
@@ -79,7 +80,8 @@ def estimate(setting: Setting, head: Head) -> Estimate:
 
 
 def _moments(setting: Setting, stage: Stage, head: Head) -> Iterator[Moment]:
-    held = _held(setting, stage, head)
+    static = statics.static(setting, stage)
+    held = _held(setting, stage, head, static)
     activations = _Activations(setting, stage)
     if stage.last:
         at_head = {
@@ -91,13 +93,12 @@ def _moments(setting: Setting, stage: Stage, head: Head) -> Iterator[Moment]:
     workspaces = {"cuBLAS workspaces": head.workspaces if stage.last else 0}
     behind = workspaces | {"head's gradient": statics.gathered_gradient(setting, stage)}
     yield Moment("layers", stage.index, held | activations.worst_backward() | behind)
-    step = {"optimizer's copies": statics.static(setting, stage).step, "gathered weights": 0}
+    step = {"optimizer's copies": static.step, "gathered weights": 0}
     yield Moment("step", stage.index, held | workspaces | step)
 
 
-def _held(setting: Setting, stage: Stage, head: Head) -> dict[str, int]:
+def _held(setting: Setting, stage: Stage, head: Head, static: Static) -> dict[str, int]:
     """Bytes that are held at every moment."""
-    static = statics.static(setting, stage)
     return {
         "weights": static.weights,
         "gradients": static.gradients,
@@ -133,8 +134,10 @@ class _Activations:
         predicted = setting.model.mtp_num_layers if stage.last else 0
         #: The chunk that ends at the head, or at the next stage: its backward runs first.
         self.last = (*stage.chunks[-1], *[blocks.prediction_layer(setting.model)] * predicted)
-        all_blocks = (block for layer in (*stage.layers, *self.last) for block in layer)
-        self.sizes = {block: _Sizes.of(block, setting) for block in set(all_blocks)}
+        #: Sizes of each block, and bytes that a layer keeps; by object, since those of a kind are one.
+        kinds = {id(layer): layer for layer in (*stage.layers, *self.last)}
+        self.sizes = {id(block): _Sizes.of(block, setting) for layer in kinds.values() for block in layer}
+        self.layer_keeps = {kind: sum(map(self._kept, layer)) for kind, layer in kinds.items()}
         self.kept = self._kept_by_layer(self.last)
         for depth in range(len(self.last) - predicted, len(self.last)):
             # Both inputs of a depth, and the two joined.
@@ -151,10 +154,8 @@ class _Activations:
     def worst_backward(self) -> dict[str, int]:
         """The layer at whose backward most bytes are held; the layers before it still keep theirs."""
         others = self._other_chunks()
-        waiting, working = max(
-            ((others + sum(self.kept[:index]), self._backward(index)) for index in range(len(self.last))),
-            key=sum,
-        )
+        before = accumulate(self.kept, initial=others)
+        waiting, working = max(zip(before, map(self._backward, range(len(self.last))), strict=False), key=sum)
         return {"activations": self._bytes(waiting), "layer at work": self._bytes(working)}
 
     def _bytes(self, a_token: float) -> int:
@@ -187,7 +188,7 @@ class _Activations:
                 begins = recompute.block or index % (recompute.num_layers or 1) == 0
                 kept.append(self.row if begins else 0.0)
             else:
-                kept.append(sum(map(self._kept, layer)))
+                kept.append(self.layer_keeps[id(layer)])
         return kept
 
     def _keeps_its_input_only(self, index: int) -> bool:
@@ -195,10 +196,10 @@ class _Activations:
         return recompute.full and not (recompute.block and index >= (recompute.num_layers or 1))
 
     def _whole(self, block: Block) -> float:
-        return self.sizes[block].whole
+        return self.sizes[id(block)].whole
 
     def _kept(self, block: Block) -> float:
-        return self.sizes[block].kept
+        return self.sizes[id(block)].kept
 
     def _backward(self, index: int) -> float:
         """Most bytes of a layer in its backward: its blocks up to the current one, and gradients.
@@ -209,7 +210,7 @@ class _Activations:
         again = self._keeps_its_input_only(index)
         layer, size = self.last[index], self._whole if again else self._kept
         worst = max(
-            sum(map(size, layer[:place])) + self._whole(block) + self.sizes[block].backward
+            sum(map(size, layer[:place])) + self._whole(block) + self.sizes[id(block)].backward
             for place, block in enumerate(layer)
         )
         gradient = self.row

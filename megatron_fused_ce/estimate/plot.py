@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_fused_ce.estimate.advice import Advice
-from megatron_fused_ce.estimate.report import GIB
+from megatron_fused_ce.estimate.answer import GIB
 
 #: Parts of a moment that are drawn as one, and their colours.
 SEGMENTS = {
@@ -42,22 +42,21 @@ def draw(advice: Advice, title: str, path: Path) -> None:
         if any(sizes):
             axes.barh(names, sizes, left=starts, color=color, label=label, height=0.7)
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    for place, (start, way) in enumerate(zip(starts, advice.ways, strict=True)):
-        verdict = "" if way.verdict == "fits" else f": {way.verdict}"
-        axes.annotate(
-            f"{start:.1f}, {way.estimate.bound.name}{verdict}", (start, place), (4, 0),
-            textcoords="offset points", va="center", fontsize=8, zorder=3,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )  # fmt: skip
-    capacity = advice.gpu.capacity / GIB
-    axes.axvline(capacity, color="black", linewidth=1, linestyle="--")
+    usable, capacity = advice.gpu.usable / GIB, advice.gpu.capacity / GIB
+    axes.axvline(usable, color="black", linewidth=1, linestyle="--")
     axes.annotate(
-        f"{advice.gpu.name}: {capacity:.1f}", (capacity, 1), (-4, 3), xycoords=("data", "axes fraction"),
-        textcoords="offset points", ha="right", fontsize=8,
+        f"{advice.gpu.name}: {usable:.1f} of {capacity:.1f} usable", (usable, 1), (-4, 3),
+        xycoords=("data", "axes fraction"), textcoords="offset points", ha="right", fontsize=8,
     )  # fmt: skip
-    axes.set_xlim(0, 1.25 * max(*starts, capacity))
+    # In a column of their own, behind the longest bar and the limit.
+    end = 1.02 * max(*starts, usable)
+    for place, (start, way) in enumerate(zip(starts, advice.ways, strict=True)):
+        axes.text(
+            end, place, f"{start:.1f}, {way.estimate.bound.name}: {way.verdict}", va="center", fontsize=8
+        )
+    axes.set_xlim(0, 1.3 * end)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB a GPU at the peak; behind each bar its sum and the moment that bounds it")
+    axes.set_xlabel("GiB a GPU at the peak; right: its sum, the moment of it, and whether it fits")
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=len(SEGMENTS), frameon=False, fontsize=8)

@@ -91,16 +91,6 @@ class Model:
     mixture: Mixture | None = None
     state_space: StateSpace | None = None
 
-    @property
-    def not_measured(self) -> list[str]:
-        """Kinds of layers whose memory was derived but never measured (docs/plan.md)."""
-        kinds = {
-            "latent attention": self.latent,
-            "experts": self.mixture,
-            "Mamba mixers": self.state_space,
-        }
-        return [kind for kind, sizes in kinds.items() if sizes is not None]
-
     def __post_init__(self) -> None:
         for name in (
             *("num_layers", "hidden_size", "num_attention_heads", "vocab_size"),
@@ -304,6 +294,26 @@ class Setting:
     def num_tokens(self) -> int:
         """``T``: tokens of a micro-batch seen by the tensor-parallel group."""
         return self.training.sequence * self.training.micro_batch // self.parallel.context
+
+    @property
+    def not_measured(self) -> list[str]:
+        """What no launch was measured with: its bytes are derived from code alone (docs/plan.md)."""
+        model, parallel, training = self.model, self.parallel, self.training
+        mlps = not model.pattern or "-" in model.pattern
+        kinds = {
+            "experts": model.mixture,
+            "latent attention": model.latent,
+            "Mamba mixers": model.state_space,
+            "learned positions": model.learned_positions,
+            "MLPs without a gate": mlps and not model.gated,
+            "norms behind attention and MLP": model.post_norms,
+            training.dtype: training.dtype != "bfloat16",
+            "selective recomputation": set(training.recompute.modules) - {"core_attn"},
+            "full sharding (FSDP)": training.optimizer.sharding == "full",
+            "tensor parallelism above 4": parallel.tensor > 4,
+            "pipeline stages without a head": parallel.pipeline > 1,
+        }
+        return [kind for kind, there in kinds.items() if there]
 
     @property
     def itemsize(self) -> int:

@@ -7,6 +7,7 @@ data- and context-parallel ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,28 +51,41 @@ def stages(setting: Setting) -> list[Stage]:
     return [Stage(index, tuple(chunks), index == 0, index == last) for index, chunks in enumerate(held)]
 
 
-def stage_weights(setting: Setting, stage: Stage) -> Iterator[Weight]:
-    """Every parameter of a stage."""
+def stage_weights(setting: Setting, stage: Stage) -> Counter[Weight]:
+    """Every parameter of a stage, and how often it is there."""
     model = setting.model
     table = Weight((setting.padded_vocab_size, model.hidden_size), divided=True)
-    predicts = stage.last and model.mtp_num_layers
+    predicts = model.mtp_num_layers if stage.last else 0
+    found: Counter[Weight] = Counter()
     if stage.first:
-        yield table
+        found[table] += 1
         if model.learned_positions:
-            yield Weight((model.learned_positions, model.hidden_size))
+            found[Weight((model.learned_positions, model.hidden_size))] += 1
     if stage.last:
-        yield Weight((model.norm_size,))
+        found[Weight((model.norm_size,))] += 1
         if not model.tied or not stage.first:
-            yield table  # tied weights: the last stage has a copy
+            found[table] += 1  # tied weights: the last stage has a copy
         if predicts and not stage.first:
-            yield table  # the embedding, for the predicted tokens
-    layers = [*stage.layers, *[blocks.prediction_layer(model)] * (predicts or 0)]
-    for layer in layers:
-        for block in layer:
-            yield from block.weights()
-            yield from block.norms()
-    for _ in range(predicts or 0):
-        yield from blocks.prediction_weights(model)
+            found[table] += 1  # the embedding, for the predicted tokens
+    # Layers of a kind are one object.
+    kinds = {id(layer): layer for layer in stage.layers}
+    often = Counter(map(id, stage.layers))
+    if predicts:
+        layer = blocks.prediction_layer(model)
+        kinds[id(layer)] = layer
+        often[id(layer)] += predicts
+        for weight in blocks.prediction_weights(model):
+            found[weight] += predicts
+    for kind, times in often.items():
+        for weight in _weights_of(kinds[kind]):
+            found[weight] += times
+    return found
+
+
+def _weights_of(layer: Layer) -> Iterator[Weight]:
+    for block in layer:
+        yield from block.weights()
+        yield from block.norms()
 
 
 def parameters(setting: Setting) -> int:
@@ -88,9 +102,7 @@ def parameters(setting: Setting) -> int:
 
 
 def _layer_parameters(layer: Layer) -> int:
-    return sum(
-        weight.count for block in layer for part in (block.weights(), block.norms()) for weight in part
-    )
+    return sum(weight.count for weight in _weights_of(layer))
 
 
 @dataclass(frozen=True)
@@ -113,9 +125,11 @@ class Static:
 
 def static(setting: Setting, stage: Stage) -> Static:
     """Weights, gradients and optimizer of one rank of ``stage``."""
-    all_weights = list(stage_weights(setting, stage))
-    dense = sum(weight.local_count(setting) for weight in all_weights if not weight.experts)
-    experts = sum(weight.local_count(setting) for weight in all_weights if weight.experts)
+    counts = {
+        weight: often * weight.local_count(setting) for weight, often in stage_weights(setting, stage).items()
+    }
+    dense = sum(count for weight, count in counts.items() if not weight.experts)
+    experts = sum(count for weight, count in counts.items() if weight.experts)
     optimizer, parallel = setting.training.optimizer, setting.parallel
     shards = (parallel.shards, parallel.expert_shards)
     if optimizer.sharding == "none":

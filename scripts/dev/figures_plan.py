@@ -1,4 +1,4 @@
-"""The plan held against what was measured: the tables of docs/plan.md, and its picture.
+"""The plan held against what was measured: the tables of docs/plan.md, its picture, and README's table.
 
 Measured are the launches and heads of docs/benchmarks/results, on H200s: each launch's own command line is
 read and planned, and the peaks are compared.
@@ -18,6 +18,7 @@ from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import command, heads
 from megatron_fused_ce.estimate.advice import Gpu
 from megatron_fused_ce.estimate.heads import Head, plugin_head, stock_heads
+from megatron_fused_ce.estimate.named_models import MODELS
 from megatron_fused_ce.estimate.peaks import estimate
 from megatron_fused_ce.estimate.setting import Model, Parallel, Setting, Training
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
@@ -261,6 +262,60 @@ def printed(words: str) -> str:
     return "\n".join(["```", f"$ python -m megatron_fused_ce plan {words}", *lines, "```"])
 
 
+#: README's lengths: more than 8192 tokens with what else is usual there.
+LENGTHS = {8192: "", 32768: "", 131072: "--recompute-granularity full"}
+EXAMPLES = "scripts/examples"
+#: Label, and the words of a plan but for its length.
+HELP = (
+    (
+        "Llama-3.2-1B, one H200, full recomputation",
+        "--model llama-3.2-1b --gpu h200-141gb --recompute-granularity full",
+    ),
+    ("Qwen3-4B, TP 2", "--model qwen3-4b --gpus 8 --tp 2 --sequence-parallel"),
+    (
+        f"[Llama-3-8B, TP 2]({EXAMPLES}/llama3_8b.sh)",
+        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_8b.sh'}",
+    ),
+    ("Llama-3-8B, TP 4", "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel"),
+    ("Llama-2-13B, TP 4, V = 32000", "--model llama-2-13b --gpus 8 --tp 4 --sequence-parallel"),
+    ("OLMo-2-13B, TP 4, V = 100352", "--model olmo-2-13b --gpus 8 --tp 4 --sequence-parallel"),
+    (
+        f"[Llama-3-70B, TP 8, PP 4]({EXAMPLES}/llama3_70b.sh), 64 GPUs",
+        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_70b.sh'}",
+    ),
+)
+
+
+def help_table() -> str:
+    """Of each training and length the predicted peaks without and with the flag (:func:`_saving`)."""
+    head = ["8 H100s where not said; GiB a GPU without → with the flag · saved; (does not fit)"]
+    head += [f"{tokens} tokens{', full recomputation' if more else ''}" for tokens, more in LENGTHS.items()]
+    rows = [
+        [label, *(_saving(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]
+        for label, words in HELP
+    ]
+    return table(head, rows) + "\n"
+
+
+def _saving(words: str) -> str:
+    """GiB without and with the flag, and what is saved; where a way does not fit, in brackets."""
+    advice = command.plan_of(shlex.split(words)).advice
+    peaks = [
+        f"{way.peak / GIB:.1f}" if way.verdict == "fits" else f"({way.peak / GIB:.1f})"
+        for way in (advice.baseline, advice.recommended)
+    ]
+    return f"{peaks[0]} → {peaks[1]} · {advice.saved / advice.baseline.peak:.0%}"
+
+
+def model_list() -> str:
+    """Every name that ``--model`` knows, by maker, with the source of its sizes."""
+    rows: dict[str, list[str]] = {}
+    for name, model in MODELS.items():
+        maker = model.source.partition("/")[0]
+        rows.setdefault(maker, []).append(f"`{name}`")
+    return table(["sizes from", "names"], [[maker, ", ".join(names)] for maker, names in rows.items()])
+
+
 def parts() -> dict[str, str]:
     """Everything in docs/plan.md that is made here, by the name of its markers."""
     return {
@@ -268,6 +323,7 @@ def parts() -> dict[str, str]:
         "steps": steps_table(steps()),
         "heads": heads_table(alone()),
         "logits": logits_table(),
+        "models": model_list(),
     }
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.estimate.command import plan_of
-from megatron_fused_ce.estimate.report import GIB
 from megatron_fused_ce.planner import PlanInputs, plan
+from megatron_fused_ce.scripts.dev import figures_plan
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
 
@@ -96,38 +94,6 @@ def _inputs(row: Row) -> PlanInputs:
     )
 
 
-EXAMPLES = "scripts/examples"
-PLANS = (
-    (
-        "Llama-3.2-1B, 131072 tokens, one H200, full recomputation",
-        "--model llama-3.2-1b --gpu h200-141gb --seq-length 131072 --recompute-granularity full",
-    ),
-    (
-        "Llama-3-8B, 32768 tokens, 8 H100s, TP 4 with sequence parallelism",
-        "--model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768",
-    ),
-    (
-        f"[Llama-3-8B, 8192 tokens, 8 H100s]({EXAMPLES}/llama3_8b.sh)",
-        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_8b.sh'}",
-    ),
-    (
-        f"[Llama-3-70B, 8192 tokens, 64 H100s]({EXAMPLES}/llama3_70b.sh)",
-        f"--from-launch {REPOSITORY / EXAMPLES / 'llama3_70b.sh'}",
-    ),
-)
-
-
-def plans() -> str:
-    """Peak of a GPU by ``python -m megatron_fused_ce plan``."""
-    head = ["training", "predicted peak without the flag, GiB per GPU", "with it", "saved"]
-    lines = []
-    for label, words in PLANS:
-        advice = plan_of(shlex.split(words)).advice
-        before, after = advice.baseline.peak / GIB, advice.recommended.peak / GIB
-        lines.append([label, f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.0%}"])
-    return tables.markdown(head, lines) + "\n"
-
-
 def parts() -> dict[str, str]:
     """Text of every part, by the name in its comments."""
-    return {"speed and memory": speed_and_memory(), "plans": plans()}
+    return {"speed and memory": speed_and_memory(), "plans": figures_plan.help_table()}

@@ -491,7 +491,7 @@ FAULTS = (
     Fault(
         "a rank does not hear that another's promise is broken",
         f"{PACKAGE}/promise.py",
-        "words = _of_all_ranks(words, scale, group)",
+        "words = largest_over_ranks(words, group)",
         "pass",
         (f"{BROKEN} -k 'one_rank_alone'",),
     ),
@@ -766,8 +766,8 @@ FAULTS = (
     Fault(
         "a decorated function passes for Megatron's",
         f"{PACKAGE}/adapter/consumer.py",
-        '    written_in = getattr(function, "__globals__", {})',
-        '    written_in = getattr(inspect.unwrap(function), "__globals__", {})',
+        'getattr(getattr(function, "__func__", function), "__globals__", {})',
+        'getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {})',
         (f"{SEAMS} -k 'decorated and 2ranks'",),
     ),
     Fault(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.planner import plan
-from megatron_fused_ce.scripts.dev import figures
+from megatron_fused_ce.scripts.dev import figures, figures_plan
 from megatron_fused_ce.scripts.dev import figures_readme as readme_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys
     path.write_text(
         README.replace(
             "this, `--fused-chunked-ce`** | 157 |", "this, `--fused-chunked-ce`** | 156 |"
-        ).replace("| 43.2 |", "| 42.2 |")
+        ).replace("→ 43.2 ·", "→ 42.2 ·")
     )
     assert figures.main(["--check", "--readme", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -71,8 +71,12 @@ def test_what_the_flag_takes_is_the_planners_choice(monkeypatch):
 
 def test_the_plans_save_what_the_page_says():
     """A lot, some, little and nothing: the honest filter."""
-    saved = [int(found) for found in re.findall(r"\| (\d+)% \|", readme_figures.plans())]
-    assert saved == [65, 7, 3, 0]
+    cells = re.findall(r"(\(?)[\d.]+\)? → (\(?)[\d.]+\)? · (\d+)% \|", figures_plan.help_table())
+    assert len(cells) == len(figures_plan.HELP) * len(figures_plan.LENGTHS)
+    saved = [int(part) for _, _, part in cells]
+    assert max(saved) > 60 and saved.count(0) >= 3
+    # Fits without it, fits only with it, fits with neither.
+    assert {(before, after) for before, after, _ in cells} == {("", ""), ("(", ""), ("(", "(")}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from megatron_fused_ce.estimate.setting import (
     Parallel,
     Recompute,
     Setting,
+    StateSpace,
     Training,
 )
 from megatron_fused_ce.planner import MIB, PlanInputs, plan
@@ -115,15 +116,64 @@ def test_flash_attention_grouped_queries_and_a_gate():
     ("modules", "saves"),
     [
         (("core_attn",), 4 * 8),
-        (("mlp",), 2 * 3 * 160),
-        (("layernorm",), 2 * 2 * 64),
-        (("mlp", "layernorm"), 2 * 3 * 160 + 2 * 2 * 64),
+        # Transformer Engine's first product has the norm in it: with the MLP it is computed again as well.
+        (("mlp",), 2 * 3 * 160 + 2 * 64),
+        (("layernorm",), 0),
         (("moe", "shared_experts", "mla_up_proj", "moe_act"), 0),
     ],
 )
 def test_selective_recompute_drops_its_modules(modules, saves):
     dropped = kept_by_a_layer(setting()) - kept_by_a_layer(setting(recompute=Recompute(modules=modules)))
     assert dropped == saves
+
+
+@pytest.mark.parametrize(
+    ("modules", "saves"),
+    [(("layernorm",), 2 * 2 * 64), (("mlp",), 2 * 3 * 160), (("mlp", "layernorm"), 2 * 3 * 160 + 2 * 2 * 64)],
+)
+def test_selective_recompute_of_megatrons_own_layers(modules, saves):
+    """Their norms stand alone; an MLP's input is then its norm's output, which is kept."""
+    own = {"transformer_engine": False}
+    recompute = Recompute(modules=modules)
+    dropped = kept_by_a_layer(setting(**own)) - kept_by_a_layer(setting(recompute=recompute, **own))
+    assert dropped == saves
+
+
+def test_latent_attention_and_experts_have_norms_of_their_own():
+    mixture = Mixture(8, 3, 40, 24, (True,) * 4)
+    model = replace(MODERN, latent=Latent(24, 16, 8, 4, 8), mixture=mixture)
+    norms = kept_by_a_layer(setting(model)) - kept_by_a_layer(
+        setting(model, recompute=Recompute(modules=("layernorm",)))
+    )
+    assert norms == 2 * 2 * 64
+    # The experts' input is then kept; without "layernorm" as their norm's output.
+    moe = setting(model, recompute=Recompute(modules=("moe",)))
+    kept = blocks.Experts(model)
+    assert kept.dropped(moe) == set(kept.inner(moe))
+
+
+def test_a_mamba_mixer_keeps_the_scan_before_and_behind_its_gate():
+    """Hand-computed: 4 heads of 32, a state of 16, 2 groups."""
+    model = replace(MODERN, pattern="M*M-", state_space=StateSpace(4, 32, 16, 2))
+    mixer, one = blocks.Mamba(model), setting(model)
+    assert mixer.inner(one) == {
+        "input product": 2 * (2 * 128 + 2 * 2 * 16 + 4),
+        "scan, gate and norm": 3 * 2 * 128 + 4 * 2,
+    }
+    states = (4 + 4 + 2 + 2) * 128 * 16 / 128
+    within = 4 * 2 * 128  # the products of B and C in a chunk of 128 tokens
+    assert mixer.backward(one) == 2 * (2 * 128 + 2 * 2 * 16 + 4 + 2 * (128 + 2 * 2 * 16)) + states + within
+
+
+def test_experts_at_work_hold_their_tokens_gradients_twice_or_their_products():
+    def backward(ffn: int, gated: bool = True) -> float:
+        mixture = Mixture(8, 3, ffn, 0, (True,) * 4)
+        model = replace(MODERN, mixture=mixture, gated=gated)
+        return blocks.Experts(model).backward(setting(model))
+
+    assert backward(40) == 2 * 2 * 3 * 64  # sorting
+    assert backward(100) == 2 * 3 * 200  # the first product's gradient
+    assert backward(100, gated=False) == 2 * 3 * (64 + 100)  # the second product's two
 
 
 def test_experts_keep_the_tokens_they_are_sent():
@@ -230,9 +280,13 @@ def test_named_models_have_the_parameters_that_are_published(name):
     """To the last digit that is."""
     one = setting_of(["--model", name, "--seq-length", "64"])
     alone = replace(one, model=replace(one.model, mtp_num_layers=0), vocab_divisor=1)
+    counted = static.parameters(alone)
+    if MODELS[name].with_prediction:
+        tables = 2 * one.model.vocab_size * one.model.hidden_size
+        counted = static.parameters(replace(one, vocab_divisor=1)) + tables
     published = MODELS[name].published
     digits = len(published.partition(".")[2])
-    assert f"{static.parameters(alone) / 1e9:.{digits}f}" == published
+    assert f"{counted / 1e9:.{digits}f}" == published
 
 
 _CASES = {

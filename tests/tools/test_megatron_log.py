@@ -126,19 +126,19 @@ def test_which_block_and_what_was_measured(tmp_path, capsys):
     first = block(WORDS + " --num-layers 8") + PEAK.format(0, "4096.0") + OUT_OF_MEMORY
     log.write_text(first + BLOCK + VOCABULARY + PEAK.format(0, "1024.25") + PEAK.format(4, "2048.00"))
     assert command.main(["--from-log", str(log), "--gpu", "h200-141gb"]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     line = first.count("\n") + 1
     assert f"The log has 2 blocks of arguments: this is the one from line {line}, the last." in out
     assert "Megatron measured a peak of 2.00 GiB" in out and "out of memory" not in out
     assert command.main(["--from-log", str(log), "--gpu", "h200-141gb", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     planned = found["ways"]["unfused"]["peak"] / 2**30
-    assert any(f"planned for that run: {planned:.2f}." in note for note in found["notes"])
+    assert f"planned for that run: {planned:.2f}." in found["sentences"]["measured"]
     log.write_text(BLOCK + VOCABULARY + OUT_OF_MEMORY + CUT)
     command.main(["--from-log", str(log), "--gpu", "h200-141gb"])
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "The run in the log ended out of memory." in out and "the last that is whole" in out
-    assert "measured" not in out
+    assert "Megatron measured" not in out
 
 
 def test_with_the_flag_the_peak_is_beside_the_flags(tmp_path, capsys):
@@ -150,7 +150,7 @@ def test_with_the_flag_the_peak_is_beside_the_flags(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     peak = found["ways"]["recompute"]["peak"]
     assert peak != found["ways"]["auto"]["peak"]
-    assert f"planned for that run: {peak / 2**30:.2f}." in found["notes"][0]
+    assert f"planned for that run: {peak / 2**30:.2f}." in found["sentences"]["measured"]
 
 
 def test_what_a_log_does_not_count_is_said(tmp_path):
