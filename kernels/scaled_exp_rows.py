@@ -51,11 +51,9 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
     TileStatistics,
 )
+from megatron_fused_ce.kernels.sizes import HALF_TILE_ROWS, TILE_COLUMNS
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 from megatron_fused_ce.kernels.token_kernels import addends, store_loss
-
-#: Rows of the whole weight, evenly spread, whose largest logit is a token's row shift. Any valid rows do.
-SAMPLED_ROWS = 64
 
 #: A token whose row scale is below ``2**FAR_BELOW`` has it multiplied into ``E``, and its row scale becomes
 #: 1: the label's entry, which is divided by the row scale, would overflow. That is a token whose other logits
@@ -66,10 +64,6 @@ _HEADER = tl.constexpr(TABLE_HEADER)
 _HEADROOM = tl.constexpr(HEADROOM)
 _LN_2 = tl.constexpr(LN_2)
 _LOG2_E = tl.constexpr(LOG2_E)
-
-#: Rows and columns of the GEMM's half tiles; row_prologue marks those that hold a label.
-HALF_TILE_ROWS = 64
-TILE_COLUMNS = 256
 
 
 class RowPrologue(NamedTuple):
@@ -205,7 +199,7 @@ def _combine_tiles_kernel(
     argmax_ptr,  # [C] int64, out: column of the largest logit
     weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
     loss_ptr,  # [C] fp32, out, natural units
-    saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: loss.TokenTerms
     e_ptr,  # [C, V], in and out
     row_scale_ptr,  # [C] fp32, out: a factor
     inv_temperature_ptr,  # [C] fp32
@@ -543,8 +537,16 @@ def _bound_prologue(
     return size, _row_prologue.bind(
         (halves,),
         (
-            *(tokens_stride, sample_stride, num_rows, num_columns, hidden_size, num_sampled),
-            *(halves, num_tiles, logit_scale, softcap or 1.0),
+            tokens_stride,
+            sample_stride,
+            num_rows,
+            num_columns,
+            hidden_size,
+            num_sampled,
+            halves,
+            num_tiles,
+            logit_scale,
+            softcap or 1.0,
         ),
         HALF_TILE=HALF_TILE_ROWS,
         SAMPLED=max(16, next_power_of_2(num_sampled)),
@@ -572,13 +574,23 @@ def row_prologue(
     """
     row_shift2 = torch.empty(tokens.shape[0], dtype=torch.float32, device=tokens.device)
     size, launch = _bound_prologue(
-        *(tokens.shape, sample.shape[0], num_columns, tokens.stride(0), sample.stride(0)),
-        *(logit_scale, form.softcap, inv_temperature is not None),
+        tokens.shape,
+        sample.shape[0],
+        num_columns,
+        tokens.stride(0),
+        sample.stride(0),
+        logit_scale,
+        form.softcap,
+        inv_temperature is not None,
     )
     table = torch.empty(size, dtype=torch.int32, device=tokens.device)
     launch(
         (
-            *(tokens, sample, labels, row_shift2, table),
+            tokens,
+            sample,
+            labels,
+            row_shift2,
+            table,
             row_shift2 if inv_temperature is None else inv_temperature,
         )
     )
@@ -649,17 +661,31 @@ def combine_tiles(
     weighted = None if tiles.tile_weighted is None else torch.empty_like(tiles.label_logit)
     squares = None if tiles.tile_squares is None else torch.empty_like(tiles.label_logit)
     launch = _bound_combine(
-        *(num_rows, num_columns, num_tiles, tiles.tile_columns, None if e is None else e.stride(0)),
-        *(argmax is not None, weighted is not None, form.softcap, alone),
-        *(inv_temperature is not None, squares is not None),
+        num_rows,
+        num_columns,
+        num_tiles,
+        tiles.tile_columns,
+        None if e is None else e.stride(0),
+        argmax is not None,
+        weighted is not None,
+        form.softcap,
+        alone,
+        inv_temperature is not None,
+        squares is not None,
     )
     launch(
         (
-            *(prologue.row_shift2, tiles.tile_max, tiles.tile_sum),
+            prologue.row_shift2,
+            tiles.tile_max,
+            tiles.tile_sum,
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
             tiles.tile_max if tiles.tile_weighted is None else tiles.tile_weighted,
-            *(labels, tiles.label_logit, shard, shard if tile_shift is None else tile_shift),
-            *(labels if argmax is None else argmax, shard if weighted is None else weighted),
+            labels,
+            tiles.label_logit,
+            shard,
+            shard if tile_shift is None else tile_shift,
+            labels if argmax is None else argmax,
+            shard if weighted is None else weighted,
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
             shard if inv_temperature is None else inv_temperature,
@@ -691,8 +717,15 @@ def finalize_rows(
     _finalize_rows(
         (ceil_div(num_rows, BLOCK_ROWS),),
         (
-            *(e, labels, tiles.tile_max, stats.shard, stats.tile_shift),
-            *(stats.shard if row_shift is None else row_shift, terms, tiles.label_logit, row_scale),
+            e,
+            labels,
+            tiles.tile_max,
+            stats.shard,
+            stats.tile_shift,
+            stats.shard if row_shift is None else row_shift,
+            terms,
+            tiles.label_logit,
+            row_scale,
         ),
         (e.stride(0), num_rows, num_columns, tiles.tile_max.shape[0], form.softcap or 1.0),
         BLOCK_ROWS=BLOCK_ROWS,
@@ -716,8 +749,12 @@ def _bound_scale(
     return _scale_rows.bind(
         (num_rows,),
         (
-            *(num_columns, x_stride, out_stride, also_stride or 0),
-            *(row_scale_dim, upstream_dim or 0),
+            num_columns,
+            x_stride,
+            out_stride,
+            also_stride or 0,
+            row_scale_dim,
+            upstream_dim or 0,
         ),
         BLOCK=min(2048, next_power_of_2(num_columns)),
         WITH_UPSTREAM=upstream_dim is not None,
@@ -738,8 +775,12 @@ def scale_rows(
     In the same launch, in place: ``also *= factor[:, None]``.
     """
     launch = _bound_scale(
-        *(x.shape, x.stride(0), out.stride(0), None if also is None else also.stride(0)),
-        *(row_scale.dim(), None if upstream is None else upstream.dim()),
+        x.shape,
+        x.stride(0),
+        out.stride(0),
+        None if also is None else also.stride(0),
+        row_scale.dim(),
+        None if upstream is None else upstream.dim(),
     )
     launch((x, out, x if also is None else also, row_scale, row_scale if upstream is None else upstream))
     return out

@@ -404,7 +404,10 @@ def _head_of(call: Call) -> Hashable | None:
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
     return (
-        *(call.head.number, weight.shape, weight.dtype, weight.requires_grad),
+        call.head.number,
+        weight.shape,
+        weight.dtype,
+        weight.requires_grad,
         call.config.logits_backend,
     )
 

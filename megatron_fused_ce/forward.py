@@ -109,9 +109,11 @@ def forward(
     differentiates = spec.gradients_in_forward
     hidden_states = HiddenStates(context, hidden, chunks, depth=lag + 2 if differentiates else 2)
     results = _Results(context)
-    strategy: _Save | _Differentiate = _Save(context, weight)
+    strategy: _Save | _Differentiate
     if differentiates:
         strategy = _Differentiate(context, weight, targets, hidden_states, lag + 1)
+    else:
+        strategy = _Save(context, weight)
     with spec.comm.coalesced(weight.device):
         sample, sent = _start_sample(context, weight)
         hidden_states.start()

@@ -276,7 +276,7 @@ class LossForm(RowOptions):
     sigma: Tensor | None = None  # fp32 [] sigma; None without smoothing
     num_classes: Tensor | None = None  # fp32 [], K; with smoothing
     smoothing_per_class: Tensor | None = None  # fp32 [], sigma / K; with smoothing
-    #: requested outputs beside the loss, from token_outputs.OUTPUT_CHOICES
+    #: requested outputs beside the loss, from OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
     #: the requested outputs that may get upstream gradients
     differentiable: tuple[str, ...] = ()

@@ -109,7 +109,9 @@ def test_the_planner_knows_numbers_only():
     """It answers for GPUs that are not there, on machines without torch."""
     planner = imports(PACKAGE / "planner.py")
     ours = {name.split(".")[1] for name in planner if name.startswith("megatron_fused_ce.")}
-    assert ours == {"chunking", "config"}
+    assert ours == {"chunking", "config", "kernels"}  # of the last, numbers alone
+    assert all(".kernels.sizes." in name for name in planner if ".kernels" in name)
+    assert not imports(ROOT / "kernels" / "sizes.py")
     assert not {"planner", "chunking", "config"} & rooms_that_import("torch")
 
 

@@ -190,7 +190,7 @@ def _replaceable(layer: Any) -> Iterator[Any]:
     yield layer._forward_impl
     config: Any = getattr(layer, "config", None)
     if not getattr(config, "cross_entropy_loss_fusion", False):
-        yield tensor_parallel.parallel_cross_entropy
+        yield tensor_parallel.vocab_parallel_cross_entropy
     elif config.cross_entropy_fusion_impl == "native":
         yield language_module.fused_vocab_parallel_cross_entropy
 

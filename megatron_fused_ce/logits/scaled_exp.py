@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels import row_kernels, scaled_exp_rows, token_kernels
 from megatron_fused_ce.kernels.records import Merged
+from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores
 from megatron_fused_ce.logits.gemm_rows import row_gradients
 from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
@@ -74,7 +75,7 @@ class ScaledExp:
         return Scores(stats, tiles, row_scale)
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor:
-        return scaled_exp_rows.sample_rows(weight, -(-scaled_exp_rows.SAMPLED_ROWS // num_ranks), form)
+        return scaled_exp_rows.sample_rows(weight, -(-SAMPLED_ROWS // num_ranks), form)
 
     def finalize(
         self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged

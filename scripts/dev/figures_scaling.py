@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.planner import TILE_COLUMNS, PlanInputs, plan
+from megatron_fused_ce.kernels.sizes import TILE_COLUMNS
+from megatron_fused_ce.planner import PlanInputs, plan
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, Row
 from megatron_fused_ce.scripts.lib.tables import markdown

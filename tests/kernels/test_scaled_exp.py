@@ -17,7 +17,7 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
 )
-from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows
+from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
 from megatron_fused_ce.logits import ChunkTargets, choose
 from megatron_fused_ce.logits.scaled_exp import ScaledExp
 from megatron_fused_ce.loss import TokenTerms, Upstream, merge_shards
@@ -297,7 +297,7 @@ def test_entropy_and_squares_of_tiles_that_differ_in_their_shift(below_their_own
     weight = (0.25 * noise).to(device, EXP_DTYPE)
     outliers = ((tile + 1, 99.5), (2 * tile + 1, 100.0), (65 * tile + 1, 99.0))
     if below_their_own_shift:
-        sampled = range(0, vocab, vocab // scaled_exp_rows.SAMPLED_ROWS)
+        sampled = range(0, vocab, vocab // sizes.SAMPLED_ROWS)
         outliers = tuple((column, 46.0) for column in range(tile, 2 * tile) if column not in sampled)
     for column, logit in outliers:
         weight[column] = 0

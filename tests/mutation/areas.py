@@ -56,11 +56,11 @@ AREAS = (
         "maths",
         40,
         {
-            f"{PACKAGE}/row_ops.py": (*AGAINST_FP64, f"{ROWS} -k 'token_kernels or merged_shards'"),
-            f"{PACKAGE}/row_ops_torch.py": (*AGAINST_FP64, f"{ROWS} -k 'infinities or argmax'"),
+            f"{PACKAGE}/loss.py": (*AGAINST_FP64, f"{ROWS} -k 'token_kernels or merged_shards'"),
+            f"{PACKAGE}/logits/rows_torch.py": (*AGAINST_FP64, f"{ROWS} -k 'infinities or argmax'"),
             f"{PACKAGE}/loss_form.py": AGAINST_FP64,
             f"{PACKAGE}/scaling.py": AGAINST_FP64,
-            f"{PACKAGE}/logits_backend.py": (
+            f"{PACKAGE}/logits/choose.py": (
                 f"{OP} {OUTPUTS} -k 'not triton'",
                 f"{SCALED_EXP} -k 'few_tokens or why_not or by_name or cannot_load'",
             ),
@@ -70,7 +70,7 @@ AREAS = (
         "merge",
         20,
         {
-            f"{PACKAGE}/vocab_parallel.py": (
+            f"{PACKAGE}/parallel.py": (
                 f"{CALLS} -k '2ranks and not (nats or outlier or nan or at_their)'",
                 HEAD,
                 f"{OUTPUTS} -k 'all_outputs_against_fp64 and plain and not triton'",
@@ -84,8 +84,8 @@ AREAS = (
         25,
         {
             f"{PACKAGE}/autograd.py": LOOPS,
-            f"{PACKAGE}/loop.py": LOOPS,
-            f"{PACKAGE}/pipeline.py": LOOPS,
+            f"{PACKAGE}/forward.py": LOOPS,
+            f"{PACKAGE}/backward.py": LOOPS,
             f"{PACKAGE}/chunking.py": LOOPS,
         },
     ),

@@ -275,9 +275,9 @@ def test_one_plan_and_one_size_of_buffers_for_all_counts(strategy, device, monke
     """The loop is cut short; neither the planner nor the allocator sees the number of tokens."""
     seen = []
 
-    def logits_gemm(self, chunk, out, with_argmax, stock=GemmThenRows.logits_gemm):
-        seen[-1].append((len(chunk.labels), out.untyped_storage().nbytes()))
-        return stock(self, chunk, out, with_argmax)
+    def logits_gemm(self, hidden, weight, targets, sample, out, *more, stock=GemmThenRows.logits_gemm):
+        seen[-1].append((len(targets.labels), out.untyped_storage().nbytes()))
+        return stock(self, hidden, weight, targets, sample, out, *more)
 
     monkeypatch.setattr(GemmThenRows, "logits_gemm", logits_gemm)
     config = FusedCEConfig(strategy, chunk_tokens=16, skip_masked=True, logits_backend="gemm_rows")

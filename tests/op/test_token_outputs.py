@@ -346,13 +346,11 @@ def test_entropy_by_the_scaled_exp_gemm(kind, name, device):
 @pytest.mark.parametrize("strategy", ["store", "recompute", "mixed"])
 @pytest.mark.parametrize("kind", ["plain", "wide", "odd-labels"])
 @pytest.mark.parametrize("asked", [("entropy",), ("lse",), DIFFERENTIABLE], ids=str)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-3}], ids=str)
 def test_gradients_that_are_no_multiple_of_e(options, asked, kind, strategy, device):
     """By the scaled-exp GEMM, which saves logits, or whose second run makes gradients in its epilogue."""
     if strategy == "recompute" and not options:
         options = {"logit_softcap": 20.0}
-    elif strategy != "recompute" and options:
-        options = {"z_loss": 1e-3}  # sums of saved logits, which are rounded, are the row kernels'
     inputs = problem(kind, EXP_DTYPE, device, options, vocab=336, s=11, b=2)
     upstreams = upstreams_of(inputs, asked)
     memory_mb = {"memory_mb": 1} if strategy == "mixed" else {}

@@ -201,13 +201,13 @@ def test_main_grad_on_one_rank(rank: Rank, early) -> None:
 
 @on_ranks(2)
 def test_another_device_on_one_rank(rank: Rank) -> None:
-    """H200 beside another GPU: their rows of the planner's table say other chunks."""
+    """A Hopper beside another GPU: they have chunks of other lengths."""
     group = dist.new_group(list(range(rank.size)))
     hidden = torch.ones(16384, 16, device=rank.device)
     labels = torch.zeros(16384, dtype=torch.int64, device=rank.device)
     weight = torch.ones(32, 16, device=rank.device)
-    name = "H200" if is_last(rank) else ""
-    with patch("megatron_fused_ce.call._device_in_plans", lambda device: name):
+    name = "Hopper" if is_last(rank) else "other GPU"
+    with patch("megatron_fused_ce.call.device_in_plans", lambda device: name):
         alone = linear_cross_entropy(Call(hidden, weight, labels, config=_RECOMPUTE)).plan.count
         assert not same_on_all(rank, alone), "the case tests nothing"
         for _ in range(2):

@@ -91,7 +91,7 @@ def test_buffers_of_a_backward_by_columns(rank: Rank, accumulator):
     with (
         column_plans(block),
         patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V),
-        patch.object(wgrad, "_upcast_product", _without_fp32_operands),
+        patch.object(wgrad, "_upcast_gemm", _without_fp32_operands),
         Storages() as seen,
     ):
         loss = linear_cross_entropy(Call(hidden, weight, labels, config=config, **options)).loss
