@@ -421,18 +421,15 @@ def _finalize(
 def _scale_rows_kernel(
     x_ptr,  # [C, H], any float
     out_ptr,  # [C, H], any float; may be x_ptr
-    also_ptr,  # [C, H], any float, in place
     row_scale_ptr,  # [C] or [] fp32
     upstream_ptr,  # [C] or [] fp32
     num_columns,
     x_stride,
     out_stride,
-    also_stride,
     row_scale_stride,
     upstream_stride,
     BLOCK: tl.constexpr,
     WITH_UPSTREAM: tl.constexpr,
-    WITH_ALSO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(row_scale_ptr + row * row_scale_stride)
@@ -444,10 +441,6 @@ def _scale_rows_kernel(
         x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
         scaled = (x * factor).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * out_stride + columns, scaled, mask=mask)
-        if WITH_ALSO:
-            at = also_ptr + row * also_stride + columns
-            y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(at, (y * factor).to(also_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -741,24 +734,15 @@ def _bound_scale(
     shape: tuple[int, int],
     x_stride: int,
     out_stride: int,
-    also_stride: int | None,
     row_scale_dim: int,
     upstream_dim: int | None,
 ) -> Bound:
     num_rows, num_columns = shape
     return _scale_rows.bind(
         (num_rows,),
-        (
-            num_columns,
-            x_stride,
-            out_stride,
-            also_stride or 0,
-            row_scale_dim,
-            upstream_dim or 0,
-        ),
+        (num_columns, x_stride, out_stride, row_scale_dim, upstream_dim or 0),
         BLOCK=min(2048, next_power_of_2(num_columns)),
         WITH_UPSTREAM=upstream_dim is not None,
-        WITH_ALSO=also_stride is not None,
     )
 
 
@@ -767,22 +751,16 @@ def scale_rows(
     row_scale: Tensor,  # [C] or [] fp32
     out: Tensor,  # [C, H], may be x
     upstream: Tensor | None = None,  # [C] or [] fp32
-    also: Tensor | None = None,  # [C, H], unit column stride
 ) -> Tensor:
-    """``out = factor[:, None] * x`` with ``factor = row_scale * upstream``, multiplied in fp32; returns
-    ``out``.
-
-    In the same launch, in place: ``also *= factor[:, None]``.
-    """
+    """``out = (row_scale * upstream)[:, None] * x``, multiplied in fp32; returns ``out``."""
     launch = _bound_scale(
         x.shape,
         x.stride(0),
         out.stride(0),
-        None if also is None else also.stride(0),
         row_scale.dim(),
         None if upstream is None else upstream.dim(),
     )
-    launch((x, out, x if also is None else also, row_scale, row_scale if upstream is None else upstream))
+    launch((x, out, row_scale, row_scale if upstream is None else upstream))
     return out
 
 

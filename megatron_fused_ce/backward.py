@@ -13,8 +13,8 @@ A chunk of the first loop, step by step (the second has step 5 once, at the end)
     1. gather        X = hidden states of the chunk                      [C, H]
     2. grad_logits   G = d loss / d logits from saved logits, or from the GEMM again; with saved E
                          G = row_scale * E, and the scale waits for steps 4 and 5   [C, V]
-    3. GEMM          dX = G @ weight                                     [C, H]
-    4. reduction     sum of dX over the ranks; its rows are scaled once, after the last chunk
+    3. GEMM          dH = G @ weight                                     [C, H]
+    4. reduction     sum of dH over the ranks; its rows are scaled once, after the last chunk
     5. GEMM          dW += G.T @ X, where X has the row scale            [V, H]
 """
 
@@ -162,12 +162,12 @@ def _by_chunks(
                 logits, out = workspace.logits(chunk), workspace.grad_logits(chunk)
                 grad = spec.logits.grad_recomputed(x, weight, targets, terms, of_tokens, logits, out)
         if grad_hidden is not None:
-            dx = grad_hidden.unreduced(chunk)
+            dh = grad_hidden.unreduced(chunk)
             with phase("grad-hidden"):
-                torch.mm(grad.matrix, weight, out=dx)
+                torch.mm(grad.matrix, weight, out=dh)
                 if inv_scale is not None:
-                    scale_(dx, inv_scale)
-            grad_hidden.reduce(chunk, dx)
+                    scale_(dh, inv_scale)
+            grad_hidden.reduce(chunk, dh)
             row_scales.put(chunk, grad)
         if grad.row_scale is None:  # no small kernel follows
             delay_next_gemm(context, device)
@@ -215,14 +215,15 @@ def _at_once(
             grad = _from_saved(context, chunk, of_chunk, every_e, targets, of_tokens, None)
         with spec.comm.coalesced(weight.device):
             if grad_hidden is not None:
-                dx = grad_hidden.unreduced(chunk)
+                dh = grad_hidden.unreduced(chunk)
                 with phase("grad-hidden"):
-                    torch.mm(grad.matrix, weight, out=dx)
+                    torch.mm(grad.matrix, weight, out=dh)
                     if inv_scale is not None:
-                        scale_(dx, inv_scale)
-                grad_hidden.reduce(chunk, dx)
-                row_scales.put(chunk, grad)
+                        scale_(dh, inv_scale)
+                grad_hidden.reduce(chunk, dh)
             hidden_states.start()
+        if grad_hidden is not None:
+            row_scales.put(chunk, grad)
         x = hidden_states.take(chunk)
         assert grad.row_scale is not None
         with phase("grad-weight"):

@@ -7,7 +7,7 @@
     3. merge       the statistics over the ranks' shards, under the next chunk's GEMM           [4, C]
     4. loss        and the requested outputs of each token                                      [C]
     5. save        what the backward needs: P (store), or four floats a token (recompute); or
-       differentiate (grad_in_forward): the gradients of P, then dX and dW as in :mod:`.backward`
+       differentiate (grad_in_forward): the gradients of P, then dH and dW as in :mod:`.backward`
 
 Each strategy is exact for any upstream gradient. They differ in step 5:
 
@@ -306,12 +306,12 @@ class _Differentiate:
             out = self._workspace.grad_logits(chunk)
             grad = logits.grad_from_saved(p, row_scale, targets, terms, upstream, out)
         if self._grad_hidden is not None:
-            dx = self._grad_hidden.unreduced(chunk)
+            dh = self._grad_hidden.unreduced(chunk)
             with phase("grad-hidden"):
-                torch.mm(grad.matrix, weight, out=dx)
+                torch.mm(grad.matrix, weight, out=dh)
                 if self._inv_scale is not None:
-                    scale_(dx, self._inv_scale)
-            self._grad_hidden.reduce(chunk, dx)
+                    scale_(dh, self._inv_scale)
+            self._grad_hidden.reduce(chunk, dh)
             self._row_scales.put(chunk, grad)
         if grad.row_scale is None:  # no small kernel follows
             delay_next_gemm(context, weight.device)

@@ -432,7 +432,7 @@ def forward_memory(
 ) -> Memory:
     """The forward's peak.
 
-    Over several ranks the next chunk's GEMM runs beside each chunk (:mod:`.pipeline`), so buffers needed
+    Over several ranks the next chunk's GEMM runs beside each chunk (:mod:`.overlap`), so buffers needed
     after a chunk's own GEMM exist twice, if there are two chunks.
     """
     chunk = _ChunkBytes.of(inputs, capacity)

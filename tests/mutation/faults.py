@@ -399,7 +399,7 @@ FAULTS = (
     Fault(
         "fp16's scale stays in grad_hidden",
         f"{PACKAGE}/backward.py",
-        "scale_(dx, inv_scale)\n            grad_hidden.reduce",
+        "scale_(dh, inv_scale)\n            grad_hidden.reduce",
         "pass\n            grad_hidden.reduce",
         (f"{OP} -k 'against_fp64 and float16 and plain'",),
     ),
@@ -477,7 +477,7 @@ FAULTS = (
     Fault(
         "fp16's scale stays in the grad_hidden that the forward makes",
         f"{PACKAGE}/forward.py",
-        "scale_(dx, self._inv_scale)",
+        "scale_(dh, self._inv_scale)",
         "pass",
         (f"{OP} -k 'against_fp64 and float16 and plain and grad_in_forward'",),
     ),
