@@ -43,7 +43,8 @@ class Walk:
         if event != "call" or not file.is_relative_to(PACKAGE):
             return
         if any(self._is_in(value, 4) for value in frame.f_locals.values()):
-            self.steps.append((file.relative_to(PACKAGE).as_posix(), frame.f_code.co_qualname))
+            function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
+            self.steps.append((file.relative_to(PACKAGE).as_posix(), function))
 
     def _is_in(self, value: Any, depth: int) -> bool:
         if isinstance(value, torch.Tensor):
