@@ -121,19 +121,23 @@ def forward(
     sent.wait()
     waiting: deque[_Scored] = deque()
     for chunk in chunks:
+        # 1. Gather.
         x = hidden_states.take(chunk)
         if differentiates and chunk.index > 1:
             hidden_states.start()  # before the GEMM; the gap after it belongs to the merge
+        # 2. The first GEMM, and the statistics of its rows.
         labels = context.split(targets.labels, chunk)
         of_chunk = context.targets(chunk, labels, targets.soft, targets.inv_temperature)
         p = strategy.buffer(chunk)
         scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, spec.needs_argmax)
+        # 3. The merge begins; over several ranks it ends after the next chunk's GEMM.
         with spec.comm.coalesced(weight.device):
             merge = _start_merge(context, scores.stats)
             if not differentiates or chunk.index == 0:
                 hidden_states.start()
         waiting.append(_Scored.of(chunk, of_chunk, scores, p, x if differentiates else None, merge))
         del scores, merge  # tile statistics must not outlive their chunk
+        # 3 to 5. Merged statistics, losses, and what follows of the strategy.
         if len(waiting) > lag:
             _finish(waiting.popleft(), results, strategy)
     while waiting:
@@ -168,7 +172,7 @@ def _start_merge(context: Context, stats: RowStatistics) -> Merge:
 
 
 def _finish(scored: _Scored, results: _Results, strategy: _Save | _Differentiate) -> None:
-    """Steps 3 to 5 of a chunk whose merge was started."""
+    """The end of step 3, and steps 4 and 5."""
     with phase("merge"):
         merged = scored.merge.finish()
         outputs = results.put(scored.chunk, merged, scored.scores.stats)
