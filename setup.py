@@ -49,6 +49,7 @@ setup(
         "megatron_fused_ce.adapter",
         "megatron_fused_ce.estimate",
         "megatron_fused_ce.kernels",
+        "megatron_fused_ce.logits",
         # `compare`, `memory`, `sweep` and what they need; the rest of scripts/ is for a clone.
         "megatron_fused_ce.scripts.bench",
         "megatron_fused_ce.scripts.lib",

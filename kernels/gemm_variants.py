@@ -40,13 +40,13 @@ def triton_lacks() -> str:
 class Compiled(NamedTuple):
     """Result of compiling a device's variants."""
 
-    product: ModuleType | None  # the first variant that compiles
+    gemm: ModuleType | None  # the first variant that compiles
     failure: str  # why none compiles; empty if one does
 
 
 def gemm_for(device: torch.device) -> ModuleType | None:
     """The Hopper variant if it fits chip and triton and compiles, else the portable one, else None."""
-    return compiled(device).product
+    return compiled(device).gemm
 
 
 @lru_cache(maxsize=8)
@@ -56,20 +56,20 @@ def compiled(device: torch.device) -> Compiled:
     A compiler's error then leads to the next variant and does not end the first training step.
     """
     failure = ""
-    for product in _candidates(device):
+    for gemm in _candidates(device):
         try:
-            _try_out(product, device)
+            _try_out(gemm, device)
         except torch.OutOfMemoryError:
             raise  # says nothing about the variant
         except Exception as error:  # the compiler's, the assembler's, or a Gluon name that moved
-            name = product.__name__.rpartition(".")[2]
+            name = gemm.__name__.rpartition(".")[2]
             said = (str(error).strip() or "without a word").splitlines()[-1].strip()
             failure = f"{name} does not compile here ({type(error).__name__}: {said})"
         else:
             if failure:
-                name = product.__name__.rpartition(".")[2]
+                name = gemm.__name__.rpartition(".")[2]
                 warnings.warn(f"{failure}; {name} serves", RuntimeWarning, stacklevel=2)
-            return Compiled(product, "")
+            return Compiled(gemm, "")
     return Compiled(None, failure)
 
 
@@ -90,10 +90,10 @@ def _candidates(device: torch.device) -> tuple[ModuleType, ...]:
     return (scaled_exp,)
 
 
-def _try_out(product: Any, device: torch.device) -> None:
+def _try_out(gemm: Any, device: torch.device) -> None:
     """Run statistics and gradients of a small chunk; most steps then find these kernels in Triton's cache."""
     from megatron_fused_ce.kernels import scaled_exp_rows
-    from megatron_fused_ce.kernels.records import GradProduct
+    from megatron_fused_ce.kernels.records import GradEpilogue
 
     on_gpu = device.type == "cuda"
     size = 128 if on_gpu else 16  # a multiple of 16, by which triton specialises
@@ -102,7 +102,7 @@ def _try_out(product: Any, device: torch.device) -> None:
     out = torch.empty_like(x)
     prologue = scaled_exp_rows.row_prologue(x, x, labels, size, 1.0)
     per_row = prologue.row_shift2
-    tiles = product.scaled_exp_gemm(x, x, labels, per_row, prologue.table, 1.0, out)
+    tiles = gemm.scaled_exp_gemm(x, x, labels, per_row, prologue.table, 1.0, out)
     scaled_exp_rows.combine_tiles(prologue, tiles, labels, size)
     table = scaled_exp_rows.tile_table(labels, size)
-    product.grad_logits_gemm(x, x, labels, table, GradProduct(per_row, per_row, per_row), 1.0, out)
+    gemm.grad_logits_gemm(x, x, labels, table, GradEpilogue(per_row, per_row, per_row), 1.0, out)

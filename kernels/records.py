@@ -185,10 +185,10 @@ class GradCoefficients(NamedTuple):
     entropy_scale: Tensor | None = None
     smoothing_per_class: Tensor | None = None  # fp32 [C], or [] where all rows share it
 
-    def in_base_2(self) -> GradProduct:
+    def in_base_2(self) -> GradEpilogue:
         """For the epilogue of ``grad_logits_gemm``, which has no label smoothing."""
         factor = self.factor * self.scale
-        return GradProduct(
+        return GradEpilogue(
             self.row_max * LOG2_E,
             factor,
             -self.factor * self.neg_label_grad,
@@ -196,7 +196,7 @@ class GradCoefficients(NamedTuple):
         )
 
 
-class GradProduct(NamedTuple):
+class GradEpilogue(NamedTuple):
     """:class:`GradCoefficients` in base 2, fp32 ``[C]``.
 
     ``d / d s_j = 2**t_j * (factor + entropy_factor * t_j)`` for ``t_j = log2(e) * s_j - max2``, and

@@ -42,7 +42,7 @@ from megatron_fused_ce.kernels.records import (
     LOWEST,
     NO_OPTIONS,
     SQUARED_UNIT,
-    GradProduct,
+    GradEpilogue,
     RowOptions,
     TileStatistics,
 )
@@ -56,7 +56,7 @@ _PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 class Tiling(NamedTuple):
-    """Compile-time choices of the product."""
+    """Compile-time choices of the GEMM."""
 
     block_m: int = 128
     block_n: int = 256
@@ -180,12 +180,12 @@ def _scaled_exp_kernel(
 
 
 @triton.jit
-def _gradient_product_kernel(
+def _grad_logits_kernel(
     tokens_desc,  # [C, H]
     weight_desc,  # [V, H]
     out_desc,  # [C, V]
     label_ptr,  # [C] int64
-    max2_ptr,  # [C] fp32: records.GradProduct, and the next three
+    max2_ptr,  # [C] fp32: records.GradEpilogue, and the next three
     factor_ptr,
     at_label_ptr,
     entropy_factor_ptr,
@@ -260,7 +260,7 @@ def _of_each_tiling(kernel: Any) -> dict[Tiling, Launch]:
 
 
 _scaled_exp = _of_each_tiling(_scaled_exp_kernel)
-_gradient_product = _of_each_tiling(_gradient_product_kernel)
+_grad_logits = _of_each_tiling(_grad_logits_kernel)
 _descriptor = DescriptorTemplates(TensorDescriptor.from_tensor)
 
 
@@ -303,14 +303,19 @@ def scaled_exp_gemm(
     _scaled_exp[tiling](
         (num_programs,),
         (
-            *(labels, row_shift2),
+            labels,
+            row_shift2,
             *(tiles.tile_max if each is None else each for each in tiles[1:]),
             labels if form.valid_columns is None else form.valid_columns,
             row_shift2 if inv_temperature is None else inv_temperature,
         ),
         (
-            *(num_rows, num_columns, hidden_size),
-            *(logit_scale, logit_scale * LOG2_E, form.softcap or 1.0),
+            num_rows,
+            num_columns,
+            hidden_size,
+            logit_scale,
+            logit_scale * LOG2_E,
+            form.softcap or 1.0,
         ),
         descriptors=(
             tokens_desc,
@@ -340,7 +345,7 @@ def grad_logits_gemm(
     weight: Tensor,  # [V, H]
     labels: Tensor,  # [C] int64
     table: Tensor | None,  # unused here
-    gradient: GradProduct,
+    gradient: GradEpilogue,
     logit_scale: float,
     out: Tensor,  # [C, V]
     form: RowOptions = NO_OPTIONS,
@@ -350,17 +355,24 @@ def grad_logits_gemm(
     num_rows, hidden_size = tokens.shape
     num_columns = weight.shape[0]
     tiling, num_programs = _launch_shape(tokens.device)
-    _gradient_product[tiling](
+    _grad_logits[tiling](
         (num_programs,),
         (
-            *(labels, gradient.max2, gradient.factor, gradient.at_label),
+            labels,
+            gradient.max2,
+            gradient.factor,
+            gradient.at_label,
             gradient.factor if gradient.entropy_factor is None else gradient.entropy_factor,
             labels if form.valid_columns is None else form.valid_columns,
             gradient.max2 if inv_temperature is None else inv_temperature,
         ),
         (
-            *(num_rows, num_columns, hidden_size),
-            *(logit_scale, logit_scale * LOG2_E, form.softcap or 1.0),
+            num_rows,
+            num_columns,
+            hidden_size,
+            logit_scale,
+            logit_scale * LOG2_E,
+            form.softcap or 1.0,
         ),
         descriptors=(
             _descriptor(tokens, (tiling.block_m, tiling.block_k)),

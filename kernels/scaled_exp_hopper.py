@@ -69,7 +69,7 @@ from megatron_fused_ce.kernels.records import (
     SQUARED_UNIT,
     TABLE_HEADER,
     TABLE_WORDS,
-    GradProduct,
+    GradEpilogue,
     RowOptions,
     TileStatistics,
 )
@@ -346,7 +346,7 @@ def _exponentials(z, shift, row, kind):
 
 @gluon.jit
 def _gradients(z, label, row, kind):
-    """Gradients of the logits (records.GradProduct), in bf16."""
+    """Gradients of the logits (records.GradEpilogue), in bf16."""
     if kind.SOFTCAP:
         exponent, softcap_grad = _softcapped(
             z, row.to_exponent, _rows_of(row.softcap2, z), _rows_of(row.shift, z), kind
@@ -579,7 +579,7 @@ def _release(ring, slot):
 
 @gluon.jit
 def _multiply(token_slots, ring, num_k, step):
-    """The half tile's product over all of H, and the step after its last; its first slot is full."""
+    """The half tile's GEMM over all of H, and the step after its last; its first slot is full."""
     CTAS: gl.constexpr = gl.num_ctas()
     z = gl.zeros([CTAS * HALF_M, BLOCK_N], gl.float32, _accumulators(CTAS))
     slot = step % NUM_SLOTS
@@ -691,7 +691,7 @@ def _consume_tile(
     m, n = _tile_of(tile, sizes.num_m, sizes.num_n, kind.GROUP_M)
     first_row = m * (CTAS * BLOCK_M) + CTAS * FIRST_ROW
     first_column = n * BLOCK_N
-    # Row vectors first: their latency hides under the products.
+    # Row vectors first: their latency hides under the GEMMs.
     rows = first_row + gl.arange(0, CTAS * HALF_M, ROWS)
     inside = rows < sizes.num_rows
     shift = gl.load(of_rows.shift + rows, mask=inside, other=0.0)
@@ -780,7 +780,7 @@ def _consumer(
 
 
 @gluon.jit
-def _product_kernel(
+def _gemm_kernel(
     tokens_desc,
     weight_desc,
     out_desc,
@@ -898,7 +898,7 @@ def descriptor_layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
 _descriptor = DescriptorTemplates(
     lambda tensor, block: TensorDescriptor.from_tensor(tensor, block, descriptor_layout(*block))
 )
-_product = Launch(_product_kernel, num_warps=4, maxnreg=168, num_ctas=CLUSTER)
+_gemm = Launch(_gemm_kernel, num_warps=4, maxnreg=168, num_ctas=CLUSTER)
 
 
 def group_m(hidden_size: int) -> int:
@@ -913,7 +913,7 @@ def _launch(
     out: Tensor | None,
     labels: Tensor,
     table: Tensor,
-    gradient: GradProduct,
+    gradient: GradEpilogue,
     tiles: tuple[Tensor, ...],
     logit_scale: float,
     mode: int,
@@ -924,17 +924,31 @@ def _launch(
 ) -> None:
     half, half_n = CLUSTER * int(HALF_M), int(BLOCK_N) // 2
     tokens_desc = _descriptor(tokens, (half, int(BLOCK_K)))
-    launch = _bound_product(
-        *(tokens.device, tokens.shape, weight.shape[0], logit_scale, mode, out is not None, logits),
-        *(with_argmax, form.with_weighted, gradient.entropy_factor is not None),
-        *(form.valid_columns is not None, form.softcap, form.rounded),
-        *(inv_temperature is not None, form.with_squares),
+    launch = _bound_gemm(
+        tokens.device,
+        tokens.shape,
+        weight.shape[0],
+        logit_scale,
+        mode,
+        out is not None,
+        logits,
+        with_argmax,
+        form.with_weighted,
+        gradient.entropy_factor is not None,
+        form.valid_columns is not None,
+        form.softcap,
+        form.rounded,
+        inv_temperature is not None,
+        form.with_squares,
     )
     unused = gradient.factor
     rows = tuple(unused if row is None else row for row in gradient)
     launch(
         (
-            *(labels, *rows, table, *tiles),
+            labels,
+            *rows,
+            table,
+            *tiles,
             labels if form.valid_columns is None else form.valid_columns,
             rows[0] if inv_temperature is None else inv_temperature,
         ),
@@ -947,7 +961,7 @@ def _launch(
 
 
 @lru_cache(maxsize=MAX_REMEMBERED)
-def _bound_product(
+def _bound_gemm(
     device: torch.device,
     tokens_shape: tuple[int, int],
     num_columns: int,
@@ -965,11 +979,15 @@ def _bound_product(
     with_squares: bool,
 ) -> Bound:
     num_rows, hidden_size = tokens_shape
-    return _product.bind(
+    return _gemm.bind(
         (num_sms(device) // CLUSTER,),
         (
-            *(num_rows, num_columns, hidden_size),
-            *(logit_scale, logit_scale * LOG2_E, softcap or 1.0),
+            num_rows,
+            num_columns,
+            hidden_size,
+            logit_scale,
+            logit_scale * LOG2_E,
+            softcap or 1.0,
         ),
         GROUP_M=group_m(hidden_size),
         MODE=mode,
@@ -1007,7 +1025,7 @@ def scaled_exp_gemm(
         out,
         labels,
         table,
-        GradProduct(row_shift2, row_shift2, row_shift2),
+        GradEpilogue(row_shift2, row_shift2, row_shift2),
         tuple(tiles.tile_max if each is None else each for each in tiles[1:]),
         logit_scale,
         int(STATISTICS),
@@ -1024,7 +1042,7 @@ def grad_logits_gemm(
     weight: Tensor,  # [V, H] bf16
     labels: Tensor,  # [C] int64
     table: Tensor,  # int32: see scaled_exp
-    gradient: GradProduct,
+    gradient: GradEpilogue,
     logit_scale: float,
     out: Tensor,  # [C, V] bf16
     form: RowOptions = NO_OPTIONS,

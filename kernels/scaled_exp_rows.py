@@ -51,11 +51,9 @@ from megatron_fused_ce.kernels.records import (
     RowStatistics,
     TileStatistics,
 )
+from megatron_fused_ce.kernels.sizes import HALF_TILE_ROWS, TILE_COLUMNS
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 from megatron_fused_ce.kernels.token_kernels import addends, store_loss
-
-#: Rows of the whole weight, evenly spread, whose largest logit is a token's row shift. Any valid rows do.
-SAMPLED_ROWS = 64
 
 #: A token whose row scale is below ``2**FAR_BELOW`` has it multiplied into ``E``, and its row scale becomes
 #: 1: the label's entry, which is divided by the row scale, would overflow. That is a token whose other logits
@@ -66,10 +64,6 @@ _HEADER = tl.constexpr(TABLE_HEADER)
 _HEADROOM = tl.constexpr(HEADROOM)
 _LN_2 = tl.constexpr(LN_2)
 _LOG2_E = tl.constexpr(LOG2_E)
-
-#: Rows and columns of the GEMM's half tiles; row_prologue marks those that hold a label.
-HALF_TILE_ROWS = 64
-TILE_COLUMNS = 256
 
 
 class RowPrologue(NamedTuple):
@@ -205,7 +199,7 @@ def _combine_tiles_kernel(
     argmax_ptr,  # [C] int64, out: column of the largest logit
     weighted_ptr,  # [C] fp32, out, natural units: records.ExtraStatistics.weighted
     loss_ptr,  # [C] fp32, out, natural units
-    saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: loss.TokenTerms
     e_ptr,  # [C, V], in and out
     row_scale_ptr,  # [C] fp32, out: a factor
     inv_temperature_ptr,  # [C] fp32
@@ -427,18 +421,15 @@ def _finalize(
 def _scale_rows_kernel(
     x_ptr,  # [C, H], any float
     out_ptr,  # [C, H], any float; may be x_ptr
-    also_ptr,  # [C, H], any float, in place
     row_scale_ptr,  # [C] or [] fp32
     upstream_ptr,  # [C] or [] fp32
     num_columns,
     x_stride,
     out_stride,
-    also_stride,
     row_scale_stride,
     upstream_stride,
     BLOCK: tl.constexpr,
     WITH_UPSTREAM: tl.constexpr,
-    WITH_ALSO: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(row_scale_ptr + row * row_scale_stride)
@@ -450,10 +441,6 @@ def _scale_rows_kernel(
         x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
         scaled = (x * factor).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * out_stride + columns, scaled, mask=mask)
-        if WITH_ALSO:
-            at = also_ptr + row * also_stride + columns
-            y = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(at, (y * factor).to(also_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -543,8 +530,16 @@ def _bound_prologue(
     return size, _row_prologue.bind(
         (halves,),
         (
-            *(tokens_stride, sample_stride, num_rows, num_columns, hidden_size, num_sampled),
-            *(halves, num_tiles, logit_scale, softcap or 1.0),
+            tokens_stride,
+            sample_stride,
+            num_rows,
+            num_columns,
+            hidden_size,
+            num_sampled,
+            halves,
+            num_tiles,
+            logit_scale,
+            softcap or 1.0,
         ),
         HALF_TILE=HALF_TILE_ROWS,
         SAMPLED=max(16, next_power_of_2(num_sampled)),
@@ -572,13 +567,23 @@ def row_prologue(
     """
     row_shift2 = torch.empty(tokens.shape[0], dtype=torch.float32, device=tokens.device)
     size, launch = _bound_prologue(
-        *(tokens.shape, sample.shape[0], num_columns, tokens.stride(0), sample.stride(0)),
-        *(logit_scale, form.softcap, inv_temperature is not None),
+        tokens.shape,
+        sample.shape[0],
+        num_columns,
+        tokens.stride(0),
+        sample.stride(0),
+        logit_scale,
+        form.softcap,
+        inv_temperature is not None,
     )
     table = torch.empty(size, dtype=torch.int32, device=tokens.device)
     launch(
         (
-            *(tokens, sample, labels, row_shift2, table),
+            tokens,
+            sample,
+            labels,
+            row_shift2,
+            table,
             row_shift2 if inv_temperature is None else inv_temperature,
         )
     )
@@ -649,17 +654,31 @@ def combine_tiles(
     weighted = None if tiles.tile_weighted is None else torch.empty_like(tiles.label_logit)
     squares = None if tiles.tile_squares is None else torch.empty_like(tiles.label_logit)
     launch = _bound_combine(
-        *(num_rows, num_columns, num_tiles, tiles.tile_columns, None if e is None else e.stride(0)),
-        *(argmax is not None, weighted is not None, form.softcap, alone),
-        *(inv_temperature is not None, squares is not None),
+        num_rows,
+        num_columns,
+        num_tiles,
+        tiles.tile_columns,
+        None if e is None else e.stride(0),
+        argmax is not None,
+        weighted is not None,
+        form.softcap,
+        alone,
+        inv_temperature is not None,
+        squares is not None,
     )
     launch(
         (
-            *(prologue.row_shift2, tiles.tile_max, tiles.tile_sum),
+            prologue.row_shift2,
+            tiles.tile_max,
+            tiles.tile_sum,
             tiles.tile_max if tiles.tile_argmax is None else tiles.tile_argmax,
             tiles.tile_max if tiles.tile_weighted is None else tiles.tile_weighted,
-            *(labels, tiles.label_logit, shard, shard if tile_shift is None else tile_shift),
-            *(labels if argmax is None else argmax, shard if weighted is None else weighted),
+            labels,
+            tiles.label_logit,
+            shard,
+            shard if tile_shift is None else tile_shift,
+            labels if argmax is None else argmax,
+            shard if weighted is None else weighted,
             *((shard, shard) if merged is None else (merged.loss, merged.terms)),
             *((shard, shard) if e is None or row_scale is None else (e, row_scale)),
             shard if inv_temperature is None else inv_temperature,
@@ -691,8 +710,15 @@ def finalize_rows(
     _finalize_rows(
         (ceil_div(num_rows, BLOCK_ROWS),),
         (
-            *(e, labels, tiles.tile_max, stats.shard, stats.tile_shift),
-            *(stats.shard if row_shift is None else row_shift, terms, tiles.label_logit, row_scale),
+            e,
+            labels,
+            tiles.tile_max,
+            stats.shard,
+            stats.tile_shift,
+            stats.shard if row_shift is None else row_shift,
+            terms,
+            tiles.label_logit,
+            row_scale,
         ),
         (e.stride(0), num_rows, num_columns, tiles.tile_max.shape[0], form.softcap or 1.0),
         BLOCK_ROWS=BLOCK_ROWS,
@@ -708,20 +734,15 @@ def _bound_scale(
     shape: tuple[int, int],
     x_stride: int,
     out_stride: int,
-    also_stride: int | None,
     row_scale_dim: int,
     upstream_dim: int | None,
 ) -> Bound:
     num_rows, num_columns = shape
     return _scale_rows.bind(
         (num_rows,),
-        (
-            *(num_columns, x_stride, out_stride, also_stride or 0),
-            *(row_scale_dim, upstream_dim or 0),
-        ),
+        (num_columns, x_stride, out_stride, row_scale_dim, upstream_dim or 0),
         BLOCK=min(2048, next_power_of_2(num_columns)),
         WITH_UPSTREAM=upstream_dim is not None,
-        WITH_ALSO=also_stride is not None,
     )
 
 
@@ -730,18 +751,16 @@ def scale_rows(
     row_scale: Tensor,  # [C] or [] fp32
     out: Tensor,  # [C, H], may be x
     upstream: Tensor | None = None,  # [C] or [] fp32
-    also: Tensor | None = None,  # [C, H], unit column stride
 ) -> Tensor:
-    """``out = factor[:, None] * x`` with ``factor = row_scale * upstream``, multiplied in fp32; returns
-    ``out``.
-
-    In the same launch, in place: ``also *= factor[:, None]``.
-    """
+    """``out = (row_scale * upstream)[:, None] * x``, multiplied in fp32; returns ``out``."""
     launch = _bound_scale(
-        *(x.shape, x.stride(0), out.stride(0), None if also is None else also.stride(0)),
-        *(row_scale.dim(), None if upstream is None else upstream.dim()),
+        x.shape,
+        x.stride(0),
+        out.stride(0),
+        row_scale.dim(),
+        None if upstream is None else upstream.dim(),
     )
-    launch((x, out, x if also is None else also, row_scale, row_scale if upstream is None else upstream))
+    launch((x, out, row_scale, row_scale if upstream is None else upstream))
     return out
 
 

@@ -1,4 +1,4 @@
-"""The ``[C]``-sized maths of row_ops in one launch each, instead of some eight elementwise ones.
+"""The ``[C]``-sized maths of loss.py in one launch each, instead of some eight elementwise ones.
 
 16 bytes read of each shard and 24 written a token: 0.7 MB at ``C = 8192`` and 4 shards, all launch latency.
 Predicted: 2 us each.
@@ -29,7 +29,7 @@ def _addends(shard_ptr, rows, inside, num_rows, row_max):
 
 @triton.jit
 def addends(row_shift, sum_exp_nonlabel, label_logit, row_max):
-    """One shard's addends to (sum_exp_nonlabel, label, z_y - m): row_ops.shard_addends."""
+    """One shard's addends to (sum_exp_nonlabel, label, z_y - m): loss.shard_addends."""
     shifted = label_logit - row_max
     here = label_logit != _NOT_HERE
     rescaled = tl.where(sum_exp_nonlabel == 0.0, 0.0, sum_exp_nonlabel * tl.exp(row_shift - row_max))
@@ -64,7 +64,7 @@ def _log1p(x):
 
 @triton.jit
 def store_loss(sum_exp_nonlabel, label, shifted, row_max, loss_ptr, saved_ptr, rows, inside, num_rows):
-    """Loss and terms of tokens whose addends were summed over the shards: row_ops.token_loss.
+    """Loss and terms of tokens whose addends were summed over the shards: loss.token_loss.
 
     Returns what multiplies their exponentials in the gradient, and the label's gradient, negated.
     """
@@ -87,7 +87,7 @@ def _token_loss_kernel(
     row_max_ptr,  # [C] fp32
     terms_ptr,  # [3, C] fp32, summed over the shards
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: loss.TokenTerms
     num_rows,
     BLOCK: tl.constexpr,
 ):
@@ -110,7 +110,7 @@ def _larger(a, b):
 def _merge_shards_kernel(
     shards_ptr,  # [R, 4, C] fp32
     loss_ptr,  # [C] fp32, out
-    saved_ptr,  # [4, C] fp32, out: row_ops.TokenTerms
+    saved_ptr,  # [4, C] fp32, out: loss.TokenTerms
     row_shift_ptr,  # [C] fp32, out
     num_shards,
     num_rows,
@@ -148,7 +148,7 @@ def shard_addends(
     shard: Tensor,  # [4, C] fp32: RowStatistics.shard, contiguous
     global_max: Tensor,  # [C] fp32
 ) -> Tensor:
-    """:func:`.row_ops.shard_addends`: ``[3, C]`` fp32."""
+    """:func:`.loss.shard_addends`: ``[3, C]`` fp32."""
     num_rows = global_max.shape[0]
     terms = torch.empty((3, num_rows), dtype=torch.float32, device=global_max.device)
     grid = (ceil_div(num_rows, BLOCK),)
@@ -160,7 +160,7 @@ def token_loss(
     terms: Tensor,  # [3, C] fp32, summed over the shards
     global_max: Tensor,  # [C] fp32
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.row_ops.token_loss`: loss ``[C]`` and its terms ``[4, C]``, fp32."""
+    """:func:`.loss.token_loss`: loss ``[C]`` and its terms ``[4, C]``, fp32."""
     num_rows = global_max.shape[0]
     loss = torch.empty_like(global_max)
     saved = terms.new_empty((4, num_rows))
@@ -170,7 +170,7 @@ def token_loss(
 
 
 def merge_shards(shards: Tensor) -> Merged:
-    """:func:`.row_ops.merge_shards` of ``[R, 4, C]`` fp32, contiguous."""
+    """:func:`.loss.merge_shards` of ``[R, 4, C]`` fp32, contiguous."""
     num_shards, _, num_rows = shards.shape
     loss = torch.empty(num_rows, dtype=torch.float32, device=shards.device)
     saved = loss.new_empty((4, num_rows))

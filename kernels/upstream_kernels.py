@@ -102,7 +102,9 @@ def fit_scalar(grad_loss: Tensor, token_weights: Tensor, rtol: float, atol: floa
     scale = torch.empty((), dtype=torch.float32, device=grad_loss.device)
     found = torch.empty((), dtype=torch.int64, device=grad_loss.device)
     _fit_scalar(
-        *((1,), (grad_loss, token_weights, scale, found), (grad_loss.numel(), rtol, atol)),
+        (1,),
+        (grad_loss, token_weights, scale, found),
+        (grad_loss.numel(), rtol, atol),
         BLOCK=BLOCK,
     )
     return scale, found

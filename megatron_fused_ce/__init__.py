@@ -13,9 +13,9 @@ Shape letters, the same in every file, kernel and document:
 ``n``   tokens of this rank's part: ``T / R`` with sequence parallelism, else ``T``
 ======  ==========================================================================
 
-Read the code in this order: :mod:`.op`, :mod:`.call`, :mod:`.autograd`, :mod:`.loop`, :mod:`.pipeline`,
-:mod:`.logits_backend`, :mod:`.loss_form`, :mod:`.row_ops`, :mod:`.vocab_parallel`, :mod:`.grad_weight`,
-:mod:`.promise`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
+Read the code in this order: :mod:`.op`, :mod:`.call`, :mod:`.autograd`, :mod:`.forward` (whose first page is
+one chunk, step by step), :mod:`.backward`, :mod:`.overlap`, :mod:`.logits`, :mod:`.loss`, :mod:`.parallel`,
+:mod:`.wgrad`, :mod:`.promise`, :mod:`.planner`; then :mod:`.adapter` for Megatron.
 
 Names are imported when they are first used: the hook that waits for Megatron can then be installed
 while Python starts, before torch can be imported.
@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
+    from megatron_fused_ce.loss import TokenOutputs
     from megatron_fused_ce.op import (
         fused_linear_cross_entropy,
         fused_linear_distillation,
         fused_linear_token_outputs,
     )
-    from megatron_fused_ce.token_outputs import TokenOutputs
 
 __version__ = "0.2.0"
 
@@ -54,7 +54,7 @@ _HOMES = {
     "disable": "adapter.switch",
     "enable": "adapter.switch",
     "FusedCEConfig": "config",
-    "TokenOutputs": "token_outputs",
+    "TokenOutputs": "loss",
     "fused_linear_cross_entropy": "op",
     "fused_linear_distillation": "op",
     "fused_linear_token_outputs": "op",

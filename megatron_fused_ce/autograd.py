@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import autocast, loop, masked_tokens, promise
-from megatron_fused_ce.grad_weight import OpenedAccumulators
+from megatron_fused_ce import autocast, masked_tokens, promise
+from megatron_fused_ce.backward import PrecomputedGrads, Saved, backward, scale_precomputed
+from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
+from megatron_fused_ce.forward import forward
 from megatron_fused_ce.kernels.records import SoftTargets
-from megatron_fused_ce.loop import PrecomputedGrads, Saved, SavedChunk, Targets
+from megatron_fused_ce.loss import TokenOutputs, Upstream
 from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.pipeline import Context
 from megatron_fused_ce.promise import Verdict
-from megatron_fused_ce.token_outputs import OUTPUT_CHOICES, TokenOutputs, Upstream
+from megatron_fused_ce.targets import Targets
+from megatron_fused_ce.wgrad import OpenedAccumulators
 
 #: What a backward returns: a gradient for each argument of the forward.
 Gradients = tuple[Tensor | None, ...]
@@ -44,6 +46,33 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     return once
 
 
+class ForBackward(NamedTuple):
+    """What a forward saves for its backward, beside hidden states and weight."""
+
+    saved: Saved
+    soft: SoftTargets | None
+    inv_temperature: Tensor | None
+    ignored: Tensor | None
+    kept: Kept | None
+
+
+def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
+    """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
+    if structure is None or isinstance(structure, Tensor):
+        tensors.append(structure)
+        return None
+    parts = [take_apart(part, tensors) for part in structure]
+    return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+
+
+def put_together(structure: Any, tensors: Iterator[Tensor | None]) -> Any:
+    """The inverse of :func:`take_apart`."""
+    if structure is None:
+        return next(tensors)
+    parts = [put_together(part, tensors) for part in structure]
+    return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+
+
 class FusedLinearCrossEntropy(torch.autograd.Function):
     """Hidden states and weight in, losses and requested outputs out."""
 
@@ -57,7 +86,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         kept: Kept | None,  # the tokens to work on, where others are skipped
         in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
     ) -> tuple[Tensor | None, ...]:
-        """This shard's largest logits and their columns, each ``[T]``; then :class:`.TokenOutputs`."""
+        """:class:`.TokenOutputs`, then this shard's largest logits and their columns, each ``[T]``."""
         spec, device = context.spec, hidden.device
         ctx.hidden_shape = hidden.shape
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -70,59 +99,58 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             weight = weight.clone(memory_format=torch.contiguous_format)
         try:
             with autocast.off(device):
-                out = loop.forward(context, flat, weight, targets)
+                out = forward(context, flat, weight, targets)
         except BaseException:
             spec.comm.join(device)
             raise
         ctx.set_materialize_grads(False)
-        outputs = out.outputs
         if any(spec.needs_grad):
             # Saved tensors go through autograd, which frees them with the graph; gradients made in the
             # forward are used up by the first backward.
             ctx.context, ctx.gradients = context, out.gradients
-            ctx.skips = kept is not None
-            entropy = None
-            if outputs.entropy is not None and "entropy" in spec.form.differentiable:
-                entropy = outputs.entropy.clone().view(targets.labels.shape)  # the caller may change it
-            once = (flat, weight, targets.ignored, *(targets.soft or (None, None)), entropy)
-            saved = out.saved
-            of_all = saved.last_hidden, saved.matrix
-            of_tokens = kept or (None,) * len(Kept._fields)
-            ctx.save_for_backward(*once, targets.inv_temperature, *of_all, *of_tokens, *saved.tensors())
-        of_shard = [None if whole is None else whole.flatten() for whole in (out.row_max, out.argmax)]
+            tensors: list[Tensor | None] = []
+            for_backward = ForBackward(
+                out.saved, targets.soft, targets.inv_temperature, targets.ignored, kept
+            )
+            ctx.structure = take_apart(for_backward, tensors)
+            ctx.save_for_backward(flat, weight, *tensors)
+        outputs, row_max, argmax = out.outputs, out.row_max, out.argmax
+        local_max = None if row_max is None else _of_all_tokens(row_max, kept)
+        local_argmax = None if argmax is None else _of_all_tokens(argmax, kept)
         if kept is not None:
             outputs = outputs.map(kept.put_back)
-            of_shard = [None if whole is None else kept.put_back(whole) for whole in of_shard]
         outputs = _fill_ignored(outputs, targets.ignored)
         outputs = outputs.map(lambda whole: _own(in_labels_layout(whole, in_batch)))
         if spec.form.outputs or spec.with_argmax:
-            with_grad = "loss", *spec.form.differentiable
-            made = [*of_shard, *(getattr(outputs, name) for name in OUTPUT_CHOICES if name not in with_grad)]
-            ctx.mark_non_differentiable(*(tensor for tensor in made if tensor is not None))
-        return *of_shard, *outputs
+            with_grad = {"loss", *spec.form.differentiable}
+            without = [each for name, each in outputs._asdict().items() if name not in with_grad]
+            without += local_max, local_argmax
+            ctx.mark_non_differentiable(*(each for each in without if each is not None))
+        return *outputs, local_max, local_argmax
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         """Collectives: the verdict's (:class:`.promise.Verdict`) where gradients were made in the forward or
-        tokens were skipped; then :func:`.loop.backward`'s."""
-        grad_outputs = grads[2:6]  # no gradient comes for the others
-        nothing = (None,) * len(ctx.needs_input_grad)
+        tokens were skipped; then :func:`.backward.backward`'s."""
+        *of_outputs, _, _ = grads
+        grad_outputs = TokenOutputs(*of_outputs)  # type: ignore[arg-type]  # None for 0
+        wants_hidden, wants_weight, *others = ctx.needs_input_grad
+        no_others = (None,) * len(others)
         if all(grad is None for grad in grad_outputs):
-            return nothing
-        hidden, weight, ignored, ids, probs, entropy, *others = ctx.saved_tensors
-        inv_temperature, last_hidden, matrix, tokens, active, skipped, *chunks = others
-        saved = Saved(SavedChunk.of(chunks), last_hidden, matrix)
-        kept = Kept(tokens, active, skipped) if ctx.skips else None
-        soft, device, spec = None if ids is None else SoftTargets(ids, probs), weight.device, ctx.context.spec
+            return None, None, *no_others
+        hidden, weight, *tensors = ctx.saved_tensors
+        for_backward: ForBackward = put_together(ctx.structure, iter(tensors))
+        kept, device, spec = for_backward.kept, weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
-        upstream = _upstream(grad_outputs, spec.comm.num_parts, ignored, entropy, spec.form.is_plain)
+        upstream = _upstream(grad_outputs, spec, for_backward.ignored)
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
+        needs_grad = NeedsGrad(wants_hidden, wants_weight)
         lost = None
         if kept is not None:
             lost = kept.count_lost(upstream)
-            given, upstream = upstream, kept.upstream(upstream)
+            of_all, upstream = upstream, kept.upstream(upstream)
         try:
             with autocast.off(device):
                 scale, verdict = _verdict(spec, made, upstream, lost)
@@ -131,24 +159,17 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     accumulators.spoilt = verdict.lost_not_finite
                 result = None
                 if made is not None and scale is not None and verdict is not None:
-                    result = loop.scale_precomputed(
-                        context, weight, made, scale, verdict, ctx.needs_input_grad[:2]
-                    )
+                    result = scale_precomputed(context, weight, made, scale, verdict, needs_grad)
                     del made  # before anything is allocated for others
                     if verdict.broken:
                         spec.promise_was_broken()
                 if spec.plan.strategy == "grad_in_forward":
                     promise.count(result is not None)
                 if result is None:
-                    result = loop.backward(
-                        context,
-                        hidden,
-                        weight,
-                        soft,
-                        inv_temperature,
-                        saved,
-                        upstream,
-                        needs_grad=ctx.needs_input_grad[:2],
+                    soft, inv_temperature = for_backward.soft, for_backward.inv_temperature
+                    saved = for_backward.saved
+                    result = backward(
+                        context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
                     )
         except BaseException:
             accumulators.abandon()
@@ -159,13 +180,17 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             if kept is not None:
                 grad_hidden = kept.put_back_rows(grad_hidden, spec.comm.part)
                 if accumulators.spoilt:
-                    kept.spoil_rows_(grad_hidden, given, spec.comm.part)
+                    kept.spoil_rows_(grad_hidden, of_all, spec.comm.part)
             grad_hidden = grad_hidden.view(ctx.hidden_shape)
-        return grad_hidden, grad_weight, *nothing[2:]
+        return grad_hidden, grad_weight, *no_others
+
+
+def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:
+    return of_kept.flatten() if kept is None else kept.put_back(of_kept.flatten())
 
 
 def _verdict(
-    spec: Any, made: PrecomputedGrads | None, upstream: Upstream, lost: Tensor | None
+    spec: CallSpec, made: PrecomputedGrads | None, upstream: Upstream, lost: Tensor | None
 ) -> tuple[Tensor | None, Verdict | None]:
     """The scalar for gradients made in the forward, and what the host must know of the upstream gradient."""
     if made is None and lost is None:
@@ -198,27 +223,25 @@ def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Ten
     return per_token.reshape(b, s) if b == 1 else per_token.reshape(s, b).t().contiguous()
 
 
-def _upstream(
-    grads: Sequence[Tensor | None],  # of loss, log_prob, lse, entropy; [b, s] or [T]
-    num_parts: int,
-    ignored: Tensor | None,
-    entropy: Tensor | None,
-    loss_is_plain: bool,
-) -> Upstream:
-    """Upstream gradients in token order, ``[parts, n]`` fp32; ``log_prob``'s is taken into the loss's."""
-    given = []
-    for at, grad in enumerate(grads):
-        if grad is not None:
-            # Contiguous: that of a sum() is one number, seen as many.
-            if grad.dim() == 2 and grad.shape[0] > 1:
-                grad = grad.t()
-            grad = grad.float().reshape(num_parts, -1).contiguous()
-            if ignored is not None and at < 2:  # of the label
-                grad = grad.masked_fill(ignored, 0.0)
-        given.append(grad)
-    loss, log_prob, lse, grad_entropy = given
-    if log_prob is not None and loss_is_plain:
+def _upstream(grads: TokenOutputs, spec: CallSpec, ignored: Tensor | None) -> Upstream:
+    """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32.
+
+    That of ``log_prob`` is taken into the loss's, where the loss is plain.
+    """
+
+    def in_order(grad: Tensor | None, without: Tensor | None = None) -> Tensor | None:
+        if grad is None:
+            return None
+        # Contiguous: that of a sum() is one number, seen as many.
+        if grad.dim() == 2 and grad.shape[0] > 1:
+            grad = grad.t()
+        grad = grad.float().reshape(spec.comm.num_parts, -1).contiguous()
+        return grad if without is None else grad.masked_fill(without, 0.0)
+
+    loss, log_prob = in_order(grads.loss, ignored), in_order(grads.log_prob, ignored)
+    lse, entropy = in_order(grads.lse), in_order(grads.entropy)
+    if log_prob is not None and spec.form.is_plain:
         loss, log_prob = -log_prob if loss is None else loss - log_prob, None
     if loss is None:
-        loss = torch.zeros_like(next(grad for grad in given if grad is not None))
-    return Upstream(loss, log_prob, lse, grad_entropy, entropy)
+        loss = torch.zeros_like(next(grad for grad in (log_prob, lse, entropy) if grad is not None))
+    return Upstream(loss, log_prob, lse, entropy)

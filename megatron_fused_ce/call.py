@@ -1,14 +1,15 @@
-"""A call of the head: its arguments, and what follows from their kind alone, made once and then looked up.
+"""A call's fields, their checks, and :class:`CallSpec`: everything derived from shapes, dtypes and options.
 
-In a training run shapes, dtypes and options never change, so that all of :class:`CallSpec` is a dictionary's
-entry from the second call on: validation, the agreement of the ranks, the logits backend, the plan with its
-chunks and the form of the loss. Tensors are in no spec but the loss form's constants: weights and activations
-move from call to call.
+A spec is made at the first call of its kind and cached: validation, the agreement of the ranks, the logits
+backend, the plan with its chunks and the form of the loss. In a training run it is a dictionary's entry from
+the second call on. It holds no tensors but the loss form's constants: weights and activations move from call
+to call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
@@ -18,16 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import autocast, logits_backend, planner
+from megatron_fused_ce import autocast, planner
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
-from megatron_fused_ce.grad_weight import OpenGradWeight, ReturnedGradWeight, kind_of
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.logits_backend import LogitsBackend, RequestedOutputs
-from megatron_fused_ce.loss_form import LossForm, TeacherTargets
-from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
-from megatron_fused_ce.validation import check_call, check_requested, check_temperature
-from megatron_fused_ce.vocab_parallel import (
+from megatron_fused_ce.kernels.records import SoftTargets
+from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
+from megatron_fused_ce.logits.choose import RequestedOutputs
+from megatron_fused_ce.loss import LossForm, TeacherTargets
+from megatron_fused_ce.parallel import (
     GroupHistory,
     HeadOfGroup,
     Settled,
@@ -38,6 +38,9 @@ from megatron_fused_ce.vocab_parallel import (
     compare,
     history_of,
 )
+from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
+from megatron_fused_ce.validation import check_call, check_requested, check_temperature
+from megatron_fused_ce.wgrad import OpenGradWeight, ReturnedGradWeight, kind_of
 
 DEFAULT_CONFIG = FusedCEConfig()
 
@@ -45,8 +48,8 @@ DEFAULT_CONFIG = FusedCEConfig()
 MAX_SPECS = 512
 
 
-class Arguments(NamedTuple):
-    """Arguments of one call: those of :func:`.op.fused_linear_cross_entropy`, and what the rest needs."""
+class Call(NamedTuple):
+    """One call: the arguments of :func:`.op.fused_linear_cross_entropy`, and those of its other callers."""
 
     hidden: Tensor  # [s, b, H] or [T, H]; this rank's part with sequence parallelism
     weight: Tensor  # [V, H]
@@ -72,28 +75,54 @@ class Arguments(NamedTuple):
     #: with ``config.skip_masked``: what :func:`.masked_tokens.count` started earlier for these token weights;
     #: else it is counted here, and the host waits
     unmasked: HostCopy | None = None
-    #: makes the wgrad accumulator (:mod:`.grad_weight`)
+    #: makes the wgrad accumulator (:mod:`.wgrad`)
     open_grad_weight: OpenGradWeight = ReturnedGradWeight
     #: calls that wait for their backward together, for plans of memory
     uses_in_flight: int = 1
     #: whose calls these are; heads of different weights, or of different losses, are best told apart
     head: Head = UNNAMED
 
-    def completed(self) -> Arguments:
+    def completed(self) -> Call:
         """With a config, in autocast's dtype, and without ``differentiable`` outputs under ``no_grad``."""
-        args = self
-        if not isinstance(args.config, FusedCEConfig):
-            wrong = args.caller_error or why_no_config(args.config)
-            args = args._replace(config=DEFAULT_CONFIG, caller_error=wrong)
-        if args.differentiable and not torch.is_grad_enabled():
-            args = args._replace(differentiable=())
-        hidden, weight = args.hidden, args.weight
+        call = self
+        if not isinstance(call.config, FusedCEConfig):
+            wrong = call.caller_error or why_no_config(call.config)
+            call = call._replace(config=DEFAULT_CONFIG, caller_error=wrong)
+        if call.differentiable and not torch.is_grad_enabled():
+            call = call._replace(differentiable=())
+        hidden, weight = call.hidden, call.weight
         on_device = isinstance(hidden, Tensor) and not hidden.is_meta
         if on_device and torch.is_autocast_enabled(hidden.device.type):
             if isinstance(weight, Tensor):
                 hidden, weight = autocast.cast(hidden, weight)
-            args = args._replace(hidden=hidden, weight=weight)
-        return args
+            call = call._replace(hidden=hidden, weight=weight)
+        return call
+
+    def on_its_device(self) -> AbstractContextManager[Any]:
+        """The device of ``hidden`` as the current one, for Triton's launches and the collectives' streams.
+
+        Autograd's thread for a backward sees to it by itself.
+        """
+        hidden = self.hidden
+        if getattr(hidden, "is_cuda", False) and hidden.get_device() != torch.cuda.current_device():
+            return torch.cuda.device(hidden.device)
+        return nullcontext()
+
+
+#: Fields that no spec depends on, or that have a kind of their own in :func:`_key`.
+_NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
+#: Fields that ranks may have each their own: their tensors' rows, what they find by themselves
+#: (:data:`_NO_FACTS`), and what changes no collective. All others, and the config's, must agree.
+_OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
+_in_key = attrgetter(*(name for name in Call._fields if name not in _NOT_IN_KEY))
+_AGREED = tuple(name for name in Call._fields if name not in {*_OF_RANK, "config"})
+
+
+class NeedsGrad(NamedTuple):
+    """Which operands get a gradient."""
+
+    hidden: bool
+    weight: bool
 
 
 class CallSpec(NamedTuple):
@@ -111,7 +140,7 @@ class CallSpec(NamedTuple):
     logit_scale: float
     with_argmax: bool
     vocab_start: int
-    needs_grad: tuple[bool, bool]  # of hidden, of weight
+    needs_grad: NeedsGrad
     head: Head
     #: the head in the history of its group, the same on all ranks
     key: HeadOfGroup
@@ -127,58 +156,119 @@ class CallSpec(NamedTuple):
     @property
     def wgrad_at_once(self) -> bool:
         """Whether one GEMM over all tokens makes ``grad_weight``; ``E`` is then saved in one buffer."""
-        return self.plan.wgrad_at_once and self.needs_grad[1]
+        return self.plan.wgrad_at_once and self.needs_grad.weight
+
+    @property
+    def gradients_in_forward(self) -> bool:
+        return self.plan.strategy == "grad_in_forward" and any(self.needs_grad)
+
+    def stores(self, chunk: Chunk) -> bool:
+        """Whether the forward saves the chunk's logits, or ``E``."""
+        return chunk.index < self.plan.stored_chunks and any(self.needs_grad)
+
+    def backward_reads_hidden(self, chunk: Chunk, needs_grad: NeedsGrad) -> bool:
+        return needs_grad.weight or (needs_grad.hidden and not self.stores(chunk))
 
     @property
     def needs_argmax(self) -> bool:
         return self.with_argmax or "predicted" in self.form.outputs
 
 
-def spec_of(args: Arguments) -> CallSpec:
+class Context(NamedTuple):
+    """A call's spec, and its own chunks."""
+
+    spec: CallSpec
+    #: the spec's, or fewer where masked tokens are skipped
+    chunks: tuple[Chunk, ...]
+    open_grad_weight: OpenGradWeight
+
+    @property
+    def num_tokens(self) -> int:
+        """``n``: this rank's tokens that are worked on."""
+        return self.chunks[-1].stop if self.chunks else 0
+
+    def split(self, per_token: Tensor, chunk: Chunk) -> Tensor:
+        """The chunk's entries ``[..., C]`` of a tensor ``[..., parts, n]``, rank after rank, contiguous."""
+        if len(self.chunks) > 1:
+            per_token = per_token[..., chunk.start : chunk.stop]
+        # Of one token a rank, flatten gives a strided view.
+        return per_token.flatten(-2).contiguous()
+
+    def rows(self, of_rank: Tensor, chunk: Chunk) -> Tensor:
+        """The chunk's rows of this rank's ``[n, ...]``."""
+        return of_rank if len(self.chunks) == 1 else of_rank[chunk.start : chunk.stop]
+
+    def chunk_of_all(self, of_all: Tensor, chunk: Chunk) -> Tensor:
+        """Rows ``[C, ...]`` of one chunk in a tensor ``[T, ...]`` ordered chunk after chunk."""
+        if len(self.chunks) == 1:
+            return of_all
+        parts = self.spec.comm.num_parts
+        return of_all[parts * chunk.start : parts * chunk.stop]
+
+    def own_part(self, per_token: Tensor) -> Tensor:
+        """This rank's entries ``[n]`` of a chunk's ``[C]``."""
+        comm = self.spec.comm
+        if comm.num_parts == 1:
+            return per_token
+        return per_token.view(comm.num_parts, -1)[comm.part]
+
+    def targets(
+        self,
+        chunk: Chunk,
+        labels: Tensor,  # [C]
+        soft: SoftTargets | None,  # [k, parts, n] each
+        inv_temperature: Tensor | None,  # [parts, n]
+    ) -> ChunkTargets:
+        """What the logits backend takes of one chunk beside hidden states and weight."""
+        spec = self.spec
+        if soft is not None:
+            soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
+        if inv_temperature is not None:
+            inv_temperature = self.split(inv_temperature, chunk)
+        alone = spec.comm.size == 1
+        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)
+
+
+def spec_of(call: Call) -> CallSpec:
     """The spec of this kind of call, looked up or made.
 
     Whether the ranks compare a call depends on what its group has seen, never on whether a spec was there:
     one rank may have dropped it, or have a tensor at another alignment.
 
-    Collectives: those of :func:`.vocab_parallel.compare`, where :meth:`.GroupHistory.compares` says so.
+    Collectives: those of :func:`.parallel.compare`, where :meth:`.GroupHistory.compares` says so.
 
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank where the call is compared.
     """
-    check_group(args.tp_group)
-    history = history_of(args.tp_group)
-    key, num_broken = _key(args), len(history.broken)
-    if key is None or history.unequal or args.config.debug_checks:
-        return _make(args, history)
+    check_group(call.tp_group)
+    history = history_of(call.tp_group)
+    key, num_broken = _key(call), len(history.broken)
+    if key is None or history.unequal or call.config.debug_checks:
+        return _make(call, history)
     try:
         spec: CallSpec | None = history.specs.get(key)
     except TypeError:  # an argument that cannot be hashed: what is wrong with it, the checks will say
-        return _make(args, history)
+        return _make(call, history)
     if spec is None:
-        spec = _make(args, history)
+        spec = _make(call, history)
         if len(history.broken) == num_broken:  # else another thread's backward has changed the plans
             history.keep(key, spec, MAX_SPECS)
     return spec
 
 
-#: Fields that no spec depends on, or that have a kind of their own in :func:`_key`.
-_NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
-_in_key = attrgetter(*(name for name in Arguments._fields if name not in _NOT_IN_KEY))
-
-
-def _key(args: Arguments) -> Hashable | None:
+def _key(call: Call) -> Hashable | None:
     """All that a spec depends on; None for arguments that no spec can be kept for.
 
     Every field, but for the numbers in tensors, and what surrounds the call. Under a CUDA graph's capture no
     spec is kept: the loss form's constants would be the graph's.
     """
-    if args.caller_error is not None:
+    if call.caller_error is not None:
         return None
-    hidden, weight = args.hidden, args.weight
+    hidden, weight = call.hidden, call.weight
     try:
         key = (
-            tuple(map(_kind, _in_key(args))),
-            kind_of(args.open_grad_weight),
+            tuple(map(_kind, _in_key(call))),
+            kind_of(call.open_grad_weight),
             torch.is_grad_enabled(),
             # Where TMA may load them.
             hidden.data_ptr() % 16,
@@ -199,30 +289,30 @@ def _kind(value: Any) -> Hashable:
     return tuple(map(_kind, value)) if kind is TeacherTargets else (kind, value)
 
 
-def _make(args: Arguments, history: GroupHistory) -> CallSpec:
-    reduces = args.reduce_grad_hidden
-    comm = VocabParallel.of(args.tp_group, args.sequence_parallel, args.config.merge, reduces)
-    local = _LocalView.of(args, comm, history)
-    if comm.group is not None and history.compares(local.head, args.config.debug_checks):
-        settled = compared(args, comm, local.error, local.facts)
+def _make(call: Call, history: GroupHistory) -> CallSpec:
+    reduces = call.reduce_grad_hidden
+    comm = VocabParallel.of(call.tp_group, call.sequence_parallel, call.config.merge, reduces)
+    local = _LocalView.of(call, comm, history)
+    if comm.group is not None and history.compares(local.head, call.config.debug_checks):
+        settled = compared(call, comm, local.error, local.facts)
         history.remember(local.head, settled)
     elif local.error is not None:
         raise local.error
     else:
-        settled = local.settled or Settled(local.facts, (args.weight.shape[0],))
+        settled = local.settled or Settled(local.facts, (call.weight.shape[0],))
         if comm.size == 1:
-            check_true_vocab_size(args.config.true_vocab_size, args.weight.shape[0])
+            check_true_vocab_size(call.config.true_vocab_size, call.weight.shape[0])
     assert local.choice is not None
     logits, why_not = local.choice
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
-        logits, why_not = _choose(args, logits_backend.NOT_ON_EVERY_RANK)
+        logits, why_not = _choose(call, choose.NOT_ON_EVERY_RANK)
     # Not this rank's view of the head: another head of the group may have as many rows here.
-    head = HeadOfGroup(args.head.number, settled.shard_sizes, args.weight.shape[1])
-    plan = _plan(args, comm, settled, logits, head in history.broken)
-    num_tokens = args.hidden.shape[:-1].numel()
+    head = HeadOfGroup(call.head.number, settled.shard_sizes, call.weight.shape[1])
+    plan = _plan(call, comm, settled, logits, head in history.broken)
+    num_tokens = call.hidden.shape[:-1].numel()
     needs_grad = torch.is_grad_enabled()
-    vocab_start = _vocab_start(args, comm, settled)
-    logit_scale, softcap = at_temperature(args)
+    vocab_start = _vocab_start(call, comm, settled)
+    logit_scale, softcap = at_temperature(call)
     return CallSpec(
         comm=replace(comm, beside=plan.count > 1),
         num_tokens=num_tokens,
@@ -230,41 +320,40 @@ def _make(args: Arguments, history: GroupHistory) -> CallSpec:
         chunks=plan.cut.chunks,
         logits=logits,
         why_not_scaled_exp=why_not,
-        copies=logits_backend.must_copy(logits, args.hidden, args.weight),
+        copies=choose.must_copy(logits, call.hidden, call.weight),
         form=LossForm.of(
-            replace(args.config, logit_softcap=softcap),
-            num_rows=args.weight.shape[0],
-            vocab_size=_vocab_size(args, comm, settled),
+            replace(call.config, logit_softcap=softcap),
+            num_rows=call.weight.shape[0],
+            vocab_size=_vocab_size(call, comm, settled),
             vocab_start=vocab_start,
-            device=args.hidden.device,
-            outputs=args.outputs,
+            device=call.hidden.device,
+            outputs=call.outputs,
             saves_logits=logits.saves_logits,
-            differentiable=args.differentiable,
-            soft=args.teacher is not None,
-            zero_unknown=args.zero_unknown,
+            differentiable=call.differentiable,
+            soft=call.teacher is not None,
+            zero_unknown=call.zero_unknown,
         ),
         logit_scale=logit_scale,
-        with_argmax=args.with_argmax,
+        with_argmax=call.with_argmax,
         vocab_start=vocab_start,
-        needs_grad=(
-            needs_grad and args.hidden.requires_grad,
-            needs_grad and args.weight.requires_grad,
+        needs_grad=NeedsGrad(
+            needs_grad and call.hidden.requires_grad, needs_grad and call.weight.requires_grad
         ),
-        head=args.head,
+        head=call.head,
         key=head,
         history=history,
     )
 
 
-def at_temperature(args: Arguments) -> tuple[float, float | None]:
+def at_temperature(call: Call) -> tuple[float, float | None]:
     """The scale of the logits and the softcap, divided by the temperature of all tokens.
 
     That divides what the softcap leaves: ``cap * tanh(z / cap) / t`` is the softcap ``cap / t`` of ``z / t``.
     """
-    scale, cap = args.config.logit_scale, args.config.logit_softcap
-    if isinstance(args.temperature, Tensor):
+    scale, cap = call.config.logit_scale, call.config.logit_softcap
+    if isinstance(call.temperature, Tensor):
         return scale, cap
-    return scale / args.temperature, None if cap is None else cap / args.temperature
+    return scale / call.temperature, None if cap is None else cap / call.temperature
 
 
 class _LocalView(NamedTuple):
@@ -276,29 +365,29 @@ class _LocalView(NamedTuple):
     settled: Settled | None = None
     #: the logits backend, and why not ``scaled_exp``
     choice: tuple[LogitsBackend, str] | None = None
-    #: this rank's, as numbers of which the largest is right for all: see :data:`_NO_FACTS`
+    #: this rank's (:data:`_NO_FACTS`), encoded so that the maximum over ranks is safe for all
     facts: dict[str, int] = {}  # noqa: RUF012 (never written to)
 
     @staticmethod
-    def of(args: Arguments, comm: VocabParallel, history: GroupHistory) -> _LocalView:
-        config, weight, head = args.config, args.weight, None
+    def of(call: Call, comm: VocabParallel, history: GroupHistory) -> _LocalView:
+        config, weight, head = call.config, call.weight, None
         try:
-            head = _head_of(args)
-            check_arguments(args, comm)
+            head = _head_of(call)
+            check_arguments(call, comm)
             settled = None
             if comm.group is not None and not history.compares(head, config.debug_checks):
                 settled = history.heads.get(head)
             if settled is not None:
                 without = settled.facts["without_scaled_exp"]
-                choice = _choose(args, logits_backend.NOT_ON_EVERY_RANK if without else "")
+                choice = _choose(call, choose.NOT_ON_EVERY_RANK if without else "")
                 return _LocalView(None, head, settled, choice, settled.facts)
-            here = logits_backend.why_not_here(config, args.hidden, weight)
-            choice = _choose(args, here)
+            here = choose.why_not_here(config, call.hidden, weight)
+            choice = _choose(call, here)
         except (TypeError, ValueError, ImportError) as error:
             return _LocalView(error, head, facts=_NO_FACTS)
-        accumulator = kind_of(args.open_grad_weight) if weight.requires_grad else "none"
+        accumulator = kind_of(call.open_grad_weight) if weight.requires_grad else "none"
         facts = {
-            "device": _DEVICES.index(device_in_plans(args.hidden.device)),
+            "device": _DEVICES.index(device_in_plans(call.hidden.device)),
             # In the order of what a plan sets aside for them; "none" is so on all ranks or on none.
             "wgrad_accumulator": planner.WGRAD_ACCUMULATORS.index(accumulator),
             "without_scaled_exp": int(bool(here)),
@@ -306,63 +395,66 @@ class _LocalView(NamedTuple):
         return _LocalView(None, head, None, choice, facts)
 
 
-def _head_of(args: Arguments) -> Hashable | None:
+def _head_of(call: Call) -> Hashable | None:
     """What a head is to its group's history; None for a weight that is none.
 
     A rank whose other arguments are bad compares a head's first call with the others.
     """
-    weight = args.weight
+    weight = call.weight
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
     return (
-        *(args.head.number, weight.shape, weight.dtype, weight.requires_grad),
-        args.config.logits_backend,
+        call.head.number,
+        weight.shape,
+        weight.dtype,
+        weight.requires_grad,
+        call.config.logits_backend,
     )
 
 
-def check_arguments(args: Arguments, comm: VocabParallel) -> None:
+def check_arguments(call: Call, comm: VocabParallel) -> None:
     """Check what this rank was called with, by itself.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
     """
-    if args.caller_error is not None:
-        raise args.caller_error
+    if call.caller_error is not None:
+        raise call.caller_error
     check_call(
-        args.hidden,
-        args.weight,
-        args.labels,
-        args.token_weights,
-        args.vocab_start,
+        call.hidden,
+        call.weight,
+        call.labels,
+        call.token_weights,
+        call.vocab_start,
         comm.num_parts,
         comm.size,
     )
     check_requested(
-        args.config,
-        args.weight,
+        call.config,
+        call.weight,
         comm.size,
-        args.outputs,
-        args.differentiable,
-        args.labels,
-        args.teacher,
+        call.outputs,
+        call.differentiable,
+        call.labels,
+        call.teacher,
     )
-    check_temperature(args.temperature, args.labels, args.teacher)
-    if comm.sequence_parallel and not args.reduce_grad_hidden:
+    check_temperature(call.temperature, call.labels, call.teacher)
+    if comm.sequence_parallel and not call.reduce_grad_hidden:
         raise ValueError(
             "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
             "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
         )
-    _check_token_weights(args)
+    _check_token_weights(call)
 
 
-def _choose(args: Arguments, why_not_here: str) -> tuple[LogitsBackend, str]:
-    requested = RequestedOutputs(args.outputs, args.differentiable, soft=args.teacher is not None)
-    return logits_backend.choose(args.config, args.hidden, args.weight, requested, why_not_here)
+def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
+    requested = RequestedOutputs(call.outputs, call.differentiable, soft=call.teacher is not None)
+    return choose.choose(call.config, call.hidden, call.weight, requested, why_not_here)
 
 
-def _check_token_weights(args: Arguments) -> None:
-    needs_grad = torch.is_grad_enabled() and (args.hidden.requires_grad or args.weight.requires_grad)
-    if args.config.strategy == "grad_in_forward" and args.token_weights is None and needs_grad:
+def _check_token_weights(call: Call) -> None:
+    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    if call.config.strategy == "grad_in_forward" and call.token_weights is None and needs_grad:
         raise ValueError(
             "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
             "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
@@ -372,7 +464,7 @@ def _check_token_weights(args: Arguments) -> None:
 #: Devices that plans differ on; of ranks with several the last one counts.
 _DEVICES = ("cpu", "Hopper", "other GPU")
 
-#: What depends on this rank's machine and memory, and plans on it (see :func:`.vocab_parallel.compare`).
+#: What depends on this rank's machine and memory, and plans on it (see :func:`.parallel.compare`).
 _NO_FACTS = {"device": 0, "wgrad_accumulator": 0, "without_scaled_exp": 0}
 
 
@@ -385,43 +477,43 @@ def device_in_plans(device: torch.device) -> str:
 
 
 def _plan(
-    args: Arguments, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promise_broken: bool
+    call: Call, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promise_broken: bool
 ) -> planner.Plan:
-    config = args.config
+    config = call.config
     # How large z-loss makes fp16's gradients is known after the forward.
-    in_forward = not (config.z_loss and args.hidden.dtype == torch.float16)
+    in_forward = not (config.z_loss and call.hidden.dtype == torch.float16)
     if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
     inputs = planner.PlanInputs.of(
         config,
-        num_tokens=args.hidden.shape[:-1].numel() * comm.num_parts,
-        hidden_size=args.hidden.shape[-1],
+        num_tokens=call.hidden.shape[:-1].numel() * comm.num_parts,
+        hidden_size=call.hidden.shape[-1],
         # Of the largest shard: ranks with unequal ones cut their tokens alike.
         num_rows=max(settled.shard_sizes),
-        dtype=str(args.hidden.dtype).removeprefix("torch."),
+        dtype=str(call.hidden.dtype).removeprefix("torch."),
         num_parts=comm.num_parts,
         tp_size=comm.size,
         wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
-        token_weights_known=in_forward and args.token_weights is not None and not args.differentiable,
+        token_weights_known=in_forward and call.token_weights is not None and not call.differentiable,
         promise_broken=promise_broken,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
-        uses_in_flight=args.uses_in_flight,
+        uses_in_flight=call.uses_in_flight,
     )
     return planner.plan(inputs)
 
 
-def _vocab_start(args: Arguments, comm: VocabParallel, settled: Settled) -> int:
-    if args.vocab_start is not None or comm.size == 1:
-        return args.vocab_start or 0
+def _vocab_start(call: Call, comm: VocabParallel, settled: Settled) -> int:
+    if call.vocab_start is not None or comm.size == 1:
+        return call.vocab_start or 0
     return sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
 
 
-def _vocab_size(args: Arguments, comm: VocabParallel, settled: Settled) -> int | None:
+def _vocab_size(call: Call, comm: VocabParallel, settled: Settled) -> int | None:
     """Rows of all shards; None where nothing asks for them."""
-    if not args.config.label_smoothing or args.config.true_vocab_size is not None:
-        return args.config.true_vocab_size
+    if not call.config.label_smoothing or call.config.true_vocab_size is not None:
+        return call.config.true_vocab_size
     return sum(_all_sizes(comm, settled, "config.true_vocab_size"))
 
 
@@ -434,19 +526,13 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
     return settled.shard_sizes
 
 
-#: Fields of :class:`Arguments` that ranks may have each their own: their tensors' rows, what they find by
-#: themselves (:data:`_NO_FACTS`), and what changes no collective. All others, and the config's, must agree.
-_OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
-_AGREED = tuple(name for name in Arguments._fields if name not in {*_OF_RANK, "config"})
-
-
-def _must_agree(args: Arguments) -> dict[str, str]:
+def _must_agree(call: Call) -> dict[str, str]:
     """What must be equal on every rank, in words, by the name that an error gives it."""
-    words = {name: _in_words(getattr(args, name)) for name in _AGREED}
-    rows_differ = args.weight[:0] if isinstance(args.weight, Tensor) else None
+    words = {name: _in_words(getattr(call, name)) for name in _AGREED}
+    rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
     words["weight"] = _in_words(rows_differ)
-    words["vocab_start given"] = str(args.vocab_start is not None)
-    return words | {name: repr(value) for name, value in vars(args.config).items()}
+    words["vocab_start given"] = str(call.vocab_start is not None)
+    return words | {name: repr(value) for name, value in vars(call.config).items()}
 
 
 def _in_words(value: Any) -> str:
@@ -460,7 +546,7 @@ def _in_words(value: Any) -> str:
 
 
 def compared(
-    args: Arguments,
+    call: Call,
     comm: VocabParallel,
     error: Exception | None,
     of_rank: dict[str, int] | None = None,
@@ -468,13 +554,13 @@ def compared(
 ) -> Settled:
     """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
 
-    ``of_rank``, collectives and errors are those of :func:`.vocab_parallel.compare`; ``more`` must be equal
+    ``of_rank``, collectives and errors are those of :func:`.parallel.compare`; ``more`` must be equal
     on every rank, too.
     """
     assert comm.group is not None
     shard = Shard(None, 0)
     same: dict[str, str] = {}
     if error is None:
-        shard = Shard(args.vocab_start, args.weight.shape[0])
-        same = _must_agree(args) | {name: str(value) for name, value in (more or {}).items()}
-    return compare(comm.group, same, of_rank or {}, shard, args.config.true_vocab_size, error)
+        shard = Shard(call.vocab_start, call.weight.shape[0])
+        same = _must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
+    return compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.token_outputs import Upstream
-from megatron_fused_ce.vocab_parallel import largest_over_ranks
+from megatron_fused_ce.loss import Upstream
+from megatron_fused_ce.parallel import largest_over_ranks
 
 #: ``m`` is rounded up to whole tiles of the GEMMs: fewer sizes for the allocator, at no cost in time.
 ROUND_TO = 128
@@ -89,13 +89,12 @@ class Kept(NamedTuple):
             grad = self.of_tokens(grad)
             return torch.where(self.active | ~torch.isfinite(grad), grad, 0.0)
 
-        entropy = upstream.made_entropy
-        return upstream._replace(made_entropy=None).map(of_kept)._replace(made_entropy=entropy)
+        return upstream.map(of_kept)
 
     def count_lost(self, upstream: Upstream) -> Tensor:
         """int64 ``[2]``: skipped tokens whose upstream gradients are finite, one of them not 0; and skipped
         tokens with an inf or NaN among them."""
-        given = torch.stack(upstream.gradients)
+        given = torch.stack(upstream.given)
         finite = torch.isfinite(given).all(0)
         lost = self.skipped & finite & (given != 0).any(0)
         return torch.stack((lost.sum(), (self.skipped & ~finite).sum()))
@@ -103,7 +102,7 @@ class Kept(NamedTuple):
     def spoil_rows_(self, rows: Tensor, upstream: Upstream, part: int) -> None:
         """Make rows of this rank's ``[n, H]`` NaN, those of tokens whose upstream gradients ``[parts, n]``
         have an inf or NaN."""
-        finite = torch.isfinite(torch.stack(upstream.gradients)).all(0)[part]
+        finite = torch.isfinite(torch.stack(upstream.given)).all(0)[part]
         rows.masked_fill_(~finite.unsqueeze(-1), torch.nan)
 
     @property

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import masked_tokens, planner
+from megatron_fused_ce import planner
 from megatron_fused_ce.autograd import FusedLinearCrossEntropy
-from megatron_fused_ce.call import Arguments, CallSpec, spec_of
+from megatron_fused_ce.call import DEFAULT_CONFIG, Call, Context, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
-from megatron_fused_ce.kernels.records import SoftTargets
-from megatron_fused_ce.loop import Targets
-from megatron_fused_ce.loss_form import TeacherTargets, merge_duplicates
-from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.pipeline import Context
-from megatron_fused_ce.token_outputs import TokenOutputs, differentiable_of
-from megatron_fused_ce.vocab_parallel import VocabParallel, raise_if_any
+from megatron_fused_ce.loss import TeacherTargets, TokenOutputs, differentiable_of
+from megatron_fused_ce.targets import Targets
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class HeadOutputs(NamedTuple):
@@ -38,7 +36,9 @@ class HeadOutputs(NamedTuple):
         return self.outputs.loss
 
 
-Result = TypeVar("Result")
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable`` with the function's types."""
+    return cast(Callable[P, R], torch.compiler.disable(function))
 
 
 @takes_config
@@ -102,20 +102,22 @@ def fused_linear_cross_entropy(
     reduce-scatter of ``grad_hidden`` (sequence parallelism) or one all-reduce. With ``grad_in_forward`` this
     reduction is in the forward; the backward begins with a MAX all-reduce of one int64 (of three with
     ``skip_masked``, which has it with every strategy), and has the rest where the promise is broken. Their
-    order: :mod:`.loop`; the same on every rank.
+    order: :mod:`.forward`, :mod:`.backward`; the same on every rank.
 
     Source: vocab-parallel cross-entropy, Shoeybi et al. 2019 (arXiv:1909.08053); chunking and
     recomputation of the logits: docs/design.md.
     """
-    head: HeadOutputs = linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        token_weights=token_weights,
-        vocab_start=vocab_start,
-        config=config,
+    head = linear_cross_entropy(
+        Call(
+            hidden,
+            weight,
+            labels,
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            token_weights=token_weights,
+            vocab_start=vocab_start,
+            config=DEFAULT_CONFIG if config is None else config,
+        )
     )
     return head.loss
 
@@ -158,18 +160,20 @@ def fused_linear_token_outputs(
 
     Source: d log p_y = [j = y] - p_j, d entropy = -p_j (log p_j + entropy): docs/math.md.
     """
-    head: HeadOutputs = linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        token_weights=token_weights,
-        vocab_start=vocab_start,
-        config=config,
-        outputs=tuple(outputs),
-        differentiable=differentiable_of(outputs) if differentiable else (),
-        caller_error=_wrong_outputs(outputs),
+    head = linear_cross_entropy(
+        Call(
+            hidden,
+            weight,
+            labels,
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            token_weights=token_weights,
+            vocab_start=vocab_start,
+            config=DEFAULT_CONFIG if config is None else config,
+            outputs=tuple(outputs),
+            differentiable=differentiable_of(outputs) if differentiable else (),
+            caller_error=_wrong_outputs(outputs),
+        )
     )
     return head.outputs
 
@@ -226,27 +230,26 @@ def fused_linear_distillation(
     else:
         kinds = type(teacher_ids).__name__, type(teacher_log_probs).__name__
         wrong = TypeError(f"teacher_ids and teacher_log_probs must be tensors, got {' and '.join(kinds)}")
-    head: HeadOutputs = linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        token_weights=token_weights,
-        vocab_start=vocab_start,
-        config=config,
-        teacher=TeacherTargets(teacher_ids, teacher_log_probs),
-        caller_error=wrong,
+    head = linear_cross_entropy(
+        Call(
+            hidden,
+            weight,
+            labels,
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            token_weights=token_weights,
+            vocab_start=vocab_start,
+            config=DEFAULT_CONFIG if config is None else config,
+            teacher=TeacherTargets(teacher_ids, teacher_log_probs),
+            caller_error=wrong,
+        )
     )
     return head.loss
 
 
-@torch.compiler.disable
-def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
-    """The functions above and the Megatron adapter's calls: evaluates a head.
-
-    Args:
-        args, kwargs: the fields of :class:`.call.Arguments`.
+@uncompiled
+def linear_cross_entropy(call: Call) -> HeadOutputs:
+    """Evaluate a call of the head: for the functions above and for the Megatron adapter.
 
     Returns:
         the outputs for each token, this shard's largest logits where asked for, the plan and the logits
@@ -254,129 +257,19 @@ def linear_cross_entropy(*args: Any, **kwargs: Any) -> HeadOutputs:
 
     Errors and collectives: those of :func:`fused_linear_cross_entropy`.
     """
-    return on_its_device(Arguments(*args, **kwargs).completed(), _evaluate)
-
-
-def on_its_device(args: Arguments, evaluate: Callable[[Arguments], Result]) -> Result:
-    """``evaluate(args)`` with the device of ``args.hidden`` as the current one.
-
-    Triton's launches and the collectives' streams are the current device's. Autograd's thread for a backward
-    sees to it by itself.
-    """
-    if getattr(args.hidden, "is_cuda", False) and args.hidden.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(args.hidden.device):
-            return evaluate(args)
-    return evaluate(args)
-
-
-def _evaluate(args: Arguments) -> HeadOutputs:
-    spec = spec_of(args)
-    # From here on every rank runs the same collectives.
-    if args.config.debug_checks:
-        _check_numbers(args, spec.comm)
-    inv_temperature = inv_temperature_of(args, spec.comm)
-    kept, chunks = _kept(args, spec), spec.chunks
-    if kept is not None:
-        # The plan and the buffers are those of all tokens: the same in every step.
-        chunks = first_tokens(chunks, kept.tokens.shape[1])
-    context = Context(spec, chunks, args.open_grad_weight)
-    targets = _targets(args, spec, kept, inv_temperature)
-    in_batch = tuple(args.labels.shape) if args.labels.dim() == 2 else None
-    local_max, local_argmax, *per_token = FusedLinearCrossEntropy.apply(
-        args.hidden, args.weight, targets, context, kept, in_batch
-    )
-    return HeadOutputs(
-        *(TokenOutputs(*per_token), local_max, local_argmax, spec.plan, spec.logits.name),
-        spec.why_not_scaled_exp,
-    )
-
-
-def _check_numbers(args: Arguments, comm: VocabParallel) -> None:
-    """Raise on every rank for numbers that make no loss anybody means; the host waits.
-
-    Collectives: those of :func:`.vocab_parallel.raise_if_any`, with token weights and with a teacher.
-    """
-    if args.token_weights is not None:
-        raise_if_any(args.token_weights.isnan().any(), "token_weights have a NaN; give 0 or more", comm.group)
-    if args.teacher is not None:
-        ids, log_probs = args.teacher
-        words = "teacher_log_probs are above 0: expected logarithms of probabilities"
-        raise_if_any(((ids >= 0) & (log_probs > 0)).any(), words, comm.group)
-
-
-def inv_temperature_of(args: Arguments, comm: VocabParallel) -> Tensor | None:
-    """The inverse of a temperature per token, ``[parts, n]`` fp32; None for a single temperature.
-
-    Collectives: those of :func:`.vocab_parallel.raise_if_any`, with a temperature per token.
-    """
-    if not isinstance(args.temperature, Tensor):
-        return None
-    inverse = args.temperature.detach().double().reciprocal().float()
-    wrong = ~(torch.isfinite(inverse) & (inverse > 0)).all()
-    words = "temperatures are not all above 0 and finite; give a token that does not count the temperature 1"
-    raise_if_any(wrong, words, comm.group)
-    return in_token_order(inverse, args, comm.num_parts)
-
-
-def _kept(args: Arguments, spec: CallSpec) -> Kept | None:
-    """The tokens to work on, where those of weight 0 are skipped; else None.
-
-    Collectives: :func:`.masked_tokens.count`'s, here or earlier if ``args.unmasked`` was given.
-    """
-    if not args.config.skip_masked or args.token_weights is None:
-        return None
-    weights = in_token_order(args.token_weights.detach(), args, spec.comm.num_parts)
-    unmasked = args.unmasked or masked_tokens.count(weights, spec.comm.group)
-    num_kept = spec.num_tokens
-    if unmasked is not None:
-        num_kept = masked_tokens.num_kept(unmasked.read()[0], spec.num_tokens)
-    return Kept.of(weights, num_kept)
-
-
-def _targets(args: Arguments, spec: CallSpec, kept: Kept | None, inv_temperature: Tensor | None) -> Targets:
-    """Columns of this shard for the labels or the teacher's targets, in token order."""
-    config, parts = args.config, spec.comm.num_parts
-    ids = in_token_order(args.labels, args, parts).to(torch.int64)
-    labels = _local(ids, spec, config)
-    ignored = None
-    if config.ignore_index is not None:
-        ignored = ids == config.ignore_index
-        labels = labels.masked_fill(ignored, -1)
-    elif any(spec.needs_grad) and labels.data_ptr() == args.labels.data_ptr():
-        labels = labels.clone()  # whose caller may refill its buffer before the backward
-    weights = None
-    if args.token_weights is not None and spec.plan.strategy == "grad_in_forward":
-        weights = in_token_order(args.token_weights.detach(), args, parts).float()
-        if ignored is not None:
-            weights = weights.masked_fill(ignored, 0.0)
-    soft = None if args.teacher is None else _soft_targets(args, args.teacher, spec)
-    targets = Targets(labels, soft, ignored, weights, inv_temperature)
-    return targets if kept is None else targets.of(kept)
-
-
-def _soft_targets(args: Arguments, teacher: TeacherTargets, spec: CallSpec) -> SoftTargets:
-    k, parts = teacher.ids.shape[-1], spec.comm.num_parts
-    ids, log_probs = (
-        (part if part.dim() == 2 else part.transpose(0, 1)).reshape(-1, k).t()
-        for part in (teacher.ids.to(torch.int64), teacher.log_probs.detach().float())
-    )
-    once = merge_duplicates(ids, log_probs)
-    local = _local(once.ids, spec, args.config).view(k, parts, -1)
-    return SoftTargets(local, once.probs.view(k, parts, -1))
-
-
-def in_token_order(per_token: Tensor, args: Arguments, num_parts: int) -> Tensor:
-    """``[parts, n]``, s-major, of a tensor in the labels' shape."""
-    if args.labels.dim() == 2 and per_token.shape[0] > 1:
-        per_token = per_token.t()
-    return per_token.reshape(num_parts, -1)
-
-
-def _local(ids: Tensor, spec: CallSpec, config: FusedCEConfig) -> Tensor:
-    """Columns of this shard for global ids. No shard has one in the padding that is masked."""
-    # Of several ranks the first subtracts too: all run the same operators.
-    whole = spec.comm.size == 1 and spec.vocab_start == 0
-    local = ids.contiguous() if whole else ids - spec.vocab_start
-    if config.true_vocab_size is not None:
-        local = local.masked_fill(ids >= config.true_vocab_size, -1)
-    return local
+    call = call.completed()
+    with call.on_its_device():
+        spec = spec_of(call)
+        # From here on every rank runs the same collectives.
+        targets, kept = Targets.of(call, spec)
+        chunks = spec.chunks
+        if kept is not None:
+            # The plan and the buffers are those of all tokens: the same in every step.
+            chunks = first_tokens(chunks, kept.tokens.shape[1])
+        context = Context(spec, chunks, call.open_grad_weight)
+        in_batch = tuple(call.labels.shape) if call.labels.dim() == 2 else None
+        *per_token, local_max, local_argmax = FusedLinearCrossEntropy.apply(
+            call.hidden, call.weight, targets, context, kept, in_batch
+        )
+    outputs = TokenOutputs(*per_token)
+    return HeadOutputs(outputs, local_max, local_argmax, spec.plan, spec.logits.name, spec.why_not_scaled_exp)

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.kernels.sizes import HALF_TILE_ROWS, SAMPLED_ROWS, TILE_COLUMNS
 
 MIB = 2**20
 
@@ -74,9 +75,8 @@ ROWS_HIDDEN_SIZE = 172
 
 #: The scaled-exp GEMM keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
 #: a mark (int32) of each 64 tokens and tile; mostly one sum more where it saves logits.
-TILE_COLUMNS = 256
 TILE_BYTES = 8
-TOKENS_PER_MARK_BYTE = 64 // 4
+TOKENS_PER_MARK_BYTE = HALF_TILE_ROWS // 4
 #: A token's label (int64), four saved statistics, its loss and its factor in the backward (fp32).
 TOKEN_BYTES = 8 + 4 * 4 + 4 + 4
 #: The same for the current chunk, copied for it: label, merged statistics, factor; and three floats a token
@@ -85,8 +85,6 @@ CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
-#: Sampled rows of the weight for the scaled-exp GEMM's row shifts (kernels.scaled_exp_rows).
-SAMPLED_ROWS = 64
 #: cuBLAS's workspace, as torch allocates it on Hopper: one for the forward's thread and one for autograd's,
 #: shared with the rest of the model.
 WORKSPACE_BYTES = 2 * 32 * MIB
@@ -155,8 +153,13 @@ class PlanInputs:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
         for name in (
-            *("num_tokens", "hidden_size", "num_rows", "num_parts", "tp_size"),
-            *("memory_mb", "uses_in_flight"),
+            "num_tokens",
+            "hidden_size",
+            "num_rows",
+            "num_parts",
+            "tp_size",
+            "memory_mb",
+            "uses_in_flight",
         ):
             value, smallest = getattr(self, name), 0 if name == "num_tokens" else 1
             if value is not None and value < smallest:
@@ -435,7 +438,7 @@ def forward_memory(
 ) -> Memory:
     """The forward's peak.
 
-    Over several ranks the next chunk's GEMM runs beside each chunk (:mod:`.pipeline`), so buffers needed
+    Over several ranks the next chunk's GEMM runs beside each chunk (:mod:`.overlap`), so buffers needed
     after a chunk's own GEMM exist twice, if there are two chunks.
     """
     chunk = _ChunkBytes.of(inputs, capacity)
@@ -447,13 +450,13 @@ def forward_memory(
     trained = inputs.wgrad_accumulator != "none"
     under_way = min(count, 2 if ranks > 1 else 1)
     finalizes = grad_in_forward or stored_chunks > 0
-    rooms = under_way if grad_in_forward else int(not exp and stored_chunks < count)
+    num_logits = under_way if grad_in_forward else int(not exp and stored_chunks < count)
     sampled = ranks * -(-SAMPLED_ROWS // ranks)
     gathered = min(count, 2) + _waiting(inputs, count, stored_chunks) * (inputs.uses_in_flight - 1)
     if grad_in_forward:
         gathered = min(count, 3)
     return Memory(
-        chunk_logits=rooms * chunk.logits + (chunk.gradients if grad_in_forward else 0),
+        chunk_logits=num_logits * chunk.logits + (chunk.gradients if grad_in_forward else 0),
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
         grad_hidden_sum=0,
@@ -463,7 +466,7 @@ def forward_memory(
         unreduced_grad_hidden=chunk.gathered if grad_in_forward else 0,
         merge_buffers=under_way * SHARD_BYTES * (1 + ranks) * capacity if ranks > 1 else 0,
         sampled_rows=inputs.itemsize * sampled * inputs.hidden_size if exp and ranks > 1 and count else 0,
-        **_always(inputs, capacity, chunk, stored_chunks, rooms),
+        **_always(inputs, capacity, chunk, stored_chunks, num_logits),
     )
 
 
@@ -483,7 +486,7 @@ def backward_memory(
     chunk = _ChunkBytes.of(inputs, capacity)
     saves_e = inputs.saves_e
     again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
-    rooms = int(not saves_e or again)
+    num_logits = int(not saves_e or again)
     # The chunk saved by the forward stays unchanged; beside it are the gathered ones and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks) if keeps_last else 0
     ring = (count - stored_chunks if frozen else count) - waiting
@@ -496,7 +499,7 @@ def backward_memory(
         gathered, scaled = (every, 0) if inputs.num_parts > 1 else (0, every)
     sums = _sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count)
     # Logits exist beside gradients of another dtype only if they are recomputed.
-    logits = (rooms if again or not chunk.gradients else 0) * chunk.logits
+    logits = (num_logits if again or not chunk.gradients else 0) * chunk.logits
     return Memory(
         chunk_logits=logits + chunk.gradients,
         kept_logits=_kept_bytes(inputs, stored_tokens),
@@ -508,7 +511,7 @@ def backward_memory(
         unreduced_grad_hidden=(min(count, 2) if wgrad_at_once else 1) * chunk.gathered,
         merge_buffers=0,
         sampled_rows=0,
-        **_always(inputs, capacity, chunk, stored_chunks, rooms),
+        **_always(inputs, capacity, chunk, stored_chunks, num_logits),
     )
 
 
@@ -586,11 +589,11 @@ def _sum_bytes(inputs: PlanInputs) -> int:
 
 
 def _always(
-    inputs: PlanInputs, capacity: int, chunk: _ChunkBytes, stored_chunks: int, rooms: int
+    inputs: PlanInputs, capacity: int, chunk: _ChunkBytes, stored_chunks: int, num_logits: int
 ) -> dict[str, int]:
-    """The parts that forward and backward share, with ``rooms`` buffers of a chunk's logits."""
+    """The parts that forward and backward share, with ``num_logits`` buffers of a chunk's logits."""
     on_gpu = inputs.device != "cpu"
-    large = stored_chunks * inputs.uses_in_flight + max(1, rooms)
+    large = stored_chunks * inputs.uses_in_flight + max(1, num_logits)
     return {
         "token_floats": TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight
         + CHUNK_TOKEN_BYTES * capacity,
@@ -643,7 +646,7 @@ def relative_time(
 
 
 def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
-    """Whether the backward sums in an fp32 buffer before the wgrad accumulator: see ``grad_weight.py``."""
+    """Whether the backward sums in an fp32 buffer before the wgrad accumulator: see ``wgrad.py``."""
     scaled = inputs.dtype == "float16"
     if inputs.wgrad_accumulator == "returned":
         # Without a chunk the sum is zeros.

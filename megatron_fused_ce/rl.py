@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.call import Arguments
+from megatron_fused_ce.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.sampling_mask import masked_log_probs
-from megatron_fused_ce.token_outputs import TokenLogProbs
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
 
@@ -82,19 +82,21 @@ def token_log_probs(
     if entropy == "differentiable":
         config = unrounded(config)
     made = linear_cross_entropy(
-        _widened(hidden, weight),
-        weight,
-        labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
-        config=config,
-        outputs=_outputs(entropy, sum_p_squared),
-        differentiable=_with_grad(entropy),
-        temperature=temperature,
-        zero_unknown=zero_unknown,
-        reduce_grad_hidden=reduce_grad_hidden,
-        caller_error=_wrong_entropy(entropy),
+        Call(
+            _widened(hidden, weight),
+            weight,
+            labels,
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            vocab_start=vocab_start,
+            config=DEFAULT_CONFIG if config is None else config,
+            outputs=_outputs(entropy, sum_p_squared),
+            differentiable=_with_grad(entropy),
+            temperature=temperature,
+            zero_unknown=zero_unknown,
+            reduce_grad_hidden=reduce_grad_hidden,
+            caller_error=_wrong_entropy(entropy),
+        )
     ).outputs
     assert made.log_prob is not None
     return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
@@ -195,20 +197,18 @@ def masked_token_log_probs(
     """
     if entropy == "differentiable":
         config = unrounded(config)
-    args = Arguments(
+    call = Call(
         _widened(hidden, weight),
         weight,
         labels,
-        tp_group,
-        sequence_parallel,
-        None,
-        vocab_start,
-        config,  # type: ignore[arg-type]  # completed where it is None
-        _outputs(entropy, sum_p_squared),
-        _with_grad(entropy),
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+        config=DEFAULT_CONFIG if config is None else config,
+        outputs=_outputs(entropy, sum_p_squared),
+        differentiable=_with_grad(entropy),
         temperature=temperature,
         reduce_grad_hidden=reduce_grad_hidden,
         caller_error=_wrong_entropy(entropy),
     )
-    result: TokenLogProbs = masked_log_probs(args, mask_ids, mask_offsets)
-    return result
+    return masked_log_probs(call, mask_ids, mask_offsets)

@@ -3,7 +3,7 @@
 One GEMM computes all logits of a block of tokens in fp32, and only those of the kept ids leave the block. The
 backward writes their gradients into a block of zeros for two more GEMMs. Three GEMMs cost less than gathered
 rows of the weight did from ten ids a token on (H200), and hardly more for many. The rest is
-the head's maths (:mod:`.row_ops_torch`, :mod:`.loss_form`) with a set instead of the vocabulary. Every rank
+the head's maths (:mod:`.rows_torch`, :mod:`.loss`) with a set instead of the vocabulary. Every rank
 computes the ids of its own shard.
 """
 
@@ -16,24 +16,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import autocast, row_ops, row_ops_torch
+from megatron_fused_ce import autocast, loss
 from megatron_fused_ce.autograd import differentiated_once, in_labels_layout
-from megatron_fused_ce.call import Arguments, at_temperature, check_arguments, compared
-from megatron_fused_ce.grad_weight import ReturnedGradWeight
+from megatron_fused_ce.backward import scaled_upstream
+from megatron_fused_ce.call import Call, at_temperature, check_arguments, compared
 from megatron_fused_ce.kernels.records import (
     NOT_HERE,
     ExtraStatistics,
     GradCoefficients,
     RowStatistics,
 )
-from megatron_fused_ce.logits_backend import write_product
-from megatron_fused_ce.loop import scaled_upstream
-from megatron_fused_ce.loss_form import LossForm
-from megatron_fused_ce.op import in_token_order, inv_temperature_of, linear_cross_entropy, on_its_device
-from megatron_fused_ce.row_ops import TokenTerms
+from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.logits.gemm_rows import write_logits
+from megatron_fused_ce.loss import LossForm, TokenLogProbs, TokenTerms, Upstream
+from megatron_fused_ce.op import linear_cross_entropy, uncompiled
+from megatron_fused_ce.parallel import VocabParallel, check_true_vocab_size
 from megatron_fused_ce.scaling import scale_
-from megatron_fused_ce.token_outputs import TokenLogProbs, Upstream
-from megatron_fused_ce.vocab_parallel import VocabParallel, check_true_vocab_size
+from megatron_fused_ce.targets import in_token_order, inv_temperature_of
+from megatron_fused_ce.wgrad import ReturnedGradWeight
 
 #: Bytes of a block: logits in fp32 in the forward, their gradients in the operands' dtype in the backward.
 BLOCK_BYTES = 1 << 30
@@ -214,11 +214,11 @@ class MaskedLogProbs(torch.autograd.Function):
             buffer = products.new_empty(len(blocks[0].tokens) if blocks else 0, len(weight))
             for block in blocks:
                 sets, out = pairs.sets(block), buffer[: len(block.tokens)]
-                write_product(all_hidden[block.tokens], weight, out)
+                write_logits(all_hidden[block.tokens], weight, out)
                 product = out.gather(1, sets.columns)
                 products[sets.pairs] = product
                 z, _ = call.logits(block.tokens, sets, product)
-                stats = row_ops_torch.row_statistics(z, sets.label, 1.0, form=form)
+                stats = rows_torch.row_statistics(z, sets.label, 1.0, form=form)
                 shard[:, block.tokens] = stats.shard
                 if weighted is not None and stats.extra.weighted is not None:
                     weighted[block.tokens] = stats.extra.weighted
@@ -226,7 +226,7 @@ class MaskedLogProbs(torch.autograd.Function):
                     squares[block.tokens] = stats.extra.squares
             del buffer
             stats = RowStatistics(shard, extra=ExtraStatistics(weighted=weighted, squares=squares))
-            merged = call.comm.start_merge(stats, row_ops).finish()
+            merged = call.comm.start_merge(stats, loss).finish()
             made = form.finish(merged)
         assert made.log_prob is not None and merged.terms is not None
         known = merged.terms[3] != NOT_HERE
@@ -249,8 +249,8 @@ class MaskedLogProbs(torch.autograd.Function):
         grad_loss = torch.zeros_like(merged_terms[0])
         if of_log_prob is not None:
             grad_loss = torch.where(known, -of_log_prob, 0.0)
-        terms, plain = TokenTerms.of(merged_terms), call.plain
-        upstream = Upstream(grad_loss, None, None, of_entropy, None if of_entropy is None else entropy)
+        terms, plain = TokenTerms.of(merged_terms, entropy=entropy), call.plain
+        upstream = Upstream(grad_loss, None, None, of_entropy)
         upstream, inv_scale = scaled_upstream(upstream, call.logit_scale, call.inv_temperature, weight)
         coefficients = plain.grad_coefficients(terms, upstream)
         comm, pairs = call.comm, call.pairs
@@ -291,34 +291,36 @@ def _write_gradients(
     of_block = coefficients._replace(
         **{name: value[tokens] for name, value in coefficients._asdict().items() if value is not None}
     )
-    grad = row_ops_torch.row_gradients(z, sets.label, of_block, 1.0, z, call.plain) * softcap_grad
+    grad = rows_torch.row_gradients(z, sets.label, of_block, 1.0, z, call.plain) * softcap_grad
     # Padding writes what the token's last id writes.
     out.scatter_(1, sets.columns, grad.gather(1, sets.place).to(out.dtype))
 
 
-@torch.compiler.disable
-def masked_log_probs(args: Arguments, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
+@uncompiled
+def masked_log_probs(call: Call, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
     """:func:`.rl.masked_token_log_probs`, whose ``mask_ids`` and ``mask_offsets`` are the last two."""
-    return on_its_device(args.completed(), lambda args: _evaluate(args, ids, offsets))
+    call = call.completed()
+    with call.on_its_device():
+        return _evaluate(call, ids, offsets)
 
 
-def _evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
-    config, reduces = args.config, args.reduce_grad_hidden
-    comm = VocabParallel.of(args.tp_group, args.sequence_parallel, config.merge, reduces)
+def _evaluate(call: Call, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
+    config, reduces = call.config, call.reduce_grad_hidden
+    comm = VocabParallel.of(call.tp_group, call.sequence_parallel, config.merge, reduces)
     mask, error, found = None, None, Mask.unknown()
     try:
-        check_arguments(args, comm)
-        mask = Mask.of(ids, offsets, args.labels)
+        check_arguments(call, comm)
+        mask = Mask.of(ids, offsets, call.labels)
         found = mask.facts
     except (TypeError, ValueError) as one:
         error = one
     if comm.group is not None:
-        settled = compared(args, comm, error, more=found)
+        settled = compared(call, comm, error, more=found)
         starts, sizes = settled.starts, settled.shard_sizes
     elif error is not None:
         raise error
     else:
-        starts, sizes = (0,), (args.weight.shape[0],)
+        starts, sizes = (0,), (call.weight.shape[0],)
         check_true_vocab_size(config.true_vocab_size, sizes[0])
     assert mask is not None
     # From here on every rank knows the same, and raises where one does.
@@ -335,45 +337,44 @@ def _evaluate(args: Arguments, ids: Tensor, offsets: Tensor) -> TokenLogProbs:
         raise ValueError(
             f"mask_ids are {smallest} to {largest}; expected ids of the vocabulary, {first} to {end - 1}"
         )
-    among_kept = _among_kept(args, mask, comm, vocab_start)
+    among_kept = _among_kept(call, mask, comm, vocab_start)
     if mask.facts["tokens without a set"]:
-        return _with_unfiltered(args, mask, among_kept)
+        return _with_unfiltered(call, mask, among_kept)
     return among_kept
 
 
-def _among_kept(args: Arguments, mask: Mask, comm: VocabParallel, vocab_start: int) -> TokenLogProbs:
-    labels, hidden = args.labels, args.hidden
+def _among_kept(call: Call, mask: Mask, comm: VocabParallel, vocab_start: int) -> TokenLogProbs:
+    labels, hidden = call.labels, call.hidden
     order = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
-    order, in_order = (in_token_order(x, args, 1).flatten() for x in (order, labels.to(torch.int64)))
-    inv_temperature = inv_temperature_of(args, comm)
-    logit_scale, softcap = at_temperature(args)
-    pairs = Pairs.of(mask, order, in_order, vocab_start, args.weight.shape[0])
+    order, in_order = (in_token_order(x, labels, 1).flatten() for x in (order, labels.to(torch.int64)))
+    inv_temperature = inv_temperature_of(call.temperature, labels, comm)
+    logit_scale, softcap = at_temperature(call)
+    pairs = Pairs.of(mask, order, in_order, vocab_start, call.weight.shape[0])
     form = LossForm(
         softcap=softcap,
-        outputs=args.outputs,
-        differentiable=args.differentiable,
-        with_weighted="entropy" in args.outputs,
-        with_squares="sum_p_squared" in args.outputs,
+        outputs=call.outputs,
+        differentiable=call.differentiable,
+        with_weighted="entropy" in call.outputs,
+        with_squares="sum_p_squared" in call.outputs,
     )
     flat = None if inv_temperature is None else inv_temperature.flatten()
-    call = MaskedCall(comm, pairs, logit_scale, flat, form)
-    made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), args.weight, call)
+    masked = MaskedCall(comm, pairs, logit_scale, flat, form)
+    made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), call.weight, masked)
     b_s = tuple(labels.shape) if labels.dim() == 2 else None
     in_layout = (None if x is None else in_labels_layout(x, b_s) for x in made)
     return TokenLogProbs(*in_layout)  # type: ignore[arg-type]  # the first is there
 
 
-def _with_unfiltered(args: Arguments, mask: Mask, among_kept: TokenLogProbs) -> TokenLogProbs:
+def _with_unfiltered(call: Call, mask: Mask, among_kept: TokenLogProbs) -> TokenLogProbs:
     """Fill in the tokens without a set, by the head over the whole vocabulary.
 
     Collectives: the head's, with ``skip_masked``."""
-    unfiltered = (mask.offsets.diff() == 0).view(args.labels.shape)
+    unfiltered = (mask.offsets.diff() == 0).view(call.labels.shape)
     counts = unfiltered
-    if args.config.ignore_index is not None:
-        counts = counts & (args.labels != args.config.ignore_index)
-    head = linear_cross_entropy(
-        **args._replace(config=replace(args.config, skip_masked=True), token_weights=counts.float())._asdict()
-    ).outputs
+    if call.config.ignore_index is not None:
+        counts = counts & (call.labels != call.config.ignore_index)
+    config = replace(call.config, skip_masked=True)
+    head = linear_cross_entropy(call._replace(config=config, token_weights=counts.float())).outputs
     # No upstream gradient reaches a token that the head has left out.
     ignored = unfiltered & ~counts
 

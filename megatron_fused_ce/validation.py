@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.loss_form import TeacherTargets
-from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
+from megatron_fused_ce.loss import OUTPUT_CHOICES, TeacherTargets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

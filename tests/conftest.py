@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def no_call_before() -> None:
     """No kind of call was seen: a test may change what a spec was made from."""
-    vocab_parallel = sys.modules.get("megatron_fused_ce.vocab_parallel")
-    if vocab_parallel is not None:
-        vocab_parallel.forget()
+    parallel = sys.modules.get("megatron_fused_ce.parallel")
+    if parallel is not None:
+        parallel.forget()
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:

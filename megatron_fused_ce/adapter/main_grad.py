@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.grad_weight import (
+from megatron_fused_ce.wgrad import (
     GradWeight,
     InPlaceGradWeight,
     OpenGradWeight,

@@ -21,6 +21,7 @@ from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArg
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
@@ -191,21 +192,24 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         entropy = fused_ce_request.entropy
         counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
         out = linear_cross_entropy(
-            input_,
-            weight,
-            labels,
-            tp_group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            token_weights=token_weights.values,
-            vocab_start=self.tp_group.rank() * self.output_size_per_partition,
-            config=self._config_of_call(fused_ce_request),
-            outputs=(("correct",) if counts_correct else ()) + (("entropy",) if entropy != "none" else ()),
-            differentiable=("entropy",) if entropy == "differentiable" else (),
-            with_argmax=self.fused_ce_with_argmax and self.training,
-            unmasked=token_weights.unmasked,
-            open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
-            uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
-            head=_head_of(self),
+            Call(
+                input_,
+                weight,
+                labels,
+                tp_group=self.tp_group,
+                sequence_parallel=self.sequence_parallel,
+                token_weights=token_weights.values,
+                vocab_start=self.tp_group.rank() * self.output_size_per_partition,
+                config=self._config_of_call(fused_ce_request),
+                outputs=(("correct",) if counts_correct else ())
+                + (("entropy",) if entropy != "none" else ()),
+                differentiable=("entropy",) if entropy == "differentiable" else (),
+                with_argmax=self.fused_ce_with_argmax and self.training,
+                unmasked=token_weights.unmasked,
+                open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
+                uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
+                head=_head_of(self),
+            )
         )
         report.evaluation_once(self, input_, out.plan, out.why_not_scaled_exp)
         fused_ce_request.correct = out.outputs.correct

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import logits_backend, planner, promise, versions
+from megatron_fused_ce import planner, promise, versions
 from megatron_fused_ce.adapter import layout
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.call import device_in_plans
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.logits.choose import choose
 from megatron_fused_ce.planner import Plan, PlanInputs, plan, size_in_words
 
 PREFIX = "[fused-ce]"
@@ -102,7 +103,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hidden = torch.empty(1, layer.input_size, dtype=dtype, device=device)
         rows = hidden.expand(layer.output_size_per_partition, -1)
-        backend, why = logits_backend.choose(layer.fused_ce_config, hidden, rows)
+        backend, why = choose(layer.fused_ce_config, hidden, rows)
         tp_size = layer.tp_group.size()
         inputs = PlanInputs.of(
             layer.fused_ce_config,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter.rl_stacks import function_of
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.rl import token_log_probs
-from megatron_fused_ce.token_outputs import TokenLogProbs
 
 MODULE = "verl.models.mcore.model_forward_fused"
 FUNCTION = "fused_output_processor"

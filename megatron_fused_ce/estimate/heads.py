@@ -126,7 +126,7 @@ def plugin_head(
     config = replace(setting.training.fused_ce, strategy=strategy)
     if memory_mb is not None:
         config = replace(config, memory_mb=memory_mb)
-    # As logits_backend.why_not_scaled_exp says it of tensors.
+    # As logits.choose.why_not_scaled_exp says it of tensors.
     exp = (
         exp_serves
         and setting.training.dtype == "bfloat16"

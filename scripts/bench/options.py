@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import masked_tokens
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.loss_form import TeacherTargets
+from megatron_fused_ce.loss import TeacherTargets, differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.measure import ratios_beside, turn
@@ -25,7 +26,6 @@ from megatron_fused_ce.scripts.bench.problem import DTYPES, Problem, World
 from megatron_fused_ce.scripts.bench.variants import Variant, backward, config_of
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.results import Row
-from megatron_fused_ce.token_outputs import differentiable_of
 
 PLAIN = "plain"
 TEACHER_CLASSES = 64
@@ -104,17 +104,19 @@ def variant_of(option: Option, strategy: str, problem: Problem, vocab: int) -> V
         problem.reset()
         mark()
         made = linear_cross_entropy(
-            problem.hidden,
-            problem.weight,
-            labels,
-            token_weights=weights,
-            vocab_start=0,
-            config=config,
-            outputs=option.outputs,
-            differentiable=differentiable_of(option.outputs) if option.differentiable else (),
-            teacher=teacher,
-            unmasked=unmasked,
-            open_grad_weight=problem.open_grad_weight,
+            Call(
+                problem.hidden,
+                problem.weight,
+                labels,
+                token_weights=weights,
+                vocab_start=0,
+                config=config,
+                outputs=option.outputs,
+                differentiable=differentiable_of(option.outputs) if option.differentiable else (),
+                teacher=teacher,
+                unmasked=unmasked,
+                open_grad_weight=problem.open_grad_weight,
+            )
         ).outputs
         total = (made.loss * grad_loss).sum()
         if option.differentiable:

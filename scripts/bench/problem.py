@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce.grad_weight import GradWeight, InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.scripts.bench.cases import Cell, world_size
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.lib.reference import HeadInputs
+from megatron_fused_ce.wgrad import GradWeight, InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 
 MIB = 1024 * 1024
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.measure import (
@@ -39,7 +40,6 @@ from megatron_fused_ce.scripts.bench.variants import Variant, config_of
 from megatron_fused_ce.scripts.lib import results, tables
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
 from megatron_fused_ce.scripts.lib.results import Row
-from megatron_fused_ce.token_outputs import TokenLogProbs
 
 TEMPERATURE = 0.7
 KEPT = (16, 512)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.grad_weight import accumulate_
 from megatron_fused_ce.scripts.bench.problem import Clock, Problem, World, exact_block, token_blocks
+from megatron_fused_ce.wgrad import accumulate_
 
 #: Bytes that the roof leaves free beside its own buffers: cuBLAS, the reference's fp32 block.
 SLACK_BYTES = 5 * 2**30

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, logits_backend, planner
-from megatron_fused_ce.grad_weight import kind_of
+from megatron_fused_ce import FusedCEConfig, planner
+from megatron_fused_ce.call import Call
+from megatron_fused_ce.logits import choose
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.cases import parse_strategy
 from megatron_fused_ce.scripts.bench.peers import one_line, te_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import MIB, Problem, Run, World
+from megatron_fused_ce.wgrad import kind_of
 
 
 @dataclass(frozen=True)
@@ -87,15 +89,17 @@ def of_config(world: World, name: str, config: FusedCEConfig) -> Variant:
 def loss_of(problem: Problem, world: World, config: FusedCEConfig) -> Tensor:
     """``[T]`` fp32 of this package; with gradients where they are on."""
     loss: Tensor = linear_cross_entropy(
-        problem.hidden,
-        problem.weight,
-        problem.labels,
-        tp_group=world.group if world.size > 1 else None,
-        sequence_parallel=world.sequence_parallel,
-        token_weights=problem.token_weights if config.strategy in ("auto", "grad_in_forward") else None,
-        vocab_start=problem.vocab_start,
-        config=config,
-        open_grad_weight=problem.open_grad_weight,
+        Call(
+            problem.hidden,
+            problem.weight,
+            problem.labels,
+            tp_group=world.group if world.size > 1 else None,
+            sequence_parallel=world.sequence_parallel,
+            token_weights=problem.token_weights if config.strategy in ("auto", "grad_in_forward") else None,
+            vocab_start=problem.vocab_start,
+            config=config,
+            open_grad_weight=problem.open_grad_weight,
+        )
     ).loss
     return loss
 
@@ -115,7 +119,7 @@ def chosen(variant: Variant, problem: Problem, world: World) -> Chosen:
     config = variant.config
     assert config is not None
     num_rows, hidden_size = problem.weight.shape
-    logits, _ = logits_backend.choose(config, problem.hidden, problem.weight)
+    logits, _ = choose.choose(config, problem.hidden, problem.weight)
     plan = planner.plan(
         planner.PlanInputs.of(
             config,

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from megatron_fused_ce.kernels.scaled_exp_rows import SAMPLED_ROWS
+from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
 
 NUMBERS = 64
 SLOTS = gl.constexpr(2)

@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, row_ops
+from megatron_fused_ce import FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.kernels import (
     gemm_variants,
     row_kernels,
@@ -38,6 +39,7 @@ from megatron_fused_ce.kernels import (
     token_kernels,
     upstream_kernels,
 )
+from megatron_fused_ce.loss import merge_shards
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
@@ -159,7 +161,7 @@ def evaluate(inputs: HeadInputs, device: torch.device, **options: Any) -> HeadRe
     config = inputs.config
     if config.strategy == "grad_in_forward":
         options["token_weights"] = there.grad_loss / 1.5
-    loss = linear_cross_entropy(hidden, weight, there.labels, config=config, **options).loss
+    loss = linear_cross_entropy(Call(hidden, weight, there.labels, config=config, **options)).loss
     loss.backward(there.grad_loss)
     assert hidden.grad is not None and weight.grad is not None
     return HeadResult(loss.detach().cpu(), hidden.grad.cpu(), weight.grad.cpu())
@@ -185,12 +187,14 @@ def outputs(device: torch.device) -> None:
     there = on(inputs, device)
     hidden, weight = there.hidden.requires_grad_(), there.weight.requires_grad_()
     made = linear_cross_entropy(
-        hidden,
-        weight,
-        there.labels,
-        config=FusedCEConfig(num_chunks=2, strategy="store", row_backend="triton"),
-        outputs=(*names, "predicted"),
-        differentiable=names,
+        Call(
+            hidden,
+            weight,
+            there.labels,
+            config=FusedCEConfig(num_chunks=2, strategy="store", row_backend="triton"),
+            outputs=(*names, "predicted"),
+            differentiable=names,
+        )
     ).outputs
     torch.autograd.backward(
         [getattr(made, name) for name in names], [x.to(device) for x in upstreams.values()]
@@ -230,7 +234,7 @@ def shards(device: torch.device) -> None:
     stats = torch.stack(
         [row_kernels.row_statistics(part, labels - start, 1.0).shard for start, part in parts]
     )
-    plain, made = row_ops.merge_shards(stats), token_kernels.merge_shards(stats)
+    plain, made = merge_shards(stats), token_kernels.merge_shards(stats)
     row_max = plain.terms[0]
     summed = sum(token_kernels.shard_addends(shard, row_max) for shard in stats)
     assert isinstance(summed, Tensor)

@@ -47,9 +47,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, promise
+from megatron_fused_ce import FusedCEConfig, call, promise
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, number, seconds, whole, writable_file
-from megatron_fused_ce.grad_weight import InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib import gloo, results
 from megatron_fused_ce.scripts.lib.collectives import Call, Collectives, RandomDelays
@@ -61,6 +60,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
     truth,
 )
+from megatron_fused_ce.wgrad import InPlaceGradWeight, OpenGradWeight, ReturnedGradWeight
 
 MIB = 2**20
 RANK = int(os.environ.get("RANK", "0"))
@@ -307,15 +307,17 @@ def train_step(entry: Entry, layout: Layout, plans: Counter[str]) -> list[Tensor
     for _ in range(problem.in_flight):
         hidden = entry.hidden.clone().requires_grad_()
         outputs = linear_cross_entropy(
-            hidden,
-            weight,
-            entry.labels,
-            tp_group=layout.tp,
-            sequence_parallel=problem.sequence_parallel,
-            token_weights=entry.token_weights,
-            config=problem.config,
-            open_grad_weight=open_grad_weight,
-            uses_in_flight=problem.in_flight,
+            call.Call(
+                hidden,
+                weight,
+                entry.labels,
+                tp_group=layout.tp,
+                sequence_parallel=problem.sequence_parallel,
+                token_weights=entry.token_weights,
+                config=problem.config,
+                open_grad_weight=open_grad_weight,
+                uses_in_flight=problem.in_flight,
+            )
         )
         plans[outputs.plan.strategy] += 1
         hiddens.append(hidden)

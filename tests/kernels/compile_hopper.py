@@ -102,10 +102,10 @@ def compiled(variant: str):
     }
     constants = {flag: flag.lower() in variant.split() for flag in FLAGS}
     constants |= {"GROUP_M": 16, "MODE": int("gradients" in variant)}
-    names = hopper._product_kernel.arg_names
+    names = hopper._gemm_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in names}
     source = GluonASTSource(
-        hopper._product_kernel,
+        hopper._gemm_kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
     )

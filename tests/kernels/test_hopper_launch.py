@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fused_ce.kernels.records import GradProduct, RowOptions, TileStatistics
+from megatron_fused_ce.kernels.records import GradEpilogue, RowOptions, TileStatistics
 
 pytest.importorskip("triton.experimental.gluon")
 from megatron_fused_ce.kernels import scaled_exp_hopper as hopper
@@ -22,17 +22,17 @@ def launched(monkeypatch):
         def bind(self, grid, numbers, **constants):
             def launch(tensors, descriptors):
                 values = (*descriptors, *tensors, *numbers, *constants.values())
-                given.update(zip(hopper._product_kernel.arg_names, values, strict=True))
+                given.update(zip(hopper._gemm_kernel.arg_names, values, strict=True))
                 assert list(given)[-len(constants) :] == list(constants)
 
             return launch
 
-    monkeypatch.setattr(hopper, "_product", Kernel())
+    monkeypatch.setattr(hopper, "_gemm", Kernel())
     monkeypatch.setattr(hopper, "_descriptor", lambda tensor, block: tensor)
     monkeypatch.setattr(hopper, "num_sms", lambda device: 132)
-    hopper._bound_product.cache_clear()
+    hopper._bound_gemm.cache_clear()
     yield given
-    hopper._bound_product.cache_clear()
+    hopper._bound_gemm.cache_clear()
 
 
 def per_row():
@@ -78,7 +78,7 @@ def test_statistics(launched):
 
 
 def test_gradients(launched):
-    of, gradient = operands(), GradProduct(*[per_row() for _ in GradProduct._fields])
+    of, gradient = operands(), GradEpilogue(*[per_row() for _ in GradEpilogue._fields])
     form = RowOptions(valid_columns=torch.tensor([V]), softcap=30.0)
     hopper.grad_logits_gemm(gradient=gradient, logit_scale=2.0, form=form, **of)
     names = ("row_shift", "factor", "at_label", "entropy_factor")

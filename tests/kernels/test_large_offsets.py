@@ -13,11 +13,11 @@ from functools import lru_cache
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, row_ops_torch
+from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.kernels import gemm_variants, row_kernels, scaled_exp_rows
 from megatron_fused_ce.kernels.records import TileStatistics
-from megatron_fused_ce.loss_form import PLAIN
-from megatron_fused_ce.row_ops import TokenTerms, merge_shards
+from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.loss import PLAIN, TokenTerms, Upstream, merge_shards
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
     HeadResult,
@@ -25,7 +25,6 @@ from megatron_fused_ce.scripts.lib.reference import (
     make_inputs,
     plain_head,
 )
-from megatron_fused_ce.token_outputs import Upstream
 from tests.support.op import products, run
 
 FAR = 2**31
@@ -58,14 +57,14 @@ def test_row_kernels_at_far_rows(logits, device):
     """In place, and from far to far; statistics too."""
     near, labels = logits
     far, far_out = far_rows(near, device), far_rows(torch.zeros_like(near), device)
-    plain = row_ops_torch.row_statistics(near, labels, 1.0, with_argmax=True)
+    plain = rows_torch.row_statistics(near, labels, 1.0, with_argmax=True)
     ours = row_kernels.row_statistics(far, labels, 1.0, with_argmax=True)
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=1e-5, atol=1e-6)
     terms = TokenTerms(*merge_shards(plain.shard[None]).terms)
     gradient = PLAIN.grad_coefficients(terms, Upstream(torch.ones(4, device=device)))
     room = torch.empty_like(near)
-    expected = row_ops_torch.row_gradients(near, labels, gradient, 1.0, out=room)
+    expected = rows_torch.row_gradients(near, labels, gradient, 1.0, out=room)
     row_kernels.row_gradients(far, labels, gradient, 1.0, out=far_out)
     torch.testing.assert_close(far_out, expected, rtol=8e-3, atol=1e-7)
     row_kernels.row_gradients(far, labels, gradient, 1.0, out=far)
@@ -82,7 +81,7 @@ def test_sealing_and_scaling_far_rows(logits, device):
     tiles = TileStatistics(512, column[None], column[None], column, None)
     terms = torch.stack((column, column + 1.0, column + 0.25, column))
     reference = column + 0.6931471805599453
-    stats = row_ops_torch.row_statistics(near, labels, 1.0)
+    stats = rows_torch.row_statistics(near, labels, 1.0)
     stats = stats._replace(shard=torch.zeros_like(stats.shard), tile_shift=column - 1.0)
     unit = scaled_exp_rows.finalize_rows(far, labels, tiles, stats, reference, terms)
     expected = 0.5 * e

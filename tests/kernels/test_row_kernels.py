@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, row_ops_torch
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.kernels import row_kernels, token_kernels
 from megatron_fused_ce.kernels.records import NOT_HERE
-from megatron_fused_ce.loss_form import PLAIN
-from megatron_fused_ce.row_ops import (
+from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.loss import (
+    PLAIN,
     TokenTerms,
+    Upstream,
     merge_shards,
     shard_addends,
     token_loss,
 )
 from megatron_fused_ce.scripts.lib.reference import KINDS, assert_close, make_inputs
-from megatron_fused_ce.token_outputs import Upstream
 from tests.support.op import DTYPES, run, without_interpreter
 
 #: Below it fp32 has fewer digits, and a GPU's exp flushes to 0.
@@ -37,7 +38,7 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     logits, labels = chunk(num_columns, dtype, device)
     kept = logits.clone()
     ours = row_kernels.row_statistics(logits, labels, 0.7, with_argmax=True)
-    plain = row_ops_torch.row_statistics(logits, labels, 0.7, with_argmax=True)
+    plain = rows_torch.row_statistics(logits, labels, 0.7, with_argmax=True)
     assert torch.equal(logits, kept), "the statistics pass must not write"
     assert torch.equal(ours.argmax, plain.argmax)
     torch.testing.assert_close(ours.shard, plain.shard, rtol=2e-6, atol=1e-6)
@@ -47,7 +48,7 @@ def test_statistics_and_gradients_match_plain_pytorch(num_columns, dtype, device
     out = torch.empty_like(logits)
     gradient = PLAIN.grad_coefficients(terms, Upstream(factor))
     row_kernels.row_gradients(logits, labels, gradient, 0.7, out=out)
-    expected = row_ops_torch.row_gradients(logits, labels, gradient, 0.7, out=torch.empty_like(logits))
+    expected = rows_torch.row_gradients(logits, labels, gradient, 0.7, out=torch.empty_like(logits))
     assert torch.equal(logits, kept), "out of place must leave the logits alone"
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=1e-7)
@@ -104,7 +105,7 @@ def test_merged_shards_against_fp64(num_shards, device):
     labels[:5] = -100
     z[torch.arange(5, 20), labels[5:20]] += 60.0
     shards = [
-        row_ops_torch.row_statistics(part, labels - 30 * index, 1.0).shard
+        rows_torch.row_statistics(part, labels - 30 * index, 1.0).shard
         for index, part in enumerate(z.split(30, dim=1))
     ]
     merged = token_kernels.merge_shards(torch.stack(shards))
@@ -120,7 +121,7 @@ def test_merged_shards_against_fp64(num_shards, device):
     torch.testing.assert_close(merged.loss[5:].double(), loss[5:], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("backend", [row_kernels, row_ops_torch], ids=["triton", "torch"])
+@pytest.mark.parametrize("backend", [row_kernels, rows_torch], ids=["triton", "torch"])
 def test_rows_with_infinities_and_nan(backend, device):
     logits = torch.zeros(5, 6, device=device)
     logits[0, :] = -torch.inf  # no finite logit in this shard
@@ -135,7 +136,7 @@ def test_rows_with_infinities_and_nan(backend, device):
     assert sum_exp_nonlabel[4] == 5
 
 
-@pytest.mark.parametrize("backend", [row_kernels, row_ops_torch], ids=["triton", "torch"])
+@pytest.mark.parametrize("backend", [row_kernels, rows_torch], ids=["triton", "torch"])
 def test_argmax_takes_the_lowest_column_of_a_tie(backend, device):
     logits = torch.zeros(2, 9000, device=device)
     logits[1, [4500, 8999]] = 1.0

@@ -16,11 +16,12 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
-    logits_backend,
 )
-from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows
+from megatron_fused_ce.kernels import gemm_variants, scaled_exp, scaled_exp_rows, sizes
+from megatron_fused_ce.logits import ChunkTargets, choose
+from megatron_fused_ce.logits.scaled_exp import ScaledExp
+from megatron_fused_ce.loss import TokenTerms, Upstream, merge_shards
 from megatron_fused_ce.rl import token_log_probs
-from megatron_fused_ce.row_ops import TokenTerms, merge_shards
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     assert_close,
@@ -29,7 +30,6 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
     truth,
 )
-from megatron_fused_ce.token_outputs import Upstream
 from tests.support import pairs
 from tests.support.head import strategy_in_place
 from tests.support.op import (
@@ -226,14 +226,14 @@ def test_a_factor_of_exactly_zero(product, device):
     hidden = torch.ones(1, 1, 8, device=device, dtype=EXP_DTYPE)
     weight = torch.zeros(8, 8, device=device, dtype=EXP_DTYPE)
     labels = torch.tensor([[3]], device=device)
-    stats = logits_backend.ChunkInputs(hidden[0], weight, labels[0], 1.0, weight)
-    passes = logits_backend.ScaledExp(product)
+    targets = ChunkTargets(labels[0], 1.0)
+    passes = ScaledExp(product)
     room = hidden.new_empty(1, 8)
-    scores = passes.logits_gemm(stats, room, False)()
+    scores = passes.logits_gemm(hidden[0], weight, targets, weight, room, False)
     merged = merge_shards(scores.stats.shard[None])
     terms = merged.terms.clone()
     terms[1] = 0.0  # inv_sum, and so the scale
-    row_scale = passes.finalize(room, stats, scores, merged._replace(terms=terms))
+    row_scale = passes.finalize(room, targets, scores, merged._replace(terms=terms))
     expected = torch.zeros(1, 8, device=device, dtype=EXP_DTYPE)
     expected[0, 3] = -terms[2, 0]
     torch.testing.assert_close(room * row_scale[:, None].to(EXP_DTYPE), expected)
@@ -297,7 +297,7 @@ def test_entropy_and_squares_of_tiles_that_differ_in_their_shift(below_their_own
     weight = (0.25 * noise).to(device, EXP_DTYPE)
     outliers = ((tile + 1, 99.5), (2 * tile + 1, 100.0), (65 * tile + 1, 99.0))
     if below_their_own_shift:
-        sampled = range(0, vocab, vocab // scaled_exp_rows.SAMPLED_ROWS)
+        sampled = range(0, vocab, vocab // sizes.SAMPLED_ROWS)
         outliers = tuple((column, 46.0) for column in range(tile, 2 * tile) if column not in sampled)
     for column, logit in outliers:
         weight[column] = 0
@@ -328,14 +328,14 @@ def test_shards_far_apart(gap, product, device):
     weight[: vocab // 2, 0], weight[vocab // 2 :, 0] = gap / 2, -gap / 2
     labels = inputs.labels[0]
     shards = [weight[: vocab // 2], weight[vocab // 2 :]]
-    passes = logits_backend.ScaledExp(product)
+    passes = ScaledExp(product)
     sample = torch.cat([passes.sample_rows(shard, 2) for shard in shards])
     kept, scores, local, chunks = [], [], [], []
     for index, shard in enumerate(shards):
         local.append(labels - index * (vocab // 2))
         kept.append(hidden.new_empty(tokens, vocab // 2))
-        chunks.append(logits_backend.ChunkInputs(hidden, shard, local[-1], 1.0, sample))
-        scores.append(passes.logits_gemm(chunks[-1], kept[-1], False)())
+        chunks.append(ChunkTargets(local[-1], 1.0))
+        scores.append(passes.logits_gemm(hidden, shard, chunks[-1], sample, kept[-1], False))
     merged = merge_shards(torch.stack([score.stats.shard for score in scores]))
     loss, terms = merged.loss, TokenTerms(*merged.terms)
     z = hidden.double() @ weight.double().t()
@@ -354,7 +354,7 @@ def test_shards_far_apart(gap, product, device):
         assert torch.isfinite(grad.matrix.float()).all()
         columns = slice(index * (vocab // 2), (index + 1) * (vocab // 2))
         room = torch.empty_like(kept[index])
-        again = passes.grad_recomputed(chunks[index], terms, Upstream(factor), room, room)
+        again = passes.grad_recomputed(hidden, shard, chunks[index], terms, Upstream(factor), room, room)
         for got in (part, again.matrix.double()):
             difference = (got - expected[:, columns]).norm()
             assert difference < 4e-3 * max(expected[:, columns].norm(), 1e-30)
@@ -437,8 +437,8 @@ def test_why_not_is_said_and_auto_takes_the_rows(change, words, device):
     inputs = make_inputs("plain", device=device, **facts)
     hidden = inputs.hidden.flatten(0, 1)
     with pytest.raises(ValueError, match=words):
-        logits_backend.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
-    chosen, reason = logits_backend.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
+        choose.choose(exp_config("auto", logit_scale=scale), hidden, inputs.weight)
+    chosen, reason = choose.choose(FusedCEConfig(logit_scale=scale), hidden, inputs.weight)
     assert chosen.name == "gemm_rows" and reason
 
 
@@ -448,7 +448,7 @@ def test_a_weight_that_tma_cannot_load(device):
     spread = inputs.weight.repeat_interleave(2, dim=1)[:, ::2]
     moved = torch.nn.functional.pad(inputs.weight, (1, 15))[:, 1:49]
     for weight in (spread, moved):
-        reason = logits_backend.why_not_scaled_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
+        reason = choose.why_not_scaled_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
         assert "begin at multiples of 16 bytes" in reason
 
 
@@ -458,7 +458,7 @@ def test_on_a_cpu_it_serves_by_name_and_not_in_bf16(backend, dtype, device):
     """Whose products Triton's interpreter gets wrong."""
     inputs = make_inputs("plain", s=4, b=1, hidden_size=48, vocab=336, dtype=dtype, device=device)
     config, hidden = FusedCEConfig(logits_backend=backend), inputs.hidden.flatten(0, 1)
-    reason = logits_backend.why_not_scaled_exp(config, hidden, inputs.weight)
+    reason = choose.why_not_scaled_exp(config, hidden, inputs.weight)
     assert reason == "it runs on CUDA devices, not on cpu"
 
 
@@ -513,11 +513,11 @@ def test_no_form_that_compiles_is_a_reason_for_the_rows(forms_to_try, device):
     x = torch.zeros(8, 32, device=device, dtype=EXP_DTYPE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the reason is what is told
-        reason = logits_backend.why_not_scaled_exp(exp_config("store"), x, x)
+        reason = choose.why_not_scaled_exp(exp_config("store"), x, x)
     assert "scaled_exp_broken does not compile here (RuntimeError: unexpected layout)" in reason
     with pytest.raises(ValueError, match="scaled_exp_broken does not compile"):
-        logits_backend.choose(exp_config("store"), x, x)
-    chosen, why = logits_backend.choose(FusedCEConfig(), x, x)
+        choose.choose(exp_config("store"), x, x)
+    chosen, why = choose.choose(FusedCEConfig(), x, x)
     assert chosen.name == "gemm_rows" and (why == reason or not ON_GPU)
 
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, call, vocab_parallel
-from megatron_fused_ce.grad_weight import InPlaceGradWeight
-from megatron_fused_ce.loss_form import TeacherTargets
+from megatron_fused_ce import FusedCEConfig, call, parallel
+from megatron_fused_ce.call import Call
+from megatron_fused_ce.loss import DIFFERENTIABLE, TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher
-from megatron_fused_ce.token_outputs import DIFFERENTIABLE
+from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.op import (
     DTYPES,
     EXP_DTYPE,
@@ -129,23 +129,25 @@ class Kind:
             main_grad = torch.zeros(weight.shape, dtype=self.main_grad, device=device)
         with MODES[self.mode](), torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             head = linear_cross_entropy(
-                **tensors,
-                config=FusedCEConfig(
-                    strategy=self.strategy,
-                    logits_backend=self.backend,
-                    **dict([self.cut, *self.options]),
-                ),
-                token_weights={"given": weights, "none": None, "short": weights[:-1]}[self.token_weights],
-                vocab_start=self.vocab_start,
-                outputs=self.outputs,
-                differentiable=self.outputs_with_grad,
-                teacher=teacher,
-                temperature=temperature,
-                zero_unknown=self.zero_unknown,
-                with_argmax=self.with_argmax,
-                uses_in_flight=self.uses_in_flight,
-                head=HEADS[self.head],
-                **({} if main_grad is None else {"open_grad_weight": AddsTo(main_grad)}),
+                Call(
+                    **tensors,
+                    config=FusedCEConfig(
+                        strategy=self.strategy,
+                        logits_backend=self.backend,
+                        **dict([self.cut, *self.options]),
+                    ),
+                    token_weights={"given": weights, "none": None, "short": weights[:-1]}[self.token_weights],
+                    vocab_start=self.vocab_start,
+                    outputs=self.outputs,
+                    differentiable=self.outputs_with_grad,
+                    teacher=teacher,
+                    temperature=temperature,
+                    zero_unknown=self.zero_unknown,
+                    with_argmax=self.with_argmax,
+                    uses_in_flight=self.uses_in_flight,
+                    head=HEADS[self.head],
+                    **({} if main_grad is None else {"open_grad_weight": AddsTo(main_grad)}),
+                )
             )
         if head.loss.requires_grad:
             # As grad_in_forward was promised; 0 where tokens are skipped.
@@ -188,11 +190,11 @@ def check(kinds: list[Kind], device: torch.device) -> None:
     """Bits, plans and errors of calls one after the other are those of each as the first there ever was."""
     expected = []
     for kind in kinds:
-        vocab_parallel.forget()
+        parallel.forget()
         expected.append(kind.run(device))
     calls = list(zip(kinds, expected, strict=True))
     for in_order in (calls, calls[::-1]):
-        vocab_parallel.forget()
+        parallel.forget()
         for kind, alone in in_order:
             assert same(kind.run(device), alone), kind
     for kind, alone in calls:

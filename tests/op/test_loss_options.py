@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.logits_backend import choose
+from megatron_fused_ce.logits.choose import choose
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.lib.reference import (
     LOSS_OPTIONS,

@@ -16,8 +16,9 @@ from megatron_fused_ce import (
     op,
     planner,
 )
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.logits_backend import GemmThenRows
+from megatron_fused_ce.logits.gemm_rows import GemmThenRows
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import (
     HeadResult,
@@ -58,12 +59,14 @@ def run(inputs, masked, config, **settings):
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     loss = linear_cross_entropy(
-        hidden,
-        weight,
-        inputs.labels,
-        token_weights=inputs.grad_loss / 1.5,
-        config=config,
-        **settings,
+        Call(
+            hidden,
+            weight,
+            inputs.labels,
+            token_weights=inputs.grad_loss / 1.5,
+            config=config,
+            **settings,
+        )
     ).loss
     loss.backward(inputs.grad_loss)
     return HeadResult(loss.detach(), hidden.grad, weight.grad)
@@ -101,13 +104,15 @@ def outputs_of(inputs, weights, strategy, names=(), **options):
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     made = linear_cross_entropy(
-        hidden,
-        weight,
-        inputs.labels,
-        token_weights=weights,
-        config=FusedCEConfig(strategy=strategy, skip_masked=True, **options),
-        outputs=names,
-        differentiable=names,
+        Call(
+            hidden,
+            weight,
+            inputs.labels,
+            token_weights=weights,
+            config=FusedCEConfig(strategy=strategy, skip_masked=True, **options),
+            outputs=names,
+            differentiable=names,
+        )
     ).outputs
     return made, hidden, weight
 
@@ -168,10 +173,10 @@ def test_an_overflow_leaves_nan(strategy, share, main_grad, device):
     total = torch.ones_like(weight)
     opened = {"open_grad_weight": partial(open_main_grad, total)} if main_grad else {}
     for skip_masked in (False, True):
-        loss = linear_cross_entropy(
+        loss = linear_cross_entropy(Call(
             hidden, weight, inputs.labels, token_weights=weights,
             config=FusedCEConfig(strategy=strategy, skip_masked=skip_masked), **opened,
-        ).loss  # fmt: skip
+        )).loss  # fmt: skip
         hidden.grad = weight.grad = None
         total.fill_(1.0)
         loss.backward(weights * torch.inf)  # NaN at masked tokens
@@ -240,7 +245,7 @@ def test_a_count_that_was_started_before(device):
 def test_without_weights_nothing_is_skipped(device):
     inputs, _ = masked_problem(0.5, device)
     made = linear_cross_entropy(
-        inputs.hidden, inputs.weight, inputs.labels, config=FusedCEConfig(skip_masked=True)
+        Call(inputs.hidden, inputs.weight, inputs.labels, config=FusedCEConfig(skip_masked=True))
     )
     assert (made.loss > 0).all()
 
@@ -251,11 +256,13 @@ def test_shapes_at_the_edge(num_tokens, device):
     hidden = torch.randn(num_tokens, 8, device=device, requires_grad=True)
     weight = torch.randn(11, 8, device=device, requires_grad=True)
     loss = linear_cross_entropy(
-        hidden,
-        weight,
-        torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        token_weights=torch.zeros(num_tokens, device=device),
-        config=FusedCEConfig(skip_masked=True),
+        Call(
+            hidden,
+            weight,
+            torch.zeros(num_tokens, dtype=torch.int64, device=device),
+            token_weights=torch.zeros(num_tokens, device=device),
+            config=FusedCEConfig(skip_masked=True),
+        )
     ).loss
     loss.sum().mul(0.0).backward()
     assert torch.equal(loss, torch.zeros_like(loss))
@@ -268,9 +275,9 @@ def test_one_plan_and_one_size_of_buffers_for_all_counts(strategy, device, monke
     """The loop is cut short; neither the planner nor the allocator sees the number of tokens."""
     seen = []
 
-    def logits_gemm(self, chunk, out, with_argmax, stock=GemmThenRows.logits_gemm):
-        seen[-1].append((len(chunk.labels), out.untyped_storage().nbytes()))
-        return stock(self, chunk, out, with_argmax)
+    def logits_gemm(self, hidden, weight, targets, sample, out, *more, stock=GemmThenRows.logits_gemm):
+        seen[-1].append((len(targets.labels), out.untyped_storage().nbytes()))
+        return stock(self, hidden, weight, targets, sample, out, *more)
 
     monkeypatch.setattr(GemmThenRows, "logits_gemm", logits_gemm)
     config = FusedCEConfig(strategy, chunk_tokens=16, skip_masked=True, logits_backend="gemm_rows")

@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, loop, planner
+from megatron_fused_ce import FusedCEConfig, forward, fused_linear_cross_entropy, planner
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import (
     KINDS,
@@ -129,8 +130,8 @@ def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
     """One product a chunk and no buffer of a gradient; the token weights need not be known."""
     inputs = make_inputs("plain", s=32, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    for made_for_gradients in ("HeldGradWeight", "GradientGemms"):
-        monkeypatch.delattr(loop, made_for_gradients)
+    for made_for_gradients in ("HeldGradWeight", "GradHidden"):
+        monkeypatch.delattr(forward, made_for_gradients)
     config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
     with (
         torch.no_grad(),
@@ -176,7 +177,7 @@ def test_a_backward_by_columns(accumulator, needs, device):
         options = {"open_grad_weight": partial(open_main_grad, main_grad)}
     config = FusedCEConfig(strategy="recompute", num_chunks=4)
     with column_plans(64):
-        loss = linear_cross_entropy(hidden, weight, inputs.labels, config=config, **options).loss
+        loss = linear_cross_entropy(Call(hidden, weight, inputs.labels, config=config, **options)).loss
     wanted = [x for x in (hidden, weight) if x.requires_grad]
     made = torch.autograd.grad(loss, wanted, inputs.grad_loss, retain_graph=True, allow_unused=True)
     exact, eager = truth(inputs), plain_head(inputs, torch.bfloat16)

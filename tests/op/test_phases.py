@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.phases import PHASES, Recorder
 from megatron_fused_ce.scripts.lib.reference import make_inputs
@@ -25,11 +26,13 @@ def step(strategy, device, wait=lambda: None, s=12, vocab=40, dtype=torch.float3
     inputs = make_inputs("odd-labels", s=s, b=2, hidden_size=16, vocab=vocab, dtype=dtype, device=device)
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
     made = linear_cross_entropy(
-        hidden,
-        weight,
-        inputs.labels,
-        token_weights=inputs.grad_loss if strategy == "grad_in_forward" else None,
-        config=FusedCEConfig(strategy=strategy, num_chunks=3),
+        Call(
+            hidden,
+            weight,
+            inputs.labels,
+            token_weights=inputs.grad_loss if strategy == "grad_in_forward" else None,
+            config=FusedCEConfig(strategy=strategy, num_chunks=3),
+        )
     )
     wait()
     made.loss.backward(inputs.grad_loss)

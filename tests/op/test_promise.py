@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, call, fused_linear_cross_entropy, promise, vocab_parallel
+from megatron_fused_ce import FusedCEConfig, call, fused_linear_cross_entropy, parallel, promise
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
 from megatron_fused_ce.rl import masked_token_log_probs
@@ -194,10 +195,10 @@ class Micro:
         opened = {}
         if self.main_grad is not None:
             opened["open_grad_weight"] = partial(open_main_grad, self.main_grad)
-        return linear_cross_entropy(
+        return linear_cross_entropy(Call(
             self.hidden if hidden is None else hidden, self.weight, self.labels, token_weights=self.mask,
             config=FusedCEConfig(strategy=strategy, num_chunks=3, **self.options), **opened,
-        ).loss  # fmt: skip
+        )).loss  # fmt: skip
 
     def gradients(self, strategy, make_loss, **backward):
         """Of ``make_loss(losses, mask)``, added to what ``main_grad`` holds."""
@@ -309,7 +310,7 @@ def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
         hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
         config = FusedCEConfig(strategy, num_chunks=2, logits_backend="scaled_exp", **OPTIONS[options])
         head = linear_cross_entropy(
-            hidden, weight, inputs.labels, token_weights=inputs.grad_loss.square(), config=config
+            Call(hidden, weight, inputs.labels, token_weights=inputs.grad_loss.square(), config=config)
         )
         with promises(0, int(strategy == "grad_in_forward")), warnings.catch_warnings(action="ignore"):
             head.loss.backward(inputs.grad_loss)
@@ -355,11 +356,11 @@ def test_one_gradient_alone(wanted, loss, device):
         getattr(promise_of_its_own, {"hidden": "weight", "weight": "hidden"}[wanted]).requires_grad_(
             not frozen
         )
-        made = linear_cross_entropy(
+        made = linear_cross_entropy(Call(
             promise_of_its_own.hidden, promise_of_its_own.weight, promise_of_its_own.labels,
             token_weights=promise_of_its_own.mask, head=Head("a head of its own"),
             config=FusedCEConfig(strategy="grad_in_forward", num_chunks=3),
-        ).loss  # fmt: skip
+        )).loss  # fmt: skip
         loss_of_it = make_loss(made, promise_of_its_own.mask)
         with promises(kept=int(kept), remade=int(not kept)), warnings.catch_warnings(action="ignore"):
             (got,) = torch.autograd.grad(loss_of_it, [getattr(promise_of_its_own, wanted)])
@@ -400,14 +401,14 @@ def test_it_is_told_once_for_each_head(device):
     micro = Micro(device)
 
     def step(head, make_loss):
-        made = linear_cross_entropy(
+        made = linear_cross_entropy(Call(
             micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
             config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
-        )  # fmt: skip
-        waiting = linear_cross_entropy(
+        ))  # fmt: skip
+        waiting = linear_cross_entropy(Call(
             micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
             config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
-        )  # fmt: skip
+        ))  # fmt: skip
         for loss in (made.loss, waiting.loss):
             make_loss(loss, micro.mask).backward()
         return made.plan.strategy
@@ -459,7 +460,7 @@ def test_a_spec_made_while_the_promise_broke_is_not_kept(device, monkeypatch):
     """By another thread: every later call of its kind would rely on the promise."""
     micro = Micro(device)
     waiting = micro.losses("grad_in_forward")
-    vocab_parallel.history_of(None).forget_specs()
+    parallel.history_of(None).forget_specs()
     made = call._make
 
     def make(args, history):

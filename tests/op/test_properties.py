@@ -23,13 +23,13 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_distillation,
     fused_linear_token_outputs,
-    row_ops_torch,
     sampling_mask,
 )
-from megatron_fused_ce.loss_form import LossForm
+from megatron_fused_ce.call import Call
+from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.loss import LossForm, merge_extra, merge_shards
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import ENTROPY_CHOICES, masked_token_log_probs, token_log_probs
-from megatron_fused_ce.row_ops import merge_extra, merge_shards
 from megatron_fused_ce.scripts.lib.reference import (
     UNIT_32,
     HeadInputs,
@@ -278,7 +278,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
     form = LossForm(outputs=("entropy",) if entropy else (), with_weighted=entropy)
     edges = [sum(shards[:i]) for i in range(len(shards) + 1)]
     stats = [
-        row_ops_torch.row_statistics(logits[:, a:b].contiguous(), labels - a, 1.0, form=form)
+        rows_torch.row_statistics(logits[:, a:b].contiguous(), labels - a, 1.0, form=form)
         for a, b in pairwise(edges)
     ]
     sent = torch.stack([one.shard for one in stats])
@@ -408,5 +408,7 @@ def test_triton_kernels(problem, exponentiating, negated, block_columns):
 def neg_log_prob(*args, **options):
     """The loss as two outputs whose upstream gradients add up."""
     options["token_weights"] = None  # those of the loss, whose upstream is another one here
-    made = linear_cross_entropy(*args, outputs=("log_prob",), differentiable=("log_prob",), **options).outputs
+    made = linear_cross_entropy(
+        Call(*args, outputs=("log_prob",), differentiable=("log_prob",), **options)
+    ).outputs
     return {"loss": -1.5 * made.log_prob - 0.5 * made.loss}

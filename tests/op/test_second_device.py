@@ -7,7 +7,7 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
@@ -24,7 +24,7 @@ def test_the_side_stream_meets_streams_of_its_own_device():
         patch("torch.cuda.stream"),
         patch("torch.cuda.current_stream", lambda of=None: streams[of]),
     ):
-        stream = vocab_parallel._SideStream(device)
+        stream = parallel._SideStream(device)
         side.assert_called_once_with(device, priority=-1)
         stream.start(MagicMock(), (torch.ones(1),)).wait()
         stream.join()

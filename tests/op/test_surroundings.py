@@ -18,16 +18,16 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_token_outputs,
-    vocab_parallel,
+    parallel,
 )
-from megatron_fused_ce.call import Arguments
-from megatron_fused_ce.grad_weight import InPlaceGradWeight
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.loss_form import TeacherTargets
+from megatron_fused_ce.loss import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs
+from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.op import STRATEGIES
 from tests.support.problems import same_bits
 
@@ -63,10 +63,10 @@ def step(inputs, config, outputs=(), temperature=1.0) -> list[Tensor]:
     """Loss, outputs and gradients."""
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
     weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
-    made = linear_cross_entropy(
+    made = linear_cross_entropy(Call(
         hidden, weight, inputs.labels, config=config, token_weights=weights, outputs=outputs,
         temperature=temperature,
-    )  # fmt: skip
+    ))  # fmt: skip
     made.loss.backward(weights)
     return [x for x in (*made.outputs, hidden.grad, weight.grad) if x is not None]
 
@@ -84,7 +84,7 @@ def test_a_default_dtype_changes_no_bit(other, strategy, dtype, options, device)
     expected = step(*given)
     for forgets in (True, False):  # made under the other, or found there
         if forgets:
-            vocab_parallel.forget()
+            parallel.forget()
         with default_dtype(other):
             made = step(*given)
         for one, right in zip(made, expected, strict=True):
@@ -115,10 +115,10 @@ def test_a_default_dtype_and_kept_ids(other, device):
 # --- the key ---------------------------------------------------------------------------------------
 
 
-def arguments(device, **changes) -> Arguments:
+def arguments(device, **changes) -> Call:
     inputs = problem(device)
     weights = inputs.grad_loss.clone()
-    args = Arguments(inputs.hidden, inputs.weight, inputs.labels, token_weights=weights)
+    args = Call(inputs.hidden, inputs.weight, inputs.labels, token_weights=weights)
     return args._replace(**changes).completed()
 
 
@@ -141,7 +141,7 @@ def other_tensor(x: Tensor) -> dict[str, Tensor]:
     }
 
 
-def changes_of(args: Arguments) -> dict[str, dict[str, Any]]:
+def changes_of(args: Call) -> dict[str, dict[str, Any]]:
     """Of each field, values that make another kind of call."""
     teacher = TeacherTargets(args.labels.unsqueeze(-1), args.token_weights.unsqueeze(-1))
     changes: dict[str, dict[str, Any]] = {
@@ -189,7 +189,7 @@ def test_every_field_of_the_arguments_is_in_the_key(device):
     """One field at a time: another key, with nothing to be remembered where a field is added."""
     args = arguments(device)
     changes = changes_of(args)
-    assert changes.keys() | SAME_SPEC.keys() == set(Arguments._fields), "a new field"
+    assert changes.keys() | SAME_SPEC.keys() == set(Call._fields), "a new field"
     seen = {call._key(args): "as it was"}
     for name, of_field in changes.items():
         for how, value in of_field.items():

@@ -14,18 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, grad_weight, logits_backend
+from megatron_fused_ce import FusedCEConfig, wgrad
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.kernels import gemm_variants
+from megatron_fused_ce.logits import choose
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
+from megatron_fused_ce.parallel import history_of
 from megatron_fused_ce.scripts.lib.collectives import Collectives
-from megatron_fused_ce.vocab_parallel import history_of
 from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks
 
 SEQUENCE, HIDDEN, ROWS = 24, 32, 64
 
 
-class Call:
+class OneHead:
     """One head of this rank, the same values in every call; where its tensors lie is the caller's choice."""
 
     def __init__(self, rank: Rank, rows: int = ROWS) -> None:
@@ -53,7 +55,7 @@ class Call:
         hidden = place_hidden(self.hidden).requires_grad_()
         weight = place_weight(self.weight).requires_grad_()
         arguments = {"config": FusedCEConfig(logits_backend="scaled_exp", num_chunks=2), **changes}
-        out = linear_cross_entropy(hidden, weight, self.labels, tp_group=self.group, **arguments)
+        out = linear_cross_entropy(Call(hidden, weight, self.labels, tp_group=self.group, **arguments))
         out.loss.backward(self.grad_loss)
         return out, [out.loss.detach(), hidden.grad, weight.grad]
 
@@ -75,21 +77,21 @@ def same_on_all(rank: Rank, value: Any) -> bool:
 
 def serve_everywhere() -> Any:
     """``auto`` may take the scaled-exp GEMM on a CPU too, by Triton's interpreter."""
-    stock = logits_backend.why_not_here
+    stock = choose.why_not_here
 
     def why_not_here(config: FusedCEConfig, *tensors: torch.Tensor) -> str:
         if config.logits_backend == "auto":
             config = replace(config, logits_backend="scaled_exp")
         return stock(config, *tensors)
 
-    return patch.object(logits_backend, "why_not_here", why_not_here)
+    return patch.object(choose, "why_not_here", why_not_here)
 
 
 @on_ranks(2)
 @everywhere
 def test_hidden_states_move_on_call_2(rank: Rank, place) -> None:
     """On call 2, on the last rank alone; the others' collectives are those of call 1."""
-    call = Call(rank)
+    call = OneHead(rank)
     _, first = call()
     out, again = call(place_hidden=PLACES[place] if is_last(rank) else torch.clone)
     assert out.logits_backend == "scaled_exp"
@@ -99,8 +101,8 @@ def test_hidden_states_move_on_call_2(rank: Rank, place) -> None:
 @on_ranks(2)
 @everywhere
 def test_hidden_states_lie_badly_from_the_start(rank: Rank, place) -> None:
-    expected = Call(rank)()[1]
-    out, made = Call(rank)(place_hidden=PLACES[place] if is_last(rank) else torch.clone)
+    expected = OneHead(rank)()[1]
+    out, made = OneHead(rank)(place_hidden=PLACES[place] if is_last(rank) else torch.clone)
     assert out.logits_backend == "scaled_exp"
     assert all(map(torch.equal, expected, made))
 
@@ -109,23 +111,23 @@ def test_hidden_states_lie_badly_from_the_start(rank: Rank, place) -> None:
 @everywhere
 def test_a_weight_lies_badly_from_the_start(rank: Rank, place) -> None:
     """From the start: ``auto`` takes the row kernels on every rank, in later calls too."""
-    call = Call(rank)
+    call = OneHead(rank)
     config = FusedCEConfig(num_chunks=2)
     with serve_everywhere():
-        assert Call(rank)(config=config)[0].logits_backend == "scaled_exp", "the case tests nothing"
+        assert OneHead(rank)(config=config)[0].logits_backend == "scaled_exp", "the case tests nothing"
         for moved in (is_last(rank), False):
             where = PLACES[place] if moved else torch.clone
             out, made = call(place_weight=where, config=config)
             assert out.logits_backend == "gemm_rows"
             assert out.why_not_scaled_exp
-    exact = Call(rank)(config=FusedCEConfig(logits_backend="gemm_rows", num_chunks=2))[1]
+    exact = OneHead(rank)(config=FusedCEConfig(logits_backend="gemm_rows", num_chunks=2))[1]
     assert all(map(torch.equal, exact, made))
 
 
 @on_ranks(2)
 def test_a_weight_lies_badly_and_the_backend_was_named(rank: Rank) -> None:
     """From the start: an error on every rank, whose call goes on without that request."""
-    call = Call(rank)
+    call = OneHead(rank)
     for _ in range(2):
         try:
             call(place_weight=at_odd_offset if is_last(rank) else torch.clone)
@@ -139,7 +141,7 @@ def test_a_weight_lies_badly_and_the_backend_was_named(rank: Rank) -> None:
 @on_ranks(2)
 def test_bad_labels_on_one_rank_where_a_head_is_new(rank: Rank) -> None:
     """Both ranks compare the head's first call, though their group has seen another head."""
-    call = Call(rank)
+    call = OneHead(rank)
     call()
     call.weight = call.weight[: ROWS // 2].clone()
     if is_last(rank):
@@ -152,7 +154,7 @@ def test_bad_labels_on_one_rank_where_a_head_is_new(rank: Rank) -> None:
 @everywhere
 def test_a_weight_moves_on_call_2(rank: Rank, place) -> None:
     """On call 2, on the last rank alone: copied there, and said."""
-    call = Call(rank)
+    call = OneHead(rank)
     _, first = call()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -185,9 +187,9 @@ def test_main_grad_on_one_rank(rank: Rank, early) -> None:
         if rank.rank == 0 and (early or call):
             weight.main_grad = torch.zeros(1024, 512, device=rank.device)
         opens = open_grad_weight_for(weight, gradient_accumulation_fusion=True)
-        assert (grad_weight.kind_of(opens) == "main_grad") == hasattr(weight, "main_grad")
+        assert (wgrad.kind_of(opens) == "main_grad") == hasattr(weight, "main_grad")
         out = linear_cross_entropy(
-            hidden, weight, labels, tp_group=group, config=config, open_grad_weight=opens
+            Call(hidden, weight, labels, tp_group=group, config=config, open_grad_weight=opens)
         )
         plans.append((out.plan.strategy, out.plan.count, out.plan.stored_chunks))
         out.loss.backward(grad_loss)
@@ -199,17 +201,17 @@ def test_main_grad_on_one_rank(rank: Rank, early) -> None:
 
 @on_ranks(2)
 def test_another_device_on_one_rank(rank: Rank) -> None:
-    """H200 beside another GPU: their rows of the planner's table say other chunks."""
+    """A Hopper beside another GPU: they have chunks of other lengths."""
     group = dist.new_group(list(range(rank.size)))
     hidden = torch.ones(16384, 16, device=rank.device)
     labels = torch.zeros(16384, dtype=torch.int64, device=rank.device)
     weight = torch.ones(32, 16, device=rank.device)
-    name = "H200" if is_last(rank) else ""
-    with patch("megatron_fused_ce.call._device_in_plans", lambda device: name):
-        alone = linear_cross_entropy(hidden, weight, labels, config=_RECOMPUTE).plan.count
+    name = "Hopper" if is_last(rank) else "other GPU"
+    with patch("megatron_fused_ce.call.device_in_plans", lambda device: name):
+        alone = linear_cross_entropy(Call(hidden, weight, labels, config=_RECOMPUTE)).plan.count
         assert not same_on_all(rank, alone), "the case tests nothing"
         for _ in range(2):
-            out = linear_cross_entropy(hidden, weight, labels, tp_group=group, config=_RECOMPUTE)
+            out = linear_cross_entropy(Call(hidden, weight, labels, tp_group=group, config=_RECOMPUTE))
             assert same_on_all(rank, out.plan.count)
             assert torch.allclose(out.loss, out.loss.new_tensor(32.0 * rank.size).log())
 
@@ -219,9 +221,9 @@ _RECOMPUTE = FusedCEConfig(strategy="recompute")
 
 @on_ranks(2)
 def test_no_triton_on_one_rank(rank: Rank) -> None:
-    call = Call(rank)
+    call = OneHead(rank)
     missing = ImportError("there is no triton") if is_last(rank) else None
-    with patch.object(logits_backend, "choose", side_effect=missing, wraps=logits_backend.choose):
+    with patch.object(choose, "choose", side_effect=missing, wraps=choose.choose):
         try:
             call()
         except (ImportError, ValueError) as error:
@@ -233,10 +235,10 @@ def test_no_triton_on_one_rank(rank: Rank) -> None:
 @on_ranks(2)
 def test_later_calls_exchange_nothing(rank: Rank) -> None:
     """One exchange per head and group; other lengths, options and places of the same head need none."""
-    call, other = Call(rank), Call(rank, rows=2 * ROWS)
+    call, other = OneHead(rank), OneHead(rank, rows=2 * ROWS)
     other.group = call.group
 
-    def exchanges(head: Call, **given: Any) -> int:
+    def exchanges(head: OneHead, **given: Any) -> int:
         with Collectives({call.group: "tp"}) as issued:
             head(**given)
         return sum(made.dtype == "int64" and made.name == "all_gather" for made in issued.calls)
@@ -256,7 +258,7 @@ def test_later_calls_exchange_nothing(rank: Rank) -> None:
 @on_ranks(2)
 def test_one_rank_alone_has_lost_its_specs(rank: Rank) -> None:
     """It makes them again by itself: whether the ranks compare does not depend on what one remembers."""
-    call = Call(rank)
+    call = OneHead(rank)
     _, before = call()
     history = history_of(call.group)
     assert history.specs
@@ -271,9 +273,9 @@ def test_one_rank_alone_has_lost_its_specs(rank: Rank) -> None:
 @on_ranks(2)
 def test_a_destroyed_group_is_let_go(rank: Rank) -> None:
     """Its history, whose specs name it, does not keep it."""
-    call = Call(rank)
+    call = OneHead(rank)
     hidden, weight = call.hidden.clone().requires_grad_(), call.weight.clone().requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, call.labels, tp_group=call.group).loss
+    loss = linear_cross_entropy(Call(hidden, weight, call.labels, tp_group=call.group)).loss
     assert history_of(call.group).specs
     group = weakref.ref(call.group)
     dist.destroy_process_group(call.group)
@@ -287,13 +289,13 @@ def test_a_destroyed_group_is_let_go(rank: Rank) -> None:
 @on_ranks(2)
 def test_a_new_length_on_every_call(rank: Rank) -> None:
     """No exchange after the first, whose head the others are; specs are bounded."""
-    call = Call(rank)
+    call = OneHead(rank)
     with patch("megatron_fused_ce.call.MAX_SPECS", 4), Collectives({call.group: "tp"}) as issued:
         for tokens in range(4, SEQUENCE):
             hidden = call.hidden[:tokens].clone().requires_grad_()
             weight = call.weight.clone().requires_grad_()
             labels = call.labels[:tokens]
-            linear_cross_entropy(hidden, weight, labels, tp_group=call.group).loss.sum().backward()
+            linear_cross_entropy(Call(hidden, weight, labels, tp_group=call.group)).loss.sum().backward()
     assert sum(made.dtype == "int64" for made in issued.calls) == 1
     assert len(history_of(call.group).specs) == 4
 
@@ -301,11 +303,11 @@ def test_a_new_length_on_every_call(rank: Rank) -> None:
 @on_ranks(2)
 def test_a_kernel_that_compiles_on_one_rank_alone(rank: Rank) -> None:
     """The row kernels serve on every rank, from the first call on."""
-    call = Call(rank)
+    call = OneHead(rank)
     auto = FusedCEConfig(num_chunks=2)
     fails = gemm_variants.Compiled(None, "scaled_exp does not compile here (a test)")
     with serve_everywhere(), contextlib.ExitStack() as stack:
-        assert Call(rank)(config=auto)[0].logits_backend == "scaled_exp"
+        assert OneHead(rank)(config=auto)[0].logits_backend == "scaled_exp"
         if is_last(rank):
             stack.enter_context(patch.object(gemm_variants, "compiled", lambda device: fails))
         for _ in range(2):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, vocab_parallel
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import megatron
 from tests.support.megatron import NEWEST, both_cores, have_groups, of_core, transformer_config
@@ -265,7 +265,7 @@ def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
 @pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 0.0), (0.5, 0.5)], ids=["1 2", "1 0", "equal"])
 def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
     """Each fits, and no scalar is right for ``grad_hidden``, which was summed over them in the forward."""
-    vocab_parallel.forget()
+    parallel.forget()
     generator = torch.Generator().manual_seed(4)
     weight = torch.randn(2, 20, 8, generator=generator).to(rank.device)[rank.rank]
     whole = torch.randn(12, 2, 8, generator=generator).to(rank.device)
@@ -292,7 +292,7 @@ def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
     ):
         made = gradients("grad_in_forward")
     close(made, gradients("recompute"), 1e-6)
-    vocab_parallel.forget()
+    parallel.forget()
 
 
 @on_ranks(TWO[0])
@@ -312,7 +312,7 @@ def test_another_model_keeps_its_promise(rank: Rank):
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_another_head_with_as_many_rows_on_one_rank(rank: Rank, num_chunks):
     """Of 20 and 20 rows, and of 20 and 12: all ranks know which of them broke its promise."""
-    vocab_parallel.forget()
+    parallel.forget()
     config = FusedCEConfig(strategy="grad_in_forward", num_chunks=num_chunks)
     torch.manual_seed(3)
     unequal, equal = torch.randn(32, 8).to(rank.device), torch.randn(40, 8).to(rank.device)
@@ -341,14 +341,14 @@ def test_another_head_with_as_many_rows_on_one_rank(rank: Rank, num_chunks):
         step(unequal, True)
         step(unequal, True)
     step(equal, True)
-    vocab_parallel.forget()
+    parallel.forget()
 
 
 @on_ranks(TWO[0])
 @pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
 def test_a_checkpoint(rank: Rank, sp):
     """Two micro-batches in flight; the first backward changes the plan by which the second's forward runs."""
-    vocab_parallel.forget()
+    parallel.forget()
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(2, 20, 8, generator=generator).to(rank.device)[rank.rank]
     batches = torch.randn(2, 12, 2, 8, generator=generator).to(rank.device).chunk(2 if sp else 1, 1)
@@ -372,7 +372,7 @@ def test_a_checkpoint(rank: Rank, sp):
 
     with warnings.catch_warnings(action="ignore"):
         close(gradients("grad_in_forward"), gradients("recompute"), 1e-6)
-    vocab_parallel.forget()
+    parallel.forget()
 
 
 @on_ranks(TWO[0])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, masked_tokens
-from megatron_fused_ce.grad_weight import ReturnedGradWeight
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import (
     HeadResult,
@@ -20,6 +20,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     plain_head,
     truth,
 )
+from megatron_fused_ce.wgrad import ReturnedGradWeight
 from tests.support import pairs
 from tests.support.head import (
     SIZES,
@@ -87,7 +88,7 @@ def test_one_position_a_rank(rank: Rank):
     weight = torch.randn(16, 16, device=rank.device)
     config = FusedCEConfig(ignore_index=1)
     loss = linear_cross_entropy(
-        hidden, weight, labels, tp_group=rank.group, sequence_parallel=True, config=config
+        Call(hidden, weight, labels, tp_group=rank.group, sequence_parallel=True, config=config)
     ).outputs.loss
     assert torch.equal(loss == 0, labels == 1)
 
@@ -171,15 +172,17 @@ def call(rank: Rank, case: dict[str, Any], inputs: Any, exact: HeadResult) -> tu
         opened = partial(open_main_grad, main_grad)
     with patch.object(masked_tokens, "ROUND_TO", 4):
         loss = linear_cross_entropy(
-            given,
-            weight,
-            labels,
-            tp_group=rank.group,
-            sequence_parallel=case["sequence_parallel"],
-            vocab_start=rows.start if case["vocab_start"] == "given" else None,
-            config=inputs.config,
-            token_weights=weights,
-            open_grad_weight=opened,
+            Call(
+                given,
+                weight,
+                labels,
+                tp_group=rank.group,
+                sequence_parallel=case["sequence_parallel"],
+                vocab_start=rows.start if case["vocab_start"] == "given" else None,
+                config=inputs.config,
+                token_weights=weights,
+                open_grad_weight=opened,
+            )
         ).loss
         if case["tokens"] == "[T, H]":
             loss = loss.view(s, b).t()

@@ -19,9 +19,11 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_token_outputs,
+    parallel,
     planner,
-    vocab_parallel,
 )
+from megatron_fused_ce.call import Call
+from megatron_fused_ce.loss import OUTPUT_CHOICES
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from megatron_fused_ce.scripts.lib.reference import (
@@ -35,7 +37,6 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
     truth,
 )
-from megatron_fused_ce.token_outputs import OUTPUT_CHOICES
 from tests.support import pairs
 from tests.support.head import (
     plain_inputs,
@@ -161,7 +162,9 @@ def test_argmax_of_each_shard(rank: Rank, sp):
     inputs = plain_inputs(rank, s=8, b=2, vocab=100)
     hidden, weight, settings = shard_of(rank, inputs, sp, "equal")
     config = FusedCEConfig(num_chunks=3)
-    out = linear_cross_entropy(hidden, weight, inputs.labels, **settings, config=config, with_argmax=True)
+    out = linear_cross_entropy(
+        Call(hidden, weight, inputs.labels, **settings, config=config, with_argmax=True)
+    )
     expected = (inputs.hidden @ weight.t()).flatten(0, 1).max(-1)
     assert torch.equal(out.local_argmax, expected.indices)
     torch.testing.assert_close(out.local_max, expected.values)
@@ -340,7 +343,7 @@ def test_collectives_at_their_start_or_wait(rank: Rank, strategy, moment, sp, me
     """
     inputs = plain_inputs(rank, b=2, vocab=512)
     config = FusedCEConfig(strategy=strategy, chunk_tokens=8, merge=merge, logits_backend="gemm_rows")
-    with patch.object(vocab_parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+    with patch.object(parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
         result = fused_result(rank, inputs, config, sp=sp)
     assert_close(result, inputs)
 
@@ -379,7 +382,7 @@ def one_call(rank: Rank, group, **changes):
         "tp_group": group,
         "config": FusedCEConfig(num_chunks=2),
     }
-    return linear_cross_entropy(**{**arguments, **changes})
+    return linear_cross_entropy(Call(**{**arguments, **changes}))
 
 
 def ones(device, *shape, dtype=torch.float32):

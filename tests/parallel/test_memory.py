@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
-    grad_weight,
     planner,
-    row_ops_torch,
+    wgrad,
 )
+from megatron_fused_ce.call import Call
+from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.op import linear_cross_entropy
 from tests.support.head import column_plans
 from tests.support.problems import open_main_grad
@@ -70,7 +71,7 @@ def test_buffers(rank: Rank, case):
     if rank.size == 1 and CASES[case].get("sequence_parallel"):
         pytest.skip("one rank has all tokens")
     # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.
-    with patch.object(row_ops_torch, "BLOCK_ELEMENTS", 8 * V):
+    with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V):
         peaks_are_as_predicted(rank, **CASES[case])
 
 
@@ -89,11 +90,11 @@ def test_buffers_of_a_backward_by_columns(rank: Rank, accumulator):
     # Row kernels: the scaled-exp GEMM needs bf16, which the interpreter gets wrong.
     with (
         column_plans(block),
-        patch.object(row_ops_torch, "BLOCK_ELEMENTS", 8 * V),
-        patch.object(grad_weight, "_upcast_product", _without_fp32_operands),
+        patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V),
+        patch.object(wgrad, "_upcast_gemm", _without_fp32_operands),
         Storages() as seen,
     ):
-        loss = linear_cross_entropy(hidden, weight, labels, config=config, **options).loss
+        loss = linear_cross_entropy(Call(hidden, weight, labels, config=config, **options)).loss
         seen.reset()
         loss.sum().backward()
     predicted = planner.columns_memory(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import row_ops_torch
+from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.scripts.lib import reference
 from tests.support.ranks import Rank, RankFailure, Ranks, World, on_ranks, run_on_ranks
 
@@ -117,7 +117,7 @@ def leaves_something(rank: Rank, what: str):
     if rank.rank == 0 and what == "a patched function":
         reference.make_teacher = its_number
     if rank.rank == 0 and what == "a constant":
-        row_ops_torch.BLOCK_ELEMENTS += 1
+        rows_torch.BLOCK_ELEMENTS += 1
     if rank.rank == 0 and what == "a variable":
         os.environ["LEFT_BEHIND"] = "1"
     if rank.rank == 0 and what == "a dtype":
@@ -130,7 +130,7 @@ def leaves_something(rank: Rank, what: str):
     ("what", "words"),
     [
         ("a patched function", "reference.make_teacher"),
-        ("a constant", "row_ops_torch.BLOCK_ELEMENTS"),
+        ("a constant", "rows_torch.BLOCK_ELEMENTS"),
         ("a variable", "LEFT_BEHIND is new"),
         ("a dtype", "default dtype"),
         ("a mode", "modes"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fused_ce import FusedCEConfig, planner
-from megatron_fused_ce.kernels import scaled_exp, scaled_exp_rows
+from megatron_fused_ce.kernels import scaled_exp
 from megatron_fused_ce.planner import PlanInputs, alternatives, plan
 from megatron_fused_ce.scripts.dev.figures_plan import chunk_by_chunk
 from megatron_fused_ce.scripts.lib import results as committed_results
@@ -571,8 +571,7 @@ def test_inputs_of_a_config():
 
 def test_its_sizes_are_those_of_the_kernels():
     """Which it cannot import: it answers without torch and triton."""
-    assert planner.SAMPLED_ROWS == scaled_exp_rows.SAMPLED_ROWS
-    assert planner.TILE_COLUMNS == scaled_exp_rows.TILE_COLUMNS == scaled_exp.TILING.block_n
+    assert scaled_exp.TILING.block_n == planner.TILE_COLUMNS
 
 
 def test_no_size_is_the_reason_against_its_equal():

@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.grad_weight import InPlaceGradWeight, ReturnedGradWeight
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import make_inputs
+from megatron_fused_ce.wgrad import InPlaceGradWeight, ReturnedGradWeight
 
 
 class AtOperator(TorchDispatchMode):
@@ -97,14 +98,16 @@ class Step:
         open_grad_weight = ReturnedGradWeight if self.main_grad is None else self.open
         grad_in_forward = self.config.strategy == "grad_in_forward"
         made = linear_cross_entropy(
-            self.hidden,
-            self.weight,
-            self.labels,
-            tp_group=self.group,
-            sequence_parallel=self.sequence_parallel,
-            token_weights=self.grad_loss * 2 if grad_in_forward else None,
-            config=self.config,
-            open_grad_weight=open_grad_weight,
+            Call(
+                self.hidden,
+                self.weight,
+                self.labels,
+                tp_group=self.group,
+                sequence_parallel=self.sequence_parallel,
+                token_weights=self.grad_loss * 2 if grad_in_forward else None,
+                config=self.config,
+                open_grad_weight=open_grad_weight,
+            )
         )
         return made.loss
 

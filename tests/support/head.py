@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import planner, vocab_parallel
+from megatron_fused_ce import parallel, planner
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
 from tests.support.ranks import Rank
 
@@ -123,9 +123,9 @@ def column_plans(block_columns: int) -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def _plans(change: Callable[[planner.Plan], planner.Plan]) -> Iterator[None]:
     plan = planner.plan
-    vocab_parallel.forget()
+    parallel.forget()
     try:
         with patch.object(planner, "plan", lambda inputs: change(plan(inputs))):
             yield
     finally:
-        vocab_parallel.forget()
+        parallel.forget()

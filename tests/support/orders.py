@@ -17,9 +17,10 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     fused_linear_token_outputs,
 )
-from megatron_fused_ce.grad_weight import InPlaceGradWeight
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import LOSS_OPTIONS, make_inputs, make_teacher
+from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.faulty import Filled
 
 SIZES = {"s": 8, "b": 2, "hidden_size": 12, "vocab": 40}
@@ -124,11 +125,13 @@ def accumulation_is_the_sum(strategy, **where) -> None:
     main_grad = torch.zeros_like(heads[0].weight)
     for head in heads:
         made = linear_cross_entropy(
-            head.hidden,
-            head.weight,
-            head.labels,
-            **head.options,
-            open_grad_weight=lambda weight, n, scaled: InPlaceGradWeight(main_grad, scaled, lambda: None),
+            Call(
+                head.hidden,
+                head.weight,
+                head.labels,
+                **head.options,
+                open_grad_weight=lambda weight, n, scaled: InPlaceGradWeight(main_grad, scaled, lambda: None),
+            )
         )
         made.loss.backward(head.upstream)
     summed = sum(head.alone()[1] for head in heads)
@@ -187,7 +190,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
     given = (head.hidden, head.weight)
     with Filled(value) as empties:
         if asked == "argmax":
-            made = linear_cross_entropy(*given, head.labels, **head.options, with_argmax=True)
+            made = linear_cross_entropy(Call(*given, head.labels, **head.options, with_argmax=True))
             results = [made.loss, made.local_max, made.local_argmax]
         elif asked == "outputs":
             names = ("log_prob", "lse", "entropy", "predicted", "correct", "sum_p_squared")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.grad_weight import InPlaceGradWeight
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
@@ -24,6 +24,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     Roundings,
     relative_error,
 )
+from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.head import column_plans
 from tests.support.op import DTYPES
 from tests.support.ranks import Rank, World
@@ -248,7 +249,7 @@ def run(
 
 
 def loss_of(*args: Any, **options: Any) -> Parts:
-    return {"loss": linear_cross_entropy(*args, **options).loss}
+    return {"loss": linear_cross_entropy(Call(*args, **options)).loss}
 
 
 def run_part(rank: Rank, problem: Problem) -> dict[str, Any]:

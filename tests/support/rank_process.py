@@ -120,9 +120,9 @@ def answer(call: Call, rank: Rank, lives_on: bool) -> tuple[str, Any]:
 
     importlib.import_module(call.module)
     torch.manual_seed(0)  # as a new process has one
-    vocab_parallel: Any = sys.modules.get("megatron_fused_ce.vocab_parallel")
-    if vocab_parallel is not None:
-        vocab_parallel.forget()  # on all ranks: their next calls are compared
+    parallel: Any = sys.modules.get("megatron_fused_ce.parallel")
+    if parallel is not None:
+        parallel.forget()  # on all ranks: their next calls are compared
     before, groups = global_state(), set(dist.distributed_c10d._world.pg_map)
     kind, value = _answer(call, rank)
     if kind == "raised":

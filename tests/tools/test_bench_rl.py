@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.scripts.bench import __main__ as bench
 from megatron_fused_ce.scripts.bench import rl
 from megatron_fused_ce.scripts.lib import results
-from megatron_fused_ce.token_outputs import TokenLogProbs
 
 WORDS = ["--preset=rl", "--device=cpu", "--shape", "32", "640", "--tokens=64", "--dtype=float32"]
 WORDS += ["--blocks=2", "--sample-ms=1"]

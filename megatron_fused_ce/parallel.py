@@ -3,7 +3,7 @@
 All collectives go over the tensor-parallel group, in the same order on every rank, whatever the data. Those
 of one of several chunks are asynchronous: on GPUs they run on one side stream of this package, behind all
 work that the current stream holds at the call, and the current stream waits where a result is read
-(:mod:`.pipeline` decides when). The side stream has a high priority: its kernels get the first SMs that a
+(:mod:`.overlap` decides when). The side stream has a high priority: its kernels get the first SMs that a
 running GEMM frees. No collective is left running when a forward or a backward returns, so other users of the
 group never meet one.
 """
@@ -34,7 +34,7 @@ from megatron_fused_ce.kernels.records import (
     Merged,
     RowStatistics,
 )
-from megatron_fused_ce.row_ops import extra_addends, merge_extra
+from megatron_fused_ce.loss import extra_addends, merge_extra
 
 
 class Work(Protocol):
@@ -153,8 +153,8 @@ class VocabParallel:
     merge: str = "packed"
     #: whether ``grad_hidden`` is summed over the ranks here; else by the caller
     reduces_grad_hidden: bool = True
-    #: Whether gathers and merges run beside GEMMs. Those of a single chunk have none beside them, and leave
-    #: on the current stream, which costs the host less.
+    #: Whether gathers and merges run beside GEMMs. With one chunk nothing overlaps: then they use the
+    #: current stream, which is cheaper on the host.
     beside: bool = True
 
     @staticmethod
@@ -194,7 +194,7 @@ class VocabParallel:
     def coalesced(self, device: torch.device) -> AbstractContextManager[None]:
         """Coalesce the collectives started inside into one launch at the end; wait for them only after it.
 
-        Two separate launches would not fit into one gap between GEMMs: see :mod:`.pipeline`.
+        Two separate launches would not fit into one gap between GEMMs: see :mod:`.overlap`.
         """
         if self.size == 1 or not self.beside or device.type != "cuda":
             return nullcontext()
@@ -232,7 +232,7 @@ class VocabParallel:
     def start_merge(
         self,
         stats: RowStatistics,
-        token_ops: ModuleType,  # row_ops or kernels.token_kernels
+        token_ops: ModuleType,  # loss or kernels.token_kernels
     ) -> Merge:
         """Start merging a chunk's statistics over the whole vocabulary.
 

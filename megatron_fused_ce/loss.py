@@ -1,6 +1,24 @@
-"""The loss of a token with its options and other outputs, as arithmetic on ``[C]`` floats.
+"""One token's maths: its loss, other outputs and their gradients, from statistics of its logits.
 
-With ``s = softcap(logit_scale * hidden @ weight.T)`` over the ``K`` valid columns::
+:mod:`.logits` makes the statistics, :mod:`.parallel` merges those of the shards; here is ``[C]``-sized
+arithmetic in plain PyTorch. :mod:`.kernels.token_kernels` has ``merge_shards``, ``shard_addends`` and
+``token_loss`` in one launch each.
+
+For a token with logits ``z`` over the whole vocabulary, label ``y``, ``m = max z``::
+
+    sum_exp_nonlabel = sum over j != y of exp(z_j - m)
+    label = exp(z_y - m)
+    loss = log(sum_exp_nonlabel + label) - (z_y - m)
+         = log1p(sum_exp_nonlabel / label)                           where label > sum_exp_nonlabel
+    d loss / d z_j = exp(z_j - m) / (sum_exp_nonlabel + label)       for j != y
+    d loss / d z_y = -sum_exp_nonlabel / (sum_exp_nonlabel + label)  which is p_y - 1
+
+The label's term is kept out of the sum, so that nothing cancels for a confident token.
+
+A label outside the vocabulary has no label term: ``loss = log(sum_exp_nonlabel) = lse - m``, which is what
+Megatron's unfused loss gives for it.
+
+With options, ``s = softcap(logit_scale * hidden @ weight.T)`` over the ``K`` valid columns::
 
     softcap(z) = cap * tanh(z / cap)                                    (none: z)
     loss       = (1 - sigma) * (lse - s_y) + sigma * (lse - mean s) + z_loss * lse**2
@@ -18,12 +36,12 @@ and of the outputs beside the loss, with ``h = lse - sum p s`` the entropy::
 
     d log p_y / d s_j = [j = y] - p_j      d lse / d s_j = p_j      d h / d s_j = -p_j * (log p_j + h)
 
-See docs/math.md.
+Derivations: docs/math.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,13 +52,190 @@ from torch import Tensor
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import (
     NOT_HERE,
+    ROW_MAX,
+    ROW_SHIFT,
+    SQUARED_UNIT,
+    ExtraStatistics,
     GradCoefficients,
     Merged,
     RowOptions,
     SoftTargets,
 )
-from megatron_fused_ce.row_ops import TokenTerms
-from megatron_fused_ce.token_outputs import TokenOutputs, Upstream
+
+#: Outputs beside the loss that can carry a gradient.
+DIFFERENTIABLE = ("log_prob", "lse", "entropy")
+
+#: Names of :class:`TokenOutputs` beside the loss.
+OUTPUT_CHOICES = (*DIFFERENTIABLE, "predicted", "correct", "sum_p_squared")
+
+
+def differentiable_of(outputs: Sequence[str]) -> tuple[str, ...]:
+    """The names among ``outputs`` that can carry a gradient."""
+    return tuple(name for name in outputs if name in DIFFERENTIABLE)
+
+
+class TokenOutputs(NamedTuple):
+    """Results for each token, in the labels' shape; None if not requested.
+
+    ``s`` are the logits of the loss (scaled, softcapped, without masked padding), ``p = softmax(s)``.
+    """
+
+    loss: Tensor  # fp32
+    log_prob: Tensor | None = None  # fp32: log p_y; max s - lse for a label outside the vocabulary
+    lse: Tensor | None = None  # fp32: log sum exp s
+    entropy: Tensor | None = None  # fp32: -sum p log p
+    predicted: Tensor | None = None  # int64: argmax s over all shards, lowest on a tie; -1 with NaN
+    correct: Tensor | None = None  # bool: no logit is larger than the label's
+    sum_p_squared: Tensor | None = None  # fp32: sum p**2
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TokenOutputs:
+        """Apply a function to every result that is there."""
+        return TokenOutputs(*[None if given is None else change(given) for given in self])  # type: ignore[arg-type]
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-probabilities of given tokens, fp32, in the labels' shape; None if not requested."""
+
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    sum_p_squared: Tensor | None = None  # of all classes; without a gradient
+
+
+class Upstream(NamedTuple):
+    """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk ``[C]``; None stands for 0."""
+
+    loss: Tensor
+    log_prob: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @property
+    def given(self) -> list[Tensor]:
+        return [grad for grad in self if grad is not None]
+
+    @property
+    def is_of_loss_alone(self) -> bool:
+        return self.log_prob is None and self.lse is None and self.entropy is None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Upstream:
+        """Apply a function to each gradient."""
+        return Upstream(*[None if grad is None else change(grad) for grad in self])  # type: ignore[arg-type]
+
+    def scaled(self, scale: Tensor | float) -> Upstream:
+        return self.map(lambda grad: grad * scale)
+
+
+class TokenTerms(NamedTuple):
+    """Terms of a token's loss that its backward needs, from merged statistics; fp32 ``[C]``, natural
+    units."""
+
+    row_max: Tensor  # m
+    inv_sum: Tensor  # 1 / (sum_exp_nonlabel + label)
+    one_minus_p_label: Tensor  # sum_exp_nonlabel / (sum_exp_nonlabel + label) = 1 - p_y
+    label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
+    mass: Tensor | None = None  # of soft targets
+    entropy: Tensor | None = None  # where it has an upstream gradient
+
+    @staticmethod
+    def of(merged: Tensor, mass: Tensor | None = None, entropy: Tensor | None = None) -> TokenTerms:
+        """Name the rows of :attr:`Merged.terms`."""
+        row_max, inv_sum, one_minus_p_label, label_shift = merged.unbind(0)
+        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, mass, entropy)
+
+
+def shard_addends(
+    shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
+    global_max: Tensor,  # [C] fp32
+) -> Tensor:
+    """This shard's addends ``[..., 3, C]`` (sum_exp_nonlabel, label, z_y - m), to be summed over the shards.
+
+    A row without any finite logit in this shard (``row_max = -inf``) adds nothing; a maximum of ``+inf``
+    gives NaN.
+    """
+    _, row_shift, sum_exp_nonlabel, label_logit = shard.unbind(-2)
+    here = label_logit != NOT_HERE
+    shifted_label = label_logit - global_max
+    zero = torch.zeros_like(global_max)
+    rescaled = torch.where(sum_exp_nonlabel == 0, zero, sum_exp_nonlabel * torch.exp(row_shift - global_max))
+    return torch.stack(
+        (
+            torch.where(global_max == torch.inf, torch.nan, rescaled),
+            torch.where(here, torch.exp(shifted_label), zero),
+            torch.where(here, shifted_label, zero),
+        ),
+        dim=-2,
+    )
+
+
+def extra_addends(
+    extra: ExtraStatistics,  # of each shard, [..., C]
+    shard: Tensor,  # [..., 4, C] fp32: RowStatistics.shard
+    global_max: Tensor,  # [C] fp32
+) -> ExtraStatistics:
+    """Extra statistics relative to the row's maximum, to be summed over the shards.
+
+    Except ``best``, of which the smallest counts; it is ``inf`` if the maximum is not in this shard.
+    """
+    row_max, row_shift, sum_exp_nonlabel, _ = shard.unbind(-2)
+    shift = row_shift - global_max
+    weighted, target_sum, best, squares = extra.weighted, extra.target_sum, extra.best, extra.squares
+    if weighted is not None:
+        moved = torch.exp(shift) * (weighted + sum_exp_nonlabel * shift)
+        weighted = torch.where(sum_exp_nonlabel == 0, 0.0, moved)
+    if target_sum is not None:
+        assert extra.target_mass is not None
+        # A shard without any finite logit has the row shift -inf, and no soft target with a finite logit.
+        moved = target_sum + extra.target_mass * shift
+        target_sum = torch.where(extra.target_mass == 0, 0.0, moved)
+    if best is not None:
+        best = torch.where(row_max == global_max, best, torch.inf)
+    if squares is not None:
+        factor = torch.exp(shift) / SQUARED_UNIT
+        squares = torch.where(squares == 0, 0.0, squares * factor * factor)
+    return extra._replace(weighted=weighted, target_sum=target_sum, best=best, squares=squares)
+
+
+def merge_extra(
+    names: tuple[str, ...],  # one or more
+    extra: Tensor,  # [R, K, C] fp32: the statistics that each shard has
+    shards: Tensor,  # [R, 4, C] fp32
+) -> ExtraStatistics:
+    """Merge the extra statistics of all shards into those of the whole vocabulary."""
+    addends = extra_addends(ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0))
+    return ExtraStatistics.of(
+        names,
+        (
+            row.amin(0) if name == "best" else row.sum(0)
+            for name, row in zip(names, addends.rows(), strict=True)
+        ),
+    )
+
+
+def token_loss(
+    terms: Tensor,  # [3, C] fp32, summed over the shards
+    global_max: Tensor,  # [C] fp32
+) -> tuple[Tensor, Tensor]:
+    """Loss ``[C]`` and, stacked ``[4, C]``, the :class:`TokenTerms`; fp32."""
+    sum_exp_nonlabel, label, shifted_label = terms.unbind(0)
+    total = sum_exp_nonlabel + label
+    loss = torch.where(
+        label > sum_exp_nonlabel,
+        torch.log1p(sum_exp_nonlabel / label),
+        torch.log(total) - shifted_label,
+    )
+    known = (label > 0) | (shifted_label != 0)
+    label_shift = torch.where(known, shifted_label, NOT_HERE)
+    return loss, torch.stack((global_max, total.reciprocal(), sum_exp_nonlabel / total, label_shift))
+
+
+def merge_shards(shards: Tensor) -> Merged:
+    """Merge the statistics of all shards, ``[R, 4, C]`` fp32, in rank order."""
+    if len(shards) == 1:
+        shard = shards[0]
+        return Merged(*token_loss(shard_addends(shard, shard[ROW_MAX]), shard[ROW_MAX]), shard[ROW_SHIFT])
+    global_max = shards[:, ROW_MAX].amax(0)
+    loss, terms = token_loss(shard_addends(shards, global_max).sum(0), global_max)
+    return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))
 
 
 class TeacherTargets(NamedTuple):
@@ -48,11 +243,6 @@ class TeacherTargets(NamedTuple):
 
     ids: Tensor  # int64 or int32, global ids; entries outside the vocabulary are ignored
     log_probs: Tensor  # float
-
-    @property
-    def kind(self) -> Hashable:
-        """Shapes and dtypes: everything that their checks depend on."""
-        return tuple((part.shape, part.dtype, part.device) for part in self)
 
 
 #: Elements of one temporary of :func:`merge_duplicates`.
@@ -86,7 +276,7 @@ class LossForm(RowOptions):
     sigma: Tensor | None = None  # fp32 [] sigma; None without smoothing
     num_classes: Tensor | None = None  # fp32 [], K; with smoothing
     smoothing_per_class: Tensor | None = None  # fp32 [], sigma / K; with smoothing
-    #: requested outputs beside the loss, from token_outputs.OUTPUT_CHOICES
+    #: requested outputs beside the loss, from OUTPUT_CHOICES
     outputs: tuple[str, ...] = ()
     #: the requested outputs that may get upstream gradients
     differentiable: tuple[str, ...] = ()
@@ -216,7 +406,7 @@ class LossForm(RowOptions):
             upstream.loss,
             smoothing_per_class=self.smoothing_per_class,
         )
-        return self._with_outputs(plain, terms, upstream) if upstream.beside_the_loss else plain
+        return plain if upstream.is_of_loss_alone else self._with_outputs(plain, terms, upstream)
 
     def own_coefficients(self, merged_terms: Tensor) -> Tensor:
         """``row_max, scale, neg_label_grad`` for an upstream gradient of 1: fp32 ``[3, C]`` or more rows.
@@ -244,7 +434,7 @@ class LossForm(RowOptions):
     @staticmethod
     def _with_outputs(plain: GradCoefficients, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
         """``plain`` times its upstream gradient, plus the gradients of the other outputs."""
-        loss, log_prob, lse, entropy, made_entropy = upstream
+        loss, log_prob, lse, entropy = upstream
         scale, neg_label_grad = plain.scale * loss, plain.neg_label_grad * loss
         assert terms.label_shift is not None
         p_label = torch.exp(terms.label_shift) * terms.inv_sum
@@ -256,11 +446,12 @@ class LossForm(RowOptions):
             )
         if lse is not None:
             scale, neg_label_grad = scale + terms.inv_sum * lse, neg_label_grad - p_label * lse
-        if entropy is not None and made_entropy is not None:
+        if entropy is not None:
+            assert terms.entropy is not None
             log_inv = terms.inv_sum.log()
             entropy_scale = -terms.inv_sum * entropy
-            scale = scale + entropy_scale * (log_inv + made_entropy)
-            pull = p_label * (terms.label_shift + log_inv + made_entropy)
+            scale = scale + entropy_scale * (log_inv + terms.entropy)
+            pull = p_label * (terms.label_shift + log_inv + terms.entropy)
             neg_label_grad = neg_label_grad + entropy * torch.where(p_label > 0, pull, 0.0)
         smoothing_per_class = None if plain.smoothing_per_class is None else plain.smoothing_per_class * loss
         return GradCoefficients(

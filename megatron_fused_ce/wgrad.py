@@ -23,7 +23,7 @@ class GradWeight(Protocol):
         """Add ``grad_logits.T @ hidden`` of one chunk: ``[C, V]`` and ``[C, H]``, one dtype."""
 
     def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
-        """Add ``grad_logits.T @ hidden`` to these rows, all that comes to them: ``[T, V']`` and ``[T, H]``.
+        """Write these rows' complete gradient, ``grad_logits.T @ hidden``: ``[T, V']`` and ``[T, H]``.
 
         In place of :meth:`add`; nothing is scaled.
         """
@@ -111,36 +111,36 @@ class ReturnedGradWeight:
         self._weight = weight
         self._dtype = weight.dtype
         self._direct = num_gemms == 1 and not scaled
-        self._product: Tensor | None = None
+        self._grad: Tensor | None = None
         self._held = HeldGradWeight(weight)
         self._spoilt = False
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._direct:
-            self._product = torch.mm(grad_logits.t(), hidden)
+            self._grad = torch.mm(grad_logits.t(), hidden)
         else:
             self._held.add(grad_logits, hidden)
 
     def add_rows(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
-        if self._product is None:
-            self._product = torch.empty_like(self._weight, memory_format=torch.contiguous_format)
-        torch.mm(grad_logits.t(), hidden, out=self._product[rows])
+        if self._grad is None:
+            self._grad = torch.empty_like(self._weight, memory_format=torch.contiguous_format)
+        torch.mm(grad_logits.t(), hidden, out=self._grad[rows])
 
     def add_total(self, total: Tensor, scale: Tensor, verdict: Verdict) -> bool:
         if total.is_cuda and self._dtype != torch.float32:
             from megatron_fused_ce.kernels import scaled_exp_rows
 
-            product = scaled_exp_rows.scaled_copy(total, scale, self._dtype)
+            grad = scaled_exp_rows.scaled_copy(total, scale, self._dtype)
         else:
-            product = total.mul_(scale)
+            grad = total.mul_(scale)
         if verdict.kept:
-            self._product = product
+            self._grad = grad
         return verdict.kept
 
     def close(self, inv_scale: Tensor | None) -> Tensor | None:
-        product = self._product
-        product = (self._held.total(inv_scale) if product is None else product).to(self._dtype)
-        return product.fill_(torch.nan) if self._spoilt else product
+        grad = self._grad
+        grad = (self._held.total(inv_scale) if grad is None else grad).to(self._dtype)
+        return grad.fill_(torch.nan) if self._spoilt else grad
 
     def spoil(self) -> None:
         self._spoilt = True
@@ -232,27 +232,27 @@ def accumulate_(
     if grad_logits.dtype == torch.float32:
         total.addmm_(grad_logits.t(), hidden, beta=0 if overwrite else 1)
         return
-    product = mixed_product() if total.is_cuda else _upcast_product
-    product(total, grad_logits, hidden, overwrite)
+    gemm = mixed_gemm() if total.is_cuda else _upcast_gemm
+    gemm(total, grad_logits, hidden, overwrite)
 
 
 @lru_cache(maxsize=1)
-def mixed_product() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
+def mixed_gemm() -> Callable[[Tensor, Tensor, Tensor, bool], None]:
     """The first of these that is installed: torch's GEMM with fp32 output, apex's kernel, TE's, an upcast.
 
     All add low-precision operands into an fp32 sum. They differ in speed, and the last one in memory (fp32
     copies of both operands, slice by slice).
     """
     if hasattr(torch.ops.aten.addmm, "dtype_out"):
-        return _torch_product
+        return _torch_gemm
     if _apex() is not None:
-        return _apex_product
+        return _apex_gemm
     if _te_gemm() is not None:
-        return _te_product
-    return _upcast_product
+        return _te_gemm_into
+    return _upcast_gemm
 
 
-def _torch_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+def _torch_gemm(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     torch.addmm(  # type: ignore[call-overload]
         total,
         grad_logits.t(),
@@ -271,7 +271,7 @@ def _apex() -> Any:
     return fused_weight_gradient_mlp_cuda
 
 
-def _apex_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+def _apex_gemm(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     if overwrite:
         total.zero_()
     _apex().wgrad_gemm_accum_fp32(hidden.contiguous(), grad_logits.contiguous(), total)
@@ -285,7 +285,7 @@ def _te_gemm() -> Any:
     return general_gemm
 
 
-def _te_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+def _te_gemm_into(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     _te_gemm()(
         hidden,
         grad_logits.contiguous(),
@@ -301,7 +301,7 @@ def _te_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: b
 UPCAST_ROWS = 8192
 
 
-def _upcast_product(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
+def _upcast_gemm(total: Tensor, grad_logits: Tensor, hidden: Tensor, overwrite: bool) -> None:
     wide = hidden.float()
     for start in range(0, total.shape[0], UPCAST_ROWS):
         rows = slice(start, start + UPCAST_ROWS)

@@ -1,0 +1,386 @@
+"""The backward: losses' upstream gradients -> ``grad_hidden`` and ``grad_weight``. Three loops, one each for
+
+by chunks
+    ``recompute``, ``mixed``, and ``store`` where each chunk adds to ``grad_weight``. Also ``grad_in_forward``
+    where its own gradients do not serve.
+at once
+    ``store`` with saved ``E``: ``grad_weight`` is one GEMM over all tokens, after the last chunk.
+by columns
+    ``recompute`` over one rank: blocks of the vocabulary in place of chunks of tokens.
+
+A chunk of the first loop, step by step (the second has step 5 once, at the end)::
+
+    1. gather        X = hidden states of the chunk                      [C, H]
+    2. grad_logits   G = d loss / d logits from saved logits, or from the GEMM again; with saved E
+                         G = row_scale * E, and the scale waits for steps 4 and 5   [C, V]
+    3. GEMM          dH = G @ weight                                     [C, H]
+    4. reduction     sum of dH over the ranks; its rows are scaled once, after the last chunk
+    5. GEMM          dW += G.T @ X, where X has the row scale            [V, H]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.call import Context, NeedsGrad
+from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.kernels.records import SoftTargets
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad
+from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.overlap import GradHidden, HiddenStates, Workspace, delay_next_gemm
+from megatron_fused_ce.phases import phase
+from megatron_fused_ce.promise import Verdict
+from megatron_fused_ce.scaling import scale_, scale_for_fp16
+from megatron_fused_ce.wgrad import accumulate_
+
+#: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
+Gradients = tuple[Tensor | None, Tensor | None]
+
+
+class SavedChunk(NamedTuple):
+    """Tensors of a chunk saved for the backward."""
+
+    labels: Tensor  # [C] int64
+    #: [C, V]: its logits, or E; None where they are computed again, or part of :attr:`Saved.matrix`
+    matrix: Tensor | None
+    #: [C] fp32: see LogitsBackend.finalize. Where it is there, the terms are not needed.
+    row_scale: Tensor | None
+    terms: Tensor | None  # [4, C] fp32: Merged.terms
+    target_mass: Tensor | None  # [C] fp32, of soft targets
+    entropy: Tensor | None  # [C] fp32, where it has a gradient
+
+    @property
+    def token_terms(self) -> TokenTerms | None:
+        if self.terms is None:
+            return None
+        return TokenTerms.of(self.terms, self.target_mass, self.entropy)
+
+
+class Saved(NamedTuple):
+    """Tensors that a forward saves for its backward."""
+
+    chunks: tuple[SavedChunk, ...] = ()
+    #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
+    last_hidden: Tensor | None = None
+    #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
+    matrix: Tensor | None = None
+
+
+class RowScales:
+    """The scales of ``grad_hidden``'s rows, applied once, after the last chunk and its reduction.
+
+    All ranks of the group share them, so that over several ranks they run over this rank's tokens only.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.of_rows: Tensor | None = None  # [n] fp32, None for 1
+
+    def put(self, chunk: Chunk, grad: LogitsGrad) -> None:
+        """Those of a chunk."""
+        if grad.row_scale is None:
+            return
+        assert grad.upstream is not None
+        row_scale, upstream = map(self._context.own_part, (grad.row_scale, grad.upstream))
+        if len(self._context.chunks) == 1:
+            self.of_rows = row_scale * upstream
+            return
+        if self.of_rows is None:
+            self.of_rows = row_scale.new_ones(self._context.num_tokens)
+        torch.mul(row_scale, upstream, out=self.of_rows[chunk.start : chunk.stop])
+
+
+def backward(
+    context: Context,
+    hidden: Tensor,  # [n, H]
+    weight: Tensor,  # [V, H]
+    soft: SoftTargets | None,  # [k, parts, n] each
+    inv_temperature: Tensor | None,  # [parts, n] fp32
+    saved: Saved,
+    upstream: Upstream,  # [parts, n] fp32
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """The gradients, the last chunk first: its hidden states are there.
+
+    Collectives, in order: per chunk the gather of the next chunk's hidden states that are needed (sequence
+    parallelism), under its first GEMM, and the reduction of its ``grad_hidden``, under its ``grad_weight``.
+    At once: per chunk that reduction and that gather in one launch, under the next chunk's ``grad_hidden``,
+    and the last reduction under ``grad_weight``.
+    """
+    spec = context.spec
+    factor = None
+    if weight.dtype == torch.float16 and spec.form.z_loss:
+        factor = _largest_factor(spec.form.z_loss, saved.chunks)
+    upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight, factor)
+    if spec.plan.block_columns and saved.chunks:
+        return _by_columns(context, hidden, weight, inv_temperature, saved.chunks, upstream, needs_grad)
+    if saved.matrix is not None and needs_grad.weight:
+        return _at_once(context, hidden, weight, inv_temperature, saved, upstream, inv_scale, needs_grad)
+    return _by_chunks(context, hidden, weight, soft, inv_temperature, saved, upstream, inv_scale, needs_grad)
+
+
+def _by_chunks(
+    context: Context,
+    hidden: Tensor,  # [n, H]
+    weight: Tensor,  # [V, H]
+    soft: SoftTargets | None,
+    inv_temperature: Tensor | None,
+    saved: Saved,
+    upstream: Upstream,  # [parts, n] fp32, divided by inv_scale
+    inv_scale: Tensor | None,  # fp32 []
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """:func:`backward` in which every chunk adds to ``grad_weight``."""
+    spec, device = context.spec, weight.device
+    chunks = context.chunks[::-1]
+    accumulator = None
+    if needs_grad.weight:
+        accumulator = context.open_grad_weight(weight, len(chunks), inv_scale is not None)
+    read = [chunk for chunk in chunks if spec.backward_reads_hidden(chunk, needs_grad)]
+    hidden_states = HiddenStates(context, hidden, read, depth=2, first=saved.last_hidden)
+    workspace = Workspace(context, weight)
+    grad_hidden = GradHidden(context, weight) if needs_grad.hidden else None
+    row_scales = RowScales(context)
+    for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
+        x = hidden_states.take(chunk) if chunk in read else None  # [C, H]
+        if hidden_states.start():
+            delay_next_gemm(context, device)
+        targets = context.targets(chunk, of_chunk.labels, soft, inv_temperature)
+        of_tokens = upstream.map(partial(context.split, chunk=chunk))
+        with phase("grad-logits"):
+            if spec.stores(chunk):
+                grad = _from_saved(context, chunk, of_chunk, saved.matrix, targets, of_tokens, workspace)
+            else:
+                assert x is not None
+                terms = of_chunk.token_terms
+                assert terms is not None
+                logits, out = workspace.logits(chunk), workspace.grad_logits(chunk)
+                grad = spec.logits.grad_recomputed(x, weight, targets, terms, of_tokens, logits, out)
+        if grad_hidden is not None:
+            dh = grad_hidden.unreduced(chunk)
+            with phase("grad-hidden"):
+                torch.mm(grad.matrix, weight, out=dh)
+                if inv_scale is not None:
+                    scale_(dh, inv_scale)
+            grad_hidden.reduce(chunk, dh)
+            row_scales.put(chunk, grad)
+        if grad.row_scale is None:  # no small kernel follows
+            delay_next_gemm(context, device)
+        if accumulator is not None:
+            assert x is not None
+            with phase("grad-weight"):
+                if grad.row_scale is not None:
+                    scaled = hidden_states.buffer(chunk)
+                    spec.logits.scale_rows(x, grad.row_scale, scaled, grad.upstream)
+                    x = scaled
+                accumulator.add(grad.matrix, x)
+    rows = _finished(context, grad_hidden, row_scales)
+    if accumulator is None:
+        return rows, None
+    with phase("grad-weight"):
+        return rows, accumulator.close(inv_scale)
+
+
+def _at_once(
+    context: Context,
+    hidden: Tensor,  # [n, H]
+    weight: Tensor,  # [V, H]
+    inv_temperature: Tensor | None,
+    saved: Saved,
+    upstream: Upstream,  # [parts, n] fp32, divided by inv_scale
+    inv_scale: Tensor | None,  # fp32 []
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """:func:`backward` of ``store`` with ``E`` of all chunks in one matrix, and one GEMM for ``grad_weight``.
+
+    Its second reduction buffer lets a chunk's reduction run under the next chunk's ``grad_hidden``.
+    """
+    spec = context.spec
+    chunks = context.chunks[::-1]
+    every_e = saved.matrix
+    assert every_e is not None
+    accumulator = context.open_grad_weight(weight, 1, inv_scale is not None)
+    hidden_states = HiddenStates(context, hidden, chunks, depth=None, first=saved.last_hidden)
+    grad_hidden = GradHidden(context, weight, depth=2) if needs_grad.hidden else None
+    row_scales = RowScales(context)
+    for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
+        targets = context.targets(chunk, of_chunk.labels, None, inv_temperature)
+        of_tokens = upstream.map(partial(context.split, chunk=chunk))
+        with phase("grad-logits"):
+            grad = _from_saved(context, chunk, of_chunk, every_e, targets, of_tokens, None)
+        with spec.comm.coalesced(weight.device):
+            if grad_hidden is not None:
+                dh = grad_hidden.unreduced(chunk)
+                with phase("grad-hidden"):
+                    torch.mm(grad.matrix, weight, out=dh)
+                    if inv_scale is not None:
+                        scale_(dh, inv_scale)
+                grad_hidden.reduce(chunk, dh)
+            hidden_states.start()
+        if grad_hidden is not None:
+            row_scales.put(chunk, grad)
+        x = hidden_states.take(chunk)
+        assert grad.row_scale is not None
+        with phase("grad-weight"):
+            spec.logits.scale_rows(x, grad.row_scale, hidden_states.buffer(chunk), grad.upstream)
+    if hidden_states.all_tokens is not None:
+        with phase("grad-weight"):
+            accumulator.add(every_e, hidden_states.all_tokens)
+    rows = _finished(context, grad_hidden, row_scales)
+    with phase("grad-weight"):
+        return rows, accumulator.close(inv_scale)
+
+
+def _by_columns(
+    context: Context,
+    hidden: Tensor,  # [T, H]
+    weight: Tensor,  # [V, H]
+    inv_temperature: Tensor | None,  # [1, T] fp32
+    saved: Sequence[SavedChunk],
+    upstream: Upstream,  # [1, T] fp32
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """:func:`backward` of ``recompute`` over one rank: blocks of columns in place of chunks of tokens.
+
+    A block is some rows of the weight, whose ``grad_weight`` is one GEMM over all tokens; summed over the
+    blocks is ``grad_hidden``, in fp32. No collectives.
+    """
+    spec = context.spec
+    num_tokens, num_columns = hidden.shape[0], weight.shape[0]
+    everything = Chunk(0, 0, num_tokens)
+    context = context._replace(chunks=(everything,))
+    labels = torch.cat([chunk.labels for chunk in saved])
+    entropies = [chunk.entropy for chunk in saved if chunk.entropy is not None]
+    terms = TokenTerms.of(
+        torch.cat([chunk.terms for chunk in saved if chunk.terms is not None], -1),
+        entropy=torch.cat(entropies) if entropies else None,
+    )
+    upstream = upstream.map(partial(context.split, chunk=everything))
+    accumulator = total = None
+    if needs_grad.weight:
+        accumulator = context.open_grad_weight(weight, 1, False)
+    if needs_grad.hidden:
+        total = hidden.new_empty(hidden.shape, dtype=torch.float32)
+    buffer = hidden.new_empty(num_tokens * min(spec.plan.block_columns, num_columns))
+    for start in range(0, num_columns, spec.plan.block_columns):
+        rows = slice(start, min(start + spec.plan.block_columns, num_columns))
+        block = weight[rows]
+        out = buffer[: num_tokens * block.shape[0]].view(num_tokens, -1)
+        targets = context.targets(everything, labels - start, None, inv_temperature)
+        targets = targets._replace(form=spec.form.from_column(start))
+        with phase("grad-logits"):
+            grad = spec.logits.grad_recomputed(hidden, block, targets, terms, upstream, out, out).matrix
+        if total is not None:
+            with phase("grad-hidden"):
+                accumulate_(total, grad.t(), block, overwrite=start == 0)
+        if accumulator is not None:
+            with phase("grad-weight"):
+                accumulator.add_rows(rows, grad, hidden)
+    return (
+        None if total is None else total.to(hidden.dtype),
+        None if accumulator is None else accumulator.close(None),
+    )
+
+
+def _from_saved(
+    context: Context,
+    chunk: Chunk,
+    saved: SavedChunk,
+    every_e: Tensor | None,  # [T, V]: Saved.matrix
+    targets: ChunkTargets,
+    upstream: Upstream,  # [C] fp32
+    workspace: Workspace | None,  # not read for E
+) -> LogitsGrad:
+    """Gradients of the chunk's logits from its saved logits or ``E``."""
+    logits = context.spec.logits
+    matrix = saved.matrix if every_e is None else context.chunk_of_all(every_e, chunk)
+    assert matrix is not None
+    out = None
+    if not logits.saves_e:
+        assert workspace is not None
+        out = workspace.grad_logits(chunk)
+    return logits.grad_from_saved(matrix, saved.row_scale, targets, saved.token_terms, upstream, out)
+
+
+def _finished(context: Context, grad_hidden: GradHidden | None, row_scales: RowScales) -> Tensor | None:
+    """``grad_hidden`` ``[n, H]``, reduced and with its rows scaled."""
+    if grad_hidden is None:
+        return None
+    grad_hidden.wait()
+    rows = grad_hidden.rows
+    if row_scales.of_rows is not None:
+        with phase("grad-hidden"):
+            context.spec.logits.scale_rows(rows, row_scales.of_rows, rows)
+    return rows
+
+
+class PrecomputedGrads(NamedTuple):
+    """Gradients made in the forward, for an upstream gradient equal to the token weights; used up by one
+    backward."""
+
+    token_weights: Tensor  # [parts, n] fp32
+    grad_weight: Tensor | None  # [V, H] fp32
+    grad_hidden: Tensor | None  # [n, H], reduced
+    row_scale: Tensor | None  # [n] fp32: of the rows of grad_hidden; None for 1
+
+
+def scale_precomputed(
+    context: Context,
+    weight: Tensor,
+    made: PrecomputedGrads,
+    scale: Tensor,  # fp32 []: of promise.fit_scalar
+    verdict: Verdict,
+    needs_grad: NeedsGrad,
+) -> Gradients | None:
+    """The gradients that ``grad_in_forward`` made in the forward, ``scale`` times; None where the promise was
+    not kept. Nothing has been added anywhere then, and ``made`` is spoilt.
+
+    The host reads the verdict behind the launches, so that the device has work while it wakes up.
+
+    Collectives: none.
+    """
+    grad_hidden = made.grad_hidden if needs_grad.hidden else None
+    if grad_hidden is not None:
+        with phase("grad-hidden"):
+            if made.row_scale is not None:
+                context.spec.logits.scale_rows(grad_hidden, made.row_scale, grad_hidden, scale)
+            else:
+                scale_(grad_hidden, scale)
+    if made.grad_weight is None or not needs_grad.weight:
+        return (grad_hidden, None) if verdict.kept else None
+    with phase("grad-weight"):
+        accumulator = context.open_grad_weight(weight, 1, False)
+        if not accumulator.add_total(made.grad_weight, scale, verdict):
+            return None
+        return grad_hidden, accumulator.close(None)
+
+
+def _largest_factor(z_loss: float, saved: Sequence[SavedChunk]) -> Tensor | None:
+    """By how much z-loss makes gradients larger than their upstream gradient, at most: fp32 []; None for no
+    tokens."""
+    terms = [TokenTerms.of(chunk.terms) for chunk in saved if chunk.terms is not None]
+    largest = [(of.row_max - of.inv_sum.log()).abs().amax() for of in terms]
+    return 1 + 2 * z_loss * torch.stack(largest).amax() if largest else None
+
+
+def scaled_upstream(
+    upstream: Upstream,
+    logit_scale: float,
+    inv_temperature: Tensor | None,
+    weight: Tensor,
+    factor: Tensor | None = None,  # fp32 []: gradients may be so many times larger
+) -> tuple[Upstream, Tensor | None]:
+    """``upstream * logit_scale / temperature``, for fp16 times a power of two whose inverse comes second."""
+    if logit_scale != 1.0:
+        upstream = upstream.scaled(logit_scale)
+    if inv_temperature is not None:
+        upstream = upstream.scaled(inv_temperature)
+    if weight.dtype != torch.float16:
+        return upstream, None
+    scale, inv_scale = scale_for_fp16(upstream.given, weight, factor)
+    return upstream.scaled(scale), inv_scale

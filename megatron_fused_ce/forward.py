@@ -1,0 +1,340 @@
+"""The forward: hidden states -> losses, one loop over the chunks. One chunk, step by step::
+
+    1. gather      X = hidden states of the chunk, of all ranks (sequence parallelism)          [C, H]
+    2. GEMM        P = X @ weight.T as logits, or E = exp(logit - row shift); with it, or after it, the
+                   statistics of each row: maximum, sum of exponentials without the label's column, the
+                   label's logit                                                                [C, V]
+    3. merge       the statistics over the ranks' shards, under the next chunk's GEMM           [4, C]
+    4. loss        and the requested outputs of each token                                      [C]
+    5. save        what the backward needs: P (store), or four floats a token (recompute); or
+       differentiate (grad_in_forward): the gradients of P, then dH and dW as in :mod:`.backward`
+
+Each strategy is exact for any upstream gradient. They differ in step 5:
+
+===================  =======================================================  =====
+strategy             kept between forward and backward, beside hidden states  GEMMs
+===================  =======================================================  =====
+``store``            every chunk's logits                                     3
+``recompute``        four floats a token                                      4
+``mixed``            the logits of the first chunks                           3 to 4
+``grad_in_forward``  ``grad_hidden``, fp32 ``grad_weight``, the four floats   3 (6)
+===================  =======================================================  =====
+
+``grad_in_forward`` takes six where the upstream gradient is no scalar times the token weights: its backward
+is then that of ``recompute``.
+
+:mod:`.logits` has steps 2 and, for ``E``, 5; :mod:`.parallel` has step 3; :mod:`.loss` step 4;
+:mod:`.overlap` says which collective runs under which GEMM.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.backward import PrecomputedGrads, RowScales, Saved, SavedChunk, scaled_upstream
+from megatron_fused_ce.call import Context
+from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.kernels.records import Merged, RowStatistics
+from megatron_fused_ce.logits import ChunkTargets, Scores
+from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.overlap import GradHidden, HiddenStates, Workspace, delay_next_gemm
+from megatron_fused_ce.parallel import DONE, Merge, Work
+from megatron_fused_ce.phases import phase
+from megatron_fused_ce.scaling import scale_, scale_token_weights
+from megatron_fused_ce.targets import Targets
+from megatron_fused_ce.wgrad import HeldGradWeight
+
+
+class Forward(NamedTuple):
+    """Results of a forward, of all tokens: ``[parts, n]``, or ``[C]`` of a single chunk.
+
+    ``parts`` is ``R`` with sequence parallelism, else 1.
+    """
+
+    outputs: TokenOutputs
+    row_max: Tensor | None  # fp32, this shard's largest logit, with argmax only
+    argmax: Tensor | None  # int64, its column in this shard
+    saved: Saved
+    gradients: PrecomputedGrads | None  # of grad_in_forward
+
+
+class _Scored(NamedTuple):
+    """A chunk between its GEMM and the end of its merge."""
+
+    chunk: Chunk
+    targets: ChunkTargets
+    scores: Scores
+    logits: Tensor | None  # [C, V]: P, where it outlives the GEMM
+    hidden: Tensor | None  # [C, H]: X, for grad_in_forward
+    merge: Merge
+
+    @staticmethod
+    def of(
+        chunk: Chunk,
+        targets: ChunkTargets,
+        scores: Scores,
+        logits: Tensor | None,
+        hidden: Tensor | None,
+        merge: Merge,
+    ) -> _Scored:
+        """Without tile statistics that ``finalize`` will not read: they must not live through a GEMM."""
+        scores = scores if logits is not None else scores._replace(tiles=None)
+        return _Scored(chunk, targets, scores, logits, hidden, merge)
+
+
+def forward(
+    context: Context,
+    hidden: Tensor,  # [n, H], this rank's tokens
+    weight: Tensor,  # [V, H]
+    targets: Targets,
+) -> Forward:
+    """Loss of every token, chunk by chunk. Over several ranks a merge ends after the next chunk's GEMM.
+
+    Collectives, in order (see :class:`.VocabParallel` for each): the sampled rows of the weight where the
+    logits backend wants them, in one launch with the gather of the first chunk's hidden states (sequence
+    parallelism); the gather of the second's. Then for each chunk ``c``, counted from 0:
+
+    - ``store``, ``recompute``, ``mixed``: its merge and the gather of ``c + 2``, in one launch;
+    - ``grad_in_forward``: the gather of ``c + 1``, before the GEMM, from ``c = 2`` on (that of 2 leaves with
+      the merge of 0); the first step of its merge; what is left of the merge of ``c - 1``; the reduction of
+      the ``grad_hidden`` of ``c - 1``.
+    """
+    spec, chunks = context.spec, context.chunks
+    lag = 1 if spec.comm.size > 1 else 0
+    differentiates = spec.gradients_in_forward
+    hidden_states = HiddenStates(context, hidden, chunks, depth=lag + 2 if differentiates else 2)
+    results = _Results(context)
+    strategy: _Save | _Differentiate
+    if differentiates:
+        strategy = _Differentiate(context, weight, targets, hidden_states, lag + 1)
+    else:
+        strategy = _Save(context, weight)
+    with spec.comm.coalesced(weight.device):
+        sample, sent = _start_sample(context, weight)
+        hidden_states.start()
+    hidden_states.start()
+    sent.wait()
+    waiting: deque[_Scored] = deque()
+    for chunk in chunks:
+        # 1. Gather.
+        x = hidden_states.take(chunk)
+        if differentiates and chunk.index > 1:
+            hidden_states.start()  # before the GEMM; the gap after it belongs to the merge
+        # 2. The first GEMM, and the statistics of its rows.
+        labels = context.split(targets.labels, chunk)
+        of_chunk = context.targets(chunk, labels, targets.soft, targets.inv_temperature)
+        p = strategy.buffer(chunk)
+        scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, spec.needs_argmax)
+        # 3. The merge begins; over several ranks it ends after the next chunk's GEMM.
+        with spec.comm.coalesced(weight.device):
+            merge = _start_merge(context, scores.stats)
+            if not differentiates or chunk.index == 0:
+                hidden_states.start()
+        waiting.append(_Scored.of(chunk, of_chunk, scores, p, x if differentiates else None, merge))
+        del scores, merge  # tile statistics must not outlive their chunk
+        # 3 to 5. Merged statistics, losses, and what follows of the strategy.
+        if len(waiting) > lag:
+            _finish(waiting.popleft(), results, strategy)
+    while waiting:
+        _finish(waiting.popleft(), results, strategy)
+    saved, gradients = strategy.finish(hidden_states.last())
+    return results.whole(saved, gradients, targets.labels)
+
+
+def _start_sample(context: Context, weight: Tensor) -> tuple[Tensor | None, Work]:
+    """Some rows ``[S, H]`` of the whole weight, the same on every rank, where the logits backend wants them.
+
+    Collectives: starts one all-gather of them (R > 1).
+    """
+    comm = context.spec.comm
+    if not context.chunks:
+        return None, DONE
+    rows = context.spec.logits.sample_rows(weight, comm.size, context.spec.form)
+    if rows is None or comm.size == 1:
+        return rows, DONE
+    sample = rows.new_empty(comm.size * rows.shape[0], rows.shape[1])
+    return sample, comm.gather(rows, sample)
+
+
+def _start_merge(context: Context, stats: RowStatistics) -> Merge:
+    """Collectives: starts those of :meth:`.VocabParallel.start_merge`."""
+    spec = context.spec
+    if "predicted" in spec.form.outputs:
+        assert stats.argmax is not None
+        best = (stats.argmax + spec.vocab_start).float()
+        stats = stats._replace(extra=stats.extra._replace(best=best))
+    return spec.comm.start_merge(stats, spec.logits.token_ops)
+
+
+def _finish(scored: _Scored, results: _Results, strategy: _Save | _Differentiate) -> None:
+    """The end of step 3, and steps 4 and 5."""
+    with phase("merge"):
+        merged = scored.merge.finish()
+        outputs = results.put(scored.chunk, merged, scored.scores.stats)
+    strategy.after_merge(scored, merged, outputs)
+
+
+class _Results:
+    """Results of all tokens, put together from those of the chunks: :class:`Forward`."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._whole: list[Tensor | None] = [None] * (len(TokenOutputs._fields) + 2)
+
+    def put(self, chunk: Chunk, merged: Merged, stats: RowStatistics) -> TokenOutputs:
+        """A chunk's; its outputs ``[C]``."""
+        context = self._context
+        row_max = argmax = None
+        if context.spec.with_argmax:
+            row_max, argmax = stats.row_max, stats.argmax
+        outputs = context.spec.form.finish(merged)
+        for at, of_chunk in enumerate((*outputs, row_max, argmax)):
+            if of_chunk is None:
+                continue
+            if len(context.chunks) == 1:
+                self._whole[at] = of_chunk
+                continue
+            parts, whole = context.spec.comm.num_parts, self._whole[at]
+            if whole is None:
+                whole = self._whole[at] = of_chunk.new_empty(parts, context.num_tokens)
+            whole[:, chunk.start : chunk.stop] = of_chunk.view(parts, -1)
+        return outputs
+
+    def whole(self, saved: Saved, gradients: PrecomputedGrads | None, labels: Tensor) -> Forward:
+        if not self._context.chunks:
+            self._put_nothing(labels)
+        *outputs, row_max, argmax = self._whole
+        return Forward(TokenOutputs(*outputs), row_max, argmax, saved, gradients)  # type: ignore[arg-type]
+
+    def _put_nothing(self, labels: Tensor) -> None:
+        """Results for an empty batch."""
+        spec = self._context.spec
+        empty = labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
+        dtypes = {"predicted": torch.int64, "correct": torch.bool}
+        for at, name in enumerate(TokenOutputs._fields):
+            if name == "loss" or name in spec.form.outputs:
+                self._whole[at] = empty.to(dtypes.get(name))
+        if spec.with_argmax:
+            self._whole[-2:] = empty, empty.to(torch.int64)
+
+
+class _Save:
+    """Step 5 of ``store``, ``recompute`` and ``mixed``: saves the logits of all, no or the first chunks."""
+
+    def __init__(self, context: Context, weight: Tensor) -> None:
+        self._context, self._weight = context, weight
+        self._workspace = Workspace(context, weight)
+        self._saved: list[SavedChunk] = []
+        self._matrix: Tensor | None = None  # [T, V]: all chunks', where grad_weight is made at once
+
+    def buffer(self, chunk: Chunk) -> Tensor | None:
+        """``[C, V]`` for the chunk's logits; None where the GEMM leaves statistics alone."""
+        context, spec = self._context, self._context.spec
+        num_columns, parts = self._weight.shape[0], spec.comm.num_parts
+        if not spec.stores(chunk):
+            return self._workspace.logits(chunk) if spec.logits.needs_logits_buffer else None
+        if not spec.wgrad_at_once:
+            size = parts * chunk.num_tokens, num_columns
+            return self._weight.new_empty(size, dtype=spec.logits.logits_dtype)
+        if self._matrix is None:
+            self._matrix = self._weight.new_empty(parts * context.num_tokens, num_columns)
+        return context.chunk_of_all(self._matrix, chunk)
+
+    def after_merge(self, scored: _Scored, merged: Merged, outputs: TokenOutputs) -> None:
+        context, spec = self._context, self._context.spec
+        if not any(spec.needs_grad):
+            return
+        row_scale = matrix = entropy = None
+        if spec.stores(scored.chunk):
+            assert scored.logits is not None
+            with phase("statistics"):
+                row_scale = spec.logits.finalize(scored.logits, scored.targets, scored.scores, merged)
+            matrix = scored.logits if self._matrix is None else None  # else saved with all others
+        if "entropy" in spec.form.differentiable and outputs.entropy is not None:
+            # A single chunk's is the caller's, too, who may change it.
+            entropy = outputs.entropy.clone() if len(context.chunks) == 1 else outputs.entropy
+        terms = None if row_scale is not None else merged.terms
+        labels, mass = scored.targets.labels, merged.extra.target_mass
+        self._saved.append(SavedChunk(labels, matrix, row_scale, terms, mass, entropy))
+
+    def finish(self, last_hidden: Tensor | None) -> tuple[Saved, None]:
+        chunks, spec = self._context.chunks, self._context.spec
+        reads = bool(chunks) and spec.backward_reads_hidden(chunks[-1], spec.needs_grad)
+        last = last_hidden if reads and spec.plan.saves_last_hidden else None
+        return Saved(tuple(self._saved), last, self._matrix), None
+
+
+class _Differentiate:
+    """Step 5 of ``grad_in_forward``: the gradients, for the token weights that are known in the forward.
+
+    The backward multiplies them by the one scalar that the upstream gradient then is
+    (:func:`.backward.scale_precomputed`). The tensors that ``recompute`` saves are saved beside them, for an
+    upstream that is no multiple.
+    """
+
+    def __init__(
+        self, context: Context, weight: Tensor, targets: Targets, hidden_states: HiddenStates, depth: int
+    ) -> None:
+        assert targets.token_weights is not None
+        spec = context.spec
+        self._context, self._weight, self._hidden_states = context, weight, hidden_states
+        weights = scale_token_weights(targets.token_weights, spec.logit_scale, weight.dtype)
+        self._token_weights = weights
+        upstream, inv_temperature = Upstream(weights), targets.inv_temperature
+        self._upstream, self._inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight)
+        self._grad_weight = HeldGradWeight(weight) if spec.needs_grad.weight else None
+        self._grad_hidden = GradHidden(context, weight) if spec.needs_grad.hidden else None
+        self._row_scales = RowScales(context)
+        self._workspace = Workspace(context, weight, depth)
+        self._saved: list[SavedChunk] = []
+
+    def buffer(self, chunk: Chunk) -> Tensor:
+        """``[C, V]`` for the chunk's logits."""
+        return self._workspace.logits(chunk)
+
+    def after_merge(self, scored: _Scored, merged: Merged, outputs: TokenOutputs) -> None:
+        """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
+        context, logits, weight = self._context, self._context.spec.logits, self._weight
+        chunk, targets, p, x = scored.chunk, scored.targets, scored.logits, scored.hidden
+        assert p is not None and x is not None
+        upstream = self._upstream.map(partial(context.split, chunk=chunk))
+        mass = merged.extra.target_mass
+        with phase("grad-logits"):
+            row_scale = logits.finalize(p, targets, scored.scores, merged)
+            terms = TokenTerms.of(merged.terms, mass) if row_scale is None else None
+            out = self._workspace.grad_logits(chunk)
+            grad = logits.grad_from_saved(p, row_scale, targets, terms, upstream, out)
+        if self._grad_hidden is not None:
+            dh = self._grad_hidden.unreduced(chunk)
+            with phase("grad-hidden"):
+                torch.mm(grad.matrix, weight, out=dh)
+                if self._inv_scale is not None:
+                    scale_(dh, self._inv_scale)
+            self._grad_hidden.reduce(chunk, dh)
+            self._row_scales.put(chunk, grad)
+        if grad.row_scale is None:  # no small kernel follows
+            delay_next_gemm(context, weight.device)
+        if self._grad_weight is not None:
+            with phase("grad-weight"):
+                if grad.row_scale is not None:
+                    scaled = self._hidden_states.buffer(chunk)
+                    logits.scale_rows(x, grad.row_scale, scaled, grad.upstream)
+                    x = scaled
+                self._grad_weight.add(grad.matrix, x)
+        self._saved.append(SavedChunk(targets.labels, None, None, merged.terms, mass, None))
+
+    def finish(self, last_hidden: Tensor | None) -> tuple[Saved, PrecomputedGrads]:
+        rows = total = None
+        if self._grad_hidden is not None:
+            self._grad_hidden.wait()
+            rows = self._grad_hidden.rows
+        if self._grad_weight is not None:
+            with phase("grad-weight"):
+                total = self._grad_weight.total(self._inv_scale)
+        made = PrecomputedGrads(self._token_weights, total, rows, self._row_scales.of_rows)
+        return Saved(tuple(self._saved)), made

@@ -1,0 +1,180 @@
+"""Which backend makes the logits of a call, and why not the scaled-exp GEMM."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.kernels import gemm_variants
+from megatron_fused_ce.logits import LogitsBackend
+from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
+
+
+class RequestedOutputs(NamedTuple):
+    """Requested outputs that affect the choice of backend."""
+
+    outputs: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    soft: bool = False
+
+
+LOSS_ONLY = RequestedOutputs()
+
+#: In place of :func:`why_not_here` where the ranks of a group have settled that it does not serve.
+NOT_ON_EVERY_RANK = "it cannot serve on every rank of the tensor-parallel group"
+
+
+def choose(
+    config: FusedCEConfig,
+    tokens: Tensor,  # [..., H]
+    weight: Tensor,  # [V, H]
+    requested: RequestedOutputs = LOSS_ONLY,
+    why_not_here: str | None = None,
+) -> tuple[LogitsBackend, str]:
+    """The backend for these tensors, and why not ``scaled_exp`` (empty where it is).
+
+    Args:
+        why_not_here: what the ranks of a group settled together (see :func:`why_not_here`, empty for
+            nothing), in place of what this rank finds by itself: gradients of the two backends cannot be
+            summed over ranks, and plans differ.
+
+    Raises:
+        ValueError: ``scaled_exp`` was asked for by name and cannot serve.
+    """
+    reason = why_not_scaled_exp(config, tokens, weight, requested, why_not_here)
+    if not reason:
+        from megatron_fused_ce.logits.scaled_exp import ScaledExp
+
+        saves_logits = bool(_saved_as_logits(config, requested))
+        gemm = gemm_variants.gemm_for(tokens.device)
+        assert gemm is not None
+        return ScaledExp(gemm, saves_logits), ""
+    if config.logits_backend == "scaled_exp":
+        raise ValueError(
+            f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
+        )
+    in_fp32 = config.logit_precision == "fp32" and tokens.dtype != torch.float32
+    return gemm_then_rows(tokens.device, config.row_backend, torch.float32 if in_fp32 else None), reason
+
+
+def why_not_scaled_exp(
+    config: FusedCEConfig,
+    tokens: Tensor,
+    weight: Tensor,
+    requested: RequestedOutputs = LOSS_ONLY,
+    here: str | None = None,
+) -> str:
+    """Why the scaled-exp GEMM cannot run, or an empty string: the one list of reasons.
+
+    ``here``: as :func:`choose` takes it. All else is the same on every rank of a group.
+    """
+    here = why_not_here(config, tokens, weight) if here is None else here
+    if here:
+        return here
+    interpreted = tokens.device.type == "cpu"
+    if not interpreted and tokens.dtype != torch.bfloat16:
+        # fp16 has too little exponent for E; fp32 products would be TF32 or slow.
+        return f"it takes bfloat16, not {tokens.dtype}"
+    beyond = _beyond_its_epilogue(config, requested)
+    if beyond:
+        return f"its epilogue cannot make {beyond}"
+    if config.logit_scale <= 0:
+        return f"its row maximum needs a logit_scale above 0, this is {config.logit_scale}"
+    if tokens.numel() == 0:
+        return "there are no tokens"
+    return ""
+
+
+def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
+    """Why this rank's device, shard or request rules out the scaled-exp GEMM; empty if nothing does.
+
+    Other ranks of a group may find something else: :func:`.parallel.compare` settles it for all. The
+    memory of ``tokens`` is no reason: :func:`must_copy` copies them. Asked for by name, Triton's interpreter
+    may serve on a CPU, in any dtype but bf16.
+    """
+    if config.logits_backend == "gemm_rows":
+        return "gemm_rows was asked for"
+    interpreted = (
+        config.logits_backend == "scaled_exp"
+        and tokens.device.type == "cpu"
+        and os.environ.get("TRITON_INTERPRET") == "1"
+        and tokens.dtype != torch.bfloat16  # whose products it gets wrong (triton 3.9)
+    )
+    if not tokens.is_cuda and not interpreted:
+        return f"it runs on CUDA devices, not on {tokens.device.type}"
+    missing = gemm_variants.triton_lacks()
+    if missing:
+        return missing
+    if not interpreted:
+        capability = torch.cuda.get_device_capability(tokens.device)
+        if capability < (9, 0):
+            return f"its TMA loads need Hopper or newer, this is sm_{capability[0]}{capability[1]}"
+    rows, columns = weight.shape
+    for name, letter, length in (("hidden", "H", columns), ("logits", "V", rows)):
+        if length * weight.element_size() % 16:
+            return f"TMA needs rows of {name} of a multiple of 16 bytes, {letter} is {length}"
+    if not _loads(weight):
+        return "TMA needs rows of weight that are contiguous and begin at multiples of 16 bytes"
+    compiles = tokens.dtype == torch.bfloat16 or interpreted  # else nothing is served
+    if compiles and gemm_variants.gemm_for(tokens.device) is None:
+        return gemm_variants.compiled(tokens.device).failure
+    return ""
+
+
+def must_copy(logits: LogitsBackend, hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
+    """Whether ``hidden`` ``[..., H]`` and ``weight`` ``[V, H]`` lie where ``logits`` cannot load them.
+
+    Any activation may; a weight only where it has moved since its group settled on ``scaled_exp``, or is
+    another one of the same shape. Another backend on one rank alone would be wrong.
+    """
+    if logits.name != "scaled_exp":
+        return False, False
+    if not _loads(weight):
+        warnings.warn(
+            f"a weight {tuple(weight.shape)} is copied in every call: its rows are not contiguous or do not "
+            "begin at multiples of 16 bytes, as they did on all ranks when the tensor-parallel group first "
+            "called a head of this shape; align it, or name logits_backend='gemm_rows' on all ranks",
+            stacklevel=2,
+        )
+    return not _loads(hidden.detach().reshape(-1, hidden.shape[-1])), not _loads(weight)
+
+
+def _loads(matrix: Tensor) -> bool:
+    """Whether TMA can load it as it lies in memory."""
+    row_bytes = matrix.stride(0) * matrix.element_size()
+    return matrix.stride(1) == 1 and row_bytes % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
+    """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
+    names = [
+        (requested.soft, "the loss of a teacher's targets"),
+        (config.label_smoothing > 0, "label_smoothing"),
+    ]
+    saved_as_logits = _saved_as_logits(config, requested)
+    for option in saved_as_logits:
+        names.append((config.logit_softcap is not None, f"{option} beside a softcap"))
+        names.append((config.logit_precision == "fp32", f"{option} of fp32 logits"))
+    return ", ".join(name for applies, name in names if applies)
+
+
+def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
+    """Names of options whose gradient is no multiple of ``E``, so that logits are saved instead.
+
+    lse, entropy, and log_prob beside a z_loss have their own upstream gradients. None for
+    ``recompute``, which saves neither.
+    """
+    if config.strategy == "recompute":
+        return []
+    with_grad = requested.differentiable
+    names = (
+        ("lse" in with_grad, "lse with a gradient"),
+        ("log_prob" in with_grad and config.z_loss > 0, "log_prob with a gradient beside z_loss"),
+        ("entropy" in with_grad, "entropy with a gradient"),
+    )
+    return [name for applies, name in names if applies]

@@ -1,0 +1,155 @@
+"""A plain GEMM, then row kernels over its logits: on any device, in any dtype."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce import loss, versions
+from megatron_fused_ce.kernels.records import Merged
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, rows_torch
+from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
+from megatron_fused_ce.phases import phase
+
+
+@dataclass(frozen=True)
+class GemmThenRows:
+    """:class:`.LogitsBackend` by a plain GEMM."""
+
+    rows: ModuleType  # kernels.row_kernels or rows_torch
+    token_ops: ModuleType  # kernels.token_kernels or loss
+    logits_dtype: torch.dtype | None = None
+
+    name = "gemm_rows"
+    saves_logits = False
+    saves_e = False
+    needs_logits_buffer = True
+
+    def logits_gemm(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: ChunkTargets,
+        sample: Tensor | None,
+        out: Tensor | None,
+        with_argmax: bool,
+    ) -> Scores:
+        assert out is not None
+        with phase("logits"):
+            write_logits(hidden, weight, out)
+        with phase("statistics"):
+            stats = self.rows.row_statistics(
+                out,
+                targets.labels,
+                targets.logit_scale,
+                with_argmax,
+                targets.form,
+                targets.soft,
+                targets.inv_temperature,
+            )
+        return Scores(stats)
+
+    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> None:
+        return None
+
+    def finalize(self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged) -> None:
+        return None
+
+    def grad_from_saved(
+        self,
+        matrix: Tensor,
+        row_scale: Tensor | None,
+        targets: ChunkTargets,
+        terms: TokenTerms | None,
+        upstream: Upstream,
+        out: Tensor | None,
+    ) -> LogitsGrad:
+        return row_gradients(self.rows, matrix, targets, terms, upstream, out)
+
+    def grad_recomputed(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: ChunkTargets,
+        terms: TokenTerms,
+        upstream: Upstream,
+        logits: Tensor,
+        out: Tensor,
+    ) -> LogitsGrad:
+        write_logits(hidden, weight, logits)
+        return row_gradients(self.rows, logits, targets, terms, upstream, out)
+
+    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
+        raise NotImplementedError("its gradients have no row scale")
+
+
+def row_gradients(
+    rows: ModuleType,  # kernels.row_kernels or rows_torch
+    logits: Tensor,  # [C, V]
+    targets: ChunkTargets,
+    terms: TokenTerms | None,
+    upstream: Upstream,
+    out: Tensor | None,  # [C, V]; may be ``logits``
+) -> LogitsGrad:
+    """Gradients of the logits by the row kernels."""
+    assert out is not None and terms is not None
+    rows.row_gradients(
+        logits,
+        targets.labels,
+        targets.form.grad_coefficients(terms, upstream),
+        targets.logit_scale,
+        out,
+        targets.form,
+        targets.soft,
+        targets.inv_temperature,
+    )
+    return LogitsGrad(out)
+
+
+def write_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """``out = hidden @ weight.T``, ``out`` in their dtype or in fp32."""
+    if out.dtype == hidden.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+    else:  # torch has that for GPUs alone
+        torch.mm(hidden.to(out.dtype), weight.t().to(out.dtype), out=out)
+
+
+def gemm_then_rows(
+    device: torch.device, requested: str = "auto", logits_dtype: torch.dtype | None = None
+) -> GemmThenRows:
+    """The row pass with the Triton kernels on CUDA and plain PyTorch elsewhere, or as requested.
+
+    Raises:
+        ValueError: Triton's row kernels were asked for where there is no CUDA device.
+        ImportError: there is no triton, or an old one; a torch whose GEMM writes no ``logits_dtype``.
+    """
+    if (
+        logits_dtype is not None
+        and device.type == "cuda"
+        and "dtype_out" not in torch.ops.aten.mm.overloads()
+    ):
+        raise ImportError(
+            f"logit_precision='fp32' without the scaled-exp GEMM needs torch 2.8 or newer, whose GEMM writes "
+            f"fp32, and found {torch.__version__}: upgrade torch, or use 'auto'"
+        )
+    if requested == "auto":
+        requested = "triton" if device.type == "cuda" else "torch"
+    if requested == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"row_backend='triton' runs on CUDA devices, and these tensors are on {device.type}; use 'auto' "
+            "or 'torch'"
+        )
+    if requested == "torch":
+        return GemmThenRows(rows_torch, loss, logits_dtype)
+    from megatron_fused_ce.kernels import gemm_variants
+
+    versions.require("triton", gemm_variants.triton_version())
+    from megatron_fused_ce.kernels import row_kernels, token_kernels
+
+    return GemmThenRows(row_kernels, token_kernels, logits_dtype)

@@ -1,0 +1,136 @@
+"""A GEMM that exponentiates in its epilogue, on Hopper and newer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.kernels import row_kernels, scaled_exp_rows, token_kernels
+from megatron_fused_ce.kernels.records import Merged
+from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores
+from megatron_fused_ce.logits.gemm_rows import row_gradients
+from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
+from megatron_fused_ce.phases import phase
+
+
+@dataclass(frozen=True)
+class ScaledExp:
+    """:class:`.LogitsBackend` by the scaled-exp GEMM.
+
+    ``saves_logits``: where gradients are no multiple of ``E`` it writes logits, from whose rounded values its
+    statistics are made, and row kernels make the gradients.
+    """
+
+    gemm: ModuleType  # kernels.scaled_exp or kernels.scaled_exp_hopper
+    saves_logits: bool = False
+
+    name = "scaled_exp"
+    logits_dtype: torch.dtype | None = None  # the hidden states'
+    token_ops: ModuleType = token_kernels
+    needs_logits_buffer = False
+
+    @property
+    def saves_e(self) -> bool:
+        return not self.saves_logits
+
+    def logits_gemm(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: ChunkTargets,
+        sample: Tensor | None,
+        out: Tensor | None,
+        with_argmax: bool,
+    ) -> Scores:
+        assert sample is not None
+        labels, logit_scale, form, _, alone, inv_temperature = targets
+        num_columns = weight.shape[0]
+        with phase("logits"):
+            prologue = scaled_exp_rows.row_prologue(
+                hidden, sample, labels, num_columns, logit_scale, form, inv_temperature
+            )
+            tiles = self.gemm.scaled_exp_gemm(
+                hidden,
+                weight,
+                labels,
+                prologue.row_shift2,
+                prologue.table,
+                logit_scale,
+                out,
+                with_argmax,
+                form,
+                self.saves_logits,
+                inv_temperature,
+            )
+        with phase("statistics"):
+            # Of a plain loss over one shard the same launch finalizes E.
+            finalizes = alone and form.is_plain and not self.saves_logits
+            stats, row_scale = scaled_exp_rows.combine_tiles(
+                prologue, tiles, labels, num_columns, form, alone, out if finalizes else None, inv_temperature
+            )
+        return Scores(stats, tiles, row_scale)
+
+    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor:
+        return scaled_exp_rows.sample_rows(weight, -(-SAMPLED_ROWS // num_ranks), form)
+
+    def finalize(
+        self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged
+    ) -> Tensor | None:
+        if self.saves_logits:
+            return None
+        if scores.row_scale is not None:
+            return scores.row_scale
+        assert scores.tiles is not None
+        return scaled_exp_rows.finalize_rows(
+            matrix,
+            targets.labels,
+            scores.tiles,
+            scores.stats,
+            merged.row_shift,
+            targets.form.own_coefficients(merged.terms),
+            targets.form,
+        )
+
+    def grad_from_saved(
+        self,
+        matrix: Tensor,
+        row_scale: Tensor | None,
+        targets: ChunkTargets,
+        terms: TokenTerms | None,
+        upstream: Upstream,
+        out: Tensor | None,
+    ) -> LogitsGrad:
+        if self.saves_logits:
+            return row_gradients(row_kernels, matrix, targets, terms, upstream, out)
+        assert row_scale is not None
+        return LogitsGrad(matrix, row_scale, upstream.loss)
+
+    def grad_recomputed(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: ChunkTargets,
+        terms: TokenTerms,
+        upstream: Upstream,
+        logits: Tensor,
+        out: Tensor,
+    ) -> LogitsGrad:
+        self.gemm.grad_logits_gemm(
+            hidden,
+            weight,
+            targets.labels,
+            scaled_exp_rows.tile_table(targets.labels, weight.shape[0]),
+            targets.form.grad_coefficients(terms, upstream).in_base_2(),
+            targets.logit_scale,
+            out,
+            targets.form,
+            targets.inv_temperature,
+        )
+        return LogitsGrad(out)
+
+    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
+        scaled_exp_rows.scale_rows(x, row_scale, out, factor)

@@ -1,0 +1,136 @@
+"""A call's labels or teacher, token weights and temperatures, in the order of its hidden states."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce import masked_tokens
+from megatron_fused_ce.call import Call, CallSpec
+from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.kernels.records import SoftTargets
+from megatron_fused_ce.loss import TeacherTargets, merge_duplicates
+from megatron_fused_ce.masked_tokens import Kept
+from megatron_fused_ce.parallel import VocabParallel, raise_if_any
+
+
+class Targets(NamedTuple):
+    """Labels or soft targets of the tokens, their weights and temperatures."""
+
+    labels: Tensor  # [parts, n] int64, columns of this shard
+    soft: SoftTargets | None = None  # [k, parts, n] each; in the labels' place
+    ignored: Tensor | None = None  # [parts, n] bool, of all tokens
+    token_weights: Tensor | None = None  # [parts, n] fp32, for grad_in_forward
+    inv_temperature: Tensor | None = None  # [parts, n] fp32
+
+    @staticmethod
+    def of(call: Call, spec: CallSpec) -> tuple[Targets, Kept | None]:
+        """A call's, and the tokens to work on, where those of weight 0 are skipped; else None.
+
+        Collectives: those of :func:`.parallel.raise_if_any`, with ``config.debug_checks`` and with a
+        temperature per token; :func:`.masked_tokens.count`'s, here or earlier if ``call.unmasked`` was given.
+        """
+        if call.config.debug_checks:
+            _check_numbers(call.token_weights, call.teacher, spec.comm)
+        parts, labels, weights = spec.comm.num_parts, call.labels, call.token_weights
+        inv_temperature = inv_temperature_of(call.temperature, labels, spec.comm)
+        in_order = None if weights is None else in_token_order(weights.detach(), labels, parts)
+        kept = None
+        if call.config.skip_masked and in_order is not None:
+            unmasked = call.unmasked or masked_tokens.count(in_order, spec.comm.group)
+            num_kept = spec.num_tokens
+            if unmasked is not None:
+                num_kept = masked_tokens.num_kept(unmasked.read()[0], spec.num_tokens)
+            kept = Kept.of(in_order, num_kept)
+        targets = _in_columns(labels, call.teacher, in_order, inv_temperature, call.config, spec)
+        return (targets if kept is None else targets.kept(kept)), kept
+
+    def kept(self, kept: Kept) -> Targets:
+        """Those of the tokens to work on, ``[parts, m]``; ``ignored`` stays as it is."""
+        soft, weights, inv_temperature = self.soft, self.token_weights, self.inv_temperature
+        return Targets(
+            kept.of_tokens(self.labels),
+            None if soft is None else SoftTargets(kept.of_tokens(soft.ids), kept.of_tokens(soft.probs)),
+            self.ignored,
+            None if weights is None else kept.of_tokens(weights),
+            None if inv_temperature is None else kept.of_tokens(inv_temperature),
+        )
+
+
+def in_token_order(per_token: Tensor, labels: Tensor, num_parts: int) -> Tensor:
+    """``[parts, n]``, s-major, of a tensor in the shape of ``labels``."""
+    if labels.dim() == 2 and per_token.shape[0] > 1:
+        per_token = per_token.t()
+    return per_token.reshape(num_parts, -1)
+
+
+def inv_temperature_of(temperature: float | Tensor, labels: Tensor, comm: VocabParallel) -> Tensor | None:
+    """The inverse of a temperature per token, ``[parts, n]`` fp32; None for a single temperature.
+
+    Collectives: those of :func:`.parallel.raise_if_any`, with a temperature per token.
+    """
+    if not isinstance(temperature, Tensor):
+        return None
+    inverse = temperature.detach().double().reciprocal().float()
+    wrong = ~(torch.isfinite(inverse) & (inverse > 0)).all()
+    words = "temperatures are not all above 0 and finite; give a token that does not count the temperature 1"
+    raise_if_any(wrong, words, comm.group)
+    return in_token_order(inverse, labels, comm.num_parts)
+
+
+def _check_numbers(token_weights: Tensor | None, teacher: TeacherTargets | None, comm: VocabParallel) -> None:
+    """Raise on every rank for numbers that make no loss anybody means; the host waits."""
+    if token_weights is not None:
+        raise_if_any(token_weights.isnan().any(), "token_weights have a NaN; give 0 or more", comm.group)
+    if teacher is not None:
+        wrong = ((teacher.ids >= 0) & (teacher.log_probs > 0)).any()
+        words = "teacher_log_probs are above 0: expected logarithms of probabilities"
+        raise_if_any(wrong, words, comm.group)
+
+
+def _in_columns(
+    labels: Tensor,  # [b, s] or [T]
+    teacher: TeacherTargets | None,
+    token_weights: Tensor | None,  # [parts, n]
+    inv_temperature: Tensor | None,  # [parts, n] fp32
+    config: FusedCEConfig,
+    spec: CallSpec,
+) -> Targets:
+    """The targets of all tokens, with columns of this shard in the place of global ids."""
+    ids = in_token_order(labels, labels, spec.comm.num_parts).to(torch.int64)
+    local, ignored = _local(ids, spec, config), None
+    if config.ignore_index is not None:
+        ignored = ids == config.ignore_index
+        local = local.masked_fill(ignored, -1)
+    elif any(spec.needs_grad) and local.data_ptr() == labels.data_ptr():
+        local = local.clone()  # whose caller may refill its buffer before the backward
+    weights = None
+    if token_weights is not None and spec.plan.strategy == "grad_in_forward":
+        weights = token_weights.float()
+        if ignored is not None:
+            weights = weights.masked_fill(ignored, 0.0)
+    soft = None if teacher is None else _soft_targets(teacher, spec, config)
+    return Targets(local, soft, ignored, weights, inv_temperature)
+
+
+def _soft_targets(teacher: TeacherTargets, spec: CallSpec, config: FusedCEConfig) -> SoftTargets:
+    k, parts = teacher.ids.shape[-1], spec.comm.num_parts
+    ids, log_probs = (
+        (part if part.dim() == 2 else part.transpose(0, 1)).reshape(-1, k).t()
+        for part in (teacher.ids.to(torch.int64), teacher.log_probs.detach().float())
+    )
+    once = merge_duplicates(ids, log_probs)
+    local = _local(once.ids, spec, config).view(k, parts, -1)
+    return SoftTargets(local, once.probs.view(k, parts, -1))
+
+
+def _local(ids: Tensor, spec: CallSpec, config: FusedCEConfig) -> Tensor:
+    """Columns of this shard for global ids. No shard has one in the padding that is masked."""
+    # Of several ranks the first subtracts too: all run the same operators.
+    whole = spec.comm.size == 1 and spec.vocab_start == 0
+    local = ids.contiguous() if whole else ids - spec.vocab_start
+    if config.true_vocab_size is not None:
+        local = local.masked_fill(ids >= config.true_vocab_size, -1)
+    return local
