@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_fused_ce import promise
 from megatron_fused_ce.scripts.bench.cases import LONGEST_WARM_STEP_MS, ROOFS, Cell
+from megatron_fused_ce.scripts.bench.peers import one_line
 from megatron_fused_ce.scripts.bench.problem import MIB, Clock, FullReference, Problem, World, full_reference
 from megatron_fused_ce.scripts.bench.report import KEYS
 from megatron_fused_ce.scripts.bench.roof import SLACK_BYTES, Roof
@@ -88,11 +89,6 @@ class Outcome:
     chunk_tokens: int | None = None  # that it ran with
     logits_backend: str | None = None  # that served
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-def one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no words'}"[:160]
 
 
 def give_back(world: World) -> None:

@@ -155,10 +155,10 @@ def steps_of_trace(events: Iterable[Row], on_gpu: bool) -> list[list[Span]]:
     events = [event for event in events if event.get("ph") == "X"]
     wanted = ("kernel", "gpu_memcpy", "gpu_memset")
     found = [e for e in events if e.get("cat") in wanted] if on_gpu else _operators(events)
-    spans = [
-        Span(e["name"], float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["args"].get("dtype", "")))
-        for e in found
-    ]
+    spans = []
+    for event in found:
+        start, dtype = float(event["ts"]), event.get("args", {}).get("dtype", "")
+        spans.append(Span(event["name"], start, start + float(event["dur"]), str(dtype)))
     marks = (e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
     times = sorted((float(mark["ts"]), float(mark["ts"]) + float(mark["dur"])) for mark in marks)
     return [[span for span in spans if first <= span.start < last] for first, last in times]

@@ -576,9 +576,16 @@ FAULTS = (
     Fault(
         "a rank does not hear that another's promise is broken",
         f"{PACKAGE}/promise.py",
-        "words = largest_over_ranks(words, group)",
+        "words = _of_all_ranks(words, scale, group)",
         "pass",
         (f"{BROKEN} -k 'one_rank_alone'",),
+    ),
+    Fault(
+        "each rank keeps a scalar of its own",
+        f"{PACKAGE}/promise.py",
+        "torch.maximum(words[0], BROKEN * differ)",
+        "words[0]",
+        (f"{BROKEN} -k 'scalar_of_its_own'",),
     ),
     Fault(
         "an overflow counts as a broken promise for ever",
@@ -851,9 +858,23 @@ FAULTS = (
     Fault(
         "a decorated function passes for Megatron's",
         f"{PACKAGE}/adapter/consumer.py",
-        'getattr(getattr(function, "__func__", function), "__globals__", {})',
-        'getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {})',
+        '    written_in = getattr(function, "__globals__", {})',
+        '    written_in = getattr(inspect.unwrap(function), "__globals__", {})',
         (f"{SEAMS} -k 'decorated and 2ranks'",),
+    ),
+    Fault(
+        "a mask that was changed meanwhile keeps its old count",
+        f"{PACKAGE}/adapter/token_weights.py",
+        "unmasked = call.unmasked if _version(mask) == call.version else None",
+        "unmasked = call.unmasked",
+        (f"{SEAMS} -k 'meanwhile and 2ranks'",),
+    ),
+    Fault(
+        "what is replaced beneath Megatron's product is not looked at",
+        f"{PACKAGE}/adapter/stock_path.py",
+        "    yield layers.copy_to_tensor_model_parallel_region\n",
+        "",
+        (f"{SEAMS} -k 'beneath and 2ranks'",),
     ),
     Fault(
         "hooks on all modules are not looked at",

@@ -415,7 +415,7 @@ def test_a_failing_peer_is_a_row_with_one_line(tmp_path, monkeypatch):
     variants = (foreign("fails", fails), absent, picky)
     code, rows = bench_foreign(tmp_path, monkeypatch, *variants)
     assert code == 0
-    assert rows["fails"]["error"] == "RuntimeError: no kernel for this"
+    assert rows["fails"]["error"] == "RuntimeError: no kernel for this and a long story"
     assert rows["absent"]["error"] == "not installed"
     assert rows["picky"]["error"] == "takes bfloat16 only"
 

@@ -1,6 +1,6 @@
 """pretrain --lengths: command lines, what counts as training, order, tables; launches that hang or run out.
 
-    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_longest_sequence.py
+    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_lengths.py
 
 also launches pretrain_gpt.py of that checkout on a CPU. The others need none.
 """
