@@ -58,18 +58,18 @@ class ForBackward(NamedTuple):
 
 def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
     """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
-    if structure is None or isinstance(structure, Tensor):
-        tensors.append(structure)
-        return None
-    parts = [take_apart(part, tensors) for part in structure]
+    parts: list[Any] = []
+    for part in structure:
+        is_leaf = part is None or isinstance(part, Tensor)
+        if is_leaf:
+            tensors.append(part)
+        parts.append(None if is_leaf else take_apart(part, tensors))
     return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
 
 
 def put_together(structure: Any, tensors: Iterator[Tensor | None]) -> Any:
     """The inverse of :func:`take_apart`."""
-    if structure is None:
-        return next(tensors)
-    parts = [put_together(part, tensors) for part in structure]
+    parts = [next(tensors) if part is None else put_together(part, tensors) for part in structure]
     return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
 
 

@@ -8,6 +8,7 @@ to call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -114,7 +115,9 @@ _NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
 #: Fields that ranks may have each their own: their tensors' rows, what they find by themselves
 #: (:data:`_NO_FACTS`), and what changes no collective. All others, and the config's, must agree.
 _OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
-_in_key = attrgetter(*(name for name in Call._fields if name not in _NOT_IN_KEY))
+_TENSORS = [name for name, of in Call.__annotations__.items() if re.search("Te(nsor|acherTargets)", str(of))]
+_tensors_in_key = attrgetter(*(name for name in _TENSORS if name not in _NOT_IN_KEY))
+_others_in_key = attrgetter(*(name for name in Call._fields if name not in {*_NOT_IN_KEY, *_TENSORS}))
 _AGREED = tuple(name for name in Call._fields if name not in {*_OF_RANK, "config"})
 
 
@@ -266,8 +269,11 @@ def _key(call: Call) -> Hashable | None:
         return None
     hidden, weight = call.hidden, call.weight
     try:
+        others = _others_in_key(call)
         key = (
-            tuple(map(_kind, _in_key(call))),
+            tuple(map(_kind, _tensors_in_key(call))),
+            others,
+            tuple(map(type, others)),  # True and 1 are equal
             kind_of(call.open_grad_weight),
             torch.is_grad_enabled(),
             # Where TMA may load them.
@@ -282,7 +288,7 @@ def _key(call: Call) -> Hashable | None:
 
 
 def _kind(value: Any) -> Hashable:
-    """A value and its type (True and 1 are equal), of a tensor all but its numbers."""
+    """A value and its type, of a tensor all but its numbers."""
     kind = type(value)
     if isinstance(value, Tensor):
         return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
