@@ -381,10 +381,10 @@ def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
 def test_our_own_out_of_memory_is_a_row_too(tmp_path, monkeypatch):
     right = benchmark_variants.linear_cross_entropy
 
-    def too_big(hidden, *args, **kwargs):
-        if hidden.shape[0] > 48:
+    def too_big(call):
+        if call.hidden.shape[0] > 48:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return right(hidden, *args, **kwargs)
+        return right(call)
 
     monkeypatch.setattr(benchmark_variants, "linear_cross_entropy", too_big)
     code, rows = bench(tmp_path, "--strategies", "store")
