@@ -198,14 +198,14 @@ def test_a_time_limit_leaves_the_rest_out(tmp_path, capsys):
 def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
     right = benchmark_variants.linear_cross_entropy
 
-    def off(hidden, *args, **kwargs):
-        outputs = right(hidden, *args, **kwargs)
+    def off(call):
+        outputs = right(call)
         loss = outputs.loss
         if wrong == "loss":
             loss = loss + 1e-3
         elif wrong == "gradients":
             loss = loss.detach() + 1.001 * (loss - loss.detach())
-        elif wrong == "at full size" and hidden.shape[0] > 48:
+        elif wrong == "at full size" and call.hidden.shape[0] > 48:
             loss = loss.index_fill(0, torch.tensor([70]), 0.0)
         elif wrong == "raises":
             raise RuntimeError("a bug")
@@ -381,10 +381,10 @@ def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
 def test_our_own_out_of_memory_is_a_row_too(tmp_path, monkeypatch):
     right = benchmark_variants.linear_cross_entropy
 
-    def too_big(hidden, *args, **kwargs):
-        if hidden.shape[0] > 48:
+    def too_big(call):
+        if call.hidden.shape[0] > 48:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return right(hidden, *args, **kwargs)
+        return right(call)
 
     monkeypatch.setattr(benchmark_variants, "linear_cross_entropy", too_big)
     code, rows = bench(tmp_path, "--strategies", "store")
