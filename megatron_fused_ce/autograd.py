@@ -24,24 +24,41 @@ from megatron_fused_ce.wgrad import OpenedAccumulators
 Gradients = tuple[Tensor | None, ...]
 
 
+_REFUSED = "the fused head has no second derivative: take Megatron's own head for a gradient penalty"
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """Gradients as they are, as a function of what they were made of, that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, num_made: int, *made_and_sources: Tensor | None) -> Gradients:
+        return tuple(None if made is None else made.view_as(made) for made in made_and_sources[:num_made])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise RuntimeError(_REFUSED)
+
+
 def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Mark a backward whose own derivative does not exist.
 
-    With ``create_graph=True`` its results carry torch's delayed error, which is raised where somebody
-    differentiates them. torch's ``once_differentiable`` adds it only where an upstream gradient requires one
-    itself: the gradient of a plain ``sum()`` would come without a graph, and a penalty on it would drop out
-    of the loss in silence.
+    With ``create_graph=True`` its results depend on the upstream gradients and on the saved inputs by a
+    function that raises where somebody differentiates it. torch's ``once_differentiable`` puts its error
+    behind new leaves: gradients for named inputs, as a Hessian-vector product asks for them, would be 0.
     """
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> Gradients:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        if ctx.needs_input_grad[0] and not getattr(ctx, "saves_input", True):
+            raise RuntimeError(f"{_REFUSED}, and with skip_masked no backward under create_graph=True")
+        sources = [*grads, *ctx.saved_tensors[:2]]  # before the backward may free them
         with torch.no_grad():
             made = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return made
-        words = b"the fused head has no second derivative: take Megatron's own head for a gradient penalty"
-        delayed: Any = torch._C._functions.DelayedError(words, len(made))
-        return tuple(delayed(*(None if g is None else g.detach().requires_grad_() for g in made)))
+        leaf = torch.zeros((), device=ctx.saved_tensors[1].device, requires_grad=True)
+        refusing: Gradients = _NoSecondDerivative.apply(len(made), *made, *sources, leaf)
+        return refusing
 
     return once
 
@@ -113,7 +130,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 out.saved, targets.soft, targets.inv_temperature, targets.ignored, kept
             )
             ctx.structure = take_apart(for_backward, tensors)
-            ctx.save_for_backward(flat, weight, *tensors)
+            # The input itself where it can be, which autograd knows.
+            ctx.saves_input = kept is None and not copies_hidden
+            ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
         outputs, row_max, argmax = out.outputs, out.row_max, out.argmax
         local_max = None if row_max is None else _of_all_tokens(row_max, kept)
         local_argmax = None if argmax is None else _of_all_tokens(argmax, kept)
@@ -140,6 +159,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if all(grad is None for grad in grad_outputs):
             return None, None, *no_others
         hidden, weight, *tensors = ctx.saved_tensors
+        hidden = hidden.reshape(-1, hidden.shape[-1])
         for_backward: ForBackward = put_together(ctx.structure, iter(tensors))
         kept, device, spec = for_backward.kept, weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None

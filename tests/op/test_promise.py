@@ -604,6 +604,22 @@ def test_a_gradient_penalty_is_refused(name, upstream, device):
         (gradient.square().sum() + losses.sum()).backward()
 
 
+@pytest.mark.parametrize("operand", ["hidden", "weight"])
+@pytest.mark.parametrize("name", [*HEADS, "skip_masked"])
+def test_a_hessian_vector_product_is_refused(name, operand, device):
+    """It asks for the gradients of named inputs: an error behind other leaves would leave it at 0."""
+    skips = {"skip_masked": True} if name == "skip_masked" else {}
+    micro = Micro(device, **skips)
+
+    def loss(value):
+        setattr(micro, operand, value)
+        return HEADS["store" if skips else name](micro).sum()
+
+    given = getattr(micro, operand).detach()
+    with warnings.catch_warnings(action="ignore"), pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.functional.hvp(loss, given, torch.ones_like(given))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_create_graph_without_a_second_derivative(strategy, device):
     """As some optimizers and hooks ask for it: the step is right."""
