@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.adapter.arguments import add_arguments
+from megatron_fused_ce.estimate.answer import GIB
 from megatron_fused_ce.estimate.command import plan_of
-from megatron_fused_ce.estimate.report import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
