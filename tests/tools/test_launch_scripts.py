@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
+import pytest
+
+from megatron_fused_ce.estimate import command, launch_script
 from tests.support import megatron_scripts
 from tests.support.checkouts import on_checkouts
+
+OPTIONS = command._options()
+CASES = re.findall(
+    r"^=== (.+)\n((?:.*\n)*?)((?:==> .*\n?)+)",
+    Path(__file__).with_name("launch_scripts.txt").read_text(),
+    re.MULTILINE,
+)
+BESIDE = {
+    "model.sh": 'MODEL=(--num-layers "$LAYERS" --hidden-size "${HIDDEN:-64}")\n',
+    "launch.sh": "launch() {\n  local script=$1\n  shift\n"
+    '  exec torchrun --nproc-per-node 4 "$ROOT/$script" "$@"\n}\n',
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_arguments_and_gpus_of_a_script(case, tmp_path):
+    _, script, expected = case
+    for name, text in BESIDE.items():
+        (tmp_path / name).write_text(text)
+    for line in expected.splitlines():
+        given = re.fullmatch(r"==> (?:with (.*?): )?(error|[\d?]+): (.*)", line)
+        assert given, line
+        values = dict(word.split("=", 1) for word in shlex.split(given[1] or ""))
+
+        if given[2] == "error":
+            with pytest.raises(ValueError, match=re.escape(given[3])):
+                launch_script.of_script(script, values, OPTIONS, (), tmp_path)
+            continue
+        launch = launch_script.of_script(script, values, OPTIONS, (), tmp_path)
+        assert shlex.join(launch.arguments) == shlex.join(shlex.split(given[3])), line
+        assert str(launch.gpus or "?") == given[2]
+        assert (launch.gpus is None) == bool(launch.no_gpus)
+
+
+def test_there_are_forty_scripts():
+    assert len({script for _, script, _ in CASES}) >= 40
 
 
 @on_checkouts
