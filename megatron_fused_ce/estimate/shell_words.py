@@ -29,6 +29,7 @@ _LANGUAGE = Language(tree_sitter_bash.language())
 _MARK = re.compile("\ue000([0-9a-f]*)\ue001")
 _NAME = re.compile(r"(?:[A-Za-z_]\w*|\d+)(?:\[@\])?")
 _PLACEHOLDER = re.compile(r"<[^<>]*>|\(e\.g\.[^)]*\)")
+_WORDS_OF_AN_ARRAY = re.compile(r'"\$(?:@|\{(?:\w+\[@\]|@)\})"')
 _SHELLS = ("bash", "sh", "zsh")
 #: Commands that are taken to end well, and have no part in a launch.
 _QUIET = ("echo", "printf", "cd", "mkdir", "set", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
@@ -36,6 +37,7 @@ _READERS = ("read", "mapfile", "readarray", "getopts", "let")
 _REDIRECTS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
 #: Functions and scripts within each other, at most.
 _DEEPEST = 20
+_EXPRESSIONS = {"binary_expression", "unary_expression"}
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     **{"+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow, "%": operator.mod},
     **{"/": operator.floordiv, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
@@ -48,8 +50,8 @@ class _Leave(Exception):
     """``exit``, ``return``, ``break`` or ``continue``."""
 
 
-class _NoNumber(Exception):
-    """Arithmetic with something that is not known."""
+class _NotKnown(Exception):
+    """A test or a sum has something that is not known; its variable."""
 
 
 def unknown(name: str) -> str:
@@ -85,8 +87,8 @@ class Reader:
         self._prefix: list[str] = []
         self._why = ""
         self._functions: dict[str, Node] = {}
-        #: variables where a branch left its function or loop
-        self._left: list[dict[str, Value]] = []
+        #: how a branch left its function or loop, and the variables there
+        self._left: list[tuple[str, dict[str, Value]]] = []
         #: of the functions that are being followed: values to restore
         self._locals: list[dict[str, Value | None]] = []
         self._depth = 0
@@ -153,7 +155,7 @@ class Reader:
             case "negated_command":
                 return _not(self._run(node.named_children[0]))
             case "test_command":
-                return _all_true([self._true(part) for part in node.named_children])
+                return self._truth(node.named_children[0], False) if node.named_children else False
             case "if_statement":
                 return self._choose(self._clauses(node))
             case "case_statement":
@@ -200,8 +202,7 @@ class Reader:
                 ends.append(self.values)
             except _Leave as leave:
                 left = leave
-                if str(leave) != "exit":
-                    self._left.append(self.values)
+                self._left.append((str(leave), self.values))
         self._why = outside
         if left and not ends:
             raise left
@@ -256,13 +257,14 @@ class Reader:
             if conditions and self._all(conditions) is (node.children[0].type == "until"):
                 return True
             self._fork([lambda: self._all([body] if body else []), lambda: True], "")
-            self._rejoin(leaves)
+            self._rejoin(leaves, "break", "continue")
         return ""
 
-    def _rejoin(self, leaves: int) -> None:
+    def _rejoin(self, leaves: int, *kinds: str) -> None:
         """Go on with what those who left a loop or function since then had, too."""
-        self.values = _joined([self.values, *self._left[leaves:]], "")
-        del self._left[leaves:]
+        here = [self.values, *(values for kind, values in self._left[leaves:] if kind in kinds)]
+        self._left[leaves:] = [left for left in self._left[leaves:] if left[0] not in kinds]
+        self.values = _joined(here, "")
 
     # --- commands ----------------------------------------------------------------------------
 
@@ -363,7 +365,7 @@ class Reader:
                 raise
         finally:
             self._depth -= 1
-            self._rejoin(leaves)
+            self._rejoin(leaves, "return")
             for name, value in {**self._locals.pop(), "@": before}.items():
                 self.values.pop(name, None)
                 if value is not None:
@@ -416,11 +418,8 @@ class Reader:
                 return self._fields(node.children[0])
             case "simple_expansion" | "expansion":
                 return [word for value in self._value(node) for word in value.split()]
-            case "string" if (
-                len(node.named_children) == 1 and len(_source(node)) == len(_source(node.children[1])) + 2
-            ):
-                inner = node.named_children[0]
-                return self._value(inner) if inner.type.endswith("expansion") else [self._text(node)]
+            case "string" if _WORDS_OF_AN_ARRAY.fullmatch(_source(node)):
+                return self._value(node.named_children[0])
             case "concatenation":
                 words = [""]
                 for part in node.children:
@@ -449,8 +448,8 @@ class Reader:
                 return lead + " ".join(self._value(node))
             case "arithmetic_expansion":
                 try:
-                    return str(self._number(node.named_children[0]))
-                except _NoNumber as error:
+                    return str(int(self._evaluate(node.named_children[0], True)))
+                except _NotKnown as error:
                     return unknown(str(error) or source)
             case "command_substitution" | "process_substitution":
                 return source[: len(source) - len(source.lstrip())] + unknown(source.strip())
@@ -491,6 +490,9 @@ class Reader:
                 self.values[name] = otherwise
             return [otherwise] if empty else value or []
         if kind.strip(":") == "+":
+            text = "".join(value or [])
+            if text and not _MARK.sub("", text):
+                return [unknown(name)]  # which may be empty
             return [""] if empty else [otherwise]
         if value is None or kind.strip(":") == "?":
             return [unknown(name)] if value is None else value
@@ -517,73 +519,72 @@ class Reader:
 
     # --- tests and numbers -------------------------------------------------------------------
 
-    def _true(self, node: Node) -> Truth:
-        """Of a test: ``[ a = b ]``, ``[[ -z a ]]``. Files and regular expressions are not known."""
-        if node.type == "parenthesized_expression":
-            return self._true(node.named_children[0])
-        if node.type == "unary_expression":
-            sign, operand = _source(node.children[0]), node.children[-1]
-            if sign == "!":
-                return _not(self._true(operand))
-            text = self._text(operand)
-            if sign not in ("-z", "-n"):
-                return ""
-            return _settable(unknowns(text)) if unknowns(text) else (text == "") == (sign == "-z")
-        if node.type != "binary_expression":
-            text = self._text(node)
-            return _settable(unknowns(text)) if unknowns(text) else text != ""
-        left, between, right = node.children[0], _source(node.children[1]), node.children[-1]
-        if between in ("&&", "-a"):
-            return _all_true([self._true(left), self._true(right)])
-        if between in ("||", "-o"):
-            return _not(_all_true([_not(self._true(left)), _not(self._true(right))]))
-        if any(part.type.endswith("_expression") for part in (left, right)):
-            return ""  # tree-sitter orders -a and -o otherwise than bash
-        one, other = self._text(left), self._text(right)
-        if names := unknowns(one + other):
-            return _settable(names)
-        if between in ("=", "==", "!="):
-            same = one == other if right.type in ("string", "raw_string") else fnmatchcase(one, other)
-            return same == (between != "!=")
+    def _truth(self, node: Node, numbers: bool) -> Truth:
         try:
-            return bool(_OPERATORS[between](int(one), int(other)))
-        except (KeyError, ValueError):
-            return ""
-
-    def _arithmetic(self, node: Node) -> Truth:
-        """``((...))``."""
-        signs = {_source(part) for part in _nodes(node) if not part.is_named}
-        if signs & {"=", "+=", "-=", "*=", "/=", "%=", "++", "--"}:
-            for part in _nodes(node):
-                if part.type == "variable_name":
-                    self.values[_source(part)] = unknown(_source(part))
-            return ""
-        try:
-            return self._number(node.named_children[0]) != 0
-        except _NoNumber as error:
+            return bool(self._evaluate(node, numbers))
+        except _NotKnown as error:
             return str(error)
 
-    def _number(self, node: Node) -> int:
-        parts = node.children
+    def _evaluate(self, node: Node, numbers: bool) -> str | int:
+        """Of ``((...))`` if ``numbers``, else of a test; files and regular expressions are not known."""
+        left, right, sign = node, node, ""
+        if node.type in ("binary_expression", "unary_expression", "parenthesized_expression"):
+            left, right = node.children[0], node.children[-1]
+            sign = _source(node.children[1] if node.type[0] == "b" else left)
+        match sign:
+            case "":
+                known = node.type != "variable_name" or not numbers
+                text = (
+                    self._text(node)
+                    if known
+                    else (self._lookup(_source(node), False) or [unknown(_source(node))])[0]
+                )
+                if names := unknowns(text):
+                    raise _NotKnown(_settable(names))
+                return _whole(text or "0") if numbers else text
+            case "(":
+                return self._evaluate(node.children[1], numbers)
+            case "!":
+                return not self._evaluate(right, numbers)
+            case "-z" | "-n":
+                return (self._evaluate(right, numbers) == "") == (sign == "-z")
+            case "&&" | "-a" | "||" | "-o":
+                truths = [self._truth(left, numbers), self._truth(right, numbers)]
+                decides = sign in ("||", "-o")
+                if (
+                    decides not in truths
+                    and (why := next((t for t in truths if isinstance(t, str)), None)) is not None
+                ):
+                    raise _NotKnown(why)
+                return decides if decides in truths else not decides
+        # tree-sitter orders -a and -o otherwise than bash: no operand of a comparison is a comparison.
+        if node.type[0] == "u" or (not numbers and {left.type, right.type} & _EXPRESSIONS):
+            raise _NotKnown
+        one, other = self._evaluate(left, numbers), self._evaluate(right, numbers)
+        if sign in ("=", "==", "!=") and not numbers:
+            quoted = right.type in ("string", "raw_string")
+            return (one == other if quoted else fnmatchcase(str(one), str(other))) == (sign != "!=")
         try:
-            match node.type:
-                case "binary_expression":
-                    left, right = self._number(parts[0]), self._number(parts[2])
-                    return int(_OPERATORS[_source(parts[1])](left, right))
-                case "unary_expression" if _source(parts[0]) in "+-":
-                    return self._number(parts[1]) * (-1 if _source(parts[0]) == "-" else 1)
-                case "parenthesized_expression":
-                    return self._number(parts[1])
-                case "variable_name":
-                    value = self._lookup(_source(node), every=False)
-                    text = unknown(_source(node)) if value is None else value[0]
-                case _:
-                    text = self._text(node)
-            if names := unknowns(text):
-                raise _NoNumber(_settable(names))
-            return int(text or "0")
-        except (KeyError, ValueError, ZeroDivisionError, OverflowError):
-            raise _NoNumber from None
+            return int(_OPERATORS[sign](_whole(one), _whole(other)))
+        except (KeyError, ZeroDivisionError, OverflowError):
+            raise _NotKnown from None
+
+    def _arithmetic(self, node: Node) -> Truth:
+        """``((...))``, which may assign."""
+        signs = {_source(part) for part in _nodes(node) if not part.is_named}
+        if not signs & {"=", "+=", "-=", "*=", "/=", "%=", "++", "--"}:
+            return self._truth(node.named_children[0], True)
+        for part in _nodes(node):
+            if part.type == "variable_name":
+                self.values[_source(part)] = unknown(_source(part))
+        return ""
+
+
+def _whole(text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _NotKnown from None
 
 
 def _source(node: Node) -> str:
@@ -624,9 +625,3 @@ def _settable(names: Sequence[str]) -> str:
 
 def _not(truth: Truth) -> Truth:
     return not truth if isinstance(truth, bool) else truth
-
-
-def _all_true(truths: Sequence[Truth]) -> Truth:
-    if any(truth is False for truth in truths):
-        return False
-    return next((truth for truth in truths if truth is not True), True)
