@@ -270,21 +270,12 @@ class Reader:
 
     def _command(self, node: Node) -> Truth:
         """``node`` with its redirections; tree-sitter takes words behind one's target for more targets."""
-        command, text = node, ""
+        command = node.child_by_field_name("body") or node
+        if command.type not in ("command", "redirected_statement"):
+            return self._run(command)
         words: list[str] = []
-        behind: list[Node] = []
-        if node.type == "redirected_statement":
-            body = node.child_by_field_name("body")
-            if body is not None and body.type != "command":
-                return self._run(body)
-            command = body or node
-        before = []
-        redirects = [part for part in [*command.children, *node.children] if part.type in _REDIRECTS]
-        for redirect in {part.id: part for part in redirects}.values():
-            behind += redirect.children_by_field_name("destination")[1:]
-            behind += redirect.children_by_field_name("argument")
-            text += "".join(_source(part) for part in redirect.children if part.type == "heredoc_body")
-        for index, part in enumerate(command.children if command.type == "command" else []):
+        before: list[Node] = []
+        for index, part in enumerate(command.children):
             if part.type == "variable_assignment":
                 before.append(part)
             elif part.type == "command_name" or command.field_name_for_child(index) == "argument":
@@ -292,10 +283,14 @@ class Reader:
                     self._all(before)
                     before = []
                 words += self._fields(part)
-        words += [word for part in behind for word in self._fields(part)]
-        later = [
-            part for redirect in redirects for part in redirect.children if part.type in ("pipeline", "list")
-        ]
+        text, later = "", []
+        for redirect in {part.id: part for part in (*command.children, *node.children)}.values():
+            if redirect.type in _REDIRECTS:
+                behind = redirect.children_by_field_name("destination")[1:]
+                behind += redirect.children_by_field_name("argument")
+                words += [word for part in behind for word in self._fields(part)]
+                text += "".join(_source(part) for part in redirect.children if part.type == "heredoc_body")
+                later += [part for part in redirect.children if part.type in ("pipeline", "list")]
         status = self._start(words, before, text)
         return self._all(later) if later else status
 
@@ -385,29 +380,21 @@ class Reader:
 
     def _assign(self, node: Node) -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
-        assert target is not None
-        if target.type == "subscript":
-            name = _source(target.named_children[0])
-            self.values[name] = unknown(name)
-            return
-        name, new = _source(target), self._assigned(value)
-        if isinstance(new, str) and _MARK.fullmatch(new) and not _NAME.fullmatch(unknowns(new)[0]):
-            new = unknown(name)  # a command's output: ask for the variable
-        old = self.values.get(name, "" if isinstance(new, str) else [])
-        if node.children[1].type == "+=":
-            if isinstance(old, str) and isinstance(new, list):
-                old = [old]
-            new = old + new if type(old) is type(new) else unknown(name)  # type: ignore[operator]
-        self.values[name] = new
-
-    def _assigned(self, value: Node | None) -> Value:
-        if value is None:
-            return ""
-        if value.type == "array":
-            return [
+        assert target
+        name = _source(target.named_children[0] if target.type == "subscript" else target)
+        new: Value = "" if value is None else self._text(value)
+        if value is not None and value.type == "array":
+            new = [
                 word for part in value.named_children if part.type != "comment" for word in self._fields(part)
             ]
-        return self._text(value)
+        # Of a command's output, and of an array's element, the variable is asked for.
+        elif target.type == "subscript" or (_MARK.fullmatch(str(new)) and not _settable(unknowns(str(new)))):
+            new = unknown(name)
+        if node.children[1].type == "+=":
+            old = self.values.get(name, type(new)())
+            old = [old] if isinstance(new, list) and isinstance(old, str) else old
+            new = old + new if type(old) is type(new) else unknown(name)  # type: ignore[operator]
+        self.values[name] = new
 
     # --- words -------------------------------------------------------------------------------
 
@@ -434,9 +421,12 @@ class Reader:
         source = _source(node)
         match node.type:
             case "string":
-                return self._between(
-                    node.children[1:-1], node.children[0].end_byte, node.children[-1].start_byte, node
-                )
+                # By bytes: tree-sitter leaves out blanks and line ends between parts.
+                whole, text, begin = node.text or b"", "", 1
+                for part in (part for part in node.named_children if part.type != "string_content"):
+                    text += _unquoted(whole[begin : part.start_byte - node.start_byte]) + self._text(part)
+                    begin = part.end_byte - node.start_byte
+                return text + _unquoted(whole[begin:-1])
             case "raw_string":
                 return source[1:-1]
             case "ansi_c_string":
@@ -454,20 +444,6 @@ class Reader:
             case "command_substitution" | "process_substitution":
                 return source[: len(source) - len(source.lstrip())] + unknown(source.strip())
         return re.sub(r"\\(.)", r"\1", source.replace("\\\n", ""))
-
-    def _between(self, parts: Sequence[Node], begin: int, end: int, node: Node) -> str:
-        """A quoted text: its parts, and what tree-sitter leaves out between them."""
-        whole, text, offset = (node.text or b""), "", node.start_byte
-        for part in parts:
-            gap = whole[begin - offset : part.start_byte - offset].decode()
-            plain = part.type == "string_content"
-            text += gap + (
-                re.sub(r"\\([\\$`\"])", r"\1", _source(part).replace("\\\n", ""))
-                if plain
-                else self._text(part)
-            )
-            begin = part.end_byte
-        return text + whole[begin - offset : end - offset].decode()
 
     def _value(self, node: Node) -> list[str]:
         """Of ``$NAME`` and ``${...}``: the words of an array, or one text."""
@@ -585,6 +561,11 @@ def _whole(text: str | int) -> int:
         return int(text)
     except ValueError:
         raise _NotKnown from None
+
+
+def _unquoted(text: bytes) -> str:
+    """Of a text in double quotes."""
+    return re.sub(r"\\([\\$`\"])", r"\1", text.decode().replace("\\\n", ""))
 
 
 def _source(node: Node) -> str:
