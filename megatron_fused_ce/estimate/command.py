@@ -185,7 +185,7 @@ def _is_launch(text: str) -> bool:
 def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, Launch | None, list[str]]:
     """The arguments, the setting that they describe, the launch that has them, and notes on what was read."""
     first = _parser(own=True).parse_args(words)
-    launch = _launch(first)
+    launch = _launch(first, words)
     before = list(launch.arguments) if launch else list(megatron_arguments.USUAL)
     if first.model:
         first.model = known_name(first.model)
@@ -196,18 +196,26 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, Launch | N
     given.model = first.model
     setting = megatron_arguments.setting_of(given, given.gpus or (launch.gpus if launch else None))
     notes = [*(launch.notes if launch else ()), *megatron_arguments.notes(before, _options())]
+    if launch and not (launch.gpus or given.gpus):
+        fewest = f"planned for the fewest that the parallel sizes take, {setting.parallel.gpus}"
+        notes.insert(0, f"The number of GPUs is not known, {launch.no_gpus}: {fewest}; or give --gpus.")
     return given, setting, launch, notes
 
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, ImportError):
+        if str(error.name).startswith("tree_sitter"):
+            return (
+                f"{error.name} is not installed: pip install tree-sitter tree-sitter-bash, or give a log or "
+                "arguments in quotes"
+            )
         return f"{error.name} is not installed: pip install rich matplotlib, or use --json"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-def _launch(given: argparse.Namespace) -> Launch | None:
+def _launch(given: argparse.Namespace, words: Sequence[str]) -> Launch | None:
     if given.from_log:
         text = read_text(given.from_log, MOST_LOG_BYTES, errors="replace")
         if given.gpu is None and given.gpu_memory is None:
@@ -228,10 +236,19 @@ def _launch(given: argparse.Namespace) -> Launch | None:
             raise ValueError(f"--set takes NAME=VALUE, got {assignment!r}")
         values[name] = value
     if _is_launch(text):
+        if values:
+            raise ValueError("--set is for the variables of a script; arguments in quotes have none")
         return launch_script.of_string(text, count_gpus)
     script = read_text(path, MOST_SCRIPT_BYTES)
+    named = {word.partition("=")[0] for word in words}
+    answered = [
+        name
+        for action in _parser(own=False)._actions
+        for name in action.option_strings
+        if named & set(action.option_strings)
+    ]
     try:
-        return launch_script.of_script(script, values, _options(), path.parent, count_gpus)
+        return launch_script.of_script(script, values, _options(), answered, path.parent, count_gpus)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -5,15 +5,36 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_fused_ce.estimate.shell_words import Unknown, commands
-
-_PROCESSES = ("--nproc-per-node", "--nproc_per_node")
-_NODES = ("--nnodes",)
 #: Names that hold several arguments rather than one's value.
-_LIST = re.compile(r".*\[[@*]\]|.*(?:ARGS|OPTIONS|OPTS|FLAGS|PARAMS).*|[@*]", re.IGNORECASE)
+_LIST = re.compile(r".*\[@\]|.*(?:ARGS|OPTIONS|OPTS|FLAGS|PARAMS).*|[@*]", re.IGNORECASE)
+_NAME = re.compile(r"\w+|@")
+_NODES = ("-N", "--nodes")
+#: Of each program that starts ranks: ways to count them, each a product of options, with what is the case
+#: where one is not given (None: only the machine knows).
+_Ways = tuple[tuple[tuple[tuple[str, ...], int | None], ...], ...]
+_TORCHRUN: _Ways = (((("--nproc-per-node", "--nproc_per_node"), 1), (("--nnodes",), 1)),)
+_MPIRUN: _Ways = (((("-np", "-n", "--np", "-c"), None),),)
+_LAUNCHERS: dict[str, _Ways] = {
+    "torchrun": _TORCHRUN,
+    "torch.distributed.run": _TORCHRUN,
+    "torch.distributed.launch": _TORCHRUN,
+    "deepspeed": (((("--num_gpus",), None), (("--num_nodes",), 1)),),
+    "accelerate": (((("--num_processes", "--num-processes"), None),),),
+    "mpirun": _MPIRUN,
+    "mpiexec": _MPIRUN,
+    "srun": (((("-n", "--ntasks"), None),), ((_NODES, None), (("--ntasks-per-node",), 1))),
+}
+#: What Slurm sets from its options.
+_SLURM = {
+    "SLURM_NNODES": _NODES,
+    "SLURM_JOB_NUM_NODES": _NODES,
+    "SLURM_NTASKS": ("-n", "--ntasks"),
+    "SLURM_NTASKS_PER_NODE": ("--ntasks-per-node",),
+    "SLURM_GPUS_PER_NODE": ("--gpus-per-node",),
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +46,8 @@ class Launch:
     arguments: tuple[str, ...]
     #: processes over all nodes; None if the launcher's arguments do not say
     gpus: int | None
+    #: why they do not, a clause
+    no_gpus: str = ""
     #: sentences about what was read
     notes: tuple[str, ...] = ()
     #: of a log: the largest peak that Megatron says it measured, and whether the run died of memory
@@ -44,14 +67,15 @@ def of_string(text: str, count_gpus: bool = True) -> Launch:
     words = shlex.split(text)
     place = _script(words)
     if place is None:
-        return Launch("", tuple(words), None)
-    return _launch(words, place, count_gpus)
+        return Launch("", tuple(words), None, "since no launcher is named")
+    return _launch(words, place, [], count_gpus)
 
 
 def of_script(
     text: str,
     given: Mapping[str, str],
-    read: Collection[str],
+    known: Collection[str],
+    answered: Collection[str] = (),
     folder: Path | None = None,
     count_gpus: bool = True,
 ) -> Launch:
@@ -59,78 +83,117 @@ def of_script(
 
     Args:
         given: values of variables, which come before the script's own.
-        read: names of the arguments that are needed; only their values must be known.
-        folder: the script's folder, for scripts that it sources.
+        known: names of the arguments that are needed; only their values must be known.
+        answered: those that are given otherwise.
+        folder: the script's folder, for scripts that it sources or starts.
         count_gpus: whether the launcher's number of ranks matters.
 
     Raises:
+        ImportError: the parser of bash is not installed.
         ValueError: no training is launched, or several, or with a variable that has no value.
     """
-    found = []
-    for words in commands(text, given, folder):
-        place = _script(words)
-        if place is not None and any(_may_be(word, read) for word in words[place + 1 :]):
-            found.append((words, place))
-    if not found:
+    from megatron_fused_ce.estimate.shell_words import Reader, readable, unknowns
+
+    lines = re.findall(r"^#SBATCH\s+(.*)", text, re.MULTILINE)
+    slurm = [word for line in lines for word in shlex.split(line, comments=True)]
+    values = {name: value for name, options in _SLURM.items() if (value := _value_of(options, slurm))}
+    reader = Reader(given, folder, values)
+    reader.read(text)
+    if strange := set(given) - reader.names:
+        raise ValueError(
+            f"--set {', '.join(sorted(strange))}: the script has no such variable; there are "
+            f"{', '.join(sorted(reader.names)) or 'none'}"
+        )
+    launches: dict[tuple[str, ...], tuple[int, str]] = {}
+    for words, why in reader.found:
+        place = _script([readable(word) for word in words])
+        if place is not None and any(
+            unknowns(word) or word.partition("=")[0] in known for word in words[place:]
+        ):
+            launches[tuple(words)] = place, why
+    if not launches:
         raise ValueError("no command launches a .py script with Megatron's arguments")
-    if len(found) > 1:
-        scripts = ", ".join(words[place] for words, place in found)
-        raise ValueError(f"several commands launch a training ({scripts}): leave one")
-    words, place = found[0]
-    missing = _missing(words[place + 1 :], read)
-    ranks = _missing(words[:place], (*_PROCESSES, *_NODES)) if count_gpus else []
-    if unset := list(dict.fromkeys([*ranks, *missing])):
-        several = " --set ".join(f"{name.removesuffix('[@]')}=VALUE" for name in unset)
-        or_gpus = ", or --gpus" if ranks else ""
-        raise ValueError(f"no value is known for {', '.join(unset)}: give --set {several}{or_gpus}")
-    return _launch(words, place, count_gpus)
+    if len(launches) > 1:
+        scripts = ", ".join(readable(words[place]) for words, (place, _) in launches.items())
+        decides = next(
+            (f", or give --set {why}=VALUE, which decides" for _, why in launches.values() if why), ""
+        )
+        raise ValueError(f"several commands launch a training ({scripts}): leave one{decides}")
+    found, (place, _) = launches.popitem()
+    words = list(found)
+    needed = set(known) - set(answered)
+    ranks = {
+        option for ways in _LAUNCHERS.values() for way in ways for options, _ in way for option in options
+    }
+    asked = _missing(words[:place], ranks) if count_gpus else []
+    or_gpus = ", or --gpus" if asked else ""
+    asked += _missing(words[place + 1 :], needed)
+    names = [name.removesuffix("[@]") for name, _ in asked if _NAME.fullmatch(name.removesuffix("[@]"))]
+    if names:
+        several = " --set ".join(f"{name}=VALUE" for name in dict.fromkeys(names))
+        raise ValueError(
+            f"no value is known for {', '.join(dict.fromkeys(names))}: give --set {several}{or_gpus}"
+        )
+    if asked:
+        text, option = asked[0]
+        where = f"{option} is {text}" if option else f"the arguments have {text}"
+        raise ValueError(
+            f"{where}, which only the launch knows: give {option or 'its arguments in quotes'}{or_gpus}"
+        )
+    plain = [readable(word) for word in words]
+    return replace(_launch(plain, place, slurm, count_gpus), notes=tuple(reader.notes))
 
 
 def _script(words: Sequence[str]) -> int | None:
     """Index of the first Python script."""
-    texts = [word.word if isinstance(word, Unknown) else word for word in words]
-    return next((index for index, text in enumerate(texts) if text.endswith(".py")), None)
+    return next((index for index, word in enumerate(words) if word.endswith(".py")), None)
 
 
-def _may_be(word: str, read: Collection[str]) -> bool:
-    return isinstance(word, Unknown) or word.partition("=")[0] in read
+def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: bool) -> Launch:
+    gpus, why = _gpus(words[:place], slurm) if count_gpus else (None, "")
+    return Launch(words[place], tuple(words[place + 1 :]), gpus, why)
 
 
-def _launch(words: Sequence[str], place: int, count_gpus: bool) -> Launch:
-    gpus = _gpus(words[:place]) if count_gpus else None
-    return Launch(words[place], tuple(words[place + 1 :]), gpus)
-
-
-def _gpus(launcher: Sequence[str]) -> int | None:
-    """Processes times nodes, each 1 by default as in ``torchrun``; None where neither is given."""
-    gpus = None
-    for names in (_PROCESSES, _NODES):
-        value = _value_of(names, launcher)
-        if value is None:
-            continue
-        if not value.isdigit():
-            raise ValueError(f"{names[0]} {value} is no number of ranks: give --gpus")
-        gpus = (gpus or 1) * int(value)
-    return gpus
+def _gpus(words: Sequence[str], slurm: Sequence[str]) -> tuple[int | None, str]:
+    """Ranks that the last of the launchers starts; or None, and why."""
+    places = [index for index, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS]
+    if not places:
+        return None, "since no launcher is named"
+    name = words[places[-1]].rpartition("/")[2]
+    options = [*words[places[-1] + 1 :], *(slurm if name == "srun" else [])]
+    for way in _LAUNCHERS[name]:
+        ranks = 1
+        for names, otherwise in way:
+            value = _value_of(names, options) or otherwise
+            if value is None:
+                break
+            if not str(value).isdigit():
+                raise ValueError(f"{names[0]} {value} is no number of ranks: give --gpus")
+            ranks *= int(value)
+        else:
+            return ranks, ""
+    return None, f"since {name} is not told how many ranks to start"
 
 
 def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
-    for index, word in enumerate(words):
+    for word, behind in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name in names:
-            return value if equals else next(iter(words[index + 1 :]), None)
+            return value if equals else behind
+        if name[:2] in names and name[2:].isdigit():
+            return name[2:]  # -N4
     return None
 
 
-def _missing(words: Sequence[str], read: Collection[str]) -> list[str]:
-    """Variables without a value, except those of arguments that are not needed."""
+def _missing(words: Sequence[str], needed: Collection[str]) -> list[tuple[str, str]]:
+    """What is not known of arguments that are needed: a variable or a text, and the argument."""
+    from megatron_fused_ce.estimate.shell_words import unknowns
+
     missing = []
     for before, word in zip(("", *words), words, strict=False):
-        if not isinstance(word, Unknown):
-            continue
-        name, equals, _ = word.word.partition("=")
-        option = name if equals else before
-        if option.startswith("--") and option not in read and not (_LIST.fullmatch(word) and not equals):
-            continue
-        missing.append(str(word))
-    return list(dict.fromkeys(missing))
+        name, equals, _ = word.partition("=")
+        option = name if equals else before if before.startswith("-") else ""
+        for mark in unknowns(word):
+            if not option or option in needed or (_LIST.fullmatch(mark) and not equals):
+                missing.append((mark, option if option in needed else ""))
+    return missing

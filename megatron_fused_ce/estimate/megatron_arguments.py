@@ -242,7 +242,7 @@ def notes(words: Sequence[str], known: Collection[str]) -> list[str]:
         known: names of all arguments that a plan reads.
     """
     named = {}
-    for word, behind in zip(words, [*words[1:], ""], strict=True):
+    for word, behind in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             named[name] = value if equals else "" if behind.startswith("--") else behind

@@ -1,420 +1,608 @@
-"""The commands of a shell script with its variables put in, without running any of it.
+"""The commands of a bash script with its variables put in, without running any of it.
 
-Words are split by :mod:`shlex`. Of bash, these are understood: comments, continued lines; ``NAME=value``,
-``NAME=(...)``, ``NAME+=...``, ``export``; ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``${NAME[@]}``; whole
-numbers in ``$((...))``; ``if``, ``&&`` and ``||`` with tests of strings; functions; scripts that are sourced
-from the same folder. What comes from elsewhere (the environment, a command, a condition that cannot be
-read) is an :class:`Unknown`. A script has no arguments.
+tree-sitter parses the script; this module follows what it parsed: assignments and arrays, expansions,
+arithmetic, tests, ``if``, ``case``, ``&&`` and ``||``, loops, functions, subshells, ``eval``, ``bash -c`` and
+sourced scripts of the same folder. What comes from elsewhere (the environment, a command's output, a
+condition that cannot be read) stays in the words as a mark, which names what to ask for. Where it is not
+known which branch runs, each is followed, and what differs between them is marked.
 """
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_REFERENCE = re.compile(
-    r"\$\(\((?P<sum>[^()]*)\)\)"
-    r"|\$\{(?P<braced>\w+|[@*])(?P<array>\[[@*]\])?(?::?[-=](?P<default>[^{}]*))?\}"
-    r"|\$(?P<plain>[A-Za-z_]\w*|[\d@*])"
-    r"|(?P<other>\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\$\{[^{}]*\}|`[^`]*`)"
-)
-#: References that may hold quotes or spaces, and what stands for one while words are split.
-_HELD = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\$\{[^{}]*\}|`[^`]*`")
-_MARK = "\ue000"
-_HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1(.*?)\n.*?^\s*\2\s*$", re.DOTALL | re.MULTILINE)
-_OPERATORS = set(";&|\n")
-_LOOPS = ("for", "while", "until", "select")
-_GROUPS = (*_LOOPS, "case", "{")
-_ENDS = ("fi", "done", "esac", "}")
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
+
+#: Whether a command ends well; where that is not known, the variable that decides ('' if none does).
+Truth = bool | str
+Value = str | list[str]
+#: Conditions, each with the commands that run if it is the first to hold.
+Choices = Sequence[tuple[Callable[[], Truth], Sequence[Node]]]
+
+_LANGUAGE = Language(tree_sitter_bash.language())
+_MARK = re.compile("\ue000([0-9a-f]*)\ue001")
+_NAME = re.compile(r"(?:[A-Za-z_]\w*|\d+)(?:\[@\])?")
+_PLACEHOLDER = re.compile(r"<[^<>]*>|\(e\.g\.[^)]*\)")
+_WORDS_OF_AN_ARRAY = re.compile(r'"\$(?:@|\{(?:\w+\[@\]|@)\})"')
+_SHELLS = ("bash", "sh", "zsh")
+#: Commands that are taken to end well, and have no part in a launch.
+_QUIET = ("echo", "printf", "cd", "mkdir", "set", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
+_READERS = ("read", "mapfile", "readarray", "getopts", "let")
+_REDIRECTS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
 #: Functions and scripts within each other, at most.
 _DEEPEST = 20
-#: Commands that give variables another value, or none.
-_SETTERS = ("unset", "read", "mapfile", "readarray")
-_ARITHMETIC = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
+_EXPRESSIONS = {"binary_expression", "unary_expression"}
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    **{"+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow, "%": operator.mod},
+    **{"/": operator.floordiv, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"==": operator.eq, "!=": operator.ne, "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt},
+    **{"-le": operator.le, "-gt": operator.gt, "-ge": operator.ge},
 }
 
-#: Of a condition: true, false, or not to be read here.
-Truth = bool | None
+
+class _Leave(Exception):
+    """``exit``, ``return``, ``break`` or ``continue``."""
 
 
-class Unknown(str):
-    """The name of a variable (``NAME[@]`` of an array) or the text of a command that has no value."""
-
-    #: the whole word that it stands in
-    word: str
-
-    def __new__(cls, name: str, word: str) -> Unknown:
-        new = super().__new__(cls, name)
-        new.word = word
-        return new
+class _NotKnown(Exception):
+    """A test or a sum has something that is not known; its variable."""
 
 
-def commands(text: str, given: Mapping[str, str], folder: Path | None = None) -> Iterator[list[str]]:
-    """The words of each command that runs, or may run.
-
-    Args:
-        given: values of variables, which come before the script's own.
-        folder: where the script is.
-    """
-    yield from _Reader(_Variables(given), folder).read(text)
+def unknown(name: str) -> str:
+    """The mark of a value that is not known: the variable's name, or a command's text."""
+    return f"\ue000{name.encode().hex()}\ue001"
 
 
-# --- variables -------------------------------------------------------------------------------
+def unknowns(text: str) -> list[str]:
+    """What the marks in ``text`` name."""
+    return [bytes.fromhex(name).decode() for name in _MARK.findall(text)]
 
 
-@dataclass
-class _Variables:
-    """What is known while a script is read: words, or that a variable has no certain value."""
-
-    given: Mapping[str, str]
-    values: dict[str, list[str]] = field(default_factory=dict)
-    uncertain: set[str] = field(default_factory=set)
-    #: of the function that is being read; None outside
-    arguments: list[str] | None = None
-
-    def assign(self, name: str, words: list[str], certain: bool) -> None:
-        self.values[name] = words
-        (self.uncertain.discard if certain else self.uncertain.add)(name)
-
-    def of(self, name: str) -> list[str] | None:
-        if name in ("@", "*") and "@" not in self.given:
-            return self.arguments or []
-        if name.isdigit() and self.arguments is not None:
-            return self.arguments[int(name) - 1 : int(name)]
-        if name in self.given:
-            return _split(self.given[name])
-        return None if name in self.uncertain else self.values.get(name)
-
-    def expand(self, word: str) -> list[str]:
-        """The words that one becomes, split as where bash finds no quotes."""
-        match = _REFERENCE.fullmatch(word)
-        if match:
-            return self._value(match, word)
-        whole, place, unknown = "", 0, None
-        for match in _REFERENCE.finditer(word):
-            found = self._value(match, word)
-            unknown = unknown or next((part for part in found if isinstance(part, Unknown)), None)
-            value = match[0] if unknown in found else " ".join(found)
-            whole += word[place : match.start()] + value
-            place = match.end()
-        whole += word[place:]
-        return [whole if unknown is None else Unknown(unknown, whole)]
-
-    def _value(self, match: re.Match[str], word: str) -> list[str]:
-        if match["sum"] is not None:
-            return self._sum(match, word)
-        name = match["braced"] or match["plain"]
-        if name is None:
-            return [Unknown(match["other"], word)]
-        found = self.of(name)
-        if found is None and match["default"] is not None and name not in self.uncertain:
-            return [part for piece in _split(match["default"]) for part in self.expand(piece)]
-        if found is None:
-            return [Unknown(f"{name}{match['array'] or ''}", word)]
-        return found
-
-    def _sum(self, match: re.Match[str], word: str) -> list[str]:
-        plain = re.sub(r"\$\{(\w+)\}|\$(\w+)", r"\1\2", match["sum"])
-        try:
-            return [str(self._number(ast.parse(plain.strip(), mode="eval").body))]
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return [Unknown(match[0], word)]
-
-    def _number(self, node: ast.expr) -> int:
-        if isinstance(node, ast.Constant):
-            return int(str(node.value))
-        if isinstance(node, ast.Name):
-            return int(" ".join(self.of(node.id) or []))
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            operate = _ARITHMETIC[type(node.op)]
-            return int(operate(self._number(node.left), self._number(node.right)))
-        raise ValueError
-
-    def holds(self, test: Sequence[str]) -> Truth:
-        """Whether a test of strings is true: ``[ a = b ]``, ``[[ -z a ]]``."""
-        if not test or test[0] not in ("[", "[[", "test"):
-            return None
-        words = []
-        for word in test[1:]:
-            found = self.expand(word)
-            if any(isinstance(part, Unknown) for part in found):
-                return None
-            words.append(" ".join(found))
-        while words and words[-1] in ("]", "]]"):
-            words.pop()
-        if len(words) == 2 and words[0] in ("-z", "-n"):
-            return (words[1] == "") == (words[0] == "-z")
-        plain = len(words) == 3 and not set(words[2]) & set("*?[")  # no pattern
-        if plain and words[1] in ("=", "==", "!="):
-            return (words[0] == words[2]) == (words[1] != "!=")
-        return None
+def readable(text: str) -> str:
+    """``text`` with names in place of marks."""
+    return _MARK.sub(lambda match: bytes.fromhex(match[1]).decode(), text)
 
 
-def _split(text: str) -> list[str]:
-    """Words as bash splits them, each reference whole."""
-    text, held = _hold(text)
-    try:
-        words = shlex.split(text)
-    except ValueError:
-        words = text.split()
-    return [_release(word, held) for word in words]
+class Reader:
+    """Follows scripts, and collects the commands that run or may run."""
 
-
-def _hold(text: str) -> tuple[str, list[str]]:
-    """``text`` with a mark in place of each reference that may hold quotes or spaces, and these."""
-    held: list[str] = []
-
-    def mark(match: re.Match[str]) -> str:
-        held.append(match[0])
-        return f"{_MARK}{len(held) - 1}{_MARK}"
-
-    return _HELD.sub(mark, text), held
-
-
-def _release(word: str, held: Sequence[str]) -> str:
-    return re.sub(f"{_MARK}(\\d+){_MARK}", lambda match: held[int(match[1])], word)
-
-
-# --- which commands run ----------------------------------------------------------------------
-
-
-def _and(one: Truth, other: Truth) -> Truth:
-    if one is False or other is False:
-        return False
-    return True if one and other else None
-
-
-def _not(one: Truth) -> Truth:
-    return None if one is None else not one
-
-
-def _or(one: Truth, other: Truth) -> Truth:
-    return _not(_and(_not(one), _not(other)))
-
-
-@dataclass
-class _Branches:
-    """An open ``if``, or a loop, of which nothing is known."""
-
-    #: whether the commands of the branch at hand run
-    runs: Truth = None
-    #: whether a branch before it ran
-    taken: Truth = None
-    #: of the condition that is being read
-    condition: Truth = None
-    deciding: bool = False
-
-
-#: A command and the operator before it.
-Item = tuple[str, list[str]]
-
-
-class _Reader:
-    """Carries out assignments, one command after another, and passes on the rest."""
-
-    def __init__(self, variables: _Variables, folder: Path | None) -> None:
-        self.variables = variables
+    def __init__(self, given: Mapping[str, str], folder: Path | None, values: Mapping[str, str]) -> None:
+        """``given`` come before the script's own assignments, ``values`` are what the environment has."""
+        self.given = given
         self.folder = folder
-        self.functions: dict[str, list[Item]] = {}
-        self.opened: list[_Branches] = []
-        #: how the last command of a list of ``&&`` and ``||`` ended
-        self.status: Truth = None
-        #: functions and scripts that are being read within each other
-        self.depth = 0
+        self.values: dict[str, Value] = dict(values)
+        #: the words of each command, behind those of the commands that start it, and the variable that
+        #: decides whether it runs
+        self.found: list[tuple[list[str], str]] = []
+        #: every variable of the scripts
+        self.names: set[str] = set()
+        #: sentences about what was not followed
+        self.notes: list[str] = []
+        self._prefix: list[str] = []
+        self._why = ""
+        self._functions: dict[str, Node] = {}
+        #: how a branch left its function or loop, and the variables there
+        self._left: list[tuple[str, dict[str, Value]]] = []
+        #: of the functions that are being followed: values to restore
+        self._locals: list[dict[str, Value | None]] = []
+        self._depth = 0
 
-    def read(self, text: str) -> Iterator[list[str]]:
-        yield from self._run(list(_simple_commands(text)))
-
-    def _run(self, items: list[Item]) -> Iterator[list[str]]:
-        place = 0
-        while place < len(items):
-            before, command = items[place]
-            place += 1
-            if command[0] == "function" or (
-                command[1:3] == ["(", ")"] and not _ASSIGNMENT.fullmatch(command[0])
-            ):
-                place = self._define(items, place - 1)
-                continue
-            words = self._keywords(before, command)
-            runs = self._runs(before)
-            if not words or runs is False:
-                continue
-            left = self._assign(words, certain=runs is True)
-            self.status = self.variables.holds(left) if left else True
-            # What a function does where it may not be called is uncertain, too.
-            self.opened.append(_Branches(runs=runs))
-            if left:
-                yield from self._command(left)
-            self.opened.pop()
-
-    def _runs(self, before: str) -> Truth:
-        """Whether the command behind this operator runs, within all that is open."""
-        runs: Truth = True
-        if before in ("&&", "||"):
-            runs = self.status if before == "&&" else _not(self.status)
-        for branches in self.opened:
-            runs = _and(runs, branches.runs)
-        return runs
-
-    def _command(self, words: list[str]) -> Iterator[list[str]]:
-        expanded = [part for word in words for part in self.variables.expand(word)]
-        if words[0] in self.functions:
-            yield from self._call(self.functions[words[0]], expanded[1:])
-        elif words[0] in ("source", ".") and len(expanded) > 1:
-            yield from self._source(expanded[1])
-        elif words[0] in _SETTERS:
-            self.variables.uncertain.update(words[1:])
-        elif words[0] == "shift" and self.variables.arguments:
-            self.variables.arguments = self.variables.arguments[1:]
-        else:
-            yield expanded
-
-    def _define(self, items: list[Item], place: int) -> int:
-        """Keep a function's commands, between its braces; where the script goes on behind it."""
-        before, words = items[place]
-        named = words[0] == "function"
-        rest = [word for word in words[1 + named :] if word not in ("(", ")")]
-        body: list[Item] = []
-        depth = 0
-        for end, (operator_before, command) in enumerate([(before, rest), *items[place + 1 :]]):
-            if command[:1] == ["{"]:
-                depth += 1
-                command = command[1:] if depth == 1 else command
-            elif command[:1] == ["}"]:
-                depth -= 1
-            if depth == 0 and end:
-                self.functions[words[named]] = body
-                return place + end + 1
-            if command:
-                body.append((operator_before, command))
-        raise ValueError(f"function {words[named]} has no end")
-
-    def _call(self, body: list[Item], arguments: list[str]) -> Iterator[list[str]]:
-        if self.depth < _DEEPEST:
-            before, self.variables.arguments = self.variables.arguments, arguments
-            self.depth += 1
-            yield from self._run(body)
-            self.depth -= 1
-            self.variables.arguments = before
-
-    def _source(self, word: str) -> Iterator[list[str]]:
-        """Read a script of the same folder, whatever the path to it is made of."""
-        text = word.word if isinstance(word, Unknown) else word
-        path = self.folder / text.rpartition("/")[2] if self.folder else None
-        if path and path.is_file() and self.depth < _DEEPEST:
-            self.depth += 1
-            yield from self.read(path.read_text())
-            self.depth -= 1
-
-    def _keywords(self, before: str, words: list[str]) -> list[str]:
-        """What is left of a command behind ``if``, ``then``, ``fi`` and the like."""
-        while words:
-            top, word = self.opened[-1] if self.opened else _Branches(), words[0]
-            if word in _ENDS:
-                self.opened[-1:] = []
-            elif word in _GROUPS:
-                self.opened.append(_Branches())
-                if word in _LOOPS:
-                    return []
-                words = words[words.index("in") :] if word == "case" and "in" in words else words
-            elif word in ("if", "elif"):
-                if word == "if":
-                    top = _Branches(taken=False)
-                    self.opened.append(top)
-                top.deciding, top.condition = True, self.variables.holds(words[1:])
-                return []
-            elif word == "then":
-                top.deciding, top.runs = False, _and(_not(top.taken), top.condition)
-                top.taken = _or(top.taken, top.condition)
-            elif word == "else":
-                top.runs = _not(top.taken)
-            elif top.deciding:
-                combine = {"&&": _and, "||": _or}.get(before, lambda one, other: None)
-                top.condition = combine(top.condition, self.variables.holds(words))
-                return []
-            elif self.opened and ")" in words and "(" not in words:
-                words = words[words.index(")") :]  # a pattern of case
-            elif word != "do":
-                return words
-            words = words[1:]
-        return words
-
-    def _assign(self, words: list[str], certain: bool) -> list[str]:
-        """What is left of a command behind its assignments."""
-        if words[0] in ("export", "declare", "local", "readonly"):
-            words = [word for word in words[1:] if not word.startswith("-")]
-        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            name, adds, value = match.groups()
-            parts, words = _split(value), words[1:]
-            if not value and words[:1] == ["("]:
-                end = words.index(")")
-                parts, words = words[1:end], words[end + 1 :]
-            found = [new for part in parts for piece in _split(part) for new in self.variables.expand(piece)]
-            known = not adds or name not in self.variables.uncertain
-            old = self.variables.values.get(name, []) if adds else []
-            self.variables.assign(name, [*old, *found], certain and known)
-        return words
-
-
-# --- words -----------------------------------------------------------------------------------
-
-
-def _simple_commands(text: str) -> Iterator[Item]:
-    """Each command with the operator before it; an array and its parentheses stay in one."""
-    before, depth = "\n", 0
-    command: list[str] = []
-    for token in _tokens(text):
-        if depth == 0 and set(token) <= _OPERATORS and token:
-            if command:
-                yield before, command
-            before, command = (before if token == "\n" and not command else token), []
-            continue
-        opens = token == "(" and bool(command) and bool(_ASSIGNMENT.fullmatch(command[-1]))
-        depth += opens - (token == ")" and depth > 0)
-        if token != "\n":
-            command.append(token)
-    if depth:
-        raise ValueError("an array's parenthesis has no end")
-    if command:
-        yield before, command
-
-
-def _tokens(text: str) -> Iterator[str]:
-    """Words and operators, the end of a line among them."""
-    text = _HERE_DOCUMENT.sub(lambda match: match[3], text)
-    pending = ""
-    for line in text.splitlines():
-        pending += line
-        if pending.endswith("\\") and not line.lstrip().startswith("#"):
-            pending = pending[:-1] + " "
-            continue
+    def read(self, text: str) -> Truth:
+        """Follow a script. ``ValueError`` where it is no bash, but for placeholders such as ``<path>``."""
+        if self._depth >= _DEEPEST:
+            return ""
+        self._depth += 1
         try:
-            words = list(_line(pending))
-        except ValueError:
-            pending += "\n"  # a quotation goes on
-            continue
-        yield from (*words, "\n")
-        pending = ""
-    yield from _line(pending)
+            return self._run(self._parse(text))
+        except _Leave:
+            if self._depth > 1:
+                raise
+            return ""
+        finally:
+            self._depth -= 1
+
+    def _parse(self, text: str) -> Node:
+        lines = (text.rstrip().rstrip("\\") + "\n").split("\n")
+        while (root := Parser(_LANGUAGE).parse("\n".join(lines).encode()).root_node).has_error:
+            error = _first_error(root)
+            row = first = error.start_point[0]
+            while not _PLACEHOLDER.search(lines[row]) and lines[row].endswith("\\"):
+                row += 1
+            line = _PLACEHOLDER.sub(lambda match: unknown(match[0]) if match[0][0] == "<" else "", lines[row])
+            if line == lines[row]:
+                wrong = (
+                    f"{error.type} is missing" if error.is_missing else readable(lines[first]).strip()[:60]
+                )
+                raise ValueError(f"line {first + 1} cannot be read as bash: {wrong}")
+            lines[row] = line
+        for node in _nodes(root):
+            if node.type in ("variable_name", "special_variable_name"):
+                self.names.add(_source(node))
+        return root
+
+    # --- which commands run ------------------------------------------------------------------
+
+    def _all(self, nodes: Sequence[Node]) -> Truth:
+        status: Truth = True
+        for node in nodes:
+            if node.is_named and node.type != "comment":
+                status = self._run(node)
+        return status
+
+    def _run(self, node: Node) -> Truth:
+        match node.type:
+            case "program" | "do_group" | "variable_assignments":
+                return self._all(node.children)
+            case "compound_statement":
+                return self._arithmetic(node) if node.children[0].type == "((" else self._all(node.children)
+            case "subshell":
+                return self._apart(lambda: self._all(node.children))
+            case "pipeline":
+                for part in node.named_children:
+                    status = self._apart(lambda part=part: self._run(part))  # type: ignore[misc]
+                return status
+            case "list":
+                left, between, right = node.children
+                first = self._run(left)
+                goes_on = first if between.type == "&&" else _not(first)
+                return first if goes_on is False else self._choose([(lambda: goes_on, [right])])
+            case "negated_command":
+                return _not(self._run(node.named_children[0]))
+            case "test_command":
+                return self._truth(node.named_children[0], False) if node.named_children else False
+            case "if_statement":
+                return self._choose(self._clauses(node))
+            case "case_statement":
+                value, *items = node.named_children
+                return self._choose([self._item(self._text(value), item) for item in items])
+            case "while_statement" | "for_statement" | "c_style_for_statement":
+                return self._loop(node)
+            case "function_definition":
+                name, *_, body = node.named_children
+                self._functions[_source(name)] = body
+                return True
+            case "variable_assignment":
+                self._assign(node)
+                return True
+            case "declaration_command":
+                return self._declare(node)
+            case "unset_command":
+                for part in node.named_children:
+                    self.values.pop(_source(part), None)
+                return True
+            case "command" | "redirected_statement":
+                return self._command(node)
+        return ""
+
+    def _apart(self, follow: Callable[[], Truth]) -> Truth:
+        """As a process of its own: its variables are lost."""
+        before = dict(self.values)
+        try:
+            return follow()
+        except _Leave:
+            return ""
+        finally:
+            self.values = before
+
+    def _fork(self, branches: Sequence[Callable[[], Truth]], why: str) -> Truth:
+        """Follow each branch from here. What differs afterwards is not known: ``why`` decides it."""
+        before, ends, outside = self.values, [], self._why
+        left: _Leave | None = None
+        self._why = why or outside
+        for branch in branches:
+            self.values = dict(before)
+            try:
+                branch()
+                ends.append(self.values)
+            except _Leave as leave:
+                left = leave
+                self._left.append((str(leave), self.values))
+        self._why = outside
+        if left and not ends:
+            raise left
+        self.values = _joined(ends, why)
+        return why
+
+    def _choose(self, choices: Choices) -> Truth:
+        if not choices:
+            return True
+        (condition, body), *others = choices
+        holds = condition()
+        if isinstance(holds, bool):
+            return self._all(body) if holds else self._choose(others)
+        return self._fork([lambda: self._all(body), lambda: self._choose(others)], holds)
+
+    def _clauses(self, node: Node) -> Choices:
+        """``if`` and each ``elif``; ``else`` has no condition."""
+        condition: list[Node] = []
+        body: list[Node] = []
+        others: list[tuple[Callable[[], Truth], Sequence[Node]]] = []
+        into = body if node.type == "else_clause" else condition
+        for part in node.children:
+            if part.type == "then":
+                into = body
+            elif part.type in ("elif_clause", "else_clause"):
+                others += self._clauses(part)
+            else:
+                into.append(part)
+        return [(lambda: self._all(condition), body), *others]
+
+    def _item(self, value: str, node: Node) -> tuple[Callable[[], Truth], Sequence[Node]]:
+        """Of a ``case``: whether one of the patterns fits, and the commands behind them."""
+        patterns = [self._text(part) for part in node.children_by_field_name("value")]
+        names = unknowns(" ".join([value, *patterns]))
+        fits: Truth = any(fnmatchcase(value, pattern) for pattern in patterns)
+        if names and "*" not in patterns:
+            fits = _settable(names)
+        end = next(index for index, part in enumerate(node.children) if part.type == ")")
+        return lambda: fits, node.children[end:]
+
+    def _loop(self, node: Node) -> Truth:
+        """Follow the body until another round changes nothing; the round's commands are the loop's."""
+        body, variable = node.child_by_field_name("body"), node.child_by_field_name("variable")
+        conditions = node.children_by_field_name("condition") if node.type == "while_statement" else []
+        commands, leaves = len(self.found), len(self._left)
+        start: dict[str, Value] | None = None
+        while start != self.values:
+            start = dict(self.values)
+            del self.found[commands:]
+            if variable:
+                self.values[_source(variable)] = unknown(_source(variable))
+            if conditions and self._all(conditions) is (node.children[0].type == "until"):
+                return True
+            self._fork([lambda: self._all([body] if body else []), lambda: True], "")
+            self._rejoin(leaves, "break", "continue")
+        return ""
+
+    def _rejoin(self, leaves: int, *kinds: str) -> None:
+        """Go on with what those who left a loop or function since then had, too."""
+        here = [self.values, *(values for kind, values in self._left[leaves:] if kind in kinds)]
+        self._left[leaves:] = [left for left in self._left[leaves:] if left[0] not in kinds]
+        self.values = _joined(here, "")
+
+    # --- commands ----------------------------------------------------------------------------
+
+    def _command(self, node: Node) -> Truth:
+        """``node`` with its redirections; tree-sitter takes words behind one's target for more targets."""
+        command = node.child_by_field_name("body") or node
+        if command.type not in ("command", "redirected_statement"):
+            return self._run(command)
+        words: list[str] = []
+        before: list[Node] = []
+        for index, part in enumerate(command.children):
+            if part.type == "variable_assignment":
+                before.append(part)
+            elif part.type == "command_name" or command.field_name_for_child(index) == "argument":
+                if before and not words and _ends_line(command, before[-1], part):
+                    self._all(before)
+                    before = []
+                words += self._fields(part)
+        text, later = "", []
+        for redirect in {part.id: part for part in (*command.children, *node.children)}.values():
+            if redirect.type in _REDIRECTS:
+                behind = redirect.children_by_field_name("destination")[1:]
+                behind += redirect.children_by_field_name("argument")
+                words += [word for part in behind for word in self._fields(part)]
+                text += "".join(_source(part) for part in redirect.children if part.type == "heredoc_body")
+                later += [part for part in redirect.children if part.type in ("pipeline", "list")]
+        status = self._start(words, before, text)
+        return self._all(later) if later else status
+
+    def _start(self, words: list[str], before: Sequence[Node], text: str) -> Truth:
+        """Run a command: ``before`` are assignments for it alone, ``text`` is its input."""
+        if not words:
+            self._all(before)
+            return True
+        name, *others = words
+        if name in self._functions:
+            return self._call(self._functions[name], others)
+        if name in ("exit", "return", "break", "continue"):
+            raise _Leave(name)
+        if name == "eval":
+            return self.read(" ".join(others))
+        if name == "test":
+            return self.read(f"[ {shlex.join(others)} ]")
+        if name in ("source", "."):
+            # of the same folder, whatever the path to it is made of
+            file = self.folder / readable(others[0]).rpartition("/")[2] if self.folder and others else None
+            return self.read(file.read_text()) if file and file.is_file() else ""
+        if name == "shift":
+            arguments = self.values.get("@")
+            if isinstance(arguments, list):
+                self.values["@"] = arguments[int(others[0]) if others and others[0].isdigit() else 1 :]
+            return True
+        if name in _READERS:
+            for word in others:
+                if match := _NAME.match(word):
+                    self.values[match[0]] = unknown(match[0])
+            return ""
+        if name == "false" or name in _QUIET:
+            return name != "false"
+        return self._apart(lambda: self._process(words, before, text))
+
+    def _process(self, words: list[str], before: Sequence[Node], text: str) -> Truth:
+        """A command that is no part of bash; a script within it is followed, behind the words before it."""
+        self._all(before)
+        outside = self._prefix
+        for place, word in enumerate(words):
+            if word.rpartition("/")[2] in _SHELLS:
+                option, *others = [*words[place + 1 :], ""]
+                inner = others[0] if re.fullmatch(r"-\w*c", option) else "" if option else text
+                if inner:
+                    self._prefix = [*outside, *words[:place]]
+                    status = self.read(inner)
+                    self._prefix = outside
+                    return status
+        if words[0].startswith("-"):
+            wrong = readable(" ".join(words))[:60]
+            self.notes.append(f"{wrong}: a command of its own, since the line before does not go on.")
+        self.found.append(([*outside, *words], self._why))
+        return ""
+
+    def _call(self, body: Node, arguments: list[str]) -> Truth:
+        if self._depth >= _DEEPEST:
+            return ""
+        before, leaves = self.values.get("@"), len(self._left)
+        self.values["@"] = arguments
+        self._locals.append({})
+        self._depth += 1
+        status: Truth = ""
+        try:
+            status = self._run(body)
+        except _Leave as leave:
+            if str(leave) == "exit":
+                raise
+        finally:
+            self._depth -= 1
+            self._rejoin(leaves, "return")
+            for name, value in {**self._locals.pop(), "@": before}.items():
+                self.values.pop(name, None)
+                if value is not None:
+                    self.values[name] = value
+        return status
+
+    def _declare(self, node: Node) -> Truth:
+        kind = node.children[0].type
+        for part in node.named_children:
+            name = _source(part.named_children[0] if part.type == "variable_assignment" else part)
+            if kind == "local" and self._locals:
+                self._locals[-1].setdefault(name, self.values.get(name))
+                self.values[name] = ""
+            if part.type == "variable_assignment":
+                self._assign(part)
+        return True
+
+    def _assign(self, node: Node) -> None:
+        target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        assert target
+        name = _source(target.named_children[0] if target.type == "subscript" else target)
+        new: Value = "" if value is None else self._text(value)
+        if value is not None and value.type == "array":
+            new = [
+                word for part in value.named_children if part.type != "comment" for word in self._fields(part)
+            ]
+        # Of a command's output, and of an array's element, the variable is asked for.
+        elif target.type == "subscript" or (_MARK.fullmatch(str(new)) and not _settable(unknowns(str(new)))):
+            new = unknown(name)
+        if node.children[1].type == "+=":
+            old = self.values.get(name, type(new)())
+            old = [old] if isinstance(new, list) and isinstance(old, str) else old
+            new = old + new if type(old) is type(new) else unknown(name)  # type: ignore[operator]
+        self.values[name] = new
+
+    # --- words -------------------------------------------------------------------------------
+
+    def _fields(self, node: Node) -> list[str]:
+        """The words that one becomes: split where bash finds no quotes."""
+        match node.type:
+            case "command_name":
+                return self._fields(node.children[0])
+            case "simple_expansion" | "expansion":
+                return [word for value in self._value(node) for word in value.split()]
+            case "string" if _WORDS_OF_AN_ARRAY.fullmatch(_source(node)):
+                return self._value(node.named_children[0])
+            case "concatenation":
+                words = [""]
+                for part in node.children:
+                    first, *others = self._fields(part) or [""]
+                    words[-1] += first
+                    words += others
+                return words
+        return [self._text(node)]
+
+    def _text(self, node: Node) -> str:
+        """The text that a word becomes, unsplit."""
+        source = _source(node)
+        match node.type:
+            case "string":
+                # By bytes: tree-sitter leaves out blanks and line ends between parts.
+                whole, text, begin = node.text or b"", "", 1
+                for part in (part for part in node.named_children if part.type != "string_content"):
+                    text += _unquoted(whole[begin : part.start_byte - node.start_byte]) + self._text(part)
+                    begin = part.end_byte - node.start_byte
+                return text + _unquoted(whole[begin:-1])
+            case "raw_string":
+                return source[1:-1]
+            case "ansi_c_string":
+                return source[2:-1].encode().decode("unicode_escape")
+            case "concatenation" | "command_name":
+                return "".join(map(self._text, node.children))
+            case "simple_expansion" | "expansion":
+                lead = source[: source.index("$")]  # blanks of a string that tree-sitter counts in
+                return lead + " ".join(self._value(node))
+            case "arithmetic_expansion":
+                try:
+                    return str(int(self._evaluate(node.named_children[0], True)))
+                except _NotKnown as error:
+                    return unknown(str(error) or source)
+            case "command_substitution" | "process_substitution":
+                return source[: len(source) - len(source.lstrip())] + unknown(source.strip())
+        return re.sub(r"\\(.)", r"\1", source.replace("\\\n", ""))
+
+    def _value(self, node: Node) -> list[str]:
+        """Of ``$NAME`` and ``${...}``: the words of an array, or one text."""
+        source = _source(node).strip()
+        reads, *how = [part for part in node.children if part.type not in ("$", "${", "}")]
+        if reads.type in ("#", "!") and how:
+            return [unknown(source)]
+        name, every = _source(reads), False
+        if reads.type == "subscript":
+            name, every = _source(reads.named_children[0]), _source(reads.named_children[-1]) in "@*"
+            if not every:
+                return [unknown(source)]
+        value = self._lookup(name, every)
+        if every and (value is None or (len(value) == 1 and _MARK.fullmatch(value[0]))):
+            value = [unknown(f"{unknowns(value[0])[0] if value else name}[@]")]
+        kind, otherwise = how[0].type if how else "?", "".join(map(self._text, how[1:]))
+        empty = value is None or (":" in kind and value in ([], [""]))
+        if kind.strip(":") in ("-", "="):
+            if empty and "=" in kind:
+                self.values[name] = otherwise
+            return [otherwise] if empty else value or []
+        if kind.strip(":") == "+":
+            text = "".join(value or [])
+            if text and not _MARK.sub("", text):
+                return [unknown(name)]  # which may be empty
+            return [""] if empty else [otherwise]
+        if value is None or kind.strip(":") == "?":
+            return [unknown(name)] if value is None else value
+        return [unknown((unknowns(" ".join(value)) or [source])[0])]
+
+    def _lookup(self, name: str, every: bool) -> list[str] | None:
+        """None for a variable that nothing sets."""
+        arguments = self.values.get("@")
+        if name in ("@", "*", "#") or name.isdigit():
+            if arguments is None:
+                given = self.given.get(name)
+                return shlex.split(given) if given is not None else [] if name in "@*" else None
+            if isinstance(arguments, str):
+                return [arguments]
+            if name == "#":
+                return [str(len(arguments))]
+            return arguments if name in "@*" else arguments[int(name) - 1 : int(name)] or [""]
+        if name in self.given:
+            return shlex.split(self.given[name]) if every else [self.given[name]]
+        found = self.values.get(name)
+        if isinstance(found, list):
+            return found if every else found[:1] or [""]
+        return None if found is None else [found]
+
+    # --- tests and numbers -------------------------------------------------------------------
+
+    def _truth(self, node: Node, numbers: bool) -> Truth:
+        try:
+            return bool(self._evaluate(node, numbers))
+        except _NotKnown as error:
+            return str(error)
+
+    def _evaluate(self, node: Node, numbers: bool) -> str | int:
+        """Of ``((...))`` if ``numbers``, else of a test; files and regular expressions are not known."""
+        left, right, sign = node, node, ""
+        if node.type in ("binary_expression", "unary_expression", "parenthesized_expression"):
+            left, right = node.children[0], node.children[-1]
+            sign = _source(node.children[1] if node.type[0] == "b" else left)
+        match sign:
+            case "":
+                known = node.type != "variable_name" or not numbers
+                text = (
+                    self._text(node)
+                    if known
+                    else (self._lookup(_source(node), False) or [unknown(_source(node))])[0]
+                )
+                if names := unknowns(text):
+                    raise _NotKnown(_settable(names))
+                return _whole(text or "0") if numbers else text
+            case "(":
+                return self._evaluate(node.children[1], numbers)
+            case "!":
+                return not self._evaluate(right, numbers)
+            case "-z" | "-n":
+                return (self._evaluate(right, numbers) == "") == (sign == "-z")
+            case "&&" | "-a" | "||" | "-o":
+                truths = [self._truth(left, numbers), self._truth(right, numbers)]
+                decides = sign in ("||", "-o")
+                if (
+                    decides not in truths
+                    and (why := next((t for t in truths if isinstance(t, str)), None)) is not None
+                ):
+                    raise _NotKnown(why)
+                return decides if decides in truths else not decides
+        # tree-sitter orders -a and -o otherwise than bash: no operand of a comparison is a comparison.
+        if node.type[0] == "u" or (not numbers and {left.type, right.type} & _EXPRESSIONS):
+            raise _NotKnown
+        one, other = self._evaluate(left, numbers), self._evaluate(right, numbers)
+        if sign in ("=", "==", "!=") and not numbers:
+            quoted = right.type in ("string", "raw_string")
+            return (one == other if quoted else fnmatchcase(str(one), str(other))) == (sign != "!=")
+        try:
+            return int(_OPERATORS[sign](_whole(one), _whole(other)))
+        except (KeyError, ZeroDivisionError, OverflowError):
+            raise _NotKnown from None
+
+    def _arithmetic(self, node: Node) -> Truth:
+        """``((...))``, which may assign."""
+        signs = {_source(part) for part in _nodes(node) if not part.is_named}
+        if not signs & {"=", "+=", "-=", "*=", "/=", "%=", "++", "--"}:
+            return self._truth(node.named_children[0], True)
+        for part in _nodes(node):
+            if part.type == "variable_name":
+                self.values[_source(part)] = unknown(_source(part))
+        return ""
 
 
-def _line(line: str) -> Iterator[str]:
-    line, held = _hold(line)
-    lexer = shlex.shlex(line, posix=True, punctuation_chars="();&|")
-    lexer.whitespace_split = True
-    for token in lexer:
-        # Operators come in runs: "&&", but also ");".
-        if token and set(token) <= set("();&|"):
-            yield from re.findall(r"[()]|[;&|]+", token)
-        else:
-            yield _release(token, held)
+def _whole(text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _NotKnown from None
+
+
+def _unquoted(text: bytes) -> str:
+    """Of a text in double quotes."""
+    return re.sub(r"\\([\\$`\"])", r"\1", text.decode().replace("\\\n", ""))
+
+
+def _source(node: Node) -> str:
+    return (node.text or b"").decode()
+
+
+def _nodes(node: Node) -> Iterator[Node]:
+    yield node
+    for part in node.children:
+        yield from _nodes(part)
+
+
+def _first_error(root: Node) -> Node:
+    """The first place that tree-sitter could not parse."""
+    return next(node for node in _nodes(root) if node.type == "ERROR" or node.is_missing)
+
+
+def _ends_line(whole: Node, part: Node, following: Node) -> bool:
+    """Whether a line ends between two parts, which tree-sitter overlooks behind two assignments."""
+    between = (whole.text or b"")[part.end_byte - whole.start_byte : following.start_byte - whole.start_byte]
+    return b"\n" in between.replace(b"\\\n", b"")
+
+
+def _joined(ends: Sequence[dict[str, Value]], why: str) -> dict[str, Value]:
+    """Variables after one of several branches: ``why``, or else itself, is asked for where one differs."""
+    joined = {}
+    for name in {name: None for end in ends for name in end}:
+        value = ends[0].get(name)
+        same = value is not None and all(end.get(name) == value for end in ends)
+        joined[name] = value if same and value is not None else unknown(why or name)
+    return joined
+
+
+def _settable(names: Sequence[str]) -> str:
+    """The first of ``names`` that ``--set`` can give."""
+    return next((name.removesuffix("[@]") for name in names if _NAME.fullmatch(name)), "")
+
+
+def _not(truth: Truth) -> Truth:
+    return not truth if isinstance(truth, bool) else truth

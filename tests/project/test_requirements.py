@@ -14,7 +14,10 @@ FILES = sorted((ROOT / "requirements").glob("*.txt"))
 FOLDERS = ("megatron_fused_ce", "kernels", "scripts", "tests", "docs")
 
 #: Where the distribution's name is not the module's.
-MODULES = {"megatron-core": "megatron", "pyyaml": "yaml", "myst-parser": "myst_parser"}
+MODULES = {
+    **{"megatron-core": "megatron", "pyyaml": "yaml", "myst-parser": "myst_parser"},
+    **{"tree-sitter": "tree_sitter", "tree-sitter-bash": "tree_sitter_bash"},
+}
 #: Named by a command or a setting, not imported here.
 TOOLS = {
     "pytest-xdist": "Makefile",
@@ -105,7 +108,7 @@ def test_nothing_is_imported_that_is_not_listed():
 
 def test_the_package_itself_needs_little():
     """What `pip install .` brings, the extra `plan`, what it finds at run time, and Megatron."""
-    runtime = {"torch", "triton", "rich", "matplotlib", "megatron"}
+    runtime = {"torch", "triton", "rich", "matplotlib", "tree_sitter", "tree_sitter_bash", "megatron"}
     assert set(imported(("megatron_fused_ce", "kernels"))) <= runtime | set(NOT_LISTED)
 
 

@@ -2,10 +2,89 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
+
+from megatron_fused_ce.estimate import command, launch_script
+from megatron_fused_ce.estimate.shell_words import Reader, unknowns
 from tests.support import megatron_scripts
 from tests.support.checkouts import on_checkouts
+from tests.support.random_scripts import Script
+
+OPTIONS = command._options()
+CASES = re.findall(
+    r"^=== (.+)\n((?:.*\n)*?)((?:==> .*\n?)+)",
+    Path(__file__).with_name("launch_scripts.txt").read_text(),
+    re.MULTILINE,
+)
+BESIDE = {
+    "model.sh": 'MODEL=(--num-layers "$LAYERS" --hidden-size "${HIDDEN:-64}")\n',
+    "launch.sh": "launch() {\n  local script=$1\n  shift\n"
+    '  exec torchrun --nproc-per-node 4 "$ROOT/$script" "$@"\n}\n',
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[0])
+def test_arguments_and_gpus_of_a_script(case, tmp_path):
+    _, script, expected = case
+    for name, text in BESIDE.items():
+        (tmp_path / name).write_text(text)
+    for line in expected.splitlines():
+        given = re.fullmatch(r"==> (?:with (.*?): )?(error|[\d?]+): (.*)", line)
+        assert given, line
+        values = dict(word.split("=", 1) for word in shlex.split(given[1] or ""))
+
+        if given[2] == "error":
+            with pytest.raises(ValueError, match=re.escape(given[3])):
+                launch_script.of_script(script, values, OPTIONS, (), tmp_path)
+            continue
+        launch = launch_script.of_script(script, values, OPTIONS, (), tmp_path)
+        assert shlex.join(launch.arguments) == shlex.join(shlex.split(given[3])), line
+        assert str(launch.gpus or "?") == given[2]
+        assert (launch.gpus is None) == bool(launch.no_gpus)
+
+
+def test_there_are_forty_scripts():
+    assert len({script for _, script, _ in CASES}) >= 40
+
+
+def by_bash(script: str, folder: Path) -> list[str]:
+    """The words that ``launch`` gets from bash itself; none if the script ends before it."""
+    done = subprocess.run(
+        ["bash", "-c", f"launch() {{ printf '%s\\0' \"$@\"; }}\n{script}"],
+        cwd=folder, env={"PATH": "/usr/bin:/bin"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_what_is_taken_as_known_is_what_bash_does(tmp_path):
+    """Random scripts, each with the file that they test for there and not there: known words are bash's."""
+    known = 0
+    for seed in range(250):
+        script = "\n".join(Script(seed).lines)
+        reader = Reader({}, None, {})
+        reader.read(script)
+        launches = [words[1:] for words, _ in reader.found if words[0] == "launch"]
+        for there in (False, True):
+            (tmp_path / "x").unlink(missing_ok=True)
+            if there:
+                (tmp_path / "x").touch()
+            words = by_bash(script, tmp_path)
+            if not words:
+                continue
+            (found,) = launches
+            single = [(one, other) for one, other in zip(found[:4], words, strict=False) if not unknowns(one)]
+            assert all(one == other for one, other in single), (script, found, words)
+            if not any(map(unknowns, found[4:])):
+                assert found[4:] == words[4:], (script, found, words)
+            known += len(single)
+    assert known > 250
 
 
 @on_checkouts
