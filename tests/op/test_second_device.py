@@ -6,6 +6,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
 from megatron_fused_ce.scripts.lib.reference import make_inputs
@@ -32,6 +33,25 @@ def test_the_side_stream_meets_streams_of_its_own_device():
     streams[device].wait_event.assert_called_once_with(side().record_event())
     streams[device].wait_stream.assert_called_once_with(side())
     assert not streams[None].mock_calls
+
+
+@on_ranks(2)
+def test_a_group_that_cannot_coalesce(rank: Rank):
+    """gloo's: its collectives run one by one, and each is waited for by an event of its own."""
+    group = dist.new_group(backend="gloo")
+    total = torch.full((2,), rank.rank + 1.0)
+    with (
+        patch("torch.cuda.Stream") as side,
+        patch("torch.cuda.stream"),
+        patch("torch.cuda.current_stream"),
+    ):
+        stream = vocab_parallel._SideStream(torch.device("cuda", 0))
+        with stream.coalesced(group):
+            pending = stream.start(dist.all_reduce, (total,), group=group)
+            side().record_event.assert_called_once_with()
+            pending.wait()
+    assert total.tolist() == [3.0, 3.0]
+    dist.destroy_process_group(group)
 
 
 def run(device: torch.device, strategy: str, group=None, rank: int = 0, size: int = 1, **settings):
