@@ -156,7 +156,7 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
         "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM "
-        "(bf16 on Hopper and newer), rounded elsewhere",
+        "(--fused-ce-logits-backend), rounded elsewhere",
     )
     group.add_argument(
         "--fused-ce-logits-backend",

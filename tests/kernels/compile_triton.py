@@ -1,7 +1,7 @@
 """Compiles the kernels in Triton's language for chips that are not here, without a GPU.
 
-    python tests/kernels/compile_triton.py            the row kernels for sm_90 with each option, sm_80 with all
-    python tests/kernels/compile_triton.py 100 120    all kernels, plain and with all options, for these chips
+    python tests/kernels/compile_triton.py           the row kernels: for sm_90 each option, for sm_80 all
+    python tests/kernels/compile_triton.py 100 120   all kernels, plain and with all options, for these chips
 
 The interpreter, which the other tests run them by, takes what the compiler may refuse. Prints one line a
 variant: registers and spilled bytes a thread, from ptxas, and shared memory a thread block; for the GEMMs
@@ -92,7 +92,11 @@ ROWS = {
         {"out_ptr": "*bf16"},
     ),
 }
-_TABLE = {"HALF_TILE": scaled_exp_rows.HALF_TILE_ROWS, "TILE": scaled_exp_rows.TILE_COLUMNS, "BLOCK_TILES": 256}
+_TABLE = {
+    "HALF_TILE": scaled_exp_rows.HALF_TILE_ROWS,
+    "TILE": scaled_exp_rows.TILE_COLUMNS,
+    "BLOCK_TILES": 256,
+}
 KERNELS = ROWS | {
     "scaled_exp": _gemm(
         scaled_exp._scaled_exp,
@@ -194,8 +198,8 @@ def on_each_chip(capabilities: list[int]) -> Iterator[str]:
                 ptx = made.asm["ptx"]
                 registers, spilled = resources(ptx, capability)
                 shared = made.metadata.shared
-                words = f"sm_{capability} {name}, {'all options' if len(on) > 1 else 'plain'}: {registers} registers, "
-                words += f"{spilled} bytes spilled, {shared} bytes of shared memory"
+                words = f"sm_{capability} {name}, {'all options' if len(on) > 1 else 'plain'}: "
+                words += f"{registers} registers, {spilled} bytes spilled, {shared} bytes of shared memory"
                 if kernel.is_gemm:
                     words += f", {instructions(ptx)}"
                 fits = shared <= limit and not spilled

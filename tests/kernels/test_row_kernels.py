@@ -154,7 +154,7 @@ def test_whole_op_on_the_triton_path(kind, strategy, device):
 
 
 def test_every_option_compiles_without_a_gpu():
-    done = without_interpreter("compile_rows.py")
+    done = without_interpreter("compile_triton.py")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("bytes of PTX") == 10 + 8 + 2
 

@@ -54,6 +54,29 @@ def test_a_group_that_cannot_coalesce(rank: Rank):
     dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("of_this_torch", [True, False])
+def test_the_side_stream_coalesces(of_this_torch):
+    """Where the backend says that it can, or is NCCL and too old to say."""
+    backend = MagicMock(spec=["name", *["supports_coalescing"] * of_this_torch])
+    backend.name.return_value = "another" if of_this_torch else "nccl"
+    group, device = MagicMock(), torch.device("cuda", 0)
+    group._get_backend.return_value = backend
+    with (
+        patch("torch.cuda.Stream") as side,
+        patch("torch.cuda.stream"),
+        patch("torch.cuda.current_stream"),
+    ):
+        stream = vocab_parallel._SideStream(device)
+        with stream.coalesced(group):
+            pending = [stream.start(MagicMock(), (torch.ones(1),)) for _ in range(2)]
+            assert not side().record_event.called and not group._end_coalescing.called
+        group._start_coalescing.assert_called_once_with(device)
+        group._end_coalescing.assert_called_once_with(device)
+        side().record_event.assert_called_once_with()
+        for work in pending:
+            work.wait()
+
+
 def run(device: torch.device, strategy: str, group=None, rank: int = 0, size: int = 1, **settings):
     """Loss and both gradients of one rank's shard."""
     sizes = {"s": 96, "b": 2, "hidden_size": 64, "vocab": 512}
