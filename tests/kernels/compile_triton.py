@@ -40,7 +40,11 @@ SHARED_MEMORY = {
 }
 #: The GEMM's three slots of 48 KiB. The launch then takes the row kernels, and says so.
 DOES_NOT_FIT = {("scaled_exp", 120), ("grad_logits", 120)}
+#: Bytes a thread of the GEMMs' epilogues, with 3.9 and 3.6.
+MOST_SPILLED = 3072
 TMA_SINCE = 90
+#: Compiled plain alone: as 80 and 100, but for shared memory and the assembler.
+PLAIN_ALONE = (89, 103)
 
 TYPES = {
     "label_ptr": "*i64",
@@ -193,7 +197,8 @@ def on_each_chip(capabilities: list[int]) -> Iterator[str]:
         for name, kernel in KERNELS.items():
             if kernel.is_gemm and capability < TMA_SINCE:
                 continue
-            for on in variants_of(kernel):
+            variants = variants_of(kernel)
+            for on in variants[:1] if capability in PLAIN_ALONE else variants:
                 made = compiled(kernel, capability, on)
                 ptx = made.asm["ptx"]
                 registers, spilled = resources(ptx, capability)
@@ -202,7 +207,7 @@ def on_each_chip(capabilities: list[int]) -> Iterator[str]:
                 words += f"{registers} registers, {spilled} bytes spilled, {shared} bytes of shared memory"
                 if kernel.is_gemm:
                     words += f", {instructions(ptx)}"
-                fits = shared <= limit and not spilled
+                fits = shared <= limit and spilled <= (MOST_SPILLED if kernel.is_gemm else 0)
                 if fits == ((name, capability) in DOES_NOT_FIT):
                     words = f"WRONG {words}: of {limit}"
                 yield words
