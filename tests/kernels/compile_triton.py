@@ -29,6 +29,7 @@ from megatron_fused_ce.kernels import (
     row_kernels,
     scaled_exp,
     scaled_exp_rows,
+    sizes,
     token_kernels,
     upstream_kernels,
 )
@@ -55,7 +56,7 @@ TYPES = {
     "unless_ptr": "*i64",
     "table_ptr": "*i32",
     "tile_argmax_ptr": "*i32",
-    **dict.fromkeys(("logits_ptr", "tokens_ptr", "sample_ptr", "e_ptr", "x_ptr", "also_ptr"), "*bf16"),
+    **dict.fromkeys(("logits_ptr", "tokens_ptr", "sample_ptr", "e_ptr", "x_ptr"), "*bf16"),
     **dict.fromkeys(("logit_scale", "scale2", "softcap", "factor", "rtol", "atol"), "fp32"),
 }
 
@@ -97,8 +98,8 @@ ROWS = {
     ),
 }
 _TABLE = {
-    "HALF_TILE": scaled_exp_rows.HALF_TILE_ROWS,
-    "TILE": scaled_exp_rows.TILE_COLUMNS,
+    "HALF_TILE": sizes.HALF_TILE_ROWS,
+    "TILE": sizes.TILE_COLUMNS,
     "BLOCK_TILES": 256,
 }
 KERNELS = ROWS | {
@@ -106,27 +107,25 @@ KERNELS = ROWS | {
         scaled_exp._scaled_exp,
         *("WRITE", "WITH_ARGMAX", "WEIGHTED", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
     ),
-    "grad_logits": _gemm(
-        scaled_exp._gradient_product, "ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"
-    ),
+    "grad_logits": _gemm(scaled_exp._grad_logits, "ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"),
     "row_prologue": Kernel(
         scaled_exp_rows._row_prologue,
-        {**_TABLE, "SAMPLED": scaled_exp_rows.SAMPLED_ROWS, "BLOCK_K": 128},
+        {**_TABLE, "SAMPLED": sizes.SAMPLED_ROWS, "BLOCK_K": 128},
         ("SOFTCAP", "TEMPERATURE"),
     ),
     "combine_tiles": Kernel(
         scaled_exp_rows._combine_tiles,
-        {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "BLOCK_TILES": 64, "TILE": scaled_exp_rows.TILE_COLUMNS},
+        {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "BLOCK_TILES": 64, "TILE": sizes.TILE_COLUMNS},
         ("WITH_ARGMAX", "WEIGHTED", "SOFTCAP", "ALONE", "FINALIZE", "TEMPERATURE", "SQUARES"),
     ),
     "finalize_rows": Kernel(
         scaled_exp_rows._finalize_rows,
-        {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "TILE": scaled_exp_rows.TILE_COLUMNS},
+        {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "TILE": sizes.TILE_COLUMNS},
         ("SOFTCAP", "ALONE"),
     ),
     "tile_table": Kernel(scaled_exp_rows._tile_table, _TABLE),
     "scale_rows": Kernel(
-        scaled_exp_rows._scale_rows, {"BLOCK": 2048}, ("WITH_UPSTREAM", "WITH_ALSO"), {"out_ptr": "*bf16"}
+        scaled_exp_rows._scale_rows, {"BLOCK": 2048}, ("WITH_UPSTREAM",), {"out_ptr": "*bf16"}
     ),
     "add_scaled": Kernel(scaled_exp_rows._add_scaled, {"BLOCK": 4096}),
     "scaled_copy": Kernel(scaled_exp_rows._scaled_copy, {"BLOCK": 4096}, types={"x_ptr": "*fp32"}),
@@ -151,7 +150,10 @@ def compiled(kernel: Kernel, capability: int, on: tuple[str, ...]) -> Any:
     if "constexprs" in inspect.signature(ASTSource).parameters:
         types |= dict.fromkeys(constants, "constexpr")
         by_place = {(names.index(n),): value for n, value in constants.items()}
-        source = ASTSource(function, signature=types, constexprs=by_place)
+        # As most launches have them: addresses and strides are multiples of 16.
+        multiples = [n for n in names if types[n] == "i32" or types[n].startswith("*")]
+        attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in multiples}
+        source = ASTSource(function, signature=types, constexprs=by_place, attrs=attrs)
     else:  # before triton 3.3
         for name_of_constant in constants:
             del types[name_of_constant]
@@ -203,7 +205,9 @@ def on_each_chip(capabilities: list[int]) -> Iterator[str]:
                 ptx = made.asm["ptx"]
                 registers, spilled = resources(ptx, capability)
                 shared = made.metadata.shared
-                words = f"sm_{capability} {name}, {'all options' if len(on) > 1 else 'plain'}: "
+                words = (
+                    f"sm_{capability} {name}, {'all options' if on and on == kernel.options else 'plain'}: "
+                )
                 words += f"{registers} registers, {spilled} bytes spilled, {shared} bytes of shared memory"
                 if kernel.is_gemm:
                     words += f", {instructions(ptx)}"

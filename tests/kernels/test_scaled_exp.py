@@ -462,7 +462,7 @@ def test_auto_takes_it_where_it_was_measured(capability, monkeypatch):
     weight = torch.zeros(64, 32, dtype=torch.bfloat16)
     hidden = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
     auto, by_name, rows = (
-        logits_backend.why_not_here(FusedCEConfig(logits_backend=name), hidden, weight)
+        choose.why_not_here(FusedCEConfig(logits_backend=name), hidden, weight)
         for name in ("auto", "scaled_exp", "gemm_rows")
     )
     chip = "sm_{}{}".format(*capability)

@@ -45,7 +45,7 @@ def test_a_group_that_cannot_coalesce(rank: Rank):
         patch("torch.cuda.stream"),
         patch("torch.cuda.current_stream"),
     ):
-        stream = vocab_parallel._SideStream(torch.device("cuda", 0))
+        stream = parallel._SideStream(torch.device("cuda", 0))
         with stream.coalesced(group):
             pending = stream.start(dist.all_reduce, (total,), group=group)
             side().record_event.assert_called_once_with()
@@ -66,7 +66,7 @@ def test_the_side_stream_coalesces(of_this_torch):
         patch("torch.cuda.stream"),
         patch("torch.cuda.current_stream"),
     ):
-        stream = vocab_parallel._SideStream(device)
+        stream = parallel._SideStream(device)
         with stream.coalesced(group):
             pending = [stream.start(MagicMock(), (torch.ones(1),)) for _ in range(2)]
             assert not side().record_event.called and not group._end_coalescing.called
