@@ -41,8 +41,8 @@ SHARED_MEMORY = {
 }
 #: The GEMM's three slots of 48 KiB. The launch then takes the row kernels, and says so.
 DOES_NOT_FIT = {("scaled_exp", 120), ("grad_logits", 120)}
-#: Bytes a thread of the GEMMs' epilogues, with 3.9 and 3.6.
-MOST_SPILLED = 3072
+#: Bytes a thread of the GEMMs' epilogues, which have 128 logits in registers; with triton 3.6 and 3.9.
+MOST_SPILLED = {"plain": 1024, "all options": 6144}
 TMA_SINCE = 90
 #: Compiled plain alone: as 80 and 100, but for shared memory and the assembler.
 PLAIN_ALONE = (89, 103)
@@ -205,13 +205,12 @@ def on_each_chip(capabilities: list[int]) -> Iterator[str]:
                 ptx = made.asm["ptx"]
                 registers, spilled = resources(ptx, capability)
                 shared = made.metadata.shared
-                words = (
-                    f"sm_{capability} {name}, {'all options' if on and on == kernel.options else 'plain'}: "
-                )
-                words += f"{registers} registers, {spilled} bytes spilled, {shared} bytes of shared memory"
+                which = "all options" if on and on == kernel.options else "plain"
+                words = f"sm_{capability} {name}, {which}: {registers} registers, {spilled} bytes spilled, "
+                words += f"{shared} bytes of shared memory"
                 if kernel.is_gemm:
                     words += f", {instructions(ptx)}"
-                fits = shared <= limit and spilled <= (MOST_SPILLED if kernel.is_gemm else 0)
+                fits = shared <= limit and spilled <= (MOST_SPILLED[which] if kernel.is_gemm else 0)
                 if fits == ((name, capability) in DOES_NOT_FIT):
                     words = f"WRONG {words}: of {limit}"
                 yield words
