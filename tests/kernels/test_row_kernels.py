@@ -185,7 +185,7 @@ def test_all_kernels_compile_for_other_chips(capability, path):
     """They fit, and nothing spills but the portable GEMM."""
     done = without_interpreter("compile_triton.py", str(capability), path=path)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert done.stdout.count("bytes of shared memory") >= 15
+    assert done.stdout.count("bytes of shared memory") >= (10 if capability < 90 else 14)
     if capability >= 90:
         cores = {90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma", 120: "mma.sync"}
         assert done.stdout.count(f"{cores[capability]} and cp.async.bulk.tensor") >= 2
