@@ -1,4 +1,4 @@
-"""The same tests on a CPU (plain PyTorch rows, Triton's interpreter, gloo) and on GPUs (NCCL, on one gloo)."""
+"""The same tests on a CPU (plain PyTorch rows, Triton's interpreter, gloo) and on GPUs (NCCL)."""
 
 from __future__ import annotations
 
