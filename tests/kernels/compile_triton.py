@@ -39,8 +39,8 @@ SHARED_MEMORY = {
     capability: kib * 1024
     for capability, kib in {80: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}.items()
 }
-#: The GEMMs' three slots of 48 KiB, the prologue's four of 32. By name ``scaled_exp`` is an error there.
-DOES_NOT_FIT = {("scaled_exp", 120), ("grad_logits", 120), ("row_prologue", 120)}
+#: The GEMMs' three slots of 48 KiB. By name ``scaled_exp`` is an error there.
+DOES_NOT_FIT = {("scaled_exp", 120), ("grad_logits", 120)}
 #: Bytes a thread of the GEMMs' epilogues, which have 128 logits in registers; with triton 3.6 and 3.9.
 MOST_SPILLED = {"plain": 1024, "all options": 6144}
 #: Kernels of the scaled-exp path alone, which loads by TMA: not for older chips.
