@@ -142,7 +142,9 @@ def _scaled_exp_kernel(
         label = tl.load(label_ptr + rows, mask=inside, other=-1)
         # The label's column, or one that no column has.
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
-        is_label = columns[None, :] == label[:, None]
+        # Not `columns == label`, which comes below: triton 3.9 would keep its 128 bits a thread for that, in
+        # words that take five instructions an element.
+        is_label = tl.arange(0, BLOCK_N)[None, :] == (label - n * BLOCK_N)[:, None]
         picked = tl.sum(tl.where(is_label, z, 0.0), axis=1)
         in_tile = (label >= n * BLOCK_N) & (label < (n + 1) * BLOCK_N)
         tl.store(label_logit_ptr + rows, picked * logit_scale, mask=inside & in_tile)
@@ -153,7 +155,7 @@ def _scaled_exp_kernel(
             z = z * (softcap * _LOG2_E * inv_temperature)
         else:
             z = z * (scale2 * inv_temperature)
-        left_out = is_label | (columns[None, :] >= valid_columns)
+        left_out = (columns[None, :] == label[:, None]) | (columns[None, :] >= valid_columns)
         at = n.to(tl.int64) * num_rows + rows
         z = tl.where(left_out, float("-inf"), z - row_shift[:, None])
         if WITH_ARGMAX:

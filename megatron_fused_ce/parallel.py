@@ -4,8 +4,8 @@ All collectives go over the tensor-parallel group, in the same order on every ra
 of one of several chunks are asynchronous: on GPUs they run on one side stream of this package, behind all
 work that the current stream holds at the call, and the current stream waits where a result is read
 (:mod:`.overlap` decides when). The side stream has a high priority: its kernels get the first SMs that a
-running GEMM frees. No collective is left running when a forward or a backward returns, so other users of the
-group never meet one.
+running GEMM frees. Over gloo the host waits for each collective, which goes through its memory. No
+collective is left running when a forward or a backward returns, so other users of the group never meet one.
 """
 
 from __future__ import annotations
@@ -77,6 +77,13 @@ class _OnSideStream:
         self._held = ()
 
 
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend can launch several collectives as one. NCCL can; gloo runs them one by one."""
+    backend = group._get_backend(device)
+    # torch before 2.7 may not have the property.
+    return bool(getattr(backend, "supports_coalescing", backend.name() == "nccl"))
+
+
 class _SideStream:
     """The stream on which the collectives of one device run."""
 
@@ -100,7 +107,7 @@ class _SideStream:
 
     @contextmanager
     def coalesced(self, group: Any) -> Iterator[None]:
-        if self._together is not None or not hasattr(group, "_start_coalescing"):
+        if self._together is not None or not _coalesces(group, self.device):
             yield
             return
         group._start_coalescing(self.device)

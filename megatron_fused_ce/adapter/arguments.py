@@ -11,6 +11,7 @@ from typing import Any
 from megatron_fused_ce.command_line import BILLION, number, whole
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
+    LOGITS_BACKEND_CHOICES,
     MERGE_CHOICES,
     SMOOTHING_FORM_CHOICES,
     STRATEGY_CHOICES,
@@ -155,7 +156,14 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="activations: round the logits to the activations' dtype, as Megatron's output layer does; "
         "fp32: do not, as with --output-logit-dtype fp32; auto (default): fp32 with the scaled-exp GEMM "
-        "(bf16 on Hopper and newer), rounded elsewhere",
+        "(--fused-ce-logits-backend), rounded elsewhere",
+    )
+    group.add_argument(
+        "--fused-ce-logits-backend",
+        choices=LOGITS_BACKEND_CHOICES,
+        default="auto",
+        help="scaled_exp: exponentiate in the GEMM's epilogue (bf16, Hopper and newer); gemm_rows: a plain "
+        "GEMM, then row kernels; auto (default): scaled_exp on compute capability 9.0, where it was measured",
     )
     group.add_argument(
         "--fused-ce-debug-checks",

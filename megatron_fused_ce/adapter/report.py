@@ -170,7 +170,7 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
     if config.logits_backend == "gemm_rows":
         notes.append("logits backend gemm_rows (asked for)")
     elif why_not:
-        notes.append(f"logits backend gemm_rows, since scaled_exp cannot serve: {why_not}")
+        notes.append(f"logits backend gemm_rows, not scaled_exp: {why_not}")
     if config.skip_masked:
         notes.append("masked tokens are skipped, the sizes are for none")
     if config.loss_options:

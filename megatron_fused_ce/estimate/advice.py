@@ -38,7 +38,7 @@ class Gpu:
     device: str
     #: as torch counts it (``total_memory``), bytes
     capacity: int
-    #: Hopper or newer: the scaled-exp GEMM can run
+    #: ``auto`` takes the scaled-exp GEMM (compute capability 9.0)
     exp_serves: bool
     #: bytes of driver, NCCL and kernels outside torch's allocator
     overhead: int

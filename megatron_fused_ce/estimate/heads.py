@@ -129,6 +129,7 @@ def plugin_head(
     # As logits.choose.why_not_scaled_exp says it of tensors.
     exp = (
         exp_serves
+        and config.logits_backend != "gemm_rows"
         and setting.training.dtype == "bfloat16"
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
         and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "activations"))

@@ -25,6 +25,9 @@ class RequestedOutputs(NamedTuple):
 
 LOSS_ONLY = RequestedOutputs()
 
+#: Compute capability of the GPUs on which ``scaled_exp`` was run and timed: H100 and H200.
+MEASURED = (9, 0)
+
 #: In place of :func:`why_not_here` where the ranks of a group have settled that it does not serve.
 NOT_ON_EVERY_RANK = "it cannot serve on every rank of the tensor-parallel group"
 
@@ -94,8 +97,9 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     """Why this rank's device, shard or request rules out the scaled-exp GEMM; empty if nothing does.
 
     Other ranks of a group may find something else: :func:`.parallel.compare` settles it for all. The
-    memory of ``tokens`` is no reason: :func:`must_copy` copies them. Asked for by name, Triton's interpreter
-    may serve on a CPU, in any dtype but bf16.
+    memory of ``tokens`` is no reason: :func:`must_copy` copies them. ``auto`` takes it on :data:`MEASURED`
+    GPUs alone, a name on any that can run it; asked for by name, Triton's interpreter may serve on a CPU, in
+    any dtype but bf16.
     """
     if config.logits_backend == "gemm_rows":
         return "gemm_rows was asked for"
@@ -114,6 +118,8 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
         capability = torch.cuda.get_device_capability(tokens.device)
         if capability < (9, 0):
             return f"its TMA loads need Hopper or newer, this is sm_{capability[0]}{capability[1]}"
+        if config.logits_backend == "auto" and capability != MEASURED:
+            return not_measured(capability)
     rows, columns = weight.shape
     for name, letter, length in (("hidden", "H", columns), ("logits", "V", rows)):
         if length * weight.element_size() % 16:
@@ -124,6 +130,14 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
     if compiles and gemm_variants.gemm_for(tokens.device) is None:
         return gemm_variants.compiled(tokens.device).failure
     return ""
+
+
+def not_measured(capability: tuple[int, int]) -> str:
+    """Why ``auto`` leaves ``scaled_exp`` on a GPU where nobody ran it, and what a user can do."""
+    return (
+        f"it was never run on sm_{capability[0]}{capability[1]}; --fused-ce-logits-backend scaled_exp tries "
+        "it: please report ms per step and losses with and without that flag, the GPU and triton's version"
+    )
 
 
 def must_copy(logits: LogitsBackend, hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:

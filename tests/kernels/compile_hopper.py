@@ -8,22 +8,14 @@ variant: shared memory and, from ptxas, spills. Not under TRITON_INTERPRET.
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import triton
-from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from megatron_fused_ce.kernels import scaled_exp_hopper as hopper
-
-#: What a thread block of sm_90 can have.
-SHARED_MEMORY = 227 * 1024
-
+from tests.kernels.compile_triton import SHARED_MEMORY, resources
 
 #: The kernel's constants that are on, in lower case; "gradients" for its other mode.
 VARIANTS = (
@@ -59,21 +51,6 @@ FLAGS = (
 )
 #: With all of these: up to three registers of row vectors, outside of the products' loop.
 SPILLED = {("with_argmax", "weighted", "rounded"): 4, ("logits", "weighted", "rounded"): 12}
-
-
-def spilled_bytes(ptx: str) -> int:
-    """What ptxas reports for sm_90a."""
-    # The newer of the two that triton brings: it takes any version of PTX that triton writes.
-    ptxas = Path(nvidia.__file__).parent / "bin" / "ptxas-blackwell"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        done = subprocess.run(
-            [ptxas, "-v", "-arch=sm_90a", "-o", Path(folder) / "kernel.cubin", source],
-            capture_output=True, text=True,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return sum(int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr))
 
 
 def descriptor(rows: int, columns: int) -> str:
@@ -119,11 +96,11 @@ def main() -> int:
     for variant in variants:
         kernel = compiled(variant)
         shared = kernel.metadata.shared
-        spilled = spilled_bytes(kernel.asm["ptx"])
+        spilled = resources(kernel.asm["ptx"], 90).spilled_bytes
         print(f"{variant}: {shared} bytes of shared memory, {spilled} bytes spilled")
         if spilled > max((SPILLED[name] for name in SPILLED if set(name) <= set(variant.split())), default=0):
             return 1
-        if shared > SHARED_MEMORY:
+        if shared > SHARED_MEMORY[90]:
             return 1
         # One atomic for the first tile and one for the next.
         asm = kernel.asm["ptx"]

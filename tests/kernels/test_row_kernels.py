@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -154,9 +157,38 @@ def test_whole_op_on_the_triton_path(kind, strategy, device):
 
 
 def test_every_option_compiles_without_a_gpu():
-    done = without_interpreter("compile_rows.py")
+    done = without_interpreter("compile_triton.py")
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("bytes of PTX") == 10 + 8 + 2
+
+
+#: By hand: pip install --no-deps --target .venv/triton-3.6.0 triton==3.6.0
+TRITON_3_6 = Path(sys.prefix) / "triton-3.6.0"
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(None, id="installed"),
+        pytest.param(
+            TRITON_3_6,
+            id="3.6",
+            marks=pytest.mark.skipif(
+                not TRITON_3_6.is_dir(), reason=f"no {TRITON_3_6.name} in the environment"
+            ),
+        ),
+    ],
+)
+def test_all_kernels_compile_for_other_chips(capability, path):
+    """They fit, and nothing spills but the portable GEMM."""
+    done = without_interpreter("compile_triton.py", str(capability), path=path)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert done.stdout.count("bytes of shared memory") >= (10 if capability < 90 else 14)
+    if capability >= 90:
+        cores = {90: "wgmma.mma_async", 100: "tcgen05.mma", 103: "tcgen05.mma", 120: "mma.sync"}
+        assert done.stdout.count(f"{cores[capability]} and cp.async.bulk.tensor") >= 2
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 0.06, 0.124, 0.126, 1.0, 3.0, 40.0])

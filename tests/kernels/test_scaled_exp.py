@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -450,6 +451,26 @@ def test_a_weight_that_tma_cannot_load(device):
     for weight in (spread, moved):
         reason = choose.why_not_scaled_exp(exp_config("auto"), inputs.hidden.flatten(0, 1), weight)
         assert "begin at multiples of 16 bytes" in reason
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_auto_takes_it_where_it_was_measured(capability, monkeypatch):
+    """On compute capability 9.0. By name on any chip with TMA; the reason says how."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(gemm_variants, "triton_lacks", lambda: "")
+    monkeypatch.setattr(gemm_variants, "gemm_for", lambda device: scaled_exp)
+    weight = torch.zeros(64, 32, dtype=torch.bfloat16)
+    hidden = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), dtype=torch.bfloat16)
+    auto, by_name, rows = (
+        choose.why_not_here(FusedCEConfig(logits_backend=name), hidden, weight)
+        for name in ("auto", "scaled_exp", "gemm_rows")
+    )
+    chip = "sm_{}{}".format(*capability)
+    assert bool(by_name) == (capability < (9, 0)) and rows == "gemm_rows was asked for"
+    if capability > (9, 0):
+        assert chip in auto and "--fused-ce-logits-backend scaled_exp tries it: please report" in auto
+    else:
+        assert auto == by_name
 
 
 @pytest.mark.skipif(ON_GPU, reason="there it takes bf16, and auto takes it")

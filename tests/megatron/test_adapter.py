@@ -666,6 +666,7 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
         "--fused-ce-merge",
         "--fused-ce-label-smoothing-form",
         "--fused-ce-logit-precision",
+        "--fused-ce-logits-backend",
         "--fused-ce-debug-checks",
     }
     assert len(common) == 12 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common

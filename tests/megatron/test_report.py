@@ -103,7 +103,7 @@ def test_start_up_line_of_auto_says_why(said):
     assert said[0].startswith("on: strategy store (chosen by auto), 1 chunk of 128 tokens; about")
     assert said[1] == (
         "why: the fastest within the budget of 7 MiB; grad_in_forward is no faster; logits backend "
-        "gemm_rows, since scaled_exp cannot serve: it runs on CUDA devices, not on cpu; masked tokens are "
+        "gemm_rows, not scaled_exp: it runs on CUDA devices, not on cpu; masked tokens are "
         "skipped, the sizes are for none; loss with z_loss"
     )
     assert len(said) == 2

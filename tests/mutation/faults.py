@@ -38,6 +38,7 @@ REPORT = "tests/megatron/test_report.py"
 STOCK = "tests/megatron/test_stock_path.py"
 WEIGHTS = "tests/megatron/test_token_weights.py"
 FAILURES = "tests/op/test_faults.py"
+SECOND_DEVICE = "tests/op/test_second_device.py"
 HEAD = "tests/parallel/test_head.py -k '2ranks and not scaled_exp'"
 CALLS = "tests/parallel/test_head_calls.py"
 BROKEN = "tests/parallel/test_broken_promise.py"
@@ -352,6 +353,34 @@ FAULTS = (
         "dist.all_reduce(partial, group=self.group)\n            out.copy_(partial[: out.shape[0]])\n"
         "            return DONE",
         (HEAD,),
+    ),
+    Fault(
+        "every backend is asked to launch several collectives as one",
+        f"{PACKAGE}/parallel.py",
+        "or not _coalesces(group, self.device)",
+        "or group is None",
+        (f"{SECOND_DEVICE} -k cannot_coalesce",),
+    ),
+    Fault(
+        "a backend that launches several collectives as one is not asked to",
+        f"{PACKAGE}/parallel.py",
+        'getattr(backend, "supports_coalescing", backend.name() == "nccl")',
+        'getattr(backend, "supports_coalescing_", False)',
+        (f"{SECOND_DEVICE} -k side_stream_coalesces",),
+    ),
+    Fault(
+        "auto takes the scaled-exp GEMM where nobody ran it",
+        f"{PACKAGE}/logits/choose.py",
+        'if config.logits_backend == "auto" and capability != MEASURED:',
+        'if config.logits_backend == "auto" and capability < MEASURED:',
+        (f"{SCALED_EXP} -k auto_takes_it_where",),
+    ),
+    Fault(
+        "the scaled-exp GEMM cannot be tried where nobody ran it",
+        f"{PACKAGE}/logits/choose.py",
+        'if config.logits_backend == "auto" and capability != MEASURED:',
+        "if capability != MEASURED:",
+        (f"{SCALED_EXP} -k auto_takes_it_where",),
     ),
     Fault(
         "two ranks may disagree",

@@ -6,6 +6,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
 from megatron_fused_ce.scripts.lib.reference import make_inputs
@@ -32,6 +33,48 @@ def test_the_side_stream_meets_streams_of_its_own_device():
     streams[device].wait_event.assert_called_once_with(side().record_event())
     streams[device].wait_stream.assert_called_once_with(side())
     assert not streams[None].mock_calls
+
+
+@on_ranks(2)
+def test_a_group_that_cannot_coalesce(rank: Rank):
+    """gloo's: its collectives run one by one, and each is waited for by an event of its own."""
+    group = dist.new_group(backend="gloo")
+    total = torch.full((2,), rank.rank + 1.0)
+    with (
+        patch("torch.cuda.Stream") as side,
+        patch("torch.cuda.stream"),
+        patch("torch.cuda.current_stream"),
+    ):
+        stream = parallel._SideStream(torch.device("cuda", 0))
+        with stream.coalesced(group):
+            pending = stream.start(dist.all_reduce, (total,), group=group)
+            side().record_event.assert_called_once_with()
+            pending.wait()
+    assert total.tolist() == [3.0, 3.0]
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("of_this_torch", [True, False])
+def test_the_side_stream_coalesces(of_this_torch):
+    """Where the backend says that it can, or is NCCL and too old to say."""
+    backend = MagicMock(spec=["name", *["supports_coalescing"] * of_this_torch])
+    backend.name.return_value = "another" if of_this_torch else "nccl"
+    group, device = MagicMock(), torch.device("cuda", 0)
+    group._get_backend.return_value = backend
+    with (
+        patch("torch.cuda.Stream") as side,
+        patch("torch.cuda.stream"),
+        patch("torch.cuda.current_stream"),
+    ):
+        stream = parallel._SideStream(device)
+        with stream.coalesced(group):
+            pending = [stream.start(MagicMock(), (torch.ones(1),)) for _ in range(2)]
+            assert not side().record_event.called and not group._end_coalescing.called
+        group._start_coalescing.assert_called_once_with(device)
+        group._end_coalescing.assert_called_once_with(device)
+        side().record_event.assert_called_once_with()
+        for work in pending:
+            work.wait()
 
 
 def run(device: torch.device, strategy: str, group=None, rank: int = 0, size: int = 1, **settings):

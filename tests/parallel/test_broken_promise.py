@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, parallel
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import megatron
-from tests.support.megatron import NEWEST, both_cores, have_groups, of_core, transformer_config
+from tests.support.megatron import DDP, NEWEST, both_cores, have_groups, of_core, transformer_config
 from tests.support.op import promises
 from tests.support.ranks import Rank, on_ranks
 
-TWO, FOUR = both_cores(2), of_core(4, NEWEST)
+TWO, FOUR = both_cores(2, needs_nccl=DDP), of_core(4, NEWEST)
 
 VOCAB, HIDDEN, SEQUENCE, BATCH, NUM_MICRO_BATCHES = 64, 16, 8, 2, 2
 

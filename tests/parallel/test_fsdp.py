@@ -19,6 +19,7 @@ from tests.support import megatron, rl_utils
 from tests.support.megatron import (
     BATCH,
     CORE_0_19,
+    DDP,
     SEQUENCE,
     VOCAB,
     Model,
@@ -33,7 +34,7 @@ pytest.importorskip("einops", reason="Megatron-FSDP imports it")
 
 
 #: Ranks of their own where ranks live on: DTensor remembers the mesh of an earlier one that is equal.
-BOTH = both_cores(2, own="fsdp")
+BOTH = both_cores(2, own="fsdp", needs_nccl=DDP)
 
 STEPS, MICRO_BATCHES = 3, 2
 

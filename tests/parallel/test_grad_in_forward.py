@@ -18,6 +18,7 @@ import torch
 from tests.support import megatron
 from tests.support.megatron import (
     BATCH,
+    DDP,
     GRADIENT_BOUND,
     INSTALLED,
     NEWEST,
@@ -34,7 +35,7 @@ from tests.support.op import promises
 from tests.support.ranks import Rank, on_ranks
 
 #: Both cores, one of them at TP 2.
-RANKS = [of_core(2, NEWEST), of_core(1, INSTALLED)]
+RANKS = [of_core(2, NEWEST, needs_nccl=DDP), of_core(1, INSTALLED)]
 PLAIN = Model()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from tests.support.megatron import (
     BATCH,
+    DDP,
     GRADIENT_BOUND,
     INSTALLED,
     LOSS_BOUND,
@@ -39,11 +40,14 @@ from tests.support.megatron import (
 from tests.support.ranks import Rank, Ranks, on_ranks
 
 #: TP 2 with one core, 4 with the other, which :func:`test_the_installed_core` runs at 2.
-MODELS = [
-    of_core(2, NEWEST),
-    of_core(1, NEWEST, pytest.mark.rest),
-    of_core(4, INSTALLED),
-]
+MODELS, IN_DDP = (
+    [
+        of_core(2, NEWEST, needs_nccl=needs_nccl),
+        of_core(1, NEWEST, pytest.mark.rest),
+        of_core(4, INSTALLED),
+    ]
+    for needs_nccl in ("", DDP)
+)
 BY_NAME = {
     "gpt": Model(),
     "gpt store": Model(strategy="store"),
@@ -147,7 +151,7 @@ def _noting(seen: list[list[int]], read: Any) -> Any:
     return noted
 
 
-@on_ranks(*MODELS)
+@on_ranks(*IN_DDP)
 @pytest.mark.parametrize("name", [*BY_NAME, *SINCE_0_17])
 def test_off_against_on(rank: Rank, name):
     import megatron_fused_ce
@@ -204,7 +208,7 @@ def test_off_against_on(rank: Rank, name):
         assert difference <= bound, f"{name}: differs by {difference:.2e}, more than {bound:.0e}"
 
 
-@on_ranks(Ranks(2, INSTALLED))
+@on_ranks(Ranks(2, INSTALLED, needs_nccl=DDP))
 def test_the_installed_core(rank: Rank):
     """One model of `make test` runs with the other megatron-core."""
     test_off_against_on.on_a_rank(rank, "gpt grad_in_forward sp")
@@ -348,7 +352,7 @@ def low_precision_contexts(patch: pytest.MonkeyPatch, entered: list[str]) -> Ite
     yield open_ones
 
 
-@on_ranks(*MODELS[:1])
+@on_ranks(*IN_DDP[:1])
 @pytest.mark.parametrize("family", ["gpt", "hybrid"])
 @pytest.mark.parametrize("name", LOW_PRECISION)
 def test_layers_in_low_precision(rank: Rank, name, family):
@@ -384,7 +388,7 @@ def test_layers_in_low_precision(rank: Rank, name, family):
         torch.testing.assert_close(on[key], off[key], rtol=2e-3, atol=0)
 
 
-@on_ranks(*MODELS[:1])
+@on_ranks(*IN_DDP[:1])
 @pytest.mark.parametrize("family", ["gpt", "hybrid"])
 def test_an_output_layer_in_mxfp8(rank: Rank, family):
     """GPTModel's head is then Transformer Engine's layer (here a stand-in) and stays with Megatron, in words;

@@ -43,7 +43,11 @@ INSTALLED = Environment(
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
 
 
-def of_core(size: int, environment: Environment, *marks: Any, own: str = "") -> Any:
+#: A reason for ``Ranks.needs_nccl``.
+DDP = "Megatron's DDP reduces gradients by coalesced collectives, which gloo has for CPU tensors alone"
+
+
+def of_core(size: int, environment: Environment, *marks: Any, own: str = "", needs_nccl: str = "") -> Any:
     """``size`` ranks with this megatron-core, for :func:`.on_ranks`.
 
     Tests of the installed one are of `make test-rest`, but where 0.19.2 cannot be had.
@@ -55,11 +59,11 @@ def of_core(size: int, environment: Environment, *marks: Any, own: str = "") -> 
         marks += (pytest.mark.rest,)
     if importlib.util.find_spec("megatron") is None:
         marks += (pytest.mark.skip(reason="megatron-core is not installed"),)
-    return pytest.param(Ranks(size, environment, own), marks=marks)
+    return pytest.param(Ranks(size, environment, own, needs_nccl), marks=marks)
 
 
-def both_cores(size: int, own: str = "") -> list[Any]:
-    return [of_core(size, environment, own=own) for environment in (NEWEST, INSTALLED)]
+def both_cores(size: int, own: str = "", needs_nccl: str = "") -> list[Any]:
+    return [of_core(size, each, own=own, needs_nccl=needs_nccl) for each in (NEWEST, INSTALLED)]
 
 
 def needs_core(major: int, minor: int) -> None:

@@ -150,18 +150,23 @@ def _answer(call: Call, rank: Rank) -> tuple[str, Any]:
 
 
 def join(place: Place, store: Any, *, prefix: str = "") -> Rank:
-    """Make this process a rank: gloo with one worker thread a group, or NCCL."""
+    """Make this process a rank: NCCL where each has a GPU, else gloo with one worker thread a group.
+
+    Ranks on GPUs that are fewer than they share the first.
+    """
     import torch
     import torch.distributed as dist
 
     from megatron_fused_ce.scripts.lib import gloo
 
     gloo.use_one_thread()
+    own_gpu = place.on_gpus and torch.cuda.device_count() >= place.size
+    device = torch.device("cpu")
     if place.on_gpus:
-        torch.cuda.set_device(place.rank)
-    device = torch.device("cuda", place.rank) if place.on_gpus else torch.device("cpu")
+        device = torch.device("cuda", place.rank if own_gpu else 0)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if place.on_gpus else "gloo",
+        "nccl" if own_gpu else "gloo",
         store=dist.PrefixStore(prefix, store),
         rank=place.rank,
         world_size=place.size,

@@ -10,7 +10,8 @@ test's module and call the function by its name; its arguments are pickled.
 
 On a CPU the ranks of each test are forked from a server that has torch loaded and no thread. On GPUs, where
 contexts and communicators cost seconds, a world of ranks lives on from test to test and is started anew
-after a test that failed. Under torchrun its processes are the ranks: see tests/parallel/conftest.py.
+after a test that failed. Two ranks on a single GPU share it, over gloo, but where a test says that
+it needs NCCL. Under torchrun its processes are the ranks: see tests/parallel/conftest.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,6 +57,8 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[2]
 #: Counted before stand-ins for CUDA can be in this process.
 NUM_GPUS = torch.cuda.device_count()
+#: Ranks that one GPU takes.
+SHARING = 2
 #: Of one test, from the moment its ranks have been asked. A collective gives up before.
 TIMEOUT_S = 2.0 * rank_process.GROUP_TIMEOUT_S
 #: Until all ranks have joined: processes that start on GPUs import torch and Megatron first.
@@ -360,6 +363,8 @@ class Ranks:
     environment: Environment = PLAIN
     #: Where ranks live on, those of another name are others.
     own: str = ""
+    #: What gloo cannot do with CUDA tensors: why two ranks cannot share a GPU.
+    needs_nccl: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         kind = "" if self.environment == PLAIN else f"-{self.environment.name}"
@@ -381,7 +386,10 @@ def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **
         with World(ranks.size, ranks.environment) as world:
             return world.run(function, *arguments, **options)
     if ranks.size > NUM_GPUS:
-        pytest.skip(f"{ranks.size} ranks: there are {NUM_GPUS} GPUs")
+        if ranks.size > SHARING:
+            pytest.skip(f"{ranks.size} ranks: there are {NUM_GPUS} GPUs")
+        if ranks.needs_nccl:
+            pytest.skip(f"needs NCCL, and ranks on one GPU have gloo: {ranks.needs_nccl}")
     if ranks not in _worlds:
         _worlds[ranks] = World(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
         atexit.register(_worlds[ranks].close)

@@ -437,6 +437,7 @@ def test_options_of_a_named_model_are_among_the_flags():
         ("--fused-ce-label-smoothing 0.1", False),
         ("--fused-ce-logit-softcap 30 --fused-ce-label-smoothing 0.1", True),
         ("--fused-ce-logit-precision activations", False),
+        ("--fused-ce-logits-backend gemm_rows", True),
         ("--fp16", True),
         ("--vocab-size 1001 --make-vocab-size-divisible-by 1", True),
     ],
