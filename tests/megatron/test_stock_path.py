@@ -19,6 +19,8 @@ LAYER = {
     **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
     **{"bias": None, "gather_output": False, "is_expert": False, "disable_grad_reduce": False},
     "weight": None,
+    "tp_group": types.SimpleNamespace(size=lambda: 1),
+    "sequence_parallel": False,
 }
 
 
@@ -45,7 +47,10 @@ def in_megatron(function):
 
 
 #: What a call of a layer looks at, as Megatron has it.
-OF_LAYER = {"bias": None, "_forward_impl": in_megatron(lambda: None)}
+OF_LAYER = {
+    **{name: value for name, value in LAYER.items() if name != "weight"},
+    **{"_forward_impl": in_megatron(lambda: None), "output_size_per_partition": 6},
+}
 
 GPTModel._postprocess = in_megatron(GPTModel._postprocess)
 GPTModel._postprocess.__kwdefaults__ = {"labels": None}
@@ -147,7 +152,7 @@ def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, model=
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
     layer = types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
     model.output_layer = lambda: stock_path.reason_at_call(
-        layer, torch.zeros(hidden), gather_output, sys._getframe(1), stays
+        layer, torch.zeros(hidden), torch.zeros(6, 4), gather_output, sys._getframe(1), stays
     )
     return model._postprocess(labels=labels or None)
 
