@@ -671,7 +671,7 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
     }
     assert len(common) == 12 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
     page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
-    everyday, experts = page.split("flags are for comparisons and debugging")
+    everyday, experts = page.split("more flags are for comparisons")
     for names, text in ((common, everyday), (advanced, experts)):
         assert names == set(re.findall(r"^\| `(--[a-z-]+)", text, re.MULTILINE))
 
