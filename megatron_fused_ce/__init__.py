@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_fused_ce.adapter.output_processor import output_processor
     from megatron_fused_ce.adapter.switch import Counters, counters, disable, enable
     from megatron_fused_ce.config import FusedCEConfig
     from megatron_fused_ce.loss import TokenOutputs
@@ -46,6 +47,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_distillation",
     "fused_linear_token_outputs",
+    "output_processor",
 ]
 
 _HOMES = {
@@ -58,6 +60,7 @@ _HOMES = {
     "fused_linear_cross_entropy": "op",
     "fused_linear_distillation": "op",
     "fused_linear_token_outputs": "op",
+    "output_processor": "adapter.output_processor",
 }
 
 

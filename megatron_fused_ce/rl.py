@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,16 @@ from megatron_fused_ce.sampling_mask import masked_log_probs
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
 
 
+class LogProbOptions(TypedDict, total=False):
+    """The arguments of :func:`token_log_probs` that say what is computed; absent ones have its defaults."""
+
+    temperature: float | Tensor
+    entropy: str
+    sum_p_squared: bool
+    zero_unknown: bool
+    config: FusedCEConfig | None
+
+
 @takes_config
 def token_log_probs(
     hidden: Tensor,
@@ -28,6 +39,7 @@ def token_log_probs(
     entropy: str = "none",
     sum_p_squared: bool = False,
     zero_unknown: bool = False,
+    batch_first: bool = False,
     reduce_grad_hidden: bool = True,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -52,6 +64,8 @@ def token_log_probs(
             :func:`.fused_linear_cross_entropy`; labels are those of the tokens, shifted by the caller.
             Hidden states in bf16 or fp16 with an fp32 weight are cast to fp32 (``4 * H`` bytes a token;
             products, gathers and sums of ``grad_hidden`` are fp32 then); no other pair of dtypes is served.
+            With ``config.skip_masked`` tokens labelled ``config.ignore_index`` take part in no GEMM: their
+            results are all 0, and a gradient of their entropy raises in the backward.
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
             gradient flows into a tensor.
@@ -61,6 +75,8 @@ def token_log_probs(
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
             log-probability 0 without a gradient, and leaves entropy and ``sum_p_squared`` as they are.
+        batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``; labels stay
+            ``[b, s]``.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's
             part, for a caller who gathered the hidden states and whose backward sums them; not with
             ``sequence_parallel``.
@@ -79,27 +95,64 @@ def token_log_probs(
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
+    if batch_first and isinstance(hidden, Tensor) and hidden.dim() == 3:
+        hidden = hidden.transpose(0, 1)
+    return log_probs_of_head(
+        hidden,
+        weight,
+        labels,
+        {
+            "temperature": temperature,
+            "entropy": entropy,
+            "sum_p_squared": sum_p_squared,
+            "zero_unknown": zero_unknown,
+            "config": config,
+        },
+        reduce_grad_hidden=reduce_grad_hidden,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+    )
+
+
+def log_probs_of_head(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: LogProbOptions, **of_head: Any
+) -> TokenLogProbs:
+    """:func:`token_log_probs` with fields of :class:`.call.Call` that say whose head it is."""
+    entropy, sum_p_squared = options.get("entropy", "none"), options.get("sum_p_squared", False)
+    config = options.get("config")
     if entropy == "differentiable":
         config = unrounded(config)
+    token_weights, wrong = _unignored(labels, config)
     made = linear_cross_entropy(
         Call(
             _widened(hidden, weight),
             weight,
             labels,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            vocab_start=vocab_start,
+            token_weights=token_weights,
             config=DEFAULT_CONFIG if config is None else config,
             outputs=_outputs(entropy, sum_p_squared),
             differentiable=_with_grad(entropy),
-            temperature=temperature,
-            zero_unknown=zero_unknown,
-            reduce_grad_hidden=reduce_grad_hidden,
-            caller_error=_wrong_entropy(entropy),
+            temperature=options.get("temperature", 1.0),
+            zero_unknown=options.get("zero_unknown", False),
+            caller_error=_wrong_entropy(entropy) or wrong,
+            **of_head,
         )
     ).outputs
     assert made.log_prob is not None
     return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
+
+
+def _unignored(labels: Tensor, config: FusedCEConfig | None) -> tuple[Tensor | None, ValueError | None]:
+    """Token weights by which ``skip_masked`` leaves out the ignored labels; or what is wrong."""
+    if not (isinstance(config, FusedCEConfig) and config.skip_masked and isinstance(labels, Tensor)):
+        return None, None
+    if config.ignore_index is None:
+        return None, ValueError(
+            "skip_masked leaves out the tokens labelled ignore_index, and config has none: give "
+            "FusedCEConfig(skip_masked=True, ignore_index=-100) and that label to tokens that need nothing"
+        )
+    return labels.ne(config.ignore_index).float(), None
 
 
 def unrounded(config: FusedCEConfig | None) -> FusedCEConfig:

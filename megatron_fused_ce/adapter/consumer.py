@@ -21,6 +21,9 @@ MODELS = ("GPTModel", "HybridModel", "MambaModel")
 CALLERS = ("forward", "_postprocess")
 #: Since 0.17 the heads of multi-token prediction are called by a function of this module.
 MTP = ("megatron.core.transformer.multi_token_prediction", "process_mtp_loss")
+#: Forwards of Megatron's output layers that return the product of hidden states and weight; the second, of
+#: Megatron's dev branch, also a loss on request.
+FORWARDS = ("ColumnParallelLinear.forward", "LinearCrossEntropyModule.forward")
 
 _models: set[CodeType] = set()
 _mtp: set[CodeType] = set()
@@ -60,6 +63,11 @@ def is_megatrons(function: Any) -> bool:
     return str(written_in).startswith("megatron.core.")
 
 
+def is_plain_forward(forward: Any) -> bool:
+    """Whether this forward of an output layer is one of Megatron's that are known, with nothing around it."""
+    return is_megatrons(forward) and getattr(forward, "__qualname__", "") in FORWARDS
+
+
 def takes_deferred(loss: Any) -> bool:
     """Whether this ``compute_language_model_loss`` is the patched one, with nothing wrapped around it."""
     return getattr(getattr(loss, "__func__", loss), "__code__", None) in _losses
@@ -81,6 +89,13 @@ def why_unknown(caller: FrameType) -> str:
     if scale is not None and not is_megatrons(scale):
         return f"the logits are scaled by {name_of(scale)}, which may need real ones"
     return ""
+
+
+def model_of(caller: FrameType) -> Any:
+    """The model whose head a known frame calls."""
+    if caller.f_code in _mtp:
+        return caller.f_locals["compute_language_model_loss"].__self__
+    return caller.f_locals["self"]
 
 
 def returns_logits(caller: FrameType) -> bool:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,11 +16,11 @@ from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from megatron_fused_ce.adapter import accuracy, deferred_logits, report, stock_path
-from megatron_fused_ce.adapter.consumer import name_of
+from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
-from megatron_fused_ce.adapter.token_weights import TokenWeights
+from megatron_fused_ce.adapter.token_weights import TokenWeights, of_loss
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.op import linear_cross_entropy
@@ -47,11 +47,12 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
 
     @staticmethod
     def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, model: str) -> None:
-        """Make a stock layer defer its logits from now on.
+        """Make a stock layer, or one of a known subclass, defer its logits from now on.
 
         Its new attributes can be copied and pickled with the model.
         """
-        layer.__class__ = ColumnParallelLinear
+        kind: Any = type(layer)
+        layer.__class__ = _adopting(kind)
         layer.fused_ce_config = config
         layer.fused_ce_sequence_parallel = layer.sequence_parallel
         layer.fused_ce_with_argmax = with_argmax
@@ -63,8 +64,12 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
+        output_cross_entropy_loss: bool = False,
+        labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Deferred logits and None, as stock's logits and bias; the loss ``[b, s]`` of ``labels`` ``[b, s]``
+        with ``output_cross_entropy_loss``, an argument of LinearCrossEntropyModule's."""
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
         used = self.weight if weight is None else weight
         for_caller = deferred_logits.for_caller(used)
@@ -74,32 +79,43 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             caller = sys._getframe(1)
             reason = stock_path.reason_at_call(self, input_, used, gathers, caller, gathers or for_caller)
         config, softcap = self.fused_ce_config, 0.0
-        if reason is None and not _is_own(forward := _beneath(self)):
-            found = _softcap_around(self, forward)
-            if found is None or config.logit_softcap not in (None, found):
-                reason = f"its forward is {name_of(forward)}, which may change the logits"
-            softcap = found or 0.0
+        if reason is None:
+            softcap, reason = softcap_around(self, config)
         if kwargs and reason is None:
             reason = f"the caller passes {', '.join(kwargs)}, which this package does not know"
         if reason is not None:
             counters().stock += 1
             report.stock_path_once(self, reason)
-            logits, bias = super().__call__(
+            if output_cross_entropy_loss:
+                kwargs |= {"output_cross_entropy_loss": True, "labels": labels}
+            made = super().__call__(
                 input_, weight=weight, runtime_gather_output=runtime_gather_output, **kwargs
             )
+            logits = made if output_cross_entropy_loss else made[0]
             if self.fused_ce_config.loss_options and logits.requires_grad:
                 refuse = partial(stock_path.refuse_options, self.fused_ce_config, reason)
                 logits.register_hook(lambda _: refuse())
-            return logits, bias
+            return made
+        if output_cross_entropy_loss and config.ignore_index is None:
+            config = replace(config, ignore_index=-100)
         num_parts = self.tp_group.size() if self.sequence_parallel else 1
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))
         dtype = getattr(self, "output_dtype", None)  # --output-logit-dtype
         at_call = _AtCall(config, softcap, used, used.requires_grad, _versions(input_, used))
         needs_grad = torch.is_grad_enabled() and (input_.requires_grad or used.requires_grad)
-        return DeferredLogits(
+        deferred = DeferredLogits(
             self, input_, weight, shape, gathers, dtype, for_caller, needs_grad, at_call
-        ), None
+        )
+        if not output_cross_entropy_loss:
+            return deferred, None
+        assert labels is not None
+        return deferred.loss(labels, of_loss(model_of(caller), labels))
+
+    @property
+    def stock_forward(self) -> Any:
+        """Of the class that this one was before it was adopted."""
+        return super().forward
 
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
@@ -236,6 +252,14 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         return replace(config, strategy="auto")
 
 
+@cache
+def _adopting(kind: Any) -> Any:
+    """The class above over ``kind``, with the name and methods of that one."""
+    if issubclass(ColumnParallelLinear, kind):
+        return ColumnParallelLinear
+    return type(kind.__name__, (ColumnParallelLinear, kind), {})
+
+
 #: Of every layer that was evaluated; not an attribute, which a copy of the layer would share.
 _heads: WeakKeyDictionary[Any, Head] = WeakKeyDictionary()
 
@@ -308,7 +332,18 @@ def _beneath(layer: Any) -> Any:
     return forward
 
 
-def _softcap_around(layer: Any, forward: Any) -> float | None:
+def softcap_around(layer: Any, config: FusedCEConfig) -> tuple[float, str | None]:
+    """The cap of a known forward around the layer's own, 0 for none; and why it cannot be served, or None."""
+    forward = _beneath(layer)
+    if _is_own(forward):
+        return 0.0, None
+    found = _softcap_of(layer, forward)
+    if found is None or config.logit_softcap not in (None, found):
+        return 0.0, f"its forward is {name_of(forward)}, which may change the logits"
+    return found, None
+
+
+def _softcap_of(layer: Any, forward: Any) -> float | None:
     """The cap of a known forward around the layer's own, 0 for none; None for another forward.
 
     By its name, and by what it makes of numbers, so that it is known to do nothing else.

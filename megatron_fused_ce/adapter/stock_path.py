@@ -6,6 +6,7 @@ Checked once when a model is built (:func:`reason_at_build`) and on every call o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -31,37 +32,19 @@ _FSDP2 = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 
 def reason_at_build(model: Any, megatron_args: Any) -> str | None:
     """Why this model's head stays on the stock path, or None."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
     if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
         return f"{type(model).__name__} is not one of {', '.join(MODELS)}"
     loss = model.compute_language_model_loss
     if not consumer.takes_deferred(loss):
         return f"{type(model).__name__} has a loss of its own ({name_of(loss)}), which may need real logits"
     layer, config = model.output_layer, model.config
-    if type(layer) is not ColumnParallelLinear:
-        by = " (--fp8-output-proj)" if getattr(config, "fp8_output_proj", False) else ""
-        return (
-            f"its output layer is {type(layer).__module__}.{type(layer).__name__}{by}, "
-            "not Megatron's ColumnParallelLinear"
-        )
-    missing = [name for name in LAYER_ATTRIBUTES if not hasattr(layer, name)]
-    if missing:
-        return f"its output layer has no {', '.join(missing)}, as in no Megatron that was tried"
+    unknown = _why_unknown_layer(layer, config)
+    if unknown is not None:
+        return unknown
     output_dtype = getattr(layer, "output_dtype", None)
     checks = (
-        *_of_layer(layer),
+        *_always(layer, config),
         (layer.gather_output, "its output layer gathers the logits (parallel_output=False)"),
-        (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
-        (
-            getattr(config, "defer_embedding_wgrad_compute", False),
-            "--defer-embedding-wgrad-compute keeps the gradient of the logits",
-        ),
-        (
-            getattr(config, "batch_invariant_mode", False),
-            "--batch-invariant-mode replaces the products and the softmax by kernels whose sums do not "
-            "depend on the batch",
-        ),
         (
             output_dtype not in (None, config.params_dtype, torch.float32),
             f"--output-logit-dtype asks for {output_dtype} logits",
@@ -89,6 +72,71 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
         ),
     )
     return next((reason for applies, reason in checks if applies), None)
+
+
+def _why_unknown_layer(layer: Any, config: Any) -> str | None:
+    """Why nothing is known of what this layer makes of hidden states and weight, or None."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    kind = type(layer)
+    name = f"{kind.__module__}.{kind.__name__}"
+    if not isinstance(layer, ColumnParallelLinear):
+        by = " (--fp8-output-proj)" if getattr(config, "fp8_output_proj", False) else ""
+        return f"its output layer is {name}{by}, not Megatron's ColumnParallelLinear"
+    plain = consumer.is_plain_forward(kind.forward) and kind.__call__ is torch.nn.Module.__call__
+    if not plain or not (kind is ColumnParallelLinear or _passes_on(layer)):
+        return (
+            f"its output layer is {name}, whose {name_of(kind.forward)} may do more than "
+            "Megatron's ColumnParallelLinear"
+        )
+    missing = [attribute for attribute in LAYER_ATTRIBUTES if not hasattr(layer, attribute)]
+    return (
+        f"its output layer has no {', '.join(missing)}, as in no Megatron that was tried" if missing else None
+    )
+
+
+def _passes_on(layer: Any) -> bool:
+    """Whether the forward of a subclass hands its arguments on, and returns what ColumnParallelLinear's does.
+
+    Tried with that one's place taken, since forks change the forward of one name.
+    """
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    made, seen = (torch.ones(()), None), []
+
+    class Base(ColumnParallelLinear):  # type: ignore[misc]
+        def forward(self, input_: Any, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+            seen.append((input_, weight, runtime_gather_output))
+            return made
+
+    kind = type(layer)
+    tried: Any = type(kind.__name__, (kind, Base), {})
+    tried = tried.__new__(tried)
+    vars(tried).update(vars(layer))
+    dtype = getattr(layer.config, "params_dtype", None)
+    given = torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), False
+    try:
+        result = tried.forward(*given)
+    except Exception:  # of a forward that wants more than this
+        return False
+    return result is made and made[0] == 1 and len(seen) == 1 and all(map(operator.is_, seen[0], given))
+
+
+def _always(layer: Any, config: Any) -> tuple[tuple[bool, str], ...]:
+    """What no head of this package serves, whatever it is asked for."""
+    return (
+        *_of_layer(layer),
+        (getattr(layer, "gtp_remat_size", 1) > 1, "its weight is sharded by gtp_remat"),
+        (
+            getattr(config, "defer_embedding_wgrad_compute", False),
+            "--defer-embedding-wgrad-compute keeps the gradient of the logits",
+        ),
+        (
+            getattr(config, "batch_invariant_mode", False),
+            "--batch-invariant-mode replaces the products and the softmax by kernels whose sums do not "
+            "depend on the batch",
+        ),
+    )
 
 
 def _of_layer(layer: Any) -> tuple[tuple[bool, str], ...]:
@@ -192,12 +240,42 @@ def reason_at_call(
     for function in _replaceable(layer):
         if not consumer.is_megatrons(function):
             return f"{name_of(function)} stands in the place of one of Megatron's functions"
-    for kind, hook in _hooks(layer):
-        if not _is_sharding_hook(hook):
-            return f"a {kind} hook ({name_of(hook)}) may read or change the logits or their gradient"
+    hooked = _why_hooked(layer)
+    if hooked:
+        return hooked
     if _config_logger_on(getattr(layer, "config", None)):
         return "the config logger writes the logits to disk"
     return None
+
+
+def _why_hooked(layer: Any) -> str:
+    for kind, hook in _hooks(layer):
+        if not _is_sharding_hook(hook):
+            return f"a {kind} hook ({name_of(hook)}) may read or change the logits or their gradient"
+    return ""
+
+
+def refuse_processor(layer: Any, adopted: bool) -> None:
+    """Raise if the results of this layer cannot be had from hidden states and weight alone.
+
+    Args:
+        adopted: it is this package's, so that its class is known.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    config = getattr(layer, "config", None)
+    reason = None if adopted else _why_unknown_layer(layer, config)
+    if reason is None and not adopted and "forward" in vars(layer):
+        reason = f"its forward is {name_of(layer.forward)}, which may change the logits"
+    if reason is None:
+        reason = next((words for applies, words in _always(layer, config) if applies), None)
+    reason = reason or _why_hooked(layer)
+    if reason:
+        raise ValueError(
+            f"output_processor cannot serve this head: {reason}. Call the model without it, or leave out "
+            "what stands in its way"
+        )
 
 
 def _config_logger_on(config: Any) -> bool:
@@ -210,7 +288,7 @@ def _replaceable(layer: Any) -> Iterator[Any]:
     from megatron.core.models.common.language_module import language_module
 
     layers = tensor_parallel.layers
-    yield from (tensor_parallel.ColumnParallelLinear.forward, layer._forward_impl)
+    yield from (tensor_parallel.ColumnParallelLinear.forward, layer._forward_impl, layer.stock_forward)
     yield from (layers.linear_with_grad_accumulation_and_async_allreduce, layers.linear_with_frozen_weight)
     yield layers.copy_to_tensor_model_parallel_region
     gemms = layers.LinearWithGradAccumulationAndAsyncCommunication

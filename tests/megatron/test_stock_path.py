@@ -50,6 +50,7 @@ def in_megatron(function):
 OF_LAYER = {
     **{name: value for name, value in LAYER.items() if name != "weight"},
     **{"_forward_impl": in_megatron(lambda: None), "output_size_per_partition": 6},
+    "stock_forward": ColumnParallelLinear.forward,
 }
 
 GPTModel._postprocess = in_megatron(GPTModel._postprocess)

@@ -45,7 +45,47 @@ def test_without_gradients_nothing_is_saved(device):
     assert not made.log_prob.requires_grad and not made.entropy.requires_grad
 
 
+def test_skip_masked_leaves_ignored_tokens_out(device):
+    """Their entropy is 0 too; the others' results and gradients are those of a call without them."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    inputs.labels[:, :9] = -100
+    keeping = FusedCEConfig(ignore_index=-100, num_chunks=2)
+    skipping = replace(keeping, skip_masked=True)
+    results = []
+    for config in (skipping, keeping):
+        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        made = token_log_probs(hidden, weight, inputs.labels, entropy="detached", config=config)
+        made.log_prob.backward(inputs.grad_loss)  # an ignored label's has no gradient
+        results.append((made, hidden.grad, weight.grad))
+    (skipped, *grads), (right, *right_grads) = results
+    assert (right.entropy[:, :9] > 0).all() and not skipped.entropy[:, :9].any()
+    assert relative_error(skipped.entropy[:, 9:], right.entropy[:, 9:]) < FLOOR[torch.float32]
+    assert relative_error(skipped.log_prob.detach(), right.log_prob.detach()) < FLOOR[torch.float32]
+    for grad, right_grad in zip(grads, right_grads, strict=True):
+        assert relative_error(grad, right_grad) < FLOOR[torch.float32]
+    made = token_log_probs(inputs.hidden, weight, inputs.labels, entropy="differentiable", config=skipping)
+    with pytest.raises(RuntimeError, match="18 tokens of weight 0 were left out"):
+        made.entropy.sum().backward()
+
+
+def test_batch_first(device):
+    """Hidden states [b, s, H], and packed ones [T, H]."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    right = token_log_probs(inputs.hidden, inputs.weight, inputs.labels).log_prob
+    hidden = inputs.hidden.transpose(0, 1).contiguous().requires_grad_()
+    made = token_log_probs(hidden, inputs.weight, inputs.labels, batch_first=True).log_prob
+    assert torch.equal(made, right)
+    rows = hidden.flatten(0, 1), inputs.weight, inputs.labels.flatten()
+    packed = token_log_probs(*rows, batch_first=True).log_prob
+    assert relative_error(packed.detach(), right.flatten()) < FLOOR[torch.float32]
+
+
 BAD = {
+    "skip_masked": (
+        {"config": FusedCEConfig(skip_masked=True)},
+        ValueError,
+        "leaves out the tokens labelled ignore_index, and config has none",
+    ),
     "zero": ({"temperature": 0}, ValueError, "above 0 and finite"),
     "nan": ({"temperature": float("nan")}, ValueError, "above 0 and finite"),
     "words": ({"temperature": "1"}, TypeError, "expected a number"),

@@ -295,6 +295,34 @@ def test_log_probs_of_a_sharded_model(rank: Rank, sharding):
         assert (value - right).norm() <= BOUND * right.norm() > 0
 
 
+@on_ranks(BOTH[0])
+@pytest.mark.parametrize("sharding", [FSDP2, FSDP2_OWN_UNIT, MEGATRON], ids=str)
+def test_output_processor_of_a_sharded_model(rank: Rank, sharding):
+    """Minus its log-probability is the loss of Megatron's DDP, and trains the same."""
+    import megatron_fused_ce
+
+    needs_core(0, 18)
+    have_groups(1)
+    megatron_fused_ce.disable()
+    processor = {"output_processor": megatron_fused_ce.output_processor}
+    seen = []
+    for how, given in ((Sharding(), {}), (sharding, processor)):
+        if how.own_unit:
+            megatron_fused_ce.enable()  # the unit is of its class
+        training = Training(rank, Model(tied=sharding.kind == "megatron"), how)
+        megatron_fused_ce.disable()
+        training.zero_grad()
+        tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=training.generator).to(rank.device)
+        where = megatron.positions_and_mask(rank)
+        made = training.ddp(tokens, *where, labels=tokens.roll(-1, 1), **given)
+        loss = -made[0] if given else made
+        loss.mean().backward()
+        training.ddp.finish_grad_sync()
+        seen.append((loss.detach(), torch.as_tensor(training.optimizer.step()[1])))
+    for value, right in zip(*reversed(seen), strict=True):
+        assert (value - right).norm() <= BOUND * right.norm() > 0
+
+
 @on_ranks(*BOTH)
 def test_tied_under_fsdp2_is_refused(rank: Rank):
     """As Megatron's arguments do; the embedding's rows are elsewhere again by then."""

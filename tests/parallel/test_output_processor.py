@@ -1,0 +1,227 @@
+"""output_processor in Megatron's models against the log-softmax of their logits, flag on and off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
+from tests.support.megatron import (
+    BATCH,
+    GRADIENT_BOUND,
+    HIDDEN,
+    INSTALLED,
+    NEWEST,
+    SEQUENCE,
+    VOCAB,
+    Model,
+    Training,
+    build,
+    have_groups,
+    needs_core,
+    of_core,
+    positions_and_mask,
+)
+from tests.support.ranks import Rank, on_ranks
+
+BOUND = 2e-7
+CORES = [of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest)]
+MODELS = {
+    "gpt": Model(),
+    "tied sp": Model(tied=True, sequence_parallel=True),
+    "mup sp": Model(mup=True, sequence_parallel=True),
+    "fused wgrad": Model(fused_wgrad=True),
+    "bf16 sp": Model(dtype=torch.bfloat16, sequence_parallel=True),
+}
+
+
+class Step:
+    """Results and gradients of one step of a model under Megatron's DDP."""
+
+    def __init__(self, model: Model, rank: Rank, entropy: str, by_processor: bool, config: Any) -> None:
+        from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+        from megatron.core.transformer.module import Float16Module
+
+        from megatron_fused_ce import output_processor
+
+        built = build(model, rank)
+        training = Training(
+            rank, built if model.dtype == torch.float32 else Float16Module(built.config, built)
+        )
+        training.zero_grad()
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
+        temperature = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device) + 0.5
+        upstream = torch.randn(2, BATCH, SEQUENCE, generator=generator).to(rank.device)
+        labels, where = ids.roll(-1, 1), positions_and_mask(rank)
+        with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=HIDDEN) as self.storages:
+            if by_processor:
+                context = {"temperature": temperature, "entropy": entropy, "config": config}
+                self.log_prob, self.entropy, _ = training.ddp(
+                    ids, *where, labels=labels,
+                    output_processor=output_processor, output_processor_context=context,
+                )  # fmt: skip
+            else:
+                logits = training.ddp(ids, *where, labels=None)
+                z = gather_from_tensor_model_parallel_region(logits).float() / temperature[..., None]
+                log_p = z.log_softmax(-1)
+                self.log_prob = log_p.gather(-1, labels[..., None])[..., 0]
+                self.entropy = -(log_p.exp() * log_p).sum(-1)
+            total = (self.log_prob * upstream[0]).sum()
+            if entropy == "differentiable":
+                total = total + (self.entropy * upstream[1]).sum()
+            total.backward()
+        training.ddp.finish_grad_sync()
+        self.gradients = {name: parameter.main_grad for name, parameter in built.named_parameters()}
+
+
+@on_ranks(*CORES)
+@pytest.mark.parametrize("entropy", ["detached", "differentiable"])
+@pytest.mark.parametrize("flag", [False, True], ids=["", "flag"])
+@pytest.mark.parametrize("name", MODELS)
+def test_against_logits(rank: Rank, name, flag, entropy):
+    import megatron_fused_ce
+
+    model = MODELS[name]
+    if rank.size == 1:
+        model = replace(model, sequence_parallel=False)
+    have_groups(rank.size)
+    megatron_fused_ce.disable()
+    precision = "activations" if model.dtype == torch.bfloat16 else "auto"
+    config = megatron_fused_ce.FusedCEConfig(strategy="recompute", num_chunks=6, logit_precision=precision)
+    right = Step(model, rank, entropy, False, None)
+    if flag:
+        megatron_fused_ce.enable(config)
+    counters = megatron_fused_ce.counters()
+    counters.reset()
+    got = Step(model, rank, entropy, True, None if flag else config)
+    megatron_fused_ce.disable()
+    assert (counters.fused, counters.materialised, counters.stock) == (1, 0, 0)
+    half = model.dtype == torch.bfloat16
+    for made, expected in ((got.log_prob, right.log_prob), (got.entropy, right.entropy)):
+        assert made.dtype == torch.float32 and made.shape == (BATCH, SEQUENCE)
+        difference = (made.detach().double() - expected.detach().double()).norm()
+        assert difference <= (1e-2 if half else BOUND) * expected.detach().double().norm()
+    assert got.entropy.requires_grad == (entropy == "differentiable")
+    for parameter, expected in right.gradients.items():
+        norm = expected.double().norm()
+        assert norm > 0, f"{parameter} is zero: the case tests nothing"
+        difference = (got.gradients[parameter].double() - expected.double()).norm()
+        assert difference <= (2e-2 if half else GRADIENT_BOUND) * norm, parameter
+    everything = 4 * BATCH * SEQUENCE * VOCAB // rank.size
+    assert right.storages.peak_bytes >= everything
+    if entropy == "detached":
+        assert 0 < got.storages.peak_bytes <= everything * 4 / 6
+
+
+@on_ranks(*CORES)
+def test_multi_token_prediction_beside_it(rank: Rank):
+    """Its loss goes the model's way, into the same main_grad: as a loss of minus the log-probability."""
+    import megatron_fused_ce
+
+    def gradients(by_processor: bool) -> dict[str, torch.Tensor]:
+        built = build(Model(mtp=1, fused_wgrad=True), rank)
+        training = Training(rank, built)
+        training.zero_grad()
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
+        processor = {"output_processor": megatron_fused_ce.output_processor} if by_processor else {}
+        made = training.ddp(ids, *positions_and_mask(rank), labels=ids.roll(-1, 1), **processor)
+        (-made[0] if by_processor else made).mean().backward()
+        training.ddp.finish_grad_sync()
+        return {name: parameter.main_grad for name, parameter in built.named_parameters()}
+
+    have_groups(rank.size)
+    megatron_fused_ce.disable()
+    right = gradients(False)
+    for flag in (False, True):
+        if flag:
+            megatron_fused_ce.enable()
+        got = gradients(True)
+        for parameter, expected in right.items():
+            assert (got[parameter] - expected).norm() <= GRADIENT_BOUND * expected.norm() > 0, parameter
+    megatron_fused_ce.disable()
+
+
+@on_ranks(of_core(1, NEWEST))
+@pytest.mark.parametrize("flag", [False, True], ids=["", "flag"])
+def test_the_weight_is_read_inside_the_layers_call(rank: Rank, flag):
+    """DDP and FSDP gather it in a hook before the layer's forward; afterwards the layer is as it was."""
+    import megatron_fused_ce
+
+    have_groups(1)
+    megatron_fused_ce.disable()
+    if flag:
+        megatron_fused_ce.enable()
+    built = build(Model(), rank)
+    megatron_fused_ce.disable()
+    ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
+    call: Any = lambda: built(  # noqa: E731
+        ids, *positions_and_mask(rank), labels=ids, output_processor=megatron_fused_ce.output_processor
+    )
+    right = call()
+    assert isinstance(right, megatron_fused_ce.adapter.output_processor.TokenLogProbs)
+    weight, layer = built.output_layer.weight, built.output_layer
+    gathered, before = weight.detach().clone(), dict(vars(layer))
+    weight.data.fill_(torch.nan)
+
+    def gather(module: Any, inputs: Any) -> None:
+        weight.data.copy_(gathered)
+
+    hook = layer.register_forward_pre_hook(gather)
+    assert torch.equal(call().log_prob, right.log_prob)
+    hook.remove()
+    assert vars(layer).keys() == before.keys()
+
+
+BIAS = torch.nn.Parameter(torch.zeros(VOCAB))
+REFUSED = {
+    "a bias": (
+        lambda layer: setattr(layer, "bias", BIAS),
+        "layer has a bias",
+    ),
+    "a hook": (lambda layer: layer.register_forward_hook(print), "a forward hook .builtins.print. may read"),
+    "a forward": (lambda layer: setattr(layer, "forward", print), "its forward is builtins.print"),
+    "a class": (
+        lambda layer: setattr(layer, "__class__", type("Head", (type(layer),), {"forward": print})),
+        "output layer is .*Head",
+    ),
+}
+
+
+@on_ranks(of_core(1, NEWEST))
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_head_that_may_do_more_is_refused(rank: Rank, what):
+    import megatron_fused_ce
+
+    have_groups(1)
+    megatron_fused_ce.disable()
+    built = build(Model(), rank)
+    change, words = REFUSED[what]
+    change(built.output_layer)
+    ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
+    processor = {"output_processor": megatron_fused_ce.output_processor}
+    with pytest.raises(ValueError, match=f"output_processor cannot serve this head: .*({words})"):
+        built(ids, *positions_and_mask(rank), labels=ids, **processor)
+
+
+@on_ranks(of_core(1, INSTALLED))
+def test_what_it_is_given_is_checked(rank: Rank):
+    import megatron_fused_ce
+
+    have_groups(1)
+    needs_core(0, 16)
+    layer = build(Model(), rank).output_layer
+    given = {"hidden_states": torch.ones(4, 1, HIDDEN), "output_layer": layer, "output_weight": None}
+    given |= {"labels": torch.zeros(1, 4, dtype=torch.int64)}
+    given = {name: x.to(rank.device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    with pytest.raises(TypeError, match="output_processor_context has chunk; expected some of temperature"):
+        megatron_fused_ce.output_processor(**given, context={"chunk": 4})
+    with pytest.raises(ValueError, match="expected a product with one number"):
+        megatron_fused_ce.output_processor(**given, scale_logits=torch.tanh)
+    made = megatron_fused_ce.output_processor(**given, scale_logits=lambda logits: logits * 0.5)
+    expected = (0.5 * given["hidden_states"] @ layer.weight.T).log_softmax(-1)[..., 0].T
+    torch.testing.assert_close(made.log_prob, expected)
