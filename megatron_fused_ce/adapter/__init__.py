@@ -6,7 +6,6 @@ add the flags; ``language_module`` and ``output_layer`` are the two hook points 
 wgrad accumulator; ``token_weights`` finds the loss mask, which strategy ``grad_in_forward`` and the accuracy
 need; ``accuracy`` adds to Megatron's log; ``stock_path`` lists the heads and calls that stay with Megatron,
 and ``report`` logs them; ``layout`` checks that Megatron has the patched functions; ``rl_logprobs`` is for
-Megatron-LM's ``train_rl.py``; ``verl``, ``skyrl``, ``nemo_rl``, ``slime`` and ``miles`` are for those
-frameworks, on request, with ``rl_stacks`` in common. Importing this
-package imports none of Megatron.
+Megatron-LM's ``train_rl.py``, and ``output_processor`` for callers of a model by Megatron's contract of that
+name. Importing this package imports none of Megatron.
 """

@@ -6,7 +6,7 @@ with multi-token prediction the labels are rolled in between. The layer therefor
 
 Only for callers that are known (:mod:`.consumer`): all others get Megatron's own logits. Without labels
 Megatron transposes the logits and returns them. They stay deferred only where their caller is known to need
-log-probabilities (:func:`returned_to_caller`, :func:`caller_takes_shards`), and remember transpose, slice of
+log-probabilities (:func:`returned_to_caller`, :func:`.switch.enable`), and remember transpose, slice of
 positions, dtype and scale until its log-softmax evaluates them.
 """
 
@@ -16,13 +16,14 @@ import copy
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.adapter import switch
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
 
@@ -48,7 +49,6 @@ class _Caller(threading.local):
 
 
 _caller = _Caller()
-_takes_shards = False
 
 
 @contextmanager
@@ -70,18 +70,9 @@ def why_caller_needs_logits() -> str:
     return _caller.why_logits
 
 
-def caller_takes_shards() -> None:
-    """Let models called without labels return deferred logits of this rank's part, from now on.
-
-    For processes whose log-softmax knows them; elsewhere they become real logits where they are used.
-    """
-    global _takes_shards
-    _takes_shards = True
-
-
 def for_caller(weight: Any) -> bool:
     """Whether logits of a rank's part stay deferred when the model returns them."""
-    return _takes_shards and not is_fsdp(weight)
+    return switch.returns_deferred_logits() and not is_fsdp(weight)
 
 
 def is_fsdp(parameter: Any) -> bool:
@@ -220,6 +211,31 @@ class DeferredLogits:
             )
         assert log_prob is not None
         return log_prob, entropy_of
+
+    def log_probs_of(
+        self, cut: Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]], entropy: str = "none"
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """:meth:`log_probs` for a caller who cuts logits ``[b, s, V]`` into samples, with one evaluation.
+
+        Args:
+            cut: gives a sample's rows ``[n, 1]`` of what stands for the logits, ``[b, s, 1]`` in fp32, and
+                the labels ``[n]`` of these rows, sample by sample.
+
+        Returns:
+            for each sample log-probabilities and entropies, ``[n]``.
+        """
+        shape = self.shape[:-1]
+        numbers = torch.arange(shape.numel(), dtype=torch.float32, device=self.device)  # exact below 2**24
+        cuts = [(rows.flatten().long(), labels) for rows, labels in cut(numbers.view(*shape, 1))]
+        sizes = [len(rows) for rows, _ in cuts]
+        where = torch.cat([rows for rows, _ in cuts])
+        everywhere = torch.zeros(shape.numel(), dtype=torch.int64, device=self.device)
+        everywhere[where] = torch.cat([labels for _, labels in cuts])
+        made = self.log_probs(everywhere.view(shape), entropy)
+        if made is None:
+            raise RuntimeError("log_probs_of needs deferred logits [b, s, V] as the model returned them")
+        parts = [[None] * len(cuts) if x is None else x.flatten()[where].split(sizes) for x in made]
+        return list(zip(*parts, strict=True))
 
     def materialise(self) -> Tensor:
         """Real logits, as Megatron's layer computes them, once.

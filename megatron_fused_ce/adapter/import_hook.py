@@ -14,6 +14,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from megatron_fused_ce.adapter import layout
 
@@ -27,6 +28,15 @@ TARGETS = {
 }
 
 _MARK = "__fused_ce_patched__"
+
+
+def replace_everywhere(module: ModuleType, name: str, own: Callable[..., Any]) -> None:
+    """Let the module's function be ``own``, also where it was imported by name before."""
+    found = getattr(module, name)
+    other: Any
+    for other in (module, *sys.modules.values()):
+        if getattr(other, "__dict__", {}).get(name) is found:
+            setattr(other, name, own)
 
 
 def install(asked_for: Callable[[], bool] | None = None) -> None:

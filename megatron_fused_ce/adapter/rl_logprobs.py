@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_fused_ce.adapter import deferred_logits, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
-from megatron_fused_ce.adapter.rl_stacks import replace_everywhere
+from megatron_fused_ce.adapter.import_hook import replace_everywhere
 
 
 def patch(module: Any) -> None:
@@ -44,7 +44,8 @@ def patch(module: Any) -> None:
 def patch_upcast(module: Any) -> None:
     """Let ``Float16Module`` upcast deferred logits too, unless its caller switches the upcast off.
 
-    ``get_logprobs`` switches it off in half precision.
+    ``get_logprobs`` switches it off in half precision. The schedules of overlapped experts (combined 1F1B)
+    import the function by name.
     """
     stock_upcast = getattr(module, "float16_to_fp32", None)
     if stock_upcast is None:
@@ -54,4 +55,4 @@ def patch_upcast(module: Any) -> None:
     def float16_to_fp32(value: Any) -> Any:
         return value.float() if isinstance(value, DeferredLogits) else stock_upcast(value)
 
-    module.float16_to_fp32 = float16_to_fp32
+    replace_everywhere(module, "float16_to_fp32", float16_to_fp32)

@@ -25,6 +25,7 @@ class Counters:
 _counters = Counters()
 _enabled_config: FusedCEConfig | None = None
 _enabled_log_accuracy = False
+_enabled_deferred_logits = False
 
 
 def counters() -> Counters:
@@ -32,7 +33,9 @@ def counters() -> Counters:
     return _counters
 
 
-def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False) -> None:
+def enable(
+    config: FusedCEConfig | None = None, *, log_accuracy: bool = False, deferred_logits: bool = False
+) -> None:
     """Turn the fused head on for models built from now on, whatever launched them.
 
     The same as ``--fused-chunked-ce`` for launches without Megatron's command line (Megatron-Bridge,
@@ -42,13 +45,15 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False) -
     Args:
         log_accuracy: the same as ``--fused-ce-log-accuracy``: adds ``"lm accuracy"`` to what the loss
             function of Megatron's schedules reports.
+        deferred_logits: a model called without labels returns deferred logits of this rank's part, for
+            callers of :meth:`.DeferredLogits.log_probs`; any other use of them makes real ones.
 
     Raises:
         TypeError: ``config`` is no :class:`FusedCEConfig`.
         ValueError: it has a ``logit_scale``, which Megatron's own path would not apply.
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
-    global _enabled_config, _enabled_log_accuracy
+    global _enabled_config, _enabled_log_accuracy, _enabled_deferred_logits
     from megatron_fused_ce.adapter import import_hook
 
     wrong = why_no_config(config)
@@ -62,6 +67,7 @@ def enable(config: FusedCEConfig | None = None, *, log_accuracy: bool = False) -
         )
     _enabled_config = config
     _enabled_log_accuracy = log_accuracy
+    _enabled_deferred_logits = deferred_logits
     import_hook.install(asked_for)
 
 
@@ -69,6 +75,11 @@ def disable() -> None:
     """Leave models built from now on to Megatron, unless the command line asks for the fused head."""
     global _enabled_config
     _enabled_config = None
+
+
+def returns_deferred_logits() -> bool:
+    """Whether :func:`enable` asked for deferred logits from models without labels."""
+    return _enabled_config is not None and _enabled_deferred_logits
 
 
 def active_config() -> FusedCEConfig | None:

@@ -17,7 +17,6 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import cross_entropy
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import nemo_rl, skyrl
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 
@@ -59,14 +58,18 @@ def distributed_test_runner() -> Callable[..., None]:
 
 
 def _skyrl() -> None:
-    skyrl.serve_skyrl()  # below, the same behind the class that SkyRL's tests call
-    module: Any = importlib.import_module(skyrl.MODULE)
-
-    def apply(*given: Any) -> Any:
+    def log_probs(hidden: Any, weight: Any, target: Any, start: int, end: int, *others: Any) -> Any:
+        """As SkyRL's, of hidden states [B, S, H]; grad_hidden is this rank's part."""
         counters().fused += 1
-        return getattr(module, skyrl.FUNCTION)("torch", *given)
+        *_, group, inference_only = others  # before them a chunk's length
+        options: dict[str, Any] = {"batch_first": True, "zero_unknown": True, "reduce_grad_hidden": False}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            head = hidden, weight, target
+            return token_log_probs(*head, **options, tp_group=group, vocab_start=start).log_prob
 
-    module.FusedLinearChunkedDistributedLogprob = SimpleNamespace(apply=apply)
+    name = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
+    module: Any = importlib.import_module(name)
+    module.FusedLinearChunkedDistributedLogprob = SimpleNamespace(apply=log_probs)
 
 
 def _slime() -> None:
@@ -113,8 +116,7 @@ def _verl() -> None:
 
 
 def _nemo_rl() -> None:
-    nemo_rl.serve_nemo_rl()
-    module: Any = importlib.import_module(nemo_rl.MODULE)
+    module: Any = importlib.import_module("nemo_rl.distributed.model_utils")
 
     def log_probs(logits: Any, target: Any, start: int, end: int, *others: Any) -> Any:
         """Of logits [B, S, V / R], which are the hidden states; the weight is the identity."""
@@ -123,12 +125,12 @@ def _nemo_rl() -> None:
         parts = [torch.empty_like(logits) for _ in range(group.size())]
         dist.all_gather(parts, logits.detach().contiguous(), group=group)
         parts[group.rank()] = logits  # each rank's grad_hidden is whole: no sum over ranks
-        hidden = torch.cat(parts, -1).float().transpose(0, 1)
+        hidden = torch.cat(parts, -1).float()
         weight = torch.eye(hidden.shape[-1], device=hidden.device)[start:end]
-        # NeMo-RL's function gives the log-probability of the next token, and none of the last one's.
-        hidden, target = torch.cat((hidden, hidden[:1])), torch.cat((target[:, :1], target), 1)
-        head = hidden, weight, None, target, start, end, group
-        return getattr(module, nemo_rl.FUNCTION)(*head, inference_only=inference_only)
+        options: dict[str, Any] = {"batch_first": True, "zero_unknown": True}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            head = hidden, weight, target
+            return token_log_probs(*head, **options, tp_group=group, vocab_start=start).log_prob
 
     module.DistributedLogprob = module.ChunkedDistributedLogprob = SimpleNamespace(apply=log_probs)
 

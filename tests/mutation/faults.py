@@ -45,8 +45,9 @@ BROKEN = "tests/parallel/test_broken_promise.py"
 MODELS = "tests/parallel/test_models.py"
 SEAMS = "tests/parallel/test_seams.py"
 TRAIN_RL = "tests/parallel/test_train_rl.py"
-SLIME_AND_MILES = "tests/parallel/test_slime_and_miles.py"
-MILES = f"{SLIME_AND_MILES} -k 'miles and gpt-none and 2ranks'"
+DEFERRED = "tests/parallel/test_deferred_for_caller.py"
+PROCESSOR = "tests/parallel/test_output_processor.py"
+LINEAR = "tests/parallel/test_linear_cross_entropy_module.py"
 
 FAULTS = (
     # One token's maths.
@@ -882,7 +883,7 @@ FAULTS = (
         f"{PACKAGE}/adapter/output_layer.py",
         "if _versions(deferred.hidden, used) != deferred.at_call.versions:",
         "if False:",
-        (f"{SLIME_AND_MILES} -k changed_before",),
+        (f"{DEFERRED} -k changed_before",),
     ),
     Fault(
         "a decorated function passes for Megatron's",
@@ -997,39 +998,32 @@ FAULTS = (
         (f"{TRAIN_RL} -k 'gpt-2ranks'",),
     ),
     Fault(
-        "miles evaluates a micro-batch once for each of its samples",
-        f"{PACKAGE}/adapter/miles.py",
-        "if entropy not in self._made:",
-        "if True:",
-        (MILES,),
+        "samples get each other's log-probabilities",
+        f"{PACKAGE}/adapter/deferred_logits.py",
+        "everywhere[where] = torch.cat(",
+        "everywhere[where.flip(0)] = torch.cat(",
+        (f"{DEFERRED} -k 'samples and differentiable and 2ranks'",),
     ),
     Fault(
-        "miles leaves its temperature out",
-        f"{PACKAGE}/adapter/miles.py",
-        "if args.rollout_temperature > 0:",
-        "if False:",
-        (MILES,),
+        "output_processor leaves the model's scale out",
+        f"{PACKAGE}/adapter/output_processor.py",
+        "factor = _factor_of(scale_logits)",
+        "factor = 1.0",
+        (f"{PROCESSOR} -k 'against_logits and mup'",),
     ),
     Fault(
-        "slime and miles get an entropy without a gradient for one with",
-        f"{PACKAGE}/adapter/rl_stacks.py",
-        '"differentiable" if with_grad else "detached"',
-        '"detached"',
-        (f"{SLIME_AND_MILES} -k 'differentiable and 2ranks'",),
+        "output_processor leaves main_grad to autograd",
+        f"{PACKAGE}/adapter/output_processor.py",
+        "output_layer.gradient_accumulation_fusion),",
+        "False),",
+        (f"{PROCESSOR} -k beside_it",),
     ),
     Fault(
-        "verl's gather sums grad_hidden a second time",
-        f"{PACKAGE}/adapter/verl.py",
-        "reduce_grad_hidden=False,",
-        "reduce_grad_hidden=True,",
-        ("tests/megatron/test_verl.py -k 'kernel_is_replaced and 2ranks'",),
-    ),
-    Fault(
-        "SkyRL's temperature is lost on its way past SkyRL",
-        f"{PACKAGE}/adapter/skyrl.py",
-        "temperature=_temperature.get(),",
-        "temperature=1.0,",
-        ("tests/megatron/test_skyrl.py",),
+        "a fork of Megatron's output layer is taken for its own",
+        f"{PACKAGE}/adapter/stock_path.py",
+        "if not plain or not (kind is ColumnParallelLinear or _passes_on(layer)):",
+        "if not plain:",
+        (f"{LINEAR} -k does_more",),
     ),
     Fault(
         "a loss takes the whole vocabulary's logits for one rank's",

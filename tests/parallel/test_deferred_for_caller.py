@@ -1,0 +1,215 @@
+"""Deferred logits for callers without labels, as slime and miles are: in Megatron's schedules, off and on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
+from tests.support import stand_in
+from tests.support.megatron import (
+    BATCH,
+    GRADIENT_BOUND,
+    HIDDEN,
+    INSTALLED,
+    NEWEST,
+    SEQUENCE,
+    VOCAB,
+    Model,
+    build,
+    have_groups,
+    of_core,
+    positions_and_mask,
+)
+from tests.support.ranks import Rank, on_ranks
+
+TEMPERATURE = 0.7
+#: Of three samples: all tokens, those of the response. The rest of the sequence is padding.
+LENGTHS = ((9, 4), (4, 3), (8, 7))
+MODELS = {
+    "gpt": Model(),
+    "gpt tied sp": Model(tied=True, sequence_parallel=True),
+    "hybrid sp": Model(family="hybrid", sequence_parallel=True),
+    "gpt bf16 sp": Model(dtype=torch.bfloat16, sequence_parallel=True),
+}
+
+
+def definition(logits: Tensor, tokens: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
+    """Of real logits ``[1, n, V / R]``."""
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    log_p = gather_from_tensor_model_parallel_region(logits.contiguous()).log_softmax(-1)
+    log_prob = log_p.gather(-1, tokens[..., None])[..., 0]
+    of_all = -(log_p.exp() * log_p).sum(-1)
+    return log_prob, {"none": None, "detached": of_all.detach()}.get(entropy, of_all)
+
+
+def at_once(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
+    """All tokens at once, as slime has them: ``[T]``."""
+    assert logits.dtype == torch.float32 and len(logits.shape) == 3 and logits.size(0) == 1
+    logits = (logits.squeeze(0) / TEMPERATURE).contiguous()
+    if isinstance(logits, DeferredLogits) and not keep:
+        return logits.log_probs(ids.roll(-1), entropy)
+    log_prob, of_all = definition(logits.clone().unsqueeze(0), ids.roll(-1).unsqueeze(0), entropy)
+    return log_prob[0], None if of_all is None else of_all[0]
+
+
+def by_samples(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
+    """Sample by sample, as miles has them: ``[n]`` of all."""
+
+    def cut(rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        assert rows.dtype == torch.float32 and rows.size(0) == 1
+        end = 0
+        for total, response in LENGTHS:
+            end += total
+            yield rows[0, end - response - 1 : end - 1], ids[end - response : end]
+
+    logits = logits / TEMPERATURE
+    if isinstance(logits, DeferredLogits) and not keep:
+        made = logits.log_probs_of(cut, entropy)
+    else:
+        made = [definition(rows[None], tokens[None], entropy) for rows, tokens in cut(logits.clone())]
+    assert [log_prob.numel() for log_prob, _ in made] == [response for _, response in LENGTHS]
+    return [
+        None if x[0] is None else torch.cat([each.flatten() for each in x]) for x in zip(*made, strict=True)
+    ]
+
+
+CALLERS = {"at once": at_once, "samples": by_samples}
+
+
+class Seen:
+    """Of one model: a pass without gradients, then a training step, both by Megatron's schedule."""
+
+    def __init__(self, model: Model, rank: Rank, log_probs: Any, entropy: str, real: bool) -> None:
+        """``real``: for a caller who takes real logits all the same."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.transformer.module import Float16Module
+
+        built = build(model, rank)
+        caller = built if model.dtype == torch.float32 else Float16Module(built.config, built)
+        generator = torch.Generator().manual_seed(3)
+        ids = torch.randint(0, VOCAB, (1, SEQUENCE), generator=generator).to(rank.device)
+        upstream = torch.randn(2, SEQUENCE, generator=generator).to(rank.device)
+        positions, causal = positions_and_mask(rank)
+        self.made: list[tuple[Tensor, Tensor | None]] = []
+
+        def loss(logits: Any, non_loss_data: bool = False) -> Any:
+            log_prob, of_entropy = log_probs(logits, ids[0], entropy, real)
+            self.made.append((log_prob, of_entropy))
+            if non_loss_data:
+                return self.made[-1]
+            total = (log_prob * upstream[0, : len(log_prob)]).sum()
+            if entropy == "differentiable":
+                total = total + (of_entropy * upstream[1, : len(log_prob)]).sum()
+            return total, torch.ones((), dtype=torch.int, device=logits.device), {}
+
+        def step(data: Any, model: Any) -> Any:
+            return model(ids, positions[:1], causal, labels=None), loss
+
+        run = functools.partial(
+            get_forward_backward_func(), forward_step_func=step, data_iterator=None, model=[caller],
+            num_microbatches=1, seq_length=SEQUENCE, micro_batch_size=1,
+        )  # fmt: skip
+        with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=HIDDEN) as self.storages:
+            run(forward_only=True, collect_non_loss_data=True)
+            run(forward_only=False)
+        self.gradients = {name: parameter.grad for name, parameter in built.named_parameters()}
+
+
+@on_ranks(of_core(2, NEWEST), of_core(1, NEWEST, pytest.mark.rest), of_core(2, INSTALLED))
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize(
+    ("name", "entropy", "real"),
+    [
+        ("gpt", "none", False),
+        ("gpt tied sp", "differentiable", False),
+        ("gpt tied sp", "detached", True),
+        ("hybrid sp", "detached", False),
+        ("gpt bf16 sp", "detached", False),
+    ],
+)
+def test_off_against_on(rank: Rank, caller, name, entropy, real):
+    import megatron_fused_ce
+
+    model = MODELS[name]
+    if rank.size == 1:
+        model = replace(model, sequence_parallel=False)
+    have_groups(rank.size)
+    counters = megatron_fused_ce.counters()
+    megatron_fused_ce.disable()
+    off = Seen(model, rank, CALLERS[caller], entropy, real)
+    precision = "activations" if model.dtype == torch.bfloat16 else "auto"
+    config = megatron_fused_ce.FusedCEConfig(strategy="recompute", num_chunks=6, logit_precision=precision)
+    megatron_fused_ce.enable(config, deferred_logits=True)
+    counters.reset()
+    on = Seen(model, rank, CALLERS[caller], entropy, real)
+    megatron_fused_ce.disable()
+    assert (counters.fused, counters.materialised, counters.stock) == ((0, 2, 0) if real else (2, 0, 0))
+    bound = 2e-7 if model.dtype == torch.float32 else 1e-2
+    for got, right in zip(on.made, off.made, strict=True):
+        assert [x is None for x in got] == [x is None for x in right] == [False, entropy == "none"]
+        for mine, theirs in zip(got, right, strict=True):
+            if theirs is None:
+                continue
+            assert mine.dtype == torch.float32 and mine.shape == theirs.shape
+            assert mine.requires_grad == theirs.requires_grad
+            assert (mine.double() - theirs.double()).norm() <= bound * theirs.double().norm()
+    bound = GRADIENT_BOUND if model.dtype == torch.float32 else 2e-2
+    for parameter, right in off.gradients.items():
+        norm = right.double().norm()
+        assert norm > 0, f"{parameter} is zero: the case tests nothing"
+        assert (on.gradients[parameter].double() - right.double()).norm() <= bound * norm, parameter
+    # Stock holds [T, V / R] in fp32 at least, the head some of six chunks (entropy takes a third one).
+    everything = 4 * SEQUENCE * VOCAB // rank.size
+    assert off.storages.peak_bytes >= everything
+    if not real and entropy != "differentiable":
+        assert 0 < on.storages.peak_bytes <= everything * 4 / 6
+
+
+@on_ranks(of_core(2, NEWEST))
+def test_weights_that_were_changed_before_their_log_probs(rank: Rank):
+    """Logits were computed at the call; the fused head computes only now, and would take the new ones."""
+    import megatron_fused_ce
+
+    have_groups(rank.size)
+    ids = torch.zeros(1, SEQUENCE, dtype=torch.int64, device=rank.device)
+    megatron_fused_ce.enable(deferred_logits=True)
+    model = build(Model(), rank)
+    positions, causal = positions_and_mask(rank)
+    with torch.no_grad():
+        logits = model(ids, positions[:1], causal, labels=None)
+        model.output_layer.weight.mul_(1.5)
+        with pytest.raises(RuntimeError, match="changed in place between its call"):
+            at_once(logits.float(), ids[0], "none", False)
+    megatron_fused_ce.disable()
+
+
+@on_ranks(of_core(1, NEWEST))
+def test_an_upcast_imported_by_name_before_takes_deferred_logits(rank: Rank):
+    """As the schedules of combined 1F1B have it, in a process that turns the head on later."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import rl_logprobs
+
+    def stock(value: Any) -> Any:
+        raise AssertionError("not for deferred logits")
+
+    with pytest.MonkeyPatch.context() as patch:
+        theirs = stand_in.module(patch, "transformer.module", float16_to_fp32=stock)
+        early = stand_in.module(patch, "common.utils", float16_to_fp32=stock)
+        rl_logprobs.patch_upcast(theirs)
+        have_groups(1)
+        megatron_fused_ce.enable(deferred_logits=True)
+        model = build(Model(dtype=torch.bfloat16), rank)
+        ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device=rank.device)
+        logits = model(ids, *positions_and_mask(rank), labels=None)
+        megatron_fused_ce.disable()
+        assert early.float16_to_fp32(logits).dtype == torch.float32
+        assert not logits.is_real
