@@ -214,7 +214,7 @@ class DeferredLogits:
 
     def log_probs_of(
         self, cut: Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]], entropy: str = "none"
-    ) -> list[tuple[Tensor, Tensor | None]]:
+    ) -> list[list[Tensor] | None]:
         """:meth:`log_probs` for a caller who cuts logits ``[b, s, V]`` into samples, with one evaluation.
 
         Args:
@@ -222,7 +222,7 @@ class DeferredLogits:
                 the labels ``[n]`` of these rows, sample by sample.
 
         Returns:
-            for each sample log-probabilities and entropies, ``[n]``.
+            log-probabilities of each sample, ``[n]``, and entropies or None.
         """
         shape = self.shape[:-1]
         numbers = torch.arange(shape.numel(), dtype=torch.float32, device=self.device)  # exact below 2**24
@@ -234,8 +234,7 @@ class DeferredLogits:
         made = self.log_probs(everywhere.view(shape), entropy)
         if made is None:
             raise RuntimeError("log_probs_of needs deferred logits [b, s, V] as the model returned them")
-        parts = [[None] * len(cuts) if x is None else x.flatten()[where].split(sizes) for x in made]
-        return list(zip(*parts, strict=True))
+        return [None if x is None else list(x.flatten()[where].split(sizes)) for x in made]
 
     def materialise(self) -> Tensor:
         """Real logits, as Megatron's layer computes them, once.

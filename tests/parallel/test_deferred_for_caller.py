@@ -75,11 +75,10 @@ def by_samples(logits: Any, ids: Tensor, entropy: str, keep: bool) -> Any:
     if isinstance(logits, DeferredLogits) and not keep:
         made = logits.log_probs_of(cut, entropy)
     else:
-        made = [definition(rows[None], tokens[None], entropy) for rows, tokens in cut(logits.clone())]
-    assert [log_prob.numel() for log_prob, _ in made] == [response for _, response in LENGTHS]
-    return [
-        None if x[0] is None else torch.cat([each.flatten() for each in x]) for x in zip(*made, strict=True)
-    ]
+        each = [definition(rows[None], tokens[None], entropy) for rows, tokens in cut(logits.clone())]
+        made = [None if x[0] is None else [part[0] for part in x] for x in zip(*each, strict=True)]
+    assert [log_prob.shape for log_prob in made[0]] == [(response,) for _, response in LENGTHS]
+    return [x and torch.cat(x) for x in made]
 
 
 CALLERS = {"at once": at_once, "samples": by_samples}
