@@ -25,8 +25,8 @@ from megatron_fused_ce.adapter import stock_path
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.rl import LogProbOptions, log_probs_of_head
-from megatron_fused_ce.token_outputs import TokenLogProbs
 
 
 def output_processor(

@@ -212,12 +212,11 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     own.__defaults__ = (None,)
     monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: own}))
     consumer.learn(GPTModel)
-    layer = types.SimpleNamespace(
-        _forward_hooks={}, sequence_parallel=False, fused_ce_sequence_parallel=False, **OF_LAYER
-    )
+    layer = types.SimpleNamespace(_forward_hooks={}, fused_ce_sequence_parallel=False, **OF_LAYER)
 
     def head():
-        return stock_path.reason_at_call(layer, torch.zeros(2, 1, 4), False, sys._getframe(1), False)
+        inputs = torch.zeros(2, 1, 4), torch.zeros(6, 4)
+        return stock_path.reason_at_call(layer, *inputs, False, sys._getframe(1), False)
 
     loss = GPTModel().compute_language_model_loss
     assert own(head, loss) is None
