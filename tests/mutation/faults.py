@@ -846,8 +846,8 @@ FAULTS = (
     Fault(
         "a forward around the layer's own is passed over",
         f"{PACKAGE}/adapter/output_layer.py",
-        "if reason is None and not _is_own(forward := _beneath(self)):",
-        "if False:",
+        "if _is_own(forward):",
+        "if True:",
         (f"{SEAMS} -k 'softcap and 2ranks'",),
     ),
     Fault(
