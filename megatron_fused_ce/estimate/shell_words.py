@@ -310,8 +310,12 @@ class Reader:
             return self.read(f"[ {shlex.join(others)} ]")
         if name in ("source", "."):
             # of the same folder, whatever the path to it is made of
-            file = self.folder / readable(others[0]).rpartition("/")[2] if self.folder and others else None
-            return self.read(file.read_text()) if file and file.is_file() else ""
+            file = readable(" ".join(others[:1])).rpartition("/")[2]
+            path = self.folder / file if self.folder and file else None
+            if path and path.is_file():
+                return self.read(path.read_text())
+            self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
+            return ""
         if name == "shift":
             arguments = self.values.get("@")
             if isinstance(arguments, list):
