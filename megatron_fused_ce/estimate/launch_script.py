@@ -104,44 +104,57 @@ def of_script(
             f"--set {', '.join(sorted(strange))}: the script has no such variable; there are "
             f"{', '.join(sorted(reader.names)) or 'none'}"
         )
-    launches: dict[tuple[str, ...], tuple[int, str]] = {}
-    for words, why in reader.found:
-        place = _script([readable(word) for word in words])
-        if place is not None and any(
-            unknowns(word) or word.partition("=")[0] in known for word in words[place:]
-        ):
+    words, place = _the_launch(reader.found, known)
+    name, options = _launcher(words[:place])
+    ranks = [option for way in _LAUNCHERS.get(name, ()) for options, _ in way for option in options]
+    of_launcher = _missing(options, ranks) if count_gpus else []
+    _ask([*of_launcher, *_missing(words[place + 1 :], set(known) - set(answered))], bool(of_launcher))
+    notes = [
+        f"{mark} may give arguments, which are not counted."
+        for word in words[place:]
+        for mark in unknowns(word)
+        if "--" in mark
+    ]
+    # Values on the plan's command line stand for those that only the launch knows.
+    for index in range(len(words) - 1, place, -1):
+        option, equals, _ = words[index].partition("=")
+        if unknowns(words[index]) and (option if equals else words[index - 1]) in answered:
+            del words[index - (not equals) : index + 1]
+    plain = [readable(word) for word in words]
+    return replace(_launch(plain, place, slurm, count_gpus), notes=(*reader.notes, *notes))
+
+
+def _the_launch(found: Sequence[tuple[list[str], str]], known: Collection[str]) -> tuple[list[str], int]:
+    """The only command that starts a training, and the place of the Python script in it."""
+    from megatron_fused_ce.estimate.shell_words import readable, unknowns
+
+    launches = {}
+    for words, why in found:
+        place = _script(words)
+        names = [word.partition("=")[0] for word in words[place or 0 :]]
+        if place is not None and any(name in known or unknowns(name) for name in names):
             launches[tuple(words)] = place, why
     if not launches:
         raise ValueError("no command launches a .py script with Megatron's arguments")
     if len(launches) > 1:
         scripts = ", ".join(readable(words[place]) for words, (place, _) in launches.items())
-        decides = next(
-            (f", or give --set {why}=VALUE, which decides" for _, why in launches.values() if why), ""
-        )
-        raise ValueError(f"several commands launch a training ({scripts}): leave one{decides}")
-    found, (place, _) = launches.popitem()
-    words = list(found)
-    needed = set(known) - set(answered)
-    ranks = {
-        option for ways in _LAUNCHERS.values() for way in ways for options, _ in way for option in options
-    }
-    asked = _missing(words[:place], ranks) if count_gpus else []
-    or_gpus = ", or --gpus" if asked else ""
-    asked += _missing(words[place + 1 :], needed)
-    names = [name.removesuffix("[@]") for name, _ in asked if _NAME.fullmatch(name.removesuffix("[@]"))]
-    if names:
-        several = " --set ".join(f"{name}=VALUE" for name in dict.fromkeys(names))
-        raise ValueError(
-            f"no value is known for {', '.join(dict.fromkeys(names))}: give --set {several}{or_gpus}"
-        )
-    if asked:
-        text, option = asked[0]
+        decides = [f", or give --set {why}=VALUE, which decides" for _, why in launches.values() if why]
+        raise ValueError(f"several commands launch a training ({scripts}): leave one{(decides or [''])[0]}")
+    launch, (place, _) = launches.popitem()
+    return list(launch), place
+
+
+def _ask(missing: Sequence[tuple[str, str]], or_gpus: bool) -> None:
+    """``ValueError`` that names what is missing: a variable or a text, each with its argument."""
+    besides = ", or --gpus" if or_gpus else ""
+    names = {name.removesuffix("[@]"): None for name, _ in missing}
+    if settable := [name for name in names if _NAME.fullmatch(name)]:
+        several = " --set ".join(f"{name}=VALUE" for name in settable)
+        raise ValueError(f"no value is known for {', '.join(settable)}: give --set {several}{besides}")
+    for text, option in missing:
         where = f"{option} is {text}" if option else f"the arguments have {text}"
-        raise ValueError(
-            f"{where}, which only the launch knows: give {option or 'its arguments in quotes'}{or_gpus}"
-        )
-    plain = [readable(word) for word in words]
-    return replace(_launch(plain, place, slurm, count_gpus), notes=tuple(reader.notes))
+        instead = option or "its arguments in quotes"
+        raise ValueError(f"{where}, which only the launch knows: give {instead}{besides}")
 
 
 def _script(words: Sequence[str]) -> int | None:
@@ -154,13 +167,19 @@ def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: 
     return Launch(words[place], tuple(words[place + 1 :]), gpus, why)
 
 
+def _launcher(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The last of the programs that start ranks, and its options; without one, '' and all words."""
+    names = [word.rpartition("/")[2] for word in words]
+    place = max((index for index, name in enumerate(names) if name in _LAUNCHERS), default=-1)
+    return names[place] if place >= 0 else "", words[place + 1 :]
+
+
 def _gpus(words: Sequence[str], slurm: Sequence[str]) -> tuple[int | None, str]:
-    """Ranks that the last of the launchers starts; or None, and why."""
-    places = [index for index, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS]
-    if not places:
+    """Ranks that the launcher starts; or None, and why."""
+    name, options = _launcher(words)
+    if not name:
         return None, "since no launcher is named"
-    name = words[places[-1]].rpartition("/")[2]
-    options = [*words[places[-1] + 1 :], *(slurm if name == "srun" else [])]
+    options = [*options, *(slurm if name == "srun" else [])]
     for way in _LAUNCHERS[name]:
         ranks = 1
         for names, otherwise in way:
@@ -187,13 +206,14 @@ def _value_of(names: Sequence[str], words: Sequence[str]) -> str | None:
 
 def _missing(words: Sequence[str], needed: Collection[str]) -> list[tuple[str, str]]:
     """What is not known of arguments that are needed: a variable or a text, and the argument."""
-    from megatron_fused_ce.estimate.shell_words import unknowns
+    from megatron_fused_ce.estimate.shell_words import unknown, unknowns
 
     missing = []
     for before, word in zip(("", *words), words, strict=False):
         name, equals, _ = word.partition("=")
         option = name if equals else before if before.startswith("-") else ""
         for mark in unknowns(word):
-            if not option or option in needed or (_LIST.fullmatch(mark) and not equals):
+            several = word == unknown(mark) and (not option or _LIST.fullmatch(mark))
+            if option in needed or several:
                 missing.append((mark, option if option in needed else ""))
     return missing

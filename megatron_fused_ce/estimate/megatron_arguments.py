@@ -54,7 +54,6 @@ NOT_COUNTED = {
     "--no-position-embedding": "learned positions are counted",
     "--optimizer": "counted as Adam",
     "--optimizer-cpu-offload": "the optimizer is counted on the GPU",
-    "--pipeline-model-parallel-layout": "stages are taken as equal",
 }
 #: Values of these that change nothing.
 NOTHING = ("None", "False", "0", "none", "[]", "", "adam")
@@ -150,6 +149,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     number("num-virtual-stages-per-pipeline-rank")
     number("decoder-first-pipeline-num-layers")
     number("decoder-last-pipeline-num-layers")
+    group.add_argument("--pipeline-model-parallel-layout", type=_layout, metavar="Et*2|tL")
     number("micro-batch-size", default=1)
     number("global-batch-size")
     number("seq-length")
@@ -194,6 +194,16 @@ def _adders(group: argparse._ArgumentGroup) -> tuple[Any, Any]:
             group.add_argument(f"--{name}", action="store_true")
 
     return number, flag
+
+
+def _layout(text: str) -> tuple[int, ...]:
+    """Decoder layers of each part of a layout such as ``Et*3|(tt|)*29,m|L``."""
+    parts = text.replace(",", "").replace(" ", "")
+    for repeated in (r"\(([^()]*)\)\*(\d{1,4})", r"([Etm])\*(\d{1,4})"):
+        parts = re.sub(repeated, lambda match: match[1] * int(match[2]), parts)
+    if len(parts) > MOST_LAYERS or not re.fullmatch(r"E[tm|]*L", parts):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no layout such as Et*3|(tt|)*29,m|L")
+    return tuple(part.count("t") for part in parts.split("|"))
 
 
 def _layer_frequency(text: str) -> int | list[int]:
@@ -257,6 +267,8 @@ def notes(words: Sequence[str], known: Collection[str]) -> list[str]:
         found.append(
             "--use-megatron-fsdp is taken with optim_grads_params, Megatron 0.18's default; before: no_shard."
         )
+    if re.search(r"m[t,]*\|", named.get("--pipeline-model-parallel-layout", "")):
+        found.append("--pipeline-model-parallel-layout: multi-token prediction is counted on the last stage.")
     unknown = [name for name in named if name not in known and name not in NOT_COUNTED]
     unknown = [name for name in unknown if not _NO_MEMORY.match(name)]
     close = {name: difflib.get_close_matches(name, [*known, *NOT_COUNTED], 1, 0.85) for name in unknown}
@@ -395,6 +407,8 @@ def _parallel(given: argparse.Namespace, model: Model, gpus: int | None) -> Para
                 f"{of_a_chunk}"
             )
         chunks = model.num_layers // pipeline // of_a_chunk
+    if layout := given.pipeline_model_parallel_layout or ():
+        chunks = max(1, len(layout) // pipeline)
     return Parallel(
         gpus=gpus or tensor * pipeline * max(context, -(-expert * expert_tensor // tensor)),
         tensor=tensor,
@@ -406,6 +420,7 @@ def _parallel(given: argparse.Namespace, model: Model, gpus: int | None) -> Para
         chunks=chunks,
         first_stage_layers=given.decoder_first_pipeline_num_layers,
         last_stage_layers=given.decoder_last_pipeline_num_layers,
+        layout=layout,
     )
 
 

@@ -133,7 +133,8 @@ class _Activations:
         self.row = setting.itemsize * setting.model.hidden_size / setting.parallel.sequence_parts
         predicted = setting.model.mtp_num_layers if stage.last else 0
         #: The chunk that ends at the head, or at the next stage: its backward runs first.
-        self.last = (*stage.chunks[-1], *[blocks.prediction_layer(setting.model)] * predicted)
+        last = next((chunk for chunk in reversed(stage.chunks) if chunk), ())  # a layout may leave one empty
+        self.last = (*last, *[blocks.prediction_layer(setting.model)] * predicted)
         #: Sizes of each block, and bytes that a layer keeps; by object, since those of a kind are one.
         kinds = {id(layer): layer for layer in (*stage.layers, *self.last)}
         self.sizes = {id(block): _Sizes.of(block, setting) for layer in kinds.values() for block in layer}
@@ -155,7 +156,8 @@ class _Activations:
         """The layer at whose backward most bytes are held; the layers before it still keep theirs."""
         others = self._other_chunks()
         before = accumulate(self.kept, initial=others)
-        waiting, working = max(zip(before, map(self._backward, range(len(self.last))), strict=False), key=sum)
+        working_at = zip(before, map(self._backward, range(len(self.last))), strict=False)
+        waiting, working = max(working_at, key=sum, default=(0.0, 0.0))
         return {"activations": self._bytes(waiting), "layer at work": self._bytes(working)}
 
     def _bytes(self, a_token: float) -> int:

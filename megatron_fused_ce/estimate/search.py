@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Any
 
 from megatron_fused_ce.estimate import blocks
 from megatron_fused_ce.estimate.advice import Gpu, Way
@@ -187,8 +188,8 @@ def _parallels(
                 for expert in _experts(asked, gpus // pipeline, expert_tensor, stays):
                     cost = _steps("tensor", tensor, was.tensor) + _steps("pipeline", pipeline, was.pipeline)
                     cost += _steps("context", context, was.context) + _steps("expert", expert, was.expert)
-                    sizes = {"gpus": gpus, "tensor": tensor, "pipeline": pipeline, "context": context}
-                    sizes |= {"expert": expert, "expert_tensor": expert_tensor}
+                    sizes: dict[str, Any] = {"gpus": gpus, "tensor": tensor, "pipeline": pipeline}
+                    sizes |= {"context": context, "expert": expert, "expert_tensor": expert_tensor}
                     for sequence in {one and tensor > 1 for one in sequences}:
                         extra = COSTS["sequence"] * (tensor == was.tensor and sequence != was.sequence)
                         with contextlib.suppress(ValueError):
@@ -210,7 +211,7 @@ def _sizes(choices: Sequence[int], asked: int, most: int, stays: bool) -> list[i
 def _pipelines(asked: Setting, gpus: int, stays: bool) -> Iterator[tuple[int, int | None]]:
     """Numbers of stages, and layers of the last one where it is smaller."""
     was, layers = asked.parallel, asked.model.num_layers
-    by_hand = (was.first_stage_layers, was.last_stage_layers) != (None, None) or was.chunks > 1
+    by_hand = (was.first_stage_layers, was.last_stage_layers) != (None, None) or was.chunks > 1 or was.layout
     if stays or by_hand:
         if gpus % was.pipeline == 0:
             yield was.pipeline, was.last_stage_layers

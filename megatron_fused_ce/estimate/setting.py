@@ -138,6 +138,8 @@ class Parallel:
     #: layers of the first and of the last stage where they differ from the others
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    #: layers of each model chunk in the order of the model, where a layout names them
+    layout: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("gpus", "tensor", "pipeline", "context", "expert", "expert_tensor", "chunks"):
@@ -159,7 +161,14 @@ class Parallel:
             raise ValueError("virtual pipeline stages need --pipeline-model-parallel-size above 1")
 
     def chunk_layers(self, num_layers: int) -> list[int]:
-        """Layers of one model chunk, stage by stage. ``ValueError`` where they do not divide."""
+        """Layers of each model chunk, in the order of the model. ``ValueError`` where they do not divide."""
+        if self.layout:
+            if sum(self.layout) != num_layers or len(self.layout) != self.pipeline * self.chunks:
+                raise ValueError(
+                    f"--pipeline-model-parallel-layout has {sum(self.layout)} layers in {len(self.layout)} "
+                    f"parts; there are {num_layers} layers and {self.pipeline} stages: change one of them"
+                )
+            return list(self.layout)
         ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
         given = {stage: layers for stage, layers in ends.items() if layers is not None}
         rest, others = num_layers - sum(given.values()), self.pipeline - len(given)
@@ -170,7 +179,7 @@ class Parallel:
                 + (f" of {self.chunks} virtual ones each" if self.chunks > 1 else "")
                 + ": give --decoder-last-pipeline-num-layers, or another number of stages"
             )
-        return [layers // self.chunks for layers in stages]
+        return [layers // self.chunks for layers in stages] * self.chunks
 
     @property
     def data(self) -> int:

@@ -35,8 +35,8 @@ _SHELLS = ("bash", "sh", "zsh")
 _QUIET = ("echo", "printf", "cd", "mkdir", "set", "true", ":", "pushd", "popd", "module", "ulimit", "shopt")
 _READERS = ("read", "mapfile", "readarray", "getopts", "let")
 _REDIRECTS = ("file_redirect", "heredoc_redirect", "herestring_redirect")
-#: Functions and scripts within each other, at most.
-_DEEPEST = 20
+#: Functions and scripts within each other, steps, and letters of a variable, at most.
+_DEEPEST, _MOST_STEPS, _LONGEST = 20, 10**5, 2**20
 _EXPRESSIONS = {"binary_expression", "unary_expression"}
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     **{"+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow, "%": operator.mod},
@@ -91,7 +91,7 @@ class Reader:
         self._left: list[tuple[str, dict[str, Value]]] = []
         #: of the functions that are being followed: values to restore
         self._locals: list[dict[str, Value | None]] = []
-        self._depth = 0
+        self._depth = self._steps = 0
 
     def read(self, text: str) -> Truth:
         """Follow a script. ``ValueError`` where it is no bash, but for placeholders such as ``<path>``."""
@@ -100,6 +100,8 @@ class Reader:
         self._depth += 1
         try:
             return self._run(self._parse(text))
+        except RecursionError:
+            raise ValueError("its commands are too deep within each other") from None
         except _Leave:
             if self._depth > 1:
                 raise
@@ -136,6 +138,9 @@ class Reader:
         return status
 
     def _run(self, node: Node) -> Truth:
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise ValueError(f"it has more than {_MOST_STEPS} steps")
         match node.type:
             case "program" | "do_group" | "variable_assignments":
                 return self._all(node.children)
@@ -310,8 +315,12 @@ class Reader:
             return self.read(f"[ {shlex.join(others)} ]")
         if name in ("source", "."):
             # of the same folder, whatever the path to it is made of
-            file = self.folder / readable(others[0]).rpartition("/")[2] if self.folder and others else None
-            return self.read(file.read_text()) if file and file.is_file() else ""
+            file = readable(" ".join(others[:1])).rpartition("/")[2]
+            path = self.folder / file if self.folder and file else None
+            if path and path.is_file():
+                return self.read(path.read_text())
+            self.notes.append(f"{file} is not in the script's folder: what it sets is not seen.")
+            return ""
         if name == "shift":
             arguments = self.values.get("@")
             if isinstance(arguments, list):
@@ -394,6 +403,8 @@ class Reader:
             old = self.values.get(name, type(new)())
             old = [old] if isinstance(new, list) and isinstance(old, str) else old
             new = old + new if type(old) is type(new) else unknown(name)  # type: ignore[operator]
+        if sum(map(len, new)) > _LONGEST:
+            raise ValueError(f"{name} has more than {_LONGEST} letters")
         self.values[name] = new
 
     # --- words -------------------------------------------------------------------------------
@@ -540,10 +551,15 @@ class Reader:
         if sign in ("=", "==", "!=") and not numbers:
             quoted = right.type in ("string", "raw_string")
             return (one == other if quoted else fnmatchcase(str(one), str(other))) == (sign != "!=")
-        try:
-            return int(_OPERATORS[sign](_whole(one), _whole(other)))
-        except (KeyError, ZeroDivisionError, OverflowError):
-            raise _NotKnown from None
+        first, second = _whole(one), _whole(other)
+        divides, powers = sign in ("/", "%"), sign == "**"  # bash rounds negative ones otherwise than Python
+        if (
+            sign not in _OPERATORS
+            or (divides and min(first, second - 1) < 0)
+            or (powers and not 0 <= second < 64)
+        ):
+            raise _NotKnown
+        return int(_OPERATORS[sign](first, second))
 
     def _arithmetic(self, node: Node) -> Truth:
         """``((...))``, which may assign."""
@@ -557,10 +573,10 @@ class Reader:
 
 
 def _whole(text: str | int) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise _NotKnown from None
+    """A number of 64 bits, as bash has them."""
+    if not re.fullmatch(r"[+-]?\d{1,19}", str(int(text) if isinstance(text, bool) else text)):
+        raise _NotKnown
+    return int(text)
 
 
 def _unquoted(text: bytes) -> str:

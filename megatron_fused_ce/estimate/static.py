@@ -42,11 +42,9 @@ class Stage:
 def stages(setting: Setting) -> list[Stage]:
     """The pipeline stages: chunk by chunk, each stage takes its layers in turn."""
     parallel, rest = setting.parallel, iter(blocks.layers(setting.model))
-    sizes = parallel.chunk_layers(setting.model.num_layers)
-    held: list[list[tuple[Layer, ...]]] = [[] for _ in sizes]
-    for _ in range(parallel.chunks):
-        for index, size in enumerate(sizes):
-            held[index].append(tuple(next(rest) for _ in range(size)))
+    held: list[list[tuple[Layer, ...]]] = [[] for _ in range(parallel.pipeline)]
+    for index, size in enumerate(parallel.chunk_layers(setting.model.num_layers)):
+        held[index % parallel.pipeline].append(tuple(next(rest) for _ in range(size)))
     last = parallel.pipeline - 1
     return [Stage(index, tuple(chunks), index == 0, index == last) for index, chunks in enumerate(held)]
 

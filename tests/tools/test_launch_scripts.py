@@ -53,6 +53,24 @@ def test_there_are_forty_scripts():
     assert len({script for _, script, _ in CASES}) >= 40
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("A=xxxxxxxx\n" + 'A="$A$A"\n' * 60, "A has more than 1048576 letters"),
+        ("A=(x)\n" + 'A+=("${A[@]}")\n' * 60, "A has more than 1048576 letters"),
+        ("".join(f"f{n}() {{ f{n + 1}; f{n + 1}; }}\n" for n in range(30)) + "f0", "more than 100000 steps"),
+        ("if x; then\n" * 2000 + "y\n" + "fi\n" * 2000, "too deep within each other"),
+        ("(" * 5000, "line 1 cannot be read"),
+        ("A=$((9**9**9**9))\nB=$((2**62*2**62*2**62))\npython a.py --num-layers $A$B", "known for A, B"),
+        ("A=-5\nB=$((A / 2))\npython a.py --num-layers $B", "no value is known for B"),
+        ("A=$((1 / 0))\npython a.py --num-layers $A", "no value is known for A"),
+    ],
+)
+def test_a_script_without_end_ends(script, said):
+    with pytest.raises(ValueError, match=said):
+        launch_script.of_script(script, {}, OPTIONS)
+
+
 def by_bash(script: str, folder: Path) -> list[str]:
     """The words that ``launch`` gets from bash itself; none if the script ends before it."""
     done = subprocess.run(

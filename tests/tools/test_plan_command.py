@@ -15,7 +15,7 @@ import pytest
 
 import megatron_fused_ce
 from megatron_fused_ce import __main__ as package_command
-from megatron_fused_ce.estimate import command, launch_script, megatron_arguments
+from megatron_fused_ce.estimate import command, launch_script, megatron_arguments, static
 from megatron_fused_ce.estimate.command import plan_of, setting_of
 from megatron_fused_ce.estimate.named_models import MODELS
 from megatron_fused_ce.estimate.setting import Recompute
@@ -317,6 +317,23 @@ def test_experts_and_their_layers():
     assert tiny(*words, "--moe-layer-freq", "[0]+[1]*1").model.mixture.layers == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("layout", "stages", "layers"),
+    [
+        ("Et*3|(tt|)*29,m|L", 16, [[3, 2]] + [[2, 2]] * 13 + [[2, 0], [2, 0]]),
+        ("Et*2|(tt|)*5t|tmL", 4, [[2, 2], [2, 2], [2, 1], [2, 1]]),
+        ("Etttt|(t|)*2L", 4, [[4], [1], [1], [0]]),
+        ("Et*3tL", 1, [[4]]),
+    ],
+)
+def test_a_layout_of_the_stages(layout, stages, layers):
+    words = ["--num-layers", str(sum(map(sum, layers))), "--pp", str(stages), "--mtp-num-layers", "1"]
+    found = static.stages(tiny(*words, "--pipeline-model-parallel-layout", layout))
+    assert [[len(chunk) for chunk in stage.chunks] for stage in found] == layers
+    # A stage without layers, or without its last ones, can be planned.
+    plan_of([*shlex.split(TINY), *words, "--pipeline-model-parallel-layout", layout])
+
+
 def test_a_hybrid_pattern_with_stages_and_predictions():
     one = setting_of(shlex.split(
         "--hybrid-layer-pattern M*|-M/*-/*- --hidden-size 64 --num-attention-heads 4 --vocab-size 256"
@@ -365,10 +382,12 @@ def test_bytes_of_a_parameter(words, gradient, state, step):
             "--use-megatron-fsdp is taken with optim_grads_params, Megatron 0.18's default",
         ),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", None),
+        ("--pipeline-model-parallel-layout Et*2,m|L --pp 2", "--pipeline-model-parallel-layout: multi-token"),
+        ("--pipeline-model-parallel-layout Et|t,m,L --pp 2", None),
     ],
 )
 def test_what_is_not_counted_is_said(words, said):
-    notes = plan_of(["--from-launch", f"{TINY} --bf16 {words}", "--gpus", "1"]).notes
+    notes = plan_of(["--from-launch", f"{TINY} --bf16 {words}", "--gpus", "2"]).notes
     assert (len(notes) == 1 and notes[0].startswith(said)) if said else notes == []
 
 
@@ -404,12 +423,11 @@ def test_names_and_defaults_are_those_of_megatrons_parser(checkout):
     theirs = megatrons(checkout)
     own = {"--post-norms", "--tp", "--pp", "--cp", "--ep"}
     for action in command._parser(own=False)._actions:
-        for name in set(action.option_strings) - own:
-            if name.startswith(("--fused-", "--set")):
-                continue
-            assert name in theirs, f"Megatron has no {name}"
+        names = {name for name in action.option_strings if not name.startswith(("--fused-", "--set"))} - own
+        assert not names or names & set(theirs), f"Megatron has none of {names}"
+        for name in names & set(theirs):  # a pattern of layers has another name since 0.17
             nargs, default = theirs[name]
-            assert nargs == action.nargs, name
+            assert nargs == action.nargs or {nargs, action.nargs} == {"*", "+"}, name
             flag = action.nargs == 0
             usual = name in ("--micro-batch-size", "--attention-backend", "--data-parallel-sharding-strategy")
             if not flag and not usual:
@@ -575,6 +593,9 @@ MODEL = ["--model", "llama-3-8b", "--seq-length", "8192"]
         (["--model", "llama-3.2-1b", "--seq-length", "64", "--plot", "plan.nothing"], "nothing"),
         (["--from-launch", f"{TINY} --num-experts 6 --ep 4"], "6 experts cannot be divided over 4"),
         (["--from-launch", TINY, "--set", "X"], "--set takes NAME=VALUE"),
+        (["--from-launch", TINY, "--set", "X=1"], "arguments in quotes have none"),
+        ([*MODEL, "--pp", "2", "--pipeline-model-parallel-layout", "Et|tL"], "2 layers in 2 parts; there"),
+        ([*MODEL, "--pipeline-model-parallel-layout", "Et*9x"], "'Et*9x' is no layout such as Et*3"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(words, said, capsys, tmp_path, monkeypatch):
@@ -594,6 +615,34 @@ def test_a_script_that_is_none(tmp_path, capsys):
     script.write_text("python pretrain_gpt.py --num-layers $L")
     assert command.main(["--from-launch", str(script)]) == 2
     assert f"{script}: no value is known for L: give --set L=VALUE" in capsys.readouterr().err
+
+
+def test_what_a_script_lacks_is_asked_for_and_what_it_has_not_is_an_error(tmp_path, capsys):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"SIZE=8b\nS=$(cat seq)\npython pretrain_gpt.py {TINY} --seq-length $S --lr $(cat lr)\n"
+    )
+    plan = ["--from-launch", str(script), "--json"]
+    assert command.main([*plan, "--set", "NOPE=2"]) == 2
+    assert "--set NOPE: the script has no such variable; there are S, SIZE" in capsys.readouterr().err
+    assert command.main(plan) == 2
+    assert "no value is known for S: give --set S=VALUE" in capsys.readouterr().err
+    for answer in (["--set", "S=64"], ["--seq-length", "64"]):
+        assert setting_of([*plan, *answer]).training.sequence == 64
+    notes = plan_of([*plan, "--seq-length", "64", "--tp", "2"]).notes
+    assert notes[0].startswith("The number of GPUs is not known, since no launcher is named: planned for the")
+    assert "the parallel sizes take, 2; or give --gpus" in notes[0]
+    assert plan_of([*plan, "--seq-length", "64", "--gpus", "2"]).notes == []
+
+
+def test_without_the_parser_of_bash(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    monkeypatch.delitem(sys.modules, "megatron_fused_ce.estimate.shell_words", raising=False)
+    script = tmp_path / "train.sh"
+    script.write_text(f"python pretrain_gpt.py {TINY}\n")
+    assert command.main(["--from-launch", str(script)]) == 2
+    assert "pip install tree-sitter tree-sitter-bash" in capsys.readouterr().err
+    assert setting_of(["--from-launch", TINY]).model.num_layers == 2
 
 
 # --- the front door --------------------------------------------------------------------------
