@@ -130,18 +130,20 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def called(way: Way) -> str:
+    """A way of computing the loss, for people."""
+    return LOSSES.get(way.head.name, way.head.name) if way.head.stock else f"{FLAG}, {way.head.name}"
+
+
 def _ways_table(advice: Advice, setting: Setting, detail: bool) -> Table:
     """Every way of computing the loss; of the flag's strategies the chosen one, all with ``detail``."""
     columns = ("its memory", "peak", "highest in", "fits", "longest sequence")
     table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
     for way in advice.ways:
-        name = LOSSES.get(way.head.name, way.head.name)
-        if not way.head.stock:
-            if not detail and name != setting.training.fused_ce.strategy:
-                continue
-            name = f"{FLAG}, {name}"
-        elif way is advice.baseline:
-            name += " (now)"
+        asked = way.head.name == setting.training.fused_ce.strategy
+        if not (detail or way.head.stock or asked):
+            continue
+        name = called(way) + (" (now)" if way is advice.baseline else "")
         place = PLACES[way.estimate.bound.name]
         verdict = VERDICTS[way.verdict]
         table.add_row(name, gib(way.head.peak), gib(way.peak), place, verdict, tokens(way.longest))
