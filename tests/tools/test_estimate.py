@@ -588,6 +588,20 @@ def test_enough_was_measured():
     assert len(check_plan.alone()) > 60
 
 
+def test_what_is_further_off_than_its_bound_is_named():
+    def found(what: str, off: float) -> check_plan.Compared:
+        return check_plan.Compared(f"[{what}](file), 4096", "auto", 1000.0, 1000.0 * (1 + off))
+
+    graph = next(iter(check_plan.EXCEPTIONS))
+    within = [found("TP 4", 0.014), found("TP 4", -0.014), found(graph, -0.037)]
+    beyond = [found("TP 4", 0.016), found("TP 4", -0.016), found(graph, -0.041)]
+    assert check_plan.outside(within, check_plan.STEP_BOUND) == []
+    assert len(check_plan.outside(beyond, check_plan.STEP_BOUND)) == 3
+    # No exception is one for nothing.
+    off = {one.what: one.off for one in check_plan.steps()}
+    assert any(abs(of) > check_plan.STEP_BOUND for what, of in off.items() if graph in what)
+
+
 def test_what_ran_out_of_memory_is_not_said_to_fit():
     for name, row in check_plan.launches():
         one = check_plan.setting_of_launch(row)
