@@ -39,8 +39,8 @@ SENTENCES = {
     "leave out": "Leave it out: peak {before} GiB a GPU without {flags}, {after} with it; {usable} usable.",
     "does not fit": "Not enough memory: {before} GiB a GPU without {flags}, {after} with; {usable} usable.",
     # Why.
-    "tight": "{sum} GiB may still run out: {left} are left beside a largest tensor of {largest}, and torch's "
-    "allocator is known to fail below {part:.0%} of it.",
+    "tight": "{sum} GiB may still run out: {left} are left beside a largest tensor of {largest}, less than "
+    "{part:.0%} of it; a run on an H200 with 21% ran out of memory, one with 37% trained.",
     "place": "Memory is highest {place}, with and without the flag.",
     "places": "Memory is highest {before} without the flag, {after} with it.",
     "place of no loss": "Memory is highest {place}, with and without the flag: no loss can lower it.",
@@ -52,8 +52,8 @@ SENTENCES = {
     "budget": "No plan takes {budget} MiB or less (--fused-ce-memory-mb): the launch takes the smallest, "
     "{least} MiB.",
     "longest": "Longest sequence that fits, all else as asked: {before} without the flag, {after} with it.",
-    "lever": "Still short of memory? {flags}: peak {peak} GiB, {saved} less; output layer and loss then take "
-    "{slower} times as long.",
+    "lever": "Still short of memory? {flags}: peak {peak} GiB, {saved} less; output layer and loss are "
+    "then predicted to take {slower} times as long.",
     # What fits instead.
     "none here": "Nothing that was tried fits on {gpus} {who} the flag.",
     "none": "Nothing that was tried fits on {most} GPUs or fewer {who} the flag.",
@@ -114,8 +114,14 @@ class Result:
     search: Search | None
     others: tuple[StockPath, ...] = ()
     launch: Launch | None = None
-    #: how the launch computes its loss as it is: the baseline, or with the flag
-    now: Way | None = None
+    #: whether the launch has the flag already
+    has_flag: bool = False
+
+    @property
+    def now(self) -> Way:
+        """How the launch computes its loss as it is."""
+        advice = self.advice
+        return advice.way(self.setting.training.fused_ce.strategy) if self.has_flag else advice.baseline
 
     @cached_property
     def fits_without(self) -> Found | None:
@@ -257,7 +263,7 @@ def _gpus(count: int) -> str:
 
 def _about(result: Result) -> Iterator[Said]:
     setting, gpu, launch = result.setting, result.advice.gpu, result.launch
-    if launch and launch.measured_bytes and result.now:
+    if launch and launch.measured_bytes:
         yield say("measured", measured=gib(launch.measured_bytes), planned=gib(result.now.peak))
     if launch and launch.out_of_memory:
         yield say("died")

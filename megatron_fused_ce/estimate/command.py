@@ -154,8 +154,7 @@ def plan_of(words: Sequence[str]) -> Result:
     advice = advise(setting, gpu, baseline, others)
     node = given.gpus_per_node or (None if given.from_log else NODE)
     search = Search(setting, gpu, _fixed(given), node) if node else None
-    now = advice.way(setting.training.fused_ce.strategy) if given.fused_chunked_ce else advice.baseline
-    return Result(_name(given), setting, advice, notes, search, others, launch, now)
+    return Result(_name(given), setting, advice, notes, search, others, launch, given.fused_chunked_ce)
 
 
 def _fixed(given: argparse.Namespace) -> frozenset[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_fused_ce.estimate.advice import Advice
 from megatron_fused_ce.estimate.answer import GIB
+from megatron_fused_ce.estimate.report import PLACES, called
 
 #: Parts of a moment that are drawn as one, and their colours.
 SEGMENTS = {
@@ -34,7 +35,7 @@ def draw(advice: Advice, title: str, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 0.5 * len(advice.ways) + 2), layout="constrained")
-    names = [_name(advice, index) for index in range(len(advice.ways))]
+    names = [called(way) for way in advice.ways]
     starts = [0.0] * len(names)
     for label, (color, parts) in SEGMENTS.items():
         moments = [way.estimate.bound for way in advice.ways]
@@ -52,11 +53,15 @@ def draw(advice: Advice, title: str, path: Path) -> None:
     end = 1.02 * max(*starts, usable)
     for place, (start, way) in enumerate(zip(starts, advice.ways, strict=True)):
         axes.text(
-            end, place, f"{start:.1f}, {way.estimate.bound.name}: {way.verdict}", va="center", fontsize=8
+            end,
+            place,
+            f"{start:.1f}, {PLACES[way.estimate.bound.name]}: {way.verdict}",
+            va="center",
+            fontsize=8,
         )
     axes.set_xlim(0, 1.3 * end)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB a GPU at the peak; right: its sum, the moment of it, and whether it fits")
+    axes.set_xlabel("GiB a GPU at the peak; right: the sum, when it is highest, and whether it fits")
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
     figure.legend(loc="outside lower center", ncols=len(SEGMENTS), frameon=False, fontsize=8)
@@ -67,8 +72,3 @@ def draw(advice: Advice, title: str, path: Path) -> None:
     finally:
         partial.unlink(missing_ok=True)
         plt.close(figure)
-
-
-def _name(advice: Advice, index: int) -> str:
-    head = advice.ways[index].head
-    return head.name if head.stock else f"flag: {head.name}"

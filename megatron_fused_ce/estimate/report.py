@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatron_fused_ce.adapter.arguments import FLAG
-from megatron_fused_ce.estimate.advice import Advice, Way
+from megatron_fused_ce.estimate.advice import Way
 from megatron_fused_ce.estimate.answer import LOSSES, Result, gib, sentences, tokens
 from megatron_fused_ce.estimate.peaks import Moment
 from megatron_fused_ce.estimate.search import Found
@@ -113,7 +113,7 @@ def lines(result: Result) -> Iterator[str]:
 
 def _tables(result: Result, detail: bool) -> Iterator[Table]:
     setting, advice = result.setting, result.advice
-    yield _ways_table(advice, setting, detail)
+    yield _ways_table(result, detail)
     if detail:
         yield _static_table(setting)
         yield _moments_table("Without the flag", advice.baseline)
@@ -130,18 +130,21 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _ways_table(advice: Advice, setting: Setting, detail: bool) -> Table:
+def called(way: Way) -> str:
+    """A way of computing the loss, for people."""
+    return LOSSES.get(way.head.name, way.head.name) if way.head.stock else f"{FLAG}, {way.head.name}"
+
+
+def _ways_table(result: Result, detail: bool) -> Table:
     """Every way of computing the loss; of the flag's strategies the chosen one, all with ``detail``."""
+    setting, advice = result.setting, result.advice
     columns = ("its memory", "peak", "highest in", "fits", "longest sequence")
     table = _table("Ways of computing the loss, GiB a GPU", "", *columns)
     for way in advice.ways:
-        name = LOSSES.get(way.head.name, way.head.name)
-        if not way.head.stock:
-            if not detail and name != setting.training.fused_ce.strategy:
-                continue
-            name = f"{FLAG}, {name}"
-        elif way is advice.baseline:
-            name += " (now)"
+        asked = way.head.name == setting.training.fused_ce.strategy
+        if not (detail or way.head.stock or asked):
+            continue
+        name = called(way) + (" (now)" if way is result.now else "")
         place = PLACES[way.estimate.bound.name]
         verdict = VERDICTS[way.verdict]
         table.add_row(name, gib(way.head.peak), gib(way.peak), place, verdict, tokens(way.longest))

@@ -33,8 +33,9 @@ PAGE = REPOSITORY / "docs" / "plan.md"
 PICTURE = REPOSITORY / "docs" / "images" / "plan-llama-3.2-1b.png"
 GIB = 2**30
 
-#: Of the peak of a whole step and of a head alone.
-STEP_BOUND, HEAD_BOUND = 0.10, 0.05
+#: Of the peak of a whole step and of a head alone. A graph's pool of its own is not counted.
+STEP_BOUND, HEAD_BOUND = 0.015, 0.035
+EXCEPTIONS = {"TP 4, CUDA graph": 0.04}
 #: Files of launches, in the order of the table.
 LAUNCHES = (
     *("longest-sequence", "tp4-pretrain-steps", "tp4-pretrain-long", "tp4-pretrain-reach"),
@@ -334,9 +335,12 @@ def draw() -> None:
 
 
 def outside(found: Sequence[Compared], bound: float) -> list[str]:
-    """Lines that name what is further off than ``bound``."""
-    return [
-        f"{one.what} {one.variant}: measured {one.measured:.0f} MiB, planned {one.planned:.0f}"
-        for one in found
-        if one.measured is not None and abs(one.off) > bound
-    ]
+    """Lines that name what is further off than ``bound``, or than its exception's."""
+    lines = []
+    for one in found:
+        name = one.what.removeprefix("[").partition("]")[0]
+        if one.measured is not None and abs(one.off) > EXCEPTIONS.get(name, bound):
+            lines.append(
+                f"{one.what} {one.variant}: measured {one.measured:.0f} MiB, planned {one.planned:.0f}"
+            )
+    return lines

@@ -199,7 +199,7 @@ def test_the_commands_run_from_elsewhere(python, tmp_path):
 
     plan = "plan --model llama-3-8b --gpus 8 --tp 4 --sequence-parallel --seq-length 32768"
     assert json.loads(command(f"{plan} --json").stdout)
-    assert "Flags: --fused-chunked-ce" in command(plan).stdout
+    assert "Use it: " in command(plan).stdout
     assert "grad_in_forward" in command("plan-head --tokens 32768 --hidden 4096 --vocab 128256").stdout
     log = (
         " [2026-01-01 00:00:00.0] iteration        1/       1 | lm loss: 5.537932E+00 | grad norm: 2.586 |"

@@ -559,6 +559,34 @@ def test_the_picture(tmp_path, ending):
     assert list(tmp_path.iterdir()) == [target], "a partial file is left"
 
 
+@pytest.mark.parametrize("memory", ["79.14", "40", "400"])
+def test_the_pictures_line_is_the_limit_and_nothing_lies_on_it(memory, tmp_path, monkeypatch):
+    from matplotlib import pyplot as plt
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    script = ROOT / "scripts" / "examples" / "llama3_8b.sh"
+    words = ["--from-launch", str(script), "--gpu-memory", memory, "--json"]
+    assert command.main([*words, "--plot", str(tmp_path / "plan.svg")]) == 0
+    advice = plan_of(words).advice
+    (figure,) = figures
+    (axes,) = figure.axes
+    assert figure.get_suptitle().startswith("llama3_8b.sh, 8192 tokens x 1, 8 GPUs, TP 2 + SP")
+    (line,) = axes.lines
+    usable = advice.gpu.usable / 2**30
+    assert set(line.get_xdata()) == {usable}
+    for way in advice.ways:
+        assert (way.verdict == "does not fit") == (way.peak / 2**30 > usable)
+    of_bars = [
+        text for text in axes.texts if "GiB" not in text.get_text() and "usable" not in text.get_text()
+    ]
+    assert len(of_bars) == len(advice.ways)
+    longest = max(bar.get_x() + bar.get_width() for bar in axes.patches)
+    assert all(text.get_position()[0] > max(longest, usable) for text in of_bars)
+    (of_line,) = (text for text in axes.texts if "usable" in text.get_text())
+    assert of_line.get_ha() == "right" and of_line.xy[1] == 1, "above the axes, left of the line"
+
+
 # --- bad input -------------------------------------------------------------------------------
 
 MODEL = ["--model", "llama-3-8b", "--seq-length", "8192"]

@@ -132,6 +132,15 @@ def test_the_answer_is_one_line():
         assert len(first.text) <= report.WIDTH
 
 
+@pytest.mark.parametrize(
+    ("flag", "marked"), [("", "Megatron, unfused"), (" --fused-chunked-ce", "--fused-chunked-ce")]
+)
+def test_the_launchs_own_loss_is_marked(flag, marked, capsys):
+    command.main(shlex.split(WHOLE + flag))
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "(now)" in line)
+    assert row.strip().startswith(marked)
+
+
 def test_detail_has_the_sums(capsys):
     command.main(shlex.split(SMALL))
     short = capsys.readouterr().out
