@@ -71,7 +71,7 @@ SENTENCES = {
     "batch": "{sequence} tokens a sequence, {micro} in a micro-batch, {dtype}; an output layer has {tokens} "
     "tokens and {rows} of {vocab} vocabulary rows.",
     "memory": "Of a GPU's {capacity} GiB {overhead} are set aside for driver and NCCL (--overhead).",
-    "not measured": "Never measured, derived from Megatron's code: {kinds}.",
+    "not measured": "Measured in no run or in one, derived from Megatron's code: {kinds}.",
 }
 #: Megatron's own losses, for people.
 LOSSES = {

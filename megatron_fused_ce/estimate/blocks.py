@@ -12,7 +12,7 @@ that paper (``tests/tools/test_estimate.py``), with what has changed since:
 
 The bytes that a block's backward needs beside its kept tensors were derived from Transformer Engine's and
 Megatron's code (which tensors are alive at once) and checked to 1 MiB against runs of dense models on an H200
-(docs/plan.md). Experts, latent attention and Mamba mixers were not measured.
+(docs/plan.md). Experts and latent attention were not measured, Mamba mixers once.
 """
 
 from __future__ import annotations

@@ -21,9 +21,12 @@ EXPECTED = {
 }
 
 
-def step(strategy, device, wait=lambda: None, s=12, vocab=40, dtype=torch.float32):
+def step(strategy, device, wait=lambda: None, inputs=None):
     """Loss and gradients of one call; ``wait`` is called between forward and backward."""
-    inputs = make_inputs("odd-labels", s=s, b=2, hidden_size=16, vocab=vocab, dtype=dtype, device=device)
+    if inputs is None:
+        inputs = make_inputs(
+            "odd-labels", s=12, b=2, hidden_size=16, vocab=40, dtype=torch.float32, device=device
+        )
     hidden, weight = inputs.hidden.requires_grad_(), inputs.weight.requires_grad_()
     made = linear_cross_entropy(
         Call(
@@ -77,11 +80,14 @@ def test_a_failed_phase_stops_nothing():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_host_waits_for_nothing_on_a_gpu(strategy, device):
-    sizes = {"s": 2048, "vocab": 32768, "dtype": torch.bfloat16}
-    step(strategy, device, **sizes)  # compiles
+    # Made before, since their copies to the device wait.
+    inputs = make_inputs(
+        "odd-labels", s=2048, b=2, hidden_size=16, vocab=32768, dtype=torch.bfloat16, device=device
+    )
+    step(strategy, device, inputs=inputs)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         with Recorder(device):
-            step(strategy, device, **sizes)
+            step(strategy, device, inputs=inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")

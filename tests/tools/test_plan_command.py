@@ -456,7 +456,7 @@ def test_a_plan_says_what_was_never_measured(model, kinds, capsys):
     command.main([*words, "--json"])
     assert json.loads(capsys.readouterr().out)["not_measured"] == kinds
     command.main(words)
-    said = f"Never measured, derived from Megatron's code: {', '.join(kinds)}."
+    said = f"Measured in no run or in one, derived from Megatron's code: {', '.join(kinds)}."
     assert (said in capsys.readouterr().out) == bool(kinds)
 
 
