@@ -51,7 +51,7 @@ CASES = {
     "how": (SMALL, LARGE),
     "budget": (f"{BUDGET} 10", f"{BUDGET} 416"),
     "longest": (SMALL, WHOLE),
-    "lever": (SMALL, LONG),
+    "lever": (SMALL, WHOLE),
     "none here": (ALONE, f"{ALONE} --gpus 8"),
     "none": (TINY.format(2.1), TINY.format(4)),
     "fits both": (WHOLE, DIVIDED),
@@ -184,6 +184,14 @@ def test_the_longest_sequence_is_at_least_the_asked_one(tokens):
     words = shlex.split(f"{SMALL} --seq-length {tokens} --max-position-embeddings {tokens}")
     for way in plan_of(words).advice.ways:
         assert way.verdict != "fits" or way.longest >= tokens
+
+
+def test_the_asked_sequence_may_be_the_longest():
+    """Between two multiples of the step, with room for hardly a token more."""
+    words = ["--model", "llama-3.2-1b", "--seq-length", "5000"]
+    way = plan_of(words).advice.recommended
+    memory = way.peak / answer.GIB + command.OVERHEAD_GIB + 0.01
+    assert plan_of([*words, "--gpu-memory", str(memory)]).advice.recommended.longest == 5000
 
 
 @settings(max_examples=15, deadline=None)
@@ -386,6 +394,13 @@ def test_what_no_flag_changes_stays():
     assert all(one.setting.parallel.pipeline == 2 for one in by_hand.search.layouts(8))
     activations = plan_of(shlex.split(f"{ALONE} --gpus 8 --recompute-activations")).search
     assert not any(one.setting.training.recompute.full for one in activations.layouts(8))
+
+
+def test_the_global_batch_divides():
+    """12 sequences over 8 GPUs: not over 8 data-parallel ranks, but over 4 and 2."""
+    words = shlex.split("--model llama-3.2-1b --gpus 8 --tp 2 --seq-length 8192 --global-batch-size 12")
+    parallels = [one.setting.parallel for one in plan_of(words).search.layouts(8)]
+    assert {one.data for one in parallels} == {1, 2, 4}
 
 
 def test_a_node_bounds_tensor_parallelism():
