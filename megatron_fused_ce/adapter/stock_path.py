@@ -79,10 +79,10 @@ def _why_unknown_layer(layer: Any, config: Any) -> str | None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     kind = type(layer)
-    name = f"{kind.__module__}.{kind.__name__}"
+    by = " (--fp8-output-proj)" if getattr(config, "fp8_output_proj", False) else ""
+    name = f"{kind.__module__}.{kind.__name__}{by}"
     if not isinstance(layer, ColumnParallelLinear):
-        by = " (--fp8-output-proj)" if getattr(config, "fp8_output_proj", False) else ""
-        return f"its output layer is {name}{by}, not Megatron's ColumnParallelLinear"
+        return f"its output layer is {name}, not Megatron's ColumnParallelLinear"
     plain = consumer.is_plain_forward(kind.forward) and kind.__call__ is torch.nn.Module.__call__
     if not plain or not (kind is ColumnParallelLinear or _passes_on(layer)):
         return (

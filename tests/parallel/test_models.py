@@ -399,7 +399,8 @@ def test_an_output_layer_in_mxfp8(rank: Rank, family):
     import megatron_fused_ce
 
     class TELMHeadColumnParallelLinear(ColumnParallelLinear):
-        pass
+        def forward(self, *args: Any, **kwargs: Any) -> Any:  # as Transformer Engine's, not Megatron's
+            return super().forward(*args, **kwargs)
 
     fp8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}
     model = Model(family=family, dtype=torch.bfloat16, extra=fp8)
@@ -498,12 +499,12 @@ def test_start_up_line(rank: Rank):
     peak_bytes = 4 * rows * chunk + 32 * tokens + 40 * chunk
     if rank.size > 1:
         peak_bytes += 2 * 16 * chunk * (1 + rank.size)  # two merges of the statistics under way
-    if torch.cuda.is_available():
+    if rank.device.type == "cuda":
         peak_bytes += 64 * 2**20  # cuBLAS, forward and backward
     expected = f"strategy recompute (asked for), 3 chunks of {tokens // 3} tokens; "
     expected += f"about {size_in_words(peak_bytes)} for the head"
     assert len(lines) == 4
-    assert all(expected in line for line in (*lines[:2], lines[3])), lines
+    assert all(expected in line for line in (*lines[:2], lines[3])), (expected, lines)
     for dtype in ("float32", "bfloat16"):  # of train_rl.py, once each
         words = f"get_logprobs makes no logits; its log-probabilities are {dtype} on every pipeline stage"
         assert said.getvalue().count(words) == 1
