@@ -66,6 +66,8 @@ SENTENCES = {
     # What it is about.
     "measured": "Megatron measured a peak of {measured} GiB (its max allocated, the largest rank's); planned "
     "for that run: {planned}.",
+    "measured before": "The run in the log, without these changes, peaked at {measured} GiB (Megatron's max "
+    "allocated, the largest rank's).",
     "died": "The run in the log ended out of memory.",
     "setting": "{model}: {billions} billion parameters on {gpus} x {gpu}: {over}.",
     "batch": "{sequence} tokens a sequence, {micro} in a micro-batch, {dtype}; an output layer has {tokens} "
@@ -264,7 +266,10 @@ def _gpus(count: int) -> str:
 def _about(result: Result) -> Iterator[Said]:
     setting, gpu, launch = result.setting, result.advice.gpu, result.launch
     if launch and launch.measured_bytes:
-        yield say("measured", measured=gib(launch.measured_bytes), planned=gib(result.now.peak))
+        if launch.as_logged:
+            yield say("measured", measured=gib(launch.measured_bytes), planned=gib(result.now.peak))
+        else:
+            yield say("measured before", measured=gib(launch.measured_bytes))
     if launch and launch.out_of_memory:
         yield say("died")
     parallel, training = setting.parallel, setting.training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import add_arguments
@@ -191,8 +192,12 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, Launch | N
         before += MODELS[first.model].arguments.split()
     # The command line comes last, so that its numbers win.
     known, _ = _parser(own=False).parse_known_args(before)
+    as_launched = {name: value for name, value in vars(known).items() if value is not None}
     given = _parser(own=True).parse_args(words, namespace=known)
     given.model = first.model
+    if launch:
+        same = all(vars(given)[name] == value for name, value in as_launched.items())
+        launch = replace(launch, as_logged=same and given.gpus in (None, launch.gpus))
     setting = megatron_arguments.setting_of(given, given.gpus or (launch.gpus if launch else None))
     notes = [*(launch.notes if launch else ()), *megatron_arguments.notes(before, _options())]
     if launch and not (launch.gpus or given.gpus):

@@ -53,6 +53,8 @@ class Launch:
     #: of a log: the largest peak that Megatron says it measured, and whether the run died of memory
     measured_bytes: int | None = None
     out_of_memory: bool = False
+    #: of a log: whether the plan is of that run, without a change
+    as_logged: bool = True
 
 
 def of_string(text: str, count_gpus: bool = True) -> Launch:

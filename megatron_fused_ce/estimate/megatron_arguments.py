@@ -304,7 +304,9 @@ def _needed(given: argparse.Namespace, name: str) -> int:
     value: int | None = getattr(given, name)
     if value is None:
         flag = name.replace("_", "-")
-        named = "" if name == "seq_length" else ", or --model NAME"  # no model has a length of its own
+        # No model has a length of its own, and beside a log or a launch none can be named.
+        is_read = getattr(given, "from_log", None) or getattr(given, "from_launch", None)
+        named = "" if name == "seq_length" or is_read else ", or --model NAME"
         raise ValueError(f"--{flag} is missing: give it{named}")
     return value
 
