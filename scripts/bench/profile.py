@@ -39,7 +39,7 @@ COLLECTIVES = ("all-gather", "statistics", "reduce-scatter", "all-reduce", "othe
 GEMM, OTHER = "GEMM", "other compute"
 _COLLECTIVE = re.compile(r"nccl|gloo", re.I)
 _GEMM = re.compile(
-    r"product_kernel|scaled_exp_kernel|nvjet|gemm|cutlass|xmma|splitKreduce|aten::(add)?mm", re.I
+    r"scaled_exp_kernel|grad_logits_kernel|nvjet|gemm|cutlass|xmma|splitKreduce|aten::(add)?mm", re.I
 )
 
 

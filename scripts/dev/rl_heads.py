@@ -33,7 +33,7 @@ from torch import Tensor
 
 import megatron_fused_ce
 from megatron_fused_ce.command_line import Parser
-from megatron_fused_ce.scripts.lib import megatron_cpu, results, tables
+from megatron_fused_ce.scripts.lib import gloo, megatron_cpu, results, tables
 from megatron_fused_ce.scripts.lib.results import REPOSITORY
 
 BOUND = 1e-5
@@ -169,6 +169,7 @@ def of_rank(name: str, ours: bool, folder: Path) -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.default_generators = {torch.device("cpu"): torch.default_generator}
+    gloo.use_one_thread()
     dist.init_process_group("gloo")
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_layer_specs
