@@ -64,6 +64,29 @@ class SoftTargets(NamedTuple):
     probs: Tensor  # fp32 [k, C]
 
 
+class Side(NamedTuple):
+    """One side's logits in a divergence, ``s = softcap(scale * z)``, and what makes them log-probabilities:
+    ``log p_j = s_j - row_max - log_sum`` over the vocabulary of all ranks. Natural units."""
+
+    logits: Tensor  # [C, V'], unit column stride; columns from valid_columns on are padding
+    row_max: Tensor  # fp32 [C]
+    log_sum: Tensor  # fp32 [C]: log sum exp(s - row_max)
+    scale: float = 1.0  # divided by the temperature, as the cap is
+    softcap: float | None = None
+
+
+class LabelTerm(NamedTuple):
+    """A cross-entropy beside a divergence, for the student's logits ``s`` of its :class:`Side`:
+    ``weight * (softmax(temperature * s) - onehot(label))`` is added to the gradient."""
+
+    columns: Tensor  # int64 [C]: the label's column of this shard; anything else: not here
+    weight: Tensor  # fp32 [C]
+    row_max: Tensor  # fp32 [C]: largest temperature * s
+    inv_sum: Tensor  # fp32 [C]: 1 / sum exp(temperature * s - row_max)
+    one_minus_p: Tensor  # fp32 [C]: 1 - p of the label
+    temperature: float = 1.0
+
+
 class ExtraStatistics(NamedTuple):
     """Statistics that only some losses and outputs need, fp32 ``[C]``, natural units; None if not needed.
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from megatron_fused_ce.loss import TokenOutputs
     from megatron_fused_ce.op import (
         fused_linear_cross_entropy,
-        fused_linear_distillation,
         fused_linear_token_outputs,
+        fused_linear_topk_distillation,
     )
 
 __version__ = "0.2.0"
@@ -45,8 +45,8 @@ __all__ = [
     "disable",
     "enable",
     "fused_linear_cross_entropy",
-    "fused_linear_distillation",
     "fused_linear_token_outputs",
+    "fused_linear_topk_distillation",
     "output_processor",
 ]
 
@@ -58,7 +58,7 @@ _HOMES = {
     "FusedCEConfig": "config",
     "TokenOutputs": "loss",
     "fused_linear_cross_entropy": "op",
-    "fused_linear_distillation": "op",
+    "fused_linear_topk_distillation": "op",
     "fused_linear_token_outputs": "op",
     "output_processor": "adapter.output_processor",
 }

@@ -63,7 +63,7 @@ class Call(NamedTuple):
     #: see :func:`.op.fused_linear_token_outputs`
     outputs: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
-    #: see :func:`.op.fused_linear_distillation`; the labels are then outside the vocabulary
+    #: see :func:`.op.fused_linear_topk_distillation`; the labels are then outside the vocabulary
     teacher: TeacherTargets | None = None
     #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
     temperature: float | Tensor = 1.0

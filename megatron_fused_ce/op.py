@@ -185,7 +185,7 @@ def _wrong_outputs(outputs: Sequence[str]) -> TypeError | None:
 
 
 @takes_config
-def fused_linear_distillation(
+def fused_linear_topk_distillation(
     hidden: Tensor,
     weight: Tensor,
     teacher_ids: Tensor,

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.kernels import (
     gemm_variants,
@@ -217,7 +217,7 @@ def distillation(device: torch.device) -> None:
     hidden, weight = there.hidden.requires_grad_(), there.weight.requires_grad_()
     config = FusedCEConfig(num_chunks=2, strategy="recompute", row_backend="triton")
     ids, log_probs = (x.to(device) for x in teacher)
-    loss = fused_linear_distillation(hidden, weight, ids, log_probs, config=config)
+    loss = fused_linear_topk_distillation(hidden, weight, ids, log_probs, config=config)
     loss.backward(there.grad_loss)
     assert hidden.grad is not None and weight.grad is not None
     made = HeadResult(loss.detach().cpu(), hidden.grad.cpu(), weight.grad.cpu())

@@ -10,8 +10,8 @@ import torch
 
 from megatron_fused_ce import (
     FusedCEConfig,
-    fused_linear_distillation,
     fused_linear_token_outputs,
+    fused_linear_topk_distillation,
     masked_tokens,
     op,
     planner,
@@ -215,7 +215,7 @@ def test_outputs_and_teachers(device):
     ids, log_probs = make_teacher(inputs, 5)
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
-    loss = fused_linear_distillation(hidden, weight, ids, log_probs, **settings)
+    loss = fused_linear_topk_distillation(hidden, weight, ids, log_probs, **settings)
     loss.backward(inputs.grad_loss)
     truth, plain = (
         plain_distillation(inputs, ids, log_probs, dtype) for dtype in (torch.float64, torch.float32)

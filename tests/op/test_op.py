@@ -459,7 +459,7 @@ def test_bad_arguments(change, words):
 FUNCTIONS = (
     fused_linear_cross_entropy,
     megatron_fused_ce.fused_linear_token_outputs,
-    megatron_fused_ce.fused_linear_distillation,
+    megatron_fused_ce.fused_linear_topk_distillation,
 )
 
 

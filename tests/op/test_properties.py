@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from megatron_fused_ce import (
     FusedCEConfig,
-    fused_linear_distillation,
     fused_linear_token_outputs,
+    fused_linear_topk_distillation,
     sampling_mask,
 )
 from megatron_fused_ce.call import Call
@@ -245,7 +245,7 @@ def test_distillation(problem, k):
 
     def head(hidden, weight, labels, **options):
         order = (lambda x: x.transpose(0, 1).flatten(0, 1)) if problem.flat else (lambda x: x)
-        loss = fused_linear_distillation(hidden, weight, order(ids), order(log_probs), **options)
+        loss = fused_linear_topk_distillation(hidden, weight, order(ids), order(log_probs), **options)
         return {"loss": loss}
 
     def evaluate(dtype, roundings):

@@ -16,8 +16,8 @@ from megatron_fused_ce import (
     FusedCEConfig,
     call,
     fused_linear_cross_entropy,
-    fused_linear_distillation,
     fused_linear_token_outputs,
+    fused_linear_topk_distillation,
     parallel,
 )
 from megatron_fused_ce.call import Call
@@ -402,7 +402,7 @@ def test_a_teachers_ids_are_named(shape, device):
     inputs = problem(device)
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=r"teacher_ids are .* for hidden \(6, 2, 16\)"):
-        fused_linear_distillation(inputs.hidden, inputs.weight, ids, ids.float())
+        fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, ids.float())
 
 
 def test_smoothing_over_one_class(device):
@@ -431,9 +431,9 @@ def test_what_debug_checks_see_in_numbers(device):
     log_probs = torch.full((2, 6, 3), -1.0, device=device)
     log_probs[0, 1, 2] = 0.5
     with pytest.raises(ValueError, match="teacher_log_probs are above 0"):
-        fused_linear_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
+        fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
     ids[0, 1, 2] = -1  # an empty entry may have any
-    fused_linear_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
+    fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
 
 
 def test_log_probs_without_a_gradient_mode_of_their_own(device):

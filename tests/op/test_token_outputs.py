@@ -10,8 +10,8 @@ import torch
 
 from megatron_fused_ce import (
     FusedCEConfig,
-    fused_linear_distillation,
     fused_linear_token_outputs,
+    fused_linear_topk_distillation,
 )
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.kernels import records
@@ -422,7 +422,9 @@ def check_distillation(inputs, k, config):
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
     weights = inputs.grad_loss / 1.5 if config.strategy == "grad_in_forward" else None
-    loss = fused_linear_distillation(hidden, weight, ids, log_probs, token_weights=weights, config=config)
+    loss = fused_linear_topk_distillation(
+        hidden, weight, ids, log_probs, token_weights=weights, config=config
+    )
     loss.backward(inputs.grad_loss)
     assert_within(
         HeadResult(loss.detach(), hidden.grad, weight.grad),
@@ -477,7 +479,7 @@ def test_a_student_that_is_its_teacher_has_no_gradient(device):
     log_p = (inputs.hidden @ inputs.weight.t()).log_softmax(-1).transpose(0, 1)
     ids = torch.arange(16, device=device).expand(log_p.shape)
     hidden = inputs.hidden.clone().requires_grad_()
-    loss = fused_linear_distillation(hidden, inputs.weight, ids, log_p)
+    loss = fused_linear_topk_distillation(hidden, inputs.weight, ids, log_p)
     torch.testing.assert_close(loss, -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=1e-6)
     loss.sum().backward()
     assert hidden.grad.abs().max() < 1e-6
@@ -488,7 +490,7 @@ def test_a_token_without_entries_costs_nothing(device):
     ids, log_probs = make_teacher(inputs, 3)
     ids[:, ::2] = -1
     hidden = inputs.hidden.clone().requires_grad_()
-    loss = fused_linear_distillation(hidden, inputs.weight, ids, log_probs)
+    loss = fused_linear_topk_distillation(hidden, inputs.weight, ids, log_probs)
     loss.sum().backward()
     assert torch.equal(loss[:, ::2], torch.zeros_like(loss[:, ::2]))
     assert torch.equal(hidden.grad[::2], torch.zeros_like(hidden.grad[::2]))
@@ -513,14 +515,14 @@ def test_bad_teachers(change, error, words, device):
     inputs = problem("plain", torch.float32, device)
     ids, log_probs = change(*make_teacher(inputs, 3))
     with pytest.raises(error, match=words):
-        fused_linear_distillation(inputs.hidden, inputs.weight, ids, log_probs)
+        fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_probs)
 
 
 @pytest.mark.parametrize("option", [{"label_smoothing": 0.1}, {"ignore_index": -100}], ids=str)
 def test_options_that_belong_to_labels(option, device):
     inputs = problem("plain", torch.float32, device)
     with pytest.raises(ValueError, match="belong to labels"):
-        fused_linear_distillation(
+        fused_linear_topk_distillation(
             inputs.hidden, inputs.weight, *make_teacher(inputs, 3), config=FusedCEConfig(**option)
         )
 

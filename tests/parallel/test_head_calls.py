@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
-    fused_linear_distillation,
     fused_linear_token_outputs,
+    fused_linear_topk_distillation,
     parallel,
     planner,
 )
@@ -294,7 +294,7 @@ def distillation(rank: Rank, strategy, sp, merge):
     hidden, weight, settings = shard_of(rank, inputs, sp)
     if strategy == "grad_in_forward":
         settings["token_weights"] = inputs.grad_loss / -3.0
-    loss = fused_linear_distillation(hidden, weight, ids, log_probs, **settings, config=config)
+    loss = fused_linear_topk_distillation(hidden, weight, ids, log_probs, **settings, config=config)
     loss.backward(inputs.grad_loss)
     exact = plain_distillation(inputs, ids, log_probs, torch.float64)
     eager = plain_distillation(inputs, ids, log_probs, torch.float32)
@@ -457,7 +457,7 @@ def test_a_teacher_that_is_no_tensor(rank: Rank):
     ids = torch.zeros(1, 8, 2, dtype=torch.int64, device=rank.device)
     given = ids.tolist() if rank.rank else ids
     with fresh_group(rank) as group, pytest.raises((TypeError, ValueError), match="must be tensors"):
-        fused_linear_distillation(hidden, weight, given, ids.float(), tp_group=group)
+        fused_linear_topk_distillation(hidden, weight, given, ids.float(), tp_group=group)
 
 
 @on_ranks(2)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
-    fused_linear_distillation,
     fused_linear_token_outputs,
+    fused_linear_topk_distillation,
 )
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
@@ -204,7 +204,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
             results = list(made)
         elif asked == "distillation":
             teacher = make_teacher(head.inputs, 4)
-            results = [fused_linear_distillation(*given, *teacher, **head.options)]
+            results = [fused_linear_topk_distillation(*given, *teacher, **head.options)]
         else:
             results = [head.forward()]
         asked_for = [result for result in results if result.requires_grad]
