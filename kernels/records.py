@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+#: Divergences of a student from a teacher: KL(p_t || p_s), KL(p_s || p_t), generalized Jensen-Shannon.
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 

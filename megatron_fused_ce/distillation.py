@@ -1,0 +1,175 @@
+"""A call's teacher: a second, frozen head whose logits the student's are compared with, chunk by chunk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
+from megatron_fused_ce.kernels.records import DIVERGENCES
+from megatron_fused_ce.parallel import DONE, VocabParallel, Work
+from megatron_fused_ce.validation import DTYPES
+
+
+class Distillation(NamedTuple):
+    """The arguments of :func:`.op.fused_linear_distillation` beside those of every call."""
+
+    hidden: Tensor  # [s, b, H_t] or [T, H_t], without a gradient; this rank's part with sequence_parallel
+    weight: Tensor  # [V_t, H_t]
+    label_weights: Tensor | None  # the labels' shape
+    divergence: str
+    beta: float
+    logit_scale: float
+    logit_softcap: float | None
+    sequence_parallel: bool
+    with_labels: bool
+
+
+class Teacher(NamedTuple):
+    """The teacher in the order of the student's tokens."""
+
+    #: [n, H_t]: of this rank's part, gathered chunk by chunk; or [parts, n, H_t]: of all tokens
+    hidden: Tensor
+    weight: Tensor  # [V', H_t]
+    label_weights: Tensor | None  # [parts, n] fp32
+    sample: Tensor | None = None  # [S, H_t]: see LogitsBackend.sample_rows
+
+    @staticmethod
+    def of(given: Distillation, num_rows: int, labels: Tensor, comm: VocabParallel) -> Teacher:
+        """A call's. ``num_rows``: of the student's weight.
+
+        Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks and
+        the student's are not.
+        """
+        flat = given.hidden.detach().reshape(-1, given.hidden.shape[-1])
+        if given.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
+            whole = flat.new_empty(comm.size * flat.shape[0], flat.shape[1])
+            comm.gather(flat, whole).wait()
+            flat = whole
+        elif comm.sequence_parallel and not given.sequence_parallel:
+            flat = flat.view(comm.num_parts, -1, flat.shape[-1])
+        weights = given.label_weights
+        if weights is not None:
+            weights = weights.detach().float()
+            weights = (weights.t() if labels.dim() == 2 else weights).reshape(comm.num_parts, -1)
+        return Teacher(flat, given.weight.detach()[:num_rows], weights)
+
+
+class TeacherChunk(NamedTuple):
+    """The teacher of one chunk."""
+
+    part: Tensor  # [C / parts, H_t], where it is gathered; else [C, H_t]
+    comm: VocabParallel | None  # over which it is gathered
+    weight: Tensor  # [V', H_t]
+    sample: Tensor | None  # [S, H_t]
+    label_weights: Tensor | None  # [C] fp32
+
+    def start(self) -> tuple[Tensor, Work]:
+        """Its hidden states ``[C, H_t]``, to be waited for.
+
+        Collectives: starts one all-gather of them, with sequence parallelism.
+        """
+        if self.comm is None:
+            return self.part, DONE
+        whole = self.part.new_empty(self.comm.size * self.part.shape[0], self.part.shape[1])
+        return whole, self.comm.gather(self.part, whole)
+
+
+def check(
+    given: Distillation,
+    hidden: Tensor,
+    labels: Tensor,
+    config: FusedCEConfig,
+    num_ranks: int,
+) -> None:
+    """Check the teacher beside a student's call that is checked.
+
+    Raises:
+        TypeError: an argument is not a tensor, or a dtype does not fit.
+        ValueError: a shape, a device, a number or an option does not fit.
+    """
+    for name, tensor in (("teacher_hidden", given.hidden), ("teacher_weight", given.weight)):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in DTYPES or hasattr(tensor, "placements"):
+            kind = f"{tensor.dtype} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"{name} is a {kind}; expected this rank's plain tensor of float32, bfloat16 or float16 (a "
+                "teacher's k likeliest ids go to fused_linear_topk_distillation)"
+            )
+    if given.hidden.dtype != given.weight.dtype:
+        raise TypeError(
+            f"teacher_hidden has dtype {given.hidden.dtype} and teacher_weight {given.weight.dtype}; expected "
+            "one dtype, which may differ from the student's"
+        )
+    if given.weight.dim() != 2 or given.hidden.dim() != hidden.dim() or not given.weight.shape[0]:
+        raise ValueError(
+            f"teacher_hidden is {tuple(given.hidden.shape)} and teacher_weight {tuple(given.weight.shape)}; "
+            f"expected {'[s, b, H_t]' if hidden.dim() == 3 else '[T, H_t]'} and [V, H_t]"
+        )
+    tokens = (*reversed(labels.shape),)
+    parts = num_ranks if given.sequence_parallel else 1
+    expected = (tokens[0] // parts, *tokens[1:], given.weight.shape[1])
+    if tuple(given.hidden.shape) != expected or tokens[0] % parts:
+        raise ValueError(
+            f"teacher_hidden is {tuple(given.hidden.shape)}; expected {expected}, the student's tokens"
+            + (f", this rank's part of {parts}" if parts > 1 else "")
+            + " (teacher_sequence_parallel says whether the ranks hold their own parts of them)"
+        )
+    if not given.hidden.device == given.weight.device == hidden.device:
+        raise ValueError(
+            f"teacher_hidden on {given.hidden.device}, teacher_weight on {given.weight.device}, hidden on "
+            f"{hidden.device}; expected all on one device"
+        )
+    if torch.is_grad_enabled() and given.hidden.requires_grad:
+        raise ValueError(
+            "teacher_hidden requires a gradient, and the teacher gets none: run it under torch.no_grad(), or "
+            "pass teacher_hidden.detach()"
+        )
+    if given.divergence not in DIVERGENCES:
+        raise ValueError(f"divergence is {given.divergence!r}; choose one of {', '.join(DIVERGENCES)}")
+    if given.divergence == "jsd" and not 0 < given.beta < 1:
+        raise ValueError(
+            f"beta is {given.beta}; expected between 0 and 1: take forward_kl or reverse_kl for the ends"
+        )
+    cap = given.logit_softcap
+    if not 0 < abs(given.logit_scale) < FP32_LIMIT or (cap is not None and not 0 < cap < FP32_LIMIT):
+        raise ValueError(
+            f"teacher_logit_scale is {given.logit_scale} and teacher_logit_softcap {cap}; expected a finite "
+            "number that is not 0, and None or a finite number above 0"
+        )
+    weights = given.label_weights
+    if weights is not None:
+        if not given.with_labels:
+            raise ValueError("label_weights are given without labels; give both, or neither")
+        if weights.shape != labels.shape or not weights.is_floating_point() or weights.device != labels.device:
+            raise ValueError(
+                f"label_weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected a "
+                f"number, or floats in the labels' shape {tuple(labels.shape)} on {labels.device}"
+            )
+        if weights.requires_grad and torch.is_grad_enabled():
+            raise ValueError("label_weights require a gradient, and get none: pass label_weights.detach()")
+    if config.label_smoothing or config.z_loss:
+        raise ValueError(
+            "label_smoothing and z_loss do not go with a divergence; add them by a call of "
+            "fused_linear_cross_entropy"
+        )
+
+
+def why_not_one_cut(
+    num_rows: int, teacher_rows: int, start: int, true_vocab_size: int | None, num_ranks: int
+) -> str:
+    """Why these shards of student and teacher do not hold the same classes, or an empty string.
+
+    Before the shard with the last real token all must have as many rows: the next one begins alike then.
+    """
+    last = true_vocab_size is not None and start + num_rows >= true_vocab_size
+    real = num_rows if true_vocab_size is None else min(max(true_vocab_size - start, 0), num_rows)
+    if teacher_rows == num_rows or (last and teacher_rows >= real):
+        return ""
+    of_rank = "" if num_ranks == 1 else f" of this rank, from id {start} on,"
+    return (
+        f"teacher_weight has {teacher_rows} rows and weight {num_rows}{of_rank} and true_vocab_size is "
+        f"{true_vocab_size}; expected one cut of the vocabulary, padded alike but for the last shard, with "
+        "true_vocab_size where the padding differs (in Megatron: --make-vocab-size-divisible-by for both)"
+    )
