@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_fused_ce import autocast, masked_tokens, promise
 from megatron_fused_ce.backward import PrecomputedGrads, Saved, backward, scale_precomputed
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
+from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.forward import forward
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loss import TokenOutputs, Upstream
@@ -67,7 +68,7 @@ class ForBackward(NamedTuple):
     """What a forward saves for its backward, beside hidden states and weight."""
 
     saved: Saved
-    soft: SoftTargets | None
+    soft: SoftTargets | Teacher | None
     inv_temperature: Tensor | None
     ignored: Tensor | None
     kept: Kept | None
@@ -127,7 +128,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             ctx.context, ctx.gradients = context, out.gradients
             tensors: list[Tensor | None] = []
             for_backward = ForBackward(
-                out.saved, targets.soft, targets.inv_temperature, targets.ignored, kept
+                out.saved, _soft(targets, spec), targets.inv_temperature, targets.ignored, kept
             )
             ctx.structure = take_apart(for_backward, tensors)
             # The input itself where it can be, which autograd knows.
@@ -205,6 +206,12 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, *no_others
 
 
+def _soft(targets: Targets, spec: CallSpec) -> SoftTargets | Teacher | None:
+    """What the backward reads of them: no teacher, where the gradients of all logits are saved."""
+    stores_all = spec.plan.strategy == "store"
+    return None if isinstance(targets.soft, Teacher) and stores_all else targets.soft
+
+
 def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:
     return of_kept.flatten() if kept is None else kept.put_back(of_kept.flatten())
 
@@ -229,7 +236,8 @@ def _own(result: Tensor) -> Tensor:
 def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs:
     """Loss 0 of ignored tokens."""
     if ignored is not None:
-        for of_label in (outputs.loss, outputs.log_prob):
+        of_labels = outputs.loss, outputs.log_prob, outputs.divergence, outputs.teacher_log_prob
+        for of_label in of_labels:
             if of_label is not None:
                 of_label.masked_fill_(ignored.reshape(of_label.shape), 0.0)
     return outputs

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_fused_ce.call import Context, NeedsGrad
 from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad
 from megatron_fused_ce.loss import TokenTerms, Upstream
@@ -99,7 +100,7 @@ def backward(
     context: Context,
     hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
-    soft: SoftTargets | None,  # [k, parts, n] each
+    soft: SoftTargets | Teacher | None,
     inv_temperature: Tensor | None,  # [parts, n] fp32
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32
@@ -128,7 +129,7 @@ def _by_chunks(
     context: Context,
     hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
-    soft: SoftTargets | None,
+    soft: SoftTargets | Teacher | None,
     inv_temperature: Tensor | None,
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32, divided by inv_scale

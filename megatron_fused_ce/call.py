@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fused_ce import autocast, planner
+from megatron_fused_ce import autocast, distillation, planner
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
+from megatron_fused_ce.distillation import Distillation, Teacher, TeacherChunk
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
+from megatron_fused_ce.logits.divergence import Divergence
 from megatron_fused_ce.loss import LossForm, TeacherTargets
 from megatron_fused_ce.parallel import (
     GroupHistory,
@@ -36,8 +38,10 @@ from megatron_fused_ce.parallel import (
     VocabParallel,
     check_group,
     check_true_vocab_size,
+    collective_device,
     compare,
     history_of,
+    raise_if_any,
 )
 from megatron_fused_ce.promise import UNNAMED, Head, broken_promise
 from megatron_fused_ce.validation import check_call, check_requested, check_temperature
@@ -65,6 +69,8 @@ class Call(NamedTuple):
     differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
     #: see :func:`.op.fused_linear_topk_distillation`; the labels are then outside the vocabulary
     teacher: TeacherTargets | None = None
+    #: see :func:`.op.fused_linear_distillation`
+    distillation: Distillation | None = None
     #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False
@@ -97,6 +103,10 @@ class Call(NamedTuple):
             if isinstance(weight, Tensor):
                 hidden, weight = autocast.cast(hidden, weight)
             call = call._replace(hidden=hidden, weight=weight)
+            beside = call.distillation
+            if beside is not None and isinstance(beside.hidden, Tensor) and isinstance(beside.weight, Tensor):
+                hidden, weight = autocast.cast(beside.hidden, beside.weight)
+                call = call._replace(distillation=beside._replace(hidden=hidden, weight=weight))
         return call
 
     def on_its_device(self) -> AbstractContextManager[Any]:
@@ -115,7 +125,11 @@ _NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
 #: Fields that ranks may have each their own: their tensors' rows, what they find by themselves
 #: (:data:`_NO_FACTS`), and what changes no collective. All others, and the config's, must agree.
 _OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
-_TENSORS = [name for name, of in Call.__annotations__.items() if re.search("Te(nsor|acherTargets)", str(of))]
+_TENSORS = [
+    name
+    for name, of in Call.__annotations__.items()
+    if re.search("Te(nsor|acherTargets)|Distillation", str(of))
+]
 _tensors_in_key = attrgetter(*(name for name in _TENSORS if name not in _NOT_IN_KEY))
 _others_in_key = attrgetter(*(name for name in Call._fields if name not in {*_NOT_IN_KEY, *_TENSORS}))
 _AGREED = tuple(name for name in Call._fields if name not in {*_OF_RANK, "config"})
@@ -137,6 +151,9 @@ class CallSpec(NamedTuple):
     chunks: tuple[Chunk, ...]
     logits: LogitsBackend
     why_not_scaled_exp: str
+    #: the same backend, of a student beside its teacher
+    divergence: Divergence | None
+    num_rows: int  # of this rank's weight
     #: whether the logits backend cannot load hidden states or weight as they lie, and copies them
     copies: tuple[bool, bool]
     form: LossForm
@@ -219,17 +236,30 @@ class Context(NamedTuple):
         self,
         chunk: Chunk,
         labels: Tensor,  # [C]
-        soft: SoftTargets | None,  # [k, parts, n] each
+        soft: SoftTargets | Teacher | None,
         inv_temperature: Tensor | None,  # [parts, n]
     ) -> ChunkTargets:
         """What the logits backend takes of one chunk beside hidden states and weight."""
         spec = self.spec
+        if isinstance(soft, Teacher):
+            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))
         if soft is not None:
             soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
         if inv_temperature is not None:
             inv_temperature = self.split(inv_temperature, chunk)
         alone = spec.comm.size == 1
         return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)
+
+    def _teacher_of(self, chunk: Chunk, teacher: Teacher) -> TeacherChunk:
+        weights, comm = teacher.label_weights, self.spec.comm
+        part = teacher.hidden[..., chunk.start : chunk.stop, :].reshape(-1, teacher.hidden.shape[-1])
+        return TeacherChunk(
+            part,
+            comm if comm.sequence_parallel and teacher.hidden.dim() == 2 else None,
+            teacher.weight,
+            teacher.sample,
+            None if weights is None else self.split(weights, chunk),
+        )
 
 
 def spec_of(call: Call) -> CallSpec:
@@ -279,6 +309,7 @@ def _key(call: Call) -> Hashable | None:
             # Where TMA may load them.
             hidden.data_ptr() % 16,
             weight.data_ptr() % 16,
+            None if call.distillation is None else call.distillation.weight.data_ptr() % 16,
         )
     except (AttributeError, TypeError, RuntimeError):
         return None  # what is wrong, the checks will say
@@ -292,7 +323,7 @@ def _kind(value: Any) -> Hashable:
     kind = type(value)
     if isinstance(value, Tensor):
         return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-    return tuple(map(_kind, value)) if kind is TeacherTargets else (kind, value)
+    return tuple(map(_kind, value)) if kind in (TeacherTargets, Distillation) else (kind, value)
 
 
 def _make(call: Call, history: GroupHistory) -> CallSpec:
@@ -301,6 +332,10 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
     local = _LocalView.of(call, comm, history)
     if comm.group is not None and history.compares(local.head, call.config.debug_checks):
         settled = compared(call, comm, local.error, local.facts)
+        if call.distillation is not None:
+            words = _why_not_one_cut(call, comm, settled)
+            wrong = torch.tensor(bool(words), device=collective_device(comm.group))
+            raise_if_any(wrong, words or "the teacher's shard does not fit", comm.group)
         history.remember(local.head, settled)
     elif local.error is not None:
         raise local.error
@@ -308,6 +343,8 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         settled = local.settled or Settled(local.facts, (call.weight.shape[0],))
         if comm.size == 1:
             check_true_vocab_size(call.config.true_vocab_size, call.weight.shape[0])
+            if call.distillation is not None and (words := _why_not_one_cut(call, comm, settled)):
+                raise ValueError(words)
     assert local.choice is not None
     logits, why_not = local.choice
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:
@@ -315,6 +352,9 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
     # Not this rank's view of the head: another head of the group may have as many rows here.
     head = HeadOfGroup(call.head.number, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
+    divergence = None
+    if call.distillation is not None:
+        logits = divergence = _divergence_of(call, call.distillation, logits)
     num_tokens = call.hidden.shape[:-1].numel()
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(call, comm, settled)
@@ -326,6 +366,8 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         chunks=plan.cut.chunks,
         logits=logits,
         why_not_scaled_exp=why_not,
+        divergence=divergence,
+        num_rows=call.weight.shape[0],
         copies=choose.must_copy(logits, call.hidden, call.weight),
         form=LossForm.of(
             replace(call.config, logit_softcap=softcap),
@@ -336,7 +378,7 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
             outputs=call.outputs,
             saves_logits=logits.saves_logits,
             differentiable=call.differentiable,
-            soft=call.teacher is not None,
+            soft=call.teacher is not None or divergence is not None,
             zero_unknown=call.zero_unknown,
         ),
         logit_scale=logit_scale,
@@ -348,6 +390,40 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         head=call.head,
         key=head,
         history=history,
+    )
+
+
+def _why_not_one_cut(call: Call, comm: VocabParallel, settled: Settled) -> str:
+    assert call.distillation is not None
+    return distillation.why_not_one_cut(
+        call.weight.shape[0],
+        call.distillation.weight.shape[0],
+        _vocab_start(call, comm, settled),
+        call.config.true_vocab_size,
+        comm.size,
+    )
+
+
+def _divergence_of(call: Call, given: Distillation, base: LogitsBackend) -> Divergence:
+    t, cap = call.temperature, given.logit_softcap
+    assert not isinstance(t, Tensor)
+    if (call.hidden.is_cuda and call.config.row_backend != "torch") or call.config.row_backend == "triton":
+        from megatron_fused_ce.kernels import divergence as rows
+        from megatron_fused_ce.kernels import row_kernels as statistics
+    else:
+        from megatron_fused_ce.logits import divergence_torch as rows  # type: ignore[no-redef]
+        from megatron_fused_ce.logits import rows_torch as statistics  # type: ignore[no-redef]
+    return Divergence(
+        base,
+        statistics,
+        rows,
+        given.divergence,
+        given.beta,
+        t,
+        given.logit_scale / t,
+        None if cap is None else cap / t,
+        given.with_labels,
+        call.hidden.dtype != torch.float16,
     )
 
 
@@ -388,6 +464,9 @@ class _LocalView(NamedTuple):
                 choice = _choose(call, choose.NOT_ON_EVERY_RANK if without else "")
                 return _LocalView(None, head, settled, choice, settled.facts)
             here = choose.why_not_here(config, call.hidden, weight)
+            beside = call.distillation
+            if beside is not None:
+                here = here or choose.why_not_here(config, beside.hidden, beside.weight)
             choice = _choose(call, here)
         except (TypeError, ValueError, ImportError) as error:
             return _LocalView(error, head, facts=_NO_FACTS)
@@ -415,6 +494,7 @@ def _head_of(call: Call) -> Hashable | None:
         weight.dtype,
         weight.requires_grad,
         call.config.logits_backend,
+        None if call.distillation is None else _in_words(call.distillation),
     )
 
 
@@ -443,8 +523,11 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
         call.differentiable,
         call.labels,
         call.teacher,
+        call.distillation is not None,
     )
-    check_temperature(call.temperature, call.labels, call.teacher)
+    check_temperature(call.temperature, call.labels, call.teacher or call.distillation)
+    if call.distillation is not None:
+        distillation.check(call.distillation, call.hidden, call.labels, call.config, comm.size)
     if comm.sequence_parallel and not call.reduce_grad_hidden:
         raise ValueError(
             "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
@@ -454,7 +537,15 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
 
 
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
-    requested = RequestedOutputs(call.outputs, call.differentiable, soft=call.teacher is not None)
+    beside = call.distillation
+    requested = RequestedOutputs(
+        call.outputs,
+        call.differentiable,
+        soft=call.teacher is not None,
+        divergence=beside is not None,
+        teacher_fits=beside is None
+        or choose.teacher_fits(beside.hidden, beside.logit_scale, beside.logit_softcap),
+    )
     return choose.choose(call.config, call.hidden, call.weight, requested, why_not_here)
 
 
@@ -506,6 +597,8 @@ def _plan(
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=call.uses_in_flight,
+        teacher_hidden_size=0 if call.distillation is None else call.distillation.weight.shape[1],
+        teacher_itemsize=0 if call.distillation is None else call.distillation.weight.element_size(),
     )
     return planner.plan(inputs)
 
@@ -545,6 +638,9 @@ def _in_words(value: Any) -> str:
     """All of a value, of a tensor what a collective may depend on."""
     if isinstance(value, TeacherTargets):
         return ", ".join(map(_in_words, value))
+    if isinstance(value, Distillation):
+        rows_differ = value.weight[:0] if isinstance(value.weight, Tensor) else None
+        return ", ".join(map(_in_words, value._replace(weight=rows_differ)))
     if not isinstance(value, Tensor):
         return repr(value)
     grad = ", requires grad" if value.requires_grad else ""

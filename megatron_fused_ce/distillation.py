@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
 from megatron_fused_ce.kernels.records import DIVERGENCES
+from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.parallel import DONE, VocabParallel, Work
 from megatron_fused_ce.validation import DTYPES
 
@@ -55,6 +56,17 @@ class Teacher(NamedTuple):
             weights = weights.detach().float()
             weights = (weights.t() if labels.dim() == 2 else weights).reshape(comm.num_parts, -1)
         return Teacher(flat, given.weight.detach()[:num_rows], weights)
+
+    def kept(self, kept: Kept, part: int) -> Teacher:
+        """That of the tokens to work on."""
+        hidden, weights = self.hidden, self.label_weights
+        if hidden.dim() == 2:
+            hidden = kept.take(hidden, part)
+        else:
+            hidden = torch.stack([kept.take(of_part, at) for at, of_part in enumerate(hidden)])
+        return self._replace(
+            hidden=hidden, label_weights=None if weights is None else kept.of_tokens(weights)
+        )
 
 
 class TeacherChunk(NamedTuple):
@@ -142,7 +154,11 @@ def check(
     if weights is not None:
         if not given.with_labels:
             raise ValueError("label_weights are given without labels; give both, or neither")
-        if weights.shape != labels.shape or not weights.is_floating_point() or weights.device != labels.device:
+        if (
+            weights.shape != labels.shape
+            or not weights.is_floating_point()
+            or weights.device != labels.device
+        ):
             raise ValueError(
                 f"label_weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected a "
                 f"number, or floats in the labels' shape {tuple(labels.shape)} on {labels.device}"

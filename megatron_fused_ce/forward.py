@@ -39,6 +39,7 @@ from torch import Tensor
 from megatron_fused_ce.backward import PrecomputedGrads, RowScales, Saved, SavedChunk, scaled_upstream
 from megatron_fused_ce.call import Context
 from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
 from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
@@ -105,7 +106,8 @@ def forward(
       the ``grad_hidden`` of ``c - 1``.
     """
     spec, chunks = context.spec, context.chunks
-    lag = 1 if spec.comm.size > 1 else 0
+    # The logits of two sides live until their merge: of one chunk at a time.
+    lag = 1 if spec.comm.size > 1 and spec.divergence is None else 0
     differentiates = spec.gradients_in_forward
     hidden_states = HiddenStates(context, hidden, chunks, depth=lag + 2 if differentiates else 2)
     results = _Results(context)
@@ -114,11 +116,16 @@ def forward(
         strategy = _Differentiate(context, weight, targets, hidden_states, lag + 1)
     else:
         strategy = _Save(context, weight)
+    soft, sent_beside = targets.soft, DONE
     with spec.comm.coalesced(weight.device):
         sample, sent = _start_sample(context, weight)
+        if isinstance(soft, Teacher):
+            of_teacher, sent_beside = _start_sample(context, soft.weight)
+            soft = soft._replace(sample=of_teacher)
         hidden_states.start()
     hidden_states.start()
     sent.wait()
+    sent_beside.wait()
     waiting: deque[_Scored] = deque()
     for chunk in chunks:
         # 1. Gather.
@@ -127,7 +134,7 @@ def forward(
             hidden_states.start()  # before the GEMM; the gap after it belongs to the merge
         # 2. The first GEMM, and the statistics of its rows.
         labels = context.split(targets.labels, chunk)
-        of_chunk = context.targets(chunk, labels, targets.soft, targets.inv_temperature)
+        of_chunk = context.targets(chunk, labels, soft, targets.inv_temperature)
         p = strategy.buffer(chunk)
         scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, spec.needs_argmax)
         # 3. The merge begins; over several ranks it ends after the next chunk's GEMM.
@@ -139,11 +146,11 @@ def forward(
         del scores, merge  # tile statistics must not outlive their chunk
         # 3 to 5. Merged statistics, losses, and what follows of the strategy.
         if len(waiting) > lag:
-            _finish(waiting.popleft(), results, strategy)
+            _finish(context, waiting.popleft(), results, strategy)
     while waiting:
-        _finish(waiting.popleft(), results, strategy)
+        _finish(context, waiting.popleft(), results, strategy)
     saved, gradients = strategy.finish(hidden_states.last())
-    return results.whole(saved, gradients, targets.labels)
+    return results.whole(saved, gradients, targets)
 
 
 def _start_sample(context: Context, weight: Tensor) -> tuple[Tensor | None, Work]:
@@ -171,11 +178,19 @@ def _start_merge(context: Context, stats: RowStatistics) -> Merge:
     return spec.comm.start_merge(stats, spec.logits.token_ops)
 
 
-def _finish(scored: _Scored, results: _Results, strategy: _Save | _Differentiate) -> None:
-    """The end of step 3, and steps 4 and 5."""
+def _finish(context: Context, scored: _Scored, results: _Results, strategy: _Save | _Differentiate) -> None:
+    """The end of step 3, and steps 4 and 5. Collectives: those of :meth:`.Divergence.settle`."""
+    spec = context.spec
     with phase("merge"):
         merged = scored.merge.finish()
-        outputs = results.put(scored.chunk, merged, scored.scores.stats)
+        if spec.divergence is None:
+            outputs = spec.form.finish(merged)
+        else:
+            matrix = scored.logits if spec.gradients_in_forward or spec.stores(scored.chunk) else None
+            merged, outputs = spec.divergence.settle(
+                scored.scores, scored.targets, merged, matrix, spec.comm, any(spec.needs_grad)
+            )
+        results.put(scored.chunk, outputs, scored.scores.stats)
     strategy.after_merge(scored, merged, outputs)
 
 
@@ -186,13 +201,12 @@ class _Results:
         self._context = context
         self._whole: list[Tensor | None] = [None] * (len(TokenOutputs._fields) + 2)
 
-    def put(self, chunk: Chunk, merged: Merged, stats: RowStatistics) -> TokenOutputs:
-        """A chunk's; its outputs ``[C]``."""
+    def put(self, chunk: Chunk, outputs: TokenOutputs, stats: RowStatistics) -> None:
+        """A chunk's outputs ``[C]``."""
         context = self._context
         row_max = argmax = None
         if context.spec.with_argmax:
             row_max, argmax = stats.row_max, stats.argmax
-        outputs = context.spec.form.finish(merged)
         for at, of_chunk in enumerate((*outputs, row_max, argmax)):
             if of_chunk is None:
                 continue
@@ -203,13 +217,17 @@ class _Results:
             if whole is None:
                 whole = self._whole[at] = of_chunk.new_empty(parts, context.num_tokens)
             whole[:, chunk.start : chunk.stop] = of_chunk.view(parts, -1)
-        return outputs
 
-    def whole(self, saved: Saved, gradients: PrecomputedGrads | None, labels: Tensor) -> Forward:
+    def whole(self, saved: Saved, gradients: PrecomputedGrads | None, targets: Targets) -> Forward:
+        """All tokens'. Collectives: those of :meth:`.Divergence.whole`."""
         if not self._context.chunks:
-            self._put_nothing(labels)
-        *outputs, row_max, argmax = self._whole
-        return Forward(TokenOutputs(*outputs), row_max, argmax, saved, gradients)  # type: ignore[arg-type]
+            self._put_nothing(targets.labels)
+        *of_all, row_max, argmax = self._whole
+        outputs, spec = TokenOutputs(*of_all), self._context.spec  # type: ignore[arg-type]
+        if spec.divergence is not None:
+            assert isinstance(targets.soft, Teacher)
+            outputs = spec.divergence.whole(outputs, targets.soft.label_weights, spec.comm)
+        return Forward(outputs, row_max, argmax, saved, gradients)
 
     def _put_nothing(self, labels: Tensor) -> None:
         """Results for an empty batch."""

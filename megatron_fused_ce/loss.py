@@ -87,6 +87,9 @@ class TokenOutputs(NamedTuple):
     predicted: Tensor | None = None  # int64: argmax s over all shards, lowest on a tie; -1 with NaN
     correct: Tensor | None = None  # bool: no logit is larger than the label's
     sum_p_squared: Tensor | None = None  # fp32: sum p**2
+    #: of a student beside its teacher: fp32, without a gradient
+    divergence: Tensor | None = None
+    teacher_log_prob: Tensor | None = None  # the teacher's of the label, at temperature 1
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TokenOutputs:
         """Apply a function to every result that is there."""
@@ -135,12 +138,13 @@ class TokenTerms(NamedTuple):
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
     mass: Tensor | None = None  # of soft targets
     entropy: Tensor | None = None  # where it has an upstream gradient
+    of_divergence: Tensor | None = None  # all rows, where a teacher's follow
 
     @staticmethod
     def of(merged: Tensor, mass: Tensor | None = None, entropy: Tensor | None = None) -> TokenTerms:
         """Name the rows of :attr:`Merged.terms`."""
-        row_max, inv_sum, one_minus_p_label, label_shift = merged.unbind(0)
-        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, mass, entropy)
+        of_divergence = merged if merged.shape[0] > 4 else None
+        return TokenTerms(*merged[:4].unbind(0), mass, entropy, of_divergence)
 
 
 def shard_addends(

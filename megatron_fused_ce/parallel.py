@@ -236,6 +236,15 @@ class VocabParallel:
             return _start(_reduce_scatter, out, partial, group=self.group)
         return _start(dist.all_reduce, partial, group=self.group)
 
+    def sum_over_shards(self, of_shard: Tensor) -> Tensor:
+        """The sum over the ranks, in place.
+
+        Collectives: one SUM all-reduce (R > 1).
+        """
+        if self.size > 1:
+            _start(dist.all_reduce, of_shard, beside=self.beside, group=self.group).wait()
+        return of_shard
+
     def start_merge(
         self,
         stats: RowStatistics,

@@ -85,6 +85,9 @@ CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
+#: Floats of a chunk's token beside a teacher: the statistics of both sides and their merge, perhaps at two
+#: temperatures, and parts of its divergence.
+TEACHER_TOKEN_BYTES = 4 * 80
 #: cuBLAS's workspace, as torch allocates it on Hopper: one for the forward's thread and one for autograd's,
 #: shared with the rest of the model.
 WORKSPACE_BYTES = 2 * 32 * MIB
@@ -140,6 +143,9 @@ class PlanInputs:
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
+    #: ``H_t`` of a teacher beside the head, and the bytes of its numbers; 0 for none
+    teacher_hidden_size: int = 0
+    teacher_itemsize: int = 0
 
     def __post_init__(self) -> None:
         allowed = {
@@ -160,8 +166,10 @@ class PlanInputs:
             "tp_size",
             "memory_mb",
             "uses_in_flight",
+            "teacher_hidden_size",
         ):
-            value, smallest = getattr(self, name), 0 if name == "num_tokens" else 1
+            value = getattr(self, name)
+            smallest = 0 if name in ("num_tokens", "teacher_hidden_size") else 1
             if value is not None and value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")
         if self.num_parts not in (1, self.tp_size):
@@ -190,11 +198,33 @@ class PlanInputs:
     @property
     def logits_itemsize(self) -> int:
         """Bytes of an entry of the matrix that the logits GEMM writes; ``E`` has the hidden states' dtype."""
-        fp32 = self.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
-        return 4 if fp32 else self.itemsize
+        return 4 if self._in_fp32 and not self.teacher_hidden_size else self.itemsize
+
+    @property
+    def _in_fp32(self) -> bool:
+        return self.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Bytes of a token's logits and hidden states that live beside a teacher: of its own, and of the
+        student's where they are fp32 and their gradient is not."""
+        if not self.teacher_hidden_size:
+            return 0
+        logits = (4 + 4 * (self.itemsize < 4)) if self._in_fp32 else self.teacher_itemsize
+        hidden = self.teacher_itemsize * self.teacher_hidden_size if self.num_parts > 1 else 0
+        return logits * self.num_rows + hidden + TEACHER_TOKEN_BYTES
+
+    @property
+    def num_gemms(self) -> float:
+        """GEMMs of a step, each as long as the student's logits take."""
+        teacher = self.teacher_hidden_size / self.hidden_size
+        return (2 if self.wgrad_accumulator == "none" else 3) + teacher
 
     @property
     def saves_e(self) -> bool:
+        """Whether the saved matrix gets its rows' factors later: ``E``, or the gradient of a divergence."""
+        if self.teacher_hidden_size:
+            return self.dtype != "float16"
         return self.logits_backend == "scaled_exp" and not self.saves_logits
 
     @property
@@ -231,6 +261,8 @@ class Memory(NamedTuple):
     grad_weight_sum: int
     #: fp32 sum of ``grad_hidden``, where the backward goes by blocks of columns
     grad_hidden_sum: int
+    #: the current chunk of a teacher: its logits, and its hidden states with sequence parallelism
+    teacher: int
     #: hidden states of one chunk times their row factor, for the GEMM with ``E``; with sequence parallelism
     #: the gathered ones are multiplied in place
     scaled_hidden: int
@@ -448,9 +480,10 @@ def forward_memory(
         inputs.tp_size,
     )
     trained = inputs.wgrad_accumulator != "none"
-    under_way = min(count, 2 if ranks > 1 else 1)
+    beside = inputs.teacher_hidden_size > 0
+    under_way = min(count, 2 if ranks > 1 and not beside else 1)
     finalizes = grad_in_forward or stored_chunks > 0
-    num_logits = under_way if grad_in_forward else int(not exp and stored_chunks < count)
+    num_logits = under_way if grad_in_forward else int((beside or not exp) and stored_chunks < count)
     sampled = ranks * -(-SAMPLED_ROWS // ranks)
     gathered = min(count, 2) + _waiting(inputs, count, stored_chunks) * (inputs.uses_in_flight - 1)
     if grad_in_forward:
@@ -460,6 +493,7 @@ def forward_memory(
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
         grad_hidden_sum=0,
+        teacher=inputs.teacher_bytes * capacity,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
         tile_statistics=(under_way if finalizes else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
@@ -492,7 +526,8 @@ def backward_memory(
     ring = (count - stored_chunks if frozen else count) - waiting
     if saves_e and not frozen and not again:
         ring += waiting
-    gathered, scaled = min(ring, 2) * chunk.gathered, chunk.scaled if stored_chunks else 0
+    scales = stored_chunks or inputs.teacher_hidden_size
+    gathered, scaled = min(ring, 2) * chunk.gathered, chunk.scaled if scales else 0
     if wgrad_at_once:
         # Hidden states of all tokens, scaled, beside E of all.
         every = inputs.itemsize * inputs.num_tokens * inputs.hidden_size
@@ -505,6 +540,7 @@ def backward_memory(
         kept_logits=_kept_bytes(inputs, stored_tokens),
         grad_weight_sum=_sum_bytes(inputs) if sums else 0,
         grad_hidden_sum=0,
+        teacher=inputs.teacher_bytes * capacity if again else 0,
         scaled_hidden=scaled,
         tile_statistics=chunk.marks if again else 0,
         gathered_hidden=gathered + waiting * inputs.uses_in_flight * chunk.gathered,
@@ -537,6 +573,7 @@ def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:
         kept_logits=0,
         grad_weight_sum=sums,
         grad_hidden_sum=4 * inputs.num_tokens * inputs.hidden_size,
+        teacher=0,
         scaled_hidden=0,
         tile_statistics=block.marks,
         gathered_hidden=0,
@@ -621,9 +658,13 @@ def relative_time(
         return 1.0
     frozen = inputs.wgrad_accumulator == "none"
     time = 1.0
+    teacher = inputs.teacher_hidden_size / inputs.hidden_size
     if strategy in ("recompute", "mixed"):
-        time += (tokens - stored_tokens) / tokens / 3
-    if inputs.logits_backend == "gemm_rows":
+        time += (1 + teacher) * (tokens - stored_tokens) / tokens / 3
+    if teacher:
+        # Both sides are read for their statistics and for the gradient, which is written.
+        time += ROWS_HIDDEN_SIZE / inputs.hidden_size * 5 / 3
+    elif inputs.logits_backend == "gemm_rows":
         moved = (2 * inputs.logits_itemsize + inputs.itemsize) / (3 * inputs.itemsize)
         time += ROWS_HIDDEN_SIZE / inputs.hidden_size * moved
     elif inputs.saves_logits:
@@ -641,8 +682,8 @@ def relative_time(
             end_itemsize = 4 if inputs.wgrad_accumulator == "main_grad" else inputs.itemsize
             moved = 4 + (1 if inputs.wgrad_accumulator == "returned" else 2) * end_itemsize
             time += SWEEP_TOKENS_PER_BYTE * moved / tokens
-    # All above is over three GEMMs; with a frozen weight there are two.
-    return 1 + (time - 1) * 3 / 2 if frozen else time
+    # All above is over three GEMMs; with a frozen weight there are two, with a teacher more.
+    return 1 + (time - 1) * 3 / inputs.num_gemms
 
 
 def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
@@ -758,7 +799,7 @@ def _column_options(inputs: PlanInputs) -> Iterator[Plan]:
     tokens, columns = inputs.num_tokens, inputs.num_rows
     if inputs.logits_backend != "scaled_exp" or inputs.tp_size > 1:
         return
-    if inputs.chunks_asked or not tokens or inputs.wgrad_accumulator == "none":
+    if inputs.teacher_hidden_size or inputs.chunks_asked or not tokens or inputs.wgrad_accumulator == "none":
         return
     cut = Cut.of_length(tokens, inputs.longest_chunk("recompute"))
     height, width = GEMM_TILE

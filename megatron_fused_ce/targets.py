@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_fused_ce import masked_tokens
 from megatron_fused_ce.call import Call, CallSpec
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.distillation import Distillation, Teacher
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loss import TeacherTargets, merge_duplicates
 from megatron_fused_ce.masked_tokens import Kept
@@ -20,7 +21,7 @@ class Targets(NamedTuple):
     """Labels or soft targets of the tokens, their weights and temperatures."""
 
     labels: Tensor  # [parts, n] int64, columns of this shard
-    soft: SoftTargets | None = None  # [k, parts, n] each; in the labels' place
+    soft: SoftTargets | Teacher | None = None  # [k, parts, n] each; in the labels' place, or beside them
     ignored: Tensor | None = None  # [parts, n] bool, of all tokens
     token_weights: Tensor | None = None  # [parts, n] fp32, for grad_in_forward
     inv_temperature: Tensor | None = None  # [parts, n] fp32
@@ -44,15 +45,21 @@ class Targets(NamedTuple):
             if unmasked is not None:
                 num_kept = masked_tokens.num_kept(unmasked.read()[0], spec.num_tokens)
             kept = Kept.of(in_order, num_kept)
-        targets = _in_columns(labels, call.teacher, in_order, inv_temperature, call.config, spec)
-        return (targets if kept is None else targets.kept(kept)), kept
+        targets = _in_columns(
+            labels, call.teacher, call.distillation, in_order, inv_temperature, call.config, spec
+        )
+        return (targets if kept is None else targets.kept(kept, spec.comm.part)), kept
 
-    def kept(self, kept: Kept) -> Targets:
+    def kept(self, kept: Kept, part: int) -> Targets:
         """Those of the tokens to work on, ``[parts, m]``; ``ignored`` stays as it is."""
         soft, weights, inv_temperature = self.soft, self.token_weights, self.inv_temperature
+        if isinstance(soft, SoftTargets):
+            soft = SoftTargets(kept.of_tokens(soft.ids), kept.of_tokens(soft.probs))
+        elif soft is not None:
+            soft = soft.kept(kept, part)
         return Targets(
             kept.of_tokens(self.labels),
-            None if soft is None else SoftTargets(kept.of_tokens(soft.ids), kept.of_tokens(soft.probs)),
+            soft,
             self.ignored,
             None if weights is None else kept.of_tokens(weights),
             None if inv_temperature is None else kept.of_tokens(inv_temperature),
@@ -93,6 +100,7 @@ def _check_numbers(token_weights: Tensor | None, teacher: TeacherTargets | None,
 def _in_columns(
     labels: Tensor,  # [b, s] or [T]
     teacher: TeacherTargets | None,
+    distillation: Distillation | None,
     token_weights: Tensor | None,  # [parts, n]
     inv_temperature: Tensor | None,  # [parts, n] fp32
     config: FusedCEConfig,
@@ -106,12 +114,16 @@ def _in_columns(
         local = local.masked_fill(ignored, -1)
     elif any(spec.needs_grad) and local.data_ptr() == labels.data_ptr():
         local = local.clone()  # whose caller may refill its buffer before the backward
+    soft: SoftTargets | Teacher | None = None
+    if teacher is not None:
+        soft = _soft_targets(teacher, spec, config)
+    elif distillation is not None:
+        soft = Teacher.of(distillation, spec.num_rows, labels, spec.comm)
     weights = None
     if token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = token_weights.float()
         if ignored is not None:
             weights = weights.masked_fill(ignored, 0.0)
-    soft = None if teacher is None else _soft_targets(teacher, spec, config)
     return Targets(local, soft, ignored, weights, inv_temperature)
 
 

@@ -1,4 +1,4 @@
-"""From hidden states to statistics of the logits, and to their gradients: one protocol, two backends.
+"""From hidden states to statistics of the logits, and to their gradients: one protocol.
 
 :mod:`.gemm_rows`
     A cuBLAS GEMM writes the logits; row kernels (Triton, or plain PyTorch in :mod:`.rows_torch`) read them
@@ -8,7 +8,9 @@
     the logits (``recompute``: nothing in the forward, ``grad_logits`` in the backward). Where gradients are
     no multiple of ``E`` it writes logits, and row kernels make the gradients. bf16 on Hopper and newer.
 
-Both give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
+For a student beside its teacher :mod:`.divergence` takes one of them for both sides.
+
+All give ``grad_logits`` as a matrix ``[C, V]`` in the hidden states' dtype and a scale of its rows
 (:class:`LogitsGrad`), for any upstream gradient per token. :mod:`.choose` has the choice and its reasons.
 """
 
@@ -20,6 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.distillation import TeacherChunk
 from megatron_fused_ce.kernels.records import Merged, RowStatistics, SoftTargets, TileStatistics
 from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
 
@@ -34,6 +37,7 @@ class ChunkTargets(NamedTuple):
     #: whether this shard is the whole vocabulary
     alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
+    teacher: TeacherChunk | None = None
 
 
 class Scores(NamedTuple):
@@ -43,6 +47,8 @@ class Scores(NamedTuple):
     tiles: TileStatistics | None = None
     #: [C] fp32: the result of :meth:`LogitsBackend.finalize`, if the statistics' launch has done its work
     row_scale: Tensor | None = None
+    #: logits of the student and of its teacher, [C, V] each
+    sides: tuple[Tensor, Tensor] | None = None
 
 
 class LogitsGrad(NamedTuple):

@@ -21,6 +21,9 @@ class RequestedOutputs(NamedTuple):
     outputs: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
     soft: bool = False
+    divergence: bool = False
+    #: whether the teacher's logits can be made as the student's are
+    teacher_fits: bool = True
 
 
 LOSS_ONLY = RequestedOutputs()
@@ -140,6 +143,12 @@ def not_measured(capability: tuple[int, int]) -> str:
     )
 
 
+def teacher_fits(tokens: Tensor, logit_scale: float, softcap: float | None) -> bool:
+    """Whether the scaled-exp GEMM can make the logits of a teacher, beside :func:`why_not_here`."""
+    plain = logit_scale > 0 and softcap is None
+    return plain and (not tokens.is_cuda or tokens.dtype == torch.bfloat16)
+
+
 def must_copy(logits: LogitsBackend, hidden: Tensor, weight: Tensor) -> tuple[bool, bool]:
     """Whether ``hidden`` ``[..., H]`` and ``weight`` ``[V, H]`` lie where ``logits`` cannot load them.
 
@@ -169,6 +178,7 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
     names = [
         (requested.soft, "the loss of a teacher's targets"),
         (config.label_smoothing > 0, "label_smoothing"),
+        (not requested.teacher_fits, "the teacher's logits"),
     ]
     saved_as_logits = _saved_as_logits(config, requested)
     for option in saved_as_logits:
@@ -183,6 +193,8 @@ def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list
     lse, entropy, and log_prob beside a z_loss have their own upstream gradients. None for
     ``recompute``, which saves neither.
     """
+    if requested.divergence:
+        return ["a divergence"]
     if config.strategy == "recompute":
         return []
     with_grad = requested.differentiable
