@@ -25,34 +25,41 @@ from megatron_fused_ce.kernels.records import (
 BLOCK_ELEMENTS = 1 << 17
 
 
-def _row_blocks(num_rows: int, num_columns: int) -> list[slice]:
+def row_blocks(num_rows: int, num_columns: int) -> list[slice]:
+    """Of at most :data:`BLOCK_ELEMENTS`, but a row at least."""
     rows = max(1, BLOCK_ELEMENTS // max(1, num_columns))
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]
 
 
-def _scaled(
-    logits: Tensor,  # [C, V]
-    rows: slice,
+def scaled_logits(
+    logits: Tensor,  # [rows, V]
     logit_scale: float,
-    form: RowOptions,
-    inv_temperature: Tensor | None,  # [C] fp32
+    softcap: float | None,
 ) -> Tensor:
-    """The scaled and softcapped logits of ``rows`` in a new fp32 tensor."""
-    z = logits[rows].to(torch.float32, copy=True)
+    """The scaled and softcapped logits in a new fp32 tensor."""
+    z = logits.to(torch.float32, copy=True)
     if logit_scale != 1.0:
         z.mul_(logit_scale)
-    if form.softcap is not None:
-        z.div_(form.softcap).tanh_().mul_(form.softcap)
-    if inv_temperature is not None:
-        z.mul_(inv_temperature[rows].unsqueeze(-1))
+    if softcap is not None:
+        z.div_(softcap).tanh_().mul_(softcap)
     return z
 
 
-def _masked(logits: Tensor, form: RowOptions) -> Tensor | None:
+def softcap_gradient(
+    logits: Tensor,  # [rows, V]
+    logit_scale: float,
+    softcap: float,
+) -> Tensor:
+    """``1 - tanh**2`` of the scaled logits, fp32; not by that formula, which cancels for a large logit."""
+    e = logits.to(torch.float32, copy=True).mul_(logit_scale / softcap).abs_().mul_(-2).exp_()
+    return 4 * e / (1 + e).square()
+
+
+def masked_columns(logits: Tensor, valid_columns: Tensor | None) -> Tensor | None:
     """Masked columns, bool ``[V]``; None if all are valid."""
-    if form.valid_columns is None:
+    if valid_columns is None:
         return None
-    return torch.arange(logits.shape[1], device=logits.device) >= form.valid_columns
+    return torch.arange(logits.shape[1], device=logits.device) >= valid_columns
 
 
 class _Here(NamedTuple):
@@ -85,9 +92,11 @@ def row_statistics(
     squares = torch.empty_like(shard[0]) if form.with_squares else None
     target_sum = None if targets is None else torch.empty_like(shard[0])
     target_mass = None if targets is None else torch.empty_like(shard[0])
-    masked = _masked(logits, form)
-    for rows in _row_blocks(num_rows, num_columns):
-        z = _scaled(logits, rows, logit_scale, form, inv_temperature)
+    masked = masked_columns(logits, form.valid_columns)
+    for rows in row_blocks(num_rows, num_columns):
+        z = scaled_logits(logits[rows], logit_scale, form.softcap)
+        if inv_temperature is not None:
+            z.mul_(inv_temperature[rows].unsqueeze(-1))
         if logit_sum is not None:
             valid = z if masked is None else z.masked_fill(masked, 0.0)
             logit_sum[rows] = valid.sum(dim=-1)
@@ -131,15 +140,14 @@ def row_gradients(
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
-    masked = _masked(logits, form)
-    for rows in _row_blocks(num_rows, num_columns):
+    masked = masked_columns(logits, form.valid_columns)
+    for rows in row_blocks(num_rows, num_columns):
         softcap_grad = None
         if form.softcap is not None:
-            # Not 1 - tanh**2, which cancels for a large logit.
-            bent = logits[rows].to(torch.float32, copy=True).mul_(logit_scale / form.softcap)
-            e = bent.abs_().mul_(-2).exp_()
-            softcap_grad = 4 * e / (1 + e).square()
-        shifted = _scaled(logits, rows, logit_scale, form, inv_temperature)
+            softcap_grad = softcap_gradient(logits[rows], logit_scale, form.softcap)
+        shifted = scaled_logits(logits[rows], logit_scale, form.softcap)
+        if inv_temperature is not None:
+            shifted.mul_(inv_temperature[rows].unsqueeze(-1))
         shifted.sub_(terms.row_max[rows].unsqueeze(-1))
         e = shifted.exp() if terms.entropy_scale is not None else shifted.exp_()
         if terms.entropy_scale is not None:
