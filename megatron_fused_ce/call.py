@@ -28,7 +28,7 @@ from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
-from megatron_fused_ce.logits.divergence import Divergence
+from megatron_fused_ce.logits.divergence import Divergence, divergence_rows
 from megatron_fused_ce.loss import LossForm, TeacherTargets
 from megatron_fused_ce.parallel import (
     GroupHistory,
@@ -407,12 +407,7 @@ def _why_not_one_cut(call: Call, comm: VocabParallel, settled: Settled) -> str:
 def _divergence_of(call: Call, given: Distillation, base: LogitsBackend) -> Divergence:
     t, cap = call.temperature, given.logit_softcap
     assert not isinstance(t, Tensor)
-    if (call.hidden.is_cuda and call.config.row_backend != "torch") or call.config.row_backend == "triton":
-        from megatron_fused_ce.kernels import divergence as rows
-        from megatron_fused_ce.kernels import row_kernels as statistics
-    else:
-        from megatron_fused_ce.logits import divergence_torch as rows  # type: ignore[no-redef]
-        from megatron_fused_ce.logits import rows_torch as statistics  # type: ignore[no-redef]
+    rows, statistics = divergence_rows(call.hidden.device, call.config.row_backend)
     return Divergence(
         base,
         statistics,

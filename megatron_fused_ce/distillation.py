@@ -111,8 +111,8 @@ def check(
             )
     if given.hidden.dtype != given.weight.dtype:
         raise TypeError(
-            f"teacher_hidden has dtype {given.hidden.dtype} and teacher_weight {given.weight.dtype}; expected "
-            "one dtype, which may differ from the student's"
+            f"teacher_hidden has dtype {given.hidden.dtype} and teacher_weight {given.weight.dtype}; "
+            "expected one dtype, which may differ from the student's"
         )
     if given.weight.dim() != 2 or given.hidden.dim() != hidden.dim() or not given.weight.shape[0]:
         raise ValueError(
@@ -154,11 +154,8 @@ def check(
     if weights is not None:
         if not given.with_labels:
             raise ValueError("label_weights are given without labels; give both, or neither")
-        if (
-            weights.shape != labels.shape
-            or not weights.is_floating_point()
-            or weights.device != labels.device
-        ):
+        alike = weights.shape == labels.shape and weights.device == labels.device
+        if not alike or not weights.is_floating_point():
             raise ValueError(
                 f"label_weights are {weights.dtype} {tuple(weights.shape)} on {weights.device}; expected a "
                 f"number, or floats in the labels' shape {tuple(labels.shape)} on {labels.device}"

@@ -144,7 +144,8 @@ class TokenTerms(NamedTuple):
     def of(merged: Tensor, mass: Tensor | None = None, entropy: Tensor | None = None) -> TokenTerms:
         """Name the rows of :attr:`Merged.terms`."""
         of_divergence = merged if merged.shape[0] > 4 else None
-        return TokenTerms(*merged[:4].unbind(0), mass, entropy, of_divergence)
+        row_max, inv_sum, one_minus_p_label, label_shift = merged[:4].unbind(0)
+        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, mass, entropy, of_divergence)
 
 
 def shard_addends(

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_fused_ce import masked_tokens
 from megatron_fused_ce.call import Call, CallSpec
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.distillation import Distillation, Teacher
+from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loss import TeacherTargets, merge_duplicates
 from megatron_fused_ce.masked_tokens import Kept
@@ -45,9 +45,7 @@ class Targets(NamedTuple):
             if unmasked is not None:
                 num_kept = masked_tokens.num_kept(unmasked.read()[0], spec.num_tokens)
             kept = Kept.of(in_order, num_kept)
-        targets = _in_columns(
-            labels, call.teacher, call.distillation, in_order, inv_temperature, call.config, spec
-        )
+        targets = _in_columns(call, in_order, inv_temperature, spec)
         return (targets if kept is None else targets.kept(kept, spec.comm.part)), kept
 
     def kept(self, kept: Kept, part: int) -> Targets:
@@ -98,15 +96,13 @@ def _check_numbers(token_weights: Tensor | None, teacher: TeacherTargets | None,
 
 
 def _in_columns(
-    labels: Tensor,  # [b, s] or [T]
-    teacher: TeacherTargets | None,
-    distillation: Distillation | None,
+    call: Call,
     token_weights: Tensor | None,  # [parts, n]
     inv_temperature: Tensor | None,  # [parts, n] fp32
-    config: FusedCEConfig,
     spec: CallSpec,
 ) -> Targets:
     """The targets of all tokens, with columns of this shard in the place of global ids."""
+    labels, config = call.labels, call.config
     ids = in_token_order(labels, labels, spec.comm.num_parts).to(torch.int64)
     local, ignored = _local(ids, spec, config), None
     if config.ignore_index is not None:
@@ -115,10 +111,10 @@ def _in_columns(
     elif any(spec.needs_grad) and local.data_ptr() == labels.data_ptr():
         local = local.clone()  # whose caller may refill its buffer before the backward
     soft: SoftTargets | Teacher | None = None
-    if teacher is not None:
-        soft = _soft_targets(teacher, spec, config)
-    elif distillation is not None:
-        soft = Teacher.of(distillation, spec.num_rows, labels, spec.comm)
+    if call.teacher is not None:
+        soft = _soft_targets(call.teacher, spec, config)
+    elif call.distillation is not None:
+        soft = Teacher.of(call.distillation, spec.num_rows, labels, spec.comm)
     weights = None
     if token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = token_weights.float()

@@ -66,9 +66,12 @@ class LogitsGrad(NamedTuple):
 class LogitsBackend(Protocol):
     """One way from hidden states to statistics of the logits, and to their gradients."""
 
-    name: str
     #: Whether :meth:`logits_gemm` needs a buffer ``[C, V]`` even where nothing is saved.
     needs_logits_buffer: bool
+
+    @property
+    def name(self) -> str:
+        """The one that was asked for or chosen."""
 
     @property
     def saves_logits(self) -> bool:

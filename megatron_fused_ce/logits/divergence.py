@@ -24,9 +24,16 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NO_EXTRA, LabelTerm, Merged, RowStatistics, Side
-from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, LogitsGrad, Scores
+from megatron_fused_ce.logits import (
+    ChunkTargets,
+    LogitsBackend,
+    LogitsGrad,
+    Scores,
+    divergence_torch,
+    rows_torch,
+)
 from megatron_fused_ce.logits.gemm_rows import write_logits
-from megatron_fused_ce.loss import LossForm, TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.loss import PLAIN, LossForm, TokenOutputs, TokenTerms, Upstream
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
 
@@ -92,7 +99,7 @@ class Divergence:
     def token_ops(self) -> ModuleType:
         return self.base.token_ops
 
-    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm) -> Tensor | None:
+    def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
         return self.base.sample_rows(weight, num_ranks, form)
 
     def logits_gemm(
@@ -337,3 +344,12 @@ def _ones(targets: ChunkTargets) -> Tensor:
 
 
 _ENTROPY = LossForm(with_weighted=True, outputs=("entropy",))
+
+
+def divergence_rows(device: torch.device, requested: str) -> tuple[ModuleType, ModuleType]:
+    """Row passes of a divergence and of statistics: Triton's on CUDA, else plain PyTorch, or as requested."""
+    if requested == "triton" or (requested == "auto" and device.type == "cuda"):
+        from megatron_fused_ce.kernels import divergence, row_kernels
+
+        return divergence, row_kernels
+    return divergence_torch, rows_torch

@@ -47,7 +47,7 @@ class ScaledExp:
         with_argmax: bool,
     ) -> Scores:
         assert sample is not None
-        labels, logit_scale, form, _, alone, inv_temperature = targets
+        labels, logit_scale, form, _, alone, inv_temperature, _ = targets
         num_columns = weight.shape[0]
         with phase("logits"):
             prologue = scaled_exp_rows.row_prologue(
