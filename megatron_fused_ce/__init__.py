@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from megatron_fused_ce.config import FusedCEConfig
     from megatron_fused_ce.loss import TokenOutputs
     from megatron_fused_ce.op import (
+        DistillationOutputs,
         fused_linear_cross_entropy,
+        fused_linear_distillation,
         fused_linear_token_outputs,
         fused_linear_topk_distillation,
     )
@@ -39,12 +41,14 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Counters",
+    "DistillationOutputs",
     "FusedCEConfig",
     "TokenOutputs",
     "counters",
     "disable",
     "enable",
     "fused_linear_cross_entropy",
+    "fused_linear_distillation",
     "fused_linear_token_outputs",
     "fused_linear_topk_distillation",
     "output_processor",
@@ -57,7 +61,9 @@ _HOMES = {
     "enable": "adapter.switch",
     "FusedCEConfig": "config",
     "TokenOutputs": "loss",
+    "DistillationOutputs": "op",
     "fused_linear_cross_entropy": "op",
+    "fused_linear_distillation": "op",
     "fused_linear_topk_distillation": "op",
     "fused_linear_token_outputs": "op",
     "output_processor": "adapter.output_processor",

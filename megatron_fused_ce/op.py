@@ -16,6 +16,7 @@ from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.loss import TeacherTargets, TokenOutputs, differentiable_of
+from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.targets import Targets
 
 P = ParamSpec("P")
@@ -268,7 +269,8 @@ def fused_linear_distillation(
     if labels is None:
         labels = hidden  # for the error alone
         if isinstance(hidden, Tensor) and hidden.dim() in (2, 3):
-            parts = dist.get_world_size(tp_group) if sequence_parallel and tp_group is not None else 1
+            group = tp_group if isinstance(tp_group, dist.ProcessGroup) else None
+            parts = VocabParallel.of(group, sequence_parallel).num_parts
             tokens = (hidden.shape[0] * parts, *hidden.shape[1:-1])
             labels = torch.full(tokens[::-1], -1, dtype=torch.int64, device=hidden.device)
     if isinstance(label_weights, (int, float)) and isinstance(labels, Tensor):

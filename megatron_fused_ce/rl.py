@@ -13,7 +13,11 @@ from torch import Tensor
 from megatron_fused_ce.call import DEFAULT_CONFIG, Call
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.loss import TokenLogProbs
-from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.op import (
+    DistillationOutputs,
+    fused_linear_distillation,
+    linear_cross_entropy,
+)
 from megatron_fused_ce.sampling_mask import masked_log_probs
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
@@ -194,6 +198,46 @@ def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
         return hidden  # the checks will report it
     half = hidden.dtype in (torch.bfloat16, torch.float16)
     return hidden.float() if half and weight.dtype == torch.float32 else hidden
+
+
+@takes_config
+def token_divergence(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    divergence: str = "reverse_kl",
+    batch_first: bool = False,
+    **options: Any,
+) -> DistillationOutputs:
+    """:func:`.fused_linear_distillation` by the names of on-policy distillation: the divergence of the
+    student from its teacher at each token that the student has sampled, over the whole vocabulary.
+
+    Args:
+        student_hidden, student_weight: its ``hidden`` and ``weight``. Half-precision hidden states of either
+            side with an fp32 weight are cast to fp32.
+        divergence: ``reverse_kl`` (KL(p_s || p_t)), ``forward_kl`` or ``jsd``.
+        batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``, on both sides;
+            labels and results stay ``[b, s]``.
+        options: the other arguments of :func:`.fused_linear_distillation`. With ``config.skip_masked``
+            tokens whose ``token_weights`` are 0 take part in no GEMM of either side.
+
+    Returns, raises, collectives: those of :func:`.fused_linear_distillation`.
+
+    Source: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649).
+    """
+    hidden = _widened(student_hidden, student_weight), _widened(teacher_hidden, teacher_weight)
+    if batch_first:
+        student, teacher = (
+            of_side.transpose(0, 1) if isinstance(of_side, Tensor) and of_side.dim() == 3 else of_side
+            for of_side in hidden
+        )
+    else:
+        student, teacher = hidden
+    return fused_linear_distillation(
+        student, student_weight, teacher, teacher_weight, divergence=divergence, **options
+    )
 
 
 @takes_config

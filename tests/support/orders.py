@@ -201,7 +201,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
                 **head.options,
                 differentiable=strategy != "grad_in_forward",
             )
-            results = list(made)
+            results = [made_one for made_one in made if made_one is not None]
         elif asked == "distillation":
             teacher = make_teacher(head.inputs, 4)
             results = [fused_linear_topk_distillation(*given, *teacher, **head.options)]
