@@ -1,0 +1,492 @@
+"""Triton row passes of a divergence over the whole vocabulary, over both sides' logits ``[C, V]``.
+
+With ``r = log p_s - log p_t`` and ``h(x) = exp(x) - 1 - x >= 0``::
+
+    KL(p || q) = sum_j p_j h(x_j) = sum_j (q_j - p_j - p_j x_j),  x_j = log q_j - log p_j
+
+as both sum to 1. No term is negative, so that nothing cancels between classes, and an error of a normalizer
+enters in second order. Where ``abs(r) <= 1/4`` the terms are series in r, elsewhere the differences. So are
+the gradients by the student's logits s::
+
+    forward_kl  KL(p_t || p_s)                                    p_s - p_t
+    reverse_kl  KL(p_s || p_t)                                    p_s (r - KL)
+    jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m)       (1 - beta) p_s (log p_s - log m - KL(p_s || m))
+                m = (1 - beta) p_s + beta p_t
+
+What the passes must do for each element with bf16 logits, and the time that takes on an H200 for C = 8192,
+V = 128256 (4.3 TB/s of copy bandwidth; 132 SMs at 1.75 GHz issue 128 instructions a clock, 0.036 ms for one
+an element, and 16 special functions, 0.28 ms for one). Predicted before they were written:
+
+======================  =====  ===============================  ============  =================
+pass                    bytes  special functions                instructions  predicted
+======================  =====  ===============================  ============  =================
+sums, KL                    4  2 exponentials                             30  1.1 ms
+sums, jsd                   4  3 exponentials, 1 logarithm                53  1.9 ms
+gradients, forward_kl       6  2 exponentials                             30  1.5 ms (bytes)
+the same with sums          6  2 exponentials                             36  1.5 ms (bytes)
+gradients, reverse_kl       6  1 exponential                              20  1.5 ms (bytes)
+gradients, jsd              6  2 exponentials, 1 logarithm                36  1.5 ms (bytes)
+======================  =====  ===============================  ============  =================
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import factorial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
+from megatron_fused_ce.kernels.records import LN_2, LabelTerm, Side
+from megatron_fused_ce.kernels.row_kernels import _exp
+from megatron_fused_ce.kernels.softcap import tanh_and_grad
+
+#: Columns that one program holds in registers at a time, and its warps. Not tuned on a GPU yet.
+SUMS_BLOCK = 2048
+SUMS_WARPS = 8
+GRADIENT_BLOCK = 4096
+GRADIENT_WARPS = 8
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+#: Coefficients of each series of jsd. Their radius is pi or more: the rest is below 1e-7 of the value.
+NUM_TERMS = 7
+_FORWARD_KL = tl.constexpr(0)
+_JSD = tl.constexpr(2)
+_NUM_TERMS = tl.constexpr(NUM_TERMS)
+_DIVERGENCE, _KL_STUDENT, _LOG_RATIO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_LN_2 = tl.constexpr(LN_2)
+_SERIES_UP_TO = tl.constexpr(0.25)
+#: exp of less is 0.
+_FAR = tl.constexpr(128.0)
+
+
+@triton.jit
+def _h(x):
+    """``exp(x) - 1 - x`` for ``abs(x) <= 1/4``, to a relative error of 1e-8."""
+    series = x * (1.0 / 5040.0) + 1.0 / 720.0
+    series = series * x + 1.0 / 120.0
+    series = series * x + 1.0 / 24.0
+    series = series * x + 1.0 / 6.0
+    series = series * x + 0.5
+    return series * (x * x)
+
+
+@triton.jit
+def _kl_term(p, q, x):
+    """``p * h(x) = q - p - p * x`` for ``x = log q - log p``, what a class adds to KL(p || q)."""
+    # Where x is above _FAR, or NaN because both logits are -inf, p is 0. It may be 0, too, where x is -inf.
+    plain = q - p - p * tl.minimum(x, _FAR)
+    plain = tl.where(x == float("-inf"), float("inf"), plain)
+    return tl.where(tl.abs(x) <= _SERIES_UP_TO, p * _h(x), plain)
+
+
+@triton.jit
+def _polynomial(series_ptr, x, WHICH: tl.constexpr):
+    """A row of :func:`_jsd_series`."""
+    last_ptr = series_ptr + (WHICH + 1) * _NUM_TERMS - 1
+    value = x * tl.load(last_ptr) + tl.load(last_ptr - 1)
+    for k in tl.static_range(2, _NUM_TERMS):
+        value = value * x + tl.load(last_ptr - k)
+    return value
+
+
+@triton.jit
+def _mixture_logs(r, beta):
+    """``log m - log p_s`` and ``log m - log p_t`` for ``abs(r) > 1/4``, from the larger of the two sides."""
+    distance = tl.minimum(tl.abs(r), _FAR)  # NaN, too: both logits are -inf
+    student_larger = r > 0.0
+    of_smaller = tl.where(student_larger, beta, 1.0 - beta)
+    of_larger = tl.where(student_larger, 1.0 - beta, beta)
+    to_larger = tl.log2(of_larger + of_smaller * tl.exp(-distance)) * _LN_2
+    to_smaller = to_larger + distance
+    return tl.where(student_larger, to_larger, to_smaller), tl.where(student_larger, to_smaller, to_larger)
+
+
+@triton.jit
+def _terms(p_s, p_t, r, beta, series_ptr, KIND: tl.constexpr):
+    """What a class adds to the divergence, and to KL(p_s || m) (jsd; else the first again)."""
+    if KIND == _FORWARD_KL:
+        divergence = _kl_term(p_t, p_s, r)
+        kl_student = divergence
+    elif KIND == _JSD:
+        x_s, x_t = _mixture_logs(r, beta)
+        student, teacher = (1.0 - beta) * p_s, beta * p_t
+        # m - p_s - p_s x_s, and of both the two shares of it, where m and the probabilities cancel.
+        kl_student = student + teacher - p_s - p_s * x_s
+        divergence = -(student * x_s + teacher * x_t)
+        near = tl.abs(r) <= _SERIES_UP_TO
+        scale = p_s * (r * r)
+        kl_student = tl.where(near, scale * _polynomial(series_ptr, r, _KL_STUDENT), kl_student)
+        divergence = tl.where(near, scale * _polynomial(series_ptr, r, _DIVERGENCE), divergence)
+    else:
+        divergence = _kl_term(p_s, p_t, -r)
+        kl_student = divergence
+    return divergence, kl_student
+
+
+@triton.jit
+def _natural(row_ptr, columns, num_columns, scale, softcap, SOFTCAP: tl.constexpr, RAGGED: tl.constexpr):
+    """Scaled and softcapped logits, and the softcap's gradient."""
+    if RAGGED:
+        s = tl.load(row_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32) * scale
+    else:
+        s = tl.load(row_ptr + columns).to(tl.float32) * scale
+    slope = 1.0
+    if SOFTCAP:
+        tanh, slope = tanh_and_grad(s / softcap)
+        s = softcap * tanh
+    return s, slope
+
+
+@triton.jit
+def _add_block(
+    student_ptr,  # of the row, and the next
+    teacher_ptr,
+    start,
+    num_columns,
+    student_max,
+    teacher_max,
+    student_inv_sum,
+    teacher_inv_sum,
+    log_ratio,
+    student_scale,
+    teacher_scale,
+    student_softcap,
+    teacher_softcap,
+    beta,
+    series_ptr,
+    divergence,  # [BLOCK]
+    kl_student,  # [BLOCK], or scalar unless jsd
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """One block of columns into a row's sums, slot by slot."""
+    columns = start + tl.arange(0, BLOCK)
+    s, _ = _natural(
+        student_ptr, columns, num_columns, student_scale, student_softcap, STUDENT_SOFTCAP, RAGGED
+    )
+    t, _ = _natural(
+        teacher_ptr, columns, num_columns, teacher_scale, teacher_softcap, TEACHER_SOFTCAP, RAGGED
+    )
+    s -= student_max
+    t -= teacher_max
+    p_s = _exp(s, student_ptr.dtype.element_ty == tl.float32) * student_inv_sum
+    p_t = _exp(t, teacher_ptr.dtype.element_ty == tl.float32) * teacher_inv_sum
+    of_divergence, of_student = _terms(p_s, p_t, (s - t) - log_ratio, beta, series_ptr, KIND)
+    if RAGGED:
+        inside = columns < num_columns
+        of_divergence = tl.where(inside, of_divergence, 0.0)
+        of_student = tl.where(inside, of_student, 0.0)
+    divergence += of_divergence
+    if KIND == _JSD:
+        kl_student += of_student
+    return divergence, kl_student
+
+
+@triton.jit
+def _divergence_sums_kernel(
+    student_ptr,  # [C, V]
+    teacher_ptr,  # [C, V_t]
+    student_max_ptr,  # [C] fp32, and the next three
+    student_log_sum_ptr,
+    teacher_max_ptr,
+    teacher_log_sum_ptr,
+    valid_columns_ptr,  # [1] int64
+    series_ptr,  # [3, NUM_TERMS] fp32
+    sums_ptr,  # [2, C] fp32, out
+    student_stride,
+    teacher_stride,
+    num_rows,
+    num_columns,
+    student_scale,
+    teacher_scale,
+    student_softcap,
+    teacher_softcap,
+    beta,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+):
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    if MASKED:
+        num_columns = tl.load(valid_columns_ptr).to(tl.int32)
+    student_max = tl.load(student_max_ptr + row)
+    teacher_max = tl.load(teacher_max_ptr + row)
+    student_log_sum = tl.load(student_log_sum_ptr + row)
+    teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
+    student_inv_sum = _exp(-student_log_sum, True)
+    teacher_inv_sum = _exp(-teacher_log_sum, True)
+    log_ratio = student_log_sum - teacher_log_sum
+    divergence = tl.zeros((BLOCK,), tl.float32)
+    kl_student = tl.zeros((BLOCK,), tl.float32) if KIND == _JSD else tl.full((), 0.0, tl.float32)
+    whole = num_columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        divergence, kl_student = _add_block(
+            student_ptr, teacher_ptr, start, num_columns, student_max, teacher_max, student_inv_sum,
+            teacher_inv_sum, log_ratio, student_scale, teacher_scale, student_softcap, teacher_softcap,
+            beta, series_ptr, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
+        )  # fmt: skip
+    if whole < num_columns:
+        divergence, kl_student = _add_block(
+            student_ptr, teacher_ptr, whole, num_columns, student_max, teacher_max, student_inv_sum,
+            teacher_inv_sum, log_ratio, student_scale, teacher_scale, student_softcap, teacher_softcap,
+            beta, series_ptr, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
+        )  # fmt: skip
+    total = tl.sum(divergence, axis=0)
+    if KIND == _JSD:
+        total_student = tl.sum(kl_student, axis=0)
+    elif KIND == _FORWARD_KL:
+        total_student = 0.0
+    else:
+        total_student = total
+    tl.store(sums_ptr + row, total)
+    tl.store(sums_ptr + num_rows + row, total_student)
+
+
+@triton.jit
+def _divergence_gradients_kernel(
+    student_ptr,  # [C, V]
+    teacher_ptr,  # [C, V_t]
+    out_ptr,  # [C, V], may be student_ptr
+    student_max_ptr,  # [C] fp32, and the next four
+    student_log_sum_ptr,
+    teacher_max_ptr,
+    teacher_log_sum_ptr,
+    kl_student_ptr,
+    valid_columns_ptr,  # [1] int64
+    series_ptr,  # [3, NUM_TERMS] fp32
+    factor_ptr,  # [C] fp32
+    part_ptr,  # [C, blocks] fp32, out: each block's part of the divergence
+    label_ptr,  # [C] int64: records.LabelTerm, and the next four
+    label_weight_ptr,
+    label_max_ptr,
+    label_inv_sum_ptr,
+    label_one_minus_p_ptr,
+    student_stride,
+    teacher_stride,
+    out_stride,
+    num_columns,
+    teacher_columns,
+    student_scale,
+    teacher_scale,
+    student_softcap,
+    teacher_softcap,
+    beta,
+    temperature,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    FACTOR: tl.constexpr,
+    WITH_SUMS: tl.constexpr,
+    LABEL: tl.constexpr,
+    TEMPERATURE: tl.constexpr,  # of the label's term is not 1
+):
+    """One program per row and block of columns; each element is read once, then written."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    valid = inside
+    if MASKED:  # loads are by the widths, of which the compiler knows that they are multiples of 16
+        valid = columns < tl.load(valid_columns_ptr)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    student_max = tl.load(student_max_ptr + row)
+    student_log_sum = tl.load(student_log_sum_ptr + row)
+    teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
+    natural, slope = _natural(
+        student_ptr, columns, num_columns, student_scale, student_softcap, STUDENT_SOFTCAP, True
+    )
+    t, _ = _natural(
+        teacher_ptr, columns, teacher_columns, teacher_scale, teacher_softcap, TEACHER_SOFTCAP, True
+    )
+    s = natural - student_max
+    t -= tl.load(teacher_max_ptr + row)
+    r = (s - t) - (student_log_sum - teacher_log_sum)
+    e_s = _exp(s, student_ptr.dtype.element_ty == tl.float32)
+    p_s = e_s * _exp(-student_log_sum, True)
+    p_t = _exp(t, teacher_ptr.dtype.element_ty == tl.float32) * _exp(-teacher_log_sum, True)
+    near = tl.abs(r) <= _SERIES_UP_TO
+    if KIND == _FORWARD_KL:
+        gradient = tl.where(near, p_t * (r + _h(r)), p_s - p_t)
+    else:
+        if KIND == _JSD:
+            x_s, _ = _mixture_logs(r, beta)
+            x_s = tl.where(near, r * _polynomial(series_ptr, r, _LOG_RATIO), x_s)
+            shifted = (beta - 1.0) * (x_s + tl.load(kl_student_ptr + row))
+        else:
+            shifted = r - tl.load(kl_student_ptr + row)
+        gradient = tl.where(p_s == 0.0, 0.0, p_s * shifted)
+    if LABEL:
+        label = tl.load(label_ptr + row)
+        label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
+        weight = tl.load(label_weight_ptr + row)
+        label_max = tl.load(label_max_ptr + row)
+        label_scale = weight * tl.load(label_inv_sum_ptr + row)
+        if TEMPERATURE:
+            e_s = _exp(natural * temperature - label_max, student_ptr.dtype.element_ty == tl.float32)
+        else:
+            label_scale *= tl.exp(student_max - label_max)
+        at_label = -weight * tl.load(label_one_minus_p_ptr + row)
+        gradient += tl.where(columns == label, at_label, e_s * label_scale)
+    if STUDENT_SOFTCAP:
+        gradient *= slope
+    if FACTOR:
+        gradient *= tl.load(factor_ptr + row)
+    gradient = tl.where(valid, gradient, 0.0)
+    if WITH_SUMS:
+        divergence, _ = _terms(p_s, p_t, r, beta, series_ptr, KIND)
+        part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
+        tl.store(part_ptr + row * tl.num_programs(1) + block, part)
+    tl.store(out_ptr + row * out_stride + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@lru_cache(maxsize=64)
+def _jsd_series(beta: float, device: torch.device) -> Tensor:
+    """Series in r for ``abs(r) <= 1/4``, fp32 ``[3, NUM_TERMS]``, lowest power first.
+
+    A class's divergence and its KL(p_s || m), over ``p_s r**2``, and ``(log m - log p_s) / r``. They follow
+    from ``w = m / p_s = 1 - beta + beta exp(-r)`` and ``x = log w``, for which ``w x' = w'``: the second is
+    ``w - 1 - x``, the first ``-w x - beta r exp(-r)``.
+    """
+    count = NUM_TERMS + 2
+    w = [1.0, *(beta * (-1) ** n / factorial(n) for n in range(1, count))]
+    x = [0.0] * count
+    for n in range(1, count):
+        x[n] = w[n] - sum(k * x[k] * w[n - k] for k in range(1, n)) / n
+    divergence = [
+        -sum(w[k] * x[n - k] for k in range(n)) - beta * (-1) ** (n - 1) / factorial(n - 1)
+        for n in range(2, count)
+    ]
+    kl_student = [w[n] - x[n] for n in range(2, count)]
+    return torch.tensor([divergence, kl_student, x[1 : NUM_TERMS + 1]], dtype=torch.float32, device=device)
+
+
+_divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS)
+_divergence_gradients = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS)
+
+
+def divergence_sums(
+    student: Side,
+    teacher: Side,
+    kind: str,  # of KINDS
+    beta: float,  # jsd
+    valid_columns: Tensor | None,  # int64 [1]; None: all of the student's
+) -> Tensor:
+    """This shard's part of the divergence, and of KL(p_s || m): fp32 ``[2, C]``.
+
+    The second is what :func:`divergence_gradients` needs, summed over all shards: for reverse_kl m is p_t and
+    both are the same, for forward_kl it is 0.
+    """
+    num_rows, num_columns = student.logits.shape
+    sums = student.row_max.new_empty((2, num_rows))
+    _divergence_sums(
+        (num_rows,),
+        (
+            student.logits,
+            teacher.logits,
+            student.row_max,
+            student.log_sum,
+            teacher.row_max,
+            teacher.log_sum,
+            student.logits if valid_columns is None else valid_columns,
+            _jsd_series(beta, sums.device) if kind == "jsd" else sums,
+            sums,
+        ),
+        (
+            student.logits.stride(0),
+            teacher.logits.stride(0),
+            num_rows,
+            num_columns,
+            student.scale,
+            teacher.scale,
+            student.softcap or 1.0,
+            teacher.softcap or 1.0,
+            beta,
+        ),
+        BLOCK=min(SUMS_BLOCK, next_power_of_2(num_columns)),
+        KIND=KINDS.index(kind),
+        MASKED=valid_columns is not None,
+        STUDENT_SOFTCAP=student.softcap is not None,
+        TEACHER_SOFTCAP=teacher.softcap is not None,
+    )
+    return sums
+
+
+def divergence_gradients(
+    student: Side,
+    teacher: Side,
+    kind: str,  # of KINDS
+    beta: float,  # jsd
+    valid_columns: Tensor | None,  # int64 [1]; None: all of the student's
+    kl_student: Tensor | None,  # fp32 [C], of all shards; None for forward_kl
+    out: Tensor,  # [C, V], unit column stride, any dtype; may be the student's logits
+    label: LabelTerm | None = None,
+    factor: Tensor | None = None,  # fp32 [C]
+    with_sums: bool = False,
+) -> Tensor | None:
+    """``out = factor * (d + label's term)`` by the student's logits before its softcap, times its scale.
+
+    Without the scale itself: that belongs to ``factor``. Columns that are not valid get 0. With
+    ``with_sums`` the first row of :func:`divergence_sums`, fp32 ``[C]``, from the same pass; its order of
+    summation is fixed.
+    """
+    num_rows, num_columns = student.logits.shape
+    block = min(GRADIENT_BLOCK, next_power_of_2(num_columns))
+    num_blocks = ceil_div(num_columns, block)
+    unused = student.row_max
+    parts = unused.new_empty((num_rows, num_blocks)) if with_sums else None
+    any_label = label or LabelTerm(unused, unused, unused, unused, unused)
+    _divergence_gradients(
+        (num_rows, num_blocks),
+        (
+            student.logits,
+            teacher.logits,
+            out,
+            student.row_max,
+            student.log_sum,
+            teacher.row_max,
+            teacher.log_sum,
+            unused if kl_student is None else kl_student,
+            unused if valid_columns is None else valid_columns,
+            _jsd_series(beta, unused.device) if kind == "jsd" else unused,
+            unused if factor is None else factor,
+            unused if parts is None else parts,
+            *any_label[:5],
+        ),
+        (
+            student.logits.stride(0),
+            teacher.logits.stride(0),
+            out.stride(0),
+            num_columns,
+            teacher.logits.shape[1],
+            student.scale,
+            teacher.scale,
+            student.softcap or 1.0,
+            teacher.softcap or 1.0,
+            beta,
+            any_label.temperature,
+        ),
+        BLOCK=block,
+        KIND=KINDS.index(kind),
+        MASKED=valid_columns is not None,
+        STUDENT_SOFTCAP=student.softcap is not None,
+        TEACHER_SOFTCAP=teacher.softcap is not None,
+        FACTOR=factor is not None,
+        WITH_SUMS=with_sums,
+        LABEL=label is not None,
+        TEMPERATURE=any_label.temperature != 1.0,
+    )
+    return None if parts is None else parts.sum(dim=1)
