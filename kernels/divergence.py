@@ -10,7 +10,7 @@ the gradients by the student's logits s::
 
     forward_kl  KL(p_t || p_s)                                    p_s - p_t
     reverse_kl  KL(p_s || p_t)                                    p_s (r - KL)
-    jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m)       (1 - beta) p_s (log p_s - log m - KL(p_s || m))
+    jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m)     (1 - beta) p_s (log p_s - log m - KL(p_s || m))
                 m = (1 - beta) p_s + beta p_t
 
 What the passes must do for each element with bf16 logits, and the time that takes on an H200 for C = 8192,

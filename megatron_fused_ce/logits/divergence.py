@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import NO_EXTRA, LabelTerm, Merged, RowStatistics, Side
+from megatron_fused_ce.kernels.records import NO_EXTRA, NOT_HERE, LabelTerm, Merged, RowStatistics, Side
 from megatron_fused_ce.logits import (
     ChunkTargets,
     LogitsBackend,
@@ -146,7 +146,10 @@ class Divergence:
     def _side(
         self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, sample: Tensor | None, out: Tensor
     ) -> tuple[Tensor, RowStatistics]:
-        return out, self.base.logits_gemm(hidden, weight, targets, sample, out, False).stats
+        stats = self.base.logits_gemm(hidden, weight, targets, sample, out, False).stats
+        if self.with_labels and self.saves_logits:
+            _put_label_logits(out, targets, stats)
+        return out, stats
 
     def _at_temperature_1(self, logits: Tensor, targets: ChunkTargets) -> RowStatistics:
         t, form = self.temperature, targets.form
@@ -336,6 +339,16 @@ class Divergence:
             return
         scale = row_scale if factor is None else row_scale * factor
         torch.mul(x.float(), scale.view(-1, 1) if scale.dim() else scale, out=out)
+
+
+def _put_label_logits(logits: Tensor, targets: ChunkTargets, stats: RowStatistics) -> None:
+    """Write the labels' logits into their columns, where the scaled-exp GEMM leaves -inf."""
+    _, _, _, of_label = stats.shard
+    columns = targets.labels.clamp(0, logits.shape[1] - 1).unsqueeze(-1)
+    raw = torch.where(
+        of_label == NOT_HERE, logits.gather(-1, columns).squeeze(-1), of_label / targets.logit_scale
+    )
+    logits.scatter_(-1, columns, raw.unsqueeze(-1).to(logits.dtype))
 
 
 def _ones(targets: ChunkTargets) -> Tensor:
