@@ -341,10 +341,10 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         raise local.error
     else:
         settled = local.settled or Settled(local.facts, (call.weight.shape[0],))
+        if call.distillation is not None and (words := _why_not_one_cut(call, comm, settled)):
+            raise ValueError(words)
         if comm.size == 1:
             check_true_vocab_size(call.config.true_vocab_size, call.weight.shape[0])
-            if call.distillation is not None and (words := _why_not_one_cut(call, comm, settled)):
-                raise ValueError(words)
     assert local.choice is not None
     logits, why_not = local.choice
     if settled.facts["without_scaled_exp"] and not local.facts["without_scaled_exp"]:

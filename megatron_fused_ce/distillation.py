@@ -45,6 +45,8 @@ class Teacher(NamedTuple):
         the student's are not.
         """
         flat = given.hidden.detach().reshape(-1, given.hidden.shape[-1])
+        if flat.is_cuda and (flat.stride(-1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16):
+            flat = flat.clone(memory_format=torch.contiguous_format)  # which TMA can load
         if given.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
             whole = flat.new_empty(comm.size * flat.shape[0], flat.shape[1])
             comm.gather(flat, whole).wait()

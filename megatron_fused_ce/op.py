@@ -203,6 +203,7 @@ def fused_linear_distillation(
     labels: Tensor | None = None,
     label_weights: float | Tensor | None = None,
     entropy: bool = False,
+    reduce_grad_hidden: bool = True,
     teacher_logit_scale: float = 1.0,
     teacher_logit_softcap: float | None = None,
     teacher_sequence_parallel: bool | None = None,
@@ -241,6 +242,7 @@ def fused_linear_distillation(
         label_weights: a number, or floats in the labels' shape without a gradient: the loss is
             ``divergence + label_weights * cross_entropy``, for no GEMM more.
         entropy: also give the student's.
+        reduce_grad_hidden: as for :func:`.rl.token_log_probs`.
         teacher_logit_scale, teacher_logit_softcap: the teacher's; ``config`` has the student's.
         teacher_sequence_parallel: whether each rank holds its own part of the teacher's tokens; None: as for
             the student's.
@@ -272,7 +274,8 @@ def fused_linear_distillation(
             group = tp_group if isinstance(tp_group, dist.ProcessGroup) else None
             parts = VocabParallel.of(group, sequence_parallel).num_parts
             tokens = (hidden.shape[0] * parts, *hidden.shape[1:-1])
-            labels = torch.full(tokens[::-1], -1, dtype=torch.int64, device=hidden.device)
+            none = -2 if getattr(config, "ignore_index", None) == -1 else -1
+            labels = torch.full(tokens[::-1], none, dtype=torch.int64, device=hidden.device)
     if isinstance(label_weights, (int, float)) and isinstance(labels, Tensor):
         label_weights = torch.full(labels.shape, float(label_weights), device=labels.device)
     elif label_weights is not None and not isinstance(label_weights, Tensor):
@@ -303,6 +306,7 @@ def fused_linear_distillation(
                 given_labels is not None,
             ),
             temperature=temperature,
+            reduce_grad_hidden=reduce_grad_hidden,
             caller_error=wrong,
         )
     ).outputs
