@@ -40,7 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
-from megatron_fused_ce.kernels.records import LN_2, LabelTerm, Side
+from megatron_fused_ce.kernels.records import LN_2, LOG2_E, LabelTerm, Side
 from megatron_fused_ce.kernels.row_kernels import _exp
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
@@ -57,9 +57,11 @@ _JSD = tl.constexpr(2)
 _NUM_TERMS = tl.constexpr(NUM_TERMS)
 _DIVERGENCE, _KL_STUDENT, _LOG_RATIO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _LN_2 = tl.constexpr(LN_2)
+_LOG2_E = tl.constexpr(LOG2_E)
 _SERIES_UP_TO = tl.constexpr(0.25)
 #: exp of less is 0.
 _FAR = tl.constexpr(128.0)
+_SMALLEST = tl.constexpr(2.0**-149)
 
 
 @triton.jit
@@ -74,12 +76,40 @@ def _h(x):
 
 
 @triton.jit
+def _probability(shifted, log_sum, EXACT: tl.constexpr):
+    """``exp(shifted - log_sum)``, to :func:`._exp`'s precision."""
+    if EXACT:
+        p = _exp(shifted, True) * _exp(-log_sum, True)
+    else:  # one multiply and add, and the hardware's exponential
+        p = tl.exp2(shifted * _LOG2_E - log_sum * _LOG2_E)
+    return p
+
+
+@triton.jit
 def _kl_term(p, q, x):
     """``p * h(x) = q - p - p * x`` for ``x = log q - log p``, what a class adds to KL(p || q)."""
-    # Where x is above _FAR, or NaN because both logits are -inf, p is 0. It may be 0, too, where x is -inf.
-    plain = q - p - p * tl.minimum(x, _FAR)
-    plain = tl.where(x == float("-inf"), float("inf"), plain)
-    return tl.where(tl.abs(x) <= _SERIES_UP_TO, p * _h(x), plain)
+    # p is 0 where x is above _FAR, or NaN because both logits are -inf. Where q's alone is -inf, a p that
+    # underflows adds infinity all the same.
+    far = q - p - tl.maximum(p, _SMALLEST) * tl.minimum(x, _FAR)
+    return tl.where(tl.abs(x) <= _SERIES_UP_TO, p * _h(x), far)
+
+
+@triton.jit
+def _log(v):
+    """``log(v)`` of a normal ``v > 0``: to 5e-8 in [2/3, 4/3], elsewhere to 1 ulp more; in 16 instructions."""
+    bits = v.to(tl.int32, bitcast=True)
+    above = bits - 0x3F2AAAAB  # 2/3
+    f = (bits - (above & -0x800000)).to(tl.float32, bitcast=True) - 1.0
+    # log(1 + f) / f, of degree 8 through Chebyshev's points of [-1/3, 1/3]
+    series = f * 0.1408732831478119 - 0.15403155982494354
+    series = series * f + 0.1398070901632309
+    series = series * f - 0.16412799060344696
+    series = series * f + 0.20012426376342773
+    series = series * f - 0.25008025765419006
+    series = series * f + 0.3333315849304199
+    series = series * f - 0.4999993145465851
+    series = series * f + 1.0
+    return (above >> 23).to(tl.float32) * _LN_2 + f * series
 
 
 @triton.jit
@@ -93,35 +123,57 @@ def _polynomial(series_ptr, x, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _mixture_logs(r, beta):
-    """``log m - log p_s`` and ``log m - log p_t`` for ``abs(r) > 1/4``, from the larger of the two sides."""
-    distance = tl.minimum(tl.abs(r), _FAR)  # NaN, too: both logits are -inf
+def _mixture(r, beta):
+    """m, the smaller side's share of it, and p_s, in units of the larger side's p; abs(r); log m.
+
+    All are finite: abs(r) is at most _FAR, also where r is NaN because both logits are -inf.
+    """
     student_larger = r > 0.0
-    of_smaller = tl.where(student_larger, beta, 1.0 - beta)
+    distance = tl.minimum(tl.abs(r), _FAR)
+    q = tl.exp2(distance * -_LOG2_E)
     of_larger = tl.where(student_larger, 1.0 - beta, beta)
-    to_larger = tl.log2(of_larger + of_smaller * tl.exp(-distance)) * _LN_2
-    to_smaller = to_larger + distance
-    return tl.where(student_larger, to_larger, to_smaller), tl.where(student_larger, to_smaller, to_larger)
+    of_smaller = (1.0 - of_larger) * q
+    m = of_larger + of_smaller
+    return m, of_smaller, tl.where(student_larger, 1.0, q), distance, _log(m)
 
 
 @triton.jit
-def _terms(p_s, p_t, r, beta, series_ptr, KIND: tl.constexpr):
+def _terms(
+    s,  # relative to its row's maximum, and the next
+    t,
+    student_log_sum,
+    teacher_log_sum,
+    beta,
+    series_ptr,
+    KIND: tl.constexpr,
+    EXACT_S: tl.constexpr,
+    EXACT_T: tl.constexpr,
+):
     """What a class adds to the divergence, and to KL(p_s || m) (jsd; else the first again)."""
-    if KIND == _FORWARD_KL:
-        divergence = _kl_term(p_t, p_s, r)
-        kl_student = divergence
-    elif KIND == _JSD:
-        x_s, x_t = _mixture_logs(r, beta)
-        student, teacher = (1.0 - beta) * p_s, beta * p_t
-        # m - p_s - p_s x_s, and of both the two shares of it, where m and the probabilities cancel.
-        kl_student = student + teacher - p_s - p_s * x_s
-        divergence = -(student * x_s + teacher * x_t)
+    r = (s - t) - (student_log_sum - teacher_log_sum)
+    if KIND == _JSD:
+        m, of_smaller, p_s, distance, log_m = _mixture(r, beta)
+        # Both sides' shares of -m log m; and m - p_s - p_s log(m / p_s).
+        divergence = -(m * log_m + of_smaller * distance)
+        kl_student = m - p_s - p_s * (log_m + tl.where(r > 0.0, 0.0, distance))
         near = tl.abs(r) <= _SERIES_UP_TO
-        scale = p_s * (r * r)
-        kl_student = tl.where(near, scale * _polynomial(series_ptr, r, _KL_STUDENT), kl_student)
-        divergence = tl.where(near, scale * _polynomial(series_ptr, r, _DIVERGENCE), divergence)
+        squared = p_s * (r * r)
+        divergence = tl.where(near, squared * _polynomial(series_ptr, r, _DIVERGENCE), divergence)
+        kl_student = tl.where(near, squared * _polynomial(series_ptr, r, _KL_STUDENT), kl_student)
+        if EXACT_S or EXACT_T:
+            larger = _exp(tl.maximum(s - student_log_sum, t - teacher_log_sum), True)
+        else:
+            log2_p_s = s * _LOG2_E - student_log_sum * _LOG2_E
+            larger = tl.exp2(tl.maximum(log2_p_s, t * _LOG2_E - teacher_log_sum * _LOG2_E))
+        divergence *= larger
+        kl_student *= larger
     else:
-        divergence = _kl_term(p_s, p_t, -r)
+        p_s = _probability(s, student_log_sum, EXACT_S)
+        p_t = _probability(t, teacher_log_sum, EXACT_T)
+        if KIND == _FORWARD_KL:
+            divergence = _kl_term(p_t, p_s, r)
+        else:
+            divergence = _kl_term(p_s, p_t, -r)
         kl_student = divergence
     return divergence, kl_student
 
@@ -148,9 +200,8 @@ def _add_block(
     num_columns,
     student_max,
     teacher_max,
-    student_inv_sum,
-    teacher_inv_sum,
-    log_ratio,
+    student_log_sum,
+    teacher_log_sum,
     student_scale,
     teacher_scale,
     student_softcap,
@@ -175,9 +226,10 @@ def _add_block(
     )
     s -= student_max
     t -= teacher_max
-    p_s = _exp(s, student_ptr.dtype.element_ty == tl.float32) * student_inv_sum
-    p_t = _exp(t, teacher_ptr.dtype.element_ty == tl.float32) * teacher_inv_sum
-    of_divergence, of_student = _terms(p_s, p_t, (s - t) - log_ratio, beta, series_ptr, KIND)
+    of_divergence, of_student = _terms(
+        s, t, student_log_sum, teacher_log_sum, beta, series_ptr, KIND,
+        student_ptr.dtype.element_ty == tl.float32, teacher_ptr.dtype.element_ty == tl.float32,
+    )  # fmt: skip
     if RAGGED:
         inside = columns < num_columns
         of_divergence = tl.where(inside, of_divergence, 0.0)
@@ -224,27 +276,26 @@ def _divergence_sums_kernel(
     teacher_max = tl.load(teacher_max_ptr + row)
     student_log_sum = tl.load(student_log_sum_ptr + row)
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
-    student_inv_sum = _exp(-student_log_sum, True)
-    teacher_inv_sum = _exp(-teacher_log_sum, True)
-    log_ratio = student_log_sum - teacher_log_sum
     divergence = tl.zeros((BLOCK,), tl.float32)
     kl_student = tl.zeros((BLOCK,), tl.float32) if KIND == _JSD else tl.full((), 0.0, tl.float32)
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         divergence, kl_student = _add_block(
-            student_ptr, teacher_ptr, start, num_columns, student_max, teacher_max, student_inv_sum,
-            teacher_inv_sum, log_ratio, student_scale, teacher_scale, student_softcap, teacher_softcap,
+            student_ptr, teacher_ptr, start, num_columns, student_max, teacher_max, student_log_sum,
+            teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
             beta, series_ptr, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
         )  # fmt: skip
     if whole < num_columns:
         divergence, kl_student = _add_block(
-            student_ptr, teacher_ptr, whole, num_columns, student_max, teacher_max, student_inv_sum,
-            teacher_inv_sum, log_ratio, student_scale, teacher_scale, student_softcap, teacher_softcap,
+            student_ptr, teacher_ptr, whole, num_columns, student_max, teacher_max, student_log_sum,
+            teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
             beta, series_ptr, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
         )  # fmt: skip
-    total = tl.sum(divergence, axis=0)
+    # NaN if a logit is: what is chosen by a comparison may have lost it.
+    lost = (student_log_sum + teacher_log_sum) * 0.0
+    total = tl.sum(divergence, axis=0) + lost
     if KIND == _JSD:
-        total_student = tl.sum(kl_student, axis=0)
+        total_student = tl.sum(kl_student, axis=0) + lost
     elif KIND == _FORWARD_KL:
         total_student = 0.0
     else:
@@ -291,7 +342,6 @@ def _divergence_gradients_kernel(
     FACTOR: tl.constexpr,
     WITH_SUMS: tl.constexpr,
     LABEL: tl.constexpr,
-    TEMPERATURE: tl.constexpr,  # of the label's term is not 1
 ):
     """One program per row and block of columns; each element is read once, then written."""
     row = tl.program_id(0).to(tl.int64)
@@ -306,6 +356,8 @@ def _divergence_gradients_kernel(
     student_max = tl.load(student_max_ptr + row)
     student_log_sum = tl.load(student_log_sum_ptr + row)
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
+    EXACT_S: tl.constexpr = student_ptr.dtype.element_ty == tl.float32
+    EXACT_T: tl.constexpr = teacher_ptr.dtype.element_ty == tl.float32
     natural, slope = _natural(
         student_ptr, columns, num_columns, student_scale, student_softcap, STUDENT_SOFTCAP, True
     )
@@ -314,40 +366,37 @@ def _divergence_gradients_kernel(
     )
     s = natural - student_max
     t -= tl.load(teacher_max_ptr + row)
+    p_s = _probability(s, student_log_sum, EXACT_S)
     r = (s - t) - (student_log_sum - teacher_log_sum)
-    e_s = _exp(s, student_ptr.dtype.element_ty == tl.float32)
-    p_s = e_s * _exp(-student_log_sum, True)
-    p_t = _exp(t, teacher_ptr.dtype.element_ty == tl.float32) * _exp(-teacher_log_sum, True)
-    near = tl.abs(r) <= _SERIES_UP_TO
-    if KIND == _FORWARD_KL:
-        gradient = tl.where(near, p_t * (r + _h(r)), p_s - p_t)
-    else:
-        if KIND == _JSD:
-            x_s, _ = _mixture_logs(r, beta)
-            x_s = tl.where(near, r * _polynomial(series_ptr, r, _LOG_RATIO), x_s)
-            shifted = (beta - 1.0) * (x_s + tl.load(kl_student_ptr + row))
-        else:
-            shifted = r - tl.load(kl_student_ptr + row)
-        gradient = tl.where(p_s == 0.0, 0.0, p_s * shifted)
+    if KIND == _JSD:
+        _, _, _, distance, log_m = _mixture(r, beta)
+        x_s = log_m + tl.where(r > 0.0, 0.0, distance)
+        near = tl.abs(r) <= _SERIES_UP_TO
+        x_s = tl.where(near, r * _polynomial(series_ptr, r, _LOG_RATIO), x_s)
+        gradient = (beta - 1.0) * p_s * (x_s + tl.load(kl_student_ptr + row))
+    elif KIND == _FORWARD_KL:
+        p_t = _probability(t, teacher_log_sum, EXACT_T)
+        gradient = tl.where(tl.abs(r) <= _SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
+    else:  # p_s is 0 where r is below -_FAR, or NaN
+        gradient = p_s * (tl.maximum(r, -_FAR) - tl.load(kl_student_ptr + row))
     if LABEL:
         label = tl.load(label_ptr + row)
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
         weight = tl.load(label_weight_ptr + row)
         label_max = tl.load(label_max_ptr + row)
         label_scale = weight * tl.load(label_inv_sum_ptr + row)
-        if TEMPERATURE:
-            e_s = _exp(natural * temperature - label_max, student_ptr.dtype.element_ty == tl.float32)
-        else:
-            label_scale *= tl.exp(student_max - label_max)
         at_label = -weight * tl.load(label_one_minus_p_ptr + row)
-        gradient += tl.where(columns == label, at_label, e_s * label_scale)
+        e = _exp(natural * temperature - label_max, EXACT_S)
+        gradient += tl.where(columns == label, at_label, e * label_scale)
     if STUDENT_SOFTCAP:
         gradient *= slope
     if FACTOR:
         gradient *= tl.load(factor_ptr + row)
     gradient = tl.where(valid, gradient, 0.0)
     if WITH_SUMS:
-        divergence, _ = _terms(p_s, p_t, r, beta, series_ptr, KIND)
+        divergence, _ = _terms(
+            s, t, student_log_sum, teacher_log_sum, beta, series_ptr, KIND, EXACT_S, EXACT_T
+        )
         part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
         tl.store(part_ptr + row * tl.num_programs(1) + block, part)
     tl.store(out_ptr + row * out_stride + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
@@ -487,6 +536,5 @@ def divergence_gradients(
         FACTOR=factor is not None,
         WITH_SUMS=with_sums,
         LABEL=label is not None,
-        TEMPERATURE=any_label.temperature != 1.0,
     )
     return None if parts is None else parts.sum(dim=1)

@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_fused_ce.kernels import (
+    divergence,
     row_kernels,
     scaled_exp,
     scaled_exp_rows,
@@ -59,7 +60,12 @@ TYPES = {
     "table_ptr": "*i32",
     "tile_argmax_ptr": "*i32",
     **dict.fromkeys(("logits_ptr", "tokens_ptr", "sample_ptr", "e_ptr", "x_ptr"), "*bf16"),
+    **dict.fromkeys(("student_ptr", "teacher_ptr"), "*bf16"),
     **dict.fromkeys(("logit_scale", "scale2", "softcap", "factor", "rtol", "atol"), "fp32"),
+    **dict.fromkeys(
+        (f"{side}_{what}" for side in ("student", "teacher") for what in ("scale", "softcap")), "fp32"
+    ),
+    **dict.fromkeys(("beta", "temperature"), "fp32"),
 }
 
 
@@ -99,44 +105,66 @@ ROWS = {
         {"out_ptr": "*bf16"},
     ),
 }
+_SIDES = ("MASKED", "STUDENT_SOFTCAP", "TEACHER_SOFTCAP")
+DIVERGENCES = {
+    f"divergence_{name}, {kind}": Kernel(
+        launch, {"BLOCK": block, "KIND": divergence.KINDS.index(kind)}, options, {"out_ptr": "*bf16"}
+    )
+    for kind in divergence.KINDS
+    for name, launch, block, options in (
+        ("sums", divergence._divergence_sums, divergence.SUMS_BLOCK, _SIDES),
+        (
+            "gradients",
+            divergence._divergence_gradients,
+            divergence.GRADIENT_BLOCK,
+            (*_SIDES, "FACTOR", "WITH_SUMS", "LABEL"),
+        ),
+    )
+}
 _TABLE = {
     "HALF_TILE": sizes.HALF_TILE_ROWS,
     "TILE": sizes.TILE_COLUMNS,
     "BLOCK_TILES": 256,
 }
-KERNELS = ROWS | {
-    "scaled_exp": _gemm(
-        scaled_exp._scaled_exp,
-        *("WRITE", "WITH_ARGMAX", "WEIGHTED", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
-    ),
-    "grad_logits": _gemm(scaled_exp._grad_logits, "ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"),
-    "row_prologue": Kernel(
-        scaled_exp_rows._row_prologue,
-        {**_TABLE, "SAMPLED": sizes.SAMPLED_ROWS, "BLOCK_K": 128},
-        ("SOFTCAP", "TEMPERATURE"),
-    ),
-    "combine_tiles": Kernel(
-        scaled_exp_rows._combine_tiles,
-        {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "BLOCK_TILES": 64, "TILE": sizes.TILE_COLUMNS},
-        ("WITH_ARGMAX", "WEIGHTED", "SOFTCAP", "ALONE", "FINALIZE", "TEMPERATURE", "SQUARES"),
-    ),
-    "finalize_rows": Kernel(
-        scaled_exp_rows._finalize_rows,
-        {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "TILE": sizes.TILE_COLUMNS},
-        ("SOFTCAP", "ALONE"),
-    ),
-    "tile_table": Kernel(scaled_exp_rows._tile_table, _TABLE),
-    "scale_rows": Kernel(
-        scaled_exp_rows._scale_rows, {"BLOCK": 2048}, ("WITH_UPSTREAM",), {"out_ptr": "*bf16"}
-    ),
-    "add_scaled": Kernel(scaled_exp_rows._add_scaled, {"BLOCK": 4096}),
-    "scaled_copy": Kernel(scaled_exp_rows._scaled_copy, {"BLOCK": 4096}, types={"x_ptr": "*fp32"}),
-    "shard_addends": Kernel(token_kernels._shard_addends, {"BLOCK": token_kernels.BLOCK}),
-    "token_loss": Kernel(token_kernels._token_loss, {"BLOCK": token_kernels.BLOCK}),
-    "merge_shards": Kernel(token_kernels._merge_shards, {"BLOCK": token_kernels.BLOCK}),
-    "scaled_weights": Kernel(upstream_kernels._scaled_weights, {"BLOCK": upstream_kernels.BLOCK}),
-    "fit_scalar": Kernel(upstream_kernels._fit_scalar, {"BLOCK": upstream_kernels.BLOCK}),
-}
+KERNELS = (
+    ROWS
+    | DIVERGENCES
+    | {
+        "scaled_exp": _gemm(
+            scaled_exp._scaled_exp,
+            *("WRITE", "WITH_ARGMAX", "WEIGHTED", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE", "SQUARES"),
+        ),
+        "grad_logits": _gemm(
+            scaled_exp._grad_logits, "ENTROPY", "MASKED", "SOFTCAP", "ROUNDED", "TEMPERATURE"
+        ),
+        "row_prologue": Kernel(
+            scaled_exp_rows._row_prologue,
+            {**_TABLE, "SAMPLED": sizes.SAMPLED_ROWS, "BLOCK_K": 128},
+            ("SOFTCAP", "TEMPERATURE"),
+        ),
+        "combine_tiles": Kernel(
+            scaled_exp_rows._combine_tiles,
+            {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "BLOCK_TILES": 64, "TILE": sizes.TILE_COLUMNS},
+            ("WITH_ARGMAX", "WEIGHTED", "SOFTCAP", "ALONE", "FINALIZE", "TEMPERATURE", "SQUARES"),
+        ),
+        "finalize_rows": Kernel(
+            scaled_exp_rows._finalize_rows,
+            {"BLOCK_ROWS": scaled_exp_rows.BLOCK_ROWS, "TILE": sizes.TILE_COLUMNS},
+            ("SOFTCAP", "ALONE"),
+        ),
+        "tile_table": Kernel(scaled_exp_rows._tile_table, _TABLE),
+        "scale_rows": Kernel(
+            scaled_exp_rows._scale_rows, {"BLOCK": 2048}, ("WITH_UPSTREAM",), {"out_ptr": "*bf16"}
+        ),
+        "add_scaled": Kernel(scaled_exp_rows._add_scaled, {"BLOCK": 4096}),
+        "scaled_copy": Kernel(scaled_exp_rows._scaled_copy, {"BLOCK": 4096}, types={"x_ptr": "*fp32"}),
+        "shard_addends": Kernel(token_kernels._shard_addends, {"BLOCK": token_kernels.BLOCK}),
+        "token_loss": Kernel(token_kernels._token_loss, {"BLOCK": token_kernels.BLOCK}),
+        "merge_shards": Kernel(token_kernels._merge_shards, {"BLOCK": token_kernels.BLOCK}),
+        "scaled_weights": Kernel(upstream_kernels._scaled_weights, {"BLOCK": upstream_kernels.BLOCK}),
+        "fit_scalar": Kernel(upstream_kernels._fit_scalar, {"BLOCK": upstream_kernels.BLOCK}),
+    }
+)
 
 
 def compiled(kernel: Kernel, capability: int, on: tuple[str, ...]) -> Any:
