@@ -10,7 +10,7 @@ the gradients by the student's logits s::
 
     forward_kl  KL(p_t || p_s)                                    p_s - p_t
     reverse_kl  KL(p_s || p_t)                                    p_s (r - KL)
-    jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m)       (1 - beta) p_s (log p_s - log m - KL(p_s || m))
+    jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m)       (1 - beta) p_s (log p_s / m - KL(p_s || m))
                 m = (1 - beta) p_s + beta p_t
 
 What the passes must do for each element with bf16 logits, and the time that takes on an H200 for C = 8192,
@@ -61,7 +61,6 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _SERIES_UP_TO = tl.constexpr(0.25)
 #: exp of less is 0.
 _FAR = tl.constexpr(128.0)
-_SMALLEST = tl.constexpr(2.0**-149)
 
 
 @triton.jit
@@ -90,13 +89,14 @@ def _kl_term(p, q, x):
     """``p * h(x) = q - p - p * x`` for ``x = log q - log p``, what a class adds to KL(p || q)."""
     # p is 0 where x is above _FAR, or NaN because both logits are -inf. Where q's alone is -inf, a p that
     # underflows adds infinity all the same.
-    far = q - p - tl.maximum(p, _SMALLEST) * tl.minimum(x, _FAR)
+    far = q - p - p * tl.minimum(x, _FAR)
+    far = tl.where(x == float("-inf"), float("inf"), far)
     return tl.where(tl.abs(x) <= _SERIES_UP_TO, p * _h(x), far)
 
 
 @triton.jit
 def _log(v):
-    """``log(v)`` of a normal ``v > 0``: to 5e-8 in [2/3, 4/3], elsewhere to 1 ulp more; in 16 instructions."""
+    """``log(v)`` of a normal ``v > 0``: to 5e-8 in [2/3, 4/3], elsewhere to 1 ulp more."""
     bits = v.to(tl.int32, bitcast=True)
     above = bits - 0x3F2AAAAB  # 2/3
     f = (bits - (above & -0x800000)).to(tl.float32, bitcast=True) - 1.0
@@ -123,7 +123,7 @@ def _polynomial(series_ptr, x, WHICH: tl.constexpr):
 
 
 @triton.jit
-def _mixture(r, beta):
+def _mixture(r, beta, student_share):
     """m, the smaller side's share of it, and p_s, in units of the larger side's p; abs(r); log m.
 
     All are finite: abs(r) is at most _FAR, also where r is NaN because both logits are -inf.
@@ -131,7 +131,7 @@ def _mixture(r, beta):
     student_larger = r > 0.0
     distance = tl.minimum(tl.abs(r), _FAR)
     q = tl.exp2(distance * -_LOG2_E)
-    of_larger = tl.where(student_larger, 1.0 - beta, beta)
+    of_larger = tl.where(student_larger, student_share, beta)
     of_smaller = (1.0 - of_larger) * q
     m = of_larger + of_smaller
     return m, of_smaller, tl.where(student_larger, 1.0, q), distance, _log(m)
@@ -144,6 +144,7 @@ def _terms(
     student_log_sum,
     teacher_log_sum,
     beta,
+    student_share,
     series_ptr,
     KIND: tl.constexpr,
     EXACT_S: tl.constexpr,
@@ -152,7 +153,7 @@ def _terms(
     """What a class adds to the divergence, and to KL(p_s || m) (jsd; else the first again)."""
     r = (s - t) - (student_log_sum - teacher_log_sum)
     if KIND == _JSD:
-        m, of_smaller, p_s, distance, log_m = _mixture(r, beta)
+        m, of_smaller, p_s, distance, log_m = _mixture(r, beta, student_share)
         # Both sides' shares of -m log m; and m - p_s - p_s log(m / p_s).
         divergence = -(m * log_m + of_smaller * distance)
         kl_student = m - p_s - p_s * (log_m + tl.where(r > 0.0, 0.0, distance))
@@ -170,10 +171,7 @@ def _terms(
     else:
         p_s = _probability(s, student_log_sum, EXACT_S)
         p_t = _probability(t, teacher_log_sum, EXACT_T)
-        if KIND == _FORWARD_KL:
-            divergence = _kl_term(p_t, p_s, r)
-        else:
-            divergence = _kl_term(p_s, p_t, -r)
+        divergence = _kl_term(p_t, p_s, r) if KIND == _FORWARD_KL else _kl_term(p_s, p_t, -r)
         kl_student = divergence
     return divergence, kl_student
 
@@ -207,6 +205,7 @@ def _add_block(
     student_softcap,
     teacher_softcap,
     beta,
+    student_share,  # 1 - beta
     series_ptr,
     divergence,  # [BLOCK]
     kl_student,  # [BLOCK], or scalar unless jsd
@@ -227,7 +226,7 @@ def _add_block(
     s -= student_max
     t -= teacher_max
     of_divergence, of_student = _terms(
-        s, t, student_log_sum, teacher_log_sum, beta, series_ptr, KIND,
+        s, t, student_log_sum, teacher_log_sum, beta, student_share, series_ptr, KIND,
         student_ptr.dtype.element_ty == tl.float32, teacher_ptr.dtype.element_ty == tl.float32,
     )  # fmt: skip
     if RAGGED:
@@ -260,6 +259,7 @@ def _divergence_sums_kernel(
     student_softcap,
     teacher_softcap,
     beta,
+    student_share,  # 1 - beta
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     MASKED: tl.constexpr,
@@ -283,13 +283,15 @@ def _divergence_sums_kernel(
         divergence, kl_student = _add_block(
             student_ptr, teacher_ptr, start, num_columns, student_max, teacher_max, student_log_sum,
             teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, series_ptr, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
+            beta, student_share, series_ptr, divergence, kl_student,
+            BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
         )  # fmt: skip
     if whole < num_columns:
         divergence, kl_student = _add_block(
             student_ptr, teacher_ptr, whole, num_columns, student_max, teacher_max, student_log_sum,
             teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, series_ptr, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
+            beta, student_share, series_ptr, divergence, kl_student,
+            BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
         )  # fmt: skip
     # NaN if a logit is: what is chosen by a comparison may have lost it.
     lost = (student_log_sum + teacher_log_sum) * 0.0
@@ -333,6 +335,7 @@ def _divergence_gradients_kernel(
     student_softcap,
     teacher_softcap,
     beta,
+    student_share,  # 1 - beta
     temperature,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
@@ -369,11 +372,11 @@ def _divergence_gradients_kernel(
     p_s = _probability(s, student_log_sum, EXACT_S)
     r = (s - t) - (student_log_sum - teacher_log_sum)
     if KIND == _JSD:
-        _, _, _, distance, log_m = _mixture(r, beta)
+        _, _, _, distance, log_m = _mixture(r, beta, student_share)
         x_s = log_m + tl.where(r > 0.0, 0.0, distance)
         near = tl.abs(r) <= _SERIES_UP_TO
         x_s = tl.where(near, r * _polynomial(series_ptr, r, _LOG_RATIO), x_s)
-        gradient = (beta - 1.0) * p_s * (x_s + tl.load(kl_student_ptr + row))
+        gradient = -student_share * p_s * (x_s + tl.load(kl_student_ptr + row))
     elif KIND == _FORWARD_KL:
         p_t = _probability(t, teacher_log_sum, EXACT_T)
         gradient = tl.where(tl.abs(r) <= _SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
@@ -395,7 +398,7 @@ def _divergence_gradients_kernel(
     gradient = tl.where(valid, gradient, 0.0)
     if WITH_SUMS:
         divergence, _ = _terms(
-            s, t, student_log_sum, teacher_log_sum, beta, series_ptr, KIND, EXACT_S, EXACT_T
+            s, t, student_log_sum, teacher_log_sum, beta, student_share, series_ptr, KIND, EXACT_S, EXACT_T
         )
         part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
         tl.store(part_ptr + row * tl.num_programs(1) + block, part)
@@ -464,6 +467,7 @@ def divergence_sums(
             student.softcap or 1.0,
             teacher.softcap or 1.0,
             beta,
+            1.0 - beta,
         ),
         BLOCK=min(SUMS_BLOCK, next_power_of_2(num_columns)),
         KIND=KINDS.index(kind),
@@ -526,6 +530,7 @@ def divergence_gradients(
             student.softcap or 1.0,
             teacher.softcap or 1.0,
             beta,
+            1.0 - beta,
             any_label.temperature,
         ),
         BLOCK=block,
