@@ -54,7 +54,6 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _SERIES_UP_TO = tl.constexpr(0.25)
 #: exp of less is 0.
 _FAR = tl.constexpr(128.0)
-_SMALLEST = tl.constexpr(2.0**-149)
 
 
 @triton.jit
@@ -83,7 +82,8 @@ def _kl_term(p, q, x):
     """``p * h(x) = q - p - p * x`` for ``x = log q - log p``, what a class adds to KL(p || q)."""
     # p is 0 where x is above _FAR, or NaN because both logits are -inf. Where q's alone is -inf, a p that
     # underflows adds infinity all the same.
-    far = q - p - tl.maximum(p, _SMALLEST) * tl.minimum(x, _FAR)
+    far = q - p - p * tl.minimum(x, _FAR)
+    far = tl.where(x == float("-inf"), float("inf"), far)
     return tl.where(tl.abs(x) <= _SERIES_UP_TO, p * _h(x), far)
 
 
@@ -106,7 +106,7 @@ def _log(v):
 
 
 @triton.jit
-def _mixture(r, beta, EXACT: tl.constexpr):
+def _mixture(r, beta, student_share, EXACT: tl.constexpr):
     """m, the smaller side's share of it, and p_s, in units of the larger side's p; abs(r); log m.
 
     All are finite: abs(r) is at most _FAR, also where r is NaN because both logits are -inf. log m is 0 for
@@ -115,7 +115,7 @@ def _mixture(r, beta, EXACT: tl.constexpr):
     student_larger = r > 0.0
     distance = tl.minimum(tl.abs(r), _FAR)
     q = tl.exp2(distance * -_LOG2_E)
-    of_larger = tl.where(student_larger, 1.0 - beta, beta)
+    of_larger = tl.where(student_larger, student_share, beta)
     of_smaller = (1.0 - of_larger) * q
     m = of_larger + of_smaller
     log_m = _log(m) if EXACT else tl.log2(m) * _LN_2
@@ -129,6 +129,7 @@ def _terms(
     student_log_sum,
     teacher_log_sum,
     beta,
+    student_share,  # 1 - beta
     KIND: tl.constexpr,
     EXACT_S: tl.constexpr,
     EXACT_T: tl.constexpr,
@@ -137,7 +138,7 @@ def _terms(
     r = (s - t) - (student_log_sum - teacher_log_sum)
     EXACT: tl.constexpr = EXACT_S or EXACT_T
     if KIND == _JSD:
-        m, of_smaller, p_s, distance, log_m = _mixture(r, beta, EXACT)
+        m, of_smaller, p_s, distance, log_m = _mixture(r, beta, student_share, EXACT)
         x_s = log_m + tl.where(r > 0.0, 0.0, distance)
         # Both sides' shares of -m log m; and m - p_s - p_s log(m / p_s).
         divergence = -(m * log_m + of_smaller * distance)
@@ -145,9 +146,8 @@ def _terms(
         if EXACT:
             x_t = log_m + tl.where(r > 0.0, distance, 0.0)
             near = tl.abs(r) <= _SERIES_UP_TO  # and so are x_s and x_t
-            student = (1.0 - beta) * p_s
             of_student = p_s * _h(x_s)
-            of_both = (1.0 - beta) * of_student + (m - student) * _h(x_t)
+            of_both = student_share * of_student + (m - student_share * p_s) * _h(x_t)
             divergence = tl.where(near, of_both, divergence)
             kl_student = tl.where(near, of_student, kl_student)
         if EXACT:
@@ -194,6 +194,7 @@ def _add_block(
     student_softcap,
     teacher_softcap,
     beta,
+    student_share,
     divergence,  # [BLOCK]
     kl_student,  # [BLOCK], or scalar unless jsd
     BLOCK: tl.constexpr,
@@ -213,7 +214,7 @@ def _add_block(
     s -= student_max
     t -= teacher_max
     of_divergence, of_student = _terms(
-        s, t, student_log_sum, teacher_log_sum, beta, KIND,
+        s, t, student_log_sum, teacher_log_sum, beta, student_share, KIND,
         student_ptr.dtype.element_ty == tl.float32, teacher_ptr.dtype.element_ty == tl.float32,
     )  # fmt: skip
     if RAGGED:
@@ -245,6 +246,7 @@ def _divergence_sums_kernel(
     student_softcap,
     teacher_softcap,
     beta,
+    student_share,  # 1 - beta
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     MASKED: tl.constexpr,
@@ -268,13 +270,13 @@ def _divergence_sums_kernel(
         divergence, kl_student = _add_block(
             student_ptr, teacher_ptr, start, num_columns, student_max, teacher_max, student_log_sum,
             teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
+            beta, student_share, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
         )  # fmt: skip
     if whole < num_columns:
         divergence, kl_student = _add_block(
             student_ptr, teacher_ptr, whole, num_columns, student_max, teacher_max, student_log_sum,
             teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
+            beta, student_share, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
         )  # fmt: skip
     # NaN if a logit is: what is chosen by a comparison may have lost it.
     lost = (student_log_sum + teacher_log_sum) * 0.0
@@ -317,6 +319,7 @@ def _divergence_gradients_kernel(
     student_softcap,
     teacher_softcap,
     beta,
+    student_share,  # 1 - beta
     temperature,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
@@ -353,9 +356,9 @@ def _divergence_gradients_kernel(
     p_s = _probability(s, student_log_sum, EXACT_S)
     r = (s - t) - (student_log_sum - teacher_log_sum)
     if KIND == _JSD:
-        _, _, _, distance, log_m = _mixture(r, beta, EXACT_S or EXACT_T)
+        _, _, _, distance, log_m = _mixture(r, beta, student_share, EXACT_S or EXACT_T)
         x_s = log_m + tl.where(r > 0.0, 0.0, distance)
-        gradient = (beta - 1.0) * p_s * (x_s + tl.load(kl_student_ptr + row))
+        gradient = -student_share * p_s * (x_s + tl.load(kl_student_ptr + row))
     elif KIND == _FORWARD_KL:
         p_t = _probability(t, teacher_log_sum, EXACT_T)
         gradient = tl.where(tl.abs(r) <= _SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
@@ -376,7 +379,9 @@ def _divergence_gradients_kernel(
         gradient *= tl.load(factor_ptr + row)
     gradient = tl.where(valid, gradient, 0.0)
     if WITH_SUMS:
-        divergence, _ = _terms(s, t, student_log_sum, teacher_log_sum, beta, KIND, EXACT_S, EXACT_T)
+        divergence, _ = _terms(
+            s, t, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT_S, EXACT_T
+        )
         part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
         tl.store(part_ptr + row * tl.num_programs(1) + block, part)
     tl.store(out_ptr + row * out_stride + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
@@ -422,6 +427,7 @@ def divergence_sums(
             student.softcap or 1.0,
             teacher.softcap or 1.0,
             beta,
+            1.0 - beta,
         ),
         BLOCK=min(SUMS_BLOCK, next_power_of_2(num_columns)),
         KIND=KINDS.index(kind),
@@ -483,6 +489,7 @@ def divergence_gradients(
             student.softcap or 1.0,
             teacher.softcap or 1.0,
             beta,
+            1.0 - beta,
             any_label.temperature,
         ),
         BLOCK=block,

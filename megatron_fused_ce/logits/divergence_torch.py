@@ -57,7 +57,10 @@ def _of_mixture(r: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """``log m - log p_s`` and ``log m - log p_t`` for ``m = (1 - beta) p_s + beta p_t``."""
     distance = r.abs()
     of_smaller = torch.where(r > 0.0, beta, 1.0 - beta)
-    to_larger = torch.log1p(of_smaller * torch.expm1(-distance))
+    of_larger = torch.where(r > 0.0, 1.0 - beta, beta)
+    far = torch.log(of_larger + of_smaller * torch.exp(-distance))
+    near = torch.log1p(of_smaller * torch.expm1(-distance))  # cancels for a small of_larger
+    to_larger = torch.where(distance <= SERIES_UP_TO, near, far)
     to_smaller = to_larger + distance
     return torch.where(r > 0.0, to_larger, to_smaller), torch.where(r > 0.0, to_smaller, to_larger)
 

@@ -65,7 +65,7 @@ TYPES = {
     **dict.fromkeys(
         (f"{side}_{what}" for side in ("student", "teacher") for what in ("scale", "softcap")), "fp32"
     ),
-    **dict.fromkeys(("beta", "temperature"), "fp32"),
+    **dict.fromkeys(("beta", "student_share", "temperature"), "fp32"),
 }
 
 

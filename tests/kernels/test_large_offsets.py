@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.kernels import gemm_variants, row_kernels, scaled_exp_rows
-from megatron_fused_ce.kernels.records import TileStatistics
-from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.kernels import divergence, gemm_variants, row_kernels, scaled_exp_rows
+from megatron_fused_ce.kernels.records import Side, TileStatistics
+from megatron_fused_ce.logits import divergence_torch, rows_torch
 from megatron_fused_ce.loss import PLAIN, TokenTerms, Upstream, merge_shards
 from megatron_fused_ce.scripts.lib.reference import (
     HeadInputs,
@@ -69,6 +69,25 @@ def test_row_kernels_at_far_rows(logits, device):
     torch.testing.assert_close(far_out, expected, rtol=8e-3, atol=1e-7)
     row_kernels.row_gradients(far, labels, gradient, 1.0, out=far)
     torch.testing.assert_close(far, expected, rtol=8e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", divergence.KINDS)
+def test_a_divergence_of_far_rows(logits, kind, device):
+    """Both sides and what is written; then in place."""
+    near = logits[0]
+    other = near.flip(1)
+    row_max, log_sum = near.float().amax(1), (near.float() - near.float().amax(1, keepdim=True)).logsumexp(1)
+    plain = [Side(z, row_max, log_sum) for z in (near, other)]
+    far, far_other = (far_rows(z, device) for z in (near, other))
+    ours = [side._replace(logits=z) for side, z in zip(plain, (far, far_other), strict=True)]
+    sums = divergence_torch.divergence_sums(*plain, kind, 0.5, None)
+    torch.testing.assert_close(divergence.divergence_sums(*ours, kind, 0.5, None), sums)
+    room = torch.empty_like(near)
+    divergence_torch.divergence_gradients(*plain, kind, 0.5, None, sums[1], room)
+    far_out = far_rows(torch.zeros_like(near), device)
+    for out in (far_out, far):
+        divergence.divergence_gradients(*ours, kind, 0.5, None, sums[1], out)
+        torch.testing.assert_close(out, room, rtol=8e-3, atol=1e-7)
 
 
 def test_sealing_and_scaling_far_rows(logits, device):
