@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megatron_fused_ce
+from megatron_fused_ce.kernels.records import DIVERGENCES
+from megatron_fused_ce.op import fused_linear_distillation
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.peers import one_line
 from megatron_fused_ce.scripts.bench.problem import MIB, Problem
@@ -28,7 +29,6 @@ from megatron_fused_ce.scripts.bench.rows import Case, Mark, Outputs, Subject
 from megatron_fused_ce.scripts.bench.variants import config_of
 
 GEMMS = "four GEMMs"
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 #: TRL's and Liger's one number: 0 and 1 are the KL divergences.
 BETAS = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
 #: The teacher's H where it is not the student's: a 70B model teaches a 1B model.
@@ -116,7 +116,7 @@ def _gemms(problem: Problem, inputs: Inputs, mark: Mark) -> None:
 
 def _ours(strategy: str, divergence: str, problem: Problem, inputs: Inputs) -> Outputs:
     known = parse_strategy(strategy).name in ("auto", "grad_in_forward")
-    made = megatron_fused_ce.fused_linear_distillation(
+    made = fused_linear_distillation(
         problem.hidden,
         problem.weight,
         inputs.hidden,
@@ -193,8 +193,6 @@ def _liger(divergence: str, problem: Problem, inputs: Inputs) -> Outputs:
 
 
 def _absent(module: str) -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device"
     try:
         importlib.import_module(module)
     except Exception as error:  # whatever a foreign library raises at import
