@@ -42,6 +42,7 @@ class Inputs:
         self.of_entropy = 0.1 * torch.randn(T, generator=generator, device=device)
         self._order = torch.randperm(vocab, generator=generator, device=device)
         self._start = torch.randint(vocab, (T, 1), generator=generator, device=device)
+        self._kept: dict[int, Tensor] = {}
         chance = torch.rand(T, generator=generator, device=device)
         self.active = chance < 0.5
         self.of_active = self.of_log_prob * self.active
@@ -53,8 +54,10 @@ class Inputs:
 
     def kept(self, count: int) -> Tensor:
         """``[T, count]`` ids, different ones for a token."""
-        places = self._start + torch.arange(count, device=self._start.device)
-        return self._order[places % len(self._order)]
+        if count not in self._kept:
+            places = self._start + torch.arange(count, device=self._start.device)
+            self._kept[count] = self._order[places % len(self._order)]
+        return self._kept[count]
 
 
 class Kind(NamedTuple):

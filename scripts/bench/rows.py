@@ -189,7 +189,7 @@ def check(
 def measure(
     subject: Subject, given: argparse.Namespace, cell: Cell, world: World, started: float
 ) -> list[Row]:
-    cases = subject.cases_of(given, cell)
+    cases = [case for case in subject.cases_of(given, cell) if case.name not in given.skip]
     if given.options:
         cases = [case for case in cases if case.name in (subject.base, *given.options)]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -71,12 +69,13 @@ def test_the_gemms_run_on_the_true_gradient():
         cell = Cell.by_size(64, 32, 640)
         problem = Problem.of(cell, world, dtype=torch.float32, wgrad_accumulator="returned")
         inputs = distill.inputs_of(problem, cell)
-        distill._gemms(problem, inputs, lambda: None)
+        with torch.no_grad():
+            distill._gemms(problem, inputs, lambda: None)
         made = distill.plain(distill.Kind("forward_kl"), problem.hidden, problem.weight, problem, inputs, ...)
         made["loss"].backward(inputs.upstream)
         _, _, grad_hidden, grad_weight = inputs.for_gemms(problem)
         torch.testing.assert_close(grad_hidden, problem.hidden.grad)
         torch.testing.assert_close(grad_weight, problem.weight.grad)
-        assert 0.05 < float(made["loss"].mean()) < 0.5 and math.isfinite(float(made["loss"].max()))
+        assert 0.05 < made["loss"].mean().item() < 0.5
     finally:
         world.close()

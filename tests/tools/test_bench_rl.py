@@ -47,6 +47,9 @@ def test_a_wrong_result_ends_without_figures(tmp_path, monkeypatch, capsys):
     assert bench.main([*WORDS, f"--out={path}", "--options", "log-probability, store"]) == 1
     assert "log-probability, store: (error, bound) {'log_prob'" in capsys.readouterr().err
     assert not path.exists()
+    rest = ["--options", "log-probability, store", "entropy, store", "--skip", "log-probability, store"]
+    assert bench.main([*WORDS, f"--out={path}", *rest]) == 1  # the other row is as wrong
+    assert "entropy, store: (error, bound)" in capsys.readouterr().err
 
 
 def test_unknown_rows_are_named(capsys):
