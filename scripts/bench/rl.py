@@ -9,6 +9,7 @@ import argparse
 from dataclasses import fields
 from functools import partial
 from inspect import signature
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -200,12 +201,10 @@ def cases_of(given: argparse.Namespace, cell: Cell) -> list[Case]:
     found.append(ours(f"temperature per token, {first}", first, both, per_token, entropy="differentiable"))
     whole = {"over_log_prob": f"log-probability, {first}"}
     absent = _without_ids()
-    for count in (K for K in LABELS if cell.vocab >= K):
-        grads = (("log_prob", f"of_{count}_ids"),)
-        kind = Kind(num_ids=count)
-        found.append(
-            ours(f"{count} labels a token, {first}", first, grads, kind, why_not=absent, over=over | whole)
-        )
+    for count, name in product((K for K in LABELS if cell.vocab >= K), given.strategies):
+        grads, kind = (("log_prob", f"of_{count}_ids"),), Kind(num_ids=count)
+        case = ours(f"{count} labels, {name}", name, grads, kind, why_not=absent, over=over | whole)
+        found.append(case)
     known = signature(token_log_probs).parameters
     absent = None if "active_mask" in known else "this package has no active_mask"
     grads, kind = (("log_prob", "of_active"),), Kind(masked=True)
