@@ -33,7 +33,8 @@ roofs are the shard's, all ranks at once.
 runs: the step's and the host's time over those of Megatron's layer with Transformer Engine's loss.
 --preset options times each option of the loss over the plain loss, --preset profile says where a step's time
 goes and what of the collectives is exposed (scripts/bench/options.py and profile.py); --preset rl times
-log-probabilities and entropy beside verl's kernel, and over the ids that sampling kept (scripts/bench/rl.py).
+log-probabilities and entropy beside verl's kernel, and over the ids that sampling kept (scripts/bench/rl.py);
+--preset distill times divergences from a teacher beside TRL, ModelOpt and Liger (scripts/bench/distill.py).
 
 Every variant ends in the same place: an fp32 main_grad (--wgrad-accumulator returned: a gradient in the
 weight's dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a strategy of this package is
@@ -133,10 +134,11 @@ def main(words: list[str]) -> int:
             from megatron_fused_ce.scripts.bench import profile
 
             return profile.run(given, world, source)
-        if given.preset == "rl":
-            from megatron_fused_ce.scripts.bench import rl
+        if given.preset in ("rl", "distill"):
+            from megatron_fused_ce.scripts.bench import distill, rl, rows
 
-            return rl.run(given, world, source, started)
+            subject = rl.SUBJECT if given.preset == "rl" else distill.SUBJECT
+            return rows.run(subject, given, world, source, started)
         return run(given, world, source, started)
     finally:
         world.close()

@@ -192,6 +192,21 @@ PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
     "profile": ([], {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]}),
     # Log-probabilities and entropy beside verl's kernel, and over the ids that sampling kept.
     "rl": ([("qwen2.5-7b", 32768)], {"strategies": ["store", "recompute"], "check_tokens": 1024}),
+    # Divergences from a teacher over four bare GEMMs, beside ModelOpt's formula, TRL and Liger. Tokens enough
+    # for a second chunk in the check against fp64.
+    "distill": (
+        [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3.2-1b", 8192)],
+        {
+            "strategies": [
+                "store",
+                "grad_in_forward",
+                "grad_in_forward:4096",
+                "recompute",
+                "store/gemm_rows",
+            ],
+            "check_tokens": 4500,
+        },
+    ),
     # The cells that issue 4's targets name, in little time (about a minute a cell on four H200s) ...
     "tp": (TP_CELLS, {"sequence_parallel": "both", "lean": True}),
     # ... and with the other chunks, and blocks enough to publish.
@@ -252,7 +267,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         choices=SEQUENCE_PARALLEL,
         help="the hidden states in R parts; 'both': each cell with and without",
     )
-    add("--options", nargs="+", metavar="NAME", help="rows of --preset options or rl: these alone")
+    add("--options", nargs="+", metavar="NAME", help="rows of --preset options, rl or distill: these alone")
     add("--steps", type=whole(most=10**6), default=3, help="of a profile, or of an option's turn (3)")
     add("--most", type=whole(0), default=12, help="lines of torch's table of each variant of a profile (12)")
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")

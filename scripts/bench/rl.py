@@ -1,48 +1,32 @@
-"""What log-probabilities for RL cost: beside verl's kernel, and over the ids that sampling kept.
+"""What log-probabilities for RL cost: beside verl's kernel, of K ids a token, where tokens need nothing.
 
-`python -m scripts.bench --preset rl`. Before anything is timed each row's outputs and gradients are compared
-with their definition in fp64 on some of the tokens; ours may have twice eager PyTorch's error, or `FLOOR`.
-Times and peaks are taken as for the other presets (measure.py). Gradients end in ``.grad``, in the operands'
-dtype.
+`python -m scripts.bench --preset rl`; checks and times: rows.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from inspect import signature
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.loss import TokenLogProbs
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.measure import (
-    Outcome,
-    Settings,
-    WrongVariant,
-    attempt,
-    measure_peak,
-    measure_times,
-    rounded,
-    say,
-    turn,
-)
 from megatron_fused_ce.scripts.bench.peers import one_line, verl_linear_cross_entropy
-from megatron_fused_ce.scripts.bench.problem import DTYPES, MIB, Problem, World
-from megatron_fused_ce.scripts.bench.roof import Roof
-from megatron_fused_ce.scripts.bench.variants import Variant, config_of
-from megatron_fused_ce.scripts.lib import results, tables
-from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
-from megatron_fused_ce.scripts.lib.results import Row
+from megatron_fused_ce.scripts.bench.problem import Problem
+from megatron_fused_ce.scripts.bench.rows import Case, Mark, Outputs, Subject
+from megatron_fused_ce.scripts.bench.variants import config_of
 
 TEMPERATURE = 0.7
-KEPT = (16, 512)
+KEPT, LABELS = (16, 512), (64, 1024)
+#: Of the upstream gradients that are not 0.
+SHARES = (0.2, 1.0)
 PRODUCT, VERL, FORWARD = "product", "verl", ", forward only"
 #: Tokens of a block of the bare product: its logits are not kept.
 PRODUCT_TOKENS = 8192
@@ -59,312 +43,186 @@ class Inputs:
         self.of_entropy = 0.1 * torch.randn(T, generator=generator, device=device)
         self._order = torch.randperm(vocab, generator=generator, device=device)
         self._start = torch.randint(vocab, (T, 1), generator=generator, device=device)
+        self._kept: dict[int, Tensor] = {}
+        chance = torch.rand(T, generator=generator, device=device)
+        self.active = chance < 0.5
+        self.of_active = self.of_log_prob * self.active
+        for share in SHARES:
+            setattr(self, f"of_share_{share}", self.of_log_prob * (chance < share))
+        for count in LABELS:
+            weights = torch.randn(T, count, generator=generator, device=device)
+            setattr(self, f"of_{count}_ids", weights)
 
     def kept(self, count: int) -> Tensor:
-        """``[T, count]`` ids, different ones for a token; its label is the first."""
-        places = self._start + torch.arange(count, device=self._start.device)
-        return self._order[places % len(self._order)]
+        """``[T, count]`` ids, different ones for a token."""
+        if count not in self._kept:
+            places = self._start + torch.arange(count, device=self._start.device)
+            self._kept[count] = self._order[places % len(self._order)]
+        return self._kept[count]
 
 
-#: Makes both outputs with their graph; the row's gradients are on or off around it.
-Made = Callable[[Problem, Inputs], TokenLogProbs]
+class Kind(NamedTuple):
+    """What the definition has to know of a row."""
 
-
-@dataclass(frozen=True)
-class Case:
-    """One row. ``made`` None: the product alone, or ``why_not``."""
-
-    name: str
-    made: Made | None
-    is_ours: bool = True
-    backward: bool = True
-    entropy_grad: bool = False
     per_token: bool = False  # its temperature
-    kept: int = 0
-    why_not: str | None = None
-
-    def step(self, inputs: Inputs, problem: Problem, mark: Callable[[], None]) -> Tensor:
-        problem.reset()
-        mark()
-        with torch.set_grad_enabled(self.backward):
-            if self.made is None:
-                found = _product(problem)
-                self._two(mark)
-                return found
-            made = self.made(problem, inputs)
-        if not self.backward:
-            self._two(mark)
-            return made.log_prob
-        outputs, grads = [made.log_prob.flatten()], [inputs.of_log_prob]
-        if self.entropy_grad:
-            assert made.entropy is not None
-            outputs, grads = [*outputs, made.entropy.flatten()], [*grads, inputs.of_entropy]
-        mark()
-        torch.autograd.backward(outputs, grads)
-        mark()
-        return made.log_prob.detach()
-
-    @staticmethod
-    def _two(mark: Callable[[], None]) -> None:
-        mark()
-        mark()
+    kept: int = 0  # ids that sampling kept
+    num_ids: int = 0  # whose log-probabilities are asked for; 0: the label's
+    masked: bool = False  # tokens outside ``active`` give 0
 
 
-def _product(problem: Problem) -> Tensor:
+PLAIN = Kind()
+
+
+def plain(
+    kind: Kind, hidden: Tensor, weight: Tensor, problem: Problem, inputs: Inputs, tokens: Tensor
+) -> Outputs:
+    z = hidden @ weight.t()
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    z = z / (inputs.temperatures[0, tokens, None].to(z.dtype) if kind.per_token else TEMPERATURE)
+    labels = problem.labels[tokens, None]
+    if kind.kept:
+        z, labels = z.gather(1, inputs.kept(kind.kept)[tokens]), torch.zeros_like(labels)
+    if kind.num_ids:
+        labels = inputs.kept(kind.num_ids)[tokens]
+    log_p = z.log_softmax(-1)
+    log_prob = log_p.gather(1, labels)
+    if kind.masked:
+        log_prob = log_prob.where(inputs.active[tokens, None], 0.0)
+    if kind.num_ids:
+        return {"log_prob": log_prob}
+    return {"log_prob": log_prob[:, 0], "entropy": -(log_p.exp() * log_p).sum(-1)}
+
+
+def _product(problem: Problem, inputs: Inputs, mark: Mark) -> None:
     T, V = problem.num_tokens, problem.num_rows
     size = min(T, PRODUCT_TOKENS)
     out = problem.hidden.new_empty(size, V)
     for start in range(0, T, size):
         part = problem.hidden[start : start + size]
         torch.mm(part, problem.weight.t(), out=out[: len(part)])
-    return out
+    mark()
 
 
-def _ours(strategy: str, entropy: str, memory_mb: int | None, per_token: bool = False) -> Made:
-    config = config_of(strategy, **({"memory_mb": memory_mb} if strategy == "auto" else {}))
-
-    def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
-        return token_log_probs(
-            problem.hidden.unsqueeze(1),
-            problem.weight,
-            problem.labels.unsqueeze(0),
-            temperature=inputs.temperatures if per_token else TEMPERATURE,
-            entropy=entropy,
-            config=config,
-        )
-
-    return made
-
-
-def _masked(count: int) -> Made:
-    def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
-        kept = inputs.kept(count)
-        return masked_token_log_probs(
-            problem.hidden.unsqueeze(1),
-            problem.weight,
-            kept[:, 0].unsqueeze(0),
-            kept.flatten(),
-            torch.arange(len(kept) + 1, device=kept.device) * count,
-            temperature=TEMPERATURE,
-            entropy="differentiable",
-        )
-
-    return made
+def _ours(
+    strategy: str,
+    problem: Problem,
+    inputs: Inputs,
+    *,
+    entropy: str = "none",
+    kind: Kind = PLAIN,
+    **of_config: Any,
+) -> Outputs:
+    labels = problem.labels
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "entropy": entropy}
+    if kind.num_ids:
+        labels = inputs.kept(kind.num_ids)
+    if kind.masked:
+        options["active_mask"] = inputs.active
+    if kind.per_token:
+        options["temperature"] = inputs.temperatures[0]
+    made = token_log_probs(
+        problem.hidden,
+        problem.weight,
+        labels,
+        **options,
+        config=config_of(strategy, **of_config),
+    )
+    found = {"log_prob": made.log_prob}
+    return found if made.entropy is None else found | {"entropy": made.entropy}
 
 
-def _verl() -> tuple[Made | None, str | None]:
+def _masked(count: int, problem: Problem, inputs: Inputs) -> Outputs:
+    kept = inputs.kept(count)
+    made = masked_token_log_probs(
+        problem.hidden.unsqueeze(1),
+        problem.weight,
+        kept[:, 0].unsqueeze(0),
+        kept.flatten(),
+        torch.arange(len(kept) + 1, device=kept.device) * count,
+        temperature=TEMPERATURE,
+        entropy="differentiable",
+    )
+    assert made.entropy is not None
+    return {"log_prob": made.log_prob.flatten(), "entropy": made.entropy.flatten()}
+
+
+def _verl(problem: Problem, inputs: Inputs) -> Outputs:
+    function: Any = verl_linear_cross_entropy()
+    found = function(problem.hidden, problem.weight, problem.labels, TEMPERATURE, "none", None)
+    return dict(zip(("log_prob", "entropy"), found, strict=True))
+
+
+def _without_verl() -> str | None:
     if not torch.cuda.is_available():
-        return None, "needs a CUDA device"
+        return "needs a CUDA device"
     try:
-        function: Any = verl_linear_cross_entropy()
+        verl_linear_cross_entropy()
     except Exception as error:  # whatever a foreign library raises at import
-        return None, one_line(error)
-
-    def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
-        return TokenLogProbs(
-            *function(problem.hidden, problem.weight, problem.labels, TEMPERATURE, "none", None)
-        )
-
-    return made, None
+        return one_line(error)
+    return None
 
 
-def cases_of(strategies: Sequence[str], vocab: int, memory_mb: int | None = None) -> list[Case]:
-    """``auto`` within ``memory_mb``."""
-    verl, why_not = _verl()
+def _without_ids() -> str | None:
+    try:
+        token_log_probs(torch.zeros(1, 1), torch.zeros(2, 1), torch.zeros(1, 2, dtype=torch.int64))
+    except (TypeError, ValueError):
+        return "this package takes one label a token"
+    return None
+
+
+def cases_of(given: argparse.Namespace, cell: Cell) -> list[Case]:
+    """Strategy ``auto`` within ``--memory-mb``."""
+    why_not = _without_verl()
+    one, both = (("log_prob", "of_log_prob"),), (("log_prob", "of_log_prob"), ("entropy", "of_entropy"))
+    over = {"over_verl": VERL}
+
+    def ours(name: str, strategy: str, grads: Any = one, kind: Kind = PLAIN, **more: Any) -> Case:
+        options = {key: more.pop(key) for key in ("why_not", "over") if key in more}
+        if strategy == "auto":
+            more["memory_mb"] = given.memory_mb
+        made = partial(_ours, strategy, kind=kind, **more)
+        return Case(name, made, kind, grads, **{"over": over, **options})
+
+    first = given.strategies[0]
+    forward = {"over_verl": VERL + FORWARD}
     found = [
-        Case(PRODUCT, None, is_ours=False, backward=False),
-        Case(VERL, verl, is_ours=False, entropy_grad=True, why_not=why_not),
-        Case(VERL + FORWARD, verl, is_ours=False, backward=False, why_not=why_not),
-        Case("entropy" + FORWARD, _ours(strategies[0], "detached", memory_mb), backward=False),
+        Case(PRODUCT, is_ours=False, products=_product),
+        Case(VERL, _verl, PLAIN, both, is_ours=False, why_not=why_not, over=over),
+        Case(VERL + FORWARD, _verl, PLAIN, is_ours=False, why_not=why_not, over=forward),
+        ours("entropy" + FORWARD, first, (), entropy="detached", over=forward),
     ]
-    for name in strategies:
+    for name in given.strategies:
         found += [
-            Case(f"log-probability, {name}", _ours(name, "none", memory_mb)),
-            Case(f"entropy, {name}", _ours(name, "detached", memory_mb)),
+            ours(f"log-probability, {name}", name),
+            ours(f"entropy, {name}", name, entropy="detached"),
+            ours(f"entropy with gradient, {name}", name, both, entropy="differentiable"),
         ]
-        made = _ours(name, "differentiable", memory_mb)
-        found.append(Case(f"entropy with gradient, {name}", made, entropy_grad=True))
-    made = _ours(strategies[0], "differentiable", memory_mb, per_token=True)
-    name = f"temperature per token, {strategies[0]}"
-    found.append(Case(name, made, entropy_grad=True, per_token=True))
-    masks = [k for k in KEPT if k <= vocab]
-    return found + [Case(f"{k} kept ids", _masked(k), entropy_grad=True, kept=k) for k in masks]
-
-
-# --- checks ----------------------------------------------------------------------------------
-
-
-def plain(case: Case, problem: Problem, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The definition in plain PyTorch: the row's outputs and gradients, by name."""
-    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (problem.hidden, problem.weight))
-    z = (hidden @ weight.t()).to(torch.promote_types(dtype, torch.float32))
-    z = z / (inputs.temperatures.to(z.dtype).t() if case.per_token else TEMPERATURE)
-    labels = problem.labels.unsqueeze(1)
-    if case.kept:
-        z, labels = z.gather(1, inputs.kept(case.kept)), torch.zeros_like(labels)
-    log_p = z.log_softmax(-1)
-    log_prob, entropy = log_p.gather(1, labels)[:, 0], -(log_p.exp() * log_p).sum(-1)
-    found = {"log_prob": log_prob.detach(), "entropy": entropy.detach()}
-    if case.backward:
-        total = (log_prob * inputs.of_log_prob).sum()
-        if case.entropy_grad:
-            total = total + (entropy * inputs.of_entropy).sum()
-        total.backward()
-        assert hidden.grad is not None and weight.grad is not None
-        found |= {"grad_hidden": hidden.grad, "grad_weight": weight.grad}
+    per_token = Kind(per_token=True)
+    found.append(ours(f"temperature per token, {first}", first, both, per_token, entropy="differentiable"))
+    whole = {"over_log_prob": f"log-probability, {first}"}
+    absent = _without_ids()
+    for count, name in product((K for K in LABELS if cell.vocab >= K), given.strategies):
+        grads, kind = (("log_prob", f"of_{count}_ids"),), Kind(num_ids=count)
+        case = ours(f"{count} labels, {name}", name, grads, kind, why_not=absent, over=over | whole)
+        found.append(case)
+    known = signature(token_log_probs).parameters
+    absent = None if "active_mask" in known else "this package has no active_mask"
+    grads, kind = (("log_prob", "of_active"),), Kind(masked=True)
+    found.append(
+        ours(f"half of the tokens active, {first}", first, grads, kind, why_not=absent, over=over | whole)
+    )
+    skipping: dict[str, Any] = {"skip_zero_upstream": True}
+    if "skip_zero_upstream" not in (field.name for field in fields(FusedCEConfig)):
+        skipping = {"why_not": "this package has no skip_zero_upstream"}
+    for share in SHARES:
+        grads = (("log_prob", f"of_share_{share}"),)
+        name = f"upstream of {share:.0%} of the tokens, {first}"
+        found.append(ours(name, first, grads, **{"over": over | whole, **skipping}))
+    for count in (K for K in KEPT if cell.vocab >= K):
+        found.append(Case(f"{count} kept ids", partial(_masked, count), Kind(kept=count), both, over=over))
     return found
 
 
-def errors(
-    case: Case, problem: Problem, inputs: Inputs, true: dict[str, Tensor], eager: dict[str, float]
-) -> dict[str, tuple[float, float]]:
-    """Of each output and gradient: norm-relative error, and what ours may have beside plain PyTorch's."""
-    assert case.made is not None
-    problem.reset()
-    with torch.set_grad_enabled(case.backward):
-        made = case.made(problem, inputs)
-        if case.backward:
-            total = (made.log_prob.flatten() * inputs.of_log_prob).sum()
-            if case.entropy_grad and made.entropy is not None:
-                total = total + (made.entropy.flatten() * inputs.of_entropy).sum()
-            total.backward()  # type: ignore[no-untyped-call]
-    found = {"log_prob": made.log_prob, "entropy": made.entropy}
-    found |= {"grad_hidden": problem.hidden.grad, "grad_weight": problem.weight.grad}
-    result = {}
-    for name, exact in true.items():
-        value = found[name]
-        if value is None and name == "entropy":
-            continue  # not asked for
-        assert value is not None, f"{name} did not arrive"
-        error = relative_error(value.detach().view(exact.shape), exact)
-        result[name] = (error, max(FLOOR[problem.dtype], 2 * eager[name]))
-    problem.reset()
-    return result
-
-
-def check(cases: list[Case], cell: Cell, given: argparse.Namespace, world: World) -> dict[str, Row]:
-    """What is known of each row before it is timed. Raises ArithmeticError where ours is wrong."""
-    tokens = min(cell.num_tokens, given.check_tokens)
-    problem = _problem(cell, given, world, tokens)
-    inputs = Inputs(problem, cell.vocab)
-    rows: dict[str, Row] = {}
-    true: dict[str, Tensor] = {}
-    eager: dict[str, float] = {}
-    kind: tuple[Any, ...] | None = None
-    for case in cases:
-        row: Row = {"error": case.why_not}
-        if case.made is not None:
-            if kind != (kind := (case.backward, case.entropy_grad, case.per_token, case.kept)):
-                true.clear()  # the weight's gradient in fp64 is large: one at a time
-                true = plain(case, problem, inputs, torch.float64)
-                rough = plain(case, problem, inputs, problem.dtype)
-                eager = {name: relative_error(rough.pop(name), exact) for name, exact in true.items()}
-            found, why_not = attempt(partial(errors, case, problem, inputs, true, eager), world)
-            row["error"] = why_not
-            if why_not is None:
-                row["errors"] = {name: error for name, (error, _) in found.items()}
-                wrong = {name: pair for name, pair in found.items() if not pair[0] <= pair[1]}
-                if case.is_ours and wrong:
-                    raise ArithmeticError(f"{case.name}: (error, bound) {wrong}")
-            elif case.is_ours:
-                raise ArithmeticError(f"{case.name}: {why_not}")
-        rows[case.name] = row
-    return rows
-
-
-# --- times -----------------------------------------------------------------------------------
-
-
-def _problem(cell: Cell, given: argparse.Namespace, world: World, tokens: int) -> Problem:
-    return Problem(
-        world,
-        num_tokens=tokens,
-        hidden_size=cell.hidden_size,
-        vocab=cell.vocab,
-        dtype=DTYPES[given.dtype],
-        wgrad_accumulator="returned",
-    )
-
-
-def measure(given: argparse.Namespace, cell: Cell, world: World, started: float) -> list[Row]:
-    cases = cases_of(given.strategies, cell.vocab, given.memory_mb)
-    if given.options:
-        cases = [case for case in cases if case.name in (PRODUCT, *given.options)]
-    rows = check(cases, cell, given, world)
-    problem = _problem(cell, given, world, cell.num_tokens)
-    inputs = Inputs(problem, cell.vocab)
-    outcomes: dict[str, Outcome] = {}
-    for case in cases:
-        rows[case.name] |= {"shape": cell.shape, "tokens": cell.num_tokens, "variant": case.name}
-        variant = Variant(case.name, "ours" if case.is_ours else "peer", partial(case.step, inputs))
-        outcome = outcomes[case.name] = Outcome(variant, rows[case.name]["error"])
-        for step in (
-            partial(turn, variant, problem, world, 1, 1),
-            partial(measure_peak, outcome, problem, world),
-        ):
-            if outcome.reason is None:  # the first compiles
-                _, outcome.reason = attempt(step, world)
-        if outcome.peak_mib is not None and not case.backward:
-            outcome.peak_mib += problem.output_bytes() / MIB  # no gradients, so none to leave out
-    settings = Settings(blocks=given.blocks, sample_ms=given.sample_ms, seed=given.seed)
-    settings = replace(settings, deadline=started + given.time_limit)
-    measure_times(outcomes, {}, Roof(problem, world), problem, settings, world)
-    for name, outcome in outcomes.items():
-        rows[name]["error"] = outcome.reason
-        if outcome.reason is None:
-            forward, backward, time_ms = (statistics.median(ms) for ms in zip(*outcome.samples, strict=True))
-            totals = [sample[-1] for sample in outcome.samples]
-            rows[name] |= {
-                "forward_ms": rounded(forward, 3),
-                "backward_ms": rounded(backward, 3),
-                "time_ms": rounded(time_ms, 3),
-                "spread": rounded((max(totals) - min(totals)) / time_ms, 4),
-                "peak_mib": rounded(outcome.peak_mib, 1),
-                "host_ms": rounded(statistics.median(outcome.host), 3),
-                "blocks": len(totals),
-            }
-    for case in cases:
-        row, beside = rows[case.name], rows.get(VERL if case.backward else VERL + FORWARD, {})
-        for key, other in (("ratio", rows[PRODUCT]), ("over_verl", beside)):
-            own, its = row.get("time_ms"), other.get("time_ms")
-            row[key] = None if own is None or its is None else round(own / its, 4)
-    return [rows[case.name] for case in cases]
-
-
-def table(rows: list[Row]) -> str:
-    head = ["shape", "tokens", "row", "forward ms", "backward ms", "ms", "over verl", "over one product"]
-    head += ["spread", "peak MiB", "largest error"]
-    lines = []
-    for row in rows:
-        found: Any = row["error"]
-        if found is None:
-            found = format(max(row["errors"].values()), ".1e") if "errors" in row else ""
-        forms = {"forward_ms": ".2f", "backward_ms": ".2f", "time_ms": ".2f", "over_verl": ".3f"}
-        forms |= {"ratio": ".3f", "spread": ".3f", "peak_mib": ".0f"}
-        values = [tables.cell(row.get(key), form, "") for key, form in forms.items()]
-        lines.append([row["shape"], row["tokens"], row["variant"], *values, found])
-    return tables.markdown(head, lines, left=3) + "\n"
-
-
-def run(given: argparse.Namespace, world: World, source: Row, started: float) -> int:
-    """`--preset rl`: what the command line asks for, on one rank."""
-    known = [case.name for case in cases_of(given.strategies, max(KEPT))]
-    if unknown := set(given.options or ()) - set(known):
-        raise UsageError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    if world.size > 1:
-        raise UsageError("--preset rl knows no tensor parallelism: leave out --tp")
-    rows: list[Row] = []
-    for cell in given.cells:
-        try:
-            found = measure(given, cell, world, started)
-        except (ArithmeticError, WrongVariant) as wrong:
-            say(world, f"{cell}: {wrong}: nothing of this cell is printed")
-            return 1
-        rows += found
-        print(table(found), flush=True)
-        if given.path:
-            results.write(given.path, rows, source)
-            head = f"# Log-probabilities for RL\n\n{source['device']}, commit {source['commit']}.\n\n"
-            results.write_whole(given.path.with_suffix(".md"), head + table(rows))
-            print(f"written: {given.path}")
-    return 0
+SUBJECT = Subject(
+    "Log-probabilities for RL", PRODUCT, cases_of, lambda problem, cell: Inputs(problem, cell.vocab), plain
+)

@@ -22,6 +22,8 @@ def test_every_row_is_checked_and_timed(tmp_path, capsys):
     assert {"entropy, store", "entropy with gradient, recompute", "temperature per token, store"} < set(rows)
     assert list(rows)[-len(masks) :] == masks
     for name, row in rows.items():
+        if isinstance(row["error"], str) and row["error"].startswith("this package"):
+            continue
         if name.startswith(rl.VERL):
             assert row["error"] == "needs a CUDA device" and row["time_ms"] is None
             continue
@@ -45,6 +47,9 @@ def test_a_wrong_result_ends_without_figures(tmp_path, monkeypatch, capsys):
     assert bench.main([*WORDS, f"--out={path}", "--options", "log-probability, store"]) == 1
     assert "log-probability, store: (error, bound) {'log_prob'" in capsys.readouterr().err
     assert not path.exists()
+    rest = ["--options", "log-probability, store", "entropy, store", "--skip", "log-probability, store"]
+    assert bench.main([*WORDS, f"--out={path}", *rest]) == 1  # the other row is as wrong
+    assert "entropy, store: (error, bound)" in capsys.readouterr().err
 
 
 def test_unknown_rows_are_named(capsys):

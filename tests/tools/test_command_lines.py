@@ -179,7 +179,7 @@ def test_bad_input_is_one_line_and_status_2_at_once(line, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-@pytest.mark.parametrize("preset", ["reach", "options", "profile", "rl"])
+@pytest.mark.parametrize("preset", ["reach", "options", "profile", "rl", "distill"])
 def test_without_a_gpu_the_benchmark_says_so_within_two_seconds(preset):
     began = time.monotonic()
     done = run("scripts.bench", "--preset", preset, cwd=ROOT)
