@@ -142,6 +142,13 @@ def check(
         )
     if given.divergence not in DIVERGENCES:
         raise ValueError(f"divergence is {given.divergence!r}; choose one of {', '.join(DIVERGENCES)}")
+    for name, number in (
+        ("beta", given.beta),
+        ("teacher_logit_scale", given.logit_scale),
+        ("teacher_logit_softcap", 1.0 if given.logit_softcap is None else given.logit_softcap),
+    ):
+        if not isinstance(number, (int, float)):
+            raise TypeError(f"{name} is {number!r:.60}; expected a number")
     if given.divergence == "jsd" and not 0 < given.beta < 1:
         raise ValueError(
             f"beta is {given.beta}; expected between 0 and 1: take forward_kl or reverse_kl for the ends"

@@ -237,8 +237,8 @@ def fused_linear_distillation(
         beta: of ``jsd``, between 0 and 1.
         temperature: a number, of both sides, after scale and softcap.
         labels: ``[b, s]`` or ``[T]``, global ids, for the cross-entropies, which are at temperature 1; as for
-            :func:`fused_linear_cross_entropy`. ``config.ignore_index`` gives tokens with that label results
-            of 0 without a gradient.
+            :func:`fused_linear_cross_entropy`. Tokens labelled ``config.ignore_index`` have a loss, a
+            divergence and cross-entropies of 0 without a gradient; their entropy is as if they had another.
         label_weights: a number, or floats in the labels' shape without a gradient: the loss is
             ``divergence + label_weights * cross_entropy``, for no GEMM more.
         entropy: also give the student's.

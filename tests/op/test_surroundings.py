@@ -21,6 +21,7 @@ from megatron_fused_ce import (
     parallel,
 )
 from megatron_fused_ce.call import Call
+from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.loss import TeacherTargets
 from megatron_fused_ce.op import linear_cross_entropy
@@ -148,6 +149,23 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         name: other_tensor(getattr(args, name)) for name in ("hidden", "weight", "labels", "token_weights")
     }
     changes["token_weights"]["none"] = None
+    beside = Distillation(args.hidden, args.weight, None, "jsd", 0.5, 1.0, None, False, True)
+    of_beside: dict[str, dict[str, Any]] = {
+        "hidden": other_tensor(beside.hidden),
+        "weight": other_tensor(beside.weight),
+        "label_weights": {"given": args.token_weights, "of double": args.token_weights.double()},
+        "divergence": {"reverse_kl": "reverse_kl"},
+        "beta": {"0.25": 0.25},
+        "logit_scale": {"2.0": 2.0},
+        "logit_softcap": {"5.0": 5.0},
+        "sequence_parallel": {"on": True},
+        "with_labels": {"off": False},
+    }
+    assert of_beside.keys() == set(Distillation._fields), "a new field of the teacher"
+    changes["distillation"] = {"given": beside}
+    for field, variants in of_beside.items():
+        for how, value in variants.items():
+            changes["distillation"][f"{field}, {how}"] = beside._replace(**{field: value})
     changes |= {
         "sequence_parallel": {"on": True},
         "vocab_start": {"0": 0, "True": True},
@@ -195,7 +213,7 @@ def test_every_field_of_the_arguments_is_in_the_key(device):
         for how, value in of_field.items():
             key = call._key(args._replace(**{name: value}))
             if key is None:  # no address: nothing is kept
-                assert how == "device"
+                assert how.endswith("device")
                 continue
             assert key not in seen, f"{name}, {how}: as {seen[key]}"
             seen[key] = f"{name}, {how}"
@@ -209,14 +227,20 @@ def test_every_field_is_compared_over_the_ranks(device):
     """But for what a rank may have by itself."""
     args = arguments(device)
     of_rank = {"tp_group", "open_grad_weight", "head", "caller_error", "unmasked"}
-    expected = call._must_agree(args)
-    assert call._must_agree(args._replace(weight=args.weight[:5])) == expected
-    for name, of_field in changes_of(args).items():
+    plain = call._must_agree(args)
+    assert call._must_agree(args._replace(weight=args.weight[:5])) == plain
+    changes = changes_of(args)
+    beside = changes["distillation"]["given"]
+    of_teacher = call._must_agree(args._replace(distillation=beside))
+    fewer = beside._replace(weight=beside.weight[:5])
+    assert call._must_agree(args._replace(distillation=fewer)) == of_teacher
+    for name, of_field in changes.items():
         for how, value in of_field.items():
+            # A change of the teacher's is one from a call that has it.
+            expected = of_teacher if how.partition(", ")[0] in Distillation._fields else plain
             differs = call._must_agree(args._replace(**{name: value})) != expected
-            same = (
-                name in of_rank or how in ("strides", "device", "class") or (name, how) == ("vocab_start", "")
-            )
+            in_memory = how.rpartition(", ")[2] in ("strides", "device", "class")
+            same = name in of_rank or in_memory or (name, how) == ("vocab_start", "")
             if name == "weight" and how == "shape":
                 same = False  # its columns
             assert differs != same, (name, how)

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from megatron_fused_ce.scripts.lib.reference import KINDS, LOSS_OPTIONS
+from tests.support.distillation import KINDS as DIVERGENCES
+from tests.support.distillation import OPTIONS as DIVERGENCE_OPTIONS
+from tests.support.distillation import VALUES
 
 DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("store", "recompute", "grad_in_forward", "mixed")
@@ -81,6 +84,16 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "kind": tuple(kind for kind in KINDS if kind != "odd-labels"),
         "dtype": DTYPES,
         "strategy": ("store", "recompute", "auto"),
+    },
+    "divergence": {
+        "values": tuple(VALUES),
+        "kind": tuple(DIVERGENCES),
+        "option": tuple(DIVERGENCE_OPTIONS),
+        "dtype": DTYPES,
+        "teacher_dtype": ("the student's", "another"),
+        "strategy": STRATEGIES,
+        "temperature": (1.0, 0.5, 4.0),
+        "num_chunks": (1, 4),
     },
     "distillation": {
         "entries": (1, 5),

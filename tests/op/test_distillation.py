@@ -1,0 +1,458 @@
+"""Divergence of a student from its teacher over the whole vocabulary, in one process: against fp64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce.call import Call
+from megatron_fused_ce.distillation import Distillation
+from megatron_fused_ce.op import linear_cross_entropy
+from megatron_fused_ce.rl import token_divergence
+from tests.support import pairs
+from tests.support.distillation import (
+    KINDS,
+    OPTIONS,
+    Problem,
+    Result,
+    assert_right,
+    fused,
+    make_problem,
+    plain,
+)
+from tests.support.head import strategy_in_place
+from tests.support.op import DTYPES, EXP_DTYPE, HAS_EXP, STRATEGIES, promises
+from tests.support.problems import open_main_grad
+
+OTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float16: torch.bfloat16}
+
+
+def run(problem: Problem, strategy: str = "store", num_chunks: int = 3, **config) -> Result:
+    with strategy_in_place(strategy) as name:
+        return fused(problem, problem.config(strategy=name, num_chunks=num_chunks, **config))
+
+
+@pairs.parametrize("divergence")
+def test_against_fp64(values, kind, option, dtype, teacher_dtype, strategy, temperature, num_chunks, device):
+    dtype = getattr(torch, dtype)
+    problem = make_problem(
+        values,
+        sizes=(24, 24) if values == "near" else (24, 40),
+        dtype=dtype,
+        teacher_dtype=OTHER[dtype] if teacher_dtype == "another" else None,
+        device=device,
+        kind=kind,
+        temperature=temperature,
+        **OPTIONS[option],
+    )
+    assert_right(problem, run(problem, strategy, num_chunks))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("s", "b", "vocab"), [(1, 1, 331), (1, 3, 5), (4096, 1, 61), (5, 2, 1)])
+def test_sizes(s, b, vocab, kind, device):
+    """One token, more tokens than classes, a single class."""
+    problem = make_problem(s=s, b=b, vocab=vocab, sizes=(8, 4), kind=kind, device=device, temperature=2.0)
+    for strategy in STRATEGIES:
+        assert_right(problem, run(problem, strategy, min(s, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_passes_of_triton(kind, device):
+    """As the op calls them: the labels' term at another temperature, padding, a softcap."""
+    problem = make_problem(
+        "sure teacher", s=3, b=1, vocab=45, padding=(3, 7), kind=kind, temperature=2.0, with_labels=True,
+        label_weights="per token", ignore_index=-1, logit_softcap=20.0, device=device,
+    )  # fmt: skip
+    assert_right(problem, run(problem, "store", 2, row_backend="triton"))
+    assert_right(problem, run(problem, "recompute", 1, row_backend="triton"))
+
+
+@pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
+@pytest.mark.parametrize("option", ["plain", "label weights"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_the_scaled_exp_gemm(kind, option, device):
+    """Of both sides."""
+    problem = make_problem(
+        "sure student", s=7, b=2, sizes=(16, 32), vocab=64, kind=kind, temperature=0.5, dtype=EXP_DTYPE,
+        device=device, **OPTIONS[option],
+    )  # fmt: skip
+    for strategy in STRATEGIES:
+        made = run(problem, strategy, 2, logits_backend="scaled_exp")
+        assert_right(problem, made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
+def test_logits_in_fp32(strategy, dtype, device):
+    """Sums of products are not rounded: a loss has fp32's error."""
+    problem = make_problem(dtype=dtype, kind="jsd", with_labels=True, label_weights=0.5, device=device)
+    made = run(problem, strategy, logit_precision="fp32")
+    assert_right(problem, made)
+    exact = plain(problem, torch.float64)
+    for value, true in zip(made.outputs, exact.outputs, strict=True):
+        assert (value.double() - true).abs().max() < 4e-6
+
+
+# --- a student that has learnt everything -------------------------------------------------------
+
+
+def is_its_own_teacher(values, dtype, kind, strategy, device, s=19, **config):
+    """The same bits on both sides: no divergence and no gradient, exactly."""
+    options = {"dtype": dtype, "device": device, "kind": kind, "temperature": 0.7}
+    given = make_problem(values, s=s, b=2, vocab=64, sizes=(16, 16), **options)
+    problem = replace(given, teacher_hidden=given.hidden, teacher_weight=given.weight)
+    made = run(problem, strategy, 2, **config)
+    assert not made.outputs.divergence.any() and not made.outputs.loss.any()
+    assert made.grad_hidden is not None and not made.grad_hidden.any()
+    assert made.grad_weight is not None and not made.grad_weight.any()
+
+
+@pytest.mark.parametrize("values", ["plain", "sure student", "wide student"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_that_is_its_teacher(kind, strategy, dtype, values, device):
+    is_its_own_teacher(values, dtype, kind, strategy, device)
+
+
+@pytest.mark.parametrize("option", [{"row_backend": "triton"}, {"logits_backend": "scaled_exp"}], ids=str)
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd 0.1"])
+def test_a_student_that_is_its_teacher_by_triton(kind, option, device):
+    if "logits_backend" in option and not HAS_EXP:
+        pytest.skip("the scaled-exp GEMM needs Hopper or newer")
+    is_its_own_teacher("sure student", EXP_DTYPE, kind, "store", device, s=2, **option)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("torch", 1e-9), ("torch", 1e-6), ("triton", 1e-9)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_divergence_of_a_billionth(size, kind, backend, device):
+    """Logits that differ by 4e-5 and are fp32's to the bit (one product each): right to 1 %, token by token,
+    and so are the gradients. What is left are roundings of each side's ``s - max``, up to 2**-22, against
+    4e-5; logits that are sums have more of them.
+    """
+    if backend == "torch" and device.type == "cuda":
+        pytest.skip("the Triton kernels serve there")
+    generator = torch.Generator().manual_seed(1)
+    num_tokens, vocab = 6, 150
+    weight = torch.randn(vocab, num_tokens, generator=generator)
+    beside = weight + (2 * size) ** 0.5 * torch.randn(vocab, num_tokens, generator=generator)
+    hidden = torch.eye(num_tokens).view(num_tokens, 1, num_tokens)
+    problem = Problem(
+        *(x.to(device) for x in (hidden, weight, hidden, beside)),
+        torch.zeros(1, num_tokens, dtype=torch.int64, device=device),
+        torch.ones(1, num_tokens, device=device),
+        kind=kind,
+    )
+    made, exact = run(problem, row_backend=backend), plain(problem, torch.float64)
+    true = exact.outputs.divergence
+    assert size / 20 < true.min() and true.max() < 3 * size
+    assert ((made.outputs.divergence.double() - true).abs() / true).max() < 1e-2
+    assert made.grad_weight is not None and exact.grad_weight is not None
+    assert (made.grad_weight - exact.grad_weight).norm() < 1e-2 * exact.grad_weight.norm()
+
+
+@pytest.mark.parametrize("row_backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("side", "expected"),
+    [
+        ("student", ("inf", "finite", "finite")),
+        ("teacher", ("finite", "inf", "finite")),
+        ("both", ("finite",) * 3),
+    ],
+)
+def test_a_class_at_minus_infinity(side, expected, row_backend, device):
+    """On both sides it is not there. On one, the divergence is infinite where the other's share counts."""
+    if row_backend == "torch" and device.type == "cuda":
+        pytest.skip("the Triton kernels serve there")
+    given = make_problem(s=3, b=1, vocab=17, sizes=(4, 4), device=device)
+    given.hidden[..., 0] = given.teacher_hidden[..., 0] = 1.0
+    for kind, how in zip(("forward_kl", "reverse_kl", "jsd"), expected, strict=True):
+        problem = replace(
+            given, kind=kind, weight=given.weight.clone(), teacher_weight=given.teacher_weight.clone()
+        )
+        for name, weight in (("student", problem.weight), ("teacher", problem.teacher_weight)):
+            if side in (name, "both"):
+                weight[5, 0] = -torch.inf
+        with torch.no_grad():
+            made = fused_linear_distillation(
+                problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight,
+                **problem.options, config=FusedCEConfig(row_backend=row_backend),
+            )  # fmt: skip
+        if how == "inf":
+            assert (made.loss == math.inf).all()
+            continue
+        problem.weight[problem.weight == -torch.inf] = -1e4
+        problem.teacher_weight[problem.teacher_weight == -torch.inf] = -1e4
+        exact = plain(problem, torch.float64).outputs.loss
+        assert (made.loss.double() - exact).abs().max() < 2e-6
+
+
+def test_nan_stays_with_its_token(device):
+    for at in ("hidden", "teacher_hidden"):
+        problem = make_problem(kind="jsd", device=device)
+        getattr(problem, at)[4, 1, 0] = torch.nan
+        made = run(problem).outputs.loss
+        assert made[1, 4].isnan() and made.isnan().sum() == 1
+
+
+# --- what is asked for --------------------------------------------------------------------------
+
+
+def test_the_loss_alone_has_a_gradient(device):
+    problem = make_problem("plain", with_labels=True, label_weights=0.5, device=device)
+    hidden = problem.hidden.clone().requires_grad_()
+    given = hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
+    made = fused_linear_distillation(*given, **problem.options, entropy=True)
+    assert [x.requires_grad for x in made if x is not None] == [True, False, False, False, False]
+    made = fused_linear_distillation(*given)
+    assert made.cross_entropy is made.teacher_cross_entropy is made.entropy is None
+    assert torch.equal(made.loss, made.divergence)
+    with torch.no_grad():
+        made = fused_linear_distillation(*given, config=FusedCEConfig(strategy="grad_in_forward"))
+    assert not made.loss.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
+def test_frozen_operands_and_main_grad(strategy, kind, device):
+    """And hidden states ``[T, H]``, as packed sequences have them."""
+    problem = make_problem(kind=kind, with_labels=True, label_weights="per token", device=device)
+    whole = run(problem, strategy)
+    for trained in ("hidden", "weight", "main_grad"):
+        hidden = problem.hidden.flatten(0, 1).requires_grad_(trained != "weight")
+        weight = problem.weight.clone().requires_grad_(trained != "hidden")
+        main_grad = torch.full_like(weight, 2.0**-10)
+        in_order = [x.t().flatten() for x in (problem.labels, problem.upstream, problem.label_weights)]
+        labels, upstream, label_weights = in_order
+        with strategy_in_place(strategy) as name:
+            call = Call(
+                hidden,
+                weight,
+                labels,
+                token_weights=upstream,
+                config=problem.config(strategy=name, num_chunks=3),
+                outputs=("divergence", "log_prob", "teacher_log_prob"),
+                distillation=Distillation(
+                    problem.teacher_hidden.flatten(0, 1), problem.teacher_weight, label_weights,
+                    KINDS[kind]["divergence"], 0.5, 1.0, None, False, True,
+                ),
+            )  # fmt: skip
+            if trained == "main_grad":
+                call = call._replace(open_grad_weight=partial(open_main_grad, main_grad))
+            loss = linear_cross_entropy(call).loss
+            loss.backward(upstream)
+        grads = hidden.grad, weight.grad if trained != "main_grad" else main_grad - 2.0**-10
+        made = Result(
+            whole.outputs._replace(loss=loss.detach().view(19, 3).t()),
+            None if hidden.grad is None else hidden.grad.view_as(problem.hidden),
+            grads[1],
+        )
+        assert (made.grad_hidden is None) == (trained == "weight"), trained
+        assert (made.grad_weight is None) == (trained == "hidden"), trained
+        assert_right(problem, made)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
+def test_a_second_backward_and_no_second_derivative(strategy, device):
+    problem = make_problem(kind="reverse_kl", device=device)
+    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    with strategy_in_place(strategy) as name:
+        loss = fused_linear_distillation(
+            hidden, weight, problem.teacher_hidden, problem.teacher_weight, **problem.options,
+            token_weights=problem.upstream, config=problem.config(strategy=name, num_chunks=3),
+        ).loss  # fmt: skip
+        loss.backward(problem.upstream, retain_graph=True)
+        loss.backward(problem.upstream, retain_graph=True)
+    halves = hidden.grad / 2, weight.grad / 2
+    assert_right(problem, Result(run(problem).outputs, *halves))
+    (again,) = torch.autograd.grad(loss, hidden, problem.upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        again.sum().backward()
+
+
+def test_under_autocast(device):
+    """Both sides in its dtype."""
+    problem = make_problem(teacher_dtype=torch.float16, device=device)
+    given = problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
+    with torch.autocast(device.type, torch.bfloat16):
+        made = fused_linear_distillation(*given).loss
+    expected = fused_linear_distillation(*(x.bfloat16() for x in given)).loss
+    assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_skipped_tokens(strategy, kind, device):
+    """Tokens of weight 0 take part in no GEMM of either side, and have no results."""
+    problem = make_problem(s=130, b=2, kind=kind, with_labels=True, label_weights="per token", device=device)
+    skipped = torch.rand(2, 130, generator=torch.Generator().manual_seed(1)) < 0.7
+    upstream = problem.upstream.masked_fill(skipped.to(device), 0.0)
+    problem = replace(problem, upstream=upstream)
+    config = problem.config(strategy=strategy, num_chunks=3, skip_masked=True)
+    made = fused(problem, config, token_weights=upstream / 1.5)
+    left_out = upstream == 0
+    for value in made.outputs:
+        assert not value[left_out].any()
+    every = run(problem).outputs
+    outputs = [value.where(left_out, of_it) for value, of_it in zip(every, made.outputs, strict=True)]
+    assert_right(problem, Result(DistillationOutputs(*outputs), *made[1:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_promise_kept_and_broken(kind, device):
+    """Token weights that the upstream gradient is a multiple of, and others."""
+    problem = make_problem(kind=kind, with_labels=True, label_weights=0.5, temperature=2.0, device=device)
+    config = problem.config(strategy="grad_in_forward", num_chunks=3)
+    with promises(kept=1):
+        assert_right(problem, fused(problem, config, token_weights=-2 * problem.upstream))
+    with pytest.warns(UserWarning, match="upstream gradient"), promises(kept=0, remade=1):
+        assert_right(problem, fused(problem, config, token_weights=problem.upstream.exp()))
+
+
+@pytest.mark.parametrize("upstream", ["0", "negative", "large", "tiny"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_upstream_gradients(strategy, dtype, upstream, device):
+    """fp16's gradients keep their digits whatever the size of the upstream gradient."""
+    size = {"0": 0.0, "negative": -1.0, "large": 2.0**10, "tiny": 2.0**-12}[upstream]
+    problem = make_problem(kind="reverse_kl", dtype=dtype, device=device)
+    problem = replace(problem, upstream=problem.upstream.abs() * size)
+    made, exact = run(problem, strategy), plain(problem, torch.float64)
+    half = dtype == torch.float16
+    for value, true in zip(made[1:], exact[1:], strict=True):
+        assert true is not None and value is not None
+        # What the results' own dtype rounds them by: below 2**-14 fp16 has steps of 2**-24.
+        bound = (4e-3 if half else 4e-6) * true.norm() + half * 2.0**-25 * bool(size) * value.numel() ** 0.5
+        assert (value.double() - true).norm() <= bound
+
+
+def test_a_budget(device):
+    """Of 6 MiB where ``store`` needs 9: a mixed plan, whose buffers are within it."""
+    problem = make_problem(s=4096, b=1, vocab=331, sizes=(16, 24), kind="reverse_kl", device=device)
+    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    config = problem.config(memory_mb=6)
+    distillation = Distillation(
+        problem.teacher_hidden, problem.teacher_weight, None, "reverse_kl", 0.5, 1.0, None, False, False
+    )
+    call = Call(
+        hidden, weight, problem.labels, config=config, distillation=distillation, outputs=("divergence",)
+    )
+    made = linear_cross_entropy(call)
+    assert made.plan.strategy == "mixed" and made.plan.predicted_peak_bytes <= 6 * 2**20
+    made.loss.backward(problem.upstream)
+    result = Result(run(problem).outputs._replace(loss=made.loss.detach()), hidden.grad, weight.grad)
+    assert_right(problem, result)
+
+
+# --- the names of on-policy distillation ----------------------------------------------------------
+
+
+def test_token_divergence(device):
+    """Hidden states ``[b, s, H]``, half-precision ones with a weight in fp32, reverse KL."""
+    problem = make_problem(kind="reverse_kl", device=device)
+    hidden = [x.transpose(0, 1).bfloat16() for x in (problem.hidden, problem.teacher_hidden)]
+    problem = replace(
+        problem,
+        hidden=problem.hidden.bfloat16().float(),
+        teacher_hidden=problem.teacher_hidden.bfloat16().float(),
+    )
+    student = hidden[0].requires_grad_()
+    made = token_divergence(student, problem.weight, hidden[1], problem.teacher_weight, batch_first=True)
+    made.loss.backward(problem.upstream)
+    exact = plain(problem, torch.float64)
+    assert (made.loss.detach().double() - exact.outputs.loss).abs().max() < 2e-6
+    assert student.grad.dtype == torch.bfloat16
+    error = student.grad.transpose(0, 1).double() - exact.grad_hidden
+    assert error.norm() < 4e-3 * exact.grad_hidden.norm()
+
+
+# --- arguments that do not fit ------------------------------------------------------------------
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(*shape, dtype=dtype)
+
+
+BAD = {
+    "a list": ({"teacher_hidden": [[1.0]]}, TypeError, "teacher_hidden is a list; expected"),
+    "ids": (
+        {"teacher_hidden": ones(6, 2, 3, dtype=torch.int64)},
+        TypeError,
+        "fused_linear_topk_distillation",
+    ),
+    "dtypes": (
+        {"teacher_weight": ones(9, 3).half()},
+        TypeError,
+        "teacher_weight torch.float16; expected one",
+    ),
+    "no H_t": ({"teacher_weight": ones(9)}, ValueError, r"expected \[s, b, H_t\] and \[V, H_t\]"),
+    "packed": ({"teacher_hidden": ones(12, 3)}, ValueError, r"expected \[s, b, H_t\] and \[V, H_t\]"),
+    "tokens": ({"teacher_hidden": ones(5, 2, 3)}, ValueError, r"expected \(6, 2, 3\), the student's tokens"),
+    "H_t": ({"teacher_hidden": ones(6, 2, 4)}, ValueError, r"expected \(6, 2, 3\), the student's tokens"),
+    "device": (
+        {"teacher_hidden": ones(6, 2, 3).to("meta"), "teacher_weight": ones(9, 3).to("meta")},
+        ValueError,
+        "teacher_hidden on meta",
+    ),
+    "a gradient": (
+        {"teacher_hidden": ones(6, 2, 3).requires_grad_()},
+        ValueError,
+        r"run it under torch.no_grad\(\), or pass teacher_hidden.detach",
+    ),
+    "divergence": ({"divergence": "kl"}, ValueError, "choose one of forward_kl, reverse_kl, jsd"),
+    "beta": ({"divergence": "jsd", "beta": 1.0}, ValueError, "take forward_kl or reverse_kl for the ends"),
+    "beta's type": ({"divergence": "jsd", "beta": "1"}, TypeError, "beta is '1'; expected a number"),
+    "scale's type": ({"teacher_logit_scale": ones(1)}, TypeError, "teacher_logit_scale is tensor"),
+    "cap's type": ({"teacher_logit_softcap": "5"}, TypeError, "teacher_logit_softcap is '5'"),
+    "scale": ({"teacher_logit_scale": 0.0}, ValueError, "expected a finite number that is not 0"),
+    "cap": ({"teacher_logit_softcap": -1.0}, ValueError, "None or a finite number above 0"),
+    "weights alone": ({"labels": None, "label_weights": 1.0}, ValueError, "without labels; give both"),
+    "weights' shape": ({"label_weights": ones(6, 2)}, ValueError, r"floats in the labels' shape \(2, 6\)"),
+    "weights' dtype": (
+        {"label_weights": ones(2, 6, dtype=torch.int64)},
+        ValueError,
+        "expected a number, or floats",
+    ),
+    "weights' type": ({"label_weights": "1"}, TypeError, "expected a number or a tensor"),
+    "weights' gradient": (
+        {"label_weights": ones(2, 6).requires_grad_()},
+        ValueError,
+        r"pass label_weights.detach\(\)",
+    ),
+    "smoothing": ({"config": FusedCEConfig(label_smoothing=0.1)}, ValueError, "do not go with a divergence"),
+    "z-loss": ({"config": FusedCEConfig(z_loss=0.1)}, ValueError, "do not go with a divergence"),
+    "temperatures": ({"temperature": ones(2, 6)}, ValueError, "one temperature for all tokens"),
+    "temperature": ({"temperature": 0.0}, ValueError, "above 0 and finite"),
+    "another cut": ({"teacher_weight": ones(8, 3)}, ValueError, "teacher_weight has 8 rows and weight 9"),
+    "too few": (
+        {"teacher_weight": ones(6, 3), "config": FusedCEConfig(true_vocab_size=7)},
+        ValueError,
+        "true_vocab_size is 7; expected one cut",
+    ),
+    "a strategy": ({"config": FusedCEConfig(strategy="grad_in_forward")}, ValueError, "needs token_weights"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_arguments_that_do_not_fit(what, device):
+    given, error, words = BAD[what]
+    arguments = {
+        **{"hidden": ones(6, 2, 4).requires_grad_(), "weight": ones(9, 4)},
+        **{"teacher_hidden": ones(6, 2, 3), "teacher_weight": ones(9, 3)},
+        "labels": torch.zeros(2, 6, dtype=torch.int64),
+        **given,
+    }
+    arguments = {
+        name: x.detach().to(device).requires_grad_(x.requires_grad)
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+        else x
+        for name, x in arguments.items()
+    }
+    with pytest.raises(error, match=words):
+        fused_linear_distillation(**arguments)

@@ -1,0 +1,326 @@
+"""A student beside its teacher over the whole vocabulary: problems, their definition, and its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce.scripts.lib.reference import FLOOR
+
+#: Divergences by name, with what a call takes for each.
+KINDS: dict[str, dict[str, Any]] = {
+    "forward_kl": {"divergence": "forward_kl"},
+    "reverse_kl": {"divergence": "reverse_kl"},
+    "jsd": {"divergence": "jsd"},
+    "jsd 0.1": {"divergence": "jsd", "beta": 0.1},
+}
+#: Error that is always allowed in fp32: of a loss, in nats, and of gradients, relative to the terms in them
+#: that cancel (:func:`cancelling`).
+NATS, OF_TERMS = 1e-6, 1e-6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem over the whole vocabulary."""
+
+    hidden: Tensor  # [s, b, H]
+    weight: Tensor  # [V, H]
+    teacher_hidden: Tensor  # [s, b, H_t]
+    teacher_weight: Tensor  # [V_t, H_t]
+    labels: Tensor  # [b, s]
+    upstream: Tensor  # [b, s] fp32
+    kind: str = "forward_kl"
+    temperature: float = 1.0
+    with_labels: bool = False
+    label_weights: float | Tensor | None = None  # a number or [b, s]
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+    teacher_logit_softcap: float | None = None
+    true_vocab_size: int | None = None
+    ignore_index: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the op, beside the config."""
+        return {
+            **KINDS[self.kind],
+            "temperature": self.temperature,
+            "labels": self.labels if self.with_labels else None,
+            "label_weights": self.label_weights,
+            "teacher_logit_scale": self.teacher_logit_scale,
+            "teacher_logit_softcap": self.teacher_logit_softcap,
+        }
+
+    def config(self, **others: Any) -> FusedCEConfig:
+        names = "logit_scale", "logit_softcap", "true_vocab_size", "ignore_index"
+        return FusedCEConfig(**{name: getattr(self, name) for name in names}, **others)
+
+
+class Result(NamedTuple):
+    """fp32 or wider, in the labels' shape, and the gradients."""
+
+    outputs: DistillationOutputs
+    grad_hidden: Tensor | None
+    grad_weight: Tensor | None
+
+
+def fused(problem: Problem, config: FusedCEConfig, **options: Any) -> Result:
+    """The op on all of it, in one process; ``grad_in_forward`` is told what the upstream is 1.5 times of."""
+    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    if config.strategy == "grad_in_forward":
+        options.setdefault("token_weights", problem.upstream / 1.5)
+    made = fused_linear_distillation(
+        hidden,
+        weight,
+        problem.teacher_hidden,
+        problem.teacher_weight,
+        **{**problem.options, "entropy": True, "config": config, **options},
+    )
+    made.loss.backward(problem.upstream)
+    return Result(_detached(made), hidden.grad, weight.grad)
+
+
+def plain(problem: Problem, dtype: torch.dtype | None = None) -> Result:
+    """The definition, by autograd: in ``dtype``, or as eager PyTorch has it, each side in its own dtype and
+    all that follows the logits in fp32."""
+    made, hidden, weight, _ = _plain(problem, dtype)
+    made.loss.backward(problem.upstream.to(made.loss.dtype))
+    return Result(_detached(made), hidden.grad, weight.grad)
+
+
+def cancelling(problem: Problem) -> list[tuple[Tensor, Tensor]]:
+    """Gradients, in fp64, of the terms that cancel in those of the divergence: the teacher's ``p_t`` against
+    the student's; and ``p_s`` times ``KL(p_s || m)``, which reverse_kl and jsd subtract from ``log p_s - log
+    m``, as large for a class that the student is sure of.
+    """
+    found = []
+    for term in range(1 if problem.kind == "forward_kl" else 2):
+        _, hidden, weight, (z_s, z_t) = _plain(problem, torch.float64)
+        log_s, log_t = z_s.detach().log_softmax(-1), z_t.log_softmax(-1)
+        factors = log_t.exp()
+        if term == 1:
+            log_m = log_t if problem.kind == "reverse_kl" else _log_m(log_s, log_t, **KINDS[problem.kind])
+            factors = log_s.exp() * _expected(log_s, log_s - log_m).unsqueeze(-1)
+        (factors * z_s).sum(-1).t().backward(problem.upstream.double())
+        assert hidden.grad is not None and weight.grad is not None
+        found.append((hidden.grad, weight.grad))
+    return found
+
+
+def _plain(
+    problem: Problem, dtype: torch.dtype | None
+) -> tuple[DistillationOutputs, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    given = problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
+    hidden, weight, *of_teacher = (x.detach().to(dtype or x.dtype) for x in given)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    t, labels = problem.temperature, problem.labels.t()
+
+    def logits(hidden: Tensor, weight: Tensor, scale: float, cap: float | None) -> Tensor:
+        z = hidden @ weight.t()
+        z = scale * (z if dtype is not None else z.float())
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        return z[..., : problem.true_vocab_size]
+
+    at_1 = (
+        logits(hidden, weight, problem.logit_scale, problem.logit_softcap),
+        logits(*of_teacher, problem.teacher_logit_scale, problem.teacher_logit_softcap),
+    )
+    z_s, z_t = at_1[0] / t, at_1[1] / t
+    log_s, log_t = z_s.log_softmax(-1), z_t.log_softmax(-1)
+    loss = divergence = _divergence(log_s, log_t, **KINDS[problem.kind])
+    ignored = torch.zeros_like(labels, dtype=torch.bool)
+    if problem.ignore_index is not None:
+        ignored = labels == problem.ignore_index
+    cross_entropies: list[Tensor | None] = [None, None]
+    if problem.with_labels:
+        cross_entropies = [_cross_entropy(z, labels).masked_fill(ignored, 0.0) for z in at_1]
+        if problem.label_weights is not None:
+            weights = problem.label_weights
+            weights = weights.t() if isinstance(weights, Tensor) else weights
+            loss = loss + weights * cross_entropies[0]
+    made = DistillationOutputs(
+        loss.masked_fill(ignored, 0.0),
+        divergence.masked_fill(ignored, 0.0),
+        *cross_entropies,
+        -_expected(log_s, log_s),
+    )
+    turned = DistillationOutputs(*(None if each is None else each.t() for each in made))  # type: ignore[arg-type]
+    return turned, hidden, weight, (z_s, z_t)
+
+
+def _divergence(log_s: Tensor, log_t: Tensor, divergence: str, beta: float = 0.5) -> Tensor:
+    if divergence == "forward_kl":
+        return _expected(log_t, log_t - log_s)
+    if divergence == "reverse_kl":
+        return _expected(log_s, log_s - log_t)
+    log_m = _log_m(log_s, log_t, divergence, beta)
+    return beta * _expected(log_t, log_t - log_m) + (1 - beta) * _expected(log_s, log_s - log_m)
+
+
+def _log_m(log_s: Tensor, log_t: Tensor, divergence: str, beta: float = 0.5) -> Tensor:
+    of_student, of_teacher = (torch.tensor(x, dtype=log_s.dtype).log() for x in (1 - beta, beta))
+    return torch.logaddexp(log_s + of_student, log_t + of_teacher)
+
+
+def _expected(log_p: Tensor, x: Tensor) -> Tensor:
+    """``sum p x``, 0 where ``p`` is."""
+    p = log_p.exp()
+    return (p * x.masked_fill(p == 0, 0.0)).sum(-1)
+
+
+def _cross_entropy(z: Tensor, labels: Tensor) -> Tensor:
+    known = (labels >= 0) & (labels < z.shape[-1])
+    picked = z.gather(-1, labels.where(known, 0).unsqueeze(-1)).squeeze(-1)
+    return z.logsumexp(-1) - torch.where(known, picked, z.detach().amax(-1))
+
+
+def _detached(made: DistillationOutputs) -> DistillationOutputs:
+    return DistillationOutputs(*(None if each is None else each.detach() for each in made))  # type: ignore[arg-type]
+
+
+# --- the bounds --------------------------------------------------------------------------------
+
+
+GRADIENTS = ("grad_hidden", "grad_weight")
+
+
+def assert_right(problem: Problem, made: Result) -> dict[str, float]:
+    """Every part within the larger of twice eager PyTorch's error and the dtype's floor: of a loss the root
+    of the mean square, in nats; of a gradient the norm.
+
+    Gives each error over its bound.
+    """
+    exact, eager, terms = plain(problem, torch.float64), plain(problem), cancelling(problem)
+    dtype, root = problem.hidden.dtype, problem.labels.numel() ** 0.5
+    ratios: dict[str, float] = {}
+
+    def check(name: str, value: Tensor, true: Tensor, yardstick: Tensor, floor: float) -> None:
+        assert value.shape == true.shape, f"{name} has shape {tuple(value.shape)}"
+        error, of_eager = (float((x.double() - true).norm()) for x in (value, yardstick))
+        bound = max(2 * of_eager, floor)
+        assert error <= bound, f"{name}: error {error:.3e} above {bound:.3e}"
+        ratios[name] = error / bound if bound else 0.0
+
+    in_fp32 = dtype == torch.float32
+    for name, *parts in zip(DistillationOutputs._fields, made[0], exact[0], eager[0], strict=True):
+        if parts[0] is None:
+            assert parts[1] is None or name == "entropy", name
+            continue
+        check(name, *parts, root * (NATS if in_fp32 else FLOOR[dtype]))  # type: ignore[arg-type]
+    for at, name in enumerate(GRADIENTS, 1):
+        true, value = exact[at], made[at]
+        if value is None:
+            continue
+        sizes = [float(of_term[at - 1].norm()) for of_term in terms]
+        floor = OF_TERMS * max(sizes) if in_fp32 else FLOOR[dtype] * max(float(true.norm()), *sizes)
+        check(name, value, true, eager[at], floor)
+    return ratios
+
+
+# --- problems ----------------------------------------------------------------------------------
+
+SURE, SURE_CLASSES = 0.999999, 4
+
+
+def make_problem(
+    values: str = "plain",
+    *,
+    s: int = 19,
+    b: int = 3,
+    sizes: tuple[int, int] = (24, 40),
+    vocab: int = 331,
+    padding: tuple[int, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    teacher_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    **options: Any,
+) -> Problem:
+    """A problem of one of :data:`VALUES`, with a random upstream gradient per token, some of them 0.
+
+    Args:
+        sizes: ``H`` and ``H_t``; ``near`` takes ``H`` for both.
+        padding: rows of large numbers behind the vocabulary, of student and teacher.
+        options: fields of :class:`Problem`; ``label_weights="per token"`` has some of every sign.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    size, of_teacher = sizes
+    sides = [[normal(s, b, h), normal(vocab, h) / h**0.5] for h in (size, of_teacher)]
+    classes = torch.randint(0, SURE_CLASSES, (2, s, b), generator=generator)
+    if values == "near":
+        sides[1] = [sides[0][0].clone(), sides[0][1] + 1e-3 * normal(vocab, size)]
+    for side, (how, at) in zip(sides, VALUES[values], strict=True):
+        if how == "sure":
+            _make_sure(*side, classes[at])
+        elif how == "wide":
+            side[1] *= 100  # logits spread over 300: most probabilities underflow in fp32
+    upstream = normal(b, s)
+    upstream.view(-1)[1::5] = 0.0
+    labels = torch.randint(0, vocab, (b, s), generator=generator)
+    labels[0] = _places(vocab)[classes[0, :, 0]]  # where a student may be sure
+    if padding is not None:
+        options["true_vocab_size"] = vocab
+        for side, num_rows in zip(sides, padding, strict=True):
+            side[1] = torch.cat((side[1], 30 * normal(num_rows, side[1].shape[1])))
+    if options.get("label_weights") == "per token":
+        options["label_weights"] = normal(b, s).to(device)
+    if options.get("ignore_index") is not None:
+        labels.view(-1)[::4] = options["ignore_index"]
+    given = [x.to(device, dtype) for x in sides[0]]
+    given += [x.to(device, teacher_dtype or dtype) for x in sides[1]]
+    return replace(Problem(*given, labels.to(device), upstream.to(device)), **options)
+
+
+#: Options of a call by name, for :func:`make_problem`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "labels": {"with_labels": True},
+    "a label weight": {"with_labels": True, "label_weights": 0.7},
+    "label weights": {"with_labels": True, "label_weights": "per token", "ignore_index": -100},
+    "scales": {"logit_scale": 0.5, "teacher_logit_scale": 1.5, "with_labels": True, "label_weights": 2.0},
+    "softcaps": {
+        **{"logit_softcap": 3.0, "teacher_logit_softcap": 2.0, "logit_scale": 2.0},
+        **{"with_labels": True, "label_weights": 0.5},
+    },
+    "more padding": {"padding": (5, 21), "with_labels": True, "label_weights": 0.5},
+    "less padding": {"padding": (13, 0)},
+}
+
+
+def _places(vocab: int) -> Tensor:
+    """Classes that a side may be sure of, over all shards."""
+    return torch.linspace(0, vocab - 1, SURE_CLASSES).long()
+
+
+def _make_sure(hidden: Tensor, weight: Tensor, classes: Tensor) -> None:
+    """Of each token one class at 0.999999, the others' logits of about 1/10."""
+    vocab = weight.shape[0]
+    gap = float(torch.tensor(vocab * SURE / (1 - SURE)).log())
+    hidden *= 0.1
+    hidden[..., :SURE_CLASSES] = gap * torch.nn.functional.one_hot(classes, SURE_CLASSES)
+    weight[:, :SURE_CLASSES] = 0.0
+    weight[_places(vocab), torch.arange(SURE_CLASSES)] = 1.0
+
+
+#: Of student and teacher: how their logits are, and which of two draws of classes they are sure of.
+VALUES: dict[str, tuple[tuple[str, int], tuple[str, int]]] = {
+    "plain": (("", 0), ("", 0)),
+    "near": (("", 0), ("", 0)),
+    "sure student": (("sure", 0), ("", 0)),
+    "sure teacher": (("", 0), ("sure", 0)),
+    "both sure": (("sure", 0), ("sure", 0)),
+    "sure of others": (("sure", 0), ("sure", 1)),
+    "wide student": (("wide", 0), ("", 0)),
+    "wide teacher": (("", 0), ("wide", 0)),
+    "both wide": (("wide", 0), ("wide", 0)),
+}
