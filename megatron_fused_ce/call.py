@@ -71,6 +71,8 @@ class Call(NamedTuple):
     teacher: TeacherTargets | None = None
     #: see :func:`.op.fused_linear_distillation`
     distillation: Distillation | None = None
+    #: of :mod:`.several_labels`, which has them beside the call
+    labels_per_token: int = 1
     #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False

@@ -19,6 +19,7 @@ from megatron_fused_ce.op import (
     linear_cross_entropy,
 )
 from megatron_fused_ce.sampling_mask import masked_log_probs
+from megatron_fused_ce.several_labels import several_log_probs
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
 
@@ -125,24 +126,27 @@ def log_probs_of_head(
     """:func:`token_log_probs` with fields of :class:`.call.Call` that say whose head it is."""
     entropy, sum_p_squared = options.get("entropy", "none"), options.get("sum_p_squared", False)
     config = options.get("config")
-    if entropy == "differentiable":
-        config = unrounded(config)
-    token_weights, wrong = _unignored(labels, config)
-    made = linear_cross_entropy(
-        Call(
-            _widened(hidden, weight),
-            weight,
-            labels,
-            token_weights=token_weights,
-            config=DEFAULT_CONFIG if config is None else config,
-            outputs=_outputs(entropy, sum_p_squared),
-            differentiable=_with_grad(entropy),
-            temperature=options.get("temperature", 1.0),
-            zero_unknown=options.get("zero_unknown", False),
-            caller_error=_wrong_entropy(entropy) or wrong,
-            **of_head,
-        )
-    ).outputs
+    several = all(isinstance(x, Tensor) for x in (hidden, labels)) and labels.dim() == hidden.dim()
+    token_weights = wrong = None
+    if not several:
+        config = unrounded(config) if entropy == "differentiable" else config
+        token_weights, wrong = _unignored(labels, config)
+    call = Call(
+        _widened(hidden, weight),
+        weight,
+        labels,
+        token_weights=token_weights,
+        config=DEFAULT_CONFIG if config is None else config,
+        outputs=_outputs(entropy, sum_p_squared),
+        differentiable=_with_grad(entropy),
+        temperature=options.get("temperature", 1.0),
+        zero_unknown=options.get("zero_unknown", False),
+        caller_error=_wrong_entropy(entropy) or wrong,
+        **of_head,
+    )
+    if several:
+        return several_log_probs(call)
+    made = linear_cross_entropy(call).outputs
     assert made.log_prob is not None
     return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
 
