@@ -11,6 +11,8 @@ reads and writes K entries of each row beside the row kernels::
 for a confident token; the second summand cancels nothing, since neither is above 0. In the backward the row
 kernel writes ``-U p`` everywhere; then the K entries are written, each rounded once, from their
 log-probabilities: ``p - 1`` is ``expm1(log p)``.
+
+Beside the plan for one label: 16 bytes a label, and 56 a label of a chunk (``planner.LABEL_BYTES``).
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce import autocast
@@ -33,7 +34,7 @@ from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, rows_torc
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients, write_logits
 from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
 from megatron_fused_ce.op import uncompiled
-from megatron_fused_ce.parallel import largest_over_ranks
+from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.targets import Targets, inv_temperature_of
 from megatron_fused_ce.wgrad import OpenedAccumulators
@@ -66,7 +67,7 @@ class _WithLabels(GemmThenRows):
 class _Gathering(_WithLabels):
     """The forward's."""
 
-    group: dist.ProcessGroup | None
+    comm: VocabParallel
     label_logits: Tensor  # fp32 [T, K], written: of any shard; -inf for a label that no shard has
     row_max: Tensor  # fp32 [T], written: of this shard
 
@@ -81,20 +82,21 @@ class _Gathering(_WithLabels):
     ) -> Scores:
         """Collectives: a MAX all-reduce of fp32 ``[C, K]`` (R > 1), before the statistics."""
         assert out is not None
-        _, logit_scale, form, _, _, inv_temperature = targets
-        tokens = targets.labels
+        tokens, form, inv_temperature = targets.labels, targets.form, targets.inv_temperature
         with phase("logits"):
             write_logits(hidden, weight, out)
         with phase("statistics"):
             columns = self.columns[tokens].long()
             products = out.gather(1, columns.clamp(min=0))
-            s = rows_torch.scaled_logits(products, logit_scale, form.softcap)
+            s = rows_torch.scaled_logits(products, targets.logit_scale, form.softcap)
             if inv_temperature is not None:
                 s.mul_(inv_temperature.unsqueeze(1))
             s = torch.where(columns >= 0, s.clamp_(min=LOWEST), -torch.inf)
-            largest_over_ranks(s, self.group)
+            self.comm.take_largest_(s)
             best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
-            stats = self.rows.row_statistics(out, best, logit_scale, with_argmax, form, None, inv_temperature)
+            stats = self.rows.row_statistics(
+                out, best, targets.logit_scale, with_argmax, form, None, inv_temperature
+            )
             self.label_logits.index_copy_(0, tokens, s)
             self.row_max.index_copy_(0, tokens, stats.row_max)
         return Scores(stats)
@@ -128,7 +130,10 @@ class _Scattering(_WithLabels):
         shares = _of_column(shares, columns, place, scratch=out)
         if out.data_ptr() == matrix.data_ptr():
             out.scatter_(1, columns, products)  # which the places have overwritten
+        # The row kernel's loss is (sum q) lse - sum q s: -U p is its gradient for q of -U in all, without the
+        # entries of q.
         row_gradients(self.rows, matrix, targets, terms._replace(mass=-of_all), upstream, out)
+        # u - U p = -u expm1(log p) - (U - u) p at the entries.
         log_p = self.log_probs[tokens].gather(1, place)
         p = log_p.exp()
         rest = (of_all.unsqueeze(1) - shares).mul_(p)
@@ -140,7 +145,7 @@ class _Scattering(_WithLabels):
         if targets.form.softcap is not None:
             bent = rows_torch.softcap_gradient(products, targets.logit_scale, targets.form.softcap)
             grad.mul_(bent)
-        here = self.columns[tokens].amax(1, keepdim=True) >= 0
+        here = self.columns[tokens].amax(1, keepdim=True) >= 0  # else column 0 stays as it is
         out.scatter_(1, columns, torch.where(here, grad.to(out.dtype), out.gather(1, columns)))
         return LogitsGrad(out)
 
@@ -203,7 +208,7 @@ class LabelLogProbs(torch.autograd.Function):
         gathering = _Gathering(
             **vars(spec.logits),
             columns=columns,
-            group=spec.comm.group,
+            comm=spec.comm,
             label_logits=label_logits,
             row_max=torch.empty_like(label_logits[:, 0]),
         )
@@ -216,9 +221,9 @@ class LabelLogProbs(torch.autograd.Function):
         except BaseException:
             spec.comm.join(hidden.device)
             raise
-        row_max = largest_over_ranks(gathering.row_max, spec.comm.group)
+        spec.comm.take_largest_(gathering.row_max)
         assert made.outputs.log_prob is not None
-        log_probs = _log_probs(label_logits, made.outputs.log_prob.flatten(), row_max)
+        log_probs = _log_probs(label_logits, made.outputs.log_prob.flatten(), gathering.row_max)
         if options.zero_unknown:
             log_probs.masked_fill_(label_logits == -torch.inf, 0.0)
         log_probs.masked_fill_(columns == EMPTY, -torch.inf)
@@ -236,7 +241,7 @@ class LabelLogProbs(torch.autograd.Function):
         ctx.mark_non_differentiable(*(each for each in (detached, sum_p_squared) if each is not None))
         if options.in_batch is not None:
             b, s = options.in_batch
-            log_probs = log_probs.view(s, b, -1).transpose(0, 1)
+            log_probs = log_probs.view(s, b, log_probs.shape[1]).transpose(0, 1)
         return log_probs.clone(memory_format=torch.contiguous_format), entropy, sum_p_squared
 
     @staticmethod
