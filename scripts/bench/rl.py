@@ -1,4 +1,4 @@
-"""What log-probabilities for RL cost: beside verl's kernel, and over the ids that sampling kept.
+"""What log-probabilities for RL cost: beside verl's kernel, of several labels, and over the ids kept.
 
 `python -m scripts.bench --preset rl`. Before anything is timed each row's outputs and gradients are compared
 with their definition in fp64 on some of the tokens; ours may have twice eager PyTorch's error, or `FLOOR`.
@@ -43,6 +43,7 @@ from megatron_fused_ce.scripts.lib.results import Row
 
 TEMPERATURE = 0.7
 KEPT = (16, 512)
+SEVERAL = (64, 1024)
 PRODUCT, VERL, FORWARD = "product", "verl", ", forward only"
 #: Tokens of a block of the bare product: its logits are not kept.
 PRODUCT_TOKENS = 8192
@@ -60,10 +61,21 @@ class Inputs:
         self._order = torch.randperm(vocab, generator=generator, device=device)
         self._start = torch.randint(vocab, (T, 1), generator=generator, device=device)
 
+        self._of_labels: dict[int, tuple[Tensor, Tensor]] = {}
+
     def kept(self, count: int) -> Tensor:
         """``[T, count]`` ids, different ones for a token; its label is the first."""
         places = self._start + torch.arange(count, device=self._start.device)
         return self._order[places % len(self._order)]
+
+    def several(self, count: int) -> tuple[Tensor, Tensor]:
+        """Labels ``[T, count]`` and their upstream gradients, made once."""
+        if count not in self._of_labels:
+            labels = self.kept(count)
+            generator = torch.Generator(device=labels.device).manual_seed(count)
+            upstream = torch.randn(labels.shape, generator=generator, device=labels.device)
+            self._of_labels[count] = labels, upstream
+        return self._of_labels[count]
 
 
 #: Makes both outputs with their graph; the row's gradients are on or off around it.
@@ -81,6 +93,7 @@ class Case:
     entropy_grad: bool = False
     per_token: bool = False  # its temperature
     kept: int = 0
+    several: int = 0
     why_not: str | None = None
 
     def step(self, inputs: Inputs, problem: Problem, mark: Callable[[], None]) -> Tensor:
@@ -95,7 +108,8 @@ class Case:
         if not self.backward:
             self._two(mark)
             return made.log_prob
-        outputs, grads = [made.log_prob.flatten()], [inputs.of_log_prob]
+        of_log_prob = self.upstream(inputs)
+        outputs, grads = [made.log_prob.view(of_log_prob.shape)], [of_log_prob]
         if self.entropy_grad:
             assert made.entropy is not None
             outputs, grads = [*outputs, made.entropy.flatten()], [*grads, inputs.of_entropy]
@@ -103,6 +117,9 @@ class Case:
         torch.autograd.backward(outputs, grads)
         mark()
         return made.log_prob.detach()
+
+    def upstream(self, inputs: Inputs) -> Tensor:
+        return inputs.several(self.several)[1] if self.several else inputs.of_log_prob
 
     @staticmethod
     def _two(mark: Callable[[], None]) -> None:
@@ -152,6 +169,22 @@ def _masked(count: int) -> Made:
     return made
 
 
+def _several(count: int, strategy: str) -> Made:
+    config = config_of(strategy)
+
+    def made(problem: Problem, inputs: Inputs) -> TokenLogProbs:
+        labels, _ = inputs.several(count)
+        return token_log_probs(
+            problem.hidden.unsqueeze(1),
+            problem.weight,
+            labels.unsqueeze(0),
+            temperature=TEMPERATURE,
+            config=config,
+        )
+
+    return made
+
+
 def _verl() -> tuple[Made | None, str | None]:
     if not torch.cuda.is_available():
         return None, "needs a CUDA device"
@@ -187,6 +220,13 @@ def cases_of(strategies: Sequence[str], vocab: int, memory_mb: int | None = None
     made = _ours(strategies[0], "differentiable", memory_mb, per_token=True)
     name = f"temperature per token, {strategies[0]}"
     found.append(Case(name, made, entropy_grad=True, per_token=True))
+    for k in SEVERAL:
+        if k <= vocab:
+            found += [
+                Case(f"{k} labels, {each}", _several(k, each), several=k)
+                for each in strategies
+                if each in ("store", "recompute")
+            ]
     masks = [k for k in KEPT if k <= vocab]
     return found + [Case(f"{k} kept ids", _masked(k), entropy_grad=True, kept=k) for k in masks]
 
@@ -203,10 +243,12 @@ def plain(case: Case, problem: Problem, inputs: Inputs, dtype: torch.dtype) -> d
     if case.kept:
         z, labels = z.gather(1, inputs.kept(case.kept)), torch.zeros_like(labels)
     log_p = z.log_softmax(-1)
-    log_prob, entropy = log_p.gather(1, labels)[:, 0], -(log_p.exp() * log_p).sum(-1)
+    of_log_prob = case.upstream(inputs)
+    labels = inputs.several(case.several)[0] if case.several else labels
+    log_prob, entropy = log_p.gather(1, labels).view(of_log_prob.shape), -(log_p.exp() * log_p).sum(-1)
     found = {"log_prob": log_prob.detach(), "entropy": entropy.detach()}
     if case.backward:
-        total = (log_prob * inputs.of_log_prob).sum()
+        total = (log_prob * of_log_prob).sum()
         if case.entropy_grad:
             total = total + (entropy * inputs.of_entropy).sum()
         total.backward()
@@ -224,7 +266,8 @@ def errors(
     with torch.set_grad_enabled(case.backward):
         made = case.made(problem, inputs)
         if case.backward:
-            total = (made.log_prob.flatten() * inputs.of_log_prob).sum()
+            of_log_prob = case.upstream(inputs)
+            total = (made.log_prob.view(of_log_prob.shape) * of_log_prob).sum()
             if case.entropy_grad and made.entropy is not None:
                 total = total + (made.entropy.flatten() * inputs.of_entropy).sum()
             total.backward()  # type: ignore[no-untyped-call]
@@ -254,7 +297,7 @@ def check(cases: list[Case], cell: Cell, given: argparse.Namespace, world: World
     for case in cases:
         row: Row = {"error": case.why_not}
         if case.made is not None:
-            if kind != (kind := (case.backward, case.entropy_grad, case.per_token, case.kept)):
+            if kind != (kind := (case.backward, case.entropy_grad, case.per_token, case.kept, case.several)):
                 true.clear()  # the weight's gradient in fp64 is large: one at a time
                 true = plain(case, problem, inputs, torch.float64)
                 rough = plain(case, problem, inputs, problem.dtype)
@@ -348,7 +391,7 @@ def table(rows: list[Row]) -> str:
 
 def run(given: argparse.Namespace, world: World, source: Row, started: float) -> int:
     """`--preset rl`: what the command line asks for, on one rank."""
-    known = [case.name for case in cases_of(given.strategies, max(KEPT))]
+    known = [case.name for case in cases_of(given.strategies, max(*KEPT, *SEVERAL))]
     if unknown := set(given.options or ()) - set(known):
         raise UsageError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     if world.size > 1:
