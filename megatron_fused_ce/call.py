@@ -71,6 +71,8 @@ class Call(NamedTuple):
     teacher: TeacherTargets | None = None
     #: see :func:`.op.fused_linear_distillation`
     distillation: Distillation | None = None
+    #: of :mod:`.several_labels`, which has them beside the call; 0 for one
+    labels_per_token: int = 0
     #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False
@@ -592,6 +594,7 @@ def _plan(
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=call.uses_in_flight,
+        labels_per_token=call.labels_per_token,
         teacher_hidden_size=0 if call.distillation is None else call.distillation.weight.shape[1],
         teacher_itemsize=0 if call.distillation is None else call.distillation.weight.element_size(),
     )

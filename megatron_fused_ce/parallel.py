@@ -245,6 +245,14 @@ class VocabParallel:
             _start(dist.all_reduce, of_shard, beside=self.beside, group=self.group).wait()
         return of_shard
 
+    def take_largest_(self, value: Tensor) -> None:
+        """Replace ``value``, in place, by the largest over the ranks; the current stream waits for it.
+
+        Collectives: one MAX all-reduce, behind those of this head that were started; none over one rank.
+        """
+        if self.size > 1:
+            _start(dist.all_reduce, value, beside=self.beside, op=dist.ReduceOp.MAX, group=self.group).wait()
+
     def start_merge(
         self,
         stats: RowStatistics,

@@ -82,6 +82,10 @@ TOKEN_BYTES = 8 + 4 * 4 + 4 + 4
 #: The same for the current chunk, copied for it: label, merged statistics, factor; and three floats a token
 #: that a GEMM reads.
 CHUNK_TOKEN_BYTES = 8 + 4 * 4 + 4 + 3 * 4
+#: Of several labels a token (:mod:`.several_labels`), each: its column (int32), log-probability and the
+#: caller's copy, its logit or its share of the upstream gradient (fp32). Of the current chunk: indices
+#: (int64) and floats by which its entry is gathered and written.
+LABEL_BYTES, CHUNK_LABEL_BYTES = 4 + 3 * 4, 56
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
@@ -143,6 +147,8 @@ class PlanInputs:
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
+    #: labels of a token, where there are several; 0 for one
+    labels_per_token: int = 0
     #: ``H_t`` of a teacher beside the head, and the bytes of its numbers; 0 for none
     teacher_hidden_size: int = 0
     teacher_itemsize: int = 0
@@ -166,10 +172,11 @@ class PlanInputs:
             "tp_size",
             "memory_mb",
             "uses_in_flight",
+            "labels_per_token",
             "teacher_hidden_size",
         ):
             value = getattr(self, name)
-            smallest = 0 if name in ("num_tokens", "teacher_hidden_size") else 1
+            smallest = 0 if name in ("num_tokens", "labels_per_token", "teacher_hidden_size") else 1
             if value is not None and value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")
         if self.num_parts not in (1, self.tp_size):
@@ -629,11 +636,11 @@ def _always(
     inputs: PlanInputs, capacity: int, chunk: _ChunkBytes, stored_chunks: int, num_logits: int
 ) -> dict[str, int]:
     """The parts that forward and backward share, with ``num_logits`` buffers of a chunk's logits."""
-    on_gpu = inputs.device != "cpu"
+    on_gpu, labels = inputs.device != "cpu", inputs.labels_per_token
     large = stored_chunks * inputs.uses_in_flight + max(1, num_logits)
     return {
-        "token_floats": TOKEN_BYTES * inputs.num_tokens * inputs.uses_in_flight
-        + CHUNK_TOKEN_BYTES * capacity,
+        "token_floats": (TOKEN_BYTES + LABEL_BYTES * labels) * inputs.num_tokens * inputs.uses_in_flight
+        + (CHUNK_TOKEN_BYTES + CHUNK_LABEL_BYTES * labels) * capacity,
         "workspace": WORKSPACE_BYTES if on_gpu else 0,
         "rounding": ROUNDING_BYTES * large if on_gpu and chunk.logits >= ROUNDED_FROM else 0,
     }

@@ -19,6 +19,7 @@ from megatron_fused_ce.op import (
     linear_cross_entropy,
 )
 from megatron_fused_ce.sampling_mask import masked_log_probs
+from megatron_fused_ce.several_labels import several_log_probs
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
 
@@ -63,6 +64,10 @@ def token_log_probs(
     but in chunks. Differentiable in ``hidden`` and ``weight`` for any upstream gradient per token, where
     gradients are enabled; under ``torch.no_grad`` the forward runs alone and saves nothing.
 
+    With K labels a token, ``[b, s, K]`` or ``[T, K]``, ``log_prob`` has their shape, and each of them any
+    upstream gradient: a rollout's candidates, or a teacher's likeliest classes, whose loss is ``-(q *
+    log_prob).sum(-1)`` (q 0 where ``log_prob`` is -inf: give 0, not the product).
+
     Args:
         hidden, weight, labels, tp_group, sequence_parallel, vocab_start, config: as for
             :func:`.fused_linear_cross_entropy`; labels are those of the tokens, shifted by the caller.
@@ -70,6 +75,10 @@ def token_log_probs(
             products, gathers and sums of ``grad_hidden`` are fp32 then); no other pair of dtypes is served.
             With ``config.skip_masked`` tokens labelled ``config.ignore_index`` take part in no GEMM: their
             results are all 0, and a gradient of their entropy raises in the backward.
+            K labels (up to 32768): -1 is an empty entry, with log-probability ``-inf`` and no gradient;
+            another id outside the vocabulary as one label's; upstream gradients of an id given twice add up.
+            Logits are fp32 (``4 * V`` bytes a token that ``store`` keeps) unless ``config.logit_precision``
+            is ``activations``, and the row kernels serve. ``ignore_index`` and ``skip_masked`` are refused.
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
             gradient flows into a tensor.
@@ -95,7 +104,8 @@ def token_log_probs(
 
     Collectives: those of :func:`.fused_linear_cross_entropy`; with a temperature per token a MAX all-reduce
     of an int64 before them, once per call; the merge has a float a token more with entropy and one with
-    ``sum_p_squared``; no reduction of ``grad_hidden`` where it is left to the caller.
+    ``sum_p_squared``; no reduction of ``grad_hidden`` where it is left to the caller. With K labels those of
+    :class:`.several_labels.LabelLogProbs`.
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
@@ -125,24 +135,27 @@ def log_probs_of_head(
     """:func:`token_log_probs` with fields of :class:`.call.Call` that say whose head it is."""
     entropy, sum_p_squared = options.get("entropy", "none"), options.get("sum_p_squared", False)
     config = options.get("config")
-    if entropy == "differentiable":
-        config = unrounded(config)
-    token_weights, wrong = _unignored(labels, config)
-    made = linear_cross_entropy(
-        Call(
-            _widened(hidden, weight),
-            weight,
-            labels,
-            token_weights=token_weights,
-            config=DEFAULT_CONFIG if config is None else config,
-            outputs=_outputs(entropy, sum_p_squared),
-            differentiable=_with_grad(entropy),
-            temperature=options.get("temperature", 1.0),
-            zero_unknown=options.get("zero_unknown", False),
-            caller_error=_wrong_entropy(entropy) or wrong,
-            **of_head,
-        )
-    ).outputs
+    several = all(isinstance(x, Tensor) for x in (hidden, labels)) and labels.dim() == hidden.dim()
+    token_weights = wrong = None
+    if not several:
+        config = unrounded(config) if entropy == "differentiable" else config
+        token_weights, wrong = _unignored(labels, config)
+    call = Call(
+        _widened(hidden, weight),
+        weight,
+        labels,
+        token_weights=token_weights,
+        config=DEFAULT_CONFIG if config is None else config,
+        outputs=_outputs(entropy, sum_p_squared),
+        differentiable=_with_grad(entropy),
+        temperature=options.get("temperature", 1.0),
+        zero_unknown=options.get("zero_unknown", False),
+        caller_error=_wrong_entropy(entropy) or wrong,
+        **of_head,
+    )
+    if several:
+        return several_log_probs(call)
+    made = linear_cross_entropy(call).outputs
     assert made.log_prob is not None
     return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
 
@@ -250,6 +263,7 @@ def masked_token_log_probs(
     *,
     temperature: float | Tensor = 1.0,
     entropy: str = "none",
+    entropy_of: str = "kept",
     sum_p_squared: bool = False,
     reduce_grad_hidden: bool = True,
     tp_group: dist.ProcessGroup | None = None,
@@ -269,6 +283,8 @@ def masked_token_log_probs(
         mask_offsets: int64 or int32 ``[T + 1]``: token ``t`` of ``labels.flatten()`` has
             ``mask_ids[mask_offsets[t] : mask_offsets[t + 1]]``. Both the same on every rank.
         entropy, sum_p_squared: over the kept ids; :func:`token_log_probs` has them over the vocabulary.
+        entropy_of: ``vocabulary`` takes the entropy from :func:`token_log_probs`, as slime has it: one GEMM
+            more, or with a gradient all of that function's.
         config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
             With ``ignore_index`` a token with that label and an empty set costs no GEMM, and all its results
             are 0 without a gradient; with a set its label is outside of it.
@@ -288,24 +304,37 @@ def masked_token_log_probs(
     the group, ``[T, H]``, and their gradients.
 
     Collectives: one all-gather of a few int64, for which the host waits; those of
-    :class:`.sampling_mask.MaskedLogProbs`; where a set is empty those of the head with ``skip_masked``.
+    :class:`.sampling_mask.MaskedLogProbs`; where a set is empty those of the head with ``skip_masked``; for
+    the entropy of the vocabulary those of :func:`token_log_probs`.
 
     Source: the "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1).
     """
-    if entropy == "differentiable":
+    wrong: ValueError | None = _wrong_entropy(entropy)
+    if entropy_of not in ("kept", "vocabulary"):
+        wrong = ValueError(f"entropy_of is {entropy_of!r}; choose kept or vocabulary")
+    beside = entropy_of == "vocabulary" and entropy != "none"
+    if entropy == "differentiable" and not beside:
         config = unrounded(config)
+    head = {
+        "tp_group": tp_group,
+        "sequence_parallel": sequence_parallel,
+        "vocab_start": vocab_start,
+        "reduce_grad_hidden": reduce_grad_hidden,
+    }
     call = Call(
         _widened(hidden, weight),
         weight,
         labels,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
         config=DEFAULT_CONFIG if config is None else config,
-        outputs=_outputs(entropy, sum_p_squared),
-        differentiable=_with_grad(entropy),
+        outputs=_outputs("none" if beside else entropy, sum_p_squared),
+        differentiable=_with_grad("none" if beside else entropy),
         temperature=temperature,
-        reduce_grad_hidden=reduce_grad_hidden,
-        caller_error=_wrong_entropy(entropy),
+        caller_error=wrong,
+        **head,  # type: ignore[arg-type]
     )
-    return masked_log_probs(call, mask_ids, mask_offsets)
+    made = masked_log_probs(call, mask_ids, mask_offsets)
+    if not beside:
+        return made
+    options: LogProbOptions = {"temperature": temperature, "entropy": entropy, "config": config}
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
+        return made._replace(entropy=log_probs_of_head(hidden, weight, labels, options, **head).entropy)

@@ -149,7 +149,7 @@ FLOORS = (
     ("forward",),
     ("autograd",),
     ("op",),
-    ("sampling_mask",),
+    ("sampling_mask", "several_labels"),
     ("rl",),
     ("adapter",),
 )

@@ -48,7 +48,8 @@ def output_processor(
         hidden_states: ``[s, b, H]``, with sequence parallelism this rank's part ``[s / R, b, H]``.
         output_layer: the model's; its group and its sequence parallelism hold.
         output_weight: of tied embeddings; None for the layer's own.
-        labels: ``[b, s]``, those of the model's call: the tokens, shifted by the caller.
+        labels: ``[b, s]``, or ``[b, s, K]`` for several a token, those of the model's call: the tokens,
+            shifted by the caller.
         context: ``output_processor_context``, keywords of :func:`.rl.token_log_probs`. Without a ``config``
             it is the flag's, where the head has one; options that change the loss alone do not count, and
             ``skip_masked`` and ``grad_in_forward`` are the loss's.
@@ -56,8 +57,8 @@ def output_processor(
         unused: what else Megatron passes.
 
     Returns:
-        fp32 ``[b, s]``; None for what was not asked for. ``Float16Module`` makes a plain tuple of it, in the
-        same order.
+        fp32 ``[b, s]``, log-probabilities in the labels' shape; None for what was not asked for.
+        ``Float16Module`` makes a plain tuple of it, in the same order.
 
     Raises:
         TypeError: ``context`` has other keywords.

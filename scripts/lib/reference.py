@@ -330,6 +330,35 @@ def plain_distillation(
     return _result(inputs, loss, hidden, weight, roundings, shares.sum(-1))
 
 
+def plain_several(
+    inputs: HeadInputs,
+    labels: Tensor,  # [b, s, K]
+    upstream: Tensor,  # [b, s, K]
+    dtype: torch.dtype,
+    of_entropy: Tensor | None = None,  # [b, s]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities ``[b, s, K]``, the entropy ``[b, s]`` and the gradients of both operands, by autograd
+    in ``dtype``.
+
+    -1 has log-probability -inf without a gradient, another id outside the vocabulary that of the largest
+    logit, which counts as a constant.
+    """
+    hidden, weight, z = _logits(inputs, dtype)
+    log_p = z.log_softmax(-1)
+    ids = labels.transpose(0, 1)
+    known = (ids >= 0) & (ids < z.shape[-1])
+    of_largest = (z.detach().amax(-1) - z.logsumexp(-1)).unsqueeze(-1)
+    made = torch.where(known, log_p.gather(-1, ids.where(known, 0)), of_largest)
+    made = made.masked_fill(ids == -1, -torch.inf)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1)
+    outputs, grads = [made], [upstream.transpose(0, 1).to(z.dtype)]
+    if of_entropy is not None:
+        outputs, grads = [*outputs, entropy], [*grads, of_entropy.t().to(z.dtype)]
+    torch.autograd.backward(outputs, grads)
+    assert hidden.grad is not None and weight.grad is not None
+    return made.detach().transpose(0, 1), entropy.detach().t(), hidden.grad, weight.grad
+
+
 def truth(inputs: HeadInputs) -> HeadResult:
     """The definition in fp64, on the values that the inputs have in their own dtype."""
     return plain_head(inputs, torch.float64)

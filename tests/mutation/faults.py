@@ -32,6 +32,7 @@ SURROUNDINGS = "tests/op/test_surroundings.py"
 PROPERTIES = "tests/op/test_properties.py"
 ROWS = "tests/kernels/test_row_kernels.py"
 SCALED_EXP = "tests/kernels/test_scaled_exp.py"
+SEVERAL = "tests/op/test_several_labels.py"
 PLANNER = "tests/planner/test_planner.py"
 ADAPTER = "tests/megatron/test_adapter.py"
 REPORT = "tests/megatron/test_report.py"
@@ -1052,5 +1053,47 @@ FAULTS = (
         "if tp_rank != 0:",
         "if tp_rank < 0:",
         (f"{REPORT} -k only_the_first_rank",),
+    ),
+    Fault(
+        "one of several labels keeps its own upstream gradient where an id is given twice",
+        f"{PACKAGE}/several_labels.py",
+        "scatter_add_(1, owner, shares * own)",
+        "scatter_(1, owner, shares * own)",
+        (f"{SEVERAL} -k 'test_against_fp64 and one'", f"{SEVERAL} -k 'test_against_fp64 and thousand'"),
+    ),
+    Fault(
+        "several labels' entries lose the logits that their places overwrote",
+        f"{PACKAGE}/several_labels.py",
+        "if out.data_ptr() == matrix.data_ptr():",
+        "if out is matrix and targets.form.softcap is not None:",
+        (f"{SEVERAL} -k 'test_against_fp64 and recompute'",),
+    ),
+    Fault(
+        "a sure label among several is compared with its own rounded sum",
+        f"{PACKAGE}/several_labels.py",
+        "grad = shares.mul_(torch.expm1(log_p))",
+        "grad = shares.mul_(p - 1)",
+        (f"{SEVERAL} -k sure_token",),
+    ),
+    Fault(
+        "the label left out of the sum is each rank's own best of several",
+        f"{PACKAGE}/several_labels.py",
+        "self.comm.take_largest_(s)",
+        "s = s.clone()",
+        ("tests/parallel/test_several_labels.py -k 'against_fp64 and five'",),
+    ),
+    Fault(
+        "fp16's range is that of one of a token's several upstream gradients",
+        f"{PACKAGE}/several_labels.py",
+        "size = shares.abs().sum(1)",
+        "size = shares.abs().amax(1)",
+        (f"{SEVERAL} -k fp16_holds",),
+    ),
+    Fault(
+        "an id outside the vocabulary among several has the best label's log-probability",
+        f"{PACKAGE}/several_labels.py",
+        "torch.where(unknown, row_max.unsqueeze(1), label_logits)",
+        "torch.where(unknown, reference.unsqueeze(1), label_logits)",
+        (f"{SEVERAL} -k test_against_fp64",),
     ),
 )

@@ -184,6 +184,35 @@ def test_a_mask_with_outputs_that_have_no_gradient(device):
     assert not made.entropy.requires_grad and not made.sum_p_squared.requires_grad
 
 
+@pytest.mark.parametrize("entropy", ["detached", "differentiable"])
+def test_a_mask_with_the_entropy_of_the_vocabulary(entropy, device):
+    """As slime has it: the log-probability is over the kept ids, its entropy is not."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    mask = one_set_for_all(inputs.labels, *range(0, 53, 3))
+    results = []
+    for together in (True, False):
+        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        wanted = {"entropy": entropy, "temperature": 0.7}
+        if together:
+            wanted["entropy_of"] = "vocabulary"
+            log_prob, of_all, _ = masked_token_log_probs(hidden, weight, inputs.labels, *mask, **wanted)
+        else:
+            made = masked_token_log_probs(hidden, weight, inputs.labels, *mask, temperature=0.7)
+            log_prob, of_all = (
+                made.log_prob,
+                token_log_probs(hidden, weight, inputs.labels, **wanted).entropy,
+            )
+        assert of_all.requires_grad == (entropy == "differentiable")
+        kept = log_prob.isfinite()
+        loss = log_prob[kept].sum() + (of_all * inputs.grad_loss).sum()
+        loss.backward()
+        results.append((log_prob.detach()[kept], of_all.detach(), hidden.grad, weight.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="choose kept or vocabulary"):
+        masked_token_log_probs(inputs.hidden, inputs.weight, inputs.labels, *mask, entropy_of="all")
+
+
 @pytest.mark.parametrize(
     ("dtype", "upstream", "smallest"),
     [(torch.bfloat16, 1.0, 0.0), (torch.float16, 1.0, 0.0), (torch.float16, 2.0**-20, 2.0**-24)],

@@ -118,6 +118,35 @@ def test_against_logits(rank: Rank, name, flag, entropy):
 
 
 @on_ranks(*CORES)
+def test_several_labels_a_token(rank: Rank):
+    """`[b, s, K]` as the model's labels: values and main_grad of as many calls with one each."""
+    from megatron_fused_ce import output_processor
+
+    have_groups(rank.size)
+    built = build(Model(fused_wgrad=True, sequence_parallel=rank.size > 1), rank)
+    training = Training(rank, built)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
+    upstream = torch.randn(BATCH, SEQUENCE, 2, generator=generator).to(rank.device)
+    labels = torch.stack((ids.roll(-1, 1), ids.roll(-2, 1)), -1)
+    results = []
+    for together in (True, False):
+        training.zero_grad()
+        made = []
+        for given in [labels] if together else labels.unbind(-1):
+            log_prob, *_ = training.ddp(
+                ids, *positions_and_mask(rank), labels=given, output_processor=output_processor
+            )
+            made.append(log_prob.view(BATCH, SEQUENCE, -1))
+        (torch.cat(made, -1) * upstream).sum().backward()
+        training.ddp.finish_grad_sync()
+        gradients = [parameter.main_grad.clone() for parameter in built.parameters()]
+        results.append([torch.cat(made, -1).detach(), *gradients])
+    for one, other in zip(*results, strict=True):
+        assert other.norm() > 0 and (one - other).norm() <= GRADIENT_BOUND * other.norm()
+
+
+@on_ranks(*CORES)
 def test_multi_token_prediction_beside_it(rank: Rank):
     """Its loss goes the model's way, into the same main_grad: as a loss of minus the log-probability."""
     import megatron_fused_ce

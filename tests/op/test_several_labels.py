@@ -1,0 +1,325 @@
+"""Several labels a token: log-probabilities, each with any upstream gradient."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, planner
+from megatron_fused_ce.logits import rows_torch
+from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
+
+SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
+#: Of log-probabilities in every dtype: they come from fp32 sums of products.
+OF_VALUES = 4e-6
+
+
+def several(inputs, count: int) -> torch.Tensor:
+    """``[b, s, K]``: the label first; ids twice and more, empty entries, ids of none, a token without any."""
+    b, s = inputs.labels.shape
+    vocab = inputs.weight.shape[0]
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.randint(0, vocab, (b, s, count), generator=generator).to(inputs.labels.device)
+    labels[..., 0] = inputs.labels
+    labels[:, 1::5, count // 2 :] = -1
+    labels[:, 2::5, count // 2] = vocab + 3
+    labels[:, 3::5, count // 3 :] = labels[:, 3::5, :1]  # one id many times
+    labels[:, 4] = -1
+    labels[0, 5] = -100
+    return labels
+
+
+def upstream_of(labels: torch.Tensor) -> torch.Tensor:
+    """Random; those of every third token sum up to 0, those of one are all 0."""
+    upstream = torch.randn(labels.shape, generator=torch.Generator().manual_seed(1)).to(labels.device)
+    counted = upstream.masked_fill(labels == -1, 0.0)
+    upstream[:, ::3, 0] -= counted[:, ::3].sum(-1)
+    upstream[:, 7] = 0.0
+    return upstream
+
+
+def bent(cap: float, scale: float = 1.0, **options: Any) -> FusedCEConfig:
+    return FusedCEConfig(logit_softcap=cap, logit_scale=scale, **options)
+
+
+#: Kind of inputs, dtype, number of labels, config, temperature.
+CASES: dict[str, tuple[str, torch.dtype, int, FusedCEConfig, Any]] = {
+    "one": ("plain", torch.float32, 1, FusedCEConfig(), 1.0),
+    "two": ("plain", torch.bfloat16, 2, FusedCEConfig(), 0.7),
+    "sixty-four": ("plain", torch.bfloat16, 64, FusedCEConfig(), "per token"),
+    "a thousand": ("plain", torch.float32, 1024, FusedCEConfig(), 5.0),
+    "a thousand in fp16": ("plain", torch.float16, 1024, FusedCEConfig(), 0.7),
+    "sure": ("peaked", torch.bfloat16, 3, FusedCEConfig(), 1.0),
+    "sure of others": ("peaked", torch.bfloat16, 64, FusedCEConfig(), "per token"),
+    "wide": ("wide", torch.float32, 5, FusedCEConfig(), 1.0),
+    "low": ("low", torch.bfloat16, 5, FusedCEConfig(), 1.0),
+    "cold": ("plain", torch.float32, 5, FusedCEConfig(), 0.01),
+    "cold in bf16": ("plain", torch.bfloat16, 5, FusedCEConfig(), 0.01),
+    "softcap": ("wide", torch.bfloat16, 64, bent(30.0), 0.7),
+    "softcap and scale": ("wide", torch.float32, 7, bent(5.0, 0.3), "per token"),
+    "padded vocabulary": ("plain", torch.float32, 7, FusedCEConfig(true_vocab_size=50), 1.0),
+    "triton": ("plain", torch.float32, 7, bent(5.0, row_backend="triton"), "per token"),
+    "options of the loss": ("plain", torch.float32, 7, FusedCEConfig(z_loss=0.1, label_smoothing=0.1), 1.0),
+}
+
+
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+@pytest.mark.parametrize("case", CASES)
+def test_against_fp64(case, strategy, device):
+    """And the entropy beside them, whose gradient reaches the same entries."""
+    kind, dtype, count, config, temperature = CASES[case]
+    inputs = make_inputs(kind, **SIZES, dtype=dtype, device=device)
+    labels = several(inputs, count)
+    upstream, of_entropy = upstream_of(labels), 0.3 * inputs.grad_loss
+    per_token = torch.full_like(inputs.grad_loss, 1.0 if temperature == "per token" else temperature)
+    if temperature == "per token":
+        temperature = per_token = inputs.grad_loss.abs() + 0.5
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    made = token_log_probs(
+        hidden,
+        weight,
+        labels,
+        temperature=temperature,
+        entropy="differentiable",
+        config=replace(config, strategy=strategy, num_chunks=3),
+    )
+    torch.autograd.backward([made.log_prob, made.entropy], [upstream, of_entropy])
+    inputs = replace(inputs, config=config, temperature=per_token, logit_scale=config.logit_scale)
+    exact, eager = (
+        plain_several(inputs, labels, upstream, precision, of_entropy) for precision in (torch.float64, dtype)
+    )
+    assert made.log_prob.shape == labels.shape and made.log_prob.dtype == torch.float32
+    given = labels != -1
+    assert (made.log_prob[~given] == -torch.inf).all()
+    assert relative_error(made.log_prob.detach()[given], exact[0][given]) < OF_VALUES
+    assert relative_error(made.entropy.detach(), exact[1]) < max(
+        OF_VALUES, 2 * relative_error(eager[1], exact[1]) * (dtype == torch.float32)
+    )
+    for ours, rough, true in zip((hidden.grad, weight.grad), eager[2:], exact[2:], strict=True):
+        assert relative_error(ours, true) < max(FLOOR[dtype], 2 * relative_error(rough, true))
+
+
+@pytest.mark.parametrize("kind", ["peaked", "odd-labels", "wide"])
+@pytest.mark.parametrize("zero_unknown", [False, True])
+def test_one_label_is_the_single_label_path(kind, zero_unknown, device):
+    inputs = make_inputs(kind, **SIZES, dtype=torch.float32, device=device)
+    inputs.labels[inputs.labels == -1] = 60  # -1 is an empty entry here
+    found = []
+    for labels in (inputs.labels, inputs.labels.unsqueeze(-1)):
+        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        config = FusedCEConfig(strategy="store", num_chunks=2)
+        made = token_log_probs(hidden, weight, labels, zero_unknown=zero_unknown, config=config).log_prob
+        made.backward(inputs.grad_loss.view(labels.shape))
+        found.append((made.detach().view(inputs.labels.shape), hidden.grad, weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert relative_error(other, one) < 3e-7
+
+
+def test_digits_of_a_sure_token(device):
+    """log p of -2e-9, and the gradient p - 1 at its label: nothing is subtracted from 1."""
+    weight = torch.tensor([[0.0], [20.0], [-5.0]], device=device, requires_grad=True)
+    hidden = torch.ones(1, 1, device=device, requires_grad=True)
+    for strategy in ("store", "recompute"):
+        weight.grad = None
+        config = FusedCEConfig(strategy=strategy)
+        made = token_log_probs(hidden, weight, torch.tensor([[2, 1, 1]], device=device), config=config)
+        made.log_prob[0, 1].backward()
+        true = weight.detach().double().flatten().log_softmax(0)
+        assert relative_error(made.log_prob.detach(), true[[2, 1, 1]].unsqueeze(0)) < 1e-6
+        assert abs(made.log_prob[0, 1].item() / true[1].item() - 1) < 1e-5 and true[1] > -3e-9
+        assert relative_error(weight.grad.flatten(), torch.eye(3)[1].to(device) - true.exp()) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+def test_topk_distillation_is_a_weighted_sum(strategy, device):
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    labels = several(inputs, 6)
+    labels[labels >= 53] = -1
+    labels[labels == -100] = -1
+    log_q = torch.randn(labels.shape, device=device).log_softmax(-1)
+    config = FusedCEConfig(strategy=strategy, num_chunks=2)
+    results = []
+    for fused in (True, False):
+        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        if fused:
+            loss = fused_linear_topk_distillation(hidden, weight, labels, log_q, config=config)
+        else:
+            log_p = token_log_probs(hidden, weight, labels, config=config).log_prob
+            loss = -torch.where(labels >= 0, log_q.exp() * log_p, 0.0).sum(-1)
+        loss.backward(inputs.grad_loss)
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for one, other in zip(*results, strict=True):
+        assert relative_error(other, one) < FLOOR[torch.float32]
+
+
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+def test_a_second_backward(strategy, device):
+    """Of other upstream gradients, of the entropy alone, and of nothing but zeros."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    labels = several(inputs, 5)
+    upstream, none = upstream_of(labels), torch.zeros(labels.shape, device=device)
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    config = FusedCEConfig(strategy=strategy, num_chunks=2)
+    made = token_log_probs(hidden, weight, labels, entropy="differentiable", config=config)
+    made.log_prob.detach().fill_(torch.nan)  # the caller's own
+    for of_labels, of_entropy in ((upstream, None), (2 * upstream, 1.0), (None, 1.0), (none, None)):
+        outputs, grads = [], []
+        if of_labels is not None:
+            outputs, grads = [made.log_prob], [of_labels]
+        if of_entropy is not None:
+            outputs, grads = [*outputs, made.entropy], [*grads, inputs.grad_loss]
+        found = torch.autograd.grad(outputs, (hidden, weight), grads, retain_graph=True)
+        _, _, *exact = plain_several(
+            inputs,
+            labels,
+            none if of_labels is None else of_labels,
+            torch.float64,
+            None if of_entropy is None else inputs.grad_loss,
+        )
+        for ours, true in zip(found, exact, strict=True):
+            assert relative_error(ours, true) < FLOOR[torch.float32]
+            assert true.any() or not ours.any()
+
+
+@pytest.mark.parametrize("upstream", [2.0**-20, 2.0**18], ids=["tiny", "large"])
+def test_fp16_holds_the_sum_of_a_tokens_upstreams(upstream, device):
+    """The scale that keeps its gradients in range is that of one id 1024 times."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float16, device=device)
+    labels = inputs.labels.unsqueeze(-1).expand(-1, -1, 1024).contiguous()
+    of_labels = torch.full(labels.shape, upstream / 1024, device=device)
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    token_log_probs(hidden, weight, labels, config=FusedCEConfig(num_chunks=2)).log_prob.backward(of_labels)
+    _, _, *exact = plain_several(inputs, labels, of_labels, torch.float64)
+    for ours, true in zip((hidden.grad, weight.grad), exact, strict=True):
+        if upstream < 1:  # gradients below fp16's smallest normal number are rounded to multiples of 2**-24
+            assert (ours - true).norm() < FLOOR[ours.dtype] * true.norm() + true.numel() ** 0.5 * 2.0**-25
+        elif ours.isfinite().all():
+            assert relative_error(ours, true) < FLOOR[ours.dtype]
+        else:
+            assert true.abs().max() > torch.finfo(torch.float16).max
+
+
+def test_packed_and_without_gradients(device):
+    """[T, H], batch first, int32 labels, autocast, half hidden states and an fp32 weight; no_grad saves
+    nothing."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    labels = several(inputs, 5)
+    right = token_log_probs(inputs.hidden, inputs.weight, labels).log_prob
+    rows = inputs.hidden.transpose(0, 1).contiguous()
+    first = token_log_probs(rows, inputs.weight, labels.int(), batch_first=True).log_prob
+    packed = token_log_probs(rows.flatten(0, 1), inputs.weight, labels.flatten(0, 1)).log_prob
+    for found in (first, packed.view(labels.shape)):
+        torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+    hidden = rows.bfloat16().requires_grad_()
+    mixed = token_log_probs(hidden, inputs.weight, labels, batch_first=True).log_prob
+    mixed.sum(-1).nan_to_num(0.0, 0.0, 0.0).sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16 and not mixed.isnan().any()
+    with torch.no_grad():
+        without = token_log_probs(
+            inputs.hidden.requires_grad_(), inputs.weight, labels, entropy="differentiable"
+        )
+    assert not without.log_prob.requires_grad and not without.entropy.requires_grad
+    assert torch.equal(without.log_prob, right)
+    empty = token_log_probs(rows[:, :0], inputs.weight, labels[:, :0], batch_first=True).log_prob
+    assert empty.shape == (2, 0, 5)
+
+
+def test_rounded_logits_where_the_user_says_so(device):
+    """`activations`: as an engine that rounds its logits has them."""
+    inputs = make_inputs("wide", **SIZES, dtype=torch.bfloat16, device=device)
+    labels = several(inputs, 5)
+    config = FusedCEConfig(logit_precision="activations", num_chunks=2)
+    made = token_log_probs(inputs.hidden, inputs.weight, labels, config=config).log_prob
+    z = (inputs.hidden @ inputs.weight.t()).double().transpose(0, 1)
+    known = (labels >= 0) & (labels < 53)
+    true = z.log_softmax(-1).gather(-1, labels.where(known, 0))
+    assert relative_error(made[known], true[known]) < 1e-5
+    without = token_log_probs(inputs.hidden, inputs.weight, labels).log_prob
+    assert relative_error(without[known], true[known]) > 1e-4, "rounding changes nothing"
+
+
+BAD = {
+    "no labels": (lambda ids: ids[..., :0], {}, ValueError, "expected .* K of 1 to 32768"),
+    "tokens": (lambda ids: ids[:2], {}, ValueError, "labels have shape"),
+    "floats": (lambda ids: ids.float(), {}, TypeError, "expected int64"),
+    "ignored": (lambda ids: ids, {"ignore_index": -100}, ValueError, "-1 marks an empty entry"),
+    "skipped": (lambda ids: ids, {"skip_masked": True}, ValueError, "-1 marks an empty entry"),
+    "backend": (lambda ids: ids, {"logits_backend": "scaled_exp"}, ValueError, "cannot serve several labels"),
+    "strategy": (lambda ids: ids, {"strategy": "grad_in_forward"}, ValueError, "cannot know the upstream"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments(what, device):
+    change, options, error, words = BAD[what]
+    hidden = torch.ones(3, 4, device=device, requires_grad=True)
+    labels = torch.zeros(3, 2, dtype=torch.int64, device=device)
+    with pytest.raises(error, match=words):
+        token_log_probs(hidden, hidden, change(labels), config=FusedCEConfig(**options))
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of storages made inside: now, and the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+        given = {x.untyped_storage()._cdata for x in flat if isinstance(x, torch.Tensor)}
+        for tensor in torch.utils._pytree.tree_flatten(result)[0]:
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._seen and key not in given:
+                self._seen[key] = weakref.ref(storage, functools.partial(self._gone, key, size))
+                self.now += size
+                self.peak = max(self.peak, self.now)
+        return result
+
+    def _gone(self, key: int, size: int, _: object) -> None:
+        del self._seen[key]
+        self.now -= size
+
+
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+def test_memory_is_the_plans(strategy):
+    """Bytes a label, beyond a call with one: at most what the planner counts, and not half of it less."""
+    num_tokens, size, vocab, count = 160, 16, 448, 65
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=40, logit_softcap=3.0)
+    peaks, predicted = [], []
+    for k in (1, count):
+        hidden, weight = torch.randn(num_tokens, size), torch.randn(vocab, size)
+        labels = torch.randint(0, vocab, (num_tokens, k))
+        operands = hidden.requires_grad_(), weight.requires_grad_()
+        with patch.object(rows_torch, "BLOCK_ELEMENTS", vocab), _Live() as live:
+            made = token_log_probs(*operands, labels, entropy="differentiable", config=config).log_prob
+            made.backward(torch.ones_like(made))
+        peaks.append(live.peak)
+        inputs = planner.PlanInputs.of(
+            config,
+            num_tokens=num_tokens,
+            hidden_size=size,
+            num_rows=vocab,
+            dtype="float32",
+            wgrad_accumulator="returned",
+            logits_backend="gemm_rows",
+            labels_per_token=k,
+            device="cpu",
+        )
+        predicted.append(planner.plan(inputs).predicted_peak_bytes)
+    grown, counted = peaks[1] - peaks[0], predicted[1] - predicted[0]
+    upstream = 4 * num_tokens * (count - 1)  # the caller's
+    assert counted / 2 < grown - upstream <= counted
