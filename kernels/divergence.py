@@ -373,6 +373,12 @@ def _divergence_gradients_kernel(
     )
     s = natural - student_max
     t -= tl.load(teacher_max_ptr + row)
+    if WITH_SUMS:
+        divergence, _ = _terms(
+            s, t, student_log_sum, teacher_log_sum, beta, student_share, series_ptr, KIND, EXACT_S, EXACT_T
+        )
+        part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
+        tl.store(part_ptr + row * tl.num_programs(1) + block, part)
     p_s = _probability(s, student_log_sum, EXACT_S)
     r = (s - t) - (student_log_sum - teacher_log_sum)
     if KIND == _JSD:
@@ -400,12 +406,6 @@ def _divergence_gradients_kernel(
     if FACTOR:
         gradient *= tl.load(factor_ptr + row)
     gradient = tl.where(valid, gradient, 0.0)
-    if WITH_SUMS:
-        divergence, _ = _terms(
-            s, t, student_log_sum, teacher_log_sum, beta, student_share, series_ptr, KIND, EXACT_S, EXACT_T
-        )
-        part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
-        tl.store(part_ptr + row * tl.num_programs(1) + block, part)
     tl.store(out_ptr + row * out_stride + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
 
