@@ -377,7 +377,7 @@ def _divergence_gradients_kernel(
         divergence, _ = _terms(
             s, t, student_log_sum, teacher_log_sum, beta, student_share, series_ptr, KIND, EXACT_S, EXACT_T
         )
-        part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
+        part = tl.sum(tl.where(valid, divergence, 0.0), axis=0) + (student_log_sum + teacher_log_sum) * 0.0
         tl.store(part_ptr + row * tl.num_programs(1) + block, part)
     p_s = _probability(s, student_log_sum, EXACT_S)
     r = (s - t) - (student_log_sum - teacher_log_sum)
