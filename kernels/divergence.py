@@ -14,19 +14,8 @@ the gradients by the student's logits s::
                 m = (1 - beta) p_s + beta p_t               (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
 
 What the passes must do for each element with bf16 logits, and the time that takes on an H200 for C = 8192,
-V = 128256 (4.3 TB/s of copy bandwidth; 132 SMs at 1.75 GHz issue 128 instructions a clock, 0.036 ms for one
-an element, and 16 special functions, 0.28 ms for one). Predicted before they were written:
-
-======================  =====  ===============================  ============  =================
-pass                    bytes  special functions                instructions  predicted
-======================  =====  ===============================  ============  =================
-sums, KL                    4  2 exponentials                             30  1.1 ms
-sums, jsd                   4  3 exponentials, 1 logarithm                53  1.9 ms
-gradients, forward_kl       6  2 exponentials                             30  1.5 ms (bytes)
-the same with sums          6  2 exponentials                             36  1.5 ms (bytes)
-gradients, reverse_kl       6  1 exponential                              20  1.5 ms (bytes)
-gradients, jsd              6  2 exponentials, 1 logarithm                36  1.5 ms (bytes)
-======================  =====  ===============================  ============  =================
+V = 128256: 4.3 TB/s of copy bandwidth; 132 SMs at 1.75 GHz issue 128 instructions a clock (0.036 ms for one
+an element) and 16 special functions (0.28 ms for one). TABLE
 """
 
 from __future__ import annotations
@@ -54,6 +43,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _SERIES_UP_TO = tl.constexpr(0.25)
 #: exp of less is 0.
 _FAR = tl.constexpr(128.0)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -106,11 +96,11 @@ def _log(v):
 
 
 @triton.jit
-def _mixture(r, beta, student_share, EXACT: tl.constexpr):
+def _mixture(r, beta, student_share):
     """m, the smaller side's share of it, and p_s, in units of the larger side's p; abs(r); log m.
 
     All are finite: abs(r) is at most _FAR, also where r is NaN because both logits are -inf. log m is 0 for
-    r = 0; its error is 5e-8, or 2e-7 by the hardware's logarithm, for logits whose own rounding is more.
+    r = 0.
     """
     student_larger = r > 0.0
     distance = tl.minimum(tl.abs(r), _FAR)
@@ -118,8 +108,22 @@ def _mixture(r, beta, student_share, EXACT: tl.constexpr):
     of_larger = tl.where(student_larger, student_share, beta)
     of_smaller = (1.0 - of_larger) * q
     m = of_larger + of_smaller
-    log_m = _log(m) if EXACT else tl.log2(m) * _LN_2
-    return m, of_smaller, tl.where(student_larger, 1.0, q), distance, log_m
+    return m, of_smaller, tl.where(student_larger, 1.0, q), distance, _log(m)
+
+
+@triton.jit
+def _mixture_of_rounded(s, t, student_log_sum, teacher_log_sum, beta, student_share):
+    """p_s, p_t, ``log(p_s / m)`` and ``log(p_t / m)``, for logits whose own rounding is more than fp32's.
+
+    Half of the instructions of :func:`_mixture`, to an error of some 1e-6 for a small p, 1e-7 for a large
+    one; exactly 0 for equal sides.
+    """
+    log_p_s = tl.maximum(s - student_log_sum, -_FAR)  # -inf times 0 is NaN
+    log_p_t = tl.maximum(t - teacher_log_sum, -_FAR)
+    p_s, p_t = tl.exp2(log_p_s * _LOG2_E), tl.exp2(log_p_t * _LOG2_E)
+    m = tl.maximum(student_share * p_s + beta * p_t, _SMALLEST_NORMAL)
+    log_m = tl.where(log_p_s == log_p_t, log_p_s, _log(m))
+    return p_s, p_t, log_p_s - log_m, log_p_t - log_m
 
 
 @triton.jit
@@ -136,32 +140,30 @@ def _terms(
 ):
     """What a class adds to the divergence, and to KL(p_s || m) (jsd; else the first again)."""
     r = (s - t) - (student_log_sum - teacher_log_sum)
-    EXACT: tl.constexpr = EXACT_S or EXACT_T
-    if KIND == _JSD:
-        m, of_smaller, p_s, distance, log_m = _mixture(r, beta, student_share, EXACT)
-        x_s = log_m + tl.where(r > 0.0, 0.0, distance)
-        # Both sides' shares of -m log m; and m - p_s - p_s log(m / p_s).
-        divergence = -(m * log_m + of_smaller * distance)
-        kl_student = m - p_s - p_s * x_s
-        if EXACT:
-            x_t = log_m + tl.where(r > 0.0, distance, 0.0)
-            near = tl.abs(r) <= _SERIES_UP_TO  # and so are x_s and x_t
-            of_student = p_s * _h(x_s)
-            of_both = student_share * of_student + (m - student_share * p_s) * _h(x_t)
-            divergence = tl.where(near, of_both, divergence)
-            kl_student = tl.where(near, of_student, kl_student)
-        if EXACT:
-            larger = _exp(tl.maximum(s - student_log_sum, t - teacher_log_sum), True)
-        else:
-            log2_p_s = s * _LOG2_E - student_log_sum * _LOG2_E
-            larger = tl.exp2(tl.maximum(log2_p_s, t * _LOG2_E - teacher_log_sum * _LOG2_E))
-        divergence *= larger
-        kl_student *= larger
-    else:
+    if KIND != _JSD:
         p_s = _probability(s, student_log_sum, EXACT_S)
         p_t = _probability(t, teacher_log_sum, EXACT_T)
         divergence = _kl_term(p_t, p_s, r) if KIND == _FORWARD_KL else _kl_term(p_s, p_t, -r)
         kl_student = divergence
+    elif EXACT_S or EXACT_T:
+        m, of_smaller, p_s, distance, log_m = _mixture(r, beta, student_share)
+        x_s = log_m + tl.where(r > 0.0, 0.0, distance)
+        x_t = log_m + tl.where(r > 0.0, distance, 0.0)
+        near = tl.abs(r) <= _SERIES_UP_TO  # and so are x_s and x_t
+        of_student = p_s * _h(x_s)
+        of_both = student_share * of_student + (m - student_share * p_s) * _h(x_t)
+        # Both sides' shares of -m log m; and m - p_s - p_s log(m / p_s).
+        divergence = tl.where(near, of_both, -(m * log_m + of_smaller * distance))
+        kl_student = tl.where(near, of_student, m - p_s - p_s * x_s)
+        larger = _exp(tl.maximum(s - student_log_sum, t - teacher_log_sum), True)
+        divergence *= larger
+        kl_student *= larger
+    else:
+        p_s, p_t, of_student, of_teacher = _mixture_of_rounded(
+            s, t, student_log_sum, teacher_log_sum, beta, student_share
+        )
+        kl_student = p_s * of_student
+        divergence = student_share * kl_student + beta * (p_t * of_teacher)
     return divergence, kl_student
 
 
@@ -353,12 +355,23 @@ def _divergence_gradients_kernel(
     )
     s = natural - student_max
     t -= tl.load(teacher_max_ptr + row)
+    if WITH_SUMS:
+        divergence, _ = _terms(
+            s, t, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT_S, EXACT_T
+        )
+        part = tl.sum(tl.where(valid, divergence, 0.0), axis=0) + (student_log_sum + teacher_log_sum) * 0.0
+        tl.store(part_ptr + row * tl.num_programs(1) + block, part)
     p_s = _probability(s, student_log_sum, EXACT_S)
     r = (s - t) - (student_log_sum - teacher_log_sum)
     if KIND == _JSD:
-        _, _, _, distance, log_m = _mixture(r, beta, student_share, EXACT_S or EXACT_T)
-        x_s = log_m + tl.where(r > 0.0, 0.0, distance)
-        gradient = -student_share * p_s * (x_s + tl.load(kl_student_ptr + row))
+        if EXACT_S or EXACT_T:
+            _, _, _, distance, log_m = _mixture(r, beta, student_share)
+            of_student = -(log_m + tl.where(r > 0.0, 0.0, distance))
+        else:
+            p_s, _, of_student, _ = _mixture_of_rounded(
+                s, t, student_log_sum, teacher_log_sum, beta, student_share
+            )
+        gradient = student_share * p_s * (of_student - tl.load(kl_student_ptr + row))
     elif KIND == _FORWARD_KL:
         p_t = _probability(t, teacher_log_sum, EXACT_T)
         gradient = tl.where(tl.abs(r) <= _SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
@@ -378,12 +391,6 @@ def _divergence_gradients_kernel(
     if FACTOR:
         gradient *= tl.load(factor_ptr + row)
     gradient = tl.where(valid, gradient, 0.0)
-    if WITH_SUMS:
-        divergence, _ = _terms(
-            s, t, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT_S, EXACT_T
-        )
-        part = tl.sum(tl.where(valid, divergence, 0.0), axis=0)
-        tl.store(part_ptr + row * tl.num_programs(1) + block, part)
     tl.store(out_ptr + row * out_stride + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -58,11 +58,14 @@ def _of_mixture(r: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     distance = r.abs()
     of_smaller = torch.where(r > 0.0, beta, 1.0 - beta)
     of_larger = torch.where(r > 0.0, 1.0 - beta, beta)
-    far = torch.log(of_larger + of_smaller * torch.exp(-distance))
-    near = torch.log1p(of_smaller * torch.expm1(-distance))  # cancels for a small of_larger
-    to_larger = torch.where(distance <= SERIES_UP_TO, near, far)
+    to_larger = torch.log(of_larger + of_smaller * torch.exp(-distance))
     to_smaller = to_larger + distance
-    return torch.where(r > 0.0, to_larger, to_smaller), torch.where(r > 0.0, to_smaller, to_larger)
+    x_s, x_t = to_smaller.where(r <= 0.0, to_larger), to_larger.where(r <= 0.0, to_smaller)
+    near = distance <= SERIES_UP_TO
+    return (
+        torch.where(near, torch.log1p(beta * torch.expm1(-r)), x_s),
+        torch.where(near, torch.log1p((1.0 - beta) * torch.expm1(r)), x_t),
+    )
 
 
 def _terms(pair: _Pair, kind: str, beta: float) -> tuple[Tensor, Tensor | None]:
