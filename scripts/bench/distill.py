@@ -114,7 +114,9 @@ def _gemms(problem: Problem, inputs: Inputs, mark: Mark) -> None:
     torch.mm(grad.t(), problem.hidden, out=grad_weight)
 
 
-def _ours(strategy: str, divergence: str, problem: Problem, inputs: Inputs) -> Outputs:
+def _ours(
+    strategy: str, divergence: str, problem: Problem, inputs: Inputs, logit_precision: str = "auto"
+) -> Outputs:
     known = parse_strategy(strategy).name in ("auto", "grad_in_forward")
     made = fused_linear_distillation(
         problem.hidden,
@@ -123,7 +125,7 @@ def _ours(strategy: str, divergence: str, problem: Problem, inputs: Inputs) -> O
         inputs.weight,
         divergence=divergence,
         token_weights=inputs.token_weights if known else None,
-        config=config_of(strategy),
+        config=config_of(strategy, logit_precision=logit_precision),
     )
     return {"loss": made.loss}
 
@@ -213,6 +215,8 @@ def cases_of(given: argparse.Namespace, cell: Cell) -> list[Case]:
             Case(f"{divergence}, {name}", partial(_ours, name, divergence), kind, grads)
             for name in given.strategies
         ]
+        in_fp32 = partial(_ours, "store:4096", divergence, logit_precision="fp32")
+        found.append(Case(f"{divergence}, store:4096, fp32 logits", in_fp32, kind, grads))
         if divergence != "jsd":
             made = partial(_whole_logits, divergence)
             eager = partial(made, False)
