@@ -1,0 +1,439 @@
+"""Row passes of a divergence, in Triton and in plain PyTorch, against fp64 and each other."""
+
+from __future__ import annotations
+
+from math import factorial, inf, log, nan
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron_fused_ce.kernels import divergence
+from megatron_fused_ce.kernels.records import LabelTerm, Side
+from megatron_fused_ce.logits import divergence_torch
+from tests.support.op import DTYPES
+
+ROWS = [
+    pytest.param(divergence, id="triton"),
+    pytest.param(divergence_torch, id="torch"),
+]
+KINDS = [
+    ("forward_kl", 0.5),
+    ("reverse_kl", 0.5),
+    ("jsd", 0.5),
+    ("jsd", 0.1),
+    ("jsd", 0.999),
+]
+EVERY = pytest.mark.parametrize("rows", ROWS)
+OF_KIND = pytest.mark.parametrize(("kind", "beta"), KINDS, ids=lambda value: str(value))
+#: A divergence's error in nats; KL(p_s || m) and gradients: of their terms' size.
+FLOOR = 1e-6
+
+
+class Exact(NamedTuple):
+    divergence: torch.Tensor  # [C]
+    kl_student: torch.Tensor  # [C]
+    gradient: torch.Tensor  # [C, V]
+    #: of the largest term of all gradients: their difference may be far smaller
+    size: float
+
+    @property
+    def grad_floor(self) -> float:
+        return FLOOR * self.size
+
+    @property
+    def kl_floor(self) -> float:
+        return FLOOR * max(1.0, self.kl_student.max().item())
+
+
+def natural(side: Side, dtype=torch.float64) -> torch.Tensor:
+    s = side.logits.to(dtype) * side.scale
+    return s if side.softcap is None else side.softcap * torch.tanh(s / side.softcap)
+
+
+def definition(s: torch.Tensor, t: torch.Tensor, kind: str, beta: float) -> Exact:
+    """In the dtype of the natural logits ``s`` and ``t``, which have all classes."""
+
+    def kl(log_p, log_q):
+        terms = log_p.exp() * (log_p - log_q)
+        return terms.masked_fill_(log_p == -inf, 0.0).sum(1)
+
+    log_s, log_t = s.log_softmax(1), t.log_softmax(1)
+    p_s = log_s.exp()
+    if kind == "forward_kl":
+        made = kl(log_t, log_s)
+        gradient = p_s - log_t.exp()
+        return Exact(made, torch.zeros_like(made), gradient, gradient.abs().max().item())
+    if kind == "reverse_kl":
+        log_m = log_t
+        made = of_student = kl(log_s, log_t)
+        share = 1.0
+    else:
+        log_m = torch.logaddexp(log_s + log(1 - beta), log_t + log(beta))
+        of_student = kl(log_s, log_m)
+        made = beta * kl(log_t, log_m) + (1 - beta) * of_student
+        share = 1 - beta
+    gradient = share * p_s * (log_s - log_m - of_student[:, None])
+    size = share * p_s.max().item() * max(1.0, of_student.max().item())
+    return Exact(made, of_student, gradient.masked_fill_(p_s == 0, 0.0), size)
+
+
+def as_side(logits, scale=1.0, softcap=None, num_classes=None) -> Side:
+    """With normalizers of the first ``num_classes`` columns, from fp64."""
+    side = Side(logits, logits, logits, scale, softcap)
+    s = natural(side)[:, :num_classes]
+    row_max = s.amax(1).float()
+    log_sum = (s - row_max.double()[:, None]).exp().sum(1).log().float()
+    return side._replace(row_max=row_max, log_sum=log_sum)
+
+
+def within(made, exact, eager, floor, rounding=0.0):
+    """Twice eager PyTorch's error, or the floor of the largest, and an element's own rounding."""
+    error = (made.double() - exact).abs()
+    bound = max(2 * (eager.double() - exact).abs().max().item(), floor)
+    assert (error <= bound + rounding * exact.abs()).all(), (
+        f"{(error - rounding * exact.abs()).max()} > {bound}"
+    )
+
+
+def held(rows, student, teacher, kind, beta, num_classes=None):
+    """Sums and gradients of one shard that is the whole vocabulary; what they were held against."""
+    valid = None
+    if num_classes is not None:
+        valid = torch.tensor([num_classes], device=student.logits.device)
+    num_classes = num_classes or student.logits.shape[1]
+    s, t = (natural(side)[:, :num_classes] for side in (student, teacher))
+    exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
+    sums = rows.divergence_sums(student, teacher, kind, beta, valid)
+    within(sums[0], exact.divergence, eager.divergence, FLOOR)
+    within(sums[1], exact.kl_student, eager.kl_student, exact.kl_floor)
+    out = torch.empty_like(student.logits, dtype=torch.float32)
+    kl_student = None if kind == "forward_kl" else sums[1]
+    kept = student.logits.clone()
+    beside = rows.divergence_gradients(student, teacher, kind, beta, valid, kl_student, out, with_sums=True)
+    within(beside, exact.divergence, eager.divergence, FLOOR)
+    within(out[:, :num_classes], exact.gradient, eager.gradient, exact.grad_floor)
+    assert (out[:, num_classes:] == 0).all()
+    assert rows.divergence_gradients(student, teacher, kind, beta, valid, kl_student, out.clone()) is None
+    assert torch.equal(student.logits, kept), "out of place must leave the logits alone"
+    return sums, out
+
+
+def peaked(z, column):
+    z = z.clone()
+    z[:, column] = torch.logsumexp(z.double(), 1).float() + log(1e6)
+    return z
+
+
+def pair(what, device, num_columns=2111, num_rows=5):
+    """Logits of a student and a teacher, fp32."""
+    generator = torch.Generator().manual_seed(num_columns)
+    z, noise = 3 * torch.randn(2, num_rows, num_columns, generator=generator)
+    columns = torch.arange(num_columns)
+    given = {
+        "apart": (z, noise),
+        "related": (z, z + 0.2 * noise),
+        "nearly equal": (z, z + 3e-4 * noise),
+        "an offset": (z, z + 0.2 * noise + 1000.0),
+        "peaked student": (peaked(z, 17), noise),
+        "peaked teacher": (z, peaked(noise, num_columns - 21)),
+        "peaked at two classes": (peaked(z, 17), peaked(noise, num_columns - 21)),
+        "peaked at one class": (peaked(z, 17), peaked(noise, 17)),
+        "student underflows": (torch.where(columns % 3 == 1, z - 150, z), noise),
+        "teacher underflows": (z, torch.where(columns % 3 == 1, noise - 150, noise)),
+        "both underflow": (
+            torch.where(columns % 3 == 1, z - 150, z),
+            torch.where(columns % 2 == 1, noise - 200, noise),
+        ),
+    }
+    return [side.to(device) for side in given[what]]
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize(
+    "what",
+    [
+        "apart", "related", "nearly equal", "an offset", "peaked student", "peaked teacher",
+        "peaked at two classes", "peaked at one class", "student underflows", "teacher underflows",
+        "both underflow",
+    ],
+)  # fmt: skip
+def test_distributions_against_fp64(rows, kind, beta, what, device):
+    student, teacher = map(as_side, pair(what, device))
+    sums, _ = held(rows, student, teacher, kind, beta)
+    assert (sums >= 0).all()
+
+
+@OF_KIND
+def test_the_definition_has_its_own_gradient(kind, beta):
+    s, t = (side.double() for side in pair("related", "cpu", 50))
+    s.requires_grad_()
+    exact = definition(s, t, kind, beta)
+    exact.divergence.sum().backward()
+    torch.testing.assert_close(s.grad, exact.gradient.detach(), rtol=1e-9, atol=1e-12)
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize("num_columns", [1, 2, 127, 128, 4096, 4097, 9001])
+def test_any_number_of_columns(rows, kind, beta, num_columns, device):
+    """And of rows, one."""
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(2, 1, num_columns, generator=generator).to(device)
+    held(rows, as_side(z[0]), as_side(z[1]), kind, beta)
+
+
+@EVERY
+@OF_KIND
+def test_padding_and_widths(rows, kind, beta, device):
+    """Padding of NaN and infinities is never read for a result; the teacher's matrix has another width."""
+    student, teacher = pair("related", device)
+    for valid in (1024, 2000):
+        for width in (valid, valid + 7, 2100):
+            wide = teacher.new_full((teacher.shape[0], width), nan)
+            wide[:, :valid] = teacher[:, :valid]
+            padded = student.clone()
+            padded[:, valid:] = inf
+            held(
+                rows, as_side(padded, num_classes=valid), as_side(wide, num_classes=valid), kind, beta, valid
+            )
+    # A shard of padding alone.
+    none = torch.tensor([0], device=device)
+    sides = as_side(student), as_side(teacher)
+    assert (rows.divergence_sums(*sides, kind, beta, none) == 0).all()
+    out = torch.empty_like(student)
+    rows.divergence_gradients(*sides, kind, beta, none, sides[0].row_max, out)
+    assert (out == 0).all()
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize("caps", [(None, None), (5.0, None), (None, 4.0), (5.0, 4.0)], ids=str)
+def test_scales_and_softcaps(rows, kind, beta, caps, device):
+    """The gradient is by the scaled logit, before the softcap."""
+    z = pair("related", device)
+    student, teacher = as_side(z[0], 0.7, caps[0]), as_side(z[1], 1.3, caps[1])
+    s, t = natural(student), natural(teacher)
+    exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
+    sums = rows.divergence_sums(student, teacher, kind, beta, None)
+    within(sums[0], exact.divergence, eager.divergence, FLOOR)
+    out = torch.empty_like(z[0])
+    rows.divergence_gradients(student, teacher, kind, beta, None, sums[1], out)
+    slope = 1.0 if caps[0] is None else torch.cosh(z[0].double() * 0.7 / caps[0]) ** -2
+    within(out, exact.gradient * slope, eager.gradient * slope, exact.grad_floor)
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_and_in_place(rows, kind, beta, dtype, out_dtype, device):
+    """Any of logits and gradients, the sides' own too; in place where they are the same."""
+    z = pair("related", device)
+    for teacher_dtype in {dtype, torch.float32}:
+        student, teacher = as_side(z[0].to(dtype)), as_side(z[1].to(teacher_dtype))
+        s, t = natural(student), natural(teacher)
+        exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
+        sums = rows.divergence_sums(student, teacher, kind, beta, None)
+        within(sums[0], exact.divergence, eager.divergence, FLOOR)
+        out = torch.empty_like(z[0], dtype=out_dtype)
+        args = student, teacher, kind, beta, None, sums[1]
+        rows.divergence_gradients(*args, out)
+        floor = max(exact.grad_floor, 0.5 * torch.finfo(out_dtype).smallest_normal)
+        rounding = 0.0 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps / 2
+        if out_dtype == torch.bfloat16 and out.device.type == "cpu":
+            rounding *= 2  # the interpreter cuts digits off
+        within(out, exact.gradient, eager.gradient, floor, rounding)
+        if dtype == out_dtype:
+            rows.divergence_gradients(*args, student.logits)
+            assert torch.equal(student.logits, out)
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_label_term_and_factor(rows, kind, beta, temperature, device):
+    """The cross-entropy is at temperature 1, of this shard's labels and of others'; padding has none."""
+    z = pair("related", device)
+    valid, cap = 2000, 6.0
+    student = as_side(z[0], 0.8 / temperature, cap / temperature, valid)
+    teacher = as_side(z[1], 1.0, None, valid)
+    columns = torch.tensor([0, valid - 1, -3, valid, 2**40], device=device)
+    weight, factor = torch.tensor([[0.5, 2.0, 1.0, 0.0, 3.0], [1.0, -2.0, 0.1, 7.0, 0.0]], device=device)
+    s, t = natural(student)[:, :valid], natural(teacher)[:, :valid]
+    log_p = (temperature * s).log_softmax(1)
+    here = columns[:, None] == torch.arange(valid, device=device)
+    row_max = (temperature * s).amax(1)
+    label = LabelTerm(
+        columns,
+        weight,
+        row_max.float(),
+        (temperature * s - row_max[:, None]).exp().sum(1).reciprocal().float(),
+        torch.where(here, -torch.expm1(log_p), 0.0).sum(1).float(),
+        temperature,
+    )
+    slope = torch.cosh(z[0].double()[:, :valid] * 0.8 / cap) ** -2
+
+    def both(of):
+        added = weight[:, None] * (
+            (temperature * s).to(of.gradient.dtype).softmax(1) - here.to(of.gradient.dtype)
+        )
+        return factor[:, None] * (of.gradient + added) * slope
+
+    exact, eager = (definition(s.to(d), t.to(d), kind, beta) for d in (torch.float64, torch.float32))
+    out = torch.empty_like(z[0])
+    count = torch.tensor([valid], device=device)
+    kl_student = exact.kl_student.float()
+    rows.divergence_gradients(student, teacher, kind, beta, count, kl_student, out, label, factor)
+    expected = both(exact)
+    size = max(exact.size, weight.max().item()) * factor.abs().max().item()
+    within(out[:, :valid], expected, both(eager), FLOOR * size)
+    assert (out[:, valid:] == 0).all()
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_sides_give_nothing(rows, kind, beta, dtype, device):
+    """To the bit, with all options, where both underflow, and where classes are excluded on both."""
+    logits = pair("student underflows", device)[0].to(dtype)
+    logits[:, 5::7] = -inf
+    side = as_side(logits, 0.7, 20.0)
+    for given in (side, as_side(logits)):
+        same = given._replace(logits=given.logits.clone())
+        sums = rows.divergence_sums(given, same, kind, beta, None)
+        assert (sums == 0).all()
+        out = torch.empty_like(logits)
+        beside = rows.divergence_gradients(given, same, kind, beta, None, sums[1], out, with_sums=True)
+        assert (beside == 0).all() and (out == 0).all()
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize("where", ["both", "student", "teacher"])
+def test_excluded_classes(rows, kind, beta, where, device):
+    """Logits of -inf. Only a class that the one side has and the other excludes can make a KL infinite."""
+    student, teacher = pair("apart", device)
+    excluded = torch.arange(student.shape[1], device=device) % 5 == 3
+    if where != "teacher":
+        student.masked_fill_(excluded, -inf)
+    if where != "student":
+        teacher.masked_fill_(excluded, -inf)
+    sides = as_side(student), as_side(teacher)
+    infinite = (kind, where) in {("forward_kl", "student"), ("reverse_kl", "teacher")}
+    if infinite:
+        sums = rows.divergence_sums(*sides, kind, beta, None)
+        assert (sums[0] == inf).all()
+    else:
+        held(rows, *sides, kind, beta)
+
+
+@EVERY
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_an_underflowing_class_that_is_excluded(rows, kind, device):
+    """exp(-300) is 0 in fp32, and its class still makes the divergence infinite."""
+    has, lacks = pair("apart", device, 300)
+    has[:, 200], lacks[:, 200] = -300.0, -inf
+    student, teacher = map(as_side, (lacks, has) if kind == "forward_kl" else (has, lacks))
+    assert (rows.divergence_sums(student, teacher, kind, 0.5, None)[0] == inf).all()
+
+
+@EVERY
+@OF_KIND
+@pytest.mark.parametrize("of_teacher", [False, True])
+@pytest.mark.parametrize("value", [nan, inf])
+def test_nan_and_infinite_logits(rows, kind, beta, of_teacher, value, device):
+    z = pair("apart", device, 300)
+    z[of_teacher][1, 7] = value
+    student, teacher = map(as_side, z)
+    sums = rows.divergence_sums(student, teacher, kind, beta, None)
+    assert sums[0].isnan().tolist() == [False, True, False, False, False]
+    out = torch.empty_like(z[0])
+    beside = rows.divergence_gradients(student, teacher, kind, beta, None, sums[1], out, with_sums=True)
+    assert torch.equal(beside.isnan(), sums[0].isnan())
+    assert out[1].isnan().all() and not out[[0, 2, 3, 4]].isnan().any()
+
+
+@EVERY
+@OF_KIND
+def test_shards_add_up(rows, kind, beta, device):
+    """A shard's part is no divergence of its own; their sum is."""
+    z = pair("apart", device)
+    student, teacher = map(as_side, z)
+    s, t = natural(student), natural(teacher)
+    exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
+    parts = [
+        (student._replace(logits=student.logits[:, a:b]), teacher._replace(logits=teacher.logits[:, a:b]))
+        for a, b in ((0, 1), (1, 300), (300, 2111))
+    ]
+    sums = torch.stack([rows.divergence_sums(*part, kind, beta, None) for part in parts]).sum(0)
+    within(sums[0], exact.divergence, eager.divergence, FLOOR)
+    within(sums[1], exact.kl_student, eager.kl_student, exact.kl_floor)
+    out = torch.empty_like(z[0])
+    for part, piece in zip(parts, out.split([1, 299, 1811], 1), strict=True):
+        rows.divergence_gradients(*part, kind, beta, None, sums[1], piece)
+    within(out, exact.gradient, eager.gradient, exact.grad_floor)
+
+
+def h(x):
+    series = sum(x**n / factorial(n) for n in range(2, 9))
+    return torch.where(x.abs() < 1e-2, series, torch.expm1(x) - x)
+
+
+@EVERY
+@pytest.mark.parametrize(("kind", "beta"), [*KINDS, ("jsd", 0.01), ("jsd", 1e-4), ("jsd", 0.9999)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_single_terms_keep_their_digits(rows, kind, beta, dtype, device):
+    """Classes one by one, with probabilities of 1 and less, on both sides of each formula's border."""
+    size = torch.logspace(-5, 2, 22, dtype=torch.float64)
+    near = torch.tensor([0.2499, 0.25, 0.2501])
+    r = torch.cat([size, near, -size, -near]).to(dtype)[:, None].to(device)
+    ones = torch.zeros(r.shape[0], device=device)
+    student = Side(torch.where(r > 0, 0.0, r).to(dtype), ones, ones)
+    teacher = Side(torch.where(r > 0, -r, 0.0).to(dtype), ones, ones)
+    s, t = student.logits[:, 0].double(), teacher.logits[:, 0].double()
+    p_s, p_t, r = s.exp(), t.exp(), s - t
+    if kind == "forward_kl":
+        term = of_student = p_t * h(r)
+        gradient = p_t * torch.expm1(r)
+    elif kind == "reverse_kl":
+        term = of_student = p_s * h(-r)
+        gradient = p_s * r
+    else:
+        x_s = torch.log1p(beta * torch.expm1(-r))
+        x_t = torch.log1p((1 - beta) * torch.expm1(r))
+        of_student = p_s * h(x_s)
+        term = beta * p_t * h(x_t) + (1 - beta) * of_student
+        gradient = (beta - 1) * p_s * x_s
+    sums = rows.divergence_sums(student, teacher, kind, beta, None)
+    out = torch.empty_like(student.logits, dtype=torch.float32)
+    beside = rows.divergence_gradients(student, teacher, kind, beta, None, ones, out, with_sums=True)
+    # jsd beyond the series: what two logarithms leave, of a mass of 1. 1e-36: fp32's exp ends.
+    absolute = 1.5e-7 if kind == "jsd" else 1e-36
+    # Of 1 - exp(-1/4) - 1/4, which is -0.029; and of exp(-90) by the hardware, 90 * 2**-24.
+    relative = 4e-6 if dtype == torch.float32 else 1e-5
+    inside = r.abs() <= 0.25
+    if kind == "forward_kl":
+        of_student = torch.zeros_like(term)
+    for made, expected in ((sums[0], term), (beside, term), (sums[1], of_student), (out[:, 0], gradient)):
+        error = (made.double() - expected).abs()
+        bound = relative * expected.abs() + torch.where(inside, 1e-36, absolute)
+        assert (error <= bound).all(), (error / bound).max()
+
+
+@OF_KIND
+@pytest.mark.parametrize("what", ["apart", "nearly equal", "peaked at two classes"])
+def test_triton_and_plain_pytorch_agree(kind, beta, what, device):
+    student, teacher = map(as_side, pair(what, device))
+    sums = [
+        module.divergence_sums(student, teacher, kind, beta, None)
+        for module in (divergence, divergence_torch)
+    ]
+    torch.testing.assert_close(*sums, rtol=4e-6, atol=1e-7)
+    outs = []
+    for module in (divergence, divergence_torch):
+        out = torch.empty_like(student.logits)
+        module.divergence_gradients(student, teacher, kind, beta, None, sums[0][1], out)
+        outs.append(out)
+    torch.testing.assert_close(*outs, rtol=4e-6, atol=1e-7)
