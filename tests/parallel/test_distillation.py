@@ -17,6 +17,7 @@ from megatron_fused_ce import (
     fused_linear_distillation,
     masked_tokens,
 )
+from megatron_fused_ce.rl import token_divergence
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import pairs
 from tests.support.distillation import OPTIONS, Problem, Result, assert_right, make_problem, plain
@@ -154,6 +155,21 @@ def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     )  # fmt: skip
     config = problem.config(strategy=strategy, chunk_tokens=16, logits_backend="scaled_exp")
     assert_right(problem, over_ranks(rank, problem, config, sp=True))
+
+
+@on_ranks(2)
+def test_gradients_that_the_caller_sums(rank: Rank):
+    """As verl and SkyRL gather hidden states themselves."""
+    problem = make_problem(s=6, b=2, vocab=97, kind="reverse_kl", device=rank.device)
+    hidden, rows = problem.hidden.clone().requires_grad_(), rows_of(rank, "unequal", 97)
+    made = token_divergence(
+        hidden, problem.weight[rows], problem.teacher_hidden, problem.teacher_weight[rows],
+        tp_group=rank.group, reduce_grad_hidden=False, config=FusedCEConfig(num_chunks=2),
+    )  # fmt: skip
+    made.loss.backward(problem.upstream)
+    dist.all_reduce(hidden.grad)
+    outputs = plain(problem, torch.float64).outputs._replace(loss=made.loss.detach())
+    assert_right(problem, Result(outputs, hidden.grad, None))
 
 
 # --- collectives --------------------------------------------------------------------------------
