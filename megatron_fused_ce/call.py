@@ -485,13 +485,17 @@ def _head_of(call: Call) -> Hashable | None:
     weight = call.weight
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
+    of_teacher: Hashable = None
+    if call.distillation is not None:  # one cut of the vocabulary; not its tokens, which may be others
+        beside = call.distillation.weight
+        of_teacher = (beside.shape, beside.dtype) if isinstance(beside, Tensor) else type(beside)
     return (
         call.head.number,
         weight.shape,
         weight.dtype,
         weight.requires_grad,
         call.config.logits_backend,
-        None if call.distillation is None else _in_words(call.distillation),
+        of_teacher,
     )
 
 

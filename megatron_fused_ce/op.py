@@ -276,6 +276,8 @@ def fused_linear_distillation(
             tokens = (hidden.shape[0] * parts, *hidden.shape[1:-1])
             none = -2 if getattr(config, "ignore_index", None) == -1 else -1
             labels = torch.full(tokens[::-1], none, dtype=torch.int64, device=hidden.device)
+        elif isinstance(hidden, Tensor):
+            wrong = ValueError(f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]")
     if isinstance(label_weights, (int, float)) and isinstance(labels, Tensor):
         label_weights = torch.full(labels.shape, float(label_weights), device=labels.device)
     elif label_weights is not None and not isinstance(label_weights, Tensor):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_fused_ce.command_line import Parser, UsageError, command, whole
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.planner import (
+    ITEMSIZES,
     LOGITS_BACKENDS,
     MIB,
     WGRAD_ACCUMULATORS,
@@ -46,6 +49,8 @@ def _parser() -> Parser:
         choices=LOGITS_BACKENDS,
         help="[scaled_exp in bf16, gemm_rows otherwise]",
     )
+    add("--teacher-hidden", type=size,
+        help="H_t: hidden size of a frozen teacher beside the head (fused_linear_distillation)")  # fmt: skip
     add("--device", default="NVIDIA H200", help="as torch.cuda.get_device_name() says, or cpu")
     add("--mtp-num-layers", type=whole(0, 1000), default=0, help="depths of multi-token prediction")
     return parser
@@ -73,6 +78,7 @@ def main(words: list[str]) -> int:
             chunk_tokens=given.chunk_tokens,
             memory_mb=given.memory_mb,
             uses_in_flight=1 + given.mtp_num_layers,
+            **_teacher(given.teacher_hidden, DTYPES[given.dtype], backend),
         )
         chosen = plan(inputs)
     except ValueError as error:
@@ -94,8 +100,25 @@ def main(words: list[str]) -> int:
         "" if inputs.memory_mb else ", what grad_in_forward needs"
     )
     print("\n*: chosen; tokens: of a chunk; stored: chunks whose logits are kept; MiB: the predicted peak,")
-    print(f"budget {budget}; time: over three bare GEMMs, predicted for {inputs.device} (--device)")
+    print(f"budget {budget}; time: over {_gemms(inputs)}, predicted for {inputs.device} (--device)")
     return 0
+
+
+def _teacher(hidden_size: int | None, dtype: str, backend: str) -> dict[str, Any]:
+    """Inputs of a plan for a teacher in the student's dtype; its logits are saved by neither backend."""
+    if hidden_size is None:
+        return {}
+    return {
+        "teacher_hidden_size": hidden_size,
+        "teacher_itemsize": ITEMSIZES[dtype],
+        "saves_logits": backend == "scaled_exp",
+    }
+
+
+def _gemms(inputs: PlanInputs) -> str:
+    if not inputs.teacher_hidden_size:
+        return "three bare GEMMs"
+    return "four bare GEMMs (two of logits, two of gradients; recompute takes six)"
 
 
 def _remark(inputs: PlanInputs, option: Plan) -> str:

@@ -64,7 +64,9 @@ def choose(
         raise ValueError(
             f"logits_backend='scaled_exp' cannot serve here: {reason}; use 'auto' or 'gemm_rows'"
         )
-    in_fp32 = config.logit_precision == "fp32" and tokens.dtype != torch.float32
+    # A teacher may have another dtype.
+    rounds = tokens.dtype != torch.float32 or requested.divergence
+    in_fp32 = config.logit_precision == "fp32" and rounds
     return gemm_then_rows(tokens.device, config.row_backend, torch.float32 if in_fp32 else None), reason
 
 

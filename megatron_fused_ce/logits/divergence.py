@@ -123,8 +123,7 @@ class Divergence:
         sides = [self._side(*given)]
         gathered.wait()
         teacher_weight = targets.teacher.weight
-        teacher_out = teacher_hidden.new_empty(len(teacher_hidden), len(teacher_weight))
-        teacher_out = self._in_precision(teacher_out)
+        teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
         sides.append(
             self._side(teacher_hidden, teacher_weight, of_teacher, targets.teacher.sample, teacher_out)
         )
@@ -162,6 +161,11 @@ class Divergence:
         """A buffer of the same size in the dtype of the logits."""
         dtype = self.base.logits_dtype
         return out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)
+
+    def _teacher_buffer(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """``[C, V']`` for its logits."""
+        dtype = self.base.logits_dtype or hidden.dtype
+        return hidden.new_empty(len(hidden), len(weight), dtype=dtype)
 
     def _of_teacher(self, targets: ChunkTargets) -> ChunkTargets:
         form = replace(targets.form, softcap=self.teacher_softcap)
@@ -322,8 +326,7 @@ class Divergence:
         student_out, teacher_weight = self._in_precision(logits), targets.teacher.weight
         write_logits(hidden, weight, student_out)
         gathered.wait()
-        teacher_out = teacher_hidden.new_empty(len(teacher_hidden), len(teacher_weight))
-        teacher_out = self._in_precision(teacher_out)
+        teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
         write_logits(teacher_hidden, teacher_weight, teacher_out)
         of_token = _Terms.of(terms.of_divergence)
         both = student_out, teacher_out

@@ -28,6 +28,8 @@ OPTIONS = "tests/op/test_loss_options.py"
 OUTPUTS = "tests/op/test_token_outputs.py"
 MASKED = "tests/op/test_masked_tokens.py"
 PROMISE = "tests/op/test_promise.py"
+DIVERGENCE = "tests/op/test_distillation.py"
+DIVERGENCE_OVER_RANKS = "tests/parallel/test_distillation.py"
 SURROUNDINGS = "tests/op/test_surroundings.py"
 PROPERTIES = "tests/op/test_properties.py"
 ROWS = "tests/kernels/test_row_kernels.py"
@@ -1095,5 +1097,62 @@ FAULTS = (
         "torch.where(unknown, row_max.unsqueeze(1), label_logits)",
         "torch.where(unknown, reference.unsqueeze(1), label_logits)",
         (f"{SEVERAL} -k test_against_fp64",),
+    ),
+    # A student beside its teacher.
+    Fault(
+        "the gradient of a divergence subtracts one shard's part of it",
+        f"{PACKAGE}/logits/divergence.py",
+        "kl_student = comm.sum_over_shards(kl_student.contiguous())",
+        "kl_student = kl_student.contiguous()",
+        (f"{DIVERGENCE_OVER_RANKS} -k 'test_against_fp64 and reverse_kl'",),
+    ),
+    Fault(
+        "a divergence is summed over the ranks twice",
+        f"{PACKAGE}/logits/divergence.py",
+        "divergence = comm.sum_over_shards(outputs.divergence.contiguous())",
+        "divergence = comm.sum_over_shards(comm.sum_over_shards(outputs.divergence.contiguous()))",
+        (f"{DIVERGENCE_OVER_RANKS} -k 'test_against_fp64 and forward_kl'",),
+    ),
+    Fault(
+        "a label's weight beside a divergence is divided by the temperature",
+        f"{PACKAGE}/logits/divergence.py",
+        "weights * self.temperature,",
+        "weights,",
+        (f"{DIVERGENCE} -k 'test_against_fp64 and label'",),
+    ),
+    Fault(
+        "fp16's gradients of a divergence keep their factor",
+        f"{PACKAGE}/logits/divergence.py",
+        "return _ones(targets) if factor is None else factor.reciprocal()",
+        "return _ones(targets)",
+        (f"{DIVERGENCE} -k 'test_upstream_gradients and negative'",),
+    ),
+    Fault(
+        "a teacher's temperature is 1",
+        f"{PACKAGE}/call.py",
+        "given.logit_scale / t,",
+        "given.logit_scale,",
+        (f"{DIVERGENCE} -k 'test_sizes'",),
+    ),
+    Fault(
+        "a near teacher's divergence is a difference of probabilities",
+        f"{PACKAGE}/logits/divergence_torch.py",
+        "return torch.where(x.abs() <= SERIES_UP_TO, p * _h(x), plain)",
+        "return plain",
+        (f"{DIVERGENCE} -k billionth",),
+    ),
+    Fault(
+        "skipped tokens of a teacher are the first rank's",
+        f"{PACKAGE}/distillation.py",
+        "kept.take(of_part, at)",
+        "kept.take(of_part, 0)",
+        (f"{DIVERGENCE_OVER_RANKS} -k 'test_against_fp64 or four'",),
+    ),
+    Fault(
+        "another teacher's cut of the vocabulary is not compared",
+        f"{PACKAGE}/call.py",
+        "of_teacher = (beside.shape, beside.dtype)",
+        "of_teacher = (beside.shape[1], beside.dtype)",
+        (f"{DIVERGENCE_OVER_RANKS} -k another_teacher",),
     ),
 )

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
+    fused_linear_distillation,
     planner,
     wgrad,
 )
@@ -29,6 +30,8 @@ from tests.support.ranks import Rank, on_ranks
 
 #: A shard and a chunk whose buffers differ in shape: seven tiles of columns on a CPU and on a GPU.
 H, V, C = 16, 1600 if torch.cuda.is_available() else 448, 40
+#: Of a teacher.
+H_T = 24
 Shape = tuple[Any, ...]  # a dtype and the lengths
 
 
@@ -62,6 +65,18 @@ for _strategy in ("recompute", "store", "grad_in_forward"):
         "sequence_parallel": True,
         "num_chunks": 4,
         "merge": "all_reduce",
+    }
+    CASES |= {
+        f"{_strategy} beside a teacher{words}": {
+            **{"strategy": _strategy, "logits_backend": "gemm_rows", "num_chunks": 4, "divergence": "jsd"},
+            **options,
+        }
+        for words, options in {
+            "": {},
+            " sp": {"sequence_parallel": True, "divergence": "forward_kl"},
+            " frozen weight": {"sequence_parallel": True, "trained": False},
+            " logits in fp32": {"logit_precision": "fp32"},
+        }.items()
     }
 
 
@@ -165,6 +180,7 @@ def peaks_are_as_predicted(
     num_chunks: int,
     trained: bool = True,
     logit_precision: str = "auto",
+    divergence: str | None = None,
 ) -> None:
     """Forward and backward each by itself, buffer by buffer."""
     # What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
@@ -199,23 +215,29 @@ def peaks_are_as_predicted(
         token_weights_known=True,
         logits_backend=logits_backend,
         device="cpu",
+        teacher_hidden_size=H_T if divergence else 0,
+        teacher_itemsize=dtype.itemsize if divergence else 0,
     )
     stored = num_chunks if strategy == "store" else 0
     cut = (num_chunks, C, stored, stored * C)
-    # Row scales stand for them in what the scaled-exp GEMM saves.
-    saves_e = logits_backend == "scaled_exp"
+    # Row scales stand for them in what the scaled-exp GEMM saves, and beside a teacher.
+    saves_e = inputs.saves_e
     saves_terms = strategy != "store" or not saves_e
-    head = functools.partial(
-        fused_linear_cross_entropy,
-        hidden,
-        weight,
-        labels,
-        tp_group=rank.group,
-        sequence_parallel=sequence_parallel,
-        token_weights=weights,
-        vocab_start=rank.rank * V,
-        config=config,
-    )
+    settings = {
+        **{"tp_group": rank.group, "sequence_parallel": sequence_parallel, "config": config},
+        **{"token_weights": weights, "vocab_start": rank.rank * V},
+    }
+    teacher = torch.randn(num_tokens // parts, H_T), torch.randn(V, H_T)
+    teacher_hidden, teacher_weight = (x.to(rank.device, dtype) for x in teacher)
+
+    def head() -> torch.Tensor:
+        if divergence is None:
+            return fused_linear_cross_entropy(hidden, weight, labels, **settings)
+        of_teacher = {"divergence": divergence, "labels": labels, "label_weights": 0.5}
+        return fused_linear_distillation(
+            hidden, weight, teacher_hidden, teacher_weight, **of_teacher, **settings
+        ).loss
+
     with Storages() as seen:
         loss = head()
         # grad_hidden is not the head's own: it may have the shape of a chunk's hidden states, or of all.
@@ -269,6 +291,10 @@ def compare(
         tile_columns = scaled_exp.INTERPRETER_TILING.block_n
     num_tiles = -(-V // tile_columns)
     logits = predicted.chunk_logits + predicted.kept_logits
+    beside = inputs.teacher_hidden_size > 0
+    of_teacher = C * inputs.teacher_itemsize * H_T if inputs.num_parts > 1 else 0
+    if predicted.teacher:
+        logits += predicted.teacher - of_teacher - planner.TEACHER_TOKEN_BYTES * C
     hidden = predicted.scaled_hidden + predicted.gathered_hidden + predicted.unreduced_grad_hidden
     tiles = 4 * C * -(-V // planner.TILE_COLUMNS)
     chunks = inputs.num_tokens // C
@@ -283,6 +309,8 @@ def compare(
         "[C, V]": (of_tokens(V) + 4 / e * logits_in_fp32, logits / (e * C * V)),
         "[C, H]": (of_tokens(H) - alike, hidden / (e * C * H)),
     }
+    if beside:
+        counted["[C, H_t]"] = (seen[dtype, C, H_T], of_teacher // (e * C * H_T) if predicted.teacher else 0)
     # Triton's interpreter and gloo hold on to the last arguments that they were given.
     if when == "forward":
         # A sum and a maximum of each tile; what is left of the division are the marks.
@@ -290,7 +318,7 @@ def compare(
     if ranks > 1:
         sampled = ranks * -(-planner.SAMPLED_ROWS // ranks)
         counted["[S, H]"] = (seen[dtype, sampled, H], predicted.sampled_rows / (e * sampled * H))
-        if merge == "packed" and when == "forward":
+        if merge == "packed" and when == "forward" and not beside:
             # A shard's statistics by the scaled-exp GEMM have a fifth row, which stays on this rank.
             merges = 16 * C * (ranks * seen[fp32, ranks, 4, C] + seen[fp32, 4, C] + seen[fp32, 5, C])
             # A merged chunk's terms have that shape too; they are counted among the tokens' floats.

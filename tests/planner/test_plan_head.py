@@ -51,12 +51,26 @@ def test_command_line_says_what_grad_in_forward_needs(flags, capsys):
     assert needs == (["grad_in_forward"] if flags else [])
 
 
+def test_a_teacher_beside_the_head(capsys):
+    """As the op plans a divergence by the scaled-exp GEMM, which saves gradients of logits."""
+    assert head_command.main(f"{LINE} --teacher-hidden 8192 --memory-mb 5000".split()) == 0
+    beside = {"teacher_hidden_size": 8192, "teacher_itemsize": 2, "saves_logits": True}
+    facts = {"memory_mb": 5000, "device": "H200", "token_weights_known": True}
+    chosen = plan(PlanInputs(32768, 4096, 128256, **beside, **facts))
+    said = capsys.readouterr().out
+    assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: ")
+    assert f"  teacher               {chosen.memory.teacher / MIB:10.1f} MiB" in said
+    assert f"{chosen.relative_time:6.3f}" in said and "by columns" not in said
+    assert "over four bare GEMMs (two of logits, two of gradients; recompute takes six)" in said
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("", "--tokens"),
         (f"{LINE} --memory-mb x", "expected a whole number from 1"),
         (f"{LINE} --memory-mb 0", "expected a whole number from 1"),
+        (f"{LINE} --teacher-hidden 0", "expected a whole number from 1"),
         (f"{LINE} --tp 0", "expected a whole number from 1"),
         (f"{LINE} --strategy fast", "invalid choice"),
         (f"{LINE} --strategy store --memory-mb 9", "memory_mb (--fused-ce-memory-mb)"),

@@ -241,6 +241,31 @@ def test_predicted_bytes_of_worked_examples(strategy, others, expected):
     assert plan(asked).predicted_peak_bytes == expected + 32 * 5000 + 40 * 2000 + 64 * MIB
 
 
+#: H_t of 32 in bf16: logits and some statistics of a token, and with sequence parallelism its hidden states.
+BESIDE = {"teacher_hidden_size": 32, "teacher_itemsize": 2, "logits_backend": "gemm_rows"}
+OF_TEACHER = 2000 * (2 * 1000 + 4 * 80)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "others", "expected"),
+    [
+        # The head above beside a teacher. Gradients are saved, in the matrix of the logits.
+        ("store", {}, 10000 * 1000 + OF_TEACHER),
+        ("store", {"dtype": "float16"}, 10000 * 1000 + OF_TEACHER),
+        ("recompute", {}, 4000 * 1000 + OF_TEACHER + 4000 * 64),
+        ("recompute", {"teacher_itemsize": 4}, 4000 * 1000 + OF_TEACHER + 4000 * 1000 + 4000 * 64),
+        ("grad_in_forward", {}, 4000 * 1000 + OF_TEACHER + 4000 * 64 + 4 * 1000 * 64),
+        # Both sides' logits in fp32 beside the gradient.
+        ("recompute", {"logit_precision": "fp32"}, 4000 * 1000 + OF_TEACHER + 12000 * 1000 + 4000 * 64),
+        # Over two ranks one chunk at a time is under way: two more of gathered hidden states wait.
+        ("recompute", {"tp_size": 2, "num_parts": 2}, 4000 * 1000 + OF_TEACHER + 4000 * 32 + 4 * 4000 * 64),
+    ],
+)
+def test_predicted_bytes_beside_a_teacher(strategy, others, expected):
+    asked = PlanInputs(5000, 64, 1000, strategy=strategy, chunk_tokens=2000, **{**BESIDE, **others})
+    assert plan(asked).predicted_peak_bytes == expected + 32 * 5000 + 40 * 2000 + 64 * MIB
+
+
 LOGITS, HIDDEN, TILES, MARKS = 4000 * 1000, 4000 * 64, 8 * 2000 * 4, 2000 * 4 // 16
 SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
 
@@ -318,6 +343,7 @@ def heads(draw) -> PlanInputs:
         **draw(st.sampled_from([{}, {"saves_logits": True}, {"logits_backend": "gemm_rows"}])),
         device=draw(st.sampled_from(["NVIDIA H200", "NVIDIA H200", "cpu", "Other"])),
         uses_in_flight=draw(st.integers(1, 3)),
+        **draw(st.sampled_from([{}, {}, {"teacher_hidden_size": 4096, "teacher_itemsize": 2}])),
     )
 
 
@@ -514,6 +540,32 @@ def test_predicted_time_of_worked_examples():
     assert half.stored_chunks == 4
     assert plan(llama(0)).relative_time == 1
     assert half.relative_time == pytest.approx(1 + 1 / 6 + 7 * 130 / 32768)
+
+
+@pytest.mark.parametrize("backend", ["scaled_exp", "gemm_rows"])
+def test_predicted_time_beside_a_teacher(backend):
+    """Of four GEMMs, or of five where H_t is 2 H: six and eight by ``recompute``; both sides' logits are read
+    twice and one matrix is written."""
+
+    def time(strategy, teacher_hidden_size=4096, **others):
+        beside = {"teacher_hidden_size": teacher_hidden_size, "teacher_itemsize": 2, "num_chunks": 1}
+        return plan(llama(32768, strategy=strategy, logits_backend=backend, **beside, **others)).relative_time
+
+    rows = 172 / 4096 * 5 / 3 * 3
+    assert time("store") == pytest.approx(1 + rows / 4)
+    assert time("recompute") == pytest.approx(6 / 4 + rows / 4)
+    assert time("recompute", 8192) == pytest.approx(8 / 5 + rows / 5)
+    assert time("recompute", wgrad_accumulator="none") == pytest.approx(5 / 3 + rows / 3)
+    assert time("grad_in_forward") == pytest.approx(1 + rows / 4 + 355 / 32768 * 3 / 4)
+
+
+def test_no_blocks_of_columns_beside_a_teacher():
+    """Whose logits would be made again for each of them."""
+    for memory_mb in (None, 6000):
+        alone = llama(32768, memory_mb, strategy="recompute", **RETURNED)
+        beside = replace(alone, teacher_hidden_size=4096, teacher_itemsize=2)
+        assert plan(alone).block_columns and not plan(beside).block_columns
+        assert not [option for option in alternatives(beside) if option.block_columns]
 
 
 def test_a_head_of_one_row_needs_more_than_grad_in_forward():
