@@ -175,7 +175,7 @@ def test_no_token_counts(dtype, strategy, device):
 
     with strategy_in_place(strategy) as named:
         inputs = replace(inputs, config=FusedCEConfig(named, num_chunks=3, skip_zero_upstream=True))
-        made, hidden, weight = outputs_of(inputs, open_grad_weight=open_once)
+        made, hidden, _ = outputs_of(inputs, open_grad_weight=open_once)
     torch.autograd.backward([made.log_prob, made.entropy], list(upstreams))
     assert opened == [0]
     assert torch.equal(total, torch.ones_like(total))
@@ -261,7 +261,7 @@ def test_nothing_is_copied_where_every_token_counts(device, monkeypatch):
 
 
 def test_grad_in_forward_is_refused(device):
-    with pytest.raises(ValueError, match="skip_zero_upstream .* use 'store', 'recompute' or 'auto'"):
+    with pytest.raises(ValueError, match=r"skip_zero_upstream .* use 'store', 'recompute' or 'auto'"):
         FusedCEConfig("grad_in_forward", skip_zero_upstream=True)
     inputs = make_inputs("plain", **{**SIZES, "s": 128}, dtype=torch.float32, device=device)
     for skips in (False, True):
