@@ -262,8 +262,8 @@ class Memory(NamedTuple):
     """Bytes of the head's own buffers at one moment, part by part."""
 
     #: logits of the current chunk, then their gradient (beside them if they are fp32); of two chunks in
-    #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones, but
-    #: for ``skip_zero_upstream``)
+    #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones,
+    #: ``skip_zero_upstream`` aside)
     chunk_logits: int
     #: logits saved for the backward
     kept_logits: int

@@ -21,18 +21,20 @@ from torch import Tensor
 from megatron_fused_ce.backward import Gradients, Saved, SavedChunk, backward
 from megatron_fused_ce.call import Context, NeedsGrad
 from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.masked_tokens import Kept, num_kept
 from megatron_fused_ce.parallel import largest_over_ranks
+from megatron_fused_ce.targets import soft_of_kept
 
 
 def backward_of_nonzero(
     context: Context,
     hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
-    soft: SoftTargets | None,  # [k, parts, n] each
+    soft: SoftTargets | Teacher | None,
     inv_temperature: Tensor | None,  # [parts, n] fp32
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32
@@ -70,7 +72,7 @@ def backward_of_nonzero(
         context._replace(chunks=joined),
         kept.take(hidden, comm.part),
         weight,
-        None if soft is None else SoftTargets(*map(kept.of_tokens, soft)),
+        soft_of_kept(soft, kept, comm.part),
         None if inv_temperature is None else kept.of_tokens(inv_temperature),
         saved,
         upstream.map(kept.of_tokens),

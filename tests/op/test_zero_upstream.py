@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, masked_tokens, zero_upstream
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_distillation,
+    fused_linear_topk_distillation,
+    masked_tokens,
+    zero_upstream,
+)
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.op import linear_cross_entropy
@@ -143,6 +149,35 @@ def test_a_teachers_targets(strategy, device):
     assert flops.get_total_flops() == NUM_GEMMS[strategy] * counts * 2 * weight.numel()
     true, plain = (plain_distillation(inputs, ids, log_probs, of) for of in (torch.float64, torch.float32))
     assert_within(HeadResult(loss.detach(), hidden.grad, weight.grad), true, plain, torch.float32)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+def test_a_teacher_beside_the_student(strategy, divergence, device):
+    """Its GEMM is left out too; what a call without the option gives is tested elsewhere."""
+    inputs, upstreams, _ = problem(0.3, device, kind="plain")
+    teacher_hidden, teacher_weight = inputs.hidden[..., :24].flip(0), inputs.weight[:, :24].contiguous()
+    made = []
+    for skips in (False, True):
+        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        outputs = fused_linear_distillation(
+            hidden,
+            weight,
+            teacher_hidden,
+            teacher_weight,
+            divergence=divergence,
+            labels=inputs.labels,
+            label_weights=inputs.grad_loss,
+            config=FusedCEConfig(strategy, num_chunks=3, skip_zero_upstream=skips),
+        )
+        with gemm_flops() as flops:
+            outputs.loss.backward(upstreams[0])
+        made.append((hidden.grad, weight.grad))
+    num_gemms = 2.0 if strategy == "store" else 3.5
+    counts = int((upstreams[0] != 0).sum())
+    assert flops.get_total_flops() == num_gemms * counts * 2 * weight.numel()
+    for whole, ours in zip(*made, strict=True):
+        assert relative_error(ours, whole) < FLOOR[torch.float32]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -10,10 +10,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, masked_tokens
+from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, masked_tokens
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
-from tests.support.head import SIZES, same_on_all_ranks, shard_of, whole_hidden, whole_rows
+from tests.support.head import (
+    SIZES,
+    rows_of,
+    same_on_all_ranks,
+    shard_of,
+    tokens_of,
+    whole_hidden,
+    whole_rows,
+)
 from tests.support.op import gemm_flops
 from tests.support.ranks import Rank, on_ranks
 
@@ -110,6 +118,35 @@ def test_ranks_whose_upstream_gradients_differ(rank: Rank, strategy):
     assert flops.get_total_flops() == num_gemms * int(counts.ne(0).sum()) * 2 * weight.numel()
     for without, ours in zip(*grads, strict=True):
         assert relative_error(ours, without) < 1e-6
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("teacher_sp", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("what", ["a third", "one part whole", "none"])
+def test_a_teacher_beside_the_student(rank: Rank, what, teacher_sp):
+    """With sequence parallelism, the teacher's hidden states of this rank's tokens or of all."""
+    inputs = make_inputs("plain", **{**SIZES, "vocab": 100}, dtype=torch.float32, device=rank.device)
+    teacher = inputs.hidden.flip(0), inputs.weight.roll(1, 1)
+    upstream = inputs.grad_loss.masked_fill(~some_tokens(what, inputs), 0.0)
+    grads = []
+    for skips in (False, True):
+        hidden, weight, settings = shard_of(rank, inputs, True, "equal")
+        made = fused_linear_distillation(
+            hidden,
+            weight,
+            teacher[0][tokens_of(rank, SIZES["s"], teacher_sp)],
+            teacher[1][rows_of(rank, "equal", 100)],
+            teacher_sequence_parallel=teacher_sp,
+            config=FusedCEConfig("recompute", num_chunks=NUM_CHUNKS, skip_zero_upstream=skips),
+            **settings,
+        )
+        with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+            made.loss.backward(upstream)
+        grads.append((hidden.grad, weight.grad))
+    worked_on = largest_parts(upstream != 0, 2)
+    assert flops.get_total_flops() == 4 * worked_on * 2 * weight.numel()
+    for without, ours in zip(*grads, strict=True):
+        assert relative_error(ours, without) < FLOOR[torch.float32]
 
 
 @on_ranks(1, 2)
