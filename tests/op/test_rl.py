@@ -173,6 +173,11 @@ BAD = {
         ValueError,
         r"expected bool in the labels' shape \[3\]",
     ),
+    "a mask of several labels": (
+        {"labels": torch.zeros(3, 2, dtype=torch.int64), "active_mask": torch.ones(3, dtype=torch.bool)},
+        ValueError,
+        "active_mask is for one label a token",
+    ),
     "a mask that is none": ({"active_mask": [True]}, ValueError, "active_mask is list"),
     "strategy": (
         {"config": FusedCEConfig(strategy="grad_in_forward")},
@@ -189,7 +194,7 @@ def test_bad_arguments(what, device):
     given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     hidden = torch.ones(3, 4, device=device, requires_grad=True)
     with pytest.raises(error, match=words):
-        token_log_probs(hidden, hidden, torch.arange(3, device=device), **given)
+        token_log_probs(hidden, hidden, **{"labels": torch.arange(3, device=device), **given})
 
 
 def test_ignored_tokens_without_a_set(device):

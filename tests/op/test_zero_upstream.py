@@ -151,6 +151,34 @@ def test_a_teachers_targets(strategy, device):
     assert_within(HeadResult(loss.detach(), hidden.grad, weight.grad), true, plain, torch.float32)
 
 
+@pytest.mark.parametrize("precision", ["auto", "activations"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", ["store", "mixed", "recompute"])
+def test_several_labels_a_token(strategy, dtype, precision, device):
+    """A token counts where one of its labels or its entropy has an upstream gradient."""
+    inputs, upstreams, _ = problem(0.3, device, dtype, kind="plain")
+    b, s = inputs.labels.shape
+    labels = torch.randint(331, (b, s, 4), generator=torch.Generator().manual_seed(2)).to(device)
+    labels[..., 3] = -1
+    of_labels = torch.zeros(b, s, 4, device=device)
+    of_labels[..., 1], of_labels[..., 2], of_labels[..., 3] = upstreams[0], upstreams[1], 1.0
+    of_entropy = upstreams[1].roll(1, 1)
+    grads = []
+    for skips in (False, True):
+        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        with strategy_in_place(strategy) as named:
+            config = FusedCEConfig(named, num_chunks=4, logit_precision=precision, skip_zero_upstream=skips)
+            made = token_log_probs(hidden, weight, labels, entropy="differentiable", config=config)
+        with gemm_flops() as flops:
+            torch.autograd.backward([made.log_prob, made.entropy], [of_labels, of_entropy])
+        grads.append((hidden.grad, weight.grad))
+    counts = int(((upstreams != 0).any(0) | (of_entropy != 0)).sum())
+    if strategy != "mixed":
+        assert flops.get_total_flops() == NUM_GEMMS[strategy] * counts * 2 * weight.numel()
+    for whole, ours in zip(*grads, strict=True):
+        assert relative_error(ours, whole) <= FLOOR[dtype]
+
+
 @pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
 def test_a_teacher_beside_the_student(strategy, divergence, device):
