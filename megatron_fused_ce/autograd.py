@@ -20,6 +20,7 @@ from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.targets import Targets
 from megatron_fused_ce.wgrad import OpenedAccumulators
+from megatron_fused_ce.zero_upstream import backward_of_nonzero
 
 #: What a backward returns: a gradient for each argument of the forward.
 Gradients = tuple[Tensor | None, ...]
@@ -152,7 +153,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         """Collectives: the verdict's (:class:`.promise.Verdict`) where gradients were made in the forward or
-        tokens were skipped; then :func:`.backward.backward`'s."""
+        tokens were skipped; then :func:`.backward.backward`'s, or
+        :func:`.zero_upstream.backward_of_nonzero`'s."""
         *of_outputs, _, _ = grads
         grad_outputs = TokenOutputs(*of_outputs)  # type: ignore[arg-type]  # None for 0
         wants_hidden, wants_weight, *others = ctx.needs_input_grad
@@ -176,7 +178,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             with autocast.off(device):
                 scale, verdict = _verdict(spec, made, upstream, lost)
                 if verdict is not None and lost is not None:
-                    masked_tokens.refuse_lost(verdict.num_lost)
+                    masked_tokens.refuse_lost(verdict.num_lost, spec.active_mask)
                     accumulators.spoilt = verdict.lost_not_finite
                 result = None
                 if made is not None and scale is not None and verdict is not None:
@@ -189,9 +191,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 if result is None:
                     soft, inv_temperature = for_backward.soft, for_backward.inv_temperature
                     saved = for_backward.saved
-                    result = backward(
-                        context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
-                    )
+                    of_call = context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
+                    result = backward_of_nonzero(*of_call) if spec.skip_zero_upstream else backward(*of_call)
         except BaseException:
             accumulators.abandon()
             spec.comm.join(device)

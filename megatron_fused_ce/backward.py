@@ -54,6 +54,7 @@ class SavedChunk(NamedTuple):
     terms: Tensor | None  # [4, C] fp32: Merged.terms
     target_mass: Tensor | None  # [C] fp32, of soft targets
     entropy: Tensor | None  # [C] fp32, where it has a gradient
+    rows: Tensor | None = None  # [C] int64: the chunk's rows of the matrix; None: all of them
 
     @property
     def token_terms(self) -> TokenTerms | None:
@@ -295,12 +296,15 @@ def _from_saved(
     every_e: Tensor | None,  # [T, V]: Saved.matrix
     targets: ChunkTargets,
     upstream: Upstream,  # [C] fp32
-    workspace: Workspace | None,  # not read for E
+    workspace: Workspace | None,  # not read for E of all rows
 ) -> LogitsGrad:
     """Gradients of the chunk's logits from its saved logits or ``E``."""
     logits = context.spec.logits
     matrix = saved.matrix if every_e is None else context.chunk_of_all(every_e, chunk)
     assert matrix is not None
+    if saved.rows is not None:
+        assert workspace is not None
+        matrix = torch.index_select(matrix, 0, saved.rows, out=workspace.logits(chunk))
     out = None
     if not logits.saves_e:
         assert workspace is not None

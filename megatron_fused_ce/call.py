@@ -62,6 +62,8 @@ class Call(NamedTuple):
     tp_group: dist.ProcessGroup | None = None
     sequence_parallel: bool = False
     token_weights: Tensor | None = None  # the labels' shape
+    #: whether they are those that :func:`.rl.token_log_probs` works on, for errors
+    active_mask: bool = False
     vocab_start: int | None = None
     config: FusedCEConfig = DEFAULT_CONFIG
     #: see :func:`.op.fused_linear_token_outputs`
@@ -163,6 +165,9 @@ class CallSpec(NamedTuple):
     with_argmax: bool
     vocab_start: int
     needs_grad: NeedsGrad
+    #: see :class:`Call`
+    active_mask: bool
+    skip_zero_upstream: bool  # the config's
     head: Head
     #: the head in the history of its group, the same on all ranks
     key: HeadOfGroup
@@ -389,6 +394,8 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         needs_grad=NeedsGrad(
             needs_grad and call.hidden.requires_grad, needs_grad and call.weight.requires_grad
         ),
+        active_mask=call.active_mask,
+        skip_zero_upstream=call.config.skip_zero_upstream,
         head=call.head,
         key=head,
         history=history,
@@ -592,7 +599,9 @@ def _plan(
         num_parts=comm.num_parts,
         tp_size=comm.size,
         wgrad_accumulator=planner.WGRAD_ACCUMULATORS[settled.facts["wgrad_accumulator"]],
-        token_weights_known=in_forward and call.token_weights is not None and not call.differentiable,
+        token_weights_known=in_forward
+        and call.token_weights is not None
+        and not (call.differentiable or config.skip_zero_upstream),
         promise_broken=promise_broken,
         logits_backend=logits.name,
         saves_logits=logits.saves_logits,

@@ -115,12 +115,18 @@ def num_kept(largest: int, num_tokens: int) -> int:
     return min(num_tokens, -(-largest // ROUND_TO) * ROUND_TO)
 
 
-def refuse_lost(num_lost: int) -> None:
+def refuse_lost(num_lost: int, active_mask: bool) -> None:
     """Raise if the upstream gradients of left-out tokens are not all 0.
 
     Raises:
         RuntimeError: with their number, and what to do.
     """
+    if num_lost and active_mask:
+        raise RuntimeError(
+            f"{num_lost} tokens outside active_mask (or, with skip_masked, labelled ignore_index) were left "
+            "out, and their upstream gradient is not 0: their part of the gradient was never computed. "
+            "Multiply the loss and its entropy term by the mask, or give one that has every token they use"
+        )
     if num_lost:
         raise RuntimeError(
             f"{num_lost} tokens of weight 0 were left out (skip_masked), and their upstream gradient is not "

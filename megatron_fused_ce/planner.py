@@ -144,6 +144,7 @@ class PlanInputs:
     chunk_tokens: int | None = None
     #: MiB, beside inputs, ``grad_hidden`` and the wgrad accumulator
     memory_mb: int | None = None
+    skip_zero_upstream: bool = False
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
@@ -195,6 +196,7 @@ class PlanInputs:
             num_chunks=config.num_chunks,
             chunk_tokens=config.chunk_tokens,
             memory_mb=config.memory_mb,
+            skip_zero_upstream=config.skip_zero_upstream,
             **facts,
         )
 
@@ -260,7 +262,8 @@ class Memory(NamedTuple):
     """Bytes of the head's own buffers at one moment, part by part."""
 
     #: logits of the current chunk, then their gradient (beside them if they are fp32); of two chunks in
-    #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones)
+    #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones,
+    #: ``skip_zero_upstream`` aside)
     chunk_logits: int
     #: logits saved for the backward
     kept_logits: int
@@ -276,6 +279,8 @@ class Memory(NamedTuple):
     #: tile statistics and tile table of each chunk that the scaled-exp GEMM has computed and that is not
     #: finalized yet
     tile_statistics: int
+    #: with ``skip_zero_upstream``: this rank's hidden states of the tokens that are left, at most all
+    picked_hidden: int
     #: with sequence parallelism: gathered chunks of hidden states, being read or received (3 in
     #: grad_in_forward without a teacher, else 2), or gathered last and saved for the backward
     gathered_hidden: int
@@ -464,6 +469,9 @@ def peak_memory(
         backward = columns_memory(inputs, block_columns)
     else:
         backward = backward_memory(inputs, *cut, wgrad_at_once)
+        if inputs.skip_zero_upstream:
+            shortened = backward_memory(inputs, *cut, picks=True)
+            backward = max(backward, shortened, key=lambda memory: memory.total)
     return max(forward, backward, key=lambda memory: memory.total)
 
 
@@ -502,6 +510,7 @@ def forward_memory(
         grad_hidden_sum=0,
         teacher=inputs.teacher_bytes * capacity,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
+        picked_hidden=0,
         tile_statistics=(under_way if finalizes else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
         unreduced_grad_hidden=chunk.gathered if grad_in_forward else 0,
@@ -519,20 +528,24 @@ def backward_memory(
     stored_tokens: int,
     wgrad_at_once: bool = False,
     keeps_last: bool = True,
+    picks: bool = False,
 ) -> Memory:
     """The backward's peak of ``store``, ``recompute`` and ``mixed``, which run the last chunk first.
 
-    ``keeps_last``: whether the forward left that chunk's gathered hidden states.
+    Args:
+        keeps_last: whether the forward left that chunk's gathered hidden states.
+        picks: whether tokens without an upstream gradient are left out (:mod:`.zero_upstream`). Rows of a
+            stored chunk are then copied, and nothing is read of the gathered hidden states that were left.
     """
     chunk = _ChunkBytes.of(inputs, capacity)
     saves_e = inputs.saves_e
     again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
-    num_logits = int(not saves_e or again)
+    num_logits = int(not saves_e or again or picks)
     # The chunk saved by the forward stays unchanged; beside it are the gathered ones and its scaled copy.
     waiting = _waiting(inputs, count, stored_chunks) if keeps_last else 0
-    ring = (count - stored_chunks if frozen else count) - waiting
-    if saves_e and not frozen and not again:
-        ring += waiting
+    ring = count - stored_chunks if frozen else count
+    if not picks and (frozen or again or not saves_e):
+        ring -= waiting
     scales = stored_chunks or inputs.teacher_hidden_size
     gathered, scaled = min(ring, 2) * chunk.gathered, chunk.scaled if scales else 0
     if wgrad_at_once:
@@ -541,7 +554,7 @@ def backward_memory(
         gathered, scaled = (every, 0) if inputs.num_parts > 1 else (0, every)
     sums = _sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count)
     # Logits exist beside gradients of another dtype only if they are recomputed.
-    logits = (num_logits if again or not chunk.gradients else 0) * chunk.logits
+    logits = (num_logits if again or picks or not chunk.gradients else 0) * chunk.logits
     return Memory(
         chunk_logits=logits + chunk.gradients,
         kept_logits=_kept_bytes(inputs, stored_tokens),
@@ -549,6 +562,7 @@ def backward_memory(
         grad_hidden_sum=0,
         teacher=inputs.teacher_bytes * capacity if again else 0,
         scaled_hidden=scaled,
+        picked_hidden=_own_hidden_bytes(inputs) if picks else 0,
         tile_statistics=chunk.marks if again else 0,
         gathered_hidden=gathered + waiting * inputs.uses_in_flight * chunk.gathered,
         unreduced_grad_hidden=(min(count, 2) if wgrad_at_once else 1) * chunk.gathered,
@@ -582,6 +596,7 @@ def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:
         grad_hidden_sum=4 * inputs.num_tokens * inputs.hidden_size,
         teacher=0,
         scaled_hidden=0,
+        picked_hidden=_own_hidden_bytes(inputs) if inputs.skip_zero_upstream else 0,
         tile_statistics=block.marks,
         gathered_hidden=0,
         unreduced_grad_hidden=0,
@@ -626,6 +641,10 @@ def _waiting(inputs: PlanInputs, count: int, stored_chunks: int) -> int:
 
 def _kept_bytes(inputs: PlanInputs, stored_tokens: int) -> int:
     return inputs.logits_itemsize * stored_tokens * inputs.num_rows * inputs.uses_in_flight
+
+
+def _own_hidden_bytes(inputs: PlanInputs) -> int:
+    return inputs.itemsize * inputs.num_tokens // inputs.num_parts * inputs.hidden_size
 
 
 def _sum_bytes(inputs: PlanInputs) -> int:

@@ -85,8 +85,8 @@ UNNAMED = Head("a head")
 
 #: The same of ``skip_masked``.
 _ASSERTION_OF_SKIPPED = (
-    "fused-ce skip_masked: a token of weight 0 that was left out has an upstream gradient; leave "
-    "--fused-ce-skip-masked (skip_masked) out, or give that token a weight"
+    "fused-ce: a token of weight 0 (skip_masked) or outside active_mask was left out and has an upstream "
+    "gradient; leave --fused-ce-skip-masked (skip_masked) out, or give that token a weight"
 )
 
 

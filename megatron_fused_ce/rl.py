@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fused_ce.call import DEFAULT_CONFIG, Call
-from megatron_fused_ce.config import FusedCEConfig, takes_config
+from megatron_fused_ce.config import FusedCEConfig, takes_config, why_no_config
 from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.op import (
     DistillationOutputs,
@@ -31,6 +31,7 @@ class LogProbOptions(TypedDict, total=False):
     entropy: str
     sum_p_squared: bool
     zero_unknown: bool
+    active_mask: Tensor | None
     config: FusedCEConfig | None
 
 
@@ -44,6 +45,7 @@ def token_log_probs(
     entropy: str = "none",
     sum_p_squared: bool = False,
     zero_unknown: bool = False,
+    active_mask: Tensor | None = None,
     batch_first: bool = False,
     reduce_grad_hidden: bool = True,
     tp_group: dist.ProcessGroup | None = None,
@@ -73,12 +75,13 @@ def token_log_probs(
             :func:`.fused_linear_cross_entropy`; labels are those of the tokens, shifted by the caller.
             Hidden states in bf16 or fp16 with an fp32 weight are cast to fp32 (``4 * H`` bytes a token;
             products, gathers and sums of ``grad_hidden`` are fp32 then); no other pair of dtypes is served.
-            With ``config.skip_masked`` tokens labelled ``config.ignore_index`` take part in no GEMM: their
-            results are all 0, and a gradient of their entropy raises in the backward.
+            With ``config.skip_masked`` tokens labelled ``config.ignore_index`` are left out as by
+            ``active_mask``.
             K labels (up to 32768): -1 is an empty entry, with log-probability ``-inf`` and no gradient;
             another id outside the vocabulary as one label's; upstream gradients of an id given twice add up.
             Logits are fp32 (``4 * V`` bytes a token that ``store`` keeps) unless ``config.logit_precision``
-            is ``activations``, and the row kernels serve. ``ignore_index`` and ``skip_masked`` are refused.
+            is ``activations``, and the row kernels serve. ``ignore_index``, ``skip_masked`` and
+            ``active_mask`` are refused.
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
             gradient flows into a tensor.
@@ -88,6 +91,9 @@ def token_log_probs(
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
             log-probability 0 without a gradient, and leaves entropy and ``sum_p_squared`` as they are.
+        active_mask: bool, in the labels' shape, the same on every rank. Tokens outside it (prompts, tool
+            output, padding) take part in no GEMM of either pass: their results are all 0, without a gradient.
+            The host waits for the number of the others (:mod:`.masked_tokens`).
         batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``; labels stay
             ``[b, s]``.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's
@@ -101,6 +107,8 @@ def token_log_probs(
         TypeError, ValueError: an argument does not fit; on every rank as for
             :func:`.fused_linear_cross_entropy`. Values of a temperature per token are checked in every call,
             on every rank: the host waits for them.
+        RuntimeError: in the backward, on every rank: a token outside ``active_mask`` has an upstream gradient
+            that is finite and not 0. Where it is inf or NaN, so are the gradients.
 
     Collectives: those of :func:`.fused_linear_cross_entropy`; with a temperature per token a MAX all-reduce
     of an int64 before them, once per call; the merge has a float a token more with entropy and one with
@@ -120,6 +128,7 @@ def token_log_probs(
             "entropy": entropy,
             "sum_p_squared": sum_p_squared,
             "zero_unknown": zero_unknown,
+            "active_mask": active_mask,
             "config": config,
         },
         reduce_grad_hidden=reduce_grad_hidden,
@@ -135,16 +144,22 @@ def log_probs_of_head(
     """:func:`token_log_probs` with fields of :class:`.call.Call` that say whose head it is."""
     entropy, sum_p_squared = options.get("entropy", "none"), options.get("sum_p_squared", False)
     config = options.get("config")
+    mask = options.get("active_mask")
     several = all(isinstance(x, Tensor) for x in (hidden, labels)) and labels.dim() == hidden.dim()
-    token_weights = wrong = None
+    active = wrong = None
     if not several:
         config = unrounded(config) if entropy == "differentiable" else config
-        token_weights, wrong = _unignored(labels, config)
+        active, wrong = _active(labels, mask, config)
+        if active is not None:
+            config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
+    elif mask is not None:
+        wrong = ValueError("active_mask is for one label a token; give the hidden states inside it alone")
     call = Call(
         _widened(hidden, weight),
         weight,
         labels,
-        token_weights=token_weights,
+        token_weights=active,
+        active_mask=active is not None,
         config=DEFAULT_CONFIG if config is None else config,
         outputs=_outputs(entropy, sum_p_squared),
         differentiable=_with_grad(entropy),
@@ -160,16 +175,30 @@ def log_probs_of_head(
     return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
 
 
-def _unignored(labels: Tensor, config: FusedCEConfig | None) -> tuple[Tensor | None, ValueError | None]:
-    """Token weights by which ``skip_masked`` leaves out the ignored labels; or what is wrong."""
-    if not (isinstance(config, FusedCEConfig) and config.skip_masked and isinstance(labels, Tensor)):
-        return None, None
-    if config.ignore_index is None:
-        return None, ValueError(
-            "skip_masked leaves out the tokens labelled ignore_index, and config has none: give "
-            "FusedCEConfig(skip_masked=True, ignore_index=-100) and that label to tokens that need nothing"
-        )
-    return labels.ne(config.ignore_index).float(), None
+def _active(
+    labels: Tensor, mask: Tensor | None, config: FusedCEConfig | None
+) -> tuple[Tensor | None, ValueError | None]:
+    """Token weights by which ``skip_masked`` leaves tokens out, None for none of them; or what is wrong."""
+    if not isinstance(labels, Tensor) or why_no_config(config) is not None:
+        return None, None  # the checks will report it
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != labels.shape:
+            got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            return None, ValueError(
+                f"active_mask is {got}; expected bool in the labels' shape {list(labels.shape)}"
+            )
+        mask = mask.to(labels.device)
+    if config is not None and config.skip_masked:
+        if config.ignore_index is not None:
+            known = labels.ne(config.ignore_index)
+            mask = known if mask is None else mask & known
+        elif mask is None:
+            return None, ValueError(
+                "skip_masked leaves out the tokens labelled ignore_index, and config has none: give "
+                "active_mask, or FusedCEConfig(skip_masked=True, ignore_index=-100) and that label to tokens "
+                "that need nothing"
+            )
+    return (None if mask is None else mask.float()), None
 
 
 def unrounded(config: FusedCEConfig | None) -> FusedCEConfig:
@@ -182,12 +211,12 @@ def unrounded(config: FusedCEConfig | None) -> FusedCEConfig:
     if not isinstance(config, FusedCEConfig):
         return config  # the checks will say what is wrong
     named = (config.strategy, config.logit_precision) != ("auto", "auto")
-    return config if named else _recomputing(config)
+    return config if named else _changed(config, strategy="recompute")
 
 
 @lru_cache(maxsize=64)
-def _recomputing(config: FusedCEConfig) -> FusedCEConfig:
-    return replace(config, strategy="recompute")
+def _changed(config: FusedCEConfig, **change: Any) -> FusedCEConfig:
+    return replace(config, **change)
 
 
 def _outputs(entropy: str, sum_p_squared: bool) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.targets import Targets, inv_temperature_of
 from megatron_fused_ce.wgrad import OpenedAccumulators
+from megatron_fused_ce.zero_upstream import backward_of_nonzero
 
 #: Labels of a token, at most: their places are written as int16.
 MOST_LABELS = 2**15
@@ -191,7 +192,8 @@ class LabelLogProbs(torch.autograd.Function):
     """:class:`.TokenLogProbs`: log-probabilities ``[b, s, K]`` or ``[T, K]``, the others without the K.
 
     Collectives: those of :func:`.forward.forward`, with :meth:`_Gathering.logits_gemm`'s behind each chunk's
-    first GEMM, then a MAX all-reduce of fp32 ``[T]`` (R > 1); those of :func:`.backward.backward`.
+    first GEMM, then a MAX all-reduce of fp32 ``[T]`` (R > 1); those of :func:`.backward.backward`, or
+    :func:`.zero_upstream.backward_of_nonzero`'s.
     """
 
     @staticmethod
@@ -270,7 +272,8 @@ class LabelLogProbs(torch.autograd.Function):
         context = _with(context._replace(open_grad_weight=accumulators), scattering)
         try:
             with autocast.off(device):
-                grad_hidden, grad_weight = backward(
+                make = backward_of_nonzero if spec.skip_zero_upstream else backward
+                grad_hidden, grad_weight = make(
                     context,
                     hidden.reshape(-1, hidden.shape[-1]),
                     weight,

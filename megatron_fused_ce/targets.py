@@ -50,18 +50,21 @@ class Targets(NamedTuple):
 
     def kept(self, kept: Kept, part: int) -> Targets:
         """Those of the tokens to work on, ``[parts, m]``; ``ignored`` stays as it is."""
-        soft, weights, inv_temperature = self.soft, self.token_weights, self.inv_temperature
-        if isinstance(soft, SoftTargets):
-            soft = SoftTargets(kept.of_tokens(soft.ids), kept.of_tokens(soft.probs))
-        elif soft is not None:
-            soft = soft.kept(kept, part)
+        weights, inv_temperature = self.token_weights, self.inv_temperature
         return Targets(
             kept.of_tokens(self.labels),
-            soft,
+            soft_of_kept(self.soft, kept, part),
             self.ignored,
             None if weights is None else kept.of_tokens(weights),
             None if inv_temperature is None else kept.of_tokens(inv_temperature),
         )
+
+
+def soft_of_kept(soft: SoftTargets | Teacher | None, kept: Kept, part: int) -> SoftTargets | Teacher | None:
+    """Those of the tokens to work on."""
+    if isinstance(soft, SoftTargets):
+        return SoftTargets(kept.of_tokens(soft.ids), kept.of_tokens(soft.probs))
+    return None if soft is None else soft.kept(kept, part)
 
 
 def in_token_order(per_token: Tensor, labels: Tensor, num_parts: int) -> Tensor:

@@ -52,7 +52,7 @@ def output_processor(
             shifted by the caller.
         context: ``output_processor_context``, keywords of :func:`.rl.token_log_probs`. Without a ``config``
             it is the flag's, where the head has one; options that change the loss alone do not count, and
-            ``skip_masked`` and ``grad_in_forward`` are the loss's.
+            ``skip_masked`` and ``grad_in_forward`` are the loss's (``active_mask`` is in the labels' shape).
         scale_logits: the model's; its factor (MuP) comes before softcap and temperature.
         unused: what else Megatron passes.
 

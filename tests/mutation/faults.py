@@ -27,6 +27,8 @@ OP = "tests/op/test_op.py"
 OPTIONS = "tests/op/test_loss_options.py"
 OUTPUTS = "tests/op/test_token_outputs.py"
 MASKED = "tests/op/test_masked_tokens.py"
+ZERO = "tests/op/test_zero_upstream.py"
+ZERO_OVER_RANKS = "tests/parallel/test_zero_upstream.py"
 PROMISE = "tests/op/test_promise.py"
 DIVERGENCE = "tests/op/test_distillation.py"
 DIVERGENCE_OVER_RANKS = "tests/parallel/test_distillation.py"
@@ -499,6 +501,35 @@ FAULTS = (
         "whole = rows.new_empty(",
         (f"{MASKED} -k the_others_are_as_before",),
     ),
+    # Tokens without an upstream gradient.
+    Fault(
+        "a token counts by the upstream gradient of its loss alone",
+        f"{PACKAGE}/zero_upstream.py",
+        "for grad in upstream.given]",
+        "for grad in upstream.given[:1]]",
+        (f"{ZERO} -k the_gradients_and_their_gemms",),
+    ),
+    Fault(
+        "an upstream gradient of NaN counts as 0",
+        f"{PACKAGE}/zero_upstream.py",
+        "[grad != 0 for",
+        "[grad.abs() > 0 for",
+        (f"{ZERO} -k nan_and_inf",),
+    ),
+    Fault(
+        "rows of every chunk are taken from the first one's in the matrix of all",
+        f"{PACKAGE}/zero_upstream.py",
+        "rows=index + parts * chunk.start",
+        "rows=index",
+        (f"{ZERO} -k the_scaled_exp_gemm",),
+    ),
+    Fault(
+        "rows of every part are taken from the first rank's",
+        f"{PACKAGE}/zero_upstream.py",
+        "tokens + chunk.num_tokens * torch.arange",
+        "tokens + 0 * torch.arange",
+        (f"{ZERO_OVER_RANKS} -k 'against_fp64 and sp'",),
+    ),
     # One chunk's steps, in forward.py and backward.py.
     Fault(
         "every chunk's results land where the first one's are",
@@ -756,7 +787,7 @@ FAULTS = (
     Fault(
         "a skipped token's upstream gradient is dropped",
         f"{PACKAGE}/autograd.py",
-        "masked_tokens.refuse_lost(verdict.num_lost)",
+        "masked_tokens.refuse_lost(verdict.num_lost, spec.active_mask)",
         "pass",
         (f"{MASKED} -k upstream_gradient_for_a_masked_token",),
     ),

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig
+from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs, unrounded
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
-from tests.support.op import RoundedFactors
+from tests.support.op import RoundedFactors, gemm_flops
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 
@@ -64,8 +64,81 @@ def test_skip_masked_leaves_ignored_tokens_out(device):
     for grad, right_grad in zip(grads, right_grads, strict=True):
         assert relative_error(grad, right_grad) < FLOOR[torch.float32]
     made = token_log_probs(inputs.hidden, weight, inputs.labels, entropy="differentiable", config=skipping)
-    with pytest.raises(RuntimeError, match="18 tokens of weight 0 were left out"):
+    with pytest.raises(RuntimeError, match=r"^18 tokens outside active_mask"):
         made.entropy.sum().backward()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_outside_the_active_mask_cost_no_gemm(dtype, strategy, share, device, monkeypatch):
+    """Results 0 for them; the others' are those of the definition in fp64, and so are all gradients."""
+    monkeypatch.setattr(masked_tokens, "ROUND_TO", 1)
+    inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=device)
+    temperature = inputs.grad_loss.abs() + 0.5
+    inputs = replace(inputs, temperature=temperature)
+    count = round(share * inputs.labels.numel())
+    active = torch.zeros_like(inputs.labels, dtype=torch.bool)
+    active.view(-1)[torch.randperm(active.numel(), generator=torch.Generator().manual_seed(3))[:count]] = True
+    upstreams = {"log_prob": inputs.grad_loss, "entropy": inputs.grad_loss.roll(1, 1)}
+    upstreams = {name: grad.masked_fill(~active, -0.0) for name, grad in upstreams.items()}
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    with gemm_flops() as flops:
+        made = token_log_probs(
+            hidden,
+            weight,
+            inputs.labels,
+            temperature=temperature,
+            entropy="differentiable",
+            sum_p_squared=True,
+            active_mask=active,
+            config=FusedCEConfig(strategy, num_chunks=3),
+        )
+        torch.autograd.backward([made.log_prob, made.entropy], list(upstreams.values()))
+    num_gemms = 3 if strategy == "store" else 4
+    assert flops.get_total_flops() == num_gemms * 2 * count * inputs.weight.numel()
+    (exact, *true_grads), (eager, *eager_grads) = (
+        plain_outputs(inputs, upstreams, of) for of in (torch.float64, dtype)
+    )
+    for name in ("log_prob", "entropy", "sum_p_squared"):
+        ours, true, plain = (getattr(of, name).masked_fill(~active, 0.0) for of in (made, exact, eager))
+        assert not ours[~active].any()
+        assert relative_error(ours.detach(), true) <= max(FLOOR[dtype], 2 * relative_error(plain, true)), name
+    assert not hidden.grad[~active.t()].any()
+    for ours, true, plain in zip((hidden.grad, weight.grad), true_grads, eager_grads, strict=True):
+        assert relative_error(ours, true) <= max(FLOOR[dtype], 2 * relative_error(plain, true))
+
+
+@pytest.mark.parametrize("name", ["log_prob", "entropy"])
+def test_an_upstream_gradient_outside_the_active_mask_raises(name, device):
+    """It names the mask, and what to do; a NaN of a loss scale that overflowed gives NaN instead."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    active = torch.ones_like(inputs.labels, dtype=torch.bool)
+    active[1, 3:5] = False
+    made = token_log_probs(hidden, weight, inputs.labels, entropy="differentiable", active_mask=active)
+    words = r"^2 tokens outside active_mask .* Multiply the loss and its entropy term by the mask"
+    with pytest.raises(RuntimeError, match=words):
+        getattr(made, name).sum().backward(retain_graph=True)
+    assert hidden.grad is None and weight.grad is None
+    (getattr(made, name) * active).sum().backward(retain_graph=True)
+    assert torch.isfinite(weight.grad).all()
+    (getattr(made, name) * torch.where(active, 1.0, torch.nan)).sum().backward()
+    assert weight.grad.isnan().all()
+
+
+def test_the_active_mask_and_ignored_labels(device):
+    """With ``skip_masked`` the tokens of both are left out."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    inputs.labels[:, :3] = -100
+    active = torch.ones_like(inputs.labels, dtype=torch.bool)
+    active[:, -2:] = False
+    keeping = FusedCEConfig(ignore_index=-100)
+    for config, left_out in ((keeping, 0), (replace(keeping, skip_masked=True), 3)):
+        made = token_log_probs(
+            inputs.hidden, inputs.weight, inputs.labels, entropy="detached", active_mask=active, config=config
+        )
+        assert (made.entropy == 0).sum(1).tolist() == [left_out + 2] * 2
 
 
 def test_batch_first(device):
@@ -94,6 +167,18 @@ BAD = {
     "a scalar tensor": ({"temperature": torch.tensor(1.0)}, ValueError, "one a token"),
     "whole numbers": ({"temperature": torch.tensor([1, 2, 3])}, TypeError, "expected floats"),
     "entropy": ({"entropy": True}, ValueError, "choose one of none, detached"),
+    "a mask of numbers": ({"active_mask": torch.ones(3)}, ValueError, r"active_mask is torch.float32 \[3\]"),
+    "a mask of another shape": (
+        {"active_mask": torch.ones(1, 3, dtype=torch.bool)},
+        ValueError,
+        r"expected bool in the labels' shape \[3\]",
+    ),
+    "a mask of several labels": (
+        {"labels": torch.zeros(3, 2, dtype=torch.int64), "active_mask": torch.ones(3, dtype=torch.bool)},
+        ValueError,
+        "active_mask is for one label a token",
+    ),
+    "a mask that is none": ({"active_mask": [True]}, ValueError, "active_mask is list"),
     "strategy": (
         {"config": FusedCEConfig(strategy="grad_in_forward")},
         ValueError,
@@ -109,7 +194,7 @@ def test_bad_arguments(what, device):
     given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
     hidden = torch.ones(3, 4, device=device, requires_grad=True)
     with pytest.raises(error, match=words):
-        token_log_probs(hidden, hidden, torch.arange(3, device=device), **given)
+        token_log_probs(hidden, hidden, **{"labels": torch.arange(3, device=device), **given})
 
 
 def test_ignored_tokens_without_a_set(device):

@@ -180,6 +180,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "zero_unknown": {"on": True},
         "reduce_grad_hidden": {"off": False},
         "with_argmax": {"on": True},
+        "active_mask": {"on": True},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},
         "head": {"another": Head("another")},
@@ -188,7 +189,13 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         **{"strategy": "store", "num_chunks": 2, "chunk_tokens": 4, "memory_mb": 9, "logit_scale": 2.0},
         **{"logit_softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "label_smoothing_form": "pytorch"},
         **{"ignore_index": -100, "true_vocab_size": 9, "logit_precision": "fp32", "skip_masked": True},
-        **{"debug_checks": True, "row_backend": "torch", "logits_backend": "gemm_rows", "merge": "packed"},
+        **{
+            "skip_zero_upstream": True,
+            "debug_checks": True,
+            "row_backend": "torch",
+            "logits_backend": "gemm_rows",
+            "merge": "packed",
+        },
     }
     assert others.keys() == {field.name for field in fields(FusedCEConfig)}, "a new field of the config"
     changes["config"] = {name: replace(args.config, **{name: other}) for name, other in others.items()}
@@ -414,7 +421,7 @@ def test_outputs_as_a_string(device):
         fused_linear_token_outputs(inputs.hidden, inputs.weight, inputs.labels, "lse")
 
 
-@pytest.mark.parametrize("name", ["skip_masked", "debug_checks"])
+@pytest.mark.parametrize("name", ["skip_masked", "skip_zero_upstream", "debug_checks"])
 def test_switches_are_true_or_false(name):
     with pytest.raises(ValueError, match=f"{name} must be True or False, got 'yes'"):
         FusedCEConfig(**{name: "yes"})

@@ -50,13 +50,19 @@ USUAL = {
     "merge": "packed",
     "shards": "equal",
     "skip_masked": False,
+    "skip_zero_upstream": False,
     "chunk_tokens": 20,
 }
 
 
 def name_of(case: dict[str, Any]) -> str:
     """What is not as usual."""
-    sayings = {"sequence_parallel": "sp", "skip_masked": "skip", "chunk_tokens": "chunks of {}"}
+    sayings = {
+        "sequence_parallel": "sp",
+        "skip_masked": "skip",
+        "skip_zero_upstream": "skip 0",
+        "chunk_tokens": "chunks of {}",
+    }
     words = []
     for axis, value in case.items():
         if value is not False and (axis == "strategy" or value != USUAL[axis]):
@@ -131,6 +137,13 @@ def against_fp64(rank: Rank, **changes: Any) -> None:
         quarter = skipped.shape[1] // 4
         skipped[:, :quarter], skipped[0, 2 * quarter - 2 :: 2] = True, True
         inputs.grad_loss.masked_fill_(skipped, 0.0)
+    weights = inputs.grad_loss / -3.0
+    if case["skip_zero_upstream"]:
+        # Of four parts every token of the third counts, none of the first, and two thirds of the others.
+        idle, quarter = torch.zeros_like(skipped), skipped.shape[1] // 4
+        idle[:, :quarter] = idle[:, 1::3] = True
+        idle[:, 2 * quarter : 3 * quarter] = False
+        inputs.grad_loss.masked_fill_(idle, -0.0)
     with strategy_in_place(case["strategy"]) as strategy:
         config = FusedCEConfig(
             strategy=strategy,
@@ -138,11 +151,12 @@ def against_fp64(rank: Rank, **changes: Any) -> None:
             logits_backend=case["backend"],
             merge=case["merge"],
             skip_masked=case["skip_masked"],
+            skip_zero_upstream=case["skip_zero_upstream"],
             **options,
         )
         inputs = replace(inputs, config=config)
         exact, eager = truth(inputs), plain_head(inputs, dtype)
-        result, earlier = call(rank, case, inputs, exact)
+        result, earlier = call(rank, case, inputs, weights, exact)
     loss = torch.where(skipped, 0.0, exact.loss)
     exact = HeadResult(loss, exact.grad_hidden, exact.grad_weight + earlier)
     eager = HeadResult(eager.loss.where(~skipped, 0.0), eager.grad_hidden, eager.grad_weight + earlier)
@@ -153,13 +167,15 @@ def against_fp64(rank: Rank, **changes: Any) -> None:
     assert torch.equal(result.grad_hidden[at], torch.zeros_like(result.grad_hidden[at]))
 
 
-def call(rank: Rank, case: dict[str, Any], inputs: Any, exact: HeadResult) -> tuple[HeadResult, Any]:
+def call(
+    rank: Rank, case: dict[str, Any], inputs: Any, weights: torch.Tensor, exact: HeadResult
+) -> tuple[HeadResult, Any]:
     """The whole result, on every rank, and what was in ``main_grad`` before."""
     rows = rows_of(rank, case["shards"], inputs.weight.shape[0])
     s, b, _ = inputs.hidden.shape
     hidden = inputs.hidden[tokens_of(rank, s, case["sequence_parallel"])].clone().requires_grad_()
     weight = inputs.weight[rows].clone().requires_grad_(case["grad_weight"] != "frozen")
-    given, labels, weights = hidden, inputs.labels, inputs.grad_loss / -3.0
+    given, labels = hidden, inputs.labels
     if case["tokens"] == "[T, H]":
         given, labels, weights = hidden.flatten(0, 1), labels.t().reshape(-1), weights.t().flatten()
     main_grad, opened = None, ReturnedGradWeight

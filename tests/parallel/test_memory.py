@@ -18,6 +18,7 @@ from megatron_fused_ce import (
     FusedCEConfig,
     fused_linear_cross_entropy,
     fused_linear_distillation,
+    masked_tokens,
     planner,
     wgrad,
 )
@@ -88,6 +89,19 @@ def test_buffers(rank: Rank, case):
     # Row kernels in plain PyTorch work in copies of fewer rows than a chunk has.
     with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V):
         peaks_are_as_predicted(rank, **CASES[case])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("scaled_exp", "auto"), ("gemm_rows", "auto"), ("gemm_rows", "fp32")]
+)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", ["recompute", "store"])
+def test_buffers_without_some_tokens(rank: Rank, strategy, sp, backend, precision):
+    """All but one of each part have an upstream gradient."""
+    case = {"strategy": strategy, "logits_backend": backend, "logit_precision": precision, "num_chunks": 4}
+    with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * V), patch.object(masked_tokens, "ROUND_TO", 1):
+        peaks_are_as_predicted(rank, **case, sequence_parallel=sp, idle=True)
 
 
 @on_ranks(1)
@@ -181,6 +195,7 @@ def peaks_are_as_predicted(
     trained: bool = True,
     logit_precision: str = "auto",
     divergence: str | None = None,
+    idle: bool = False,
 ) -> None:
     """Forward and backward each by itself, buffer by buffer."""
     # What the scaled-exp GEMM runs in: bf16 on GPUs, fp32 by Triton's interpreter.
@@ -196,9 +211,12 @@ def peaks_are_as_predicted(
     # The same on every rank.
     labels = torch.arange(num_tokens, device=rank.device) % (rank.size * V)
     weights = torch.rand(num_tokens, generator=torch.Generator().manual_seed(9)).to(rank.device)
+    if idle:
+        weights[:: num_tokens // parts] = 0.0
     config = FusedCEConfig(
         strategy=strategy,
         chunk_tokens=C,
+        skip_zero_upstream=idle,
         logits_backend=logits_backend,
         merge=merge,
         logit_precision=logit_precision,
@@ -257,8 +275,11 @@ def peaks_are_as_predicted(
         seen.reset()
         loss.backward(weights)
     if strategy != "grad_in_forward":
-        backward = planner.backward_memory(inputs, *cut, at_once)
+        backward = planner.backward_memory(inputs, *cut, at_once and not idle, picks=idle)
         compare("backward", inputs, merge, seen.peak, backward, alike)
+        left = hidden.shape[0] - 1  # and as many rows of grad_hidden
+        picked = seen.peak[dtype, left, H] - idle
+        assert picked == backward.picked_hidden / (inputs.itemsize * hidden.shape[0] * H)
         return
     # Made again for another upstream gradient: what the forward made is gone by then.
     hidden.grad = weight.grad = None

@@ -206,6 +206,9 @@ def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
         assert inputs.longest_chunk(strategy) == expected
 
 
+SKIPS = {"skip_zero_upstream": True}
+
+
 @pytest.mark.parametrize(
     ("strategy", "others", "expected"),
     [
@@ -224,6 +227,17 @@ def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
         ),
         # Its forward, with what the product leaves of each tile.
         ("store", {"wgrad_accumulator": "none"}, 10000 * 1000 + 8 * 2000 * 4 + 2000 * 4 // 16),
+        # By chunks, with a copy of a chunk's rows, their scaled hidden states, and the hidden states of all
+        # tokens with an upstream gradient; the sum in fp32 where it is returned.
+        ("store", SKIPS, 10000 * 1000 + 4000 * 1000 + 4000 * 64 + 10000 * 64),
+        (
+            "store",
+            {**SKIPS, "wgrad_accumulator": "returned"},
+            10000 * 1000 + 4000 * 1000 + 4000 * 64 + 10000 * 64 + 4 * 1000 * 64,
+        ),
+        ("recompute", SKIPS, 4000 * 1000 + 2000 * 4 // 16 + 10000 * 64),
+        # Rows of the logits are copied to where their gradients will be.
+        ("store", {**SKIPS, "logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000 + 10000 * 64),
         ("store", {"logits_backend": "gemm_rows"}, 10000 * 1000 + 4000 * 1000),
         ("store", {"saves_logits": True}, 10000 * 1000 + 4000 * 1000),
         ("recompute", {"saves_logits": True}, 4000 * 1000 + 2000 * 4 // 16),
@@ -293,6 +307,13 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
         ("recompute", {"num_parts": 2}, LOGITS + 4 * HIDDEN + MARKS),
         ("recompute", {"num_parts": 2, "uses_in_flight": 3}, LOGITS + 6 * HIDDEN + MARKS + 64 * 5000),
         ("recompute", {"num_parts": 2, "chunk_tokens": 2500}, (LOGITS + 3 * HIDDEN + MARKS) * 5 // 4),
+        # The chunk that waited is not read, and this rank's rows are half of five half chunks.
+        ("recompute", {"num_parts": 2, **SKIPS}, LOGITS + 4 * HIDDEN + MARKS + 5 * HIDDEN // 4),
+        (
+            "recompute",
+            {"num_parts": 2, "chunk_tokens": 2500, **SKIPS},
+            (LOGITS + 4 * HIDDEN + MARKS) * 5 // 4 + 5 * HIDDEN // 4,
+        ),
         ("recompute", {}, LOGITS + MARKS),
         ("recompute", {"num_parts": 2, "logits_backend": "gemm_rows"}, LOGITS + 4 * HIDDEN),
         # Those of all tokens, the chunk that waited, and two that are unreduced.
@@ -616,9 +637,9 @@ def test_inputs_that_do_not_fit(field, value, words):
 
 
 def test_inputs_of_a_config():
-    config = FusedCEConfig(strategy="store", chunk_tokens=7, memory_mb=9)
+    config = FusedCEConfig(strategy="store", chunk_tokens=7, memory_mb=9, **SKIPS)
     inputs = PlanInputs.of(config, num_tokens=10, hidden_size=2, num_rows=3, tp_size=2)
-    assert inputs == PlanInputs(10, 2, 3, tp_size=2, strategy="store", chunk_tokens=7, memory_mb=9)
+    assert inputs == PlanInputs(10, 2, 3, tp_size=2, strategy="store", chunk_tokens=7, memory_mb=9, **SKIPS)
 
 
 def test_its_sizes_are_those_of_the_kernels():

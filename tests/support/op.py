@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, promise
 from megatron_fused_ce.kernels import scaled_exp
@@ -83,6 +84,15 @@ class RoundedFactors(TorchDispatchMode):
         if multiplies and args[0].dim() and isinstance(args[1], torch.Tensor) and not args[1].dim():
             args = args[0], args[1].to(args[0].dtype)
         return func(*args, **(kwargs or {}))
+
+
+def gemm_flops() -> FlopCounterMode:
+    """Inside it counts the FLOPs of torch's GEMMs, 2 for each element of ``M * N * K``."""
+
+    def in_place(_: Any, a: torch.Size, b: torch.Size, *rest: Any, **more: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
 
 
 def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:

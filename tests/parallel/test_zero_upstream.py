@@ -1,0 +1,194 @@
+"""Tokens outside an active mask or without an upstream gradient, over a tensor-parallel group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, masked_tokens
+from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from tests.support.head import (
+    SIZES,
+    rows_of,
+    same_on_all_ranks,
+    shard_of,
+    tokens_of,
+    whole_hidden,
+    whole_rows,
+)
+from tests.support.op import gemm_flops
+from tests.support.ranks import Rank, on_ranks
+
+NUM_CHUNKS = 3
+
+
+def largest_parts(counts: torch.Tensor, num_parts: int) -> int:
+    """Tokens worked on, over all parts, of bool ``[b, s]``: in each chunk as many of each part as of the part
+    that has the most."""
+    of_parts = counts.t().reshape(num_parts, -1)
+    num_tokens = of_parts.shape[1]
+    bounds = [num_tokens * at // NUM_CHUNKS for at in range(NUM_CHUNKS + 1)]
+    chunks = [of_parts[:, start:stop] for start, stop in pairwise(bounds)]
+    return num_parts * sum(int(chunk.sum(1).max()) for chunk in chunks)
+
+
+def some_tokens(what: str, inputs) -> torch.Tensor:
+    """Which count, bool ``[b, s]``: a third in every part, all of the last part and a few others, or none."""
+    counts = torch.rand(inputs.labels.shape, generator=torch.Generator().manual_seed(4)) < 0.3
+    if what == "one part whole":
+        counts[:, : counts.shape[1] // 2] &= counts[:, : counts.shape[1] // 2].roll(1, 1)
+        counts[:, counts.shape[1] // 2 :] = True
+    elif what == "none":
+        counts[:] = False
+    return counts.to(inputs.labels.device)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+@pytest.mark.parametrize("what", ["a third", "one part whole", "none"])
+def test_against_fp64(rank: Rank, what, strategy, sp, dtype):
+    """Of two outputs whose rows without an upstream gradient differ, and of another upstream in a second
+    backward. Unequal shards. No rank works on more tokens than the fullest part has."""
+    inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=rank.device)
+    temperature = inputs.grad_loss.abs() + 0.5
+    inputs = replace(inputs, temperature=temperature)
+    parts = rank.size if sp else 1
+    counts = some_tokens(what, inputs)
+    odd = torch.arange(counts.shape[1], device=rank.device) % 2 == 1
+    first = {
+        "log_prob": inputs.grad_loss.masked_fill(~counts | odd, 0.0),
+        "entropy": inputs.grad_loss.roll(1, 1).masked_fill(~counts | ~odd, -0.0),
+    }
+    upstreams = (first, {name: grad.flip(0) for name, grad in first.items()})
+    hidden, weight, settings = shard_of(rank, inputs, sp)
+    config = FusedCEConfig(
+        strategy, num_chunks=NUM_CHUNKS, logits_backend="gemm_rows", skip_zero_upstream=True
+    )
+    with patch.object(masked_tokens, "ROUND_TO", 1):
+        made = token_log_probs(
+            hidden,
+            weight,
+            inputs.labels,
+            temperature=temperature,
+            entropy="differentiable",
+            config=config,
+            **settings,
+        )
+        for of_this in upstreams:
+            hidden.grad = weight.grad = None
+            with gemm_flops() as flops:
+                torch.autograd.backward([getattr(made, name) for name in of_this], [*of_this.values()], True)
+            worked_on = largest_parts(of_this["log_prob"].ne(0) | of_this["entropy"].ne(0), parts)
+            num_gemms = 2 if strategy == "store" else 3
+            assert flops.get_total_flops() == num_gemms * worked_on * 2 * weight.numel()
+            (_, *true), (_, *eager) = (plain_outputs(inputs, of_this, of) for of in (torch.float64, dtype))
+            ours = whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad)
+            for grad, right, plain in zip(ours, true, eager, strict=True):
+                assert relative_error(grad, right) <= max(FLOOR[dtype], 2 * relative_error(plain, right))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+def test_ranks_whose_upstream_gradients_differ(rank: Rank, strategy):
+    """A token counts on all ranks where it counts on one."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
+    upstream = inputs.grad_loss.clone()
+    upstream[:, rank.rank :: 4] = 0.0
+    upstream[:, 2::4] = 0.0
+    grads = []
+    for skips in (False, True):
+        hidden, weight, settings = shard_of(rank, inputs, False)
+        config = FusedCEConfig(strategy, num_chunks=NUM_CHUNKS, skip_zero_upstream=skips)
+        with patch.object(masked_tokens, "ROUND_TO", 1):
+            made = token_log_probs(hidden, weight, inputs.labels, config=config, **settings)
+            with gemm_flops() as flops:
+                made.log_prob.backward(upstream)
+        grads.append((hidden.grad, weight.grad))
+    counts = inputs.grad_loss.clone()
+    counts[:, 2::4] = 0.0
+    num_gemms = 2 if strategy == "store" else 3
+    assert flops.get_total_flops() == num_gemms * int(counts.ne(0).sum()) * 2 * weight.numel()
+    for without, ours in zip(*grads, strict=True):
+        assert relative_error(ours, without) < 1e-6
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("teacher_sp", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("what", ["a third", "one part whole", "none"])
+def test_a_teacher_beside_the_student(rank: Rank, what, teacher_sp):
+    """With sequence parallelism, the teacher's hidden states of this rank's tokens or of all."""
+    inputs = make_inputs("plain", **{**SIZES, "vocab": 100}, dtype=torch.float32, device=rank.device)
+    teacher = inputs.hidden.flip(0), inputs.weight.roll(1, 1)
+    upstream = inputs.grad_loss.masked_fill(~some_tokens(what, inputs), 0.0)
+    grads = []
+    for skips in (False, True):
+        hidden, weight, settings = shard_of(rank, inputs, True, "equal")
+        made = fused_linear_distillation(
+            hidden,
+            weight,
+            teacher[0][tokens_of(rank, SIZES["s"], teacher_sp)],
+            teacher[1][rows_of(rank, "equal", 100)],
+            teacher_sequence_parallel=teacher_sp,
+            config=FusedCEConfig("recompute", num_chunks=NUM_CHUNKS, skip_zero_upstream=skips),
+            **settings,
+        )
+        with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+            made.loss.backward(upstream)
+        grads.append((hidden.grad, weight.grad))
+    worked_on = largest_parts(upstream != 0, 2)
+    assert flops.get_total_flops() == 4 * worked_on * 2 * weight.numel()
+    for without, ours in zip(*grads, strict=True):
+        assert relative_error(ours, without) < FLOOR[torch.float32]
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("what", ["a third", "one part whole", "none"])
+def test_an_active_mask(rank: Rank, what, sp, dtype):
+    """Neither pass works on more tokens than the fullest part has. A gradient outside, on one rank, raises on
+    all."""
+    inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=rank.device)
+    parts = rank.size if sp else 1
+    active = some_tokens(what, inputs)
+    upstreams = {"log_prob": inputs.grad_loss, "entropy": inputs.grad_loss.roll(1, 1)}
+    upstreams = {name: grad.masked_fill(~active, 0.0) for name, grad in upstreams.items()}
+    hidden, weight, settings = shard_of(rank, inputs, sp)
+    forward = partial(
+        token_log_probs,
+        hidden,
+        weight,
+        inputs.labels,
+        entropy="differentiable",
+        active_mask=active,
+        config=FusedCEConfig("recompute", num_chunks=NUM_CHUNKS),
+        **settings,
+    )
+    with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+        made = forward()
+        torch.autograd.backward([made.log_prob, made.entropy], list(upstreams.values()))
+    worked_on = parts * int(active.t().reshape(parts, -1).sum(1).max())
+    assert flops.get_total_flops() == 4 * worked_on * 2 * weight.numel()
+    same_on_all_ranks(rank, *made)
+    (exact, *true), (eager, *plain) = (plain_outputs(inputs, upstreams, of) for of in (torch.float64, dtype))
+    ours = whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad)
+    pairs = list(zip(ours, true, plain, strict=True))
+    for name in upstreams:
+        values = (getattr(of, name).detach() for of in (made, exact, eager))
+        pairs.append(tuple(value.masked_fill(~active, 0.0) for value in values))
+        assert not getattr(made, name)[~active].any()
+    for value, right, of_eager in pairs:
+        assert relative_error(value, right) <= max(FLOOR[dtype], 2 * relative_error(of_eager, right))
+    outside = torch.zeros_like(inputs.grad_loss)
+    if rank.rank == 0:
+        outside[tuple((~active).nonzero()[0])] = 1e-20
+    with pytest.raises(RuntimeError, match=r"^1 tokens outside active_mask"):
+        forward().entropy.backward(outside)
