@@ -19,26 +19,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce import autocast
-from megatron_fused_ce.autograd import differentiated_once, in_labels_layout, put_together, take_apart
-from megatron_fused_ce.backward import backward
-from megatron_fused_ce.call import Call, CallSpec, Context, NeedsGrad, spec_of
+from megatron_fused_ce.autograd import FusedLinearCrossEntropy, Gradients, differentiated_once
+from megatron_fused_ce.call import Call, CallSpec, Context, spec_of
+from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.forward import forward
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, rows_torch
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients, write_logits
-from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenLogProbs, TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
-from megatron_fused_ce.targets import Targets, inv_temperature_of
-from megatron_fused_ce.wgrad import OpenedAccumulators
-from megatron_fused_ce.zero_upstream import backward_of_nonzero
+from megatron_fused_ce.targets import Targets, in_token_order
 
 #: Labels of a token, at most: their places are written as int16.
 MOST_LABELS = 2**15
@@ -48,18 +46,10 @@ EMPTY, NOT_HERE = -1, -2
 LOWEST = torch.finfo(torch.float32).min
 
 
-class _Options(NamedTuple):
-    """A call beside its tensors."""
-
-    context: Context
-    zero_unknown: bool
-    in_batch: tuple[int, ...] | None  # (b, s) for labels [b, s, K]; None for [T, K]
-
-
 @dataclass(frozen=True, kw_only=True)
 class _WithLabels(GemmThenRows):
-    """:class:`.GemmThenRows` whose targets' labels are the tokens' own positions, by which it finds their
-    columns here."""
+    """:class:`.GemmThenRows` whose targets' labels are positions ``t`` of tokens, by which it finds what it
+    has of them, ``[T, K]``, in the order of the caller's labels."""
 
     columns: Tensor  # int32 [T, K]
 
@@ -188,106 +178,68 @@ def _of_column(shares: Tensor, columns: Tensor, place: Tensor, scratch: Tensor) 
     return torch.zeros_like(shares).scatter_add_(1, owner, shares * own).gather(1, owner)
 
 
-class LabelLogProbs(torch.autograd.Function):
-    """:class:`.TokenLogProbs`: log-probabilities ``[b, s, K]`` or ``[T, K]``, the others without the K.
+class LabelLogProbs(FusedLinearCrossEntropy):
+    """The head with an output more, log-probabilities in the labels' shape; then entropy and sum of squares.
 
-    Collectives: those of :func:`.forward.forward`, with :meth:`_Gathering.logits_gemm`'s behind each chunk's
-    first GEMM, then a MAX all-reduce of fp32 ``[T]`` (R > 1); those of :func:`.backward.backward`, or
-    :func:`.zero_upstream.backward_of_nonzero`'s.
+    Collectives: those of :class:`.FusedLinearCrossEntropy`; :meth:`_Gathering.logits_gemm`'s behind each
+    chunk's first GEMM; a MAX all-reduce of fp32 ``[T]`` after the last (R > 1).
     """
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         ctx: Any,
         hidden: Tensor,  # [s, b, H] or [n, H]
         weight: Tensor,  # [V, H]
-        columns: Tensor,  # int32 [T, K]
-        inv_temperature: Tensor | None,  # [parts, n] fp32
-        options: _Options,
+        targets: Targets,  # whose labels are positions
+        context: Context,
+        kept: Kept | None,
+        columns: Tensor,  # int32 [b, s, K] or [T, K]
+        zero_unknown: bool,
     ) -> tuple[Tensor | None, ...]:
-        context, spec = options.context, options.context.spec
-        label_logits = torch.empty_like(columns, dtype=torch.float32)
+        comm, flat = context.spec.comm, columns.flatten(0, -2)
+        label_logits = torch.empty_like(flat, dtype=torch.float32)
+        row_max = label_logits.new_empty(len(flat))
         gathering = _Gathering(
-            **vars(spec.logits),
-            columns=columns,
-            comm=spec.comm,
-            label_logits=label_logits,
-            row_max=torch.empty_like(label_logits[:, 0]),
+            **vars(context.spec.logits), columns=flat, comm=comm, label_logits=label_logits, row_max=row_max
         )
-        positions = torch.arange(len(columns), device=columns.device).view(spec.comm.num_parts, -1)
-        targets = Targets(positions, inv_temperature=inv_temperature)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        try:
-            with autocast.off(hidden.device):
-                made = forward(_with(context, gathering), flat, weight, targets)
-        except BaseException:
-            spec.comm.join(hidden.device)
-            raise
-        spec.comm.take_largest_(gathering.row_max)
-        assert made.outputs.log_prob is not None
-        log_probs = _log_probs(label_logits, made.outputs.log_prob.flatten(), gathering.row_max)
-        if options.zero_unknown:
+        in_batch = (columns.shape[0], columns.shape[1]) if columns.dim() == 3 else None
+        *of_tokens, _, _ = FusedLinearCrossEntropy.forward(
+            ctx, hidden, weight, targets, _with(context, gathering), kept, in_batch
+        )
+        outputs = TokenOutputs(*of_tokens)  # type: ignore[arg-type]
+        comm.take_largest_(row_max)
+        assert outputs.log_prob is not None
+        log_probs = _log_probs(label_logits, outputs.log_prob.flatten(), row_max)
+        if zero_unknown:
             log_probs.masked_fill_(label_logits == -torch.inf, 0.0)
-        log_probs.masked_fill_(columns == EMPTY, -torch.inf)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        if any(spec.needs_grad):
-            tensors: list[Tensor | None] = []
-            ctx.structure = take_apart((made.saved, inv_temperature), tensors)
-            ctx.save_for_backward(hidden, weight, columns, log_probs, *tensors)
-        entropy, sum_p_squared = (
-            None if of_tokens is None else in_labels_layout(of_tokens, options.in_batch).clone()
-            for of_tokens in (made.outputs.entropy, made.outputs.sum_p_squared)
-        )
-        detached = None if "entropy" in spec.form.differentiable else entropy
-        ctx.mark_non_differentiable(*(each for each in (detached, sum_p_squared) if each is not None))
-        if options.in_batch is not None:
-            b, s = options.in_batch
-            log_probs = log_probs.view(s, b, log_probs.shape[1]).transpose(0, 1)
-        return log_probs.clone(memory_format=torch.contiguous_format), entropy, sum_p_squared
+        if kept is not None:
+            left_out = torch.ones_like(row_max, dtype=torch.bool)
+            left_out[targets.labels.flatten()] = ~kept.active.flatten()
+            log_probs.masked_fill_(left_out.unsqueeze(1), 0.0)
+        log_probs.masked_fill_(flat == EMPTY, -torch.inf)
+        if any(context.spec.needs_grad):
+            ctx.context = context
+            ctx.save_for_backward(*ctx.to_save, flat, log_probs)
+        return log_probs.view(columns.shape).clone(), outputs.entropy, outputs.sum_p_squared
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         of_log_probs, of_entropy, _ = grads
-        wants_hidden, wants_weight, *others = ctx.needs_input_grad
-        no_others = (None,) * len(others)
-        if of_log_probs is None and of_entropy is None:
-            return None, None, *no_others
-        hidden, weight, columns, log_probs, *tensors = ctx.saved_tensors
-        saved, inv_temperature = put_together(ctx.structure, iter(tensors))
-        context, spec, b_s = ctx.options.context, ctx.options.context.spec, ctx.options.in_batch
-        parts, device = spec.comm.num_parts, weight.device
-        shares, size = None, log_probs.new_zeros(len(columns))
+        *of_head, columns, log_probs = ctx.saved_tensors  # once: a checkpoint has them no more
+        shares = size = None
         if of_log_probs is not None:
-            upstream = of_log_probs.float() if b_s is None else of_log_probs.float().transpose(0, 1)
-            shares = upstream.reshape(columns.shape).masked_fill(columns == EMPTY, 0.0)
-            size = shares.abs().sum(1)
-            shares.div_(torch.where(size == 0, 1.0, size).unsqueeze(1))
-        if of_entropy is not None:
-            of_entropy = of_entropy.float() if b_s is None else of_entropy.float().t()
-            of_entropy = of_entropy.reshape(parts, -1).contiguous()
-        scattering = _Scattering(**vars(spec.logits), columns=columns, log_probs=log_probs, shares=shares)
-        accumulators = OpenedAccumulators(context.open_grad_weight)
-        context = _with(context._replace(open_grad_weight=accumulators), scattering)
-        try:
-            with autocast.off(device):
-                make = backward_of_nonzero if spec.skip_zero_upstream else backward
-                grad_hidden, grad_weight = make(
-                    context,
-                    hidden.reshape(-1, hidden.shape[-1]),
-                    weight,
-                    None,
-                    inv_temperature,
-                    saved,
-                    Upstream(size.view(parts, -1), entropy=of_entropy),
-                    NeedsGrad(wants_hidden, wants_weight),
-                )
-        except BaseException:
-            accumulators.abandon()
-            spec.comm.join(device)
-            raise
-        return None if grad_hidden is None else grad_hidden.view(hidden.shape), grad_weight, *no_others
+            empty = (columns == EMPTY).view(of_log_probs.shape)
+            shares = of_log_probs.float().masked_fill(empty, 0.0)
+            size = shares.abs().sum(-1)
+            shares = shares.div_(torch.where(size == 0, 1.0, size).unsqueeze(-1)).view(columns.shape)
+        logits = vars(ctx.context.spec.logits)
+        scattering = _Scattering(**logits, columns=columns, log_probs=log_probs, shares=shares)
+        node = SimpleNamespace(**vars(ctx))
+        node.context, node.saved_tensors = _with(ctx.context, scattering), of_head
+        node.needs_input_grad = ctx.needs_input_grad
+        of_outputs = TokenOutputs(size, entropy=of_entropy)  # type: ignore[arg-type]  # None for 0
+        return FusedLinearCrossEntropy.backward(node, *of_outputs, None, None)
 
 
 def _with(context: Context, logits: _WithLabels) -> Context:
@@ -318,18 +270,19 @@ def _unfused(config: FusedCEConfig) -> FusedCEConfig:
     )
 
 
-def _refused(labels: Tensor, config: FusedCEConfig) -> ValueError | None:
+def _refused(labels: Tensor, config: FusedCEConfig, masked: bool) -> ValueError | None:
     """What this backend cannot do."""
     if not 1 <= labels.shape[-1] <= MOST_LABELS:
         return ValueError(f"labels are {tuple(labels.shape)}; expected [.., K] with K of 1 to {MOST_LABELS}")
-    if config.ignore_index is not None or config.skip_masked:
-        return ValueError(
-            "ignore_index and skip_masked are for one label a token; here -1 marks an empty entry: give the "
-            "hidden states of the tokens that count alone"
-        )
+    if config.ignore_index is not None:
+        return ValueError("ignore_index is for one label a token; here -1 marks an empty entry: leave it out")
     if config.logits_backend == "scaled_exp":
         return ValueError(
             "logits_backend='scaled_exp' cannot serve several labels a token; use 'auto' or 'gemm_rows'"
+        )
+    if config.skip_masked and not masked:
+        return ValueError(
+            "skip_masked leaves out tokens by labels; several labels a token have no such label"
         )
     return None
 
@@ -339,7 +292,7 @@ def several_log_probs(call: Call) -> TokenLogProbs:
     """:func:`.rl.token_log_probs` of a call with ``labels`` ``[b, s, K]`` or ``[T, K]``."""
     call = call.completed()
     labels, zero_unknown = call.labels, call.zero_unknown
-    wrong = call.caller_error or _refused(labels, call.config)
+    wrong = call.caller_error or _refused(labels, call.config, masked=call.token_weights is not None)
     call = call._replace(
         labels=labels.new_full(labels.shape[:-1], EMPTY),  # none: for checks and the plan
         labels_per_token=labels.shape[-1],
@@ -349,20 +302,24 @@ def several_log_probs(call: Call) -> TokenLogProbs:
     )
     with call.on_its_device():
         spec = spec_of(call)
-        inv_temperature = inv_temperature_of(call.temperature, call.labels, spec.comm)
-        b_s = tuple(call.labels.shape) if call.labels.dim() == 2 else None
-        options = _Options(Context(spec, spec.chunks, call.open_grad_weight), zero_unknown, b_s)
+        targets, kept = Targets.of(call, spec)
+        positions = torch.arange(call.labels.numel(), device=labels.device).view(call.labels.shape)
+        positions = in_token_order(positions, call.labels, spec.comm.num_parts)
+        chunks = spec.chunks
+        if kept is not None:
+            positions, chunks = kept.of_tokens(positions), first_tokens(chunks, kept.tokens.shape[1])
+        targets = targets._replace(labels=positions)
+        context = Context(spec, chunks, call.open_grad_weight)
         columns = _columns(labels, spec, call)
         return TokenLogProbs(
-            *LabelLogProbs.apply(call.hidden, call.weight, columns, inv_temperature, options)
+            *LabelLogProbs.apply(call.hidden, call.weight, targets, context, kept, columns, zero_unknown)
         )
 
 
 def _columns(labels: Tensor, spec: CallSpec, call: Call) -> Tensor:
-    """Columns of this shard, int32 ``[T, K]`` in the order of the tokens."""
-    ids = (labels if labels.dim() == 2 else labels.transpose(0, 1)).reshape(-1, labels.shape[-1])
-    columns = ids - spec.vocab_start
+    """Columns of this shard, int32, in the labels' shape."""
+    columns = labels - spec.vocab_start
     here = (columns >= 0) & (columns < call.weight.shape[0])
     if call.config.true_vocab_size is not None:
-        here &= ids < call.config.true_vocab_size
-    return torch.where(here, columns, NOT_HERE).masked_fill_(ids == EMPTY, EMPTY).to(torch.int32)
+        here &= labels < call.config.true_vocab_size
+    return torch.where(here, columns, NOT_HERE).masked_fill_(labels == EMPTY, EMPTY).to(torch.int32)

@@ -1118,8 +1118,8 @@ FAULTS = (
     Fault(
         "fp16's range is that of one of a token's several upstream gradients",
         f"{PACKAGE}/several_labels.py",
-        "size = shares.abs().sum(1)",
-        "size = shares.abs().amax(1)",
+        "size = shares.abs().sum(-1)",
+        "size = shares.abs().amax(-1)",
         (f"{SEVERAL} -k fp16_holds",),
     ),
     Fault(

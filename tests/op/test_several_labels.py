@@ -11,11 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, planner
+from megatron_fused_ce.call import Call
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
+from megatron_fused_ce.several_labels import several_log_probs
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 #: Of log-probabilities in every dtype: they come from fp32 sums of products.
@@ -189,6 +192,24 @@ def test_a_second_backward(strategy, device):
             assert true.any() or not ours.any()
 
 
+def test_under_a_checkpoint_and_no_second_derivative(device):
+    """A checkpoint gives saved tensors once."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    labels = several(inputs, 5).clamp(min=0)
+    operands = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+
+    def total(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        config = FusedCEConfig(strategy="store")
+        return token_log_probs(hidden, weight, labels, config=config).log_prob.sum()
+
+    right = torch.autograd.grad(total(*operands), operands)
+    found = torch.autograd.grad(checkpoint(total, *operands, use_reentrant=False), operands)
+    assert all(map(torch.equal, found, right))
+    (once, _) = torch.autograd.grad(total(*operands), operands, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        once.sum().backward()
+
+
 @pytest.mark.parametrize("upstream", [2.0**-20, 2.0**18], ids=["tiny", "large"])
 def test_fp16_holds_the_sum_of_a_tokens_upstreams(upstream, device):
     """The scale that keeps its gradients in range is that of one id 1024 times."""
@@ -246,12 +267,38 @@ def test_rounded_logits_where_the_user_says_so(device):
     assert relative_error(without[known], true[known]) > 1e-4, "rounding changes nothing"
 
 
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+def test_tokens_that_are_left_out(strategy, device):
+    """Results 0; an upstream gradient for one of their labels raises."""
+    inputs = make_inputs("plain", **{**SIZES, "s": 200}, dtype=torch.float32, device=device)
+    labels = several(inputs, 5)
+    counts = torch.rand(inputs.labels.shape, generator=torch.Generator().manual_seed(4)).to(device) < 0.3
+    upstream = upstream_of(labels).masked_fill(~counts.unsqueeze(-1), 0.0)
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    config = FusedCEConfig(strategy=strategy, chunk_tokens=150, skip_masked=True)
+    outputs = {"outputs": ("log_prob", "entropy"), "differentiable": ("log_prob", "entropy")}
+    call = Call(hidden, weight, labels, token_weights=counts.float(), config=config, **outputs)
+    made = several_log_probs(call)
+    log_p, entropy, *grads = plain_several(inputs, labels, upstream, torch.float64, inputs.grad_loss * counts)
+    torch.autograd.backward(
+        [made.log_prob, made.entropy], [upstream, inputs.grad_loss * counts], retain_graph=True
+    )
+    given = (labels != -1) & counts.unsqueeze(-1)
+    assert relative_error(made.log_prob.detach()[given], log_p[given]) < OF_VALUES
+    assert relative_error(made.entropy.detach(), entropy * counts) < OF_VALUES
+    assert not made.log_prob[(labels != -1) & ~counts.unsqueeze(-1)].any()
+    for ours, true in zip((hidden.grad, weight.grad), grads, strict=True):
+        assert relative_error(ours, true) < FLOOR[torch.float32]
+    with pytest.raises(RuntimeError, match="were left out"):
+        made.log_prob.backward(upstream_of(labels))
+
+
 BAD = {
     "no labels": (lambda ids: ids[..., :0], {}, ValueError, "expected .* K of 1 to 32768"),
     "tokens": (lambda ids: ids[:2], {}, ValueError, "labels have shape"),
     "floats": (lambda ids: ids.float(), {}, TypeError, "expected int64"),
     "ignored": (lambda ids: ids, {"ignore_index": -100}, ValueError, "-1 marks an empty entry"),
-    "skipped": (lambda ids: ids, {"skip_masked": True}, ValueError, "-1 marks an empty entry"),
+    "skipped": (lambda ids: ids, {"skip_masked": True}, ValueError, "have no such label"),
     "backend": (lambda ids: ids, {"logits_backend": "scaled_exp"}, ValueError, "cannot serve several labels"),
     "strategy": (lambda ids: ids, {"strategy": "grad_in_forward"}, ValueError, "cannot know the upstream"),
 }
