@@ -451,8 +451,8 @@ FAULTS = (
     Fault(
         "grad_in_forward gathers hidden states into a slot that is still read",
         f"{PACKAGE}/forward.py",
-        "depth=lag + 2 if differentiates",
-        "depth=lag + 1 if differentiates",
+        "depth=3 if differentiates",
+        "depth=2 if differentiates",
         (f"{CALLS} -k collectives_at_their",),
     ),
     Fault(
