@@ -109,7 +109,7 @@ def forward(
     # The logits of two sides live until their merge: of one chunk at a time.
     lag = 1 if spec.comm.size > 1 and spec.divergence is None else 0
     differentiates = spec.gradients_in_forward
-    hidden_states = HiddenStates(context, hidden, chunks, depth=lag + 2 if differentiates else 2)
+    hidden_states = HiddenStates(context, hidden, chunks, depth=3 if differentiates else 2)
     results = _Results(context)
     strategy: _Save | _Differentiate
     if differentiates:

@@ -26,10 +26,13 @@ from torch import Tensor
 from megatron_fused_ce.adapter import switch
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
+from megatron_fused_ce.distillation import Distillation
 
 
 class DeferredHead(Protocol):
     """The interface of the output layer that deferred logits need."""
+
+    tp_group: Any
 
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
@@ -38,6 +41,12 @@ class DeferredHead(Protocol):
     def fused_log_probs(
         self, deferred: DeferredLogits, labels: Tensor, entropy: str
     ) -> tuple[Tensor, Tensor | None]: ...
+
+    def fused_divergence(
+        self, deferred: DeferredLogits, teacher: DeferredLogits, kind: str, temperature: float
+    ) -> Tensor: ...
+
+    def as_teacher(self, deferred: DeferredLogits, kind: str) -> Distillation: ...
 
     def stock_logits(self, deferred: DeferredLogits) -> Tensor: ...
 
@@ -176,6 +185,16 @@ class DeferredLogits:
             self._evaluated = self.head.fused_loss(self, labels, token_weights)
         counters().fused += 1
         return self._evaluated.loss
+
+    def divergence(self, teacher: DeferredLogits, kind: str, temperature: float) -> Tensor:
+        """From the softmax of ``teacher``, another model's for the same tokens: fp32 ``[b, s]``.
+
+        Whole on every rank, with a gradient as from real logits.
+        """
+        with self._grad_mode():
+            loss = self.head.fused_divergence(self, teacher, kind, temperature)
+        counters().fused += 1
+        return loss
 
     def log_probs(self, labels: Tensor, entropy: str = "none") -> tuple[Tensor, Tensor | None] | None:
         """``log_softmax(self)`` at ``labels`` ``[b, n]``, without logits; None if real logits are needed.

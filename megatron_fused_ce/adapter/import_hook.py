@@ -3,7 +3,7 @@
 Independent of the order on ``sys.path`` and of when Megatron is imported: a module that is there
 already is patched at once, any other when its import ends. Patched are the argument parser (the flags), the
 language module (the hook points in the model), the schedules (the accuracy), ``rl_utils`` and
-``Float16Module`` (log-probabilities without logits).
+``Float16Module`` (log-probabilities without logits), and ModelOpt's plugin for Megatron (distillation).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 
 from megatron_fused_ce.adapter import layout
 
-#: Megatron's module -> (module of this package, function in it) that patches it.
+#: Module of Megatron or ModelOpt -> (module of this package, function in it) that patches it.
 TARGETS = {
     "megatron.training.arguments": ("megatron_fused_ce.adapter.training_arguments", "patch"),
     layout.LANGUAGE_MODULE: ("megatron_fused_ce.adapter.language_module", "patch"),
     "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
     "megatron.rl.rl_utils": ("megatron_fused_ce.adapter.rl_logprobs", "patch"),
     "megatron.core.transformer.module": ("megatron_fused_ce.adapter.rl_logprobs", "patch_upcast"),
+    "modelopt.torch.distill.plugins.megatron": ("megatron_fused_ce.adapter.modelopt", "patch"),
 }
 
 _MARK = "__fused_ce_patched__"

@@ -78,8 +78,11 @@ def patch(module: ModuleType) -> None:
     language_module.compute_language_model_loss = compute_language_model_loss
 
 
-def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) -> None:
+def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool, joined: bool = False) -> None:
     """Defer the logits of this model's head, or log why not.
+
+    Args:
+        joined: see :func:`.stock_path.reason_at_build`.
 
     Raises:
         ValueError: an option is on but the head stays with Megatron; the accuracy is on but the loss mask or
@@ -88,15 +91,16 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
     from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
     args = arguments.megatron_args()
-    reason = stock_path.reason_at_build(model, args)
+    reason = stock_path.reason_at_build(model, args, joined)
     if reason is not None:
         stock_path.refuse_options(config, reason)
         if log_accuracy:
             stock_path.refuse_accuracy(f"the head would stay on Megatron's own path: {reason}")
         report.left_to_megatron(model, reason)
         return
-    takes_mask = token_weights.remember_calls(type(model))
-    consumer.learn(type(model))
+    kind = getattr(model, "original_cls", type(model))  # under ModelOpt's own
+    takes_mask = token_weights.remember_calls(kind)
+    consumer.learn(kind)
     missing = accuracy.reason_at_build(takes_mask) if log_accuracy else None
     if missing is not None:
         stock_path.refuse_accuracy(missing)
@@ -105,10 +109,10 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool) ->
         of_layer(config, model.output_layer),
         with_argmax=_counts_mtp_acceptance(model.config),
         log_accuracy=log_accuracy,
-        model=type(model).__name__,
+        model=kind.__name__,
     )
     setattr(model, ADOPTED, Adopted(config, log_accuracy))
-    report.adopted(model, args)
+    report.adopted(model, args, has_plan=not joined)
 
 
 def of_layer(config: FusedCEConfig, layer: Any) -> FusedCEConfig:

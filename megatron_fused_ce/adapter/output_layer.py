@@ -20,9 +20,10 @@ from megatron_fused_ce.adapter.consumer import model_of, name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits, LossAndArgmax
 from megatron_fused_ce.adapter.main_grad import open_grad_weight_for
 from megatron_fused_ce.adapter.switch import counters
-from megatron_fused_ce.adapter.token_weights import TokenWeights, of_loss
+from megatron_fused_ce.adapter.token_weights import TokenWeights, of_call, of_loss
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import unrounded
@@ -44,6 +45,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
     fused_ce_with_argmax: bool
     fused_ce_log_accuracy: bool
     fused_ce_model: str  # name of its class
+    fused_ce_joined = False  # a student's with its teacher's, by ModelOpt (adapter/modelopt.py)
 
     @staticmethod
     def adopt(layer: Any, config: FusedCEConfig, with_argmax: bool, log_accuracy: bool, model: str) -> None:
@@ -102,12 +104,16 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         vocabulary = self.output_size if gathers else self.output_size_per_partition
         shape = torch.Size((input_.shape[0] * num_parts, input_.shape[1], vocabulary))
         dtype = getattr(self, "output_dtype", None)  # --output-logit-dtype
-        at_call = _AtCall(config, softcap, used, used.requires_grad, _versions(input_, used))
+        captures = stock_path.captures_of(self)
+        weights = of_call(model_of(caller)) if captures else None
+        at_call = _AtCall(config, softcap, used, used.requires_grad, _versions(input_, used), weights)
         needs_grad = torch.is_grad_enabled() and (input_.requires_grad or used.requires_grad)
         deferred = DeferredLogits(
             self, input_, weight, shape, gathers, dtype, for_caller, needs_grad, at_call
         )
         if not output_cross_entropy_loss:
+            for capture in captures:
+                capture(self, (input_,), (deferred, None))
             return deferred, None
         assert labels is not None
         return deferred.loss(labels, of_loss(model_of(caller), labels))
@@ -125,11 +131,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         loss = self._evaluate(deferred, request)
         return LossAndArgmax(loss, request.local_max, request.local_argmax)
 
-    def _evaluate(self, deferred: DeferredLogits, request: _LossRequest) -> Tensor:
-        labels, token_weights = request.labels, request.token_weights
+    def _evaluate(self, deferred: DeferredLogits, request: _Request) -> Tensor:
         if not _is_own(self.forward):
             self.__dict__["forward"] = MethodType(_with_request, self)
-        with self._as_called(deferred) as weight:
+        with self._as_called(deferred) as weight, _nothing_kept(self):
             # The call's output, not `forward`'s result: a hook of FSDP's may have replaced it by a view.
             loss, _ = super().__call__(deferred.hidden, weight=weight, fused_ce_request=request)
         if not request.answered:
@@ -137,9 +142,9 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 "the fused head's own argument did not reach its forward: a hook of the output layer, or "
                 "something wrapped around it, drops arguments that it does not know"
             )
-        if self.fused_ce_log_accuracy:
-            ignore_index = self.fused_ce_config.ignore_index
-            counts = accuracy.count(labels, token_weights, request.correct, ignore_index)
+        if self.fused_ce_log_accuracy and isinstance(request, _LossRequest):
+            ignore_index, token_weights = self.fused_ce_config.ignore_index, request.token_weights
+            counts = accuracy.count(request.labels, token_weights, request.correct, ignore_index)
             accuracy.remember(loss, counts, token_weights.unknown, self.tp_group.rank())
         return loss  # type: ignore[no-any-return]
 
@@ -152,10 +157,37 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         request = _LossRequest(_config_of(deferred), labels, unknown, entropy)
         return self._evaluate(deferred, request).neg(), request.made_entropy
 
+    def fused_divergence(
+        self, deferred: DeferredLogits, teacher: DeferredLogits, kind: str, temperature: float
+    ) -> Tensor:
+        """Divergence ``[b, s]`` from the softmax of ``teacher``."""
+        weights = deferred.at_call.token_weights
+        given = teacher.head.as_teacher(teacher, kind)
+        request = _DivergenceRequest(_config_of(deferred), deferred.shape, given, temperature, weights)
+        return self._evaluate(deferred, request)
+
+    def as_teacher(self, deferred: DeferredLogits, kind: str) -> Distillation:
+        """What a student's call takes of deferred logits, with all hooks of the layer around it."""
+        operands = _OperandsRequest()
+        self._evaluate(deferred, operands)
+        assert operands.hidden is not None and operands.weight is not None
+        config = _config_of(deferred)
+        return Distillation(
+            operands.hidden.detach(),
+            operands.weight.detach(),
+            label_weights=None,
+            divergence=kind,
+            beta=0.5,
+            logit_scale=config.logit_scale,
+            logit_softcap=config.logit_softcap,
+            sequence_parallel=self.sequence_parallel,
+            with_labels=False,
+        )
+
     def stock_logits(self, deferred: DeferredLogits) -> Tensor:
         """Real logits ``[s, b, V]``, by Megatron's own forward."""
         gathers = deferred.gathered or None
-        with self._as_called(deferred) as weight:
+        with self._as_called(deferred) as weight, _nothing_kept(self):
             logits, _ = super().__call__(deferred.hidden, weight=weight, runtime_gather_output=gathers)
         return logits  # type: ignore[no-any-return]
 
@@ -192,10 +224,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         input_: Tensor,
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
-        fused_ce_request: _LossRequest | _Probe | None = None,
+        fused_ce_request: _Request | _Probe | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The stock forward, or the loss ``[b, s]`` instead of the logits."""
+        """The stock forward, or what is requested instead of the logits: a loss ``[b, s]``, mostly."""
         if isinstance(fused_ce_request, _Probe):
             return fused_ce_request.logits, None
         if fused_ce_request is None:
@@ -204,6 +236,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             )
         fused_ce_request.answered = True
         weight = self.weight if weight is None else weight
+        if isinstance(fused_ce_request, _OperandsRequest):
+            fused_ce_request.hidden, fused_ce_request.weight = input_, weight
+            return input_, None
+        if isinstance(fused_ce_request, _DivergenceRequest):
+            return self._divergence(input_, weight, fused_ce_request), None
         labels, token_weights = fused_ce_request.labels, fused_ce_request.token_weights
         entropy = fused_ce_request.entropy
         counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
@@ -216,7 +253,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 sequence_parallel=self.sequence_parallel,
                 token_weights=token_weights.values,
                 vocab_start=self.tp_group.rank() * self.output_size_per_partition,
-                config=self._config_of_call(fused_ce_request),
+                config=self._config_of_call(fused_ce_request.config, token_weights, entropy),
                 outputs=(("correct",) if counts_correct else ())
                 + (("entropy",) if entropy != "none" else ()),
                 differentiable=("entropy",) if entropy == "differentiable" else (),
@@ -236,18 +273,42 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             fused_ce_request.local_argmax = out.local_argmax.view(in_sequence)
         return out.loss, None
 
-    def _config_of_call(self, request: _LossRequest) -> FusedCEConfig:
+    def _divergence(self, hidden: Tensor, weight: Tensor, request: _DivergenceRequest) -> Tensor:
+        token_weights = request.token_weights
+        no_labels = torch.full(request.shape[1::-1], -1, dtype=torch.int64, device=hidden.device)  # [b, s]
+        out = linear_cross_entropy(
+            Call(
+                hidden,
+                weight,
+                no_labels,
+                tp_group=self.tp_group,
+                sequence_parallel=self.sequence_parallel,
+                token_weights=token_weights.values,
+                vocab_start=self.tp_group.rank() * self.output_size_per_partition,
+                config=self._config_of_call(request.config, token_weights),
+                distillation=request.teacher,
+                temperature=request.temperature,
+                unmasked=token_weights.unmasked,
+                open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
+                head=_head_of(self, "distillation by "),
+            )
+        )
+        report.divergence_once(self, request.teacher.divergence, request.temperature, out.plan)
+        return out.loss
+
+    def _config_of_call(
+        self, config: FusedCEConfig, token_weights: TokenWeights, entropy: str = "none"
+    ) -> FusedCEConfig:
         """The layer's config for one call: ``grad_in_forward`` only if the token weights are known."""
-        config = request.config
-        if request.entropy == "differentiable":
+        if entropy == "differentiable":
             config = unrounded(config)
-        if config.strategy != "grad_in_forward" or request.token_weights.values is not None:
+        if config.strategy != "grad_in_forward" or token_weights.values is not None:
             return config
         if torch.is_grad_enabled():
             report.say_once(
                 self.tp_group.rank(),
                 "strategy auto instead of grad_in_forward for a head whose token weights are not known in "
-                f"the forward: {request.token_weights.unknown}",
+                f"the forward: {token_weights.unknown}",
             )
         return replace(config, strategy="auto")
 
@@ -260,16 +321,16 @@ def _adopting(kind: Any) -> Any:
     return type(kind.__name__, (ColumnParallelLinear, kind), {})
 
 
-#: Of every layer that was evaluated; not an attribute, which a copy of the layer would share.
-_heads: WeakKeyDictionary[Any, Head] = WeakKeyDictionary()
+#: Of every layer that was evaluated, by its losses; not an attribute, which a copy of the layer would share.
+_heads: WeakKeyDictionary[Any, dict[str, Head]] = WeakKeyDictionary()
 
 
-def _head_of(layer: ColumnParallelLinear) -> Head:
-    head = _heads.get(layer)
-    if head is None:
+def _head_of(layer: ColumnParallelLinear, loss: str = "") -> Head:
+    heads = _heads.setdefault(layer, {})
+    if loss not in heads:
         say = partial(report.say_of_a_replica, layer.tp_group.rank())
-        head = _heads[layer] = Head(f"the head of {layer.fused_ce_model}", say=say)
-    return head
+        heads[loss] = Head(f"{loss}the head of {layer.fused_ce_model}", say=say)
+    return heads[loss]
 
 
 class _AtCall(NamedTuple):
@@ -280,6 +341,7 @@ class _AtCall(NamedTuple):
     weight: Tensor
     requires_grad: bool  # of the weight
     versions: list[int]  # of hidden states and weight
+    token_weights: TokenWeights | None  # where ModelOpt asks for a divergence
 
 
 def _config_of(deferred: DeferredLogits) -> FusedCEConfig:
@@ -293,6 +355,19 @@ def _config_of(deferred: DeferredLogits) -> FusedCEConfig:
     if softcap:
         config = replace(config, logit_softcap=softcap * abs(scale))
     return config if scale == config.logit_scale else replace(config, logit_scale=scale)
+
+
+@contextmanager
+def _nothing_kept(layer: ColumnParallelLinear) -> Iterator[None]:
+    """A call that is not the model's: what ModelOpt's hooks keep of it is forgotten."""
+    if not stock_path.captures_of(layer):
+        yield
+        return
+    before, layer._intermediate_output = vars(layer).get("_intermediate_output"), None
+    try:
+        yield
+    finally:
+        layer._intermediate_output = before
 
 
 def _versions(*tensors: Tensor) -> list[int]:
@@ -320,7 +395,7 @@ def _is_own(forward: Any) -> bool:
 
 def _with_request(self: Any, *args: Any, **kwargs: Any) -> Any:
     """``forward`` of a layer whose class has another: with a request this package's, else that one."""
-    own = isinstance(kwargs.get("fused_ce_request"), _LossRequest)
+    own = isinstance(kwargs.get("fused_ce_request"), _Request)
     return (ColumnParallelLinear if own else type(self)).forward(self, *args, **kwargs)
 
 
@@ -380,3 +455,34 @@ class _LossRequest:
         self.local_max: Tensor | None = None
         self.local_argmax: Tensor | None = None
         self.correct: Tensor | None = None
+
+
+class _OperandsRequest:
+    """Carries a teacher's hidden states and weight out, as its layer's hooks leave them."""
+
+    def __init__(self) -> None:
+        self.answered = False
+        self.hidden: Tensor | None = None
+        self.weight: Tensor | None = None
+
+
+class _DivergenceRequest:
+    """Carries a teacher in."""
+
+    def __init__(
+        self,
+        config: FusedCEConfig,
+        shape: torch.Size,  # [s, b, V]
+        teacher: Distillation,
+        temperature: float,
+        token_weights: TokenWeights,
+    ) -> None:
+        self.config = config
+        self.shape = shape
+        self.teacher = teacher
+        self.temperature = temperature
+        self.token_weights = token_weights
+        self.answered = False
+
+
+_Request = _LossRequest | _OperandsRequest | _DivergenceRequest

@@ -72,8 +72,8 @@ def stock_path_once(layer: Any, reason: str) -> None:
     say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")
 
 
-def adopted(model: Any, megatron_args: Any) -> None:
-    """Log a fused head's strategy and memory, if the launch's sizes are known already."""
+def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
+    """Log a fused head's strategy and memory, if the launch's sizes are known already and decide them."""
     global _tells_totals
     layer = model.output_layer
     version, newest = layout.core_version(), versions.NEWEST_MEGATRON
@@ -96,7 +96,7 @@ def adopted(model: Any, megatron_args: Any) -> None:
             f"get_logprobs makes no logits; its log-probabilities are {of_logits} on every pipeline "
             "stage, as without the flag; generation stays on Megatron's own path",
         )
-    if all(hasattr(megatron_args, name) for name in ("seq_length", "micro_batch_size")):
+    if has_plan and all(hasattr(megatron_args, name) for name in ("seq_length", "micro_batch_size")):
         context_parallel = getattr(megatron_args, "context_parallel_size", 1) or 1
         tokens = megatron_args.seq_length * megatron_args.micro_batch_size // context_parallel
         # Stand-ins with the attributes that the choice of the logits backend reads.
@@ -144,6 +144,15 @@ def evaluation_once(layer: Any, hidden: Tensor, ran: Plan, why_not_exp: str) -> 
         tokens = hidden.shape[0] * hidden.shape[1] * num_parts
         before = "on" if expected is None else "as it runs"
         _say_plan(layer, ran, _stock_words(layer, tokens, hidden.dtype), why_not_exp, before)
+
+
+def divergence_once(layer: Any, kind: str, temperature: float, ran: Plan) -> None:
+    """Log, once for each of these, how the divergence of student and teacher is computed."""
+    say_once(
+        layer.tp_group.rank(),
+        f"distillation: {kind} at temperature {temperature:g} without the logits of student and teacher: "
+        f"strategy {ran.strategy}, {ran.chunks_in_words}; about {size_in_words(ran.predicted_peak_bytes)}",
+    )
 
 
 def _wgrad_accumulator_to_be(layer: Any, weight: Tensor, megatron_args: Any) -> str:

@@ -7,6 +7,7 @@ Checked once when a model is built (:func:`reason_at_build`) and on every call o
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,11 +28,18 @@ LAYER_ATTRIBUTES = (
 
 #: Megatron's arguments by which it hooks every module in some iterations.
 SAVED_BY_HOOKS = ("save_activations_interval", "save_dgrads_interval")
+#: ModelOpt's forward hooks that keep an output layer's result for its distillation, and their module.
+_CAPTURES = ("student_output_capture_fwd_hook", "teacher_output_capture_fwd_hook")
+_OF_CAPTURES = "modelopt.torch.distill.distillation_model"
 _FSDP2 = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 
 
-def reason_at_build(model: Any, megatron_args: Any) -> str | None:
-    """Why this model's head stays on the stock path, or None."""
+def reason_at_build(model: Any, megatron_args: Any, joined: bool = False) -> str | None:
+    """Why this model's head stays on the stock path, or None.
+
+    Args:
+        joined: ModelOpt has joined it with its teacher or student, in a way that is known.
+    """
     if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
         return f"{type(model).__name__} is not one of {', '.join(MODELS)}"
     loss = model.compute_language_model_loss
@@ -63,12 +71,12 @@ def reason_at_build(model: Any, megatron_args: Any) -> str | None:
             "--save-activations-interval or --save-dgrads-interval saves the logits or their gradient",
         ),
         (
-            bool(getattr(megatron_args, "modelopt_enabled", False)),
-            "ModelOpt reads the logits",
+            not joined and bool(getattr(megatron_args, "export_kd_teacher_load", None)),
+            "distillation (--export-kd-teacher-load) reads the logits, unless a later line says otherwise",
         ),
         (
-            bool(getattr(megatron_args, "export_kd_teacher_load", None)),
-            "distillation (--export-kd-teacher-load) reads the logits",
+            not joined and bool(getattr(megatron_args, "modelopt_enabled", False)),
+            "ModelOpt reads the logits",
         ),
     )
     return next((reason for applies, reason in checks if applies), None)
@@ -227,6 +235,8 @@ def reason_at_call(
                 return f"a {kind} hook of the model ({name_of(hook)}) may change the gradient of its logits"
     if layer.sequence_parallel != layer.fused_ce_sequence_parallel:
         return "inference turned sequence parallelism off for this call"
+    if captures_of(layer) and deferred_logits.is_fsdp(weight):
+        return "ModelOpt asks for the divergence after the model's call, and FSDP frees weights at its end"
     if hidden.dim() != 3:
         return f"the hidden states have {hidden.dim()} dimensions, not [s, b, h]"
     if hidden.dtype == torch.float64:
@@ -249,8 +259,9 @@ def reason_at_call(
 
 
 def _why_hooked(layer: Any) -> str:
+    known = captures_of(layer)
     for kind, hook in _hooks(layer):
-        if not _is_sharding_hook(hook):
+        if not _is_sharding_hook(hook) and hook not in known:
             return f"a {kind} hook ({name_of(hook)}) may read or change the logits or their gradient"
     return ""
 
@@ -309,6 +320,15 @@ def _hooks(module: Any) -> Iterator[tuple[str, Any]]:
         kind = name.split("_")[1]
         for owner, attribute in ((module, name), (torch.nn.modules.module, f"_global{name}")):
             yield from ((kind, hook) for hook in getattr(owner, attribute, {}).values())
+
+
+def captures_of(layer: Any) -> list[Any]:
+    """ModelOpt's hooks on a layer that is joined with its student's or teacher's (:mod:`.modelopt`)."""
+    if not getattr(layer, "fused_ce_joined", False):
+        return []
+    module = sys.modules.get(_OF_CAPTURES)
+    known = [getattr(module, name, None) for name in _CAPTURES]
+    return [hook for hook in layer._forward_hooks.values() if hook in known]
 
 
 def _is_sharding_hook(hook: Any) -> bool:

@@ -157,6 +157,15 @@ def why_no_loss(layer: Any) -> str:
     return ""
 
 
+def of_call(model: Any) -> TokenWeights:
+    """Those of any loss of ``model``'s call under way."""
+    call = _call_of(model)
+    labels = None if call is None else call.labels
+    if not isinstance(labels, Tensor):
+        return TokenWeights(None, f"{type(model).__name__} was called in a way that shows no labels")
+    return of_loss(model, labels)
+
+
 def of_loss(model: Any, labels: Tensor) -> TokenWeights:
     """The token weights of ``model``'s loss for ``labels`` ``[b, s]``, from the call under way."""
     call = _call_of(model)

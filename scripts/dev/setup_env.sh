@@ -15,6 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PYTHON=${PYTHON:-python3}
 MCORE_ASIDE=0.19.2 # the newest megatron-core; asks for Python 3.12, its core imports on 3.11 too
+MODELOPT_ASIDE=0.47.0 # requirements/modelopt.txt: beside megatron-core, for one file of tests
 VENV=.venv
 
 say() { echo "setup: $*"; }
@@ -126,13 +127,21 @@ EOF
     done <$VENV/wanted.txt
 fi
 
-aside=$VENV/mcore-$MCORE_ASIDE
-if ! [ -d "$aside/megatron" ] && ! pip_install --retries 1 --timeout 15 --no-deps --ignore-requires-python \
-    --only-binary=:all: --target "$aside" "megatron-core==$MCORE_ASIDE"; then
-    rm -rf "$aside"
-    say "missing, and could not be installed: megatron-core==$MCORE_ASIDE (it has wheels for Python 3.11 and newer)"
-    echo "megatron-core==$MCORE_ASIDE" >>$VENV/missing.txt
-fi
+# put_aside FOLDER MODULE PACKAGE PIP-ARGUMENT...: into a folder of its own, which some tests put on their path.
+put_aside() {
+    local folder=$VENV/$1 module=$2 package=$3
+    shift 3
+    if [ -d "$folder/$module" ] || pip_install --retries 1 --timeout 15 --no-deps --ignore-requires-python \
+        --only-binary=:all: --target "$folder" "$@"; then
+        return
+    fi
+    rm -rf "$folder"
+    say "missing, and could not be installed: $package"
+    echo "$package" >>$VENV/missing.txt
+}
+# It has wheels for Python 3.11 and newer.
+put_aside "mcore-$MCORE_ASIDE" megatron "megatron-core==$MCORE_ASIDE" "megatron-core==$MCORE_ASIDE"
+put_aside "modelopt-$MODELOPT_ASIDE" modelopt "nvidia-modelopt==$MODELOPT_ASIDE" -r requirements/modelopt.txt
 
 # The package itself. --no-build-isolation: torch has brought setuptools, so this needs no network.
 if ! pip_install --no-deps --no-build-isolation -e .; then

@@ -76,13 +76,13 @@ def test_a_layer_laid_out_otherwise_stays(name):
     assert reason is not None and name in reason
 
 
-def at_build(where, name, value):
+def at_build(where, name, value, joined=False):
     """The reason of a head that has one attribute set otherwise."""
     model, arguments = GPTModel(), types.SimpleNamespace()
     owner = {"layer": model.output_layer, "config": model.config, "arguments": arguments}[where]
     assert stock_path.reason_at_build(model, arguments) is None
     setattr(owner, name, value)
-    return stock_path.reason_at_build(model, arguments)
+    return stock_path.reason_at_build(model, arguments, joined)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,12 @@ def at_build(where, name, value):
 )
 def test_each_reason_at_build(where, name, value, words):
     assert words in at_build(where, name, value)
+
+
+@pytest.mark.parametrize("name", ["modelopt_enabled", "export_kd_teacher_load"])
+def test_modelopt_is_no_reason_once_it_has_joined_two_heads(name):
+    assert at_build("arguments", name, "folder", joined=True) is None
+    assert at_build("arguments", "logits_save_dir", "folder", joined=True) is not None
 
 
 @pytest.mark.parametrize(
@@ -147,13 +153,23 @@ def sharding_hook(*arguments):
 sharding_hook.__module__ = "megatron.core.distributed.fsdp.src"
 
 
-def at_call(hooks=(), hidden=(2, 1, 4), gather_output=False, labels=True, model=None, stays=False, **layer):
+def at_call(
+    hooks=(),
+    hidden=(2, 1, 4),
+    gather_output=False,
+    labels=True,
+    model=None,
+    stays=False,
+    weight=None,
+    **layer,
+):
     """As the head's call sees it from Megatron's model code."""
     model = model or GPTModel()
+    weight = torch.zeros(6, 4) if weight is None else weight
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
     layer = types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
     model.output_layer = lambda: stock_path.reason_at_call(
-        layer, torch.zeros(hidden), torch.zeros(6, 4), gather_output, sys._getframe(1), stays
+        layer, torch.zeros(hidden), weight, gather_output, sys._getframe(1), stays
     )
     return model._postprocess(labels=labels or None)
 
@@ -298,3 +314,18 @@ def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
     assert arguments == {"weight": None, "runtime_gather_output": True}
     assert counters().stock == before + 1
     assert told == ["the caller gathers the logits (runtime_gather_output)"]
+
+
+def test_modelopts_hooks_are_known_on_joined_heads_alone(monkeypatch):
+    def capture(*arguments): ...
+
+    distillation = types.SimpleNamespace(teacher_output_capture_fwd_hook=capture)
+    monkeypatch.setitem(sys.modules, "modelopt.torch.distill.distillation_model", distillation)
+    assert "may read or change the logits" in at_call(hooks=(capture,))
+    assert at_call(hooks=(capture,), fused_ce_joined=True) is None
+    assert "may read or change the logits" in at_call(hooks=(capture, hook), fused_ce_joined=True)
+    sharded = torch.zeros(6, 4)
+    sharded.placements = ()
+    assert at_call(weight=sharded) is None
+    assert at_call(weight=sharded, fused_ce_joined=True) is None
+    assert "FSDP frees weights" in at_call(hooks=(capture,), weight=sharded, fused_ce_joined=True)

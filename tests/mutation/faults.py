@@ -53,6 +53,7 @@ TRAIN_RL = "tests/parallel/test_train_rl.py"
 DEFERRED = "tests/parallel/test_deferred_for_caller.py"
 PROCESSOR = "tests/parallel/test_output_processor.py"
 LINEAR = "tests/parallel/test_linear_cross_entropy_module.py"
+MODELOPT = "tests/parallel/test_modelopt.py"
 
 FAULTS = (
     # One token's maths.
@@ -455,8 +456,8 @@ FAULTS = (
     Fault(
         "grad_in_forward gathers hidden states into a slot that is still read",
         f"{PACKAGE}/forward.py",
-        "depth=lag + 2 if differentiates",
-        "depth=lag + 1 if differentiates",
+        "depth=3 if differentiates",
+        "depth=2 if differentiates",
         (f"{CALLS} -k collectives_at_their",),
     ),
     Fault(
@@ -918,6 +919,41 @@ FAULTS = (
         "if _versions(deferred.hidden, used) != deferred.at_call.versions:",
         "if False:",
         (f"{DEFERRED} -k changed_before",),
+    ),
+    Fault(
+        "the ranks add up a divergence that is whole on each",
+        f"{PACKAGE}/adapter/modelopt.py",
+        "tp_reduce=False",
+        "tp_reduce=True",
+        (f"{MODELOPT} -k 'gpt and loop and 2ranks'",),
+    ),
+    Fault(
+        "every loss of ModelOpt's is taken for LogitsKLLoss",
+        f"{PACKAGE}/adapter/modelopt.py",
+        'if type(loss) is not loss_class or "forward" in vars(loss):',
+        "if False:",
+        (f"{MODELOPT} -k 'top and 2ranks'",),
+    ),
+    Fault(
+        "ModelOpt's divergence is known by its name alone",
+        f"{PACKAGE}/adapter/modelopt.py",
+        "if made.shape == values.shape and torch.allclose(",
+        "if made.shape == values.shape or torch.allclose(",
+        (f"{MODELOPT} -k 'another and 2ranks'",),
+    ),
+    Fault(
+        "ModelOpt's hooks keep what a fused evaluation returns",
+        f"{PACKAGE}/adapter/output_layer.py",
+        "if not stock_path.captures_of(layer):",
+        "if True:",
+        (f"{MODELOPT} -k 'mixed and 2ranks'",),
+    ),
+    Fault(
+        "a divergence is asked for when FSDP has freed the weight",
+        f"{PACKAGE}/adapter/stock_path.py",
+        "if captures_of(layer) and deferred_logits.is_fsdp(weight):",
+        "if False:",
+        (f"{STOCK} -k modelopts_hooks",),
     ),
     Fault(
         "a decorated function passes for Megatron's",

@@ -15,7 +15,12 @@ FOLDERS = ("megatron_fused_ce", "kernels", "scripts", "tests", "docs")
 
 #: Where the distribution's name is not the module's.
 MODULES = {
-    **{"megatron-core": "megatron", "pyyaml": "yaml", "myst-parser": "myst_parser"},
+    **{
+        "megatron-core": "megatron",
+        "nvidia-modelopt": "modelopt",
+        "pyyaml": "yaml",
+        "myst-parser": "myst_parser",
+    },
     **{"tree-sitter": "tree_sitter", "tree-sitter-bash": "tree_sitter_bash"},
 }
 #: Named by a command or a setting, not imported here.
@@ -29,6 +34,8 @@ TOOLS = {
 }
 #: Imported by Megatron's own code, which does not say so to pip.
 MEGATRONS = {"pydantic", "pyyaml", "six", "einops", "psutil"}
+#: Imported by ModelOpt's.
+MODELOPTS = {"omegaconf", "pulp", "regex", "scipy"}
 #: Imported where they happen to be, left out where not; or brought by what is listed.
 NOT_LISTED = {
     "apex": "gradient accumulation fusion, looked up at run time",
@@ -80,7 +87,7 @@ def imported(folders: tuple[str, ...] = FOLDERS) -> dict[str, str]:
 
 
 def test_the_files_were_read():
-    assert {file.name for file in FILES} == {"dev.txt", "torch.txt"}
+    assert {file.name for file in FILES} == {"dev.txt", "modelopt.txt", "torch.txt"}
     assert {"torch", "megatron-core", "triton", "ruff", "furo"} <= NAMES
 
 
@@ -92,12 +99,12 @@ def test_each_line_is_pinned_and_says_why(file, line, reason):
 
 def test_each_is_used():
     ours = imported()
-    for name in NAMES - MEGATRONS:
+    for name in NAMES - MEGATRONS - MODELOPTS:
         if name in TOOLS:
             assert re.search(rf"\b{MODULES.get(name, name)}\b", (ROOT / TOOLS[name]).read_text()), name
         else:
             assert MODULES.get(name, name) in ours, f"{name} is listed and nothing imports it"
-    assert MEGATRONS <= NAMES and set(TOOLS) <= NAMES
+    assert MEGATRONS | MODELOPTS <= NAMES and set(TOOLS) <= NAMES
 
 
 def test_nothing_is_imported_that_is_not_listed():

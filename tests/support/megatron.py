@@ -41,6 +41,17 @@ INSTALLED = Environment(
     ),
 )
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
+#: Where the same script puts ModelOpt and what it imports. With megatron-core it takes seconds to import.
+MODELOPT = Path(sys.prefix) / "modelopt-0.47.0"
+
+
+def with_modelopt(environment: Environment) -> Environment:
+    return replace(
+        environment,
+        name=f"{environment.name} modelopt",
+        path=(*environment.path, str(MODELOPT)),
+        preload=(*environment.preload, "modelopt.torch.distill.plugins.megatron"),
+    )
 
 
 #: A reason for ``Ranks.needs_nccl``.
@@ -57,6 +68,9 @@ def of_core(size: int, environment: Environment, *marks: Any, own: str = "", nee
         marks += (pytest.mark.skipif(not CORE_0_19.is_dir(), reason=missing),)
     elif CORE_0_19.is_dir():
         marks += (pytest.mark.rest,)
+    if str(MODELOPT) in environment.path:
+        missing = f"no {MODELOPT.name} in the environment: run scripts/dev/setup_env.sh"
+        marks += (pytest.mark.skipif(not MODELOPT.is_dir(), reason=missing),)
     if importlib.util.find_spec("megatron") is None:
         marks += (pytest.mark.skip(reason="megatron-core is not installed"),)
     return pytest.param(Ranks(size, environment, own, needs_nccl), marks=marks)
@@ -150,6 +164,7 @@ class Model:
     dtype: torch.dtype | None = torch.float32
     strategy: str = "recompute"
     skip_masked: bool = False
+    hidden: int = HIDDEN
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -191,7 +206,7 @@ def build(model: Model, rank: Rank) -> Any:
     mup = {"use_mup": True, "mup_base_hidden_size": 8} if model.mup else {}
     config = transformer_config(
         num_layers=2,
-        hidden_size=HIDDEN,
+        hidden_size=model.hidden,
         num_attention_heads=4,
         gradient_accumulation_fusion=model.fused_wgrad,
         tensor_model_parallel_size=rank.size,

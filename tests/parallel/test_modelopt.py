@@ -1,0 +1,374 @@
+"""ModelOpt's distillation in Megatron's loop, flag off and on: the same losses and weights, no logits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fused_ce.adapter import report
+from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
+from tests.support.megatron import (
+    BATCH,
+    GRADIENT_BOUND,
+    INSTALLED,
+    LOSS_BOUND,
+    NEWEST,
+    SEQUENCE,
+    VOCAB,
+    Batch,
+    Model,
+    Training,
+    build,
+    have_groups,
+    of_core,
+    positions_and_mask,
+    takes_mask,
+    with_modelopt,
+)
+from tests.support.ranks import Rank, on_ranks
+
+NEWER = with_modelopt(NEWEST)
+STEPS, MICRO_BATCHES, CHUNKS = 3, 2, 6
+ARGUMENTS = "megatron.training.global_vars"
+
+
+STUDENT, TEACHER = Model(), Model(hidden=64)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student, its teacher, and what ModelOpt is asked for."""
+
+    student: Model = STUDENT
+    teacher: Model = TEACHER
+    skip_lm_loss: bool = True
+    temperature: float = 1.0
+    reverse: bool = False
+    topk: int | None = None
+    intermediate: bool = False
+    #: Megatron's own arguments: they keep a head from being adopted where its model is built, as in
+    #: pretrain_gpt.py. Without them it is as in Megatron-Bridge.
+    arguments: bool = True
+    why_not: str | None = None
+    spoilt_by: str = ""
+
+
+SPLIT = Model(sequence_parallel=True)
+PAIRS = {
+    "gpt": Pair(temperature=2.0),
+    "gpt sp mixed": Pair(replace(SPLIT, tied=True), replace(SPLIT, hidden=64), skip_lm_loss=False),
+    "gpt mtp reverse bridge": Pair(
+        Model(mtp=1, fused_wgrad=True), temperature=0.5, reverse=True, arguments=False
+    ),
+    "hybrid intermediate": Pair(
+        Model(family="hybrid", sequence_parallel=True, strategy="grad_in_forward"),
+        SPLIT, intermediate=True, skip_lm_loss=False,
+    ),
+}  # fmt: skip
+TOPK = "distillation: TopKLogitsKLLoss takes real logits"
+STAY = {
+    "top-k": Pair(topk=16, skip_lm_loss=False, why_not=TOPK),
+    "top-k bridge": Pair(topk=16, skip_lm_loss=False, why_not=TOPK, arguments=False),
+    "another loss": Pair(
+        spoilt_by="another loss", why_not="distillation: LogitsKLLoss of this ModelOpt is no divergence"
+    ),
+    "hook": Pair(spoilt_by="hook", why_not="a forward hook (tests.parallel.test_modelopt.foreign_hook)"),
+}
+
+
+@contextlib.contextmanager
+def megatrons_arguments(pair: Pair) -> Iterator[None]:
+    made = types.ModuleType(ARGUMENTS)
+    made._GLOBAL_ARGS = types.SimpleNamespace(export_kd_teacher_load="folder", modelopt_enabled=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if pair.arguments:
+            patch.setitem(sys.modules, ARGUMENTS, made)
+        yield
+
+
+def peaked(model: Model, rank: Rank, seed: int) -> Any:
+    """A model whose distributions differ from token to token, and from those of another seed."""
+    built = build(model, rank)
+    generator = torch.Generator().manual_seed(seed)
+    weight = built.shared_embedding_or_output_weight() if model.tied else built.output_layer.weight
+    whole = torch.randn(VOCAB, model.hidden, generator=generator)
+    with torch.no_grad():
+        weight.copy_(0.4 * whole.chunk(rank.size)[rank.rank])
+    return built
+
+
+def joined(pair: Pair, rank: Rank) -> Any:
+    """As megatron/post_training/model_builder.py and Bridge's DistillationProvider join them."""
+    import modelopt.torch.distill as mtd
+    import modelopt.torch.distill.plugins.megatron as plugin
+
+    sides = (pair.student, pair.teacher)
+    if rank.size == 1:
+        sides = tuple(replace(side, sequence_parallel=False) for side in sides)
+    student, teacher = (peaked(side, rank, seed) for seed, side in enumerate(sides))
+    norms = "decoder.final_norm" if pair.student.family == "hybrid" else "decoder.final_layernorm"
+    config = plugin.DistillationConfig(
+        skip_lm_loss=pair.skip_lm_loss,
+        logit_kl_temperature=pair.temperature,
+        logit_kl_topk=pair.topk,
+        intermediate_layer_pairs=[(norms, "decoder.final_layernorm")] if pair.intermediate else [],
+    )
+    config = plugin.setup_distillation_config(config, student.config, teacher.config)
+    for loss in config.criterion.values():
+        if pair.reverse:
+            loss._reverse = True
+        if pair.spoilt_by == "another loss":
+            loss.post_forward = functools.partial(with_factor, loss)
+    mode = {"teacher_model": teacher, "criterion": config.criterion, "loss_balancer": config.loss_balancer}
+    model = mtd.convert(student, mode=[("kd_loss", mode)])
+    plugin.adjust_distillation_model_for_mcore(model, config)
+    if pair.spoilt_by == "hook":
+        model.output_layer.register_forward_hook(foreign_hook)
+    return model
+
+
+def with_factor(loss: Any, values: Tensor, **flags: Any) -> Any:
+    """Of a LogitsKLLoss with the factor that others have."""
+    return type(loss).post_forward(loss, 4 * values, **flags)
+
+
+def foreign_hook(layer: Any, given: Any, made: Any) -> None:
+    """Somebody's, who wants to see logits."""
+    assert isinstance(made[0], Tensor)
+
+
+def keep_logits_whole(model: Any) -> None:
+    """Megatron's cross entropies work in place, in fp32 on the logits that ModelOpt has kept."""
+    stock = model.compute_language_model_loss
+    model.compute_language_model_loss = lambda labels, logits: stock(labels, logits.clone())
+
+
+def masked(losses: Any, mask: Tensor) -> Tensor:
+    """ModelOpt's reduction in Megatron's loss function: the losses of some are parts of a sum over ranks."""
+    reduces = split = False
+    if isinstance(losses, tuple):
+        losses, reduces, split = losses
+    if split:
+        group = dist.group.WORLD
+        mask = mask.tensor_split(group.size(), 1)[group.rank()]
+    loss = (losses.reshape(-1).float() * mask.reshape(-1)).sum()
+    if reduces or split:
+        dist.all_reduce(loss)
+    return loss
+
+
+def kd_loss(mask: Tensor, model: Any, losses: Tensor) -> Any:
+    """The loss function of Megatron's distillation."""
+    of_labels = masked(losses, mask)
+    made = model.compute_kd_loss(student_loss=of_labels, loss_reduction_fn=lambda loss: masked(loss, mask))
+    report = {"lm": of_labels.detach().clone()} | {name: loss.detach().clone() for name, loss in made.items()}
+    return made["kd_loss"] if model.training else of_labels, mask.sum().to(torch.int), report
+
+
+def micro_batches(rank: Rank, seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(MICRO_BATCHES):
+        ids, labels = torch.randint(0, VOCAB, (2, BATCH, SEQUENCE), generator=generator).to(rank.device)
+        mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.7).float().to(rank.device)
+        made.append(Batch(ids, labels, mask))
+    return made
+
+
+class Run:
+    """Some optimizer steps in Megatron's schedule, then an evaluation."""
+
+    def __init__(self, pair: Pair, rank: Rank, flag: bool) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        with megatrons_arguments(pair):
+            self.model = joined(pair, rank)
+        if not flag and pair.why_not is None:
+            keep_logits_whole(self.model)
+        training = Training(rank, self.model, lr=1e-3)
+        self.reports: list[dict[str, Tensor]] = []
+
+        def forward_step(data: Any, model: Any) -> Any:
+            batch = next(data)
+            mask = {"loss_mask": batch.mask} if takes_mask(pair.student) else {}
+            output = model(batch.ids, *positions_and_mask(rank), labels=batch.labels, **mask)
+            return output, functools.partial(kd_loss, batch.mask, self.model)
+
+        def schedule(seed: int, forward_only: bool) -> None:
+            batches = micro_batches(rank, seed)
+            self.reports += get_forward_backward_func()(
+                forward_step_func=forward_step, data_iterator=iter(batches), model=[training.ddp],
+                num_microbatches=MICRO_BATCHES, seq_length=SEQUENCE, micro_batch_size=BATCH,
+                forward_only=forward_only,
+            )  # fmt: skip
+
+        start = [parameter.detach().clone() for parameter in self.model.parameters()]
+        training.ddp.train()
+        storages = LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=pair.student.hidden)
+        with warnings.catch_warnings(record=True) as warned, storages:
+            warnings.simplefilter("always")
+            for step in range(STEPS):
+                training.zero_grad()
+                schedule(step, False)
+                if step == 0:
+                    self.gradients = {
+                        name: parameter.main_grad.clone()
+                        for name, parameter in self.model.named_parameters()
+                        if parameter.requires_grad
+                    }
+                assert training.step()
+        self.peak_bytes = storages.peak_bytes
+        self.kept_twice = sum("already has an intermediate output" in str(w.message) for w in warned)
+        training.ddp.eval()
+        with torch.no_grad():
+            schedule(STEPS, True)
+        for (name, parameter), before in zip(self.model.named_parameters(), start, strict=True):
+            assert torch.equal(parameter, before) == name.startswith("_teacher_model"), name
+        layers = self.model.output_layer, self.model.teacher_model.output_layer
+        assert all(layer._intermediate_output is None for layer in layers)
+        self.state = {name: x for name, x in self.model.state_dict().items() if isinstance(x, Tensor)}
+        self.config = self.model.config
+
+
+def both(pair: Pair, rank: Rank, strategy: str) -> tuple[Run, Run, Any]:
+    """Off, on, and the counters of the latter."""
+    import megatron_fused_ce
+
+    megatron_fused_ce.disable()
+    have_groups(rank.size)
+    off = Run(pair, rank, flag=False)
+    config = megatron_fused_ce.FusedCEConfig(strategy=strategy, num_chunks=CHUNKS)
+    megatron_fused_ce.enable(config)
+    counters = megatron_fused_ce.counters()
+    counters.reset()
+    try:
+        on = Run(pair, rank, flag=True)
+    finally:
+        megatron_fused_ce.disable()
+    return off, on, counters
+
+
+def compare(off: Run, on: Run) -> None:
+    assert len(on.reports) == len(off.reports) == (STEPS + 1) * MICRO_BATCHES
+    for mine, theirs in zip(on.reports, off.reports, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, loss in theirs.items():
+            # The weights of two right runs drift apart by their rounding.
+            assert torch.allclose(mine[name], loss, rtol=20 * LOSS_BOUND, atol=0), (name, mine[name], loss)
+        assert theirs["logits_loss"] > 1, ("the models agree: the case tests nothing", theirs)
+    assert on.kept_twice == off.kept_twice
+    for name, right in off.gradients.items():
+        norm = right.double().norm()
+        assert norm > 0 or "mtp" in name, name
+        assert (on.gradients[name].double() - right.double()).norm() <= GRADIENT_BOUND * norm, name
+    assert on.state.keys() == off.state.keys()
+
+
+@on_ranks(of_core(2, NEWER), of_core(1, NEWER, pytest.mark.rest), of_core(2, with_modelopt(INSTALLED)))
+@pytest.mark.parametrize("name", PAIRS)
+def test_training_in_megatrons_loop(rank: Rank, name: str):
+    pair = PAIRS[name]
+    off, on, counters = both(pair, rank, pair.student.strategy)
+    compare(off, on)
+    calls = (STEPS + 1) * MICRO_BATCHES
+    of_labels = MICRO_BATCHES if pair.skip_lm_loss else calls
+    of_labels += calls * pair.student.mtp
+    assert (counters.fused, counters.materialised, counters.stock) == (calls + of_labels, 0, 0)
+    # Of [T, V / R] in fp32 ModelOpt's formula holds ten, and the head in plain PyTorch as many of a chunk.
+    everything = 4 * BATCH * SEQUENCE * VOCAB // rank.size
+    assert off.peak_bytes >= 8 * everything
+    if takes_mask(pair.student):  # else `auto` chooses, and keeps all of so few
+        assert 0 < on.peak_bytes <= 12 * everything / CHUNKS
+
+
+@on_ranks(of_core(2, NEWER))
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays_with_megatron(rank: Rank, name: str):
+    """In words, and the same to the bit."""
+    pair = STAY[name]
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "say", said.append)
+        patch.setattr(report, "_said", set())
+        off, on, counters = both(pair, rank, "recompute")
+    # The teacher's logits stay deferred until the loss asks for them.
+    calls = (STEPS + 1) * MICRO_BATCHES if pair.spoilt_by == "hook" else 0
+    assert (counters.fused, counters.materialised) == (0, calls)
+    for mine, theirs in zip(on.reports, off.reports, strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert all(torch.equal(on.state[key], off.state[key]) for key in off.state)
+    assert rank.rank or any(pair.why_not in line for line in said), said
+
+
+@on_ranks(of_core(2, NEWER))
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_its_own_loss_is_a_second_witness_of_the_op(rank: Rank, kind: str):
+    """``LogitsKLLoss`` of real logits and the op, against fp64: loss and gradients, some tokens peaked."""
+    import modelopt.torch.distill.plugins.megatron as plugin
+    from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+    import megatron_fused_ce
+
+    megatron_fused_ce.disable()
+    have_groups(rank.size)
+    temperature, generator = 0.7, torch.Generator().manual_seed(3)
+    draw = functools.partial(torch.randn, generator=generator)
+    hidden, weight = draw(SEQUENCE, BATCH, 32), 0.4 * draw(VOCAB, 32)
+    teacher_hidden, teacher_weight = draw(SEQUENCE, BATCH, 20), 0.4 * draw(VOCAB, 20)
+    teacher_hidden[::5] *= 12
+    hidden[::7] *= 8
+    upstream = draw(BATCH, SEQUENCE)
+
+    def of(loss_of: Any, dtype: torch.dtype) -> list[Tensor]:
+        given = [x.to(dtype) for x in (hidden, weight, teacher_hidden, teacher_weight)]
+        given = [x.to(rank.device, copy=True).requires_grad_(at < 2) for at, x in enumerate(given)]
+        loss, total = loss_of(*given)
+        total.backward()
+        return [loss.detach().double(), given[0].grad.double(), mine(given[1].grad).double()]
+
+    def mine(x: Tensor) -> Tensor:
+        return x.chunk(rank.size)[rank.rank]
+
+    def weighted(loss: Tensor) -> tuple[Tensor, Tensor]:
+        return loss, (loss * upstream.to(loss)).sum()
+
+    def definition(h: Tensor, w: Tensor, h_t: Tensor, w_t: Tensor) -> Any:
+        log_s, log_t = ((x @ y.T / temperature).log_softmax(-1) for x, y in ((h, w), (h_t, w_t)))
+        p, q = (log_t, log_s) if kind == "forward_kl" else (log_s, log_t)
+        return weighted((p.exp() * (p - q)).sum(-1).t())
+
+    def modelopts(h: Tensor, w: Tensor, h_t: Tensor, w_t: Tensor) -> Any:
+        config = types.SimpleNamespace(tensor_model_parallel_size=rank.size, sequence_parallel=False)
+        loss_of = plugin.LogitsKLLoss(config, temperature, reverse=kind == "reverse_kl")
+        student = copy_to_tensor_model_parallel_region(h) @ mine(w).T
+        loss, reduces, _ = loss_of((student, None), (h_t @ mine(w_t).T, None))
+        assert reduces
+        whole = loss.detach().clone()
+        dist.all_reduce(whole, group=rank.group)
+        return whole, weighted(loss)[1]
+
+    def ours(h: Tensor, w: Tensor, h_t: Tensor, w_t: Tensor) -> Any:
+        made = megatron_fused_ce.fused_linear_distillation(
+            h, mine(w), h_t, mine(w_t), divergence=kind, temperature=temperature, tp_group=rank.group
+        )
+        return weighted(made.loss)
+
+    exact = of(definition, torch.float64)
+    theirs, own = of(modelopts, torch.float32), of(ours, torch.float32)
+    for name, right, other, got in zip(
+        ("loss", "grad_hidden", "grad_weight"), exact, theirs, own, strict=True
+    ):
+        error, floor = (other - right).abs().max(), 1e-6 * right.abs().max()
+        assert error < 5 * floor, name
+        assert (got - right).abs().max() <= max(2 * error, floor), name
