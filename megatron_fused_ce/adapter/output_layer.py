@@ -252,7 +252,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 tp_group=self.tp_group,
                 sequence_parallel=self.sequence_parallel,
                 token_weights=token_weights.values,
-                vocab_start=self.tp_group.rank() * self.output_size_per_partition,
+                vocab_start=self._vocab_start,
                 config=self._config_of_call(fused_ce_request.config, token_weights, entropy),
                 outputs=(("correct",) if counts_correct else ())
                 + (("entropy",) if entropy != "none" else ()),
@@ -273,6 +273,10 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             fused_ce_request.local_argmax = out.local_argmax.view(in_sequence)
         return out.loss, None
 
+    @property
+    def _vocab_start(self) -> int:
+        return self.tp_group.rank() * self.output_size_per_partition  # type: ignore[no-any-return]
+
     def _divergence(self, hidden: Tensor, weight: Tensor, request: _DivergenceRequest) -> Tensor:
         token_weights = request.token_weights
         no_labels = torch.full(request.shape[1::-1], -1, dtype=torch.int64, device=hidden.device)  # [b, s]
@@ -284,7 +288,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 tp_group=self.tp_group,
                 sequence_parallel=self.sequence_parallel,
                 token_weights=token_weights.values,
-                vocab_start=self.tp_group.rank() * self.output_size_per_partition,
+                vocab_start=self._vocab_start,
                 config=self._config_of_call(request.config, token_weights),
                 distillation=request.teacher,
                 temperature=request.temperature,

@@ -180,6 +180,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "zero_unknown": {"on": True},
         "reduce_grad_hidden": {"off": False},
         "with_argmax": {"on": True},
+        "labels_per_token": {"4": 4},
         "active_mask": {"on": True},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},
