@@ -22,7 +22,10 @@ def table() -> dict[str, dict[str, str]]:
 
 
 #: What a row is called in the lists of calls.
-NAMES = {"masked tokens skipped": ("skip_masked", True)}
+NAMES = {
+    "masked tokens skipped": ("skip_masked", True),
+    "tokens without an upstream gradient skipped": ("skip_zero_upstream", True),
+}
 IN_THE_PRODUCT = "scaled-exp GEMM with "
 
 
@@ -57,10 +60,13 @@ def test_no_option_is_missing():
     assert {value_of(case) for case in table()} == options | asked | set(NAMES.values())
 
 
-def test_the_cell_that_is_refused():
+def test_the_cells_that_are_refused():
     assert [
         (case, strategy) for case, row in table().items() for strategy, cell in row.items() if cell != "Y"
-    ] == [("outputs", "grad_in_forward")]
+    ] == [
+        ("tokens without an upstream gradient skipped", "grad_in_forward"),
+        ("outputs", "grad_in_forward"),
+    ]
     x = torch.zeros(4, 8, requires_grad=True)
     with pytest.raises(ValueError, match="use 'store', 'recompute' or 'auto'"):
         fused_linear_token_outputs(
@@ -71,3 +77,5 @@ def test_the_cell_that_is_refused():
             token_weights=torch.ones(4),
             config=FusedCEConfig(strategy="grad_in_forward"),
         )
+    with pytest.raises(ValueError, match="use 'store', 'recompute' or 'auto'"):
+        FusedCEConfig(strategy="grad_in_forward", skip_zero_upstream=True)
