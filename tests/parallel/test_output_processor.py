@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron_fused_ce import masked_tokens
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from tests.support.megatron import (
     BATCH,
@@ -56,10 +58,13 @@ class Step:
         ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator).to(rank.device)
         temperature = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device) + 0.5
         upstream = torch.randn(2, BATCH, SEQUENCE, generator=generator).to(rank.device)
+        active = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device) < 0.7
+        upstream = upstream.masked_fill(~active, 0.0)
         labels, where = ids.roll(-1, 1), positions_and_mask(rank)
         with LogitStorages(vocab_rows=VOCAB // rank.size, hidden_size=HIDDEN) as self.storages:
             if by_processor:
                 context = {"temperature": temperature, "entropy": entropy, "config": config}
+                context["active_mask"] = active
                 self.log_prob, self.entropy, _ = training.ddp(
                     ids, *where, labels=labels,
                     output_processor=output_processor, output_processor_context=context,
@@ -68,8 +73,8 @@ class Step:
                 logits = training.ddp(ids, *where, labels=None)
                 z = gather_from_tensor_model_parallel_region(logits).float() / temperature[..., None]
                 log_p = z.log_softmax(-1)
-                self.log_prob = log_p.gather(-1, labels[..., None])[..., 0]
-                self.entropy = -(log_p.exp() * log_p).sum(-1)
+                self.log_prob = log_p.gather(-1, labels[..., None])[..., 0].masked_fill(~active, 0.0)
+                self.entropy = -(log_p.exp() * log_p).sum(-1).masked_fill(~active, 0.0)
             total = (self.log_prob * upstream[0]).sum()
             if entropy == "differentiable":
                 total = total + (self.entropy * upstream[1]).sum()
@@ -91,13 +96,16 @@ def test_against_logits(rank: Rank, name, flag, entropy):
     have_groups(rank.size)
     megatron_fused_ce.disable()
     precision = "activations" if model.dtype == torch.bfloat16 else "auto"
-    config = megatron_fused_ce.FusedCEConfig(strategy="recompute", num_chunks=6, logit_precision=precision)
+    config = megatron_fused_ce.FusedCEConfig(
+        strategy="recompute", num_chunks=6, logit_precision=precision, skip_zero_upstream=True
+    )
     right = Step(model, rank, entropy, False, None)
     if flag:
         megatron_fused_ce.enable(config)
     counters = megatron_fused_ce.counters()
     counters.reset()
-    got = Step(model, rank, entropy, True, None if flag else config)
+    with patch.object(masked_tokens, "ROUND_TO", 1):
+        got = Step(model, rank, entropy, True, None if flag else config)
     megatron_fused_ce.disable()
     assert (counters.fused, counters.materialised, counters.stock) == (1, 0, 0)
     half = model.dtype == torch.bfloat16
