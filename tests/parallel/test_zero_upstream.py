@@ -121,6 +121,31 @@ def test_ranks_whose_upstream_gradients_differ(rank: Rank, strategy):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+@pytest.mark.parametrize("what", ["a third", "one part whole", "none"])
+def test_several_labels_a_token(rank: Rank, what, strategy, sp):
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
+    labels = torch.stack((inputs.labels, inputs.labels.roll(1, 1), inputs.labels.roll(3, 1)), -1)
+    counts = some_tokens(what, inputs)
+    upstream = torch.stack([inputs.grad_loss.roll(at, 1) for at in range(3)], -1)
+    upstream.masked_fill_(~counts.unsqueeze(-1), 0.0)[..., 1] = 0.0
+    grads = []
+    for skips in (False, True):
+        hidden, weight, settings = shard_of(rank, inputs, sp)
+        config = FusedCEConfig(strategy, num_chunks=NUM_CHUNKS, skip_zero_upstream=skips)
+        made = token_log_probs(hidden, weight, labels, config=config, **settings)
+        with patch.object(masked_tokens, "ROUND_TO", 1), gemm_flops() as flops:
+            made.log_prob.backward(upstream)
+        grads.append((hidden.grad, weight.grad))
+    num_gemms = 2 if strategy == "store" else 3
+    worked_on = largest_parts(counts, rank.size if sp else 1)
+    assert flops.get_total_flops() == num_gemms * worked_on * 2 * weight.numel()
+    for without, ours in zip(*grads, strict=True):
+        assert relative_error(ours, without) < FLOOR[torch.float32]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("teacher_sp", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("what", ["a third", "one part whole", "none"])
 def test_a_teacher_beside_the_student(rank: Rank, what, teacher_sp):
