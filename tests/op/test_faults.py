@@ -105,7 +105,7 @@ def test_nested_checkpoints(strategy, outer, inner):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("asked", orders.ASKED)
 def test_nothing_is_read_before_it_is_written(asked, strategy):
-    if asked in ("row kernels", "scaled-exp GEMM") and torch.cuda.is_available():
+    if asked.endswith(("row kernels", "scaled-exp GEMM")) and torch.cuda.is_available():
         pytest.skip("Triton's interpreter is off where there is a GPU")
     orders.nothing_is_read_before_it_is_written(asked, strategy)
 

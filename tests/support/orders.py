@@ -7,6 +7,7 @@ import itertools
 import time
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
+    masked_tokens,
 )
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
@@ -172,6 +174,11 @@ ASKED = {
     "rounded": {"logit_precision": "activations"},
     "all-reduced": {"merge": "all_reduce"},
     "skipped": {"skip_masked": True},
+    "skipped in the backward": {"skip_zero_upstream": True},
+    "skipped in the backward, scaled-exp GEMM": {
+        "skip_zero_upstream": True,
+        "logits_backend": "scaled_exp",
+    },
     "row kernels": {"row_backend": "triton"},
     "scaled-exp GEMM": {"logits_backend": "scaled_exp"},
     "argmax": {},
@@ -184,11 +191,13 @@ ASKED["all"] = {**ASKED["all"], "true_vocab_size": 37}
 
 def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tensor]:
     """Results and gradients of a step in which all fresh memory holds ``value``."""
+    if "skip_zero_upstream" in ASKED[asked] and strategy == "grad_in_forward":
+        strategy = "auto"  # refused by name
     head = Head(strategy, 0, **where, **ASKED[asked])
-    if asked == "skipped":
+    if "skipped" in asked:
         head.upstream[:, 2:5] = 0.0
     given = (head.hidden, head.weight)
-    with Filled(value) as empties:
+    with Filled(value) as empties, patch.object(masked_tokens, "ROUND_TO", 2):
         if asked == "argmax":
             made = linear_cross_entropy(Call(*given, head.labels, **head.options, with_argmax=True))
             results = [made.loss, made.local_max, made.local_argmax]
