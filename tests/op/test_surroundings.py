@@ -182,7 +182,6 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "with_argmax": {"on": True},
         "labels_per_token": {"4": 4},
         "active_mask": {"on": True},
-        "labels_per_token": {"4": 4},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},
         "head": {"another": Head("another")},
