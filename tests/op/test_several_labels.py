@@ -247,6 +247,8 @@ def test_packed_and_without_gradients(device):
         )
     assert not without.log_prob.requires_grad and not without.entropy.requires_grad
     assert torch.equal(without.log_prob, right)
+    beside = token_log_probs(hidden, inputs.weight, labels, batch_first=True, entropy="detached")
+    assert beside.log_prob.requires_grad and not beside.entropy.requires_grad
     empty = token_log_probs(rows[:, :0], inputs.weight, labels[:, :0], batch_first=True).log_prob
     assert empty.shape == (2, 0, 5)
 
