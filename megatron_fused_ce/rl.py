@@ -80,8 +80,8 @@ def token_log_probs(
             K labels (up to 32768): -1 is an empty entry, with log-probability ``-inf`` and no gradient;
             another id outside the vocabulary as one label's; upstream gradients of an id given twice add up.
             Logits are fp32 (``4 * V`` bytes a token that ``store`` keeps) unless ``config.logit_precision``
-            is ``activations``, and the row kernels serve. ``ignore_index``, ``skip_masked`` and
-            ``active_mask`` are refused.
+            is ``activations``, and the row kernels serve. ``ignore_index``, and ``skip_masked`` without an
+            ``active_mask``, are refused.
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
             gradient flows into a tensor.
@@ -91,7 +91,7 @@ def token_log_probs(
         zero_unknown: log-probability 0 for a label outside the vocabulary, as in SkyRL and NeMo-RL; else
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
             log-probability 0 without a gradient, and leaves entropy and ``sum_p_squared`` as they are.
-        active_mask: bool, in the labels' shape, the same on every rank. Tokens outside it (prompts, tool
+        active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank. Tokens outside it (prompts, tool
             output, padding) take part in no GEMM of either pass: their results are all 0, without a gradient.
             The host waits for the number of the others (:mod:`.masked_tokens`).
         batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``; labels stay
@@ -146,14 +146,11 @@ def log_probs_of_head(
     config = options.get("config")
     mask = options.get("active_mask")
     several = all(isinstance(x, Tensor) for x in (hidden, labels)) and labels.dim() == hidden.dim()
-    active = wrong = None
-    if not several:
-        config = unrounded(config) if entropy == "differentiable" else config
-        active, wrong = _active(labels, mask, config)
-        if active is not None:
-            config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
-    elif mask is not None:
-        wrong = ValueError("active_mask is for one label a token; give the hidden states inside it alone")
+    if entropy == "differentiable" and not several:
+        config = unrounded(config)
+    active, wrong = _active(labels, mask, config, several)
+    if active is not None:
+        config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     call = Call(
         _widened(hidden, weight),
         weight,
@@ -176,19 +173,18 @@ def log_probs_of_head(
 
 
 def _active(
-    labels: Tensor, mask: Tensor | None, config: FusedCEConfig | None
+    labels: Tensor, mask: Tensor | None, config: FusedCEConfig | None, several: bool = False
 ) -> tuple[Tensor | None, ValueError | None]:
     """Token weights by which ``skip_masked`` leaves tokens out, None for none of them; or what is wrong."""
     if not isinstance(labels, Tensor) or why_no_config(config) is not None:
         return None, None  # the checks will report it
     if mask is not None:
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != labels.shape:
+        shape = labels.shape[: labels.dim() - several]
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
             got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            return None, ValueError(
-                f"active_mask is {got}; expected bool in the labels' shape {list(labels.shape)}"
-            )
+            return None, ValueError(f"active_mask is {got}; expected bool, one a token: {list(shape)}")
         mask = mask.to(labels.device)
-    if config is not None and config.skip_masked:
+    if config is not None and config.skip_masked and not several:
         if config.ignore_index is not None:
             known = labels.ne(config.ignore_index)
             mask = known if mask is None else mask & known

@@ -1159,6 +1159,13 @@ FAULTS = (
         (f"{SEVERAL} -k fp16_holds",),
     ),
     Fault(
+        "tokens that fill a part up to whole tiles give log-probabilities of several labels",
+        f"{PACKAGE}/several_labels.py",
+        "left_out[targets.labels.flatten()] = ~kept.active.flatten()",
+        "left_out[targets.labels.flatten()] = False",
+        (f"{SEVERAL} -k left_out",),
+    ),
+    Fault(
         "an id outside the vocabulary among several has the best label's log-probability",
         f"{PACKAGE}/several_labels.py",
         "torch.where(unknown, row_max.unsqueeze(1), label_logits)",

@@ -171,12 +171,12 @@ BAD = {
     "a mask of another shape": (
         {"active_mask": torch.ones(1, 3, dtype=torch.bool)},
         ValueError,
-        r"expected bool in the labels' shape \[3\]",
+        r"expected bool, one a token: \[3\]",
     ),
     "a mask of several labels": (
-        {"labels": torch.zeros(3, 2, dtype=torch.int64), "active_mask": torch.ones(3, dtype=torch.bool)},
+        {"labels": torch.zeros(3, 2, dtype=torch.int64), "active_mask": torch.ones(3, 2, dtype=torch.bool)},
         ValueError,
-        "active_mask is for one label a token",
+        r"expected bool, one a token: \[3\]",
     ),
     "a mask that is none": ({"active_mask": [True]}, ValueError, "active_mask is list"),
     "strategy": (

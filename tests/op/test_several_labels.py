@@ -14,11 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, planner
-from megatron_fused_ce.call import Call
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
-from megatron_fused_ce.several_labels import several_log_probs
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
 #: Of log-probabilities in every dtype: they come from fp32 sums of products.
@@ -249,6 +247,8 @@ def test_packed_and_without_gradients(device):
         )
     assert not without.log_prob.requires_grad and not without.entropy.requires_grad
     assert torch.equal(without.log_prob, right)
+    beside = token_log_probs(hidden, inputs.weight, labels, batch_first=True, entropy="detached")
+    assert beside.log_prob.requires_grad and not beside.entropy.requires_grad
     empty = token_log_probs(rows[:, :0], inputs.weight, labels[:, :0], batch_first=True).log_prob
     assert empty.shape == (2, 0, 5)
 
@@ -275,10 +275,14 @@ def test_tokens_that_are_left_out(strategy, device):
     counts = torch.rand(inputs.labels.shape, generator=torch.Generator().manual_seed(4)).to(device) < 0.3
     upstream = upstream_of(labels).masked_fill(~counts.unsqueeze(-1), 0.0)
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    config = FusedCEConfig(strategy=strategy, chunk_tokens=150, skip_masked=True)
-    outputs = {"outputs": ("log_prob", "entropy"), "differentiable": ("log_prob", "entropy")}
-    call = Call(hidden, weight, labels, token_weights=counts.float(), config=config, **outputs)
-    made = several_log_probs(call)
+    made = token_log_probs(
+        hidden,
+        weight,
+        labels,
+        entropy="differentiable",
+        active_mask=counts,
+        config=FusedCEConfig(strategy=strategy, chunk_tokens=150),
+    )
     log_p, entropy, *grads = plain_several(inputs, labels, upstream, torch.float64, inputs.grad_loss * counts)
     torch.autograd.backward(
         [made.log_prob, made.entropy], [upstream, inputs.grad_loss * counts], retain_graph=True
@@ -289,7 +293,7 @@ def test_tokens_that_are_left_out(strategy, device):
     assert not made.log_prob[(labels != -1) & ~counts.unsqueeze(-1)].any()
     for ours, true in zip((hidden.grad, weight.grad), grads, strict=True):
         assert relative_error(ours, true) < FLOOR[torch.float32]
-    with pytest.raises(RuntimeError, match="were left out"):
+    with pytest.raises(RuntimeError, match="outside active_mask"):
         made.log_prob.backward(upstream_of(labels))
 
 
