@@ -74,7 +74,7 @@ def over_ranks(
 def against_fp64(
     rank: Rank, *, values="plain", kind="forward_kl", option="plain", strategy="store",
     sequence_parallel=False, teacher_sequence_parallel=None, merge="auto", shards="unequal",
-    skip_masked=False, chunk_tokens=20, dtype="float32", s=24,
+    skips="nothing", chunk_tokens=20, dtype="float32", s=24,
 ):  # fmt: skip
     options, rows = dict(OPTIONS[option]), VOCAB[shards]
     if "padding" in options:
@@ -84,14 +84,18 @@ def against_fp64(
         dtype=getattr(torch, dtype), device=rank.device, **options,
     )  # fmt: skip
     left_out = torch.zeros_like(problem.labels, dtype=torch.bool)
-    if skip_masked:
+    if skips != "nothing":
         left_out = torch.rand(3, s, generator=torch.Generator().manual_seed(1)).to(rank.device) < 0.6
         left_out[:, : s // 4] = True  # the ranks' parts differ in how many
         problem = replace(problem, upstream=problem.upstream.masked_fill(left_out, 0.0))
-        left_out = problem.upstream == 0
+        left_out = (problem.upstream == 0) & (skips == "masked")
     with strategy_in_place(strategy) as name, patch.object(masked_tokens, "ROUND_TO", 4):
         config = problem.config(
-            strategy=name, chunk_tokens=chunk_tokens, merge=merge, skip_masked=skip_masked
+            strategy=name,
+            chunk_tokens=chunk_tokens,
+            merge=merge,
+            skip_masked=skips == "masked",
+            skip_zero_upstream=skips == "zero upstream",
         )
         layout = {"sp": sequence_parallel, "teacher_sp": teacher_sequence_parallel, "shards": shards}
         made = over_ranks(rank, problem, config, **layout)
@@ -126,7 +130,7 @@ def test_against_fp64(rank: Rank, case):
         },
         {
             **{"kind": "reverse_kl", "strategy": "grad_in_forward", "sequence_parallel": True},
-            **{"teacher_sequence_parallel": False, "values": "sure of others", "skip_masked": True},
+            **{"teacher_sequence_parallel": False, "values": "sure of others", "skips": "masked"},
         },
     ],
     ids=lambda case: case["kind"],
