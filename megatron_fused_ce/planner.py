@@ -282,7 +282,7 @@ class Memory(NamedTuple):
     #: with ``skip_zero_upstream``: this rank's hidden states of the tokens that are left, at most all
     picked_hidden: int
     #: with sequence parallelism: gathered chunks of hidden states, being read or received (3 in
-    #: grad_in_forward without a teacher, else 2), or gathered last and saved for the backward
+    #: grad_in_forward, else 2), or gathered last and saved for the backward
     gathered_hidden: int
     #: with sequence parallelism: a chunk's ``grad_hidden`` before its reduction
     unreduced_grad_hidden: int
@@ -502,7 +502,7 @@ def forward_memory(
     sampled = ranks * -(-SAMPLED_ROWS // ranks)
     gathered = min(count, 2) + _waiting(inputs, count, stored_chunks) * (inputs.uses_in_flight - 1)
     if grad_in_forward:
-        gathered = min(count, 2 if beside else 3)
+        gathered = min(count, 3)
     return Memory(
         chunk_logits=num_logits * chunk.logits + (chunk.gradients if grad_in_forward else 0),
         kept_logits=_kept_bytes(inputs, stored_tokens),

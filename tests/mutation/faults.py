@@ -1216,6 +1216,13 @@ FAULTS = (
         (f"{DIVERGENCE_OVER_RANKS} -k 'test_against_fp64 or four'",),
     ),
     Fault(
+        "gathered hidden states have two slots beside a teacher",
+        f"{PACKAGE}/forward.py",
+        "depth=3 if differentiates else 2",
+        "depth=3 if differentiates and spec.divergence is None else 2",
+        (f"{DIVERGENCE_OVER_RANKS} -k 'their_start and grad_in_forward'",),
+    ),
+    Fault(
         "a teacher's shard that does not fit is one rank's error",
         f"{PACKAGE}/call.py",
         "wrong = torch.tensor(bool(words), device=collective_device(comm.group))",

@@ -16,12 +16,15 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     masked_tokens,
+    parallel,
 )
 from megatron_fused_ce.rl import token_divergence
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import pairs
 from tests.support.distillation import OPTIONS, Problem, Result, assert_right, make_problem, plain
 from tests.support.head import (
+    AtItsStart,
+    AtItsWait,
     rows_of,
     same_on_all_ranks,
     scaled_exp_dtype,
@@ -149,7 +152,8 @@ def test_against_fp64_on_one_and_four(rank: Rank, case):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "strategy"), zip(("forward_kl", "reverse_kl", "jsd"), STRATEGIES, strict=True)
+    ("kind", "strategy"),
+    [("forward_kl", "recompute"), ("reverse_kl", "store"), ("jsd", "grad_in_forward")],
 )
 def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     """Of both sides, each with its own sample of all shards' rows."""
@@ -159,6 +163,16 @@ def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     )  # fmt: skip
     config = problem.config(strategy=strategy, chunk_tokens=16, logits_backend="scaled_exp")
     assert_right(problem, over_ranks(rank, problem, config, sp=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [AtItsStart, AtItsWait])
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
+def test_collectives_at_their_start_or_wait(rank: Rank, strategy, kind, moment):
+    """Of nine chunks, both sides gathered: nothing is overwritten that is still read or under way."""
+    with patch.object(parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+        against_fp64(rank, strategy=strategy, kind=kind, sequence_parallel=True, chunk_tokens=8)
 
 
 @on_ranks(2)
