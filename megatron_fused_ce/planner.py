@@ -89,8 +89,8 @@ LABEL_BYTES, CHUNK_LABEL_BYTES = 4 + 3 * 4, 56
 #: A token's statistics of one shard (fp32). A packed merge holds this rank's and those of all ranks; one by
 #: all-reduces holds at most 36 bytes, never more.
 SHARD_BYTES = 4 * 4
-#: Floats of a chunk's token beside a teacher: the statistics of both sides and their merge, perhaps at two
-#: temperatures, and parts of its divergence.
+#: Floats of a chunk's token beside a teacher: the statistics of both sides and what they are merged to,
+#: perhaps at two temperatures (four times :data:`SHARD_BYTES`), and parts of its divergence.
 TEACHER_TOKEN_BYTES = 4 * 80
 #: cuBLAS's workspace, as torch allocates it on Hopper: one for the forward's thread and one for autograd's,
 #: shared with the rest of the model.
@@ -282,7 +282,7 @@ class Memory(NamedTuple):
     #: with ``skip_zero_upstream``: this rank's hidden states of the tokens that are left, at most all
     picked_hidden: int
     #: with sequence parallelism: gathered chunks of hidden states, being read or received (3 in
-    #: grad_in_forward without a teacher, else 2), or gathered last and saved for the backward
+    #: grad_in_forward, else 2), or gathered last and saved for the backward
     gathered_hidden: int
     #: with sequence parallelism: a chunk's ``grad_hidden`` before its reduction
     unreduced_grad_hidden: int
@@ -497,12 +497,13 @@ def forward_memory(
     trained = inputs.wgrad_accumulator != "none"
     beside = inputs.teacher_hidden_size > 0
     under_way = min(count, 2 if ranks > 1 and not beside else 1)
+    shard_bytes = (4 if beside else 1) * SHARD_BYTES
     finalizes = grad_in_forward or stored_chunks > 0
     num_logits = under_way if grad_in_forward else int((beside or not exp) and stored_chunks < count)
     sampled = ranks * -(-SAMPLED_ROWS // ranks)
     gathered = min(count, 2) + _waiting(inputs, count, stored_chunks) * (inputs.uses_in_flight - 1)
     if grad_in_forward:
-        gathered = min(count, 2 if beside else 3)
+        gathered = min(count, 3)
     return Memory(
         chunk_logits=num_logits * chunk.logits + (chunk.gradients if grad_in_forward else 0),
         kept_logits=_kept_bytes(inputs, stored_tokens),
@@ -514,7 +515,7 @@ def forward_memory(
         tile_statistics=(under_way if finalizes else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
         unreduced_grad_hidden=chunk.gathered if grad_in_forward else 0,
-        merge_buffers=under_way * SHARD_BYTES * (1 + ranks) * capacity if ranks > 1 else 0,
+        merge_buffers=under_way * shard_bytes * (1 + ranks) * capacity if ranks > 1 else 0,
         sampled_rows=inputs.itemsize * sampled * inputs.hidden_size if exp and ranks > 1 and count else 0,
         **_always(inputs, capacity, chunk, stored_chunks, num_logits),
     )

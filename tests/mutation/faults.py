@@ -1223,10 +1223,17 @@ FAULTS = (
         (f"{DIVERGENCE_OVER_RANKS} -k 'test_against_fp64 or four'",),
     ),
     Fault(
-        "another teacher's cut of the vocabulary is not compared",
+        "gathered hidden states have two slots beside a teacher",
+        f"{PACKAGE}/forward.py",
+        "depth=3 if differentiates else 2",
+        "depth=3 if differentiates and spec.divergence is None else 2",
+        (f"{DIVERGENCE_OVER_RANKS} -k 'their_start and grad_in_forward'",),
+    ),
+    Fault(
+        "a teacher's shard that does not fit is one rank's error",
         f"{PACKAGE}/call.py",
-        "of_teacher = (beside.shape, beside.dtype)",
-        "of_teacher = (beside.shape[1], beside.dtype)",
-        (f"{DIVERGENCE_OVER_RANKS} -k another_teacher",),
+        "wrong = torch.tensor(bool(words), device=collective_device(comm.group))",
+        "wrong = torch.tensor(False, device=collective_device(comm.group))",
+        (f"{DIVERGENCE_OVER_RANKS} -k 'differs and rows'",),
     ),
 )

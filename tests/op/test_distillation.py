@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation
+from megatron_fused_ce import DistillationOutputs, FusedCEConfig, fused_linear_distillation, masked_tokens
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.logits import rows_torch
@@ -77,17 +77,22 @@ def test_row_passes_of_triton(kind, device):
 
 
 @pytest.mark.skipif(not HAS_EXP, reason="the scaled-exp GEMM needs Hopper or newer")
-@pytest.mark.parametrize("option", ["plain", "label weights"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_of_the_scaled_exp_gemm(kind, option, device):
+@pytest.mark.parametrize(
+    ("kind", "option", "strategy"),
+    [
+        ("forward_kl", "label weights", "store"),
+        ("reverse_kl", "plain", "store"),
+        ("jsd", "a label weight", "recompute"),
+        ("forward_kl", "plain", "grad_in_forward"),
+    ],
+)
+def test_logits_of_the_scaled_exp_gemm(kind, option, strategy, device):
     """Of both sides."""
     problem = make_problem(
         "sure student", s=7, b=2, sizes=(16, 32), vocab=64, kind=kind, temperature=0.5, dtype=EXP_DTYPE,
         device=device, **OPTIONS[option],
     )  # fmt: skip
-    for strategy in STRATEGIES:
-        made = run(problem, strategy, 2, logits_backend="scaled_exp")
-        assert_right(problem, made)
+    assert_right(problem, run(problem, strategy, 2, logits_backend="scaled_exp"))
 
 
 @pytest.mark.parametrize(
@@ -317,6 +322,27 @@ def test_skipped_tokens(strategy, kind, device):
     every = run(problem).outputs
     outputs = [value.where(left_out, of_it) for value, of_it in zip(every, made.outputs, strict=True)]
     assert_right(problem, Result(DistillationOutputs(*outputs), *made[1:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [("forward_kl", "store"), ("reverse_kl", "recompute"), ("jsd", "mixed"), ("reverse_kl", "store")],
+)
+def test_zero_upstreams_are_skipped(kind, strategy, dtype, device):
+    """In the backward alone: the results are there."""
+    problem = make_problem(
+        s=30,
+        kind=kind,
+        dtype=dtype,
+        with_labels=True,
+        label_weights="per token",
+        temperature=2.0,
+        device=device,
+    )
+    problem.upstream[:, 3:24] = 0.0
+    with patch.object(masked_tokens, "ROUND_TO", 4):
+        assert_right(problem, run(problem, strategy, skip_zero_upstream=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

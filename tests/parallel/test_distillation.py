@@ -16,12 +16,15 @@ from megatron_fused_ce import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     masked_tokens,
+    parallel,
 )
 from megatron_fused_ce.rl import token_divergence
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import pairs
 from tests.support.distillation import OPTIONS, Problem, Result, assert_right, make_problem, plain
 from tests.support.head import (
+    AtItsStart,
+    AtItsWait,
     rows_of,
     same_on_all_ranks,
     scaled_exp_dtype,
@@ -74,7 +77,7 @@ def over_ranks(
 def against_fp64(
     rank: Rank, *, values="plain", kind="forward_kl", option="plain", strategy="store",
     sequence_parallel=False, teacher_sequence_parallel=None, merge="auto", shards="unequal",
-    skip_masked=False, chunk_tokens=20, dtype="float32", s=24,
+    skips="nothing", chunk_tokens=20, dtype="float32", s=24,
 ):  # fmt: skip
     options, rows = dict(OPTIONS[option]), VOCAB[shards]
     if "padding" in options:
@@ -84,14 +87,18 @@ def against_fp64(
         dtype=getattr(torch, dtype), device=rank.device, **options,
     )  # fmt: skip
     left_out = torch.zeros_like(problem.labels, dtype=torch.bool)
-    if skip_masked:
+    if skips != "nothing":
         left_out = torch.rand(3, s, generator=torch.Generator().manual_seed(1)).to(rank.device) < 0.6
         left_out[:, : s // 4] = True  # the ranks' parts differ in how many
         problem = replace(problem, upstream=problem.upstream.masked_fill(left_out, 0.0))
-        left_out = problem.upstream == 0
+        left_out = (problem.upstream == 0) & (skips == "masked")
     with strategy_in_place(strategy) as name, patch.object(masked_tokens, "ROUND_TO", 4):
         config = problem.config(
-            strategy=name, chunk_tokens=chunk_tokens, merge=merge, skip_masked=skip_masked
+            strategy=name,
+            chunk_tokens=chunk_tokens,
+            merge=merge,
+            skip_masked=skips == "masked",
+            skip_zero_upstream=skips == "zero upstream",
         )
         layout = {"sp": sequence_parallel, "teacher_sp": teacher_sequence_parallel, "shards": shards}
         made = over_ranks(rank, problem, config, **layout)
@@ -126,7 +133,7 @@ def test_against_fp64(rank: Rank, case):
         },
         {
             **{"kind": "reverse_kl", "strategy": "grad_in_forward", "sequence_parallel": True},
-            **{"teacher_sequence_parallel": False, "values": "sure of others", "skip_masked": True},
+            **{"teacher_sequence_parallel": False, "values": "sure of others", "skips": "masked"},
         },
     ],
     ids=lambda case: case["kind"],
@@ -145,7 +152,8 @@ def test_against_fp64_on_one_and_four(rank: Rank, case):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "strategy"), zip(("forward_kl", "reverse_kl", "jsd"), STRATEGIES, strict=True)
+    ("kind", "strategy"),
+    [("forward_kl", "recompute"), ("reverse_kl", "store"), ("jsd", "grad_in_forward")],
 )
 def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     """Of both sides, each with its own sample of all shards' rows."""
@@ -155,6 +163,16 @@ def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     )  # fmt: skip
     config = problem.config(strategy=strategy, chunk_tokens=16, logits_backend="scaled_exp")
     assert_right(problem, over_ranks(rank, problem, config, sp=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("moment", [AtItsStart, AtItsWait])
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "mixed"])
+def test_collectives_at_their_start_or_wait(rank: Rank, strategy, kind, moment):
+    """Of nine chunks, both sides gathered: nothing is overwritten that is still read or under way."""
+    with patch.object(parallel, "_start", lambda c, *t, beside=True, **o: moment(c, t, o)):
+        against_fp64(rank, strategy=strategy, kind=kind, sequence_parallel=True, chunk_tokens=8)
 
 
 @on_ranks(2)

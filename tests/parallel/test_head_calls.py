@@ -5,7 +5,6 @@ outputs, ranks that disagree, collectives that end late.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from dataclasses import replace
 from unittest.mock import patch
@@ -39,6 +38,8 @@ from megatron_fused_ce.scripts.lib.reference import (
 )
 from tests.support import pairs
 from tests.support.head import (
+    AtItsStart,
+    AtItsWait,
     plain_inputs,
     rows_of,
     same_on_all_ranks,
@@ -302,28 +303,6 @@ def distillation(rank: Rank, strategy, sp, merge):
 
 
 # --- collectives that end early or late ------------------------------------------------------
-
-
-class AtItsWait:
-    """A collective that reads its input and writes its output when it is waited for, no sooner."""
-
-    def __init__(self, collective, tensors, options):
-        self.run = functools.partial(collective, *tensors, **options)
-
-    def wait(self):
-        if self.run is not None:
-            self.run()
-        self.run = None
-
-
-class AtItsStart:
-    """A collective that has written its output when its start returns."""
-
-    def __init__(self, collective, tensors, options):
-        collective(*tensors, **options)
-
-    def wait(self):
-        """It has ended."""
 
 
 @on_ranks(2, 4)

@@ -251,7 +251,7 @@ def peaks_are_as_predicted(
     def head() -> torch.Tensor:
         if divergence is None:
             return fused_linear_cross_entropy(hidden, weight, labels, **settings)
-        of_teacher = {"divergence": divergence, "labels": labels, "label_weights": 0.5}
+        of_teacher = {"divergence": divergence, "labels": labels, "temperature": 2.0}
         return fused_linear_distillation(
             hidden, weight, teacher_hidden, teacher_weight, **of_teacher, **settings
         ).loss
@@ -339,7 +339,11 @@ def compare(
     if ranks > 1:
         sampled = ranks * -(-planner.SAMPLED_ROWS // ranks)
         counted["[S, H]"] = (seen[dtype, sampled, H], predicted.sampled_rows / (e * sampled * H))
-        if merge == "packed" and when == "forward" and not beside:
+        if beside and when == "forward":
+            # Both sides', at both temperatures; merged terms, as below, count among a teacher's floats.
+            merges = ranks * seen[fp32, ranks, 4, 4 * C] + seen[fp32, 4, 4 * C]
+            counted["[R, 4, 4 C]"] = merges, predicted.merge_buffers / (64 * C) + 1
+        elif merge == "packed" and when == "forward":
             # A shard's statistics by the scaled-exp GEMM have a fifth row, which stays on this rank.
             merges = 16 * C * (ranks * seen[fp32, ranks, 4, C] + seen[fp32, 4, C] + seen[fp32, 5, C])
             # A merged chunk's terms have that shape too; they are counted among the tokens' floats.

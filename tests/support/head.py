@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -129,3 +130,29 @@ def _plans(change: Callable[[planner.Plan], planner.Plan]) -> Iterator[None]:
             yield
     finally:
         parallel.forget()
+
+
+class AtItsWait:
+    """A collective that reads its input and writes its output when it is waited for, no sooner."""
+
+    def __init__(
+        self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]
+    ) -> None:
+        self.run: Callable[[], Any] | None = functools.partial(collective, *tensors, **options)
+
+    def wait(self) -> None:
+        if self.run is not None:
+            self.run()
+        self.run = None
+
+
+class AtItsStart:
+    """A collective that has written its output when its start returns."""
+
+    def __init__(
+        self, collective: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]
+    ) -> None:
+        collective(*tensors, **options)
+
+    def wait(self) -> None:
+        """It has ended."""

@@ -36,7 +36,7 @@ SCALED_EXP_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 #: What needs the upstream gradients as they are.
-UPSTREAM_NOT_KNOWN = {("asked", "outputs"), ("skip_zero_upstream", True)}
+UPSTREAM_NOT_KNOWN = {("asked", "outputs"), ("skip_zero_upstream", True), ("skips", "zero upstream")}
 
 LAYOUT = {
     "strategy": STRATEGIES,
@@ -108,7 +108,7 @@ AXES: dict[str, dict[str, tuple[Any, ...]]] = {
         "teacher_sequence_parallel": (False, True),
         "merge": ("packed", "all_reduce"),
         "shards": ("equal", "unequal"),
-        "skip_masked": (False, True),
+        "skips": ("nothing", "masked", "zero upstream"),
         "chunk_tokens": (40, 12),
         "dtype": DTYPES,
     },
