@@ -175,8 +175,8 @@ def _terms(
         p_s, p_t, of_student, of_teacher = _mixture_of_rounded(
             s, t, student_log_sum, teacher_log_sum, beta, student_share
         )
-        kl_student = p_s * of_student
-        divergence = student_share * kl_student + beta * (p_t * of_teacher)
+        divergence = student_share * p_s * of_student + beta * p_t * of_teacher
+        kl_student = p_s * of_student + beta * (p_t - p_s)  # m - p_s, whose sum is 0
     return divergence, kl_student
 
 
