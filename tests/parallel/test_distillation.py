@@ -117,7 +117,8 @@ CASES = {"-".join(map(str, row.values())): row for row in pairs.rows_of("diverge
 @on_ranks(2)
 @pytest.mark.parametrize("case", CASES)
 def test_against_fp64(rank: Rank, case):
-    against_fp64(rank, **CASES[case])
+    case = CASES[case]
+    against_fp64(rank, **case, s=24 if case["dtype"] == "float32" else 48)
 
 
 @on_ranks(4)
@@ -147,7 +148,8 @@ def test_four_ranks(rank: Rank, case):
 @on_ranks(1, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_against_fp64_on_one_and_four(rank: Rank, case):
-    against_fp64(rank, **CASES[case])
+    case = CASES[case]
+    against_fp64(rank, **case, s=24 if case["dtype"] == "float32" else 48)
 
 
 @on_ranks(2)
