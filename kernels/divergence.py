@@ -415,7 +415,7 @@ _gradients_unfused = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WAR
 
 
 def _rounds_products(student: Side, teacher: Side) -> bool:
-    return any(rounds_products(side.logits, side.scale) for side in (student, teacher))
+    return any(rounds_products(side.logits, side.scale, side.softcap) for side in (student, teacher))
 
 
 def divergence_sums(

@@ -334,9 +334,11 @@ def _row_gradients_kernel(
         tl.store(out_row_ptr + ids, at_target.to(out_ptr.dtype.element_ty), mask=ids >= 0)
 
 
-def rounds_products(logits: Tensor, scale: float) -> bool:
-    """Whether scaled logits have a rounding of their own beside those of their dtype."""
-    return logits.dtype == torch.float32 and scale != 1.0
+def rounds_products(logits: Tensor, scale: float, *others: object) -> bool:
+    """Whether logits times a scale or one of ``others``, a softcap or temperatures, have a rounding of their
+    own that counts."""
+    is_product = scale != 1.0 or any(other is not None for other in others)
+    return is_product and logits.dtype == torch.float32
 
 
 def _num_targets(targets: SoftTargets | None) -> tuple[int, int]:
@@ -352,6 +354,7 @@ _row_statistics = Launch(_row_statistics_kernel, num_warps=STATISTICS_WARPS)
 #: difference is that rounding, not 0: 3e-5 for a logit of 600, relative to its probability.
 _row_statistics_unfused = Launch(_row_statistics_kernel, num_warps=STATISTICS_WARPS, enable_fp_fusion=False)
 _row_gradients = Launch(_row_gradients_kernel, num_warps=GRADIENT_WARPS)
+_row_gradients_unfused = Launch(_row_gradients_kernel, num_warps=GRADIENT_WARPS, enable_fp_fusion=False)
 
 
 def row_statistics(
@@ -372,7 +375,8 @@ def row_statistics(
     squares = torch.empty_like(shard[0]) if form.with_squares else None
     num_targets, padded_targets = _num_targets(targets)
     of_targets = shard if targets is None else torch.empty_like(shard[:2])
-    launch = _row_statistics_unfused if rounds_products(logits, logit_scale) else _row_statistics
+    rounds = rounds_products(logits, logit_scale, form.softcap, inv_temperature)
+    launch = _row_statistics_unfused if rounds else _row_statistics
     launch(
         (num_rows,),
         (
@@ -426,7 +430,9 @@ def row_gradients(
     block = min(GRADIENT_BLOCK, next_power_of_2(num_columns))
     num_targets, padded_targets = _num_targets(targets)
     unused = terms.factor
-    _row_gradients(
+    rounds = rounds_products(logits, logit_scale, form.softcap, inv_temperature)
+    launch = _row_gradients_unfused if rounds else _row_gradients
+    launch(
         (num_rows, ceil_div(num_columns, block)),
         (
             logits,

@@ -376,6 +376,8 @@ def test_upstream_gradients(strategy, dtype, upstream, device):
 
 def test_a_budget(device):
     """Of 6 MiB where ``store`` needs 9: a mixed plan, whose buffers are within it."""
+    if device.type == "cuda":
+        pytest.skip("cuBLAS's workspaces alone are more")
     problem = make_problem(s=4096, b=1, vocab=331, sizes=(16, 24), kind="reverse_kl", device=device)
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
     config = problem.config(memory_mb=6)

@@ -364,7 +364,8 @@ def test_grad_in_forward_is_refused(device):
                 inputs.weight,
                 inputs.labels,
                 token_weights=inputs.grad_loss,
-                config=FusedCEConfig(memory_mb=1, skip_zero_upstream=skips),
+                # On a GPU cuBLAS's workspaces alone are 64 MiB.
+                config=FusedCEConfig(memory_mb=1 if device.type == "cpu" else 66, skip_zero_upstream=skips),
             )
         )
         assert (head.plan.strategy == "grad_in_forward") == (not skips)

@@ -301,7 +301,7 @@ DIFFERENCES = {
         lambda ones: {"teacher_hidden": ones(4, 1, 3), "teacher_sequence_parallel": True},
         "disagree on distillation",
     ),
-    "labels": (lambda ones: {"labels": torch.zeros(1, 8, dtype=torch.int64)}, "disagree on outputs"),
+    "labels": (lambda ones: {"labels": ones(1, 8).long()}, "disagree on outputs"),
     "label weights": (lambda ones: {"label_weights": 1.0}, "without labels"),
     "no teacher": (None, "disagree on"),
     "more rows": (

@@ -92,7 +92,13 @@ def gemm_flops() -> FlopCounterMode:
     def in_place(_: Any, a: torch.Size, b: torch.Size, *rest: Any, **more: Any) -> int:
         return 2 * a[0] * a[1] * b[1]
 
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
+    def product(a: torch.Size, b: torch.Size, *rest: Any, **more: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    # torch's own formulas do not know the form with an out_dtype.
+    aten = torch.ops.aten
+    mapping = {aten.addmm_: in_place, aten.addmm: in_place, aten.mm: product}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
 def at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
