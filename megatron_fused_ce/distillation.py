@@ -140,6 +140,11 @@ def check(
             "teacher_hidden requires a gradient, and the teacher gets none: run it under torch.no_grad(), or "
             "pass teacher_hidden.detach()"
         )
+    if torch.is_grad_enabled() and (given.hidden.is_inference() or given.weight.is_inference()):
+        raise ValueError(
+            "the teacher's tensors were made under torch.inference_mode(), and a backward could not save them: "
+            "run it under torch.no_grad()"
+        )
     if given.divergence not in DIVERGENCES:
         raise ValueError(f"divergence is {given.divergence!r}; choose one of {', '.join(DIVERGENCES)}")
     for name, number in (

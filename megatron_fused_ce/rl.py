@@ -246,7 +246,7 @@ def token_divergence(
     teacher_weight: Tensor,
     *,
     divergence: str = "reverse_kl",
-    batch_first: bool = False,
+    batch_first: bool | None = None,
     **options: Any,
 ) -> DistillationOutputs:
     """:func:`.fused_linear_distillation` by the names of on-policy distillation: the divergence of the
@@ -256,8 +256,8 @@ def token_divergence(
         student_hidden, student_weight: its ``hidden`` and ``weight``. Half-precision hidden states of either
             side with an fp32 weight are cast to fp32.
         divergence: ``reverse_kl`` (KL(p_s || p_t)), ``forward_kl`` or ``jsd``.
-        batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``, on both sides;
-            labels and results stay ``[b, s]``.
+        batch_first: whether hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``, on both
+            sides, which must be said: no label would show a mistake. Labels and results are ``[b, s]``.
         options: the other arguments of :func:`.fused_linear_distillation`. With ``config.skip_masked``
             tokens whose ``token_weights`` are 0 take part in no GEMM of either side.
 
@@ -266,6 +266,11 @@ def token_divergence(
     Source: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649).
     """
     hidden = _widened(student_hidden, student_weight), _widened(teacher_hidden, teacher_weight)
+    if batch_first is None and isinstance(student_hidden, Tensor) and student_hidden.dim() == 3:
+        raise ValueError(
+            f"student_hidden is {tuple(student_hidden.shape)}: give batch_first=True for [b, s, H], or False "
+            "for [s, b, H]"
+        )
     if batch_first:
         student, teacher = (
             of_side.transpose(0, 1) if isinstance(of_side, Tensor) and of_side.dim() == 3 else of_side

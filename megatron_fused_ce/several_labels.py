@@ -212,11 +212,11 @@ class LabelLogProbs(FusedLinearCrossEntropy):
         log_probs = _log_probs(label_logits, outputs.log_prob.flatten(), row_max)
         if zero_unknown:
             log_probs.masked_fill_(label_logits == -torch.inf, 0.0)
-        if kept is not None:
+        log_probs.masked_fill_(flat == EMPTY, -torch.inf)
+        if kept is not None:  # 0 in empty entries too: 0 times a mask is then 0
             left_out = torch.ones_like(row_max, dtype=torch.bool)
             left_out[targets.labels.flatten()] = ~kept.active.flatten()
             log_probs.masked_fill_(left_out.unsqueeze(1), 0.0)
-        log_probs.masked_fill_(flat == EMPTY, -torch.inf)
         if any(context.spec.needs_grad):
             ctx.context = context
             ctx.save_for_backward(*ctx.to_save, flat, log_probs)

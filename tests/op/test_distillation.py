@@ -507,3 +507,17 @@ def test_arguments_that_do_not_fit(what, device):
     }
     with pytest.raises(error, match=words):
         fused_linear_distillation(**arguments)
+
+
+def test_what_would_be_wrong_in_silence(device):
+    """A layout that nobody named, tokens that nobody named, tensors that no backward could save."""
+    problem = make_problem(kind="reverse_kl", device=device)
+    given = problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
+    with pytest.raises(ValueError, match="give batch_first=True for"):
+        token_divergence(*given)
+    with pytest.raises(ValueError, match="none are given"):
+        fused_linear_distillation(*given, config=problem.config(skip_masked=True))
+    with torch.inference_mode():
+        made = [x.clone() for x in given[2:]]
+    with pytest.raises(ValueError, match=r"run it under torch.no_grad"):
+        fused_linear_distillation(*given[:2], *made)

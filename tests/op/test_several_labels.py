@@ -290,7 +290,7 @@ def test_tokens_that_are_left_out(strategy, device):
     given = (labels != -1) & counts.unsqueeze(-1)
     assert relative_error(made.log_prob.detach()[given], log_p[given]) < OF_VALUES
     assert relative_error(made.entropy.detach(), entropy * counts) < OF_VALUES
-    assert not made.log_prob[(labels != -1) & ~counts.unsqueeze(-1)].any()
+    assert not made.log_prob[~counts].any(), "in empty entries too: a mask times them is 0"
     for ours, true in zip((hidden.grad, weight.grad), grads, strict=True):
         assert relative_error(ours, true) < FLOOR[torch.float32]
     with pytest.raises(RuntimeError, match="outside active_mask"):

@@ -184,7 +184,7 @@ def test_gradients_that_the_caller_sums(rank: Rank):
     hidden, rows = problem.hidden.clone().requires_grad_(), rows_of(rank, "unequal", 97)
     made = token_divergence(
         hidden, problem.weight[rows], problem.teacher_hidden, problem.teacher_weight[rows],
-        tp_group=rank.group, reduce_grad_hidden=False, config=FusedCEConfig(num_chunks=2),
+        tp_group=rank.group, reduce_grad_hidden=False, config=FusedCEConfig(num_chunks=2), batch_first=False,
     )  # fmt: skip
     made.loss.backward(problem.upstream)
     dist.all_reduce(hidden.grad)
