@@ -142,7 +142,7 @@ def check(
         )
     if torch.is_grad_enabled() and (given.hidden.is_inference() or given.weight.is_inference()):
         raise ValueError(
-            "the teacher's tensors were made under torch.inference_mode(), and a backward could not save them: "
+            "the teacher's tensors were made under torch.inference_mode(), and no backward can save them: "
             "run it under torch.no_grad()"
         )
     if given.divergence not in DIVERGENCES:

@@ -285,8 +285,8 @@ def fused_linear_distillation(
         label_weights = None
     if getattr(config, "skip_masked", False) and token_weights is None:
         wrong = ValueError(
-            "skip_masked leaves out the tokens whose token_weights are 0, and none are given: give them (0 for "
-            "tokens that need nothing), or leave skip_masked out"
+            "skip_masked leaves out the tokens whose token_weights are 0, and none are given: give them, 0 "
+            "for tokens that need nothing, or leave skip_masked out"
         )
     of_labels = () if given_labels is None else ("log_prob", "teacher_log_prob")
     split = sequence_parallel if teacher_sequence_parallel is None else teacher_sequence_parallel
