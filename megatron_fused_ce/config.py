@@ -31,8 +31,8 @@ class FusedCEConfig:
 
     #: ``store`` keeps the chunks' logits until the backward (3 GEMMs), ``recompute`` computes them again (4),
     #: ``grad_in_forward`` computes the gradients in the forward (3, or 6 where the upstream gradient is no
-    #: scalar times the token weights, which it needs); beside a teacher 4, 6 and 4; ``auto`` takes the fastest
-    #: that fits ``memory_mb``, perhaps a mix of the first two (see :mod:`.planner`).
+    #: scalar times the token weights, which it needs); beside a teacher 4, 6 and 4; ``auto`` takes the
+    #: fastest that fits ``memory_mb``, perhaps a mix of the first two (see :mod:`.planner`).
     strategy: str = "auto"
     #: Cut the tokens into this many chunks of equal size (they differ by one token at most).
     num_chunks: int | None = None
