@@ -935,6 +935,13 @@ FAULTS = (
         (f"{MODELOPT} -k 'top and 2ranks'",),
     ),
     Fault(
+        "somebody's method of ModelOpt's loss is not called",
+        f"{PACKAGE}/adapter/modelopt.py",
+        'getattr(method, "__module__", "") != loss_class.__module__',
+        "method is None",
+        (f"{MODELOPT} -k 'masks and 2ranks'",),
+    ),
+    Fault(
         "ModelOpt's divergence is known by its name alone",
         f"{PACKAGE}/adapter/modelopt.py",
         "if made.shape == values.shape and torch.allclose(",
