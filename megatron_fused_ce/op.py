@@ -279,7 +279,8 @@ def fused_linear_distillation(
         elif isinstance(hidden, Tensor):
             wrong = ValueError(f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]")
     if isinstance(label_weights, (int, float)) and isinstance(labels, Tensor):
-        label_weights = torch.full(labels.shape, float(label_weights), device=labels.device)
+        number = float(label_weights)
+        label_weights = torch.full(labels.shape, number, dtype=torch.float32, device=labels.device)
     elif label_weights is not None and not isinstance(label_weights, Tensor):
         wrong = TypeError(f"label_weights is {label_weights!r:.60}; expected a number or a tensor")
         label_weights = None

@@ -730,6 +730,13 @@ FAULTS = (
         (f"{SURROUNDINGS} -k default_dtype",),
     ),
     Fault(
+        "a default dtype rounds a number for all labels' weights",
+        f"{PACKAGE}/op.py",
+        "number, dtype=torch.float32, device=labels.device",
+        "number, device=labels.device",
+        (f"{SURROUNDINGS} -k dtype_and_a_teacher",),
+    ),
+    Fault(
         "a z-loss overflows fp16's gradients",
         f"{PACKAGE}/scaling.py",
         "largest = largest * factor",
