@@ -230,7 +230,9 @@ def fused_linear_distillation(
 
     Args:
         teacher_hidden: ``[s, b, H_t]`` or ``[T, H_t]``, of the same tokens, float32, bfloat16 or float16,
-            without a gradient.
+            without a gradient. The backward may read both of the teacher's again (``recompute``, a broken
+            promise): a change in place before it raises, but one that autograd does not see, such as a
+            receive into the same buffer or one through ``.data``, makes the gradients wrong.
         teacher_weight: ``[V_t, H_t]``, the dtype of ``teacher_hidden``: this rank's rows of the same cut of
             the vocabulary as ``weight``. Padding rows may differ in number, with ``config.true_vocab_size``.
         divergence: ``forward_kl``, ``reverse_kl`` or ``jsd``.
@@ -279,7 +281,8 @@ def fused_linear_distillation(
         elif isinstance(hidden, Tensor):
             wrong = ValueError(f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]")
     if isinstance(label_weights, (int, float)) and isinstance(labels, Tensor):
-        label_weights = torch.full(labels.shape, float(label_weights), device=labels.device)
+        number = float(label_weights)
+        label_weights = torch.full(labels.shape, number, dtype=torch.float32, device=labels.device)
     elif label_weights is not None and not isinstance(label_weights, Tensor):
         wrong = TypeError(f"label_weights is {label_weights!r:.60}; expected a number or a tensor")
         label_weights = None

@@ -58,7 +58,7 @@ def patch(module: Any) -> None:
     def forward(self: Any, predictions: Any, targets: Any, *args: Any, **kwargs: Any) -> Any:
         student, teacher = _deferred(predictions), _deferred(targets)
         if student is not None and teacher is not None and not args and not kwargs:
-            known = divergence_of(self, stock_forward)
+            known = divergence_of(self, loss_class, stock_forward)
             if known is None:
                 why = "it is no longer a divergence that this package knows"
             else:
@@ -122,7 +122,7 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
     (loss,) = losses.values()
     if type(loss) is not loss_class or "forward" in vars(loss):
         return f"{type(loss).__name__} takes real logits"
-    if divergence_of(loss, stock_forward) is None:
+    if divergence_of(loss, loss_class, stock_forward) is None:
         return f"{loss_class.__name__} of this ModelOpt is no divergence that this package knows"
     for name, side in (("student", model), ("teacher", teacher)):
         own = side.compute_language_model_loss
@@ -142,20 +142,16 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
     return None
 
 
-#: What losses compute, by the numbers and names that they hold.
-_known: dict[Any, Divergence | None] = {}
+def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Divergence | None:
+    """What ``LogitsKLLoss`` computes, by what it makes of numbers, so that it is known to do nothing else.
 
-
-def divergence_of(loss: Any, stock_forward: Callable[..., Any]) -> Divergence | None:
-    """What ``LogitsKLLoss`` computes, by what it makes of numbers, so that it is known to do nothing else."""
-    plain = (bool, int, float, str)
-    key = type(loss), *sorted((k, v) for k, v in vars(loss).items() if isinstance(v, plain))
-    if key not in _known:
-        _known[key] = _tried(loss, stock_forward)
-    return _known[key]
-
-
-def _tried(loss: Any, stock_forward: Callable[..., Any]) -> Divergence | None:
+    Tried at every call: a temperature may be a tensor, and what the loss does can be changed after the build.
+    """
+    methods = (getattr(loss, name, None) for name in ("forward", "pre_forward", "post_forward"))
+    if type(loss) is not loss_class or any(
+        getattr(method, "__module__", "") != loss_class.__module__ for method in methods
+    ):
+        return None  # somebody's, who may do what few numbers do not show
     alone = copy.copy(loss)
     alone._config = SimpleNamespace(tensor_model_parallel_size=1, sequence_parallel=False)
     student = torch.linspace(-3.0, 5.0, 30, device="cpu").sin().mul(4).view(2, 3, 5)

@@ -56,8 +56,8 @@ def _excess(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
 def _of_mixture(r: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """``log m - log p_s`` and ``log m - log p_t`` for ``m = (1 - beta) p_s + beta p_t``."""
     distance = r.abs()
-    of_smaller = torch.where(r > 0.0, beta, 1.0 - beta)
-    of_larger = torch.where(r > 0.0, 1.0 - beta, beta)
+    of_smaller = torch.full_like(r, beta).where(r > 0.0, 1.0 - beta)  # of two numbers: the default dtype
+    of_larger = torch.full_like(r, 1.0 - beta).where(r > 0.0, beta)
     to_larger = torch.log(of_larger + of_smaller * torch.exp(-distance))
     to_smaller = to_larger + distance
     x_s, x_t = to_smaller.where(r <= 0.0, to_larger), to_larger.where(r <= 0.0, to_smaller)

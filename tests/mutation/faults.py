@@ -730,6 +730,13 @@ FAULTS = (
         (f"{SURROUNDINGS} -k default_dtype",),
     ),
     Fault(
+        "a default dtype rounds a number for all labels' weights",
+        f"{PACKAGE}/op.py",
+        "number, dtype=torch.float32, device=labels.device",
+        "number, device=labels.device",
+        (f"{SURROUNDINGS} -k dtype_and_a_teacher",),
+    ),
+    Fault(
         "a z-loss overflows fp16's gradients",
         f"{PACKAGE}/scaling.py",
         "largest = largest * factor",
@@ -933,6 +940,13 @@ FAULTS = (
         'if type(loss) is not loss_class or "forward" in vars(loss):',
         "if False:",
         (f"{MODELOPT} -k 'top and 2ranks'",),
+    ),
+    Fault(
+        "somebody's method of ModelOpt's loss is not called",
+        f"{PACKAGE}/adapter/modelopt.py",
+        'getattr(method, "__module__", "") != loss_class.__module__',
+        "method is None",
+        (f"{MODELOPT} -k 'masks and 2ranks'",),
     ),
     Fault(
         "ModelOpt's divergence is known by its name alone",

@@ -29,6 +29,7 @@ from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 from megatron_fused_ce.wgrad import InPlaceGradWeight
+from tests.support.distillation import KINDS, fused, make_problem
 from tests.support.op import STRATEGIES
 from tests.support.problems import same_bits
 
@@ -92,6 +93,19 @@ def test_a_default_dtype_changes_no_bit(other, strategy, dtype, options, device)
             assert one.dtype == right.dtype and same_bits(one, right)
     for one, right in zip(step(*given), expected, strict=True):  # looked up, made under the other
         assert same_bits(one, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_default_dtype_and_a_teacher(other, kind, dtype, device):
+    """Numbers that bf16 does not have: ``label_weights`` and ``beta``."""
+    problem = make_problem(kind=kind, with_labels=True, label_weights=0.3, dtype=dtype, device=device)
+    expected = fused(problem, problem.config(num_chunks=2))
+    with default_dtype(other):
+        made = fused(problem, problem.config(num_chunks=2))
+    for one, right in zip((*made[0], *made[1:]), (*expected[0], *expected[1:]), strict=True):
+        assert one.dtype == right.dtype and same_bits(one, right)
 
 
 @pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.float16])
