@@ -3,7 +3,8 @@
 All ranks of the tensor-parallel group must work on the same number of tokens. So each part (one of R with
 sequence parallelism) is cut to ``m`` tokens, the unmasked tokens of the part that has the most; the other
 parts are filled up with masked tokens, whose results are dropped. The host must know ``m``: :func:`count`
-sends it there without a wait while the device still has work, and :meth:`.HostCopy.read` waits for it later.
+sends it there without a wait while the device still has work, and :func:`num_unmasked` waits for it later.
+They must be the same tokens, too: what the ranks know of one is merged.
 
 Left-out tokens have loss 0 and gradient 0. One whose upstream gradient is not 0 cannot be made right any
 more: the backward raises (:func:`refuse_lost`), or makes the gradients NaN where that upstream is inf or NaN.
@@ -28,14 +29,33 @@ def count(
     weights: Tensor,  # [parts, n]: token weights, in token order
     group: Any,  # the tensor-parallel group, or None
 ) -> HostCopy | None:
-    """Start counting the unmasked tokens of the part that has the most; None while a CUDA graph is captured.
+    """Start counting the unmasked tokens of the part that has the most, for :func:`num_unmasked`; None while
+    a CUDA graph is captured.
 
-    Collectives: a MAX all-reduce of an int64 over ``group`` (R > 1), so that all ranks agree whatever their
-    masks are.
+    Collectives: a MAX all-reduce of two bytes a token over ``group`` (R > 1): whether a rank keeps the token,
+    and whether one leaves it out.
     """
     if weights.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    return HostCopy(largest_over_ranks((weights != 0).sum(dim=1).amax().reshape(1), group))
+    unmasked = weights != 0
+    either = largest_over_ranks(torch.stack((unmasked, ~unmasked)).to(torch.uint8), group)
+    return HostCopy(torch.stack((either[0].sum(dim=1).amax(), either.amin(dim=0).sum())))
+
+
+def num_unmasked(counted: HostCopy) -> int:
+    """Unmasked tokens of the part that has the most. The host waits.
+
+    Raises:
+        ValueError: on every rank, where the ranks' masks differ: each would work on other tokens.
+    """
+    largest, num_differing = counted.read()
+    if num_differing:
+        raise ValueError(
+            f"the ranks of the tensor-parallel group leave out different tokens: {num_differing} are masked "
+            "on one and not on another; expected one active_mask on every rank, or with skip_masked token "
+            "weights that are 0 at the same tokens: broadcast them, or draw them from one seed"
+        )
+    return largest
 
 
 class Kept(NamedTuple):

@@ -93,10 +93,11 @@ def fused_linear_cross_entropy(
         TypeError, ValueError: an argument does not fit. Raised on every rank if the ranks compare the call:
         at the first call of each head over a group (a head is identified by its model, shape, dtype and
         ``requires_grad`` of its weight, and ``logits_backend``), and at every call with
-        ``config.debug_checks`` or after unequal shards.
+        ``config.debug_checks`` or after unequal shards. With ``skip_masked`` in every call, on every rank:
+        ranks that leave out different tokens.
 
     Collectives, all over ``tp_group`` (R > 1). Once per call: the agreement check (a head's first call
-    only; every call once shards of unequal sizes were seen), the MAX all-reduce of an int64
+    only; every call once shards of unequal sizes were seen), the MAX all-reduce of two bytes a token
     (``skip_masked``), the all-gather of sampled rows of the weight (where the scaled-exp GEMM serves). Per
     chunk of the forward: all-gather of hidden states (sequence parallelism); the merge of the statistics, one
     all-gather or a MAX and a SUM all-reduce (``config.merge``). Per chunk of the backward: all-gather of

@@ -92,8 +92,9 @@ def token_log_probs(
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
             log-probability 0 without a gradient, and leaves entropy and ``sum_p_squared`` as they are.
         active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank. Tokens outside it (prompts, tool
-            output, padding) take part in no GEMM of either pass: their results are all 0, without a gradient.
-            The host waits for the number of the others (:mod:`.masked_tokens`).
+            output, padding) take part in no GEMM of either pass: their results are all 0 (an empty entry's
+            ``-inf``), without a gradient. The host waits for the number of the others
+            (:mod:`.masked_tokens`).
         batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``; labels stay
             ``[b, s]``.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's
@@ -106,7 +107,7 @@ def token_log_probs(
     Raises:
         TypeError, ValueError: an argument does not fit; on every rank as for
             :func:`.fused_linear_cross_entropy`. Values of a temperature per token are checked in every call,
-            on every rank: the host waits for them.
+            on every rank: the host waits for them. So are the ranks' active masks, which must be equal.
         RuntimeError: in the backward, on every rank: a token outside ``active_mask`` has an upstream gradient
             that is finite and not 0. Where it is inf or NaN, so are the gradients.
 
@@ -317,7 +318,7 @@ def masked_token_log_probs(
             more, or with a gradient all of that function's.
         config: scale, softcap, ``true_vocab_size``; the rest for tokens with an empty set.
             With ``ignore_index`` a token with that label and an empty set costs no GEMM, and all its results
-            are 0 without a gradient; with a set its label is outside of it.
+            are 0 without a gradient, ``skip_masked`` or not; with a set its label is outside of it.
 
     The other arguments are those of :func:`token_log_probs`.
 
@@ -365,6 +366,15 @@ def masked_token_log_probs(
     made = masked_log_probs(call, mask_ids, mask_offsets)
     if not beside:
         return made
+    # The tokens that it leaves out are those of the sampling mask: labels are not read here.
+    active = None
+    if config is not None:
+        if config.ignore_index is not None:
+            active = mask_offsets.diff().ne(0).view(labels.shape) | labels.ne(config.ignore_index)
+        config = _changed(config, ignore_index=None, skip_masked=False)
     options: LogProbOptions = {"temperature": temperature, "entropy": entropy, "config": config}
+    options["active_mask"] = active
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
-        return made._replace(entropy=log_probs_of_head(hidden, weight, labels, options, **head).entropy)
+        of_all = log_probs_of_head(hidden, weight, labels, options, **head).entropy
+    assert of_all is not None
+    return made._replace(entropy=of_all if active is None else of_all.masked_fill(~active, 0.0))

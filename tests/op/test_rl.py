@@ -298,6 +298,31 @@ def test_a_mask_with_the_entropy_of_the_vocabulary(entropy, device):
         masked_token_log_probs(inputs.hidden, inputs.weight, inputs.labels, *mask, entropy_of="all")
 
 
+@pytest.mark.parametrize("skip_masked", [False, True])
+def test_an_ignored_token_without_a_set_has_no_entropy_of_the_vocabulary(skip_masked, device):
+    """Nor a gradient. One with a set has that of any other token."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    labels = inputs.labels.clone()
+    labels[:, ::2] = -100
+    ids, offsets = one_set_for_all(labels, *range(0, 53, 3))
+    without = labels.numel() // 2  # from here on
+    ids = ids[: offsets[without]]
+    offsets = offsets.clamp(max=len(ids))
+    config = FusedCEConfig(ignore_index=-100, skip_masked=skip_masked)
+    wanted = {"entropy": "differentiable", "entropy_of": "vocabulary", "config": config}
+    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    made = masked_token_log_probs(hidden, weight, labels, ids, offsets, **wanted)
+    counts = (labels != -100) | (torch.arange(labels.numel(), device=device) < without).view(labels.shape)
+    made.entropy.backward(inputs.grad_loss)
+    upstream = {"entropy": inputs.grad_loss.masked_fill(~counts, 0.0)}
+    exact, *gradients = plain_outputs(inputs, upstream, torch.float64)
+    assert not made.entropy[~counts].any() and not made.log_prob[~counts].any()
+    assert relative_error(made.entropy.detach()[counts], exact.entropy[counts]) < 1e-6
+    for ours, true in zip((hidden.grad, weight.grad), gradients, strict=True):
+        assert relative_error(ours, true) < 1e-6
+    assert not hidden.grad[~counts.t()].any()
+
+
 @pytest.mark.parametrize(
     ("dtype", "upstream", "smallest"),
     [(torch.bfloat16, 1.0, 0.0), (torch.float16, 1.0, 0.0), (torch.float16, 2.0**-20, 2.0**-24)],

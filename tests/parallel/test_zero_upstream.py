@@ -10,7 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, masked_tokens
+from megatron_fused_ce import (
+    FusedCEConfig,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    masked_tokens,
+)
 from megatron_fused_ce.rl import token_log_probs
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support.head import (
@@ -217,3 +222,32 @@ def test_an_active_mask(rank: Rank, what, sp, dtype):
         outside[tuple((~active).nonzero()[0])] = 1e-20
     with pytest.raises(RuntimeError, match=r"^1 tokens outside active_mask"):
         forward().entropy.backward(outside)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("what", ["active_mask", "several labels", "token_weights"])
+def test_masks_that_differ(rank: Rank, what, sp):
+    """As many tokens on each rank, but others: their statistics would be merged. In every call."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=rank.device)
+    hidden, weight, settings = shard_of(rank, inputs, sp)
+    active = some_tokens("a third", inputs)
+    labels = inputs.labels.unsqueeze(-1) if what == "several labels" else inputs.labels
+
+    def call(mask):
+        if what == "token_weights":
+            config = FusedCEConfig(skip_masked=True)
+            fused_linear_cross_entropy(
+                hidden, weight, labels, token_weights=mask.float(), config=config, **settings
+            )
+        else:
+            token_log_probs(hidden, weight, labels, active_mask=mask, **settings)
+
+    call(active)
+    of_rank = active.clone()
+    if rank.rank == 0:
+        of_rank[tuple(active.nonzero()[-1])] = False
+        of_rank[tuple((~active).nonzero()[0])] = True
+    with pytest.raises(ValueError, match="leave out different tokens: 2 are masked on one"):
+        call(of_rank)
+    call(active)
