@@ -62,7 +62,8 @@ class FusedCEConfig:
     #: Leave tokens of weight 0 out of every GEMM; needs ``token_weights``, and the host waits for the number
     #: of the others (:mod:`.masked_tokens`). No token is left out while a CUDA graph is captured.
     skip_masked: bool = False
-    #: Leave tokens whose upstream gradients are all 0 out of the backward's GEMMs, which is exact; the host
+    #: Leave tokens whose upstream gradients are all 0 out of the backward's GEMMs, which changes no gradient
+    #: but, with ``recompute`` by row kernels, the rounding of a GEMM of fewer rows; the host
     #: waits for the number of the others (:mod:`.zero_upstream`). ``auto`` then never takes
     #: ``grad_in_forward``. No token is left out while a CUDA graph is captured.
     skip_zero_upstream: bool = False

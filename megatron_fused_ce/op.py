@@ -64,7 +64,8 @@ def fused_linear_cross_entropy(
         loss = loss.view(s, b).T
 
     but in chunks: ``recompute`` holds one chunk ``[C, V]`` of logits, ``store`` keeps all of them until the
-    backward. Differentiable in ``hidden`` and ``weight``, once, for any upstream gradient per token.
+    backward. Differentiable in ``hidden`` and ``weight``, once, for any upstream gradient per token, the same
+    on every rank of the group.
 
     Args:
         hidden: ``[s, b, H]`` or ``[T, H]``, float32, bfloat16 or float16; with sequence parallelism

@@ -92,9 +92,8 @@ def token_log_probs(
             that of the largest logit. Its gradient is ``-softmax`` either way; ``config.ignore_index`` gives
             log-probability 0 without a gradient, and leaves entropy and ``sum_p_squared`` as they are.
         active_mask: bool, ``[b, s]`` or ``[T]``, the same on every rank. Tokens outside it (prompts, tool
-            output, padding) take part in no GEMM of either pass: their results are all 0 (an empty entry's
-            ``-inf``), without a gradient. The host waits for the number of the others
-            (:mod:`.masked_tokens`).
+            output, padding) take part in no GEMM of either pass: their results are all 0, without a gradient.
+            The host waits for the number of the others (:mod:`.masked_tokens`).
         batch_first: hidden states of three dimensions are ``[b, s, H]``, not ``[s, b, H]``; labels stay
             ``[b, s]``.
         reduce_grad_hidden: sum ``grad_hidden`` over ``tp_group`` in the backward. False leaves this rank's

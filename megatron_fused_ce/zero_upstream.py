@@ -9,6 +9,10 @@ longest. Over several parts (sequence parallelism) each part of a chunk is cut t
 that has the most, before anything is gathered: gathers and reductions shrink alike. Cut out beforehand are
 ``[n, H]``-sized rows; saved logits or ``E`` are copied chunk by chunk, into one buffer ``[C, V]``. What the
 forward saved stays as it is, for another backward.
+
+Exact where the backward reads saved logits or ``E``, or makes them by the scaled-exp GEMM. With ``recompute``
+and the row kernels a GEMM of fewer rows may round otherwise than the forward's, whose statistics it is
+combined with: fp32 gradients of logits of 70 were off by 1.9e-4 instead of 2.8e-5 on a CPU.
 """
 
 from __future__ import annotations
