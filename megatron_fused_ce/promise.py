@@ -95,9 +95,10 @@ def broken_promise(head: Head, of_group: HeadOfGroup) -> str:
     return (
         f"the upstream gradient of the per-token loss of {head.name} ({of_group}) is not a scalar times the "
         "token weights that grad_in_forward was given (in Megatron: the loss_mask of the model's call). Its "
-        "gradients were made again and are right; that took six GEMMs instead of three. From now on this "
-        "head recomputes (four GEMMs). To save the first detour: --fused-ce-strategy recompute or store "
-        "(FusedCEConfig(strategy=...)), or give the weights that the loss uses"
+        "gradients were made again and are right; that took twice the GEMMs of a step. From now on this head "
+        "recomputes: four GEMMs instead of three, beside a teacher six instead of four. To save the first "
+        "detour: --fused-ce-strategy recompute or store (FusedCEConfig(strategy=...)), or give the weights "
+        "that the loss uses"
     )
 
 

@@ -96,7 +96,10 @@ def adopt_output_layer(model: Any, config: FusedCEConfig, log_accuracy: bool, jo
         stock_path.refuse_options(config, reason)
         if log_accuracy:
             stock_path.refuse_accuracy(f"the head would stay on Megatron's own path: {reason}")
-        report.left_to_megatron(model, reason)
+        if reason == stock_path.OF_DISTILLATION:
+            report.waits_for_modelopt(model)
+        else:
+            report.left_to_megatron(model, reason)
         return
     kind = getattr(model, "original_cls", type(model))  # under ModelOpt's own
     takes_mask = token_weights.remember_calls(kind)

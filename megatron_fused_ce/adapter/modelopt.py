@@ -100,8 +100,8 @@ def _join(model: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Non
     """
     config = active_config()
     assert config is not None
+    stock_path.refuse_options(config, stock_path.OF_DISTILLATION)
     reason = _why_not_joined(model, loss_class, stock_forward)
-    stock_path.refuse_options(config, reason or "ModelOpt's divergence is of the plain softmax")
     if reason is not None:
         report.left_to_megatron(model, f"distillation: {reason}")
         return

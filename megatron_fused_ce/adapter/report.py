@@ -53,11 +53,22 @@ def say_of_a_replica(tp_rank: int, text: str) -> None:
 
 def left_to_megatron(model: Any, reason: str) -> None:
     """Log that the whole head stays on the stock path."""
-    tp_group = getattr(model.output_layer, "tp_group", None)
-    say_once(
-        tp_group.rank() if tp_group is not None else 0,
-        f"the head of {type(model).__name__} stays on Megatron's own path: {reason}",
+    _say_of_head(model, f"stays on Megatron's own path: {reason}")
+
+
+def waits_for_modelopt(model: Any) -> None:
+    """Log that ModelOpt's set-up of a distillation decides on the head (:mod:`.modelopt`)."""
+    _say_of_head(
+        model,
+        "waits for ModelOpt (--export-kd-teacher-load): a line 'distillation:' says how it is computed; "
+        "without one it stays on Megatron's own path",
     )
+
+
+def _say_of_head(model: Any, what: str) -> None:
+    tp_group = getattr(model.output_layer, "tp_group", None)
+    tp_rank = tp_group.rank() if tp_group is not None else 0
+    say_once(tp_rank, f"the head of {type(model).__name__} {what}")
 
 
 def built_too_early(model: Any) -> None:

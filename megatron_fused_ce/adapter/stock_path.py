@@ -31,6 +31,8 @@ SAVED_BY_HOOKS = ("save_activations_interval", "save_dgrads_interval")
 #: ModelOpt's forward hooks that keep an output layer's result for its distillation, and their module.
 _CAPTURES = ("student_output_capture_fwd_hook", "teacher_output_capture_fwd_hook")
 _OF_CAPTURES = "modelopt.torch.distill.distillation_model"
+#: The reason of a head that waits for :mod:`.modelopt`, which joins it with its teacher's or says why not.
+OF_DISTILLATION = "distillation (--export-kd-teacher-load) reads the logits"
 _FSDP2 = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 
 
@@ -72,7 +74,7 @@ def reason_at_build(model: Any, megatron_args: Any, joined: bool = False) -> str
         ),
         (
             not joined and bool(getattr(megatron_args, "export_kd_teacher_load", None)),
-            "distillation (--export-kd-teacher-load) reads the logits, unless a later line says otherwise",
+            OF_DISTILLATION,
         ),
         (
             not joined and bool(getattr(megatron_args, "modelopt_enabled", False)),
@@ -161,16 +163,23 @@ def _of_layer(layer: Any) -> tuple[tuple[bool, str], ...]:
 
 
 def refuse_options(config: FusedCEConfig, reason: str) -> None:
-    """Raise if ``config`` has options of the loss, which Megatron's own loss would leave out.
+    """Raise if ``config`` has options of the loss, which Megatron's own loss, or ModelOpt's, would leave out.
 
     Raises:
-        ValueError: names the options, and why the loss is Megatron's own.
+        ValueError: names the options, and why the loss is not this package's.
     """
-    if config.loss_options:
+    if not config.loss_options:
+        return
+    if reason == OF_DISTILLATION:
+        flags = config.loss_options.replace("true_vocab_size", "mask_padded_vocab").split(", ")
+        leave_out = ", ".join(f"--fused-ce-{flag.replace('_', '-')}" for flag in flags)
         raise ValueError(
-            f"{config.loss_options}: Megatron's own loss knows nothing of it, and the head would stay "
-            f"on that: {reason}. Leave these options out, or what keeps the head from being fused"
+            f"ModelOpt's distillation loss knows no {config.loss_options}: leave {leave_out} out"
         )
+    raise ValueError(
+        f"{config.loss_options}: Megatron's own loss knows nothing of it, and the head would stay "
+        f"on that: {reason}. Leave these options out, or what keeps the head from being fused"
+    )
 
 
 def refuse_log_probs(config: FusedCEConfig) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import consumer, language_module, stock_path
+from megatron_fused_ce.adapter import arguments, consumer, language_module, report, stock_path
 
 LAYER = {
     **dict.fromkeys(stock_path.LAYER_ATTRIBUTES, 1),
@@ -111,6 +111,27 @@ def test_each_reason_at_build(where, name, value, words):
 def test_modelopt_is_no_reason_once_it_has_joined_two_heads(name):
     assert at_build("arguments", name, "folder", joined=True) is None
     assert at_build("arguments", "logits_save_dir", "folder", joined=True) is not None
+
+
+def test_a_head_that_waits_for_modelopt_is_not_said_to_stay(monkeypatch):
+    """The line names the one that follows; an option of the loss ends the launch, with its flag."""
+    launch = types.SimpleNamespace(export_kd_teacher_load="folder", modelopt_enabled=True)
+    lines = []
+    monkeypatch.setattr(arguments, "megatron_args", lambda: launch)
+    monkeypatch.setattr(report, "say", lines.append)
+    monkeypatch.setattr(report, "_said", set())
+    model = GPTModel()
+    model.output_layer.tp_group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    language_module.adopt_output_layer(model, FusedCEConfig(), False)
+    (line,) = lines
+    assert line.startswith("the head of GPTModel waits for ModelOpt") and "a line 'distillation:'" in line
+    options = FusedCEConfig(z_loss=1e-4, true_vocab_size=5)
+    with pytest.raises(
+        ValueError,
+        match=r"^ModelOpt's distillation loss knows no z_loss, true_vocab_size: leave "
+        r"--fused-ce-z-loss, --fused-ce-mask-padded-vocab out$",
+    ):
+        language_module.adopt_output_layer(model, options, False)
 
 
 @pytest.mark.parametrize(
