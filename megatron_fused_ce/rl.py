@@ -80,7 +80,7 @@ def token_log_probs(
             K labels (up to 32768): -1 is an empty entry, with log-probability ``-inf`` and no gradient;
             another id outside the vocabulary as one label's; upstream gradients of an id given twice add up.
             Logits are fp32 (``4 * V`` bytes a token that ``store`` keeps) unless ``config.logit_precision``
-            is ``activations``, and the row kernels serve. ``ignore_index``, and ``skip_masked`` without an
+            is ``activations``, and the row kernels run. ``ignore_index``, and ``skip_masked`` without an
             ``active_mask``, are refused.
         temperature: a number, or one per token, floats in the labels' shape, the same on every rank. Logits
             are divided by it in fp32, after ``config``'s scale and softcap, never the hidden states. No
