@@ -208,9 +208,16 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _soft(targets: Targets, spec: CallSpec) -> SoftTargets | Teacher | None:
-    """What the backward reads of them: no teacher, where the gradients of all logits are saved."""
-    stores_all = spec.plan.strategy == "store"
-    return None if isinstance(targets.soft, Teacher) and stores_all else targets.soft
+    """What the backward reads of them: no teacher, where the gradients of all logits are saved.
+
+    Else a copy of its hidden states, as of labels: they may lie in a buffer that another rank fills again
+    before the backward, of which autograd does not know.
+    """
+    if not isinstance(targets.soft, Teacher):
+        return targets.soft
+    if spec.plan.strategy == "store":
+        return None
+    return targets.soft._replace(hidden=targets.soft.hidden.clone())
 
 
 def _of_all_tokens(of_kept: Tensor, kept: Kept | None) -> Tensor:

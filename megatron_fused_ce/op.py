@@ -232,11 +232,11 @@ def fused_linear_distillation(
 
     Args:
         teacher_hidden: ``[s, b, H_t]`` or ``[T, H_t]``, of the same tokens, float32, bfloat16 or float16,
-            without a gradient. The backward may read both of the teacher's again (``recompute``, a broken
-            promise): a change in place before it raises, but one that autograd does not see, such as a
-            receive into the same buffer or one through ``.data``, makes the gradients wrong.
+            without a gradient. What a backward reads of them is copied (``recompute``, a broken promise).
         teacher_weight: ``[V_t, H_t]``, the dtype of ``teacher_hidden``: this rank's rows of the same cut of
             the vocabulary as ``weight``. Padding rows may differ in number, with ``config.true_vocab_size``.
+            A change in place before the backward raises, but one that autograd does not see, such as a
+            collective into it or one through ``.data``, makes the gradients wrong.
         divergence: ``forward_kl``, ``reverse_kl`` or ``jsd``.
         beta: of ``jsd``, between 0 and 1.
         temperature: a number, of both sides, after scale and softcap.

@@ -273,6 +273,8 @@ class Memory(NamedTuple):
     grad_hidden_sum: int
     #: the current chunk of a teacher: its logits, and its hidden states with sequence parallelism
     teacher: int
+    #: all of this rank's hidden states of a teacher, copied where the backward reads them
+    teacher_copy: int
     #: hidden states of one chunk times their row factor, for the GEMM with ``E``; with sequence parallelism
     #: the gathered ones are multiplied in place
     scaled_hidden: int
@@ -510,6 +512,7 @@ def forward_memory(
         grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
         grad_hidden_sum=0,
         teacher=inputs.teacher_bytes * capacity,
+        teacher_copy=0,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
         picked_hidden=0,
         tile_statistics=(under_way if finalizes else min(count, 1)) * chunk.tiles + chunk.marks,
@@ -562,6 +565,7 @@ def backward_memory(
         grad_weight_sum=_sum_bytes(inputs) if sums else 0,
         grad_hidden_sum=0,
         teacher=inputs.teacher_bytes * capacity if again else 0,
+        teacher_copy=_teacher_copy(inputs) if again else 0,
         scaled_hidden=scaled,
         picked_hidden=_own_hidden_bytes(inputs) if picks else 0,
         tile_statistics=chunk.marks if again else 0,
@@ -596,6 +600,7 @@ def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:
         grad_weight_sum=sums,
         grad_hidden_sum=4 * inputs.num_tokens * inputs.hidden_size,
         teacher=0,
+        teacher_copy=0,
         scaled_hidden=0,
         picked_hidden=_own_hidden_bytes(inputs) if inputs.skip_zero_upstream else 0,
         tile_statistics=block.marks,
@@ -646,6 +651,11 @@ def _kept_bytes(inputs: PlanInputs, stored_tokens: int) -> int:
 
 def _own_hidden_bytes(inputs: PlanInputs) -> int:
     return inputs.itemsize * inputs.num_tokens // inputs.num_parts * inputs.hidden_size
+
+
+def _teacher_copy(inputs: PlanInputs) -> int:
+    of_token = inputs.teacher_itemsize * inputs.teacher_hidden_size * inputs.uses_in_flight
+    return of_token * (inputs.num_tokens // inputs.num_parts)
 
 
 def _sum_bytes(inputs: PlanInputs) -> int:

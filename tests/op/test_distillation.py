@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
+from warnings import catch_warnings
 
 import pytest
 import torch
@@ -521,3 +522,22 @@ def test_what_would_be_wrong_in_silence(device):
         made = [x.clone() for x in given[2:]]
     with pytest.raises(ValueError, match=r"run it under torch.no_grad"):
         fused_linear_distillation(*given[:2], *made)
+
+
+@pytest.mark.parametrize("strategy", ["store", "recompute", "grad_in_forward"])
+def test_a_teachers_buffer_is_filled_again(strategy, device):
+    """Before the backward, as by a collective, which autograd does not count."""
+    problem = make_problem(kind="jsd", device=device)
+    hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
+    buffer = problem.teacher_hidden.clone()
+    weights = problem.upstream.roll(1, 1) if strategy == "grad_in_forward" else None  # a broken promise
+    config = problem.config(strategy=strategy, num_chunks=2)
+    given = hidden, weight, buffer, problem.teacher_weight
+    made = fused_linear_distillation(
+        *given, **problem.options, entropy=True, config=config, token_weights=weights
+    )
+    buffer.data.fill_(7.0)
+    with promises(0, int(weights is not None)), catch_warnings(action="ignore"):
+        made.loss.backward(problem.upstream)
+    detached = DistillationOutputs(*(None if each is None else each.detach() for each in made))
+    assert_right(problem, Result(detached, hidden.grad, weight.grad))

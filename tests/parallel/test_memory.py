@@ -331,7 +331,12 @@ def compare(
         "[C, H]": (of_tokens(H) - alike, hidden / (e * C * H)),
     }
     if beside:
-        counted["[C, H_t]"] = (seen[dtype, C, H_T], of_teacher // (e * C * H_T) if predicted.teacher else 0)
+        # A copy of a single chunk, made at the end of the forward, has that shape too.
+        copies = inputs.strategy != "store" and inputs.num_tokens == C * inputs.num_parts
+        chunks_of_it = of_teacher // (e * C * H_T) if predicted.teacher else 0
+        alone = when == "forward" and not chunks_of_it
+        expected = max(chunks_of_it, int(copies)) if alone else chunks_of_it + copies * (when != "forward")
+        counted["[C, H_t]"] = (seen[dtype, C, H_T], expected)
     # Triton's interpreter and gloo hold on to the last arguments that they were given.
     if when == "forward":
         # A sum and a maximum of each tile; what is left of the division are the marks.

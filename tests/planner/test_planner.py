@@ -258,6 +258,8 @@ def test_predicted_bytes_of_worked_examples(strategy, others, expected):
 #: H_t of 32 in bf16: logits and some statistics of a token, and with sequence parallelism its hidden states.
 BESIDE = {"teacher_hidden_size": 32, "teacher_itemsize": 2, "logits_backend": "gemm_rows"}
 OF_TEACHER = 2000 * (2 * 1000 + 4 * 80)
+#: And all of its hidden states, where the backward reads them.
+COPY = 2 * 32 * 5000
 
 
 @pytest.mark.parametrize(
@@ -266,17 +268,24 @@ OF_TEACHER = 2000 * (2 * 1000 + 4 * 80)
         # The head above beside a teacher. Gradients are saved, in the matrix of the logits.
         ("store", {}, 10000 * 1000 + OF_TEACHER),
         ("store", {"dtype": "float16"}, 10000 * 1000 + OF_TEACHER),
-        ("recompute", {}, 4000 * 1000 + OF_TEACHER + 4000 * 64),
-        ("recompute", {"teacher_itemsize": 4}, 4000 * 1000 + OF_TEACHER + 4000 * 1000 + 4000 * 64),
-        ("grad_in_forward", {}, 4000 * 1000 + OF_TEACHER + 4000 * 64 + 4 * 1000 * 64),
+        ("recompute", {}, 4000 * 1000 + OF_TEACHER + 4000 * 64 + COPY),
+        ("recompute", {"teacher_itemsize": 4}, 8000 * 1000 + OF_TEACHER + 4000 * 64 + 2 * COPY),
+        # Made again, they take more than in the forward, where H is so small.
+        ("grad_in_forward", {}, 4000 * 1000 + OF_TEACHER + 4000 * 64 + COPY),
+        ("grad_in_forward", {"hidden_size": 128}, 4000 * 1000 + OF_TEACHER + 4000 * 128 + 4 * 1000 * 128),
         # Both sides' logits in fp32 beside the gradient.
-        ("recompute", {"logit_precision": "fp32"}, 4000 * 1000 + OF_TEACHER + 12000 * 1000 + 4000 * 64),
+        ("recompute", {"logit_precision": "fp32"}, 16000 * 1000 + OF_TEACHER + 4000 * 64 + COPY),
         # Over two ranks one chunk at a time is under way: two more of gathered hidden states wait.
-        ("recompute", {"tp_size": 2, "num_parts": 2}, 4000 * 1000 + OF_TEACHER + 4000 * 32 + 4 * 4000 * 64),
+        (
+            "recompute",
+            {"tp_size": 2, "num_parts": 2},
+            4000 * 1000 + OF_TEACHER + 4000 * 32 + 4 * 4000 * 64 + COPY // 2,
+        ),
     ],
 )
 def test_predicted_bytes_beside_a_teacher(strategy, others, expected):
-    asked = PlanInputs(5000, 64, 1000, strategy=strategy, chunk_tokens=2000, **{**BESIDE, **others})
+    sizes = {"num_tokens": 5000, "hidden_size": 64, "num_rows": 1000, "chunk_tokens": 2000}
+    asked = PlanInputs(**{"strategy": strategy, **sizes, **BESIDE, **others})
     assert plan(asked).predicted_peak_bytes == expected + 32 * 5000 + 40 * 2000 + 64 * MIB
 
 
