@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation
+from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, fused_linear_topk_distillation
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.kernels import (
     gemm_variants,
@@ -61,7 +61,7 @@ KERNELS = PACKAGE / "kernels"
 GROUPS = ("rows", "portable", "hopper")
 #: Modules whose kernels a group must launch, all of them.
 MODULES = {
-    "rows": ("row_kernels", "token_kernels", "upstream_kernels"),
+    "rows": ("row_kernels", "divergence", "token_kernels", "upstream_kernels"),
     "portable": ("scaled_exp", "scaled_exp_rows"),
     "hopper": ("scaled_exp_hopper",),
 }
@@ -225,6 +225,39 @@ def distillation(device: torch.device) -> None:
     assert_within(made, exact, eager, dtype)
 
 
+def divergence(device: torch.device) -> None:
+    """Reverse KL from a teacher with less padding, labels of some columns beside it."""
+    inputs = make_inputs("plain", **row_sizes(torch.float32))
+    generator, real = torch.Generator().manual_seed(5), 320
+    of_teacher = [torch.randn(size, generator=generator) / 8 for size in ((23, 3, 24), (325, 24))]
+    there = on(inputs, device)
+    hidden, weight = there.hidden.requires_grad_(), there.weight.requires_grad_()
+    loss = fused_linear_distillation(
+        hidden,
+        weight,
+        *(x.to(device) for x in of_teacher),
+        divergence="reverse_kl",
+        labels=there.labels.clamp(0, real - 1),
+        label_weights=0.5,
+        config=FusedCEConfig(num_chunks=2, row_backend="triton", true_vocab_size=real),
+    ).loss
+    loss.backward(there.grad_loss)
+    exact, rows = (x.detach().double().requires_grad_() for x in (inputs.hidden, inputs.weight))
+    z_s, z_t = (
+        (x @ y.t())[..., :real] for x, y in ((exact, rows), (of_teacher[0].double(), of_teacher[1].double()))
+    )
+    log_s, log_t = z_s.log_softmax(-1), z_t.log_softmax(-1)
+    labels = inputs.labels.t().clamp(0, real - 1).unsqueeze(-1)
+    true = (log_s.exp() * (log_s - log_t)).sum(-1) - 0.5 * log_s.gather(-1, labels).squeeze(-1)
+    true.t().backward(inputs.grad_loss.double())
+    assert hidden.grad is not None and weight.grad is not None
+    made = loss.detach(), hidden.grad, weight.grad
+    for value, right in zip(made, (true.detach().t(), exact.grad, rows.grad), strict=True):
+        assert right is not None
+        error = relative_error(value.cpu(), right)
+        assert error < 5 * FLOOR[torch.float32], error
+
+
 def shards(device: torch.device) -> None:
     """Two shards of strided rows, merged by every one of the token kernels."""
     generator = torch.Generator().manual_seed(4)
@@ -326,7 +359,7 @@ def checks_of_rows() -> dict[str, Check]:
         sizes = row_sizes(torch.float32, vocab)
         made[f"{vocab} columns"] = head("plain", sizes, strategy="store", **rows)
     made["from id 1000"] = head("odd-labels", row_sizes(torch.float32), 1000, **rows)
-    return made | {"outputs": outputs, "distillation": distillation}
+    return made | {"outputs": outputs, "distillation": distillation, "divergence": divergence}
 
 
 def checks_of_exp(device: torch.device) -> dict[str, Check]:

@@ -36,6 +36,7 @@ def test_the_workload_is_right_and_launches_every_kernel(group, device, monkeypa
             "shards",
             "outputs",
             "distillation",
+            "divergence",
             "rescaling",
             "upstream",
             "outlier",
