@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
-from megatron_fused_ce.kernels.records import LN_2, LOG2_E, LabelTerm, Side
+from megatron_fused_ce.kernels.records import DIVERGENCES, LN_2, LOG2_E, SERIES_UP_TO, LabelTerm, Side
 from megatron_fused_ce.kernels.row_kernels import _exp, rounds_products
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
@@ -48,12 +48,11 @@ SUMS_BLOCK = 2048
 SUMS_WARPS = 4
 GRADIENT_BLOCK = 2048
 GRADIENT_WARPS = 4
-KINDS = ("forward_kl", "reverse_kl", "jsd")
-_FORWARD_KL = tl.constexpr(0)
-_JSD = tl.constexpr(2)
+_FORWARD_KL = tl.constexpr(DIVERGENCES.index("forward_kl"))
+_JSD = tl.constexpr(DIVERGENCES.index("jsd"))
 _LN_2 = tl.constexpr(LN_2)
 _LOG2_E = tl.constexpr(LOG2_E)
-_SERIES_UP_TO = tl.constexpr(0.25)
+_SERIES_UP_TO = tl.constexpr(SERIES_UP_TO)
 #: exp of less is 0.
 _FAR = tl.constexpr(128.0)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
@@ -421,7 +420,7 @@ def _rounds_products(student: Side, teacher: Side) -> bool:
 def divergence_sums(
     student: Side,
     teacher: Side,
-    kind: str,  # of KINDS
+    kind: str,  # of DIVERGENCES
     beta: float,  # jsd
     valid_columns: Tensor | None,  # int64 [1]; None: all of the student's
 ) -> Tensor:
@@ -458,7 +457,7 @@ def divergence_sums(
             1.0 - beta,
         ),
         BLOCK=min(SUMS_BLOCK, next_power_of_2(num_columns)),
-        KIND=KINDS.index(kind),
+        KIND=DIVERGENCES.index(kind),
         MASKED=valid_columns is not None,
         STUDENT_SOFTCAP=student.softcap is not None,
         TEACHER_SOFTCAP=teacher.softcap is not None,
@@ -469,7 +468,7 @@ def divergence_sums(
 def divergence_gradients(
     student: Side,
     teacher: Side,
-    kind: str,  # of KINDS
+    kind: str,  # of DIVERGENCES
     beta: float,  # jsd
     valid_columns: Tensor | None,  # int64 [1]; None: all of the student's
     kl_student: Tensor | None,  # fp32 [C], of all shards; None for forward_kl
@@ -522,7 +521,7 @@ def divergence_gradients(
             any_label.temperature,
         ),
         BLOCK=block,
-        KIND=KINDS.index(kind),
+        KIND=DIVERGENCES.index(kind),
         MASKED=valid_columns is not None,
         STUDENT_SOFTCAP=student.softcap is not None,
         TEACHER_SOFTCAP=teacher.softcap is not None,

@@ -15,6 +15,9 @@ from torch import Tensor
 #: Divergences of a student from a teacher: KL(p_t || p_s), KL(p_s || p_t), generalized Jensen-Shannon.
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
+#: Up to it the exp(x) - 1 - x of a divergence is its series.
+SERIES_UP_TO = 0.25
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 

@@ -10,11 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import LabelTerm, Side
+from megatron_fused_ce.kernels.records import SERIES_UP_TO, LabelTerm, Side
 from megatron_fused_ce.logits.rows_torch import masked_columns, row_blocks, scaled_logits, softcap_gradient
-
-#: Up to it exp(x) - 1 - x is its series.
-SERIES_UP_TO = 0.25
 
 
 class _Pair(NamedTuple):

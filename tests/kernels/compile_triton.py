@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 
 from megatron_fused_ce.kernels import (
     divergence,
+    records,
     row_kernels,
     scaled_exp,
     scaled_exp_rows,
@@ -108,9 +109,9 @@ ROWS = {
 _SIDES = ("MASKED", "STUDENT_SOFTCAP", "TEACHER_SOFTCAP")
 DIVERGENCES = {
     f"divergence_{name}, {kind}": Kernel(
-        launch, {"BLOCK": block, "KIND": divergence.KINDS.index(kind)}, options, {"out_ptr": "*bf16"}
+        launch, {"BLOCK": block, "KIND": records.DIVERGENCES.index(kind)}, options, {"out_ptr": "*bf16"}
     )
-    for kind in divergence.KINDS
+    for kind in records.DIVERGENCES
     for name, launch, block, options in (
         ("sums", divergence._divergence_sums, divergence.SUMS_BLOCK, _SIDES),
         (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.kernels import divergence, gemm_variants, row_kernels, scaled_exp_rows
+from megatron_fused_ce.kernels import divergence, gemm_variants, records, row_kernels, scaled_exp_rows
 from megatron_fused_ce.kernels.records import Side, TileStatistics
 from megatron_fused_ce.logits import divergence_torch, rows_torch
 from megatron_fused_ce.loss import PLAIN, TokenTerms, Upstream, merge_shards
@@ -71,7 +71,7 @@ def test_row_kernels_at_far_rows(logits, device):
     torch.testing.assert_close(far, expected, rtol=8e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", divergence.KINDS)
+@pytest.mark.parametrize("kind", records.DIVERGENCES)
 def test_a_divergence_of_far_rows(logits, kind, device):
     """Both sides and what is written; then in place."""
     near = logits[0]
