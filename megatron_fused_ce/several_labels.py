@@ -29,13 +29,13 @@ from megatron_fused_ce.autograd import FusedLinearCrossEntropy, Gradients, diffe
 from megatron_fused_ce.call import Call, CallSpec, Context, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, rows_torch
-from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients, write_logits
+from megatron_fused_ce.kernels.records import RowStatistics
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, rows_torch
+from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients
 from megatron_fused_ce.loss import TokenLogProbs, TokenOutputs, TokenTerms, Upstream
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
 from megatron_fused_ce.parallel import VocabParallel
-from megatron_fused_ce.phases import phase
 from megatron_fused_ce.targets import Targets, in_token_order
 
 #: Labels of a token, at most: their places are written as int16.
@@ -62,35 +62,21 @@ class _Gathering(_WithLabels):
     label_logits: Tensor  # fp32 [T, K], written: of any shard; -inf for a label that no shard has
     row_max: Tensor  # fp32 [T], written: of this shard
 
-    def logits_gemm(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: ChunkTargets,
-        sample: Tensor | None,
-        out: Tensor | None,
-        with_argmax: bool,
-    ) -> Scores:
+    def statistics(self, logits: Tensor, targets: ChunkTargets, with_argmax: bool) -> RowStatistics:
         """Collectives: a MAX all-reduce of fp32 ``[C, K]`` (R > 1), before the statistics."""
-        assert out is not None
-        tokens, form, inv_temperature = targets.labels, targets.form, targets.inv_temperature
-        with phase("logits"):
-            write_logits(hidden, weight, out)
-        with phase("statistics"):
-            columns = self.columns[tokens].long()
-            products = out.gather(1, columns.clamp(min=0))
-            s = rows_torch.scaled_logits(products, targets.logit_scale, form.softcap)
-            if inv_temperature is not None:
-                s.mul_(inv_temperature.unsqueeze(1))
-            s = torch.where(columns >= 0, s.clamp_(min=LOWEST), -torch.inf)
-            self.comm.take_largest_(s)
-            best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
-            stats = self.rows.row_statistics(
-                out, best, targets.logit_scale, with_argmax, form, None, inv_temperature
-            )
-            self.label_logits.index_copy_(0, tokens, s)
-            self.row_max.index_copy_(0, tokens, stats.row_max)
-        return Scores(stats)
+        tokens, inv_temperature = targets.labels, targets.inv_temperature
+        columns = self.columns[tokens].long()
+        products = logits.gather(1, columns.clamp(min=0))
+        s = rows_torch.scaled_logits(products, targets.logit_scale, targets.form.softcap)
+        if inv_temperature is not None:
+            s.mul_(inv_temperature.unsqueeze(1))
+        s = torch.where(columns >= 0, s.clamp_(min=LOWEST), -torch.inf)
+        self.comm.take_largest_(s)
+        best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
+        stats = super().statistics(logits, targets._replace(labels=best), with_argmax)
+        self.label_logits.index_copy_(0, tokens, s)
+        self.row_max.index_copy_(0, tokens, stats.row_max)
+        return stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,19 +126,6 @@ class _Scattering(_WithLabels):
         out.scatter_(1, columns, torch.where(here, grad.to(out.dtype), out.gather(1, columns)))
         return LogitsGrad(out)
 
-    def grad_recomputed(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: ChunkTargets,
-        terms: TokenTerms,
-        upstream: Upstream,
-        logits: Tensor,
-        out: Tensor,
-    ) -> LogitsGrad:
-        write_logits(hidden, weight, logits)
-        return self.grad_from_saved(logits, None, targets, terms, upstream, out)
-
 
 def _stand_ins(columns: Tensor) -> tuple[Tensor, Tensor]:
     """Columns to read and write, ``[C, K]``, and the place among the K of each.
@@ -181,7 +154,7 @@ def _of_column(shares: Tensor, columns: Tensor, place: Tensor, scratch: Tensor) 
 class LabelLogProbs(FusedLinearCrossEntropy):
     """The head with an output more, log-probabilities in the labels' shape; then entropy and sum of squares.
 
-    Collectives: those of :class:`.FusedLinearCrossEntropy`; :meth:`_Gathering.logits_gemm`'s behind each
+    Collectives: those of :class:`.FusedLinearCrossEntropy`; :meth:`_Gathering.statistics`'s behind each
     chunk's first GEMM; a MAX all-reduce of fp32 ``[T]`` after the last (R > 1).
     """
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import loss, versions
-from megatron_fused_ce.kernels.records import Merged
+from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, rows_torch
 from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
 from megatron_fused_ce.phases import phase
@@ -42,16 +42,20 @@ class GemmThenRows:
         with phase("logits"):
             write_logits(hidden, weight, out)
         with phase("statistics"):
-            stats = self.rows.row_statistics(
-                out,
-                targets.labels,
-                targets.logit_scale,
-                with_argmax,
-                targets.form,
-                targets.soft,
-                targets.inv_temperature,
-            )
-        return Scores(stats)
+            return Scores(self.statistics(out, targets, with_argmax))
+
+    def statistics(self, logits: Tensor, targets: ChunkTargets, with_argmax: bool) -> RowStatistics:
+        """Of the rows of a chunk's logits ``[C, V]``."""
+        stats: RowStatistics = self.rows.row_statistics(
+            logits,
+            targets.labels,
+            targets.logit_scale,
+            with_argmax,
+            targets.form,
+            targets.soft,
+            targets.inv_temperature,
+        )
+        return stats
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> None:
         return None
@@ -81,7 +85,7 @@ class GemmThenRows:
         out: Tensor,
     ) -> LogitsGrad:
         write_logits(hidden, weight, logits)
-        return row_gradients(self.rows, logits, targets, terms, upstream, out)
+        return self.grad_from_saved(logits, None, targets, terms, upstream, out)
 
     def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
         raise NotImplementedError("its gradients have no row scale")
