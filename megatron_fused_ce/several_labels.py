@@ -36,7 +36,7 @@ from megatron_fused_ce.loss import TokenLogProbs, TokenOutputs, TokenTerms, Upst
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
 from megatron_fused_ce.parallel import VocabParallel
-from megatron_fused_ce.targets import Targets, in_token_order
+from megatron_fused_ce.targets import Targets, columns_of, in_token_order
 
 #: Labels of a token, at most: their places are written as int16.
 MOST_LABELS = 2**15
@@ -291,8 +291,6 @@ def several_log_probs(call: Call) -> TokenLogProbs:
 
 def _columns(labels: Tensor, spec: CallSpec, call: Call) -> Tensor:
     """Columns of this shard, int32, in the labels' shape."""
-    columns = labels - spec.vocab_start
+    columns = columns_of(labels, spec, call.config)
     here = (columns >= 0) & (columns < call.weight.shape[0])
-    if call.config.true_vocab_size is not None:
-        here &= labels < call.config.true_vocab_size
     return torch.where(here, columns, NOT_HERE).masked_fill_(labels == EMPTY, EMPTY).to(torch.int32)

@@ -107,7 +107,7 @@ def _in_columns(
     """The targets of all tokens, with columns of this shard in the place of global ids."""
     labels, config = call.labels, call.config
     ids = in_token_order(labels, labels, spec.comm.num_parts).to(torch.int64)
-    local, ignored = _local(ids, spec, config), None
+    local, ignored = columns_of(ids, spec, config), None
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local = local.masked_fill(ignored, -1)
@@ -133,11 +133,11 @@ def _soft_targets(teacher: TeacherTargets, spec: CallSpec, config: FusedCEConfig
         for part in (teacher.ids.to(torch.int64), teacher.log_probs.detach().float())
     )
     once = merge_duplicates(ids, log_probs)
-    local = _local(once.ids, spec, config).view(k, parts, -1)
+    local = columns_of(once.ids, spec, config).view(k, parts, -1)
     return SoftTargets(local, once.probs.view(k, parts, -1))
 
 
-def _local(ids: Tensor, spec: CallSpec, config: FusedCEConfig) -> Tensor:
+def columns_of(ids: Tensor, spec: CallSpec, config: FusedCEConfig) -> Tensor:
     """Columns of this shard for global ids. No shard has one in the padding that is masked."""
     # Of several ranks the first subtracts too: all run the same operators.
     whole = spec.comm.size == 1 and spec.vocab_start == 0
