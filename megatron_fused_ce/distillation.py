@@ -48,9 +48,8 @@ class Teacher(NamedTuple):
         if flat.is_cuda and (flat.stride(-1) != 1 or flat.stride(0) % 8 or flat.data_ptr() % 16):
             flat = flat.clone(memory_format=torch.contiguous_format)  # which TMA can load
         if given.sequence_parallel and not comm.sequence_parallel and comm.size > 1:
-            whole = flat.new_empty(comm.size * flat.shape[0], flat.shape[1])
-            comm.gather(flat, whole).wait()
-            flat = whole
+            flat, gathering = comm.gathered(flat)
+            gathering.wait()
         elif comm.sequence_parallel and not given.sequence_parallel:
             flat = flat.view(comm.num_parts, -1, flat.shape[-1])
         weights = given.label_weights
@@ -85,10 +84,7 @@ class TeacherChunk(NamedTuple):
 
         Collectives: starts one all-gather of them, with sequence parallelism.
         """
-        if self.comm is None:
-            return self.part, DONE
-        whole = self.part.new_empty(self.comm.size * self.part.shape[0], self.part.shape[1])
-        return whole, self.comm.gather(self.part, whole)
+        return (self.part, DONE) if self.comm is None else self.comm.gathered(self.part)
 
 
 def check(

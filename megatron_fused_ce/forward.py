@@ -162,10 +162,7 @@ def _start_sample(context: Context, weight: Tensor) -> tuple[Tensor | None, Work
     if not context.chunks:
         return None, DONE
     rows = context.spec.logits.sample_rows(weight, comm.size, context.spec.form)
-    if rows is None or comm.size == 1:
-        return rows, DONE
-    sample = rows.new_empty(comm.size * rows.shape[0], rows.shape[1])
-    return sample, comm.gather(rows, sample)
+    return (None, DONE) if rows is None else comm.gathered(rows)
 
 
 def _start_merge(context: Context, stats: RowStatistics) -> Merge:

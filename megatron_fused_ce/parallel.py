@@ -224,6 +224,13 @@ class VocabParallel:
             return DONE
         return _start(_all_gather, out, part.contiguous(), beside=self.beside, group=self.group)
 
+    def gathered(self, part: Tensor) -> tuple[Tensor, Work]:
+        """:meth:`gather` into a new tensor ``[R * k, H]``; over one rank ``part`` ``[k, H]`` itself."""
+        if self.size == 1:
+            return part, DONE
+        whole = part.new_empty(self.size * part.shape[0], part.shape[1])
+        return whole, self.gather(part, whole)
+
     def reduce_grad_hidden(self, partial: Tensor, out: Tensor) -> Work:
         """Start summing ``partial`` ``[C, H]`` over the ranks into this rank's ``out`` ``[n, H]``.
 

@@ -391,6 +391,6 @@ def _gathered(comm: VocabParallel, hidden: Tensor) -> Tensor:
     """Hidden states of the group, ``[T, H]``. Collectives: an all-gather with sequence parallelism."""
     if comm.num_parts == 1:
         return hidden
-    whole = hidden.new_empty(comm.size * hidden.shape[0], hidden.shape[1])
-    comm.gather(hidden, whole).wait()
+    whole, gathering = comm.gathered(hidden)
+    gathering.wait()
     return whole
