@@ -155,9 +155,6 @@ class CallSpec(NamedTuple):
     chunks: tuple[Chunk, ...]
     logits: LogitsBackend
     why_not_scaled_exp: str
-    #: the same backend, of a student beside its teacher
-    divergence: Divergence | None
-    num_rows: int  # of this rank's weight
     #: whether the logits backend cannot load hidden states or weight as they lie, and copies them
     copies: tuple[bool, bool]
     form: LossForm
@@ -179,6 +176,11 @@ class CallSpec(NamedTuple):
             self.history.broken.add(self.key)
             self.history.forget_specs()  # they were made with the promise
             self.head.say(broken_promise(self.head, self.key))
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The logits backend, of a student beside its teacher."""
+        return self.logits if isinstance(self.logits, Divergence) else None
 
     @property
     def wgrad_at_once(self) -> bool:
@@ -359,9 +361,8 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
     # Not this rank's view of the head: another head of the group may have as many rows here.
     head = HeadOfGroup(call.head.number, settled.shard_sizes, call.weight.shape[1])
     plan = _plan(call, comm, settled, logits, head in history.broken)
-    divergence = None
     if call.distillation is not None:
-        logits = divergence = _divergence_of(call, call.distillation, logits)
+        logits = _divergence_of(call, call.distillation, logits)
     num_tokens = call.hidden.shape[:-1].numel()
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(call, comm, settled)
@@ -373,8 +374,6 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         chunks=plan.cut.chunks,
         logits=logits,
         why_not_scaled_exp=why_not,
-        divergence=divergence,
-        num_rows=call.weight.shape[0],
         copies=choose.must_copy(logits, call.hidden, call.weight),
         form=LossForm.of(
             replace(call.config, logit_softcap=softcap),
@@ -385,7 +384,7 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
             outputs=call.outputs,
             saves_logits=logits.saves_logits,
             differentiable=call.differentiable,
-            soft=call.teacher is not None or divergence is not None,
+            soft=call.teacher is not None or call.distillation is not None,
             zero_unknown=call.zero_unknown,
         ),
         logit_scale=logit_scale,

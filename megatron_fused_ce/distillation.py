@@ -38,8 +38,8 @@ class Teacher(NamedTuple):
     sample: Tensor | None = None  # [S, H_t]: see LogitsBackend.sample_rows
 
     @staticmethod
-    def of(given: Distillation, num_rows: int, labels: Tensor, comm: VocabParallel) -> Teacher:
-        """A call's. ``num_rows``: of the student's weight.
+    def of(given: Distillation, num_rows: int, label_weights: Tensor | None, comm: VocabParallel) -> Teacher:
+        """A call's, with ``label_weights`` ``[parts, n]``. ``num_rows``: of the student's weight.
 
         Collectives: one all-gather of ``[T, H_t]``, where the teacher's tokens are split over the ranks and
         the student's are not.
@@ -52,11 +52,7 @@ class Teacher(NamedTuple):
             gathering.wait()
         elif comm.sequence_parallel and not given.sequence_parallel:
             flat = flat.view(comm.num_parts, -1, flat.shape[-1])
-        weights = given.label_weights
-        if weights is not None:
-            weights = weights.detach().float()
-            weights = (weights.t() if labels.dim() == 2 else weights).reshape(comm.num_parts, -1)
-        return Teacher(flat, given.weight.detach()[:num_rows], weights)
+        return Teacher(flat, given.weight.detach()[:num_rows], label_weights)
 
     def kept(self, kept: Kept, part: int) -> Teacher:
         """That of the tokens to work on."""

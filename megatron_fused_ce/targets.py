@@ -117,7 +117,10 @@ def _in_columns(
     if call.teacher is not None:
         soft = _soft_targets(call.teacher, spec, config)
     elif call.distillation is not None:
-        soft = Teacher.of(call.distillation, spec.num_rows, labels, spec.comm)
+        beside = call.distillation.label_weights
+        if beside is not None:
+            beside = in_token_order(beside.detach().float(), labels, spec.comm.num_parts)
+        soft = Teacher.of(call.distillation, call.weight.shape[0], beside, spec.comm)
     weights = None
     if token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = token_weights.float()

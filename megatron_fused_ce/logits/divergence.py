@@ -32,7 +32,7 @@ from megatron_fused_ce.logits import (
     divergence_torch,
     rows_torch,
 )
-from megatron_fused_ce.logits.gemm_rows import write_logits
+from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
 from megatron_fused_ce.loss import PLAIN, LossForm, TokenOutputs, TokenTerms, Upstream
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
@@ -363,9 +363,10 @@ _ENTROPY = LossForm(with_weighted=True, outputs=("entropy",))
 
 
 def divergence_rows(device: torch.device, requested: str) -> tuple[ModuleType, ModuleType]:
-    """Row passes of a divergence and of statistics: Triton's on CUDA, else plain PyTorch, or as requested."""
-    if requested == "triton" or (requested == "auto" and device.type == "cuda"):
-        from megatron_fused_ce.kernels import divergence, row_kernels
+    """Row passes of a divergence and of statistics: as :func:`.gemm_then_rows` has the second."""
+    statistics = gemm_then_rows(device, requested).rows
+    if statistics is rows_torch:
+        return divergence_torch, statistics
+    from megatron_fused_ce.kernels import divergence
 
-        return divergence, row_kernels
-    return divergence_torch, rows_torch
+    return divergence, statistics
