@@ -168,13 +168,11 @@ class MaskedCall(NamedTuple):
 
         ``product``: ``hidden @ weight.T`` at the kept ids.
         """
-        z = product * self.logit_scale
-        softcap_grad = z.new_ones(())
         cap = self.form.softcap
+        z = rows_torch.scaled_logits(product, self.logit_scale, cap)
+        softcap_grad = z.new_ones(())
         if cap is not None:
-            e = (z.abs() * (-2 / cap)).exp()
-            softcap_grad = 4 * e / (1 + e).square()
-            z = cap * torch.tanh(z / cap)
+            softcap_grad = rows_torch.softcap_gradient(product, self.logit_scale, cap)
         if self.inv_temperature is not None:
             z = z * self.inv_temperature[tokens].unsqueeze(-1)
         return z.masked_fill(~sets.real, -torch.inf), softcap_grad
