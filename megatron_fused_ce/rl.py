@@ -117,10 +117,8 @@ def token_log_probs(
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
-    if batch_first and isinstance(hidden, Tensor) and hidden.dim() == 3:
-        hidden = hidden.transpose(0, 1)
     return log_probs_of_head(
-        hidden,
+        _sequence_first(hidden, batch_first),
         weight,
         labels,
         {
@@ -230,6 +228,12 @@ def _wrong_entropy(entropy: str) -> ValueError | None:
     return ValueError(f"entropy is {entropy!r}; choose one of {', '.join(ENTROPY_CHOICES)}")
 
 
+def _sequence_first(hidden: Tensor, batch_first: bool) -> Tensor:
+    """``[b, s, H]`` as ``[s, b, H]``."""
+    is_batch = batch_first and isinstance(hidden, Tensor) and hidden.dim() == 3
+    return hidden.transpose(0, 1) if is_batch else hidden
+
+
 def _widened(hidden: Tensor, weight: Tensor) -> Tensor:
     """Half-precision hidden states cast to fp32 if the weight is fp32."""
     if not (isinstance(hidden, Tensor) and isinstance(weight, Tensor)):
@@ -265,19 +269,15 @@ def token_divergence(
 
     Source: on-policy distillation, Agarwal et al. 2024 (arXiv:2306.13649).
     """
-    hidden = _widened(student_hidden, student_weight), _widened(teacher_hidden, teacher_weight)
     if batch_first is None and isinstance(student_hidden, Tensor) and student_hidden.dim() == 3:
         raise ValueError(
             f"student_hidden is {tuple(student_hidden.shape)}: give batch_first=True for [b, s, H], or False "
             "for [s, b, H]"
         )
-    if batch_first:
-        student, teacher = (
-            of_side.transpose(0, 1) if isinstance(of_side, Tensor) and of_side.dim() == 3 else of_side
-            for of_side in hidden
-        )
-    else:
-        student, teacher = hidden
+    student, teacher = (
+        _sequence_first(_widened(hidden, weight), bool(batch_first))
+        for hidden, weight in ((student_hidden, student_weight), (teacher_hidden, teacher_weight))
+    )
     return fused_linear_distillation(
         student, student_weight, teacher, teacher_weight, divergence=divergence, **options
     )
