@@ -53,16 +53,16 @@ def backward_of_nonzero(
     again (sequence parallelism).
     """
     chunks, comm = context.chunks, context.spec.comm
-    captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    sizes, nonzero = None, upstream.loss
-    if chunks and not captured:
-        found = reduce(torch.logical_or, [grad != 0 for grad in upstream.given])
-        nonzero = largest_over_ranks(found.to(torch.uint8), comm.group)
-        of_parts = [nonzero[:, chunk.start : chunk.stop].sum(1).amax() for chunk in chunks]
-        counts = HostCopy(torch.stack(of_parts)).read()
-        sizes = [num_kept(count, chunk.num_tokens) for count, chunk in zip(counts, chunks, strict=True)]
-    if sizes is None or sizes == [chunk.num_tokens for chunk in chunks]:
-        return backward(context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad)
+    of_all = context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
+    if not chunks or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return backward(*of_all)
+    found = reduce(torch.logical_or, [grad != 0 for grad in upstream.given])
+    nonzero = largest_over_ranks(found.to(torch.uint8), comm.group)
+    of_parts = [nonzero[:, chunk.start : chunk.stop].sum(1).amax() for chunk in chunks]
+    counts = HostCopy(torch.stack(of_parts)).read()
+    sizes = [num_kept(count, chunk.num_tokens) for count, chunk in zip(counts, chunks, strict=True)]
+    if sizes == [chunk.num_tokens for chunk in chunks]:
+        return backward(*of_all)
     of_chunks = [
         Kept.of(nonzero[:, chunk.start : chunk.stop], size) for chunk, size in zip(chunks, sizes, strict=True)
     ]
