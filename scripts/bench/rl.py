@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from functools import partial
-from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.peers import one_line, verl_linear_cross_entropy
@@ -162,14 +159,6 @@ def _without_verl() -> str | None:
     return None
 
 
-def _without_ids() -> str | None:
-    try:
-        token_log_probs(torch.zeros(1, 1), torch.zeros(2, 1), torch.zeros(1, 2, dtype=torch.int64))
-    except (TypeError, ValueError):
-        return "this package takes one label a token"
-    return None
-
-
 def cases_of(given: argparse.Namespace, cell: Cell) -> list[Case]:
     """Strategy ``auto`` within ``--memory-mb``."""
     why_not = _without_verl()
@@ -177,11 +166,11 @@ def cases_of(given: argparse.Namespace, cell: Cell) -> list[Case]:
     over = {"over_verl": VERL}
 
     def ours(name: str, strategy: str, grads: Any = one, kind: Kind = PLAIN, **more: Any) -> Case:
-        options = {key: more.pop(key) for key in ("why_not", "over") if key in more}
+        compared = more.pop("over", over)
         if strategy == "auto":
             more["memory_mb"] = given.memory_mb
         made = partial(_ours, strategy, kind=kind, **more)
-        return Case(name, made, kind, grads, **{"over": over, **options})
+        return Case(name, made, kind, grads, over=compared)
 
     first = given.strategies[0]
     forward = {"over_verl": VERL + FORWARD}
@@ -200,24 +189,16 @@ def cases_of(given: argparse.Namespace, cell: Cell) -> list[Case]:
     per_token = Kind(per_token=True)
     found.append(ours(f"temperature per token, {first}", first, both, per_token, entropy="differentiable"))
     whole = {"over_log_prob": f"log-probability, {first}"}
-    absent = _without_ids()
     for count, name in product((K for K in LABELS if cell.vocab >= K), given.strategies):
         grads, kind = (("log_prob", f"of_{count}_ids"),), Kind(num_ids=count)
-        case = ours(f"{count} labels, {name}", name, grads, kind, why_not=absent, over=over | whole)
+        case = ours(f"{count} labels, {name}", name, grads, kind, over=over | whole)
         found.append(case)
-    known = signature(token_log_probs).parameters
-    absent = None if "active_mask" in known else "this package has no active_mask"
     grads, kind = (("log_prob", "of_active"),), Kind(masked=True)
-    found.append(
-        ours(f"half of the tokens active, {first}", first, grads, kind, why_not=absent, over=over | whole)
-    )
-    skipping: dict[str, Any] = {"skip_zero_upstream": True}
-    if "skip_zero_upstream" not in (field.name for field in fields(FusedCEConfig)):
-        skipping = {"why_not": "this package has no skip_zero_upstream"}
+    found.append(ours(f"half of the tokens active, {first}", first, grads, kind, over=over | whole))
     for share in SHARES:
         grads = (("log_prob", f"of_share_{share}"),)
         name = f"upstream of {share:.0%} of the tokens, {first}"
-        found.append(ours(name, first, grads, **{"over": over | whole, **skipping}))
+        found.append(ours(name, first, grads, over=over | whole, skip_zero_upstream=True))
     for count in (K for K in KEPT if cell.vocab >= K):
         found.append(Case(f"{count} kept ids", partial(_masked, count), Kind(kept=count), both, over=over))
     return found
