@@ -245,21 +245,16 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         entropy = fused_ce_request.entropy
         counts_correct = self.fused_ce_log_accuracy and token_weights.values is not None
         out = linear_cross_entropy(
-            Call(
+            self._call(
                 input_,
                 weight,
                 labels,
-                tp_group=self.tp_group,
-                sequence_parallel=self.sequence_parallel,
-                token_weights=token_weights.values,
-                vocab_start=self._vocab_start,
+                token_weights,
                 config=self._config_of_call(fused_ce_request.config, token_weights, entropy),
                 outputs=(("correct",) if counts_correct else ())
                 + (("entropy",) if entropy != "none" else ()),
                 differentiable=("entropy",) if entropy == "differentiable" else (),
                 with_argmax=self.fused_ce_with_argmax and self.training,
-                unmasked=token_weights.unmasked,
-                open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
                 uses_in_flight=1 + (getattr(self.config, "mtp_num_layers", None) or 0),
                 head=_head_of(self),
             )
@@ -273,27 +268,35 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             fused_ce_request.local_argmax = out.local_argmax.view(in_sequence)
         return out.loss, None
 
-    @property
-    def _vocab_start(self) -> int:
-        return self.tp_group.rank() * self.output_size_per_partition  # type: ignore[no-any-return]
+    def _call(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, token_weights: TokenWeights, **more: Any
+    ) -> Call:
+        """A call with all that follows from the layer and its token weights."""
+        return Call(
+            hidden,
+            weight,
+            labels,
+            tp_group=self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            token_weights=token_weights.values,
+            vocab_start=self.tp_group.rank() * self.output_size_per_partition,
+            unmasked=token_weights.unmasked,
+            open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
+            **more,
+        )
 
     def _divergence(self, hidden: Tensor, weight: Tensor, request: _DivergenceRequest) -> Tensor:
         token_weights = request.token_weights
         no_labels = torch.full(request.shape[1::-1], -1, dtype=torch.int64, device=hidden.device)  # [b, s]
         out = linear_cross_entropy(
-            Call(
+            self._call(
                 hidden,
                 weight,
                 no_labels,
-                tp_group=self.tp_group,
-                sequence_parallel=self.sequence_parallel,
-                token_weights=token_weights.values,
-                vocab_start=self._vocab_start,
+                token_weights,
                 config=self._config_of_call(request.config, token_weights),
                 distillation=request.teacher,
                 temperature=request.temperature,
-                unmasked=token_weights.unmasked,
-                open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
                 head=_head_of(self, "distillation by "),
             )
         )
