@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce import autocast, masked_tokens, promise
-from megatron_fused_ce.backward import PrecomputedGrads, Saved, backward, scale_precomputed
+from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, backward, scale_precomputed
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.forward import forward
@@ -66,9 +67,10 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
 
 
 class ForBackward(NamedTuple):
-    """What a forward saves for its backward, beside hidden states and weight."""
+    """What a forward saves for its backward, beside hidden states, weight and the chunks' tensors."""
 
-    saved: Saved
+    last_hidden: Tensor | None
+    matrix: Tensor | None
     soft: SoftTargets | Teacher | None
     inv_temperature: Tensor | None
     ignored: Tensor | None
@@ -79,17 +81,18 @@ def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
     """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
     parts: list[Any] = []
     for part in structure:
-        is_leaf = part is None or isinstance(part, Tensor)
-        if is_leaf:
+        if isinstance(part, tuple):
+            parts.append(take_apart(part, tensors))
+        else:
             tensors.append(part)
-        parts.append(None if is_leaf else take_apart(part, tensors))
-    return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+            parts.append(None)
+    return tuple.__new__(type(structure), parts)
 
 
 def put_together(structure: Any, tensors: Iterator[Tensor | None]) -> Any:
     """The inverse of :func:`take_apart`."""
     parts = [next(tensors) if part is None else put_together(part, tensors) for part in structure]
-    return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+    return tuple.__new__(type(structure), parts)
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -127,11 +130,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # Saved tensors go through autograd, which frees them with the graph; gradients made in the
             # forward are used up by the first backward.
             ctx.context, ctx.gradients = context, out.gradients
-            tensors: list[Tensor | None] = []
-            for_backward = ForBackward(
-                out.saved, _soft(targets, spec), targets.inv_temperature, targets.ignored, kept
-            )
-            ctx.structure = take_apart(for_backward, tensors)
+            chunks, *of_all = out.saved
+            tensors: list[Tensor | None] = [*chain.from_iterable(chunks)]
+            of_call = _soft(targets, spec), targets.inv_temperature, targets.ignored, kept
+            ctx.num_of_chunks = len(tensors)
+            ctx.structure = take_apart(ForBackward(*of_all, *of_call), tensors)
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not copies_hidden
             ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
@@ -163,7 +166,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             return None, None, *no_others
         hidden, weight, *tensors = ctx.saved_tensors
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        for_backward: ForBackward = put_together(ctx.structure, iter(tensors))
+        saved_chunks = zip(*[iter(tensors[: ctx.num_of_chunks])] * len(SavedChunk._fields), strict=True)
+        for_backward: ForBackward = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))
         kept, device, spec = for_backward.kept, weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
         upstream = _upstream(grad_outputs, spec, for_backward.ignored)
@@ -190,7 +194,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     promise.count(result is not None)
                 if result is None:
                     soft, inv_temperature = for_backward.soft, for_backward.inv_temperature
-                    saved = for_backward.saved
+                    chunks = tuple(map(SavedChunk._make, saved_chunks))
+                    saved = Saved(chunks, for_backward.last_hidden, for_backward.matrix)
                     of_call = context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
                     result = backward_of_nonzero(*of_call) if spec.skip_zero_upstream else backward(*of_call)
         except BaseException:

@@ -81,7 +81,8 @@ class RowScales:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self.of_rows: Tensor | None = None  # [n] fp32, None for 1
+        #: [n] fp32: whose product scales the rows; none for 1
+        self.factors: tuple[Tensor, ...] = ()
 
     def put(self, chunk: Chunk, grad: LogitsGrad) -> None:
         """Those of a chunk."""
@@ -90,11 +91,11 @@ class RowScales:
         assert grad.upstream is not None
         row_scale, upstream = map(self._context.own_part, (grad.row_scale, grad.upstream))
         if len(self._context.chunks) == 1:
-            self.of_rows = row_scale * upstream
+            self.factors = row_scale, upstream  # the launch that scales the rows multiplies them
             return
-        if self.of_rows is None:
-            self.of_rows = row_scale.new_ones(self._context.num_tokens)
-        torch.mul(row_scale, upstream, out=self.of_rows[chunk.start : chunk.stop])
+        if not self.factors:
+            self.factors = (row_scale.new_ones(self._context.num_tokens),)
+        torch.mul(row_scale, upstream, out=self.factors[0][chunk.start : chunk.stop])
 
 
 def backward(
@@ -318,9 +319,10 @@ def _finished(context: Context, grad_hidden: GradHidden | None, row_scales: RowS
         return None
     grad_hidden.wait()
     rows = grad_hidden.rows
-    if row_scales.of_rows is not None:
+    if row_scales.factors:
+        row_scale, *upstream = row_scales.factors
         with phase("grad-hidden"):
-            context.spec.logits.scale_rows(rows, row_scales.of_rows, rows)
+            context.spec.logits.scale_rows(rows, row_scale, rows, *upstream)
     return rows
 
 

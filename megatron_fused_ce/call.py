@@ -121,9 +121,10 @@ class Call(NamedTuple):
         hidden = self.hidden
         if getattr(hidden, "is_cuda", False) and hidden.get_device() != torch.cuda.current_device():
             return torch.cuda.device(hidden.device)
-        return nullcontext()
+        return _NOTHING
 
 
+_NOTHING = nullcontext()
 #: Fields that no spec depends on, or that have a kind of their own in :func:`_key`.
 _NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
 #: Fields that ranks may have each their own: their tensors' rows, what they find by themselves
@@ -310,7 +311,7 @@ def _key(call: Call) -> Hashable | None:
     try:
         others = _others_in_key(call)
         key = (
-            tuple(map(_kind, _tensors_in_key(call))),
+            *[given if given is None else _kind(given) for given in _tensors_in_key(call)],
             others,
             tuple(map(type, others)),  # True and 1 are equal
             kind_of(call.open_grad_weight),

@@ -30,7 +30,7 @@ is then that of ``recompute``.
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -351,5 +351,7 @@ class _Differentiate:
         if self._grad_weight is not None:
             with phase("grad-weight"):
                 total = self._grad_weight.total(self._inv_scale)
-        made = PrecomputedGrads(self._token_weights, total, rows, self._row_scales.of_rows)
+        factors = self._row_scales.factors
+        row_scale = reduce(torch.mul, factors) if factors else None
+        made = PrecomputedGrads(self._token_weights, total, rows, row_scale)
         return Saved(tuple(self._saved)), made

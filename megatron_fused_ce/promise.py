@@ -68,7 +68,7 @@ _counting = threading.Lock()
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Head:
     """One head: the calls of one output layer, or of all callers that name none."""
 
@@ -77,7 +77,7 @@ class Head:
     #: unlike id(), never reused; the same on every rank that makes its heads in the same order
     number: int = field(default_factory=lambda: next(_numbers))
     #: tells the user
-    say: Callable[[str], None] = field(default=warnings.warn, compare=False)
+    say: Callable[[str], None] = warnings.warn
 
 
 #: The head of calls that name none.
