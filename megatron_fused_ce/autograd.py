@@ -130,11 +130,11 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # Saved tensors go through autograd, which frees them with the graph; gradients made in the
             # forward are used up by the first backward.
             ctx.context, ctx.gradients = context, out.gradients
-            chunks, *of_all = out.saved
-            tensors: list[Tensor | None] = [*chain.from_iterable(chunks)]
-            of_call = _soft(targets, spec), targets.inv_temperature, targets.ignored, kept
+            saved = out.saved
+            tensors: list[Tensor | None] = [*chain.from_iterable(saved.chunks)]
             ctx.num_of_chunks = len(tensors)
-            ctx.structure = take_apart(ForBackward(*of_all, *of_call), tensors)
+            of_call = _soft(targets, spec), targets.inv_temperature, targets.ignored, kept
+            ctx.structure = take_apart(ForBackward(saved.last_hidden, saved.matrix, *of_call), tensors)
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not copies_hidden
             ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
@@ -144,7 +144,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if kept is not None:
             outputs = outputs.map(kept.put_back)
         outputs = _fill_ignored(outputs, targets.ignored)
-        outputs = outputs.map(lambda whole: _own(in_labels_layout(whole, in_batch)))
+        outputs = outputs.map(lambda whole: _returned(whole, in_batch))
         if spec.form.outputs or spec.with_argmax:
             with_grad = {"loss", *spec.form.differentiable}
             without = [each for name, each in outputs._asdict().items() if name not in with_grad]
@@ -241,8 +241,12 @@ def _verdict(
     return scale, Verdict(found, scale, lost, spec.comm.group)
 
 
-def _own(result: Tensor) -> Tensor:
-    """Not a view, which autograd would let nobody change in place once the forward has returned it."""
+def _returned(result: Tensor, in_batch: tuple[int, int] | None) -> Tensor:
+    """In the labels' layout, and not a view, which autograd would let nobody change in place once the forward
+    has returned it."""
+    if in_batch is not None and in_batch[0] == 1 and result.dim() == 1 and not result._is_view():
+        return result.unsqueeze_(0)  # one operator in place of two
+    result = in_labels_layout(result, in_batch)
     return result.data if result._is_view() else result
 
 

@@ -46,10 +46,10 @@ Gradients = tuple[Tensor | None, Tensor | None]
 class SavedChunk(NamedTuple):
     """Tensors of a chunk saved for the backward."""
 
-    labels: Tensor  # [C] int64
+    labels: Tensor | None  # [C] int64; None with a row_scale
     #: [C, V]: its logits, or E; None where they are computed again, or part of :attr:`Saved.matrix`
     matrix: Tensor | None
-    #: [C] fp32: see LogitsBackend.finalize. Where it is there, the terms are not needed.
+    #: [C] fp32: see LogitsBackend.finalize. Where it is there, neither labels nor terms are needed.
     row_scale: Tensor | None
     terms: Tensor | None  # [4, C] fp32: Merged.terms
     target_mass: Tensor | None  # [C] fp32, of soft targets
@@ -257,7 +257,7 @@ def _by_columns(
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     everything = Chunk(0, 0, num_tokens)
     context = context._replace(chunks=(everything,))
-    labels = torch.cat([chunk.labels for chunk in saved])
+    labels = torch.cat([chunk.labels for chunk in saved if chunk.labels is not None])
     entropies = [chunk.entropy for chunk in saved if chunk.entropy is not None]
     terms = TokenTerms.of(
         torch.cat([chunk.terms for chunk in saved if chunk.terms is not None], -1),

@@ -192,6 +192,10 @@ class CallSpec(NamedTuple):
     def gradients_in_forward(self) -> bool:
         return self.plan.strategy == "grad_in_forward" and any(self.needs_grad)
 
+    @property
+    def backward_reads_labels(self) -> bool:
+        return not (self.plan.strategy == "store" and self.logits.saves_e)
+
     def stores(self, chunk: Chunk) -> bool:
         """Whether the forward saves the chunk's logits, or ``E``."""
         return chunk.index < self.plan.stored_chunks and any(self.needs_grad)
@@ -245,20 +249,21 @@ class Context(NamedTuple):
     def targets(
         self,
         chunk: Chunk,
-        labels: Tensor,  # [C]
+        labels: Tensor | None,  # [C]; None where a backward does not read them
         soft: SoftTargets | Teacher | None,
         inv_temperature: Tensor | None,  # [parts, n]
     ) -> ChunkTargets:
         """What the logits backend takes of one chunk beside hidden states and weight."""
         spec = self.spec
         if isinstance(soft, Teacher):
+            assert labels is not None
             return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))
         if soft is not None:
             soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
         if inv_temperature is not None:
             inv_temperature = self.split(inv_temperature, chunk)
         alone = spec.comm.size == 1
-        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)
+        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)  # type: ignore[arg-type]
 
     def _teacher_of(self, chunk: Chunk, teacher: Teacher) -> TeacherChunk:
         weights, comm = teacher.label_weights, self.spec.comm

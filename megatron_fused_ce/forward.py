@@ -274,7 +274,8 @@ class _Save:
             # A single chunk's is the caller's, too, who may change it.
             entropy = outputs.entropy.clone() if len(context.chunks) == 1 else outputs.entropy
         terms = None if row_scale is not None else merged.terms
-        labels, mass = scored.targets.labels, merged.extra.target_mass
+        labels = None if row_scale is not None else scored.targets.labels
+        mass = merged.extra.target_mass
         self._saved.append(SavedChunk(labels, matrix, row_scale, terms, mass, entropy))
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, None]:

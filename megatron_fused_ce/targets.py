@@ -111,7 +111,7 @@ def _in_columns(
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local = local.masked_fill(ignored, -1)
-    elif any(spec.needs_grad) and local.data_ptr() == labels.data_ptr():
+    elif any(spec.needs_grad) and spec.backward_reads_labels and local.data_ptr() == labels.data_ptr():
         local = local.clone()  # whose caller may refill its buffer before the backward
     soft: SoftTargets | Teacher | None = None
     if call.teacher is not None:
