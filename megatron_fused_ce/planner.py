@@ -73,6 +73,14 @@ SWEEP_TOKENS_PER_BYTE = 355 / 12
 #: (740 TFLOP/s and 4.3 TB/s; 4 % at H = 4096).
 ROWS_HIDDEN_SIZE = 172
 
+#: The host waits once in a backward of ``grad_in_forward``, and a GPU then has nothing to do until the host
+#: has launched what follows. That takes some 0.5 ms, whatever the head: of three GEMMs of 0.8 TFLOP as much
+#: as half (T = 4096, H = 1024, V = 32064: 1.63 to 1.78, store 1.13 to 1.22), of 26 nothing that can be told
+#: (T = 8192, H = 4096, V = 128256; one H200). ``auto`` does without it for a GPU's head of fewer FLOP a call.
+#: An estimate: not measured in between.
+SMALLEST_FLOP_TO_WAIT = 3e12
+WAITS_IN_WORDS = "grad_in_forward waits for the host in each backward, which a head this small shows"
+
 #: The scaled-exp GEMM keeps a sum and a maximum (fp32) of each token and tile of 256 columns, and
 #: a mark (int32) of each 64 tokens and tile; mostly one sum more where it saves logits.
 TILE_BYTES = 8
@@ -230,6 +238,12 @@ class PlanInputs:
         return (2 if self.wgrad_accumulator == "none" else 3) + teacher
 
     @property
+    def shows_the_wait(self) -> bool:
+        """Whether the GEMMs are too short to hide the wait of ``grad_in_forward``."""
+        flop = 2 * self.num_gemms * self.num_tokens * self.hidden_size * self.num_rows
+        return self.device != "cpu" and flop < SMALLEST_FLOP_TO_WAIT
+
+    @property
     def saves_e(self) -> bool:
         """Whether the saved matrix gets its rows' factors later: ``E``, or the gradient of a divergence."""
         if self.teacher_hidden_size:
@@ -345,6 +359,12 @@ class Plan:
         return "" if self.chosen_for is None else _why(self.chosen_for, self)
 
     @property
+    def waits_for_host(self) -> bool:
+        """Whether the device starves while the host looks at the promise of ``grad_in_forward``."""
+        inputs = self.chosen_for
+        return self.strategy == "grad_in_forward" and inputs is not None and inputs.shows_the_wait
+
+    @property
     def predicted_peak_bytes(self) -> int:
         """Predicted peak bytes beside inputs, ``grad_hidden`` and the wgrad accumulator."""
         return self.memory.total
@@ -368,7 +388,8 @@ def plan(inputs: PlanInputs) -> Plan:
 
     A strategy or chunks named by the user are taken as they are. Without a budget, ``auto`` may use what
     ``grad_in_forward`` would need with the user's chunks, or its own: short sequences then take ``store``,
-    longer ones ``grad_in_forward`` if the token weights are known, else ``mixed``. Chunks are as long as
+    longer ones ``grad_in_forward`` if the token weights are known and the head is not too small for its wait,
+    else ``mixed``. Chunks are as long as
     :meth:`PlanInputs.longest_chunk` says, and shorter only if the budget asks for it. If nothing fits, the
     smallest plan is returned, with its figure in :attr:`Plan.why`.
 
@@ -437,6 +458,8 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
     inputs = replace(inputs, strategy="auto", token_weights_known=True)
     budget = budget_bytes(inputs)
     options = _options(inputs, budget)
+    if inputs.shows_the_wait:
+        options += _pure_options(inputs, "grad_in_forward")
     best = []
     for name in ("store", "grad_in_forward", "mixed", "recompute", "recompute by columns"):
         of_it = [option for option in options if option.name == name]
@@ -811,7 +834,7 @@ def _option(
 
 def _pure_strategies(inputs: PlanInputs) -> tuple[str, ...]:
     """The strategies that ``auto`` may take, except ``mixed``."""
-    if inputs.token_weights_known:
+    if inputs.token_weights_known and not inputs.shows_the_wait:
         return "store", "grad_in_forward", "recompute"
     return "store", "recompute"
 
@@ -903,7 +926,8 @@ def _why(inputs: PlanInputs, chosen: Plan) -> str:
         return "the loss is not what grad_in_forward was promised"
     if inputs.strategy != "auto":
         within = "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
-        return f"asked for by name{within}"
+        waits = f"; {WAITS_IN_WORDS}" if chosen.waits_for_host else ""
+        return f"asked for by name{within}{waits}"
     budget = budget_bytes(inputs)
     if chosen.predicted_peak_bytes > budget:
         return _why_nothing_fits(inputs, chosen)
@@ -930,7 +954,8 @@ def _why_best(inputs: PlanInputs, budget: int, options: list[Plan], best: Plan) 
             continue
         needed = [option.predicted_peak_bytes for option in options if option.strategy == strategy]
         if not needed:
-            others.append("grad_in_forward needs token weights")
+            known = inputs.token_weights_known
+            others.append(WAITS_IN_WORDS if known else "grad_in_forward needs token weights")
         elif min(needed) <= budget:
             others.append(f"{strategy} is no faster")
         elif _size(inputs, min(needed)) == _size(inputs, budget):

@@ -6,8 +6,11 @@ token. :func:`fit_scalar` finds ``c`` and whether that holds, on the device; the
 backward (:class:`Verdict`). Where it does not hold, nothing has been added anywhere yet: the backward drops
 these gradients and makes them again as ``recompute`` does. So a wrong promise costs time, never a gradient.
 
-The host waits for one number: on a real launch that cannot be told from the noise, since the host is ahead by
-the head's whole forward there.
+The host waits for one number, and the device then waits for what the host launches next: nothing beside the
+GEMMs of a large head, half of those of a small one (``planner.SMALLEST_FLOP_TO_WAIT``). It cannot be left
+out. The upstream gradient is made in the backward, and ``grad_hidden`` goes on from there: a wrong one could
+not be called back. Kernels that read the flag themselves would have to be launched in every backward, with
+buffers for a second pass and, over several ranks, its collectives.
 """
 
 from __future__ import annotations

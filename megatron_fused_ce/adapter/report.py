@@ -187,6 +187,8 @@ def _say_plan(layer: Any, chosen: Plan, of_stock: str, why_not: str, before: str
         f"about {size_in_words(chosen.predicted_peak_bytes)} for the head; {of_stock}"
     )
     notes = [chosen.why] if config.strategy == "auto" else []
+    if chosen.waits_for_host and not notes:
+        notes.append(planner.WAITS_IN_WORDS)
     if config.logits_backend == "gemm_rows":
         notes.append("logits backend gemm_rows (asked for)")
     elif why_not:

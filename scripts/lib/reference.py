@@ -41,6 +41,8 @@ class HeadInputs:
     temperature: Tensor | None = None
     #: ``[b, s, K]`` bool: the classes that the softmax of a token is over; None for all
     kept: Tensor | None = None
+    #: GEMMs that make the logits: the order in which one sums depends on its shape
+    gemms: int = 1
 
 
 Change = Callable[[Tensor], Tensor]
@@ -246,7 +248,10 @@ def _logits(
     options = inputs.config
     hidden = inputs.hidden.detach().to(dtype).requires_grad_()
     weight = inputs.weight.detach().to(dtype).requires_grad_()
-    logits = hidden @ weight.t() if roundings is None else roundings.of_logits(hidden, weight)
+    if roundings is None:
+        logits = torch.cat([part @ weight.t() for part in hidden.chunk(inputs.gemms)])
+    else:
+        logits = roundings.of_logits(hidden, weight)
     wide = logits if dtype == torch.float64 else logits.float()
     z = wide * inputs.logit_scale
     if options.logit_softcap is not None:

@@ -584,8 +584,8 @@ FAULTS = (
     Fault(
         "row scales of every chunk are the last one's",
         f"{PACKAGE}/backward.py",
-        "out=self.of_rows[chunk.start : chunk.stop]",
-        "out=self.of_rows[: chunk.num_tokens]",
+        "out=self.factors[0][chunk.start : chunk.stop]",
+        "out=self.factors[0][: chunk.num_tokens]",
         (f"{SCALED_EXP} -k 'against_fp64 and plain and store'",),
     ),
     Fault(
