@@ -235,9 +235,11 @@ def _verdict(
     """The scalar for gradients made in the forward, and what the host must know of the upstream gradient."""
     if made is None and lost is None:
         return None, None
-    scale, found = None, torch.zeros((), dtype=torch.int64, device=upstream.loss.device)
+    scale = None
     if made is not None:
         scale, found = promise.fit_scalar(upstream.loss, made.token_weights)
+    else:
+        found = torch.zeros((), dtype=torch.int64, device=upstream.loss.device)
     return scale, Verdict(found, scale, lost, spec.comm.group)
 
 
