@@ -74,10 +74,10 @@ SWEEP_TOKENS_PER_BYTE = 355 / 12
 ROWS_HIDDEN_SIZE = 172
 
 #: The host waits once in a backward of ``grad_in_forward``, and a GPU then has nothing to do until the host
-#: has launched what follows. That takes some 0.5 ms, whatever the head: of three GEMMs of 0.8 TFLOP as much
-#: as half (T = 4096, H = 1024, V = 32064: 1.63 to 1.78, store 1.13 to 1.22), of 26 nothing that can be told
-#: (T = 8192, H = 4096, V = 128256; one H200). ``auto`` does without it for a GPU's head of fewer FLOP a call.
-#: An estimate: not measured in between.
+#: has launched what follows: 0.4 to 0.6 ms for one chunk, 1 ms for several. Of three GEMMs, beside ``store``
+#: (one H100, triton 3.6, H = 1024, V = 32064, one call or four in a row): T = 512 7.4 and 5.5, 2048 3.4 and
+#: 2.3, 4096 1.8 and 1.2, 8192 (1.6 TFLOP) 1.4 and 1.0, 16384 (3.2 TFLOP) 1.28 and 1.05 with ``recompute`` at
+#: 1.43. ``auto`` does without it for a GPU's head of fewer FLOP a call.
 SMALLEST_FLOP_TO_WAIT = 3e12
 WAITS_IN_WORDS = "grad_in_forward waits for the host in each backward, which a head this small shows"
 
