@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_fused_ce.adapter.arguments import FLAG, PREFIX
 
-#: Run by ``site`` if one of the flags is on the command line. The package may have been uninstalled since; under
+#: Run by ``site`` if a flag is on the command line. The package may have been uninstalled since; under
 #: torchrun the launcher has already said so.
 _CODE = """
 import os, sys
