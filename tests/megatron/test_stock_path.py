@@ -77,6 +77,19 @@ def test_a_layer_laid_out_otherwise_stays(name):
     assert reason is not None and name in reason
 
 
+def test_a_parametrized_weight_stays_unread():
+    """A spectral norm takes a step at each read, and Megatron's layer makes so many."""
+    model = GPTModel()
+    model.output_layer.weight = torch.nn.Parameter(torch.randn(6, 4))
+    torch.nn.utils.parametrizations.spectral_norm(model.output_layer)
+    (norm,) = model.output_layer.parametrizations.weight
+    before = norm._u.clone()
+    assert "a parametrization of its output layer" in stock_path.reason_at_build(model, None)
+    with pytest.raises(ValueError, match="a parametrization of its output layer"):
+        stock_path.refuse_processor(model.output_layer, adopted=False)
+    assert torch.equal(norm._u, before)
+
+
 def at_build(where, name, value, joined=False):
     """The reason of a head that has one attribute set otherwise."""
     model, arguments = GPTModel(), types.SimpleNamespace()
