@@ -43,7 +43,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Mark a backward whose own derivative does not exist.
+    """Mark a backward of context, saved tensors and upstream gradients whose own derivative does not exist.
 
     With ``create_graph=True`` its results depend on the upstream gradients and on the saved inputs by a
     function that raises where somebody differentiates it. torch's ``once_differentiable`` puts its error
@@ -52,15 +52,15 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> Gradients:
+        saved = ctx.saved_tensors  # once: a checkpoint has them no more
         if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
+            return backward(ctx, saved, *grads)
         if ctx.needs_input_grad[0] and not getattr(ctx, "saves_input", True):
             raise RuntimeError(f"{_REFUSED}, and with skip_masked no backward under create_graph=True")
-        sources = [*grads, *ctx.saved_tensors[:2]]  # before the backward may free them
         with torch.no_grad():
-            made = backward(ctx, *grads)
-        leaf = torch.zeros((), device=ctx.saved_tensors[1].device, requires_grad=True)
-        refusing: Gradients = _NoSecondDerivative.apply(len(made), *made, *sources, leaf)
+            made = backward(ctx, saved, *grads)
+        leaf = torch.zeros((), device=saved[1].device, requires_grad=True)
+        refusing: Gradients = _NoSecondDerivative.apply(len(made), *made, *grads, *saved[:2], leaf)
         return refusing
 
     return once
@@ -147,6 +147,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         outputs = outputs.map(lambda whole: _returned(whole, in_batch))
         if spec.form.outputs or spec.with_argmax:
             with_grad = {"loss", *spec.form.differentiable}
+            if isinstance(targets.soft, Teacher) and targets.soft.label_weights is None:
+                with_grad.add("divergence")  # the loss
             without = [each for name, each in outputs._asdict().items() if name not in with_grad]
             without += local_max, local_argmax
             ctx.mark_non_differentiable(*(each for each in without if each is not None))
@@ -154,7 +156,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+    def backward(ctx: Any, saved_tensors: tuple[Tensor, ...], *grads: Tensor | None) -> Gradients:
         """Collectives: the verdict's (:class:`.promise.Verdict`) where gradients were made in the forward or
         tokens were skipped; then :func:`.backward.backward`'s, or
         :func:`.zero_upstream.backward_of_nonzero`'s."""
@@ -164,7 +166,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         no_others = (None,) * len(others)
         if all(grad is None for grad in grad_outputs):
             return None, None, *no_others
-        hidden, weight, *tensors = ctx.saved_tensors
+        hidden, weight, *tensors = saved_tensors
         hidden = hidden.reshape(-1, hidden.shape[-1])
         saved_chunks = zip(*[iter(tensors[: ctx.num_of_chunks])] * len(SavedChunk._fields), strict=True)
         for_backward: ForBackward = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))
@@ -273,7 +275,7 @@ def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Ten
 def _upstream(grads: TokenOutputs, spec: CallSpec, ignored: Tensor | None) -> Upstream:
     """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32.
 
-    That of ``log_prob`` is taken into the loss's, where the loss is plain.
+    That of ``log_prob`` is taken into the loss's, where the loss is plain, and that of the divergence.
     """
 
     def in_order(grad: Tensor | None, without: Tensor | None = None) -> Tensor | None:
@@ -287,6 +289,9 @@ def _upstream(grads: TokenOutputs, spec: CallSpec, ignored: Tensor | None) -> Up
 
     loss, log_prob = in_order(grads.loss, ignored), in_order(grads.log_prob, ignored)
     lse, entropy = in_order(grads.lse), in_order(grads.entropy)
+    divergence = in_order(grads.divergence, ignored)
+    if divergence is not None:
+        loss = divergence if loss is None else loss + divergence
     if log_prob is not None and spec.form.is_plain:
         loss, log_prob = -log_prob if loss is None else loss - log_prob, None
     if loss is None:

@@ -5,7 +5,8 @@
     python -m megatron_fused_ce autoload install | status | remove
 
 ``install`` writes one line into this environment's ``site-packages``: Python then installs the import
-hook at start-up, and only in processes whose command line holds ``--fused-chunked-ce``.
+hook at start-up, and only in processes whose command line holds ``--fused-chunked-ce`` or a
+``--fused-ce-*``, which is an error by itself.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from megatron_fused_ce.adapter.arguments import FLAG
+from megatron_fused_ce.adapter.arguments import FLAG, PREFIX
 
-#: Run by ``site`` if the flag is on the command line. The package may have been uninstalled since; under
+#: Run by ``site`` if a flag is on the command line. The package may have been uninstalled since; under
 #: torchrun the launcher has already said so.
 _CODE = """
 import os, sys
@@ -36,10 +37,11 @@ else:
 
 
 def line() -> str:
-    """The line that ``site`` runs at every start of Python: short, and without effect unless the flag is
-    given."""
+    """The line that ``site`` runs at every start of Python: short, and without effect unless one of the
+    flags is given."""
     code = _CODE.format(flag=FLAG, file=path())
-    return f"import sys; {FLAG!r} in getattr(sys, 'argv', ()) and exec({code!r}, {{}})\n"
+    given = f"any(word.startswith({(FLAG, PREFIX)!r}) for word in getattr(sys, 'argv', ()))"
+    return f"import sys; {given} and exec({code!r}, {{}})\n"
 
 
 def path() -> Path:

@@ -40,6 +40,7 @@ from megatron_fused_ce.parallel import (
     check_true_vocab_size,
     collective_device,
     compare,
+    compare_numbers,
     history_of,
     raise_if_any,
 )
@@ -338,6 +339,8 @@ def _kind(value: Any) -> Hashable:
     kind = type(value)
     if isinstance(value, Tensor):
         return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    if kind is Distillation and isinstance(value.label_weights, float):
+        value = value._replace(label_weights=float)  # whose value may change from step to step
     return tuple(map(_kind, value)) if kind in (TeacherTargets, Distillation) else (kind, value)
 
 
@@ -643,11 +646,18 @@ def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int
 
 def _must_agree(call: Call) -> dict[str, str]:
     """What must be equal on every rank, in words, by the name that an error gives it."""
-    words = {name: _in_words(getattr(call, name)) for name in _AGREED}
+    words = {"grad mode": _grad_mode(call)}
+    words |= {name: _in_words(getattr(call, name)) for name in _AGREED}
     rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
     words["weight"] = _in_words(rows_differ)
     words["vocab_start given"] = str(call.vocab_start is not None)
     return words | {name: repr(value) for name, value in vars(call.config).items()}
+
+
+def _grad_mode(call: Call) -> str:
+    if not (call.hidden.requires_grad or call.weight.requires_grad):
+        return "no operand requires a gradient"
+    return "on" if torch.is_grad_enabled() else "off"
 
 
 def _in_words(value: Any) -> str:
@@ -656,7 +666,8 @@ def _in_words(value: Any) -> str:
         return ", ".join(map(_in_words, value))
     if isinstance(value, Distillation):
         rows_differ = value.weight[:0] if isinstance(value.weight, Tensor) else None
-        return ", ".join(map(_in_words, value._replace(weight=rows_differ)))
+        fields = value._replace(weight=rows_differ)._asdict()
+        return ", ".join(f"{name} {_in_words(field)}" for name, field in fields.items())
     if not isinstance(value, Tensor):
         return repr(value)
     grad = ", requires grad" if value.requires_grad else ""
@@ -673,7 +684,8 @@ def compared(
     """This call's arguments compared over the ranks of its group; ``error``: what this rank found wrong.
 
     ``of_rank``, collectives and errors are those of :func:`.parallel.compare`; ``more`` must be equal
-    on every rank, too.
+    on every rank, too. With ``config.debug_checks`` then those of :func:`.parallel.compare_numbers`, for all
+    tensors with a number for each token.
     """
     assert comm.group is not None
     shard = Shard(None, 0)
@@ -681,4 +693,13 @@ def compared(
     if error is None:
         shard = Shard(call.vocab_start, call.weight.shape[0])
         same = _must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
-    return compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
+    settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
+    if call.config.debug_checks:
+        ids, log_probs = call.teacher or (None, None)
+        beside = None if call.distillation is None else call.distillation.label_weights
+        per_token = {
+            **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
+            **{"teacher_ids": ids, "teacher_log_probs": log_probs, "label_weights": beside},
+        }
+        compare_numbers(per_token, comm.group)
+    return settled

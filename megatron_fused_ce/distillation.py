@@ -19,7 +19,7 @@ class Distillation(NamedTuple):
 
     hidden: Tensor  # [s, b, H_t] or [T, H_t], without a gradient; this rank's part with sequence_parallel
     weight: Tensor  # [V_t, H_t]
-    label_weights: Tensor | None  # the labels' shape
+    label_weights: float | Tensor | None  # a tensor is in the labels' shape
     divergence: str
     beta: float
     logit_scale: float
@@ -157,9 +157,9 @@ def check(
             "number that is not 0, and None or a finite number above 0"
         )
     weights = given.label_weights
-    if weights is not None:
-        if not given.with_labels:
-            raise ValueError("label_weights are given without labels; give both, or neither")
+    if weights is not None and not given.with_labels:
+        raise ValueError("label_weights are given without labels; give both, or neither")
+    if isinstance(weights, Tensor):
         alike = weights.shape == labels.shape and weights.device == labels.device
         if not alike or not weights.is_floating_point():
             raise ValueError(

@@ -87,7 +87,7 @@ class TokenOutputs(NamedTuple):
     predicted: Tensor | None = None  # int64: argmax s over all shards, lowest on a tie; -1 with NaN
     correct: Tensor | None = None  # bool: no logit is larger than the label's
     sum_p_squared: Tensor | None = None  # fp32: sum p**2
-    #: of a student beside its teacher: fp32, without a gradient
+    #: of a student beside its teacher: fp32, with a gradient where it is the loss
     divergence: Tensor | None = None
     teacher_log_prob: Tensor | None = None  # the teacher's of the label, at temperature 1
 

@@ -183,7 +183,10 @@ def fused_linear_token_outputs(
 
 
 class DistillationOutputs(NamedTuple):
-    """Results for each token, fp32, in the labels' shape. The loss alone has a gradient."""
+    """Results for each token, fp32, in the labels' shape.
+
+    The loss alone has a gradient, and without ``label_weights`` the divergence, which is then the same.
+    """
 
     loss: Tensor  # divergence + label_weights * cross_entropy
     divergence: Tensor
@@ -282,9 +285,8 @@ def fused_linear_distillation(
             labels = torch.full(tokens[::-1], none, dtype=torch.int64, device=hidden.device)
         elif isinstance(hidden, Tensor):
             wrong = ValueError(f"hidden has shape {tuple(hidden.shape)}; expected [s, b, H] or [T, H]")
-    if isinstance(label_weights, (int, float)) and isinstance(labels, Tensor):
-        number = float(label_weights)
-        label_weights = torch.full(labels.shape, number, dtype=torch.float32, device=labels.device)
+    if isinstance(label_weights, (int, float)):
+        label_weights = float(label_weights)
     elif label_weights is not None and not isinstance(label_weights, Tensor):
         wrong = TypeError(f"label_weights is {label_weights!r:.60}; expected a number or a tensor")
         label_weights = None

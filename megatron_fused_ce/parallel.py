@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -374,6 +374,31 @@ def raise_if_any(wrong: Tensor, words: str, group: dist.ProcessGroup | None) -> 
     if largest_over_ranks(here.clone(), group).item():
         where = "" if here.item() else "on another rank of the tensor-parallel group: "
         raise ValueError(where + words)
+
+
+def compare_numbers(per_token: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank where the numbers of a tensor differ between ranks. The host waits.
+
+    Args:
+        per_token: tensors by name, their shapes and dtypes the same on every rank; all else is left out.
+
+    Collectives: one MAX all-reduce of two fp64 a number (R > 1), but none while a CUDA graph is captured.
+
+    Raises:
+        RankDisagreement: names the tensors.
+    """
+    tensors = {name: value.flatten() for name, value in per_token.items() if isinstance(value, Tensor)}
+    numbers = torch.cat([value.detach().double() for value in tensors.values()])
+    if group is None or (numbers.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    most, least = largest_over_ranks(torch.stack((numbers, -numbers)).nan_to_num(), group)
+    parts = (most != -least).split([len(value) for value in tensors.values()])
+    differ = [name for name, part in zip(tensors, parts, strict=True) if part.any()]
+    if differ:
+        raise RankDisagreement(
+            f"the ranks of the tensor-parallel group disagree on the numbers in {', '.join(differ)}; give "
+            "the head the same on every rank"
+        )
 
 
 def joining(axes: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:

@@ -35,7 +35,7 @@ from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients
 from megatron_fused_ce.loss import TokenLogProbs, TokenOutputs, TokenTerms, Upstream
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
-from megatron_fused_ce.parallel import VocabParallel
+from megatron_fused_ce.parallel import VocabParallel, compare_numbers
 from megatron_fused_ce.targets import Targets, columns_of, in_token_order
 
 #: Labels of a token, at most: their places are written as int16.
@@ -197,9 +197,9 @@ class LabelLogProbs(FusedLinearCrossEntropy):
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
+    def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor | None) -> Gradients:
         of_log_probs, of_entropy, _ = grads
-        *of_head, columns, log_probs = ctx.saved_tensors  # once: a checkpoint has them no more
+        *of_head, columns, log_probs = saved
         shares = size = None
         if of_log_probs is not None:
             empty = (columns == EMPTY).view(of_log_probs.shape)
@@ -275,6 +275,8 @@ def several_log_probs(call: Call) -> TokenLogProbs:
     )
     with call.on_its_device():
         spec = spec_of(call)
+        if call.config.debug_checks:
+            compare_numbers({"labels": labels}, spec.comm.group)
         targets, kept = Targets.of(call, spec)
         positions = torch.arange(call.labels.numel(), device=labels.device).view(call.labels.shape)
         positions = in_token_order(positions, call.labels, spec.comm.num_parts)

@@ -118,8 +118,13 @@ def _in_columns(
         soft = _soft_targets(call.teacher, spec, config)
     elif call.distillation is not None:
         beside = call.distillation.label_weights
-        if beside is not None:
-            beside = in_token_order(beside.detach().float(), labels, spec.comm.num_parts)
+        if isinstance(beside, Tensor):
+            given, beside = beside, in_token_order(beside.detach().float(), labels, spec.comm.num_parts)
+            read_again = any(spec.needs_grad) and spec.plan.strategy != "store"  # which saves what they make
+            if read_again and beside.data_ptr() == given.data_ptr():
+                beside = beside.clone()  # as of labels
+        elif beside is not None:
+            beside = torch.full(ids.shape, beside, dtype=torch.float32, device=ids.device)
         soft = Teacher.of(call.distillation, call.weight.shape[0], beside, spec.comm)
     weights = None
     if token_weights is not None and spec.plan.strategy == "grad_in_forward":

@@ -35,6 +35,11 @@ def check_call(
                 "plain tensor: call inside the forward of the module that FSDP2 gathers it for, or pass "
                 "full_tensor(), or to_local() of tensor-parallel rows"
             )
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise TypeError(
+                f"{name} comes from torch.func (grad, jvp, vmap), which the fused head does not support: "
+                "take torch.autograd.grad, and a loop for vmap"
+            )
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device, which has no numbers; give it memory first")
     _check_types(hidden, weight, labels, token_weights)

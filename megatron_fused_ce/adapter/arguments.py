@@ -19,6 +19,8 @@ from megatron_fused_ce.config import (
 )
 
 FLAG = "--fused-chunked-ce"
+#: How the other flags begin.
+PREFIX = "--fused-ce-"
 
 
 _at_least_one = whole()
@@ -168,8 +170,33 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fused-ce-debug-checks",
         action="store_true",
-        help="compare shapes and options over the tensor-parallel ranks on every call, not only the first",
+        help="compare shapes, options and the numbers of labels, token weights and temperatures over the "
+        "tensor-parallel ranks on every call, not only shapes and options on the first",
     )
+
+
+def refuse_options_without_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Let ``parser`` end with an error where one of the other flags is not at its default without the flag.
+
+    Whatever the order of the words: they are looked at when all are parsed.
+    """
+    parse: Any = parser.parse_known_args  # which parse_args calls
+
+    def parse_known_args(*given: Any, **named: Any) -> Any:
+        parsed, rest = parse(*given, **named)
+        beside = [
+            action.option_strings[0]
+            for action in parser._actions
+            if action.option_strings
+            and action.option_strings[0].startswith(PREFIX)
+            and getattr(parsed, action.dest) != parser.get_default(action.dest)
+        ]
+        if beside and not parsed.fused_chunked_ce:
+            parser.error(f"{', '.join(beside)}: no effect without {FLAG}; give that too, or leave it out")
+        return parsed, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    return parser
 
 
 def config_from_args(args: Any) -> FusedCEConfig | None:

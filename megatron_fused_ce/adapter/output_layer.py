@@ -73,11 +73,12 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """Deferred logits and None, as stock's logits and bias; the loss ``[b, s]`` of ``labels`` ``[b, s]``
         with ``output_cross_entropy_loss``, an argument of LinearCrossEntropyModule's."""
         gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        used = self.weight if weight is None else weight
-        for_caller = deferred_logits.for_caller(used)
+        reason: str | None = stock_path.why_parametrized(self)
+        used = weight if reason or weight is not None else self.weight
+        for_caller = not reason and deferred_logits.for_caller(used)
         if torch.compiler.is_compiling():
-            reason: str | None = "it is called within torch.compile"
-        else:
+            reason = "it is called within torch.compile"
+        elif not reason:
             caller = sys._getframe(1)
             reason = stock_path.reason_at_call(self, input_, used, gathers, caller, gathers or for_caller)
         config, softcap = self.fused_ce_config, 0.0
@@ -98,6 +99,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
                 refuse = partial(stock_path.refuse_options, self.fused_ce_config, reason)
                 logits.register_hook(lambda _: refuse())
             return made
+        assert used is not None
         if output_cross_entropy_loss and config.ignore_index is None:
             config = replace(config, ignore_index=-100)
         num_parts = self.tp_group.size() if self.sequence_parallel else 1

@@ -93,6 +93,9 @@ def _why_unknown_layer(layer: Any, config: Any) -> str | None:
     name = f"{kind.__module__}.{kind.__name__}{by}"
     if not isinstance(layer, ColumnParallelLinear):
         return f"its output layer is {name}, not Megatron's ColumnParallelLinear"
+    parametrized = why_parametrized(layer)
+    if parametrized:
+        return parametrized
     plain = consumer.is_plain_forward(kind.forward) and kind.__call__ is torch.nn.Module.__call__
     if not plain or not (kind is ColumnParallelLinear or _passes_on(layer)):
         return (
@@ -103,6 +106,16 @@ def _why_unknown_layer(layer: Any, config: Any) -> str | None:
     return (
         f"its output layer has no {', '.join(missing)}, as in no Megatron that was tried" if missing else None
     )
+
+
+def why_parametrized(layer: Any) -> str:
+    """Why the layer's weight must be read as often as Megatron's layer reads it, or an empty string.
+
+    To be asked before anything reads it: a spectral norm takes a step of its power iteration at each read.
+    """
+    if "parametrizations" not in layer._modules:
+        return ""
+    return "a parametrization of its output layer changes with every read of the weight, or may"
 
 
 def _passes_on(layer: Any) -> bool:
@@ -285,7 +298,8 @@ def refuse_processor(layer: Any, adopted: bool) -> None:
         ValueError: with the reason.
     """
     config = getattr(layer, "config", None)
-    reason = None if adopted else _why_unknown_layer(layer, config)
+    reason: str | None = why_parametrized(layer)
+    reason = reason or (None if adopted else _why_unknown_layer(layer, config))
     if reason is None and not adopted and "forward" in vars(layer):
         reason = f"its forward is {name_of(layer.forward)}, which may change the logits"
     if reason is None:

@@ -7,7 +7,7 @@ from functools import wraps
 from types import ModuleType
 
 from megatron_fused_ce.adapter import layout
-from megatron_fused_ce.adapter.arguments import add_arguments, flag_given
+from megatron_fused_ce.adapter.arguments import add_arguments, flag_given, refuse_options_without_flag
 
 
 def patch(module: ModuleType) -> None:
@@ -18,6 +18,6 @@ def patch(module: ModuleType) -> None:
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if flag_given():
             layout.check_language_module()
-        return add_arguments(stock(parser))
+        return refuse_options_without_flag(add_arguments(stock(parser)))
 
     module.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]

@@ -289,7 +289,10 @@ HELP = (
 
 def help_table() -> str:
     """Of each training and length the predicted peaks without and with the flag (:func:`_saving`)."""
-    head = ["8 H100s where not said; GiB a GPU without → with the flag · saved; (does not fit)"]
+    head = [
+        "Predicted GiB a GPU, 8 H100s where not said (never run: TP 8, more than four GPUs): "
+        "without → with the flag · saved; (does not fit)"
+    ]
     head += [f"{tokens} tokens{', full recomputation' if more else ''}" for tokens, more in LENGTHS.items()]
     rows = [
         [label, *(_saving(f"{words} --seq-length {tokens} {more}") for tokens, more in LENGTHS.items())]

@@ -590,6 +590,20 @@ def test_launch_shows_the_flags_in_help(tmp_path):
     assert "fused chunked cross-entropy" in done.stdout and done.returncode == 0
 
 
+ALONE = ("--fused-ce-z-loss", "1e-4", "--fused-ce-skip-masked", "--fused-ce-merge", "auto")
+REFUSED = "error: --fused-ce-z-loss, --fused-ce-skip-masked: no effect without --fused-chunked-ce"
+
+
+def test_launch_refuses_options_without_the_flag(tmp_path):
+    """Unless they have their defaults, whatever comes first."""
+    launch = "-m", "megatron_fused_ce.launch", fake_megatron(tmp_path), "--lr", "0.5"
+    done = run_python(*launch, *ALONE)
+    assert done.returncode == 2 and REFUSED in done.stderr
+    for fine in ((*ALONE, "--fused-chunked-ce"), ("--fused-chunked-ce", *ALONE), ALONE[-2:]):
+        done = run_python(*launch, *fine)
+        assert done.returncode == 0, done.stderr
+
+
 def test_without_the_package_the_flag_is_unknown(tmp_path):
     done = run_python(fake_megatron(tmp_path), *FLAGS)
     assert done.returncode == 2 and "unrecognized arguments" in done.stderr
@@ -627,6 +641,7 @@ def test_autoload_makes_the_plain_command_work(tmp_path):
     assert "nothing removed" in run("-m", "megatron_fused_ce.autoload", "remove").stdout
     assert run("-m", "megatron_fused_ce.autoload", "install").returncode == 0
     assert run(script, *FLAGS).stdout.splitlines()[0] == "0.5 True 6"
+    assert REFUSED in run(script, *ALONE).stderr
     loaded = "import sys; print('megatron_fused_ce' in sys.modules)"
     assert run("-c", loaded).stdout.strip() == "False"
     # Uninstalled, and the line stays behind: one line where the flag is, and Megatron's parser ends the run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -74,6 +75,19 @@ def test_a_layer_laid_out_otherwise_stays(name):
     """Megatron moves an attribute: a reason in words, no AttributeError."""
     reason = stock_path.reason_at_build(GPTModel(without=name), None)
     assert reason is not None and name in reason
+
+
+def test_a_parametrized_weight_stays_unread():
+    """A spectral norm takes a step at each read, and Megatron's layer makes so many."""
+    model = GPTModel()
+    model.output_layer.weight = torch.nn.Parameter(torch.randn(6, 4))
+    torch.nn.utils.parametrizations.spectral_norm(model.output_layer)
+    (norm,) = model.output_layer.parametrizations.weight
+    before = norm._u.clone()
+    assert "a parametrization of its output layer" in stock_path.reason_at_build(model, None)
+    with pytest.raises(ValueError, match="a parametrization of its output layer"):
+        stock_path.refuse_processor(model.output_layer, adopted=False)
+    assert torch.equal(norm._u, before)
 
 
 def at_build(where, name, value, joined=False):
@@ -247,7 +261,7 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     module, name = consumer.MTP
     own = in_megatron(process_mtp_loss)
     own.__defaults__ = (None,)
-    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{name: own}))
+    monkeypatch.setattr(importlib.import_module(module), name, own, raising=False)
     consumer.learn(GPTModel)
     layer = types.SimpleNamespace(_forward_hooks={}, fused_ce_sequence_parallel=False, **OF_LAYER)
 

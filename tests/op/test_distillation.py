@@ -218,7 +218,8 @@ def test_nan_stays_with_its_token(device):
 # --- what is asked for --------------------------------------------------------------------------
 
 
-def test_the_loss_alone_has_a_gradient(device):
+def test_what_has_a_gradient(device):
+    """The loss, and the divergence where it is the loss."""
     problem = make_problem("plain", with_labels=True, label_weights=0.5, device=device)
     hidden = problem.hidden.clone().requires_grad_()
     given = hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
@@ -227,6 +228,15 @@ def test_the_loss_alone_has_a_gradient(device):
     made = fused_linear_distillation(*given)
     assert made.cross_entropy is made.teacher_cross_entropy is made.entropy is None
     assert torch.equal(made.loss, made.divergence)
+    twice = []
+    for config in (FusedCEConfig(), FusedCEConfig("grad_in_forward", ignore_index=int(problem.labels[0, 1]))):
+        options = {"labels": problem.labels, "token_weights": problem.upstream, "config": config}
+        made = fused_linear_distillation(*given, **options)
+        for loss in (made.loss * 3, made.divergence * 3, made.loss + 2 * made.divergence):
+            twice += torch.autograd.grad(loss, hidden, problem.upstream, retain_graph=True)
+        for one in twice[1:]:
+            torch.testing.assert_close(one, twice[0], rtol=1e-5, atol=1e-6)
+        twice.clear()
     with torch.no_grad():
         made = fused_linear_distillation(*given, config=FusedCEConfig(strategy="grad_in_forward"))
     assert not made.loss.requires_grad
@@ -524,19 +534,19 @@ def test_what_would_be_wrong_in_silence(device):
         fused_linear_distillation(*given[:2], *made)
 
 
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("refilled", ["teacher_hidden", "labels", "label_weights"])
 @pytest.mark.parametrize("strategy", ["store", "recompute", "grad_in_forward"])
-def test_a_teachers_buffer_is_filled_again(strategy, device):
+def test_a_buffer_is_filled_again(strategy, refilled, b, device):
     """Before the backward, as by a collective, which autograd does not count."""
-    problem = make_problem(kind="jsd", device=device)
+    problem = make_problem(kind="jsd", b=b, with_labels=True, label_weights="per token", device=device)
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
-    buffer = problem.teacher_hidden.clone()
+    buffers = {name: getattr(problem, name).clone() for name in ("teacher_hidden", "labels", "label_weights")}
     weights = problem.upstream.roll(1, 1) if strategy == "grad_in_forward" else None  # a broken promise
     config = problem.config(strategy=strategy, num_chunks=2)
-    given = hidden, weight, buffer, problem.teacher_weight
-    made = fused_linear_distillation(
-        *given, **problem.options, entropy=True, config=config, token_weights=weights
-    )
-    buffer.data.fill_(7.0)
+    options = {**problem.options, **buffers, "teacher_weight": problem.teacher_weight, "entropy": True}
+    made = fused_linear_distillation(hidden, weight, **options, config=config, token_weights=weights)
+    buffers[refilled].data.fill_(7)
     with promises(0, int(weights is not None)), catch_warnings(action="ignore"):
         made.loss.backward(problem.upstream)
     detached = DistillationOutputs(*(None if each is None else each.detach() for each in made))

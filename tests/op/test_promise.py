@@ -620,15 +620,35 @@ def test_a_hessian_vector_product_is_refused(name, operand, device):
         torch.autograd.functional.hvp(loss, given, torch.ones_like(given))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_create_graph_without_a_second_derivative(strategy, device):
-    """As some optimizers and hooks ask for it: the step is right."""
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_create_graph_without_a_second_derivative(name, checkpointed, device):
+    """As some optimizers and hooks ask for it: the step is right, and a checkpoint gives its tensors once."""
     micro = Micro(device)
+    operands = micro.hidden, micro.weight
+    head = partial(checkpoint, use_reentrant=False) if checkpointed else lambda head, micro: head(micro)
     with warnings.catch_warnings(action="ignore"):
-        made = micro.gradients(strategy, promised, create_graph=True)
-    expected = micro.gradients("recompute", promised)
+        expected = torch.autograd.grad(HEADS[name](micro).sum(), operands)
+        made = torch.autograd.grad(head(HEADS[name], micro).sum(), operands, create_graph=True)
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one.detach(), other, rtol=2e-6, atol=2e-6)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        made[0].square().sum().backward()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_transforms_of_torch_func_are_refused(name, device):
+    micro = Micro(device)
+
+    def loss(hidden):
+        micro.hidden = hidden
+        return HEADS[name](micro).sum()
+
+    hidden = micro.hidden.detach()
+    transforms = torch.func.grad(loss), torch.func.jacrev(loss), torch.func.vmap(loss)
+    for transform, given in zip(transforms, (hidden, hidden, torch.stack((hidden, hidden))), strict=True):
+        with pytest.raises(TypeError, match=r"hidden comes from torch.func .* does not support"):
+            transform(given)
 
 
 # --- CUDA graphs and streams -----------------------------------------------------------------------

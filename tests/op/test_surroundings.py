@@ -167,7 +167,9 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
     of_beside: dict[str, dict[str, Any]] = {
         "hidden": other_tensor(beside.hidden),
         "weight": other_tensor(beside.weight),
-        "label_weights": {"given": args.token_weights, "of double": args.token_weights.double()},
+        "label_weights": {
+            **{"given": args.token_weights, "of double": args.token_weights.double(), "a number": 0.5},
+        },
         "divergence": {"reverse_kl": "reverse_kl"},
         "beta": {"0.25": 0.25},
         "logit_scale": {"2.0": 2.0},
@@ -241,6 +243,9 @@ def test_every_field_of_the_arguments_is_in_the_key(device):
             seen[key] = f"{name}, {how}"
     with torch.no_grad():
         assert call._key(args) not in seen
+    beside = changes["distillation"]["label_weights, a number"]
+    annealed = beside._replace(label_weights=0.25)
+    assert call._key(args._replace(distillation=annealed)) == call._key(args._replace(distillation=beside))
     assert call._key(args._replace(unmasked=HostCopy(torch.ones(1).long()))) == call._key(args)
     assert call._key(args._replace(caller_error=ValueError())) is None
 

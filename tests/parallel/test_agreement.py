@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fused_ce import FusedCEConfig, wgrad
+from megatron_fused_ce import FusedCEConfig, fused_linear_distillation, wgrad
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import choose
 from megatron_fused_ce.op import HeadOutputs, linear_cross_entropy
-from megatron_fused_ce.parallel import history_of
+from megatron_fused_ce.parallel import RankDisagreement, history_of
+from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support.op import at_odd_offset, with_odd_rows
 from tests.support.ranks import Rank, on_ranks
@@ -315,3 +316,68 @@ def test_a_kernel_that_compiles_on_one_rank_alone(rank: Rank) -> None:
             assert out.logits_backend == "gemm_rows"
     by_name = call(config=replace(auto, logits_backend="gemm_rows"))[1]
     assert all(map(torch.equal, made, by_name))
+
+
+CHECKED = FusedCEConfig(debug_checks=True)
+
+
+def graded(head: OneHead, differs: bool) -> Any:
+    with torch.set_grad_enabled(not differs):
+        return head(token_weights=head.grad_loss, config=FusedCEConfig("grad_in_forward"))
+
+
+def log_probs(head: OneHead, function: Any = token_log_probs, **given: Any) -> Any:
+    labels = given.pop("labels", head.labels)
+    return function(head.hidden, head.weight, labels, tp_group=head.group, config=CHECKED, **given)
+
+
+def kept_ids(head: OneHead, differs: bool) -> Any:
+    mask = {"mask_ids": head.labels, "mask_offsets": torch.arange(SEQUENCE + 1, device=head.labels.device)}
+    return log_probs(head, masked_token_log_probs, temperature=per_token(head, differs), **mask)
+
+
+def distilled(head: OneHead, **given: Any) -> Any:
+    teacher = head.hidden, head.weight
+    given = {"labels": head.labels, "tp_group": head.group, **given}
+    return fused_linear_distillation(head.hidden, head.weight, *teacher, **given)
+
+
+def per_token(head: OneHead, differs: bool) -> torch.Tensor:
+    numbers = torch.ones_like(head.grad_loss)
+    numbers[3] += differs
+    return numbers
+
+
+def two_labels(head: OneHead, differs: bool) -> torch.Tensor:
+    return torch.stack((head.labels, per_token(head, differs).long()), 1)
+
+
+#: A call, told whether it is to differ on this rank, and what the error says.
+DIFFERENT: dict[str, tuple[Any, str]] = {
+    "no_grad": (graded, "grad mode: on; off"),
+    "a label weight": (lambda head, differs: distilled(head, label_weights=0.7 if differs else 0.5), "0.7"),
+    "label weights": (
+        lambda head, differs: distilled(head, label_weights=per_token(head, differs), config=CHECKED),
+        "numbers in label_weights",
+    ),
+    "temperatures": (
+        lambda head, differs: log_probs(head, temperature=per_token(head, differs)),
+        "numbers in temperature",
+    ),
+    "temperatures of kept ids": (kept_ids, "numbers in temperature"),
+    "several labels": (
+        lambda head, differs: log_probs(head, labels=two_labels(head, differs)),
+        "numbers in labels",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_one_rank_has_of_its_own_is_named(rank: Rank, what) -> None:
+    """On all ranks, whose next call is in step again."""
+    made, words = DIFFERENT[what]
+    call = OneHead(rank)
+    with pytest.raises(RankDisagreement, match=words):
+        made(call, is_last(rank))
+    made(call, False)

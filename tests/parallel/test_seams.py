@@ -553,6 +553,17 @@ def decorated(name: str, edit: Callable[[Any], Any]) -> Callable[[Use], Use]:
     return around
 
 
+def spectrally_normed(step: Step) -> Tensor:
+    """Whose weight depends on how often it was read."""
+    layer = step.model.output_layer
+    torch.manual_seed(5)  # of the vectors that it starts from
+    nn.utils.parametrizations.spectral_norm(layer)
+    loss = labels(step)
+    loss = loss + layer.parametrizations.weight[0]._u.abs().sum()
+    nn.utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+    return loss
+
+
 def hooked_everywhere(kind: str, hook: Callable[..., Any]) -> Use:
     """A hook on all modules, which does something at the head alone."""
 
@@ -830,6 +841,9 @@ ROWS = {
     ),
     "a forward pre-hook": Row(
         hooked("register_forward_pre_hook", lambda layer, given: (given[0] * 0.5, *given[1:]))
+    ),
+    "a parametrization": Row(
+        spectrally_normed, 0, 1, "a parametrization of its output layer",
     ),
     "a forward hook on all modules": Row(
         hooked_everywhere("forward", lambda layer, given, made: (made[0] * 0.5, made[1])),
