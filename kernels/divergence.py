@@ -37,6 +37,9 @@ The sums are faster than that: SMs ran at 1.98 GHz. Both passes of jsd are in th
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -118,16 +121,14 @@ def _log(v):
 
 
 @triton.jit
-def _mixture_at_top(at_top, beta, student_share):
-    """Of the class where r is ``at_top``, scalars: beta's share of m, the logarithm of the other's, and
-    log(m / p_s)."""
+def _mixture_at_top(at_top, log_m, beta, student_share):
+    """Of the class where r is ``at_top`` and log(m / p_s) is ``log_m``: beta's share of m, the logarithm of
+    the other's, and that of beta's plus r. Scalars."""
     beta, student_share = beta + 0.0 * at_top, student_share + 0.0 * at_top  # tensors, interpreted too
-    c = beta * _exp(-at_top, True)  # at most beta times V
-    m = tl.maximum(student_share + c, _SMALLEST_NORMAL)
-    log_m = _log(m)
-    share = c / m
+    share = beta * _exp(-at_top, True)  # at most beta times V
+    share = share / tl.maximum(student_share + share, _SMALLEST_NORMAL)
     less = tl.where(share < 0.25, _log_series(-tl.minimum(share, 0.25)), _log(student_share) - log_m)
-    return share, less, log_m, _log(beta) - log_m
+    return share, less, _log(beta) - log_m
 
 
 @triton.jit
@@ -219,6 +220,7 @@ def _pull(
     r,
     u,
     at_top,  # r where u is 0
+    log_m,  # log(m / p_s) there; jsd
     student_log_sum,
     teacher_log_sum,
     beta,
@@ -229,15 +231,24 @@ def _pull(
     """u, or of jsd v: what the gradient has less its mean, times ``p_s``."""
     pull = u
     if KIND == _JSD:
-        share, log_less, log_m, log_beta = _mixture_at_top(at_top, beta, student_share)
         if EXACT:
-            pull = -_log_mixture(-u, share, log_less, log_beta - r)
+            share, log_less, log_more = _mixture_at_top(at_top, log_m, beta, student_share)
+            pull = -_log_mixture(-u, share, log_less, log_more - r)
         else:
             _, _, of_student, _ = _mixture_of_rounded(
                 s, t, student_log_sum, teacher_log_sum, beta, student_share
             )
             pull = tl.where(u == 0.0, 0.0, of_student + log_m)
     return pull
+
+
+@triton.jit
+def _of_student(p_s, pull, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """``p_s * pull``: 0 where ``p_s`` is, though the pull may be infinite, or NaN as both logits are -inf."""
+    product = p_s * pull
+    if EXACT or KIND != _JSD:  # where it is finite
+        product = tl.where(p_s == 0.0, 0.0, product)
+    return product
 
 
 @triton.jit
@@ -262,6 +273,7 @@ def _both(
     student_log_sum,
     teacher_log_sum,
     log_ratio,
+    at_top,
     student_scale,
     teacher_scale,
     student_softcap,
@@ -271,8 +283,8 @@ def _both(
     TEACHER_SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """A block of both sides: s, t, r, u, p_s, p_t; r where u is 0, the teacher's log_sum that goes with t,
-    and the softcap's gradient.
+    """A block of both sides: s, t, r, u, p_s, p_t; the teacher's log_sum that goes with t, and the softcap's
+    gradient.
 
     Where no side is fp32, t is relative to the teacher's logit beside the student's largest, as u needs it.
     """
@@ -292,11 +304,8 @@ def _both(
     student_unit = student_softcap if STUDENT_SOFTCAP else student_scale
     teacher_unit = teacher_softcap if TEACHER_SOFTCAP else teacher_scale
     s, s_lost = relative(s, student_top, student_unit, EXACT)
-    at_top = -log_ratio
     if KIND != _FORWARD_KL:
         beside, _ = _unit(beside, teacher_scale, teacher_softcap, TEACHER_SOFTCAP)
-        of_beside, _ = relative(beside, teacher_top, teacher_unit, False)
-        at_top -= of_beside
         from_beside, lost = relative(t, beside, teacher_unit, EXACT)
         u = (s - from_beside) + (s_lost - lost)
     if KIND == _FORWARD_KL or EXACT:
@@ -306,11 +315,11 @@ def _both(
             u = r
     else:
         t, t_lost = from_beside, lost
-        teacher_log_sum -= of_beside
+        teacher_log_sum = student_log_sum + at_top
         r = u + at_top
     p_s = _probability(s, s_lost, student_log_sum, EXACT_S)
     p_t = _probability(t, t_lost, teacher_log_sum, EXACT_T)
-    return s, t, r, u, p_s, p_t, at_top, teacher_log_sum, slope
+    return s, t, r, u, p_s, p_t, teacher_log_sum, slope
 
 
 @triton.jit
@@ -325,6 +334,8 @@ def _add_block(
     student_log_sum,
     teacher_log_sum,
     log_ratio,
+    at_top,
+    log_m,
     student_scale,
     teacher_scale,
     student_softcap,
@@ -343,9 +354,9 @@ def _add_block(
     EXACT_S: tl.constexpr = student_ptr.dtype.element_ty == tl.float32
     EXACT: tl.constexpr = EXACT_S or teacher_ptr.dtype.element_ty == tl.float32
     columns = start + tl.arange(0, BLOCK)
-    s, t, r, u, p_s, p_t, at_top, teacher_log_sum, _ = _both(
+    s, t, r, u, p_s, p_t, teacher_log_sum, _ = _both(
         student_ptr, teacher_ptr, columns, num_columns, num_columns, student_top, teacher_top, beside,
-        student_log_sum, teacher_log_sum, log_ratio, student_scale, teacher_scale, student_softcap,
+        student_log_sum, teacher_log_sum, log_ratio, at_top, student_scale, teacher_scale, student_softcap,
         teacher_softcap, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, RAGGED,
     )  # fmt: skip
     added = _terms(
@@ -354,12 +365,10 @@ def _add_block(
     divergence += tl.where(columns < num_columns, added, 0.0) if RAGGED else added
     if KIND != _FORWARD_KL:
         pull = _pull(
-            s, t, r, u, at_top, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT
+            s, t, r, u, at_top, log_m, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT,
         )  # fmt: skip
-        there = p_s != 0.0  # else the pull may be infinite, or NaN because both logits are -inf
-        if RAGGED:
-            there &= columns < num_columns
-        mean += tl.where(there, p_s * pull, 0.0)
+        added = _of_student(p_s, pull, KIND, EXACT)
+        mean += tl.where(columns < num_columns, added, 0.0) if RAGGED else added
     return divergence, mean
 
 
@@ -367,12 +376,14 @@ def _add_block(
 def _divergence_sums_kernel(
     student_ptr,  # [C, V]
     teacher_ptr,  # [C, V_t]
-    student_top_ptr,  # [C] fp32, and the next five
+    student_top_ptr,  # [C] fp32: of _terms_of, and the next seven
     student_log_sum_ptr,
     teacher_top_ptr,
     teacher_log_sum_ptr,
     log_ratio_ptr,
     beside_ptr,
+    at_top_ptr,
+    log_m_ptr,
     valid_columns_ptr,  # [1] int64
     sums_ptr,  # [2, C] fp32, out
     student_stride,
@@ -403,20 +414,23 @@ def _divergence_sums_kernel(
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
     log_ratio = tl.load(log_ratio_ptr + row)
     beside = tl.load(beside_ptr + row)
+    at_top, log_m = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row)
     divergence = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32) if KIND != _FORWARD_KL else tl.full((), 0.0, tl.float32)
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         divergence, mean = _add_block(
             student_ptr, teacher_ptr, start, num_columns, student_top, teacher_top, beside, student_log_sum,
-            teacher_log_sum, log_ratio, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
+            teacher_log_sum, log_ratio, at_top, log_m, student_scale, teacher_scale, student_softcap,
+            teacher_softcap, beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP,
+            TEACHER_SOFTCAP, False,
         )  # fmt: skip
     if whole < num_columns:
         divergence, mean = _add_block(
             student_ptr, teacher_ptr, whole, num_columns, student_top, teacher_top, beside, student_log_sum,
-            teacher_log_sum, log_ratio, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
+            teacher_log_sum, log_ratio, at_top, log_m, student_scale, teacher_scale, student_softcap,
+            teacher_softcap, beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP,
+            TEACHER_SOFTCAP, True,
         )  # fmt: skip
     # NaN if a logit is: what is chosen by a comparison may have lost it.
     lost = (student_log_sum + teacher_log_sum) * 0.0
@@ -431,13 +445,15 @@ def _divergence_gradients_kernel(
     student_ptr,  # [C, V]
     teacher_ptr,  # [C, V_t]
     out_ptr,  # [C, V], may be student_ptr
-    student_top_ptr,  # [C] fp32, and the next six
+    student_top_ptr,  # [C] fp32: of _terms_of, and the next seven
     student_log_sum_ptr,
     teacher_top_ptr,
     teacher_log_sum_ptr,
     log_ratio_ptr,
     beside_ptr,
-    mean_ptr,
+    at_top_ptr,
+    log_m_ptr,
+    mean_ptr,  # [C] fp32
     valid_columns_ptr,  # [1] int64
     factor_ptr,  # [C] fp32
     part_ptr,  # [C, blocks] fp32, out: each block's part of the divergence
@@ -479,10 +495,11 @@ def _divergence_gradients_kernel(
     student_log_sum = tl.load(student_log_sum_ptr + row)
     EXACT_S: tl.constexpr = student_ptr.dtype.element_ty == tl.float32
     EXACT: tl.constexpr = EXACT_S or teacher_ptr.dtype.element_ty == tl.float32
-    s, t, r, u, p_s, p_t, at_top, teacher_log_sum, slope = _both(
+    at_top, log_m = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row)
+    s, t, r, u, p_s, p_t, teacher_log_sum, slope = _both(
         student_ptr, teacher_ptr, columns, num_columns, teacher_columns,
         tl.load(student_top_ptr + row), tl.load(teacher_top_ptr + row), tl.load(beside_ptr + row),
-        student_log_sum, tl.load(teacher_log_sum_ptr + row), tl.load(log_ratio_ptr + row),
+        student_log_sum, tl.load(teacher_log_sum_ptr + row), tl.load(log_ratio_ptr + row), at_top,
         student_scale, teacher_scale, student_softcap, teacher_softcap, KIND, STUDENT_SOFTCAP,
         TEACHER_SOFTCAP, True,
     )  # fmt: skip
@@ -496,9 +513,9 @@ def _divergence_gradients_kernel(
         gradient = tl.where(tl.abs(r) <= _SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
     else:
         pull = _pull(
-            s, t, r, u, at_top, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT
+            s, t, r, u, at_top, log_m, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT,
         )  # fmt: skip
-        gradient = tl.where(p_s == 0.0, 0.0, p_s * (pull - tl.load(mean_ptr + row)))
+        gradient = _of_student(p_s, pull - tl.load(mean_ptr + row), KIND, EXACT)
         if KIND == _JSD:
             gradient *= student_share
     if LABEL:
@@ -521,11 +538,23 @@ _divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS)
 _divergence_gradients = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS)
 
 
-def _terms_of(student: Side, teacher: Side) -> tuple[Tensor, ...]:
-    """``[C]`` each, in the kernels' order."""
+def _terms_of(student: Side, teacher: Side, kind: str, beta: float) -> tuple[Tensor, ...]:
+    """Both sides' ``[C]``, in the kernels' order; last r where u is 0, and of jsd log(m / p_s) there."""
     assert teacher.log_ratio is not None
-    beside = teacher.top if teacher.beside is None else teacher.beside
-    return student.top, student.log_sum, teacher.top, teacher.log_sum, teacher.log_ratio, beside
+    beside, at_top = teacher.beside, -teacher.log_ratio
+    if beside is None:
+        beside = teacher.top
+    elif teacher.softcap is None:
+        at_top = at_top - (beside - teacher.top) * teacher.scale
+    else:
+        cap = teacher.softcap
+        of_beside, of_top = (torch.tanh(of * (teacher.scale / cap)) for of in (beside, teacher.top))
+        at_top = at_top - (of_beside - of_top) * cap
+    log_m = at_top
+    if kind == "jsd":
+        log_m = torch.logaddexp(math.log(beta) - at_top, torch.full_like(at_top, math.log1p(-beta)))
+    sides = student.top, student.log_sum, teacher.top, teacher.log_sum
+    return *sides, teacher.log_ratio, beside, at_top, log_m
 
 
 def divergence_sums(
@@ -546,7 +575,7 @@ def divergence_sums(
         (
             student.logits,
             teacher.logits,
-            *_terms_of(student, teacher),
+            *_terms_of(student, teacher, kind, beta),
             student.logits if valid_columns is None else valid_columns,
             sums,
         ),
@@ -601,7 +630,7 @@ def divergence_gradients(
             student.logits,
             teacher.logits,
             out,
-            *_terms_of(student, teacher),
+            *_terms_of(student, teacher, kind, beta),
             unused if mean is None else mean,
             unused if valid_columns is None else valid_columns,
             unused if factor is None else factor,

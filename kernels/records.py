@@ -56,7 +56,7 @@ class RowOptions:
     with_weighted: bool = False
     #: and its ``squares``
     with_squares: bool = False
-    #: row passes only: and its ``rest``, and where the largest logit is
+    #: and its ``rest``, and where the largest logit is: of several, the label's or the lowest
     with_rest: bool = False
     #: scaled-exp GEMM only: round the logits to the operands' dtype before everything else
     rounded: bool = False

@@ -195,7 +195,10 @@ def _add_block(
             sums += held
     if WEIGHTED:
         # -inf times 0 on the first block and where a logit is -inf.
-        weighted = tl.where((sums == 0.0) & (held == 0.0), 0.0, weighted + sums * shift) * moved
+        empty = sums == 0.0
+        if REST:
+            empty &= held == 0.0
+        weighted = tl.where(empty, 0.0, weighted + sums * shift) * moved
         weighted += tl.where(e == 0.0, 0.0, e * t)
     if SQUARES:
         small = e * _SQUARED_UNIT
