@@ -9,9 +9,13 @@ enters in second order. Where ``abs(r) <= 1/4`` the terms are series in r, elsew
 the gradients by the student's logits s::
 
     forward_kl  KL(p_t || p_s)                              p_s - p_t
-    reverse_kl  KL(p_s || p_t)                              p_s (r - KL)
+    reverse_kl  KL(p_s || p_t)                              p_s (u - sum p_s u)
     jsd         beta KL(p_t || m) + (1 - beta) KL(p_s || m)
-                m = (1 - beta) p_s + beta p_t               (1 - beta) p_s (log(p_s / m) - KL(p_s || m))
+                m = (1 - beta) p_s + beta p_t               (1 - beta) p_s (v - sum p_s v)
+
+u is r, and v is log(p_s / m), less what they are for the class of the student's largest logit: exactly 0 for
+a class whose p_s is 1, where r and KL are two roundings of one number. Their sums serve gradients only: as
+values they have lost what h keeps (docs/math.md).
 
 What the passes must do for each element with bf16 logits, and the time that takes on an H200 for C = 8192,
 V = 128256: 4.3 TB/s of copy bandwidth; 132 SMs at 1.75 GHz issue 128 instructions a clock (0.036 ms for one
@@ -33,13 +37,16 @@ The sums are faster than that: SMs ran at 1.98 GHz. Both passes of jsd are in th
 
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import DIVERGENCES, LN_2, LOG2_E, SERIES_UP_TO, LabelTerm, Side
-from megatron_fused_ce.kernels.row_kernels import _exp, rounds_products
+from megatron_fused_ce.kernels.row_kernels import _exp, relative
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
 #: Columns that one program holds in registers at a time, and its warps: of 1024 and 2048 columns by 4 warps,
@@ -70,10 +77,11 @@ def _h(x):
 
 
 @triton.jit
-def _probability(shifted, log_sum, EXACT: tl.constexpr):
-    """``exp(shifted - log_sum)``, to :func:`._exp`'s precision."""
+def _probability(shifted, lost, log_sum, EXACT: tl.constexpr):
+    """``exp(shifted + lost - log_sum)``, to :func:`._exp`'s precision."""
     if EXACT:
         p = _exp(shifted, True) * _exp(-log_sum, True)
+        p += p * lost
     else:  # one multiply and add, and the hardware's exponential
         p = tl.exp2(shifted * _LOG2_E - log_sum * _LOG2_E)
     return p
@@ -90,21 +98,52 @@ def _kl_term(p, q, x):
 
 
 @triton.jit
-def _log(v):
-    """``log(v)`` of a normal ``v > 0``: to 5e-8 in [2/3, 4/3], elsewhere to 1 ulp more; 16 instructions."""
-    bits = v.to(tl.int32, bitcast=True)
-    above = bits - 0x3F2AAAAB  # 2/3
-    f = (bits - (above & -0x800000)).to(tl.float32, bitcast=True) - 1.0
-    # log(1 + f) / f, of degree 8 through Chebyshev's points of [-1/3, 1/3]
-    series = f * 0.1408732831478119 - 0.15403155982494354
+def _log_series(f):
+    """``log(1 + f)`` for f in [-1/3, 1/3], to a relative error of 5e-8."""
+    # log(1 + f) / f, of degree 8 through Chebyshev's points
+    series = f * 0.1408732831478119 - 0.15403153982494354
     series = series * f + 0.1398070901632309
     series = series * f - 0.16412799060344696
     series = series * f + 0.20012426376342773
     series = series * f - 0.25008025765419006
     series = series * f + 0.3333315849304199
     series = series * f - 0.4999993145465851
-    series = series * f + 1.0
-    return (above >> 23).to(tl.float32) * _LN_2 + f * series
+    return f * (series * f + 1.0)
+
+
+@triton.jit
+def _log(v):
+    """``log(v)`` of a normal ``v > 0``: to 5e-8 in [2/3, 4/3], elsewhere to 1 ulp more; 16 instructions."""
+    bits = v.to(tl.int32, bitcast=True)
+    above = bits - 0x3F2AAAAB  # 2/3
+    f = (bits - (above & -0x800000)).to(tl.float32, bitcast=True) - 1.0
+    return (above >> 23).to(tl.float32) * _LN_2 + _log_series(f)
+
+
+@triton.jit
+def _mixture_at_top(at_top, log_m, beta, student_share):
+    """Of the class where r is ``at_top`` and log(m / p_s) is ``log_m``: beta's share of m, the logarithm of
+    the other's, and that of beta's plus r. Scalars."""
+    beta, student_share = beta + 0.0 * at_top, student_share + 0.0 * at_top  # tensors, interpreted too
+    share = beta * _exp(-at_top, True)  # at most beta times V
+    share = share / tl.maximum(student_share + share, _SMALLEST_NORMAL)
+    less = tl.where(share < 0.25, _log_series(-tl.minimum(share, 0.25)), _log(student_share) - log_m)
+    return share, less, _log(beta) - log_m
+
+
+@triton.jit
+def _log_mixture(x, share, log_less, log_more):
+    """``log(1 - share + share * exp(x))``, with its own digits where it is near 0.
+
+    log_less is log(1 - share); log_more, of each class, ``log(share) + x`` without the rounding of either.
+    """
+    near = tl.abs(x) <= _SERIES_UP_TO
+    y = share * tl.where(near, x + _h(x), _exp(tl.minimum(x, 40.0), True) - 1.0)
+    y = tl.where(x > 40.0, _exp(tl.minimum(log_more, 40.0), True), y)
+    apart = _exp(-tl.abs(log_more - log_less), True)
+    apart = tl.where(apart <= 0.25, _log_series(tl.minimum(apart, 0.25)), _log(1.0 + apart))
+    far = tl.maximum(log_more, log_less) + apart
+    return tl.where(tl.abs(y) <= 0.25, _log_series(tl.where(tl.abs(y) <= 0.25, y, 0.0)), far)
 
 
 @triton.jit
@@ -140,57 +179,147 @@ def _mixture_of_rounded(s, t, student_log_sum, teacher_log_sum, beta, student_sh
 
 @triton.jit
 def _terms(
-    s,  # relative to its row's maximum, and the next
+    s,  # relative to its row's maximum; t: so that log p_t = t - teacher_log_sum
     t,
+    r,
+    p_s,
+    p_t,
     student_log_sum,
     teacher_log_sum,
     beta,
     student_share,  # 1 - beta
     KIND: tl.constexpr,
-    EXACT_S: tl.constexpr,
-    EXACT_T: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """What a class adds to the divergence, and to KL(p_s || m) (jsd; else the first again)."""
-    r = (s - t) - (student_log_sum - teacher_log_sum)
-    if KIND != _JSD:
-        p_s = _probability(s, student_log_sum, EXACT_S)
-        p_t = _probability(t, teacher_log_sum, EXACT_T)
-        divergence = _kl_term(p_t, p_s, r) if KIND == _FORWARD_KL else _kl_term(p_s, p_t, -r)
-        kl_student = divergence
-    elif EXACT_S or EXACT_T:
+    """What a class adds to the divergence."""
+    if KIND == _FORWARD_KL:
+        divergence = _kl_term(p_t, p_s, r)
+    elif KIND != _JSD:
+        divergence = _kl_term(p_s, p_t, -r)
+    elif EXACT:
         m, of_smaller, p_s, distance, log_m = _mixture(r, beta, student_share)
         x_s = log_m + tl.where(r > 0.0, 0.0, distance)
         x_t = log_m + tl.where(r > 0.0, distance, 0.0)
         near = tl.abs(r) <= _SERIES_UP_TO  # and so are x_s and x_t
-        of_student = p_s * _h(x_s)
-        of_both = student_share * of_student + (m - student_share * p_s) * _h(x_t)
-        # Both sides' shares of -m log m; and m - p_s - p_s log(m / p_s).
+        of_both = student_share * p_s * _h(x_s) + (m - student_share * p_s) * _h(x_t)
+        # Both sides' shares of -m log m.
         divergence = tl.where(near, of_both, -(m * log_m + of_smaller * distance))
-        kl_student = tl.where(near, of_student, m - p_s - p_s * x_s)
-        larger = _exp(tl.maximum(s - student_log_sum, t - teacher_log_sum), True)
-        divergence *= larger
-        kl_student *= larger
+        divergence *= _exp(tl.maximum(s - student_log_sum, t - teacher_log_sum), True)
     else:
         p_s, p_t, of_student, of_teacher = _mixture_of_rounded(
             s, t, student_log_sum, teacher_log_sum, beta, student_share
         )
         divergence = student_share * p_s * of_student + beta * p_t * of_teacher
-        kl_student = p_s * of_student + beta * (p_t - p_s)  # m - p_s, whose sum is 0
-    return divergence, kl_student
+    return divergence
 
 
 @triton.jit
-def _natural(row_ptr, columns, num_columns, scale, softcap, SOFTCAP: tl.constexpr, RAGGED: tl.constexpr):
-    """Scaled and softcapped logits, and the softcap's gradient."""
-    if RAGGED:
-        s = tl.load(row_ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32) * scale
-    else:
-        s = tl.load(row_ptr + columns).to(tl.float32) * scale
+def _pull(
+    s,
+    t,
+    r,
+    u,
+    at_top,  # r where u is 0
+    log_m,  # log(m / p_s) there; jsd
+    student_log_sum,
+    teacher_log_sum,
+    beta,
+    student_share,
+    KIND: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """u, or of jsd v: what the gradient has less its mean, times ``p_s``."""
+    pull = u
+    if KIND == _JSD:
+        if EXACT:
+            share, log_less, log_more = _mixture_at_top(at_top, log_m, beta, student_share)
+            pull = -_log_mixture(-u, share, log_less, log_more - r)
+        else:
+            _, _, of_student, _ = _mixture_of_rounded(
+                s, t, student_log_sum, teacher_log_sum, beta, student_share
+            )
+            pull = tl.where(u == 0.0, 0.0, of_student + log_m)
+    return pull
+
+
+@triton.jit
+def _of_student(p_s, pull, KIND: tl.constexpr, EXACT: tl.constexpr):
+    """``p_s * pull``: 0 where ``p_s`` is, though the pull may be infinite, or NaN as both logits are -inf."""
+    product = p_s * pull
+    if EXACT or KIND != _JSD:  # where it is finite
+        product = tl.where(p_s == 0.0, 0.0, product)
+    return product
+
+
+@triton.jit
+def _unit(logit, scale, softcap, SOFTCAP: tl.constexpr):
+    """What is subtracted and then multiplied by the scale, or by the softcap; and the softcap's gradient."""
     slope = 1.0
     if SOFTCAP:
-        tanh, slope = tanh_and_grad(s / softcap)
-        s = softcap * tanh
-    return s, slope
+        logit, slope = tanh_and_grad(logit * scale / softcap)
+    return logit, slope
+
+
+@triton.jit
+def _both(
+    student_ptr,  # of the row, and the next
+    teacher_ptr,
+    columns,
+    student_columns,
+    teacher_columns,
+    student_top,
+    teacher_top,
+    beside,
+    student_log_sum,
+    teacher_log_sum,
+    log_ratio,
+    at_top,
+    student_scale,
+    teacher_scale,
+    student_softcap,
+    teacher_softcap,
+    KIND: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """A block of both sides: s, t, r, u, p_s, p_t; the teacher's log_sum that goes with t, and the softcap's
+    gradient.
+
+    Where no side is fp32, t is relative to the teacher's logit beside the student's largest, as u needs it.
+    """
+    EXACT_S: tl.constexpr = student_ptr.dtype.element_ty == tl.float32
+    EXACT_T: tl.constexpr = teacher_ptr.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = EXACT_S or EXACT_T
+    if RAGGED:
+        s = tl.load(student_ptr + columns, mask=columns < student_columns, other=0.0).to(tl.float32)
+        t = tl.load(teacher_ptr + columns, mask=columns < teacher_columns, other=0.0).to(tl.float32)
+    else:
+        s = tl.load(student_ptr + columns).to(tl.float32)
+        t = tl.load(teacher_ptr + columns).to(tl.float32)
+    s, slope = _unit(s, student_scale, student_softcap, STUDENT_SOFTCAP)
+    t, _ = _unit(t, teacher_scale, teacher_softcap, TEACHER_SOFTCAP)
+    student_top, _ = _unit(student_top, student_scale, student_softcap, STUDENT_SOFTCAP)
+    teacher_top, _ = _unit(teacher_top, teacher_scale, teacher_softcap, TEACHER_SOFTCAP)
+    student_unit = student_softcap if STUDENT_SOFTCAP else student_scale
+    teacher_unit = teacher_softcap if TEACHER_SOFTCAP else teacher_scale
+    s, s_lost = relative(s, student_top, student_unit, EXACT)
+    if KIND != _FORWARD_KL:
+        beside, _ = _unit(beside, teacher_scale, teacher_softcap, TEACHER_SOFTCAP)
+        from_beside, lost = relative(t, beside, teacher_unit, EXACT)
+        u = (s - from_beside) + (s_lost - lost)
+    if KIND == _FORWARD_KL or EXACT:
+        t, t_lost = relative(t, teacher_top, teacher_unit, EXACT)
+        r = (s - t) + (s_lost - t_lost) - log_ratio
+        if KIND == _FORWARD_KL:
+            u = r
+    else:
+        t, t_lost = from_beside, lost
+        teacher_log_sum = student_log_sum + at_top
+        r = u + at_top
+    p_s = _probability(s, s_lost, student_log_sum, EXACT_S)
+    p_t = _probability(t, t_lost, teacher_log_sum, EXACT_T)
+    return s, t, r, u, p_s, p_t, teacher_log_sum, slope
 
 
 @triton.jit
@@ -199,10 +328,14 @@ def _add_block(
     teacher_ptr,
     start,
     num_columns,
-    student_max,
-    teacher_max,
+    student_top,
+    teacher_top,
+    beside,
     student_log_sum,
     teacher_log_sum,
+    log_ratio,
+    at_top,
+    log_m,
     student_scale,
     teacher_scale,
     student_softcap,
@@ -210,7 +343,7 @@ def _add_block(
     beta,
     student_share,
     divergence,  # [BLOCK]
-    kl_student,  # [BLOCK], or scalar unless jsd
+    mean,  # [BLOCK], or scalar for forward_kl
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
@@ -218,37 +351,39 @@ def _add_block(
     RAGGED: tl.constexpr,
 ):
     """One block of columns into a row's sums, slot by slot."""
+    EXACT_S: tl.constexpr = student_ptr.dtype.element_ty == tl.float32
+    EXACT: tl.constexpr = EXACT_S or teacher_ptr.dtype.element_ty == tl.float32
     columns = start + tl.arange(0, BLOCK)
-    s, _ = _natural(
-        student_ptr, columns, num_columns, student_scale, student_softcap, STUDENT_SOFTCAP, RAGGED
-    )
-    t, _ = _natural(
-        teacher_ptr, columns, num_columns, teacher_scale, teacher_softcap, TEACHER_SOFTCAP, RAGGED
-    )
-    s -= student_max
-    t -= teacher_max
-    of_divergence, of_student = _terms(
-        s, t, student_log_sum, teacher_log_sum, beta, student_share, KIND,
-        student_ptr.dtype.element_ty == tl.float32, teacher_ptr.dtype.element_ty == tl.float32,
+    s, t, r, u, p_s, p_t, teacher_log_sum, _ = _both(
+        student_ptr, teacher_ptr, columns, num_columns, num_columns, student_top, teacher_top, beside,
+        student_log_sum, teacher_log_sum, log_ratio, at_top, student_scale, teacher_scale, student_softcap,
+        teacher_softcap, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, RAGGED,
     )  # fmt: skip
-    if RAGGED:
-        inside = columns < num_columns
-        of_divergence = tl.where(inside, of_divergence, 0.0)
-        of_student = tl.where(inside, of_student, 0.0)
-    divergence += of_divergence
-    if KIND == _JSD:
-        kl_student += of_student
-    return divergence, kl_student
+    added = _terms(
+        s, t, r, p_s, p_t, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT
+    )  # fmt: skip
+    divergence += tl.where(columns < num_columns, added, 0.0) if RAGGED else added
+    if KIND != _FORWARD_KL:
+        pull = _pull(
+            s, t, r, u, at_top, log_m, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT,
+        )  # fmt: skip
+        added = _of_student(p_s, pull, KIND, EXACT)
+        mean += tl.where(columns < num_columns, added, 0.0) if RAGGED else added
+    return divergence, mean
 
 
 @triton.jit
 def _divergence_sums_kernel(
     student_ptr,  # [C, V]
     teacher_ptr,  # [C, V_t]
-    student_max_ptr,  # [C] fp32, and the next three
+    student_top_ptr,  # [C] fp32: of _terms_of, and the next seven
     student_log_sum_ptr,
-    teacher_max_ptr,
+    teacher_top_ptr,
     teacher_log_sum_ptr,
+    log_ratio_ptr,
+    beside_ptr,
+    at_top_ptr,
+    log_m_ptr,
     valid_columns_ptr,  # [1] int64
     sums_ptr,  # [2, C] fp32, out
     student_stride,
@@ -273,36 +408,36 @@ def _divergence_sums_kernel(
     teacher_ptr += row * teacher_stride
     if MASKED:
         num_columns = tl.load(valid_columns_ptr).to(tl.int32)
-    student_max = tl.load(student_max_ptr + row)
-    teacher_max = tl.load(teacher_max_ptr + row)
+    student_top = tl.load(student_top_ptr + row)
+    teacher_top = tl.load(teacher_top_ptr + row)
     student_log_sum = tl.load(student_log_sum_ptr + row)
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
+    log_ratio = tl.load(log_ratio_ptr + row)
+    beside = tl.load(beside_ptr + row)
+    at_top, log_m = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row)
     divergence = tl.zeros((BLOCK,), tl.float32)
-    kl_student = tl.zeros((BLOCK,), tl.float32) if KIND == _JSD else tl.full((), 0.0, tl.float32)
+    mean = tl.zeros((BLOCK,), tl.float32) if KIND != _FORWARD_KL else tl.full((), 0.0, tl.float32)
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        divergence, kl_student = _add_block(
-            student_ptr, teacher_ptr, start, num_columns, student_max, teacher_max, student_log_sum,
-            teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, student_share, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, False,
+        divergence, mean = _add_block(
+            student_ptr, teacher_ptr, start, num_columns, student_top, teacher_top, beside, student_log_sum,
+            teacher_log_sum, log_ratio, at_top, log_m, student_scale, teacher_scale, student_softcap,
+            teacher_softcap, beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP,
+            TEACHER_SOFTCAP, False,
         )  # fmt: skip
     if whole < num_columns:
-        divergence, kl_student = _add_block(
-            student_ptr, teacher_ptr, whole, num_columns, student_max, teacher_max, student_log_sum,
-            teacher_log_sum, student_scale, teacher_scale, student_softcap, teacher_softcap,
-            beta, student_share, divergence, kl_student, BLOCK, KIND, STUDENT_SOFTCAP, TEACHER_SOFTCAP, True,
+        divergence, mean = _add_block(
+            student_ptr, teacher_ptr, whole, num_columns, student_top, teacher_top, beside, student_log_sum,
+            teacher_log_sum, log_ratio, at_top, log_m, student_scale, teacher_scale, student_softcap,
+            teacher_softcap, beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP,
+            TEACHER_SOFTCAP, True,
         )  # fmt: skip
     # NaN if a logit is: what is chosen by a comparison may have lost it.
     lost = (student_log_sum + teacher_log_sum) * 0.0
-    total = tl.sum(divergence, axis=0) + lost
-    if KIND == _JSD:
-        total_student = tl.sum(kl_student, axis=0) + lost
-    elif KIND == _FORWARD_KL:
-        total_student = 0.0
-    else:
-        total_student = total
-    tl.store(sums_ptr + row, total)
-    tl.store(sums_ptr + num_rows + row, total_student)
+    tl.store(sums_ptr + row, tl.sum(divergence, axis=0) + lost)
+    if KIND != _FORWARD_KL:
+        lost += tl.sum(mean, axis=0)
+    tl.store(sums_ptr + num_rows + row, lost)
 
 
 @triton.jit
@@ -310,17 +445,20 @@ def _divergence_gradients_kernel(
     student_ptr,  # [C, V]
     teacher_ptr,  # [C, V_t]
     out_ptr,  # [C, V], may be student_ptr
-    student_max_ptr,  # [C] fp32, and the next four
+    student_top_ptr,  # [C] fp32: of _terms_of, and the next seven
     student_log_sum_ptr,
-    teacher_max_ptr,
+    teacher_top_ptr,
     teacher_log_sum_ptr,
-    kl_student_ptr,
+    log_ratio_ptr,
+    beside_ptr,
+    at_top_ptr,
+    log_m_ptr,
+    mean_ptr,  # [C] fp32
     valid_columns_ptr,  # [1] int64
     factor_ptr,  # [C] fp32
     part_ptr,  # [C, blocks] fp32, out: each block's part of the divergence
-    label_ptr,  # [C] int64: records.LabelTerm, and the next four
+    label_ptr,  # [C] int64: records.LabelTerm, and the next three
     label_weight_ptr,
-    label_max_ptr,
     label_inv_sum_ptr,
     label_one_minus_p_ptr,
     student_stride,
@@ -354,49 +492,39 @@ def _divergence_gradients_kernel(
         valid = columns < tl.load(valid_columns_ptr)
     student_ptr += row * student_stride
     teacher_ptr += row * teacher_stride
-    student_max = tl.load(student_max_ptr + row)
     student_log_sum = tl.load(student_log_sum_ptr + row)
-    teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
     EXACT_S: tl.constexpr = student_ptr.dtype.element_ty == tl.float32
-    EXACT_T: tl.constexpr = teacher_ptr.dtype.element_ty == tl.float32
-    natural, slope = _natural(
-        student_ptr, columns, num_columns, student_scale, student_softcap, STUDENT_SOFTCAP, True
-    )
-    t, _ = _natural(
-        teacher_ptr, columns, teacher_columns, teacher_scale, teacher_softcap, TEACHER_SOFTCAP, True
-    )
-    s = natural - student_max
-    t -= tl.load(teacher_max_ptr + row)
+    EXACT: tl.constexpr = EXACT_S or teacher_ptr.dtype.element_ty == tl.float32
+    at_top, log_m = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row)
+    s, t, r, u, p_s, p_t, teacher_log_sum, slope = _both(
+        student_ptr, teacher_ptr, columns, num_columns, teacher_columns,
+        tl.load(student_top_ptr + row), tl.load(teacher_top_ptr + row), tl.load(beside_ptr + row),
+        student_log_sum, tl.load(teacher_log_sum_ptr + row), tl.load(log_ratio_ptr + row), at_top,
+        student_scale, teacher_scale, student_softcap, teacher_softcap, KIND, STUDENT_SOFTCAP,
+        TEACHER_SOFTCAP, True,
+    )  # fmt: skip
     if WITH_SUMS:
-        divergence, _ = _terms(
-            s, t, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT_S, EXACT_T
-        )
+        divergence = _terms(
+            s, t, r, p_s, p_t, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT
+        )  # fmt: skip
         part = tl.sum(tl.where(valid, divergence, 0.0), axis=0) + (student_log_sum + teacher_log_sum) * 0.0
         tl.store(part_ptr + row * tl.num_programs(1) + block, part)
-    p_s = _probability(s, student_log_sum, EXACT_S)
-    r = (s - t) - (student_log_sum - teacher_log_sum)
-    if KIND == _JSD:
-        if EXACT_S or EXACT_T:
-            _, _, _, distance, log_m = _mixture(r, beta, student_share)
-            of_student = -(log_m + tl.where(r > 0.0, 0.0, distance))
-        else:
-            p_s, _, of_student, _ = _mixture_of_rounded(
-                s, t, student_log_sum, teacher_log_sum, beta, student_share
-            )
-        gradient = student_share * p_s * (of_student - tl.load(kl_student_ptr + row))
-    elif KIND == _FORWARD_KL:
-        p_t = _probability(t, teacher_log_sum, EXACT_T)
+    if KIND == _FORWARD_KL:
         gradient = tl.where(tl.abs(r) <= _SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
-    else:  # p_s is 0 where r is below -_FAR, or NaN
-        gradient = p_s * (tl.maximum(r, -_FAR) - tl.load(kl_student_ptr + row))
+    else:
+        pull = _pull(
+            s, t, r, u, at_top, log_m, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT,
+        )  # fmt: skip
+        gradient = _of_student(p_s, pull - tl.load(mean_ptr + row), KIND, EXACT)
+        if KIND == _JSD:
+            gradient *= student_share
     if LABEL:
         label = tl.load(label_ptr + row)
         label = tl.where((label >= 0) & (label < num_columns), label, -1).to(tl.int32)
         weight = tl.load(label_weight_ptr + row)
-        label_max = tl.load(label_max_ptr + row)
         label_scale = weight * tl.load(label_inv_sum_ptr + row)
         at_label = -weight * tl.load(label_one_minus_p_ptr + row)
-        e = _exp(natural * temperature - label_max, EXACT_S)
+        e = _exp(s * temperature, EXACT_S)
         gradient += tl.where(columns == label, at_label, e * label_scale)
     if STUDENT_SOFTCAP:
         gradient *= slope
@@ -408,13 +536,25 @@ def _divergence_gradients_kernel(
 
 _divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS)
 _divergence_gradients = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS)
-#: As row_kernels has them, for the same reason.
-_sums_unfused = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS, enable_fp_fusion=False)
-_gradients_unfused = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS, enable_fp_fusion=False)
 
 
-def _rounds_products(student: Side, teacher: Side) -> bool:
-    return any(rounds_products(side.logits, side.scale, side.softcap) for side in (student, teacher))
+def _terms_of(student: Side, teacher: Side, kind: str, beta: float) -> tuple[Tensor, ...]:
+    """Both sides' ``[C]``, in the kernels' order; last r where u is 0, and of jsd log(m / p_s) there."""
+    assert teacher.log_ratio is not None
+    beside, at_top = teacher.beside, -teacher.log_ratio
+    if beside is None:
+        beside = teacher.top
+    elif teacher.softcap is None:
+        at_top = at_top - (beside - teacher.top) * teacher.scale
+    else:
+        cap = teacher.softcap
+        of_beside, of_top = (torch.tanh(of * (teacher.scale / cap)) for of in (beside, teacher.top))
+        at_top = at_top - (of_beside - of_top) * cap
+    log_m = at_top
+    if kind == "jsd":
+        log_m = torch.logaddexp(math.log(beta) - at_top, torch.full_like(at_top, math.log1p(-beta)))
+    sides = student.top, student.log_sum, teacher.top, teacher.log_sum
+    return *sides, teacher.log_ratio, beside, at_top, log_m
 
 
 def divergence_sums(
@@ -424,23 +564,18 @@ def divergence_sums(
     beta: float,  # jsd
     valid_columns: Tensor | None,  # int64 [1]; None: all of the student's
 ) -> Tensor:
-    """This shard's part of the divergence, and of KL(p_s || m): fp32 ``[2, C]``.
+    """This shard's part of the divergence, and of the mean that its gradient subtracts: fp32 ``[2, C]``.
 
-    The second is what :func:`divergence_gradients` needs, summed over all shards: for reverse_kl m is p_t and
-    both are the same, for forward_kl it is 0.
+    :func:`divergence_gradients` needs the second summed over all shards; for forward_kl it is 0.
     """
     num_rows, num_columns = student.logits.shape
-    sums = student.row_max.new_empty((2, num_rows))
-    launch = _sums_unfused if _rounds_products(student, teacher) else _divergence_sums
-    launch(
+    sums = student.top.new_empty((2, num_rows))
+    _divergence_sums(
         (num_rows,),
         (
             student.logits,
             teacher.logits,
-            student.row_max,
-            student.log_sum,
-            teacher.row_max,
-            teacher.log_sum,
+            *_terms_of(student, teacher, kind, beta),
             student.logits if valid_columns is None else valid_columns,
             sums,
         ),
@@ -471,7 +606,7 @@ def divergence_gradients(
     kind: str,  # of DIVERGENCES
     beta: float,  # jsd
     valid_columns: Tensor | None,  # int64 [1]; None: all of the student's
-    kl_student: Tensor | None,  # fp32 [C], of all shards; None for forward_kl
+    mean: Tensor | None,  # fp32 [C], of all shards; None for forward_kl
     out: Tensor,  # [C, V], unit column stride, any dtype; may be the student's logits
     label: LabelTerm | None = None,
     factor: Tensor | None = None,  # fp32 [C]
@@ -486,25 +621,21 @@ def divergence_gradients(
     num_rows, num_columns = student.logits.shape
     block = min(GRADIENT_BLOCK, next_power_of_2(num_columns))
     num_blocks = ceil_div(num_columns, block)
-    unused = student.row_max
+    unused = student.top
     parts = unused.new_empty((num_rows, num_blocks)) if with_sums else None
-    any_label = label or LabelTerm(unused, unused, unused, unused, unused)
-    launch = _gradients_unfused if _rounds_products(student, teacher) else _divergence_gradients
-    launch(
+    any_label = label or LabelTerm(unused, unused, unused, unused)
+    _divergence_gradients(
         (num_rows, num_blocks),
         (
             student.logits,
             teacher.logits,
             out,
-            student.row_max,
-            student.log_sum,
-            teacher.row_max,
-            teacher.log_sum,
-            unused if kl_student is None else kl_student,
+            *_terms_of(student, teacher, kind, beta),
+            unused if mean is None else mean,
             unused if valid_columns is None else valid_columns,
             unused if factor is None else factor,
             unused if parts is None else parts,
-            *any_label[:5],
+            *any_label[:4],
         ),
         (
             student.logits.stride(0),

@@ -56,6 +56,8 @@ class RowOptions:
     with_weighted: bool = False
     #: and its ``squares``
     with_squares: bool = False
+    #: and its ``rest``, and where the largest logit is: of several, the label's or the lowest
+    with_rest: bool = False
     #: scaled-exp GEMM only: round the logits to the operands' dtype before everything else
     rounded: bool = False
 
@@ -72,13 +74,20 @@ class SoftTargets(NamedTuple):
 
 class Side(NamedTuple):
     """One side's logits in a divergence, ``s = softcap(scale * z)``, and what makes them log-probabilities:
-    ``log p_j = s_j - row_max - log_sum`` over the vocabulary of all ranks. Natural units."""
+    ``log p_j = s_j - softcap(scale * top) - log_sum`` over the vocabulary of all ranks. Natural units.
+
+    ``top`` is a logit as the matrix has it: logits are subtracted before they are scaled, and lose nothing.
+    """
 
     logits: Tensor  # [C, V'], unit column stride; columns from valid_columns on are padding
-    row_max: Tensor  # fp32 [C]
-    log_sum: Tensor  # fp32 [C]: log sum exp(s - row_max)
+    top: Tensor  # fp32 [C]: the largest logit of all shards, before scale and softcap
+    log_sum: Tensor  # fp32 [C]: log sum exp(s - max s), with its own digits where it is near 0
     scale: float = 1.0  # divided by the temperature, as the cap is
     softcap: float | None = None
+    #: fp32 [C], of a teacher: the student's log_sum less this one; and its logit, as top is, where the
+    #: student's largest is. Finite.
+    log_ratio: Tensor | None = None
+    beside: Tensor | None = None
 
 
 class LabelTerm(NamedTuple):
@@ -87,8 +96,7 @@ class LabelTerm(NamedTuple):
 
     columns: Tensor  # int64 [C]: the label's column of this shard; anything else: not here
     weight: Tensor  # fp32 [C]
-    row_max: Tensor  # fp32 [C]: largest temperature * s
-    inv_sum: Tensor  # fp32 [C]: 1 / sum exp(temperature * s - row_max)
+    inv_sum: Tensor  # fp32 [C]: 1 / sum exp(temperature * (s - max s))
     one_minus_p: Tensor  # fp32 [C]: 1 - p of the label
     temperature: float = 1.0
 
@@ -110,6 +118,16 @@ class ExtraStatistics(NamedTuple):
     #: sum of (SQUARED_UNIT * exp(z - row_shift))**2, without the label's own column: sum of squared
     #: probabilities. In Merged without the factor.
     squares: Tensor | None = None
+    #: Of a divergence: sum of exp(z - z_a) without z_a, the row's largest, fp64; ranks exchange it in two
+    #: parts, relative to row_max, of which exp(z_a - row_max) = peak is 1 but for rounding. In Merged fp64
+    #: again, and peak is the number of shards that have the largest.
+    rest: Tensor | None = None
+    rest_low: Tensor | None = None
+    peak: Tensor | None = None
+    #: the largest logit, and the teacher's in its column, both before scale and softcap; in Merged: their
+    #: sums over the shards that have the largest
+    top: Tensor | None = None
+    beside: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

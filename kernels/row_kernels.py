@@ -67,6 +67,30 @@ def _exp(t, EXACT: tl.constexpr):
 
 
 @triton.jit
+def relative(z, top, scale, EXACT: tl.constexpr):
+    """``scale * (z - top)``, exactly 0 at ``top``; EXACT: and what its two roundings lost, else 0."""
+    difference = z - top
+    t = difference * scale
+    lost = 0.0
+    if EXACT:
+        back = difference - z
+        lost = (z - (difference - back)) - (top + back)
+        lost = tl.fma(difference, scale, -t) + lost * scale
+        lost = tl.where(tl.abs(difference) < float("inf"), lost, 0.0)
+    return t, lost
+
+
+@triton.jit
+def _relative_exp(z, top, scale, EXACT: tl.constexpr):
+    """``exp(scale * (z - top))``, and its exponent."""
+    t, lost = relative(z, top, scale, EXACT)
+    e = _exp(t, EXACT)
+    if EXACT:
+        e += e * lost
+    return e, t
+
+
+@triton.jit
 def _targets(
     row_ptr,
     target_id_ptr,  # [k, C] int64
@@ -112,6 +136,7 @@ def _add_block(
     logit_sums,  # [BLOCK] or scalar
     squares,  # [BLOCK] or scalar, of SQUARED_UNIT times the exponentials
     best,
+    held,  # [BLOCK] or scalar: exponentials of the block with the largest logit, which are not in sums then
     BLOCK: tl.constexpr,
     RAGGED: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
@@ -120,14 +145,24 @@ def _add_block(
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     SQUARES: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """One block of columns into what is kept of a row, slot by slot: one reduction a block, the maximum."""
+    """One block of columns into what is kept of a row, slot by slot: one reduction a block, the maximum.
+
+    REST, without a softcap: the maximum is of the logits before the scale, of -1 times them below 0.
+    """
+    RAW: tl.constexpr = REST and not SOFTCAP
+    EXACT: tl.constexpr = row_ptr.dtype.element_ty == tl.float32
     columns = start + tl.arange(0, BLOCK)
     if RAGGED:
         inside = columns < num_columns
-        z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32) * logit_scale
+        z = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     else:
-        z = tl.load(row_ptr + columns).to(tl.float32) * logit_scale
+        z = tl.load(row_ptr + columns).to(tl.float32)
+    if not RAW:
+        z *= logit_scale
+    elif logit_scale < 0.0:
+        z = -z
     if SOFTCAP:
         tanh, _ = tanh_and_grad(z / softcap)
         z = softcap * tanh
@@ -145,21 +180,39 @@ def _add_block(
     new_max = tl.maximum(running_max, block_max)
     # A row that has only seen -inf keeps the row shift 0, so that nothing becomes NaN.
     row_shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    t = z - row_shift
-    e = _exp(t, row_ptr.dtype.element_ty == tl.float32)
+    if RAW:
+        e, t = _relative_exp(z, row_shift, tl.abs(logit_scale), EXACT)
+        shift = (running_max - row_shift) * tl.abs(logit_scale)
+    else:
+        t = z - row_shift
+        e = _exp(t, EXACT)
+        shift = running_max - row_shift
     if (label >= start) & (label < start + BLOCK):
         e = tl.where(columns == label, 0.0, e)
-    shift = running_max - row_shift
     moved = tl.exp(shift)
+    if REST:  # noqa: SIM102 - the first is known when it is compiled
+        if new_max > running_max:
+            sums += held
     if WEIGHTED:
         # -inf times 0 on the first block and where a logit is -inf.
-        weighted = tl.where(sums == 0.0, 0.0, weighted + sums * shift) * moved
+        empty = sums == 0.0
+        if REST:
+            empty &= held == 0.0
+        weighted = tl.where(empty, 0.0, weighted + sums * shift) * moved
         weighted += tl.where(e == 0.0, 0.0, e * t)
     if SQUARES:
         small = e * _SQUARED_UNIT
         squares = squares * (moved * moved) + small * small
-    sums = sums * moved + e
-    return new_max, sums, weighted, logit_sums, squares, best
+    sums *= moved
+    if REST:
+        if new_max > running_max:
+            held = e
+            best = start
+        else:
+            sums += e
+    else:
+        sums += e
+    return new_max, sums, weighted, logit_sums, squares, best, held
 
 
 @triton.jit
@@ -176,6 +229,7 @@ def _row_statistics_kernel(
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
     squares_ptr,  # [C] fp32, out: records.ExtraStatistics.squares
+    rest_ptr,  # [C] fp64, out: records.ExtraStatistics.rest
     row_stride,
     num_rows,
     num_columns,
@@ -191,6 +245,7 @@ def _row_statistics_kernel(
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     SQUARES: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """One program per row: online maximum and sums, the label's column left out of those."""
     row = tl.program_id(0).to(tl.int64)
@@ -206,19 +261,20 @@ def _row_statistics_kernel(
     weighted = tl.zeros((BLOCK,), tl.float32) if WEIGHTED else tl.full((), 0.0, tl.float32)
     logit_sums = tl.zeros((BLOCK,), tl.float32) if WITH_SUM else tl.full((), 0.0, tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32) if SQUARES else tl.full((), 0.0, tl.float32)
+    held = tl.zeros((BLOCK,), tl.float32) if REST else tl.full((), 0.0, tl.float32)
     best = tl.full((), 0, tl.int32)
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
-        running_max, sums, weighted, logit_sums, squares, best = _add_block(
+        running_max, sums, weighted, logit_sums, squares, best, held = _add_block(
             row_ptr, start, num_columns, label, logit_scale, softcap, inv_temperature,
-            running_max, sums, weighted, logit_sums, squares, best,
-            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES,
+            running_max, sums, weighted, logit_sums, squares, best, held,
+            BLOCK, False, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES, REST,
         )  # fmt: skip
     if whole < num_columns:
-        running_max, sums, weighted, logit_sums, squares, best = _add_block(
+        running_max, sums, weighted, logit_sums, squares, best, held = _add_block(
             row_ptr, whole, num_columns, label, logit_scale, softcap, inv_temperature,
-            running_max, sums, weighted, logit_sums, squares, best,
-            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES,
+            running_max, sums, weighted, logit_sums, squares, best, held,
+            BLOCK, True, WITH_ARGMAX, WITH_SUM, WEIGHTED, SOFTCAP, TEMPERATURE, SQUARES, REST,
         )  # fmt: skip
     label_logit = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32) * logit_scale
     if SOFTCAP:
@@ -226,6 +282,24 @@ def _row_statistics_kernel(
         label_logit = softcap * tanh_label
     if TEMPERATURE:
         label_logit = label_logit * inv_temperature
+    if REST:
+        of_label = tl.load(row_ptr + label, mask=here, other=0.0).to(tl.float32)
+        if SOFTCAP:
+            of_label = tl.exp(label_logit - running_max)
+        else:
+            sign = tl.where(logit_scale < 0.0, -1.0, 1.0)
+            EXACT: tl.constexpr = row_ptr.dtype.element_ty == tl.float32
+            of_label, _ = _relative_exp(of_label * sign, running_max, tl.abs(logit_scale), EXACT)
+            running_max *= tl.abs(logit_scale)
+        # The label is in neither sum; where it is the largest, the others are the rest.
+        own = here & (label_logit >= running_max)
+        at = tl.argmax(held, axis=0, tie_break_left=True)
+        others = tl.where((tl.arange(0, BLOCK) == at) & (own == 0), 0.0, held).to(tl.float64)
+        rest = tl.sum(sums.to(tl.float64) + others, axis=0)
+        beside = tl.where(here & (own == 0), of_label, 0.0)
+        tl.store(rest_ptr + row, rest + beside.to(tl.float64))
+        best = tl.where(own, label, best + at)
+        sums += held
     if WITH_SUM:
         tl.store(sum_ptr + row, tl.sum(logit_sums, axis=0))
     if WEIGHTED:
@@ -244,7 +318,7 @@ def _row_statistics_kernel(
     tl.store(shard_ptr + num_rows + row, running_max)
     tl.store(shard_ptr + 2 * num_rows + row, tl.sum(sums, axis=0))
     tl.store(shard_ptr + 3 * num_rows + row, tl.where(here, label_logit, _NOT_HERE))
-    if WITH_ARGMAX:
+    if WITH_ARGMAX or REST:
         tl.store(argmax_ptr + row, best.to(tl.int64))
 
 
@@ -369,10 +443,11 @@ def row_statistics(
     """Row maximum, sum of exponentials without the label's column, and the label's logit (fp32)."""
     num_rows, num_columns = logits.shape
     shard = torch.empty((4, num_rows), dtype=torch.float32, device=logits.device)
-    argmax = torch.empty_like(local_labels) if with_argmax else None
+    argmax = torch.empty_like(local_labels) if with_argmax or form.with_rest else None
     logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
     squares = torch.empty_like(shard[0]) if form.with_squares else None
+    rest = torch.empty_like(shard[0], dtype=torch.float64) if form.with_rest else None
     num_targets, padded_targets = _num_targets(targets)
     of_targets = shard if targets is None else torch.empty_like(shard[:2])
     rounds = rounds_products(logits, logit_scale, form.softcap, inv_temperature)
@@ -391,6 +466,7 @@ def row_statistics(
             local_labels if form.valid_columns is None else form.valid_columns,
             shard if inv_temperature is None else inv_temperature,
             shard if squares is None else squares,
+            shard if rest is None else rest,
         ),
         (
             logits.stride(0),
@@ -409,9 +485,10 @@ def row_statistics(
         SOFTCAP=form.softcap is not None,
         TEMPERATURE=inv_temperature is not None,
         SQUARES=squares is not None,
+        REST=rest is not None,
     )
     target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
-    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares)
+    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares, rest=rest)
     return RowStatistics(shard, argmax, extra)
 
 

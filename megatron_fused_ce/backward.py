@@ -119,6 +119,11 @@ def backward(
     factor = None
     if weight.dtype == torch.float16 and spec.form.z_loss:
         factor = _largest_factor(spec.form.z_loss, saved.chunks)
+    elif weight.dtype == torch.float16 and spec.divergence is not None:
+        factor = torch.empty_like(upstream.loss)
+        for chunk, of_chunk in zip(context.chunks, saved.chunks, strict=True):
+            bound = spec.divergence.bound_of(of_chunk.row_scale, of_chunk.terms)
+            factor[:, chunk.start : chunk.stop] = bound.view(len(factor), -1)
     upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight, factor)
     if spec.plan.block_columns and saved.chunks:
         return _by_columns(context, hidden, weight, inv_temperature, saved.chunks, upstream, needs_grad)
@@ -380,7 +385,7 @@ def scaled_upstream(
     logit_scale: float,
     inv_temperature: Tensor | None,
     weight: Tensor,
-    factor: Tensor | None = None,  # fp32 []: gradients may be so many times larger
+    factor: Tensor | float | None = None,  # [] or [parts, n] fp32: gradients may be so many times larger
 ) -> tuple[Upstream, Tensor | None]:
     """``upstream * logit_scale / temperature``, for fp16 times a power of two whose inverse comes second."""
     if logit_scale != 1.0:

@@ -299,10 +299,16 @@ class _Differentiate:
         assert targets.token_weights is not None
         spec = context.spec
         self._context, self._weight, self._hidden_states = context, weight, hidden_states
-        weights = scale_token_weights(targets.token_weights, spec.logit_scale, weight.dtype)
+        bound = None
+        if spec.divergence is not None:
+            assert isinstance(targets.soft, Teacher)
+            bound = spec.divergence.bound_ahead(targets.soft.label_weights)
+        weights = scale_token_weights(targets.token_weights, spec.logit_scale, weight.dtype, bound)
         self._token_weights = weights
         upstream, inv_temperature = Upstream(weights), targets.inv_temperature
-        self._upstream, self._inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight)
+        self._upstream, self._inv_scale = scaled_upstream(
+            upstream, spec.logit_scale, inv_temperature, weight, bound
+        )
         self._grad_weight = HeldGradWeight(weight) if spec.needs_grad.weight else None
         self._grad_hidden = GradHidden(context, weight) if spec.needs_grad.hidden else None
         self._row_scales = RowScales(context)

@@ -180,6 +180,7 @@ def extra_addends(
     """Extra statistics relative to the row's maximum, to be summed over the shards.
 
     Except ``best``, of which the smallest counts; it is ``inf`` if the maximum is not in this shard.
+    ``rest`` is fp64.
     """
     row_max, row_shift, sum_exp_nonlabel, _ = shard.unbind(-2)
     shift = row_shift - global_max
@@ -197,7 +198,25 @@ def extra_addends(
     if squares is not None:
         factor = torch.exp(shift) / SQUARED_UNIT
         squares = torch.where(squares == 0, 0.0, squares * factor * factor)
-    return extra._replace(weighted=weighted, target_sum=target_sum, best=best, squares=squares)
+    rest, peak, top, beside = extra.rest, extra.peak, extra.top, extra.beside
+    if rest is not None and extra.rest_low is not None and peak is not None:
+        assert top is not None and beside is not None
+        largest, rest = row_max == global_max, rest.double() + extra.rest_low
+        others = (rest + peak) * torch.exp(row_max.double() - global_max)
+        rest = torch.where(largest, rest, torch.where(row_max == -torch.inf, 0.0, others))
+        peak = largest.to(peak.dtype)
+        top, beside = (torch.where(largest, of_owner, 0.0) for of_owner in (top, beside))
+    return extra._replace(
+        weighted=weighted,
+        target_sum=target_sum,
+        best=best,
+        squares=squares,
+        rest=rest,
+        rest_low=None,
+        peak=peak,
+        top=top,
+        beside=beside,
+    )
 
 
 def merge_extra(
@@ -208,10 +227,10 @@ def merge_extra(
     """Merge the extra statistics of all shards into those of the whole vocabulary."""
     addends = extra_addends(ExtraStatistics.of(names, extra.unbind(1)), shards, shards[:, ROW_MAX].amax(0))
     return ExtraStatistics.of(
-        names,
+        addends.names,
         (
             row.amin(0) if name == "best" else row.sum(0)
-            for name, row in zip(names, addends.rows(), strict=True)
+            for name, row in zip(addends.names, addends.rows(), strict=True)
         ),
     )
 

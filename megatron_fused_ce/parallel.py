@@ -269,8 +269,9 @@ class VocabParallel:
 
         Collectives, asynchronous, fp32. ``packed``: one all-gather of ``[4, C]`` a rank. ``all_reduce``:
         MAX of (row maximum, row_shift) ``[2, C]``, then SUM of (sum_exp_nonlabel, label, label logit) ``[3,
-        C]``. Each of ``stats.extra`` is one row more of the all-gather or the SUM; with ``all_reduce``,
-        ``best`` is a MIN after them. NaN in any shard gives NaN on all: a MAX may drop it, sums do not.
+        C]``. Each of ``stats.extra`` is one row more of the all-gather or the SUM, which is fp64 with a
+        ``rest``; with ``all_reduce``, ``best`` is a MIN after them. NaN in any shard gives NaN on all: a MAX
+        may drop it, sums do not.
         """
         if self.size == 1:
             return _Local(stats, token_ops)
@@ -343,7 +344,7 @@ class _AllReduced:
         self._start(sums).wait()
         if best is not None:
             self._start(best, op=dist.ReduceOp.MIN).wait()
-        loss, saved = self._token_ops.token_loss(sums[:3], row_max)
+        loss, saved = self._token_ops.token_loss(sums[:3].float(), row_max)
         merged = ExtraStatistics.of(added.names, sums[3:].unbind(0))._replace(best=best)
         return Merged(loss, saved, row_shift, merged)
 

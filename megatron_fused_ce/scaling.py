@@ -20,10 +20,10 @@ FP16_WAITING_BITS = 4
 
 
 def scale_for_fp16(
-    gradients: Sequence[Tensor], weight: Tensor, factor: Tensor | None = None
+    gradients: Sequence[Tensor], weight: Tensor, factor: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A power of two that brings the largest upstream gradient, times ``factor``, near ``2**8``, and its
-    inverse; fp32 [].
+    """A power of two that brings the largest upstream gradient, times ``factor`` (one, or one of each
+    token: what its row of gradients may reach), near ``2**8``, and its inverse; fp32 [].
 
     Smaller for a large ``weight`` ``[V, H]``, so that the GEMM with it stays finite. Computed on the device,
     so the host never waits. 1 if no upstream gradient is finite and above 0.
@@ -31,9 +31,8 @@ def scale_for_fp16(
     largest = gradients[0].new_zeros(())
     for gradient in gradients:
         if gradient.numel():
-            largest = torch.maximum(largest, gradient.abs().amax())
-    if factor is not None:
-        largest = largest * factor
+            reached = gradient.abs() if factor is None else gradient.abs() * factor
+            largest = torch.maximum(largest, reached.amax())
     _, of_weight = torch.frexp(torch.stack(weight.detach().aminmax()).float().abs().amax())
     headroom = FP16_HEADROOM_BITS - (of_weight - FP16_WEIGHT_BITS).clamp(0, 16)
     shift = _shift_to(headroom, largest)
@@ -53,8 +52,12 @@ def scale_(rows: Tensor, scale: Tensor) -> None:
         rows.mul_(scale.view(1, 1))
 
 
-def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.dtype) -> Tensor:
+def scale_token_weights(
+    token_weights: Tensor, logit_scale: float, dtype: torch.dtype, factor: Tensor | float | None = None
+) -> Tensor:
     """Token weights times a power of two that brings the largest (times ``logit_scale``) to a safe size.
+
+    For fp16 smaller where ``factor``, as :func:`scale_for_fp16` takes it, makes gradients larger.
 
     ``grad_in_forward`` computes gradients for these weights and multiplies them by a scalar in the backward:
     values out of the range of ``dtype`` in between would be lost. The same on every rank.
@@ -65,8 +68,14 @@ def scale_token_weights(token_weights: Tensor, logit_scale: float, dtype: torch.
     if token_weights.is_cuda:
         from megatron_fused_ce.kernels import upstream_kernels
 
-        return upstream_kernels.scaled_weights(token_weights.contiguous(), bits, logit_scale)
-    return token_weights * _power_of_two(_shift_to(bits, token_weights.abs().amax() * abs(logit_scale)))
+        scaled = upstream_kernels.scaled_weights(token_weights.contiguous(), bits, logit_scale)
+    else:
+        shift = _shift_to(bits, token_weights.abs().amax() * abs(logit_scale))
+        scaled = token_weights * _power_of_two(shift)
+    if factor is None or dtype != torch.float16:
+        return scaled
+    largest = (scaled * factor).abs().amax() * abs(logit_scale)
+    return scaled * _power_of_two(_shift_to(bits, largest).clamp(max=0))
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ Two GEMMs a chunk, each with the statistics of its rows by one of the other back
 sides are merged over the ranks' shards in one exchange, side by side, as if the chunk had more tokens. Then::
 
     forward_kl      one row pass: the gradient, and with it the divergence            (read 2, write 1)
-    reverse_kl,     a row pass for KL(p_s || m), merged over the ranks; then the pass
-    jsd             above, whose gradient needs it                                    (read 2 more)
+    reverse_kl,     a row pass for the mean that the gradient subtracts, merged over
+    jsd             the ranks; then the pass above                                    (read 2 more)
 
 The gradient, for an upstream gradient of 1, takes the place of the student's logits, in the hidden states'
 dtype, and its rows get their factors later, as those of ``E`` do. The teacher's logits live until then.
@@ -23,7 +23,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import NO_EXTRA, NOT_HERE, LabelTerm, Merged, RowStatistics, Side
+from megatron_fused_ce.kernels.records import (
+    NO_EXTRA,
+    NOT_HERE,
+    ExtraStatistics,
+    LabelTerm,
+    Merged,
+    RowStatistics,
+    Side,
+)
 from megatron_fused_ce.logits import (
     ChunkTargets,
     LogitsBackend,
@@ -37,9 +45,13 @@ from megatron_fused_ce.loss import PLAIN, LossForm, TokenOutputs, TokenTerms, Up
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
 
-#: fp16 gradients are saved so many times larger, as powers of two, so that small probabilities do not
-#: underflow. Those of reverse_kl have no bound.
-FP16_BITS = {"forward_kl": 8, "jsd": 8, "reverse_kl": 5}
+#: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
+#: ``2**FP16_BITS`` at most, so that small probabilities do not underflow.
+FP16_BITS = 8
+#: What ``grad_in_forward`` takes a row of reverse_kl's gradient to reach, whose KL it does not know yet.
+BOUND_AHEAD = 64.0
+#: So many nats below the teacher's largest logit one of -inf is taken to be: exp(-88) is next to nothing.
+FAR = 88.0
 
 
 class _Settled(NamedTuple):
@@ -52,19 +64,23 @@ class _Settled(NamedTuple):
 class _Terms(NamedTuple):
     """What the gradient needs of a token, fp32 ``[C]`` each."""
 
-    student: Tensor  # [4, C]: TokenTerms at the temperature
-    teacher: Tensor  # [4, C]
-    kl_student: Tensor  # [C]: KL(p_s || m) over the whole vocabulary
-    label: Tensor | None  # [4, C]: TokenTerms of the student at temperature 1
+    top: Tensor  # records.Side of the student, and the next
+    log_sum: Tensor
+    teacher_top: Tensor  # of the teacher, and the next three
+    teacher_log_sum: Tensor
+    log_ratio: Tensor
+    beside: Tensor
+    mean: Tensor  # what reverse_kl and jsd subtract, over the whole vocabulary
+    row_scale: Tensor  # of the saved gradient: the inverse of fp16's factor
+    label: Tensor | None = None  # [4, C]: TokenTerms of the student at temperature 1
 
     def stacked(self) -> Tensor:
-        parts = self.student, self.teacher, self.kl_student.unsqueeze(0)
-        return torch.cat(parts if self.label is None else (*parts, self.label))
+        rows = torch.stack(self[:8])
+        return rows if self.label is None else torch.cat((rows, self.label))
 
     @staticmethod
     def of(stacked: Tensor) -> _Terms:
-        label = stacked[9:13] if stacked.shape[0] > 9 else None
-        return _Terms(stacked[:4], stacked[4:8], stacked[8], label)
+        return _Terms(*stacked[:8].unbind(0))._replace(label=stacked[8:] if len(stacked) > 8 else None)
 
 
 @dataclass(frozen=True)
@@ -117,16 +133,13 @@ class Divergence:
         Collectives: those of :meth:`.TeacherChunk.start`, under the student's GEMM.
         """
         assert targets.teacher is not None and out is not None
-        teacher_hidden, gathered = targets.teacher.start()
+        (teacher_hidden, gathered), teacher = targets.teacher.start(), targets.teacher
+        targets = targets._replace(teacher=None, form=replace(targets.form, with_rest=True))
         of_teacher = self._of_teacher(targets)
-        given = (hidden, weight, targets._replace(teacher=None), sample, self._in_precision(out))
-        sides = [self._side(*given)]
+        sides = [self._side(hidden, weight, targets, sample, self._in_precision(out))]
         gathered.wait()
-        teacher_weight = targets.teacher.weight
-        teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
-        sides.append(
-            self._side(teacher_hidden, teacher_weight, of_teacher, targets.teacher.sample, teacher_out)
-        )
+        teacher_out = self._teacher_buffer(teacher_hidden, teacher.weight)
+        sides.append(self._side(teacher_hidden, teacher.weight, of_teacher, teacher.sample, teacher_out))
         every = [stats for _, stats in sides]
         if self._labels_apart:
             with phase("statistics"):
@@ -134,13 +147,39 @@ class Divergence:
                     self._at_temperature_1(logits, of_side)
                     for (logits, _), of_side in zip(sides, (targets, of_teacher), strict=True)
                 ]
-        weighted = [stats.extra.weighted for stats in every]
-        extra = NO_EXTRA
-        if weighted[0] is not None:
-            at_1 = [torch.zeros_like(weighted[0]) if part is None else part for part in weighted]
-            extra = NO_EXTRA._replace(weighted=torch.cat(at_1))
+        with phase("statistics"):
+            of_tops = self._tops(sides, targets)
+            extra = ExtraStatistics(*(None if of[0] is None else _filled(of, every) for of in of_tops))
         shard = torch.cat([stats.shard for stats in every], dim=1)
         return Scores(RowStatistics(shard, extra=extra), sides=(sides[0][0], sides[1][0]))
+
+    def _tops(
+        self, sides: list[tuple[Tensor, RowStatistics]], targets: ChunkTargets
+    ) -> zip[tuple[Tensor | None, ...]]:
+        """:class:`.ExtraStatistics` of the student and of the teacher, fp32 ``[C]`` each."""
+        found = []
+        columns = sides[0][1].argmax
+        scales = (targets.logit_scale, targets.form.softcap), (self.teacher_scale, self.teacher_softcap)
+        for (logits, stats), (scale, softcap) in zip(sides, scales, strict=True):
+            assert columns is not None and stats.argmax is not None and stats.extra.rest is not None
+            top = _at(logits, stats.argmax)
+            # row_max has the rounding of a product.
+            lost = top.double() * scale - stats.row_max
+            peak = torch.ones_like(lost)
+            if softcap is None:
+                peak = torch.where(lost.isfinite(), lost.exp(), 1.0)
+            rest = stats.extra.rest * peak
+            high = rest.float()
+            found.append(
+                stats.extra._replace(
+                    rest=high,
+                    rest_low=(rest - high).float(),
+                    peak=peak.float(),
+                    top=top,
+                    beside=_at(sides[1][0], columns),
+                )
+            )
+        return zip(*found, strict=True)
 
     def _side(
         self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, sample: Tensor | None, out: Tensor
@@ -152,7 +191,12 @@ class Divergence:
 
     def _at_temperature_1(self, logits: Tensor, targets: ChunkTargets) -> RowStatistics:
         t, form = self.temperature, targets.form
-        form = replace(form, with_weighted=False, softcap=None if form.softcap is None else form.softcap * t)
+        form = replace(
+            form,
+            with_weighted=False,
+            with_rest=False,
+            softcap=None if form.softcap is None else form.softcap * t,
+        )
         return self.statistics.row_statistics(  # type: ignore[no-any-return]
             logits, targets.labels, targets.logit_scale * t, False, form
         )
@@ -191,18 +235,19 @@ class Divergence:
         assert scores.sides is not None and targets.teacher is not None
         num_tokens = len(targets.labels)
         loss, terms = merged.loss.view(-1, num_tokens), merged.terms.view(4, -1, num_tokens)
-        kl_student, sums = torch.zeros_like(loss[0]), None
-        student, teacher = self._sides(scores.sides, targets, terms[:, 0], terms[:, 1])
-        valid_columns = targets.form.valid_columns
+        label = terms[:, 2 if self._labels_apart else 0] if self.with_labels else None
+        of_token = self._terms(merged.extra, terms[0], targets, label)
+        sums = None
+        student, teacher = self._sides(scores.sides, targets, of_token)
         with phase("statistics"):
             if matrix is None or self.kind != "forward_kl":
-                sums, kl_student = self.rows.divergence_sums(
-                    student, teacher, self.kind, self.beta, valid_columns
+                sums, mean = self.rows.divergence_sums(
+                    student, teacher, self.kind, self.beta, targets.form.valid_columns
                 ).unbind(0)
                 if needs_grad and self.kind != "forward_kl":
-                    kl_student = comm.sum_over_shards(kl_student.contiguous())
-        label = terms[:, 2] if self._labels_apart else None
-        of_token = _Terms(terms[:, 0], terms[:, 1], kl_student, label)
+                    mean = comm.sum_over_shards(mean.contiguous())
+                    of_token = of_token._replace(mean=mean)
+            of_token = of_token._replace(row_scale=self._row_scale(student, teacher, of_token, targets))
         if matrix is not None:
             with phase("grad-logits"):
                 made = self._gradient(student, teacher, of_token, targets, matrix, sums is None)
@@ -233,12 +278,63 @@ class Divergence:
             loss = loss - label_weights.view(loss.shape) * outputs.log_prob.view(loss.shape)
         return outputs._replace(loss=loss, divergence=divergence)
 
+    def _terms(
+        self,
+        extra: ExtraStatistics,  # merged, of both sides
+        row_max: Tensor,  # [k, C]: of both sides first
+        targets: ChunkTargets,
+        label: Tensor | None,
+    ) -> _Terms:
+        assert extra.rest is not None and extra.peak is not None
+        assert extra.top is not None and extra.beside is not None
+        num_tokens = len(targets.labels)
+        rest, owners, top, beside = (
+            of.view(-1, num_tokens)[:2] for of in (extra.rest, extra.peak, extra.top, extra.beside)
+        )
+        # The largest may lie on several shards: any of their columns serves, where its p is 1/2 at most.
+        top, beside = top / owners, beside[0] / owners[0]
+        scales = (targets.logit_scale, targets.form.softcap), (self.teacher_scale, self.teacher_softcap)
+        log_sums = []
+        for at, (scale, softcap) in enumerate(scales):
+            peak: Tensor | float = 1.0
+            if softcap is None:
+                peak = (top[at].double() * scale - row_max[at]).exp()
+            log_sum = torch.log1p(rest[at] / peak + (owners[at] - 1))
+            log_sums.append(log_sum + 0.0 * row_max[at])  # NaN for an infinite logit
+        # A class that the teacher excludes: another constant serves as well.
+        if self.teacher_softcap is None:
+            beside = torch.where(beside.isinf(), top[1] - FAR / self.teacher_scale, beside)
+        of_student, of_teacher = log_sums
+        ratio, unknown = (of_student - of_teacher).float(), torch.zeros_like(of_student, dtype=torch.float32)
+        of_student, of_teacher = of_student.float(), of_teacher.float()
+        return _Terms(
+            top[0].float(),
+            of_student,
+            top[1].float(),
+            of_teacher,
+            ratio,
+            beside.float(),
+            unknown,
+            unknown,
+            label,
+        )
+
     def _sides(
-        self, logits: tuple[Tensor, Tensor], targets: ChunkTargets, student: Tensor, teacher: Tensor
+        self, logits: tuple[Tensor, Tensor], targets: ChunkTargets, terms: _Terms
     ) -> tuple[Side, Side]:
+        beside = None if self.kind == "forward_kl" else terms.beside
+        cap, teacher_cap = targets.form.softcap, self.teacher_softcap
         return (
-            Side(logits[0], student[0], -student[1].log(), targets.logit_scale, targets.form.softcap),
-            Side(logits[1], teacher[0], -teacher[1].log(), self.teacher_scale, self.teacher_softcap),
+            Side(logits[0], terms.top, terms.log_sum, targets.logit_scale, cap),
+            Side(
+                logits[1],
+                terms.teacher_top,
+                terms.teacher_log_sum,
+                self.teacher_scale,
+                teacher_cap,
+                terms.log_ratio,
+                beside,
+            ),
         )
 
     def _gradient(
@@ -253,11 +349,11 @@ class Divergence:
         assert targets.teacher is not None
         label, weights = None, targets.teacher.label_weights
         if weights is not None:
-            at_1 = TokenTerms.of(terms.student if terms.label is None else terms.label)
+            assert terms.label is not None
+            at_1 = TokenTerms.of(terms.label)
             label = LabelTerm(
                 targets.labels,
                 weights * self.temperature,
-                at_1.row_max.contiguous(),
                 at_1.inv_sum.contiguous(),
                 at_1.one_minus_p_label.contiguous(),
                 self.temperature,
@@ -268,31 +364,50 @@ class Divergence:
             self.kind,
             self.beta,
             targets.form.valid_columns,
-            terms.kl_student,
+            terms.mean,
             out,
             label,
-            self._fp16_factor(targets),
+            None if self.saves_e else terms.row_scale.reciprocal(),
             with_sums,
         )
 
-    def _fp16_factor(self, targets: ChunkTargets) -> Tensor | None:
-        """``[C]``: powers of two times which fp16 gradients are saved; None for 1."""
+    def _row_scale(self, student: Side, teacher: Side, terms: _Terms, targets: ChunkTargets) -> Tensor:
+        """``[C]``: 1; for fp16 the inverse of the powers of two times which gradients are saved.
+
+        Each entry of a row is at most 1, or ``KL + 1 / e`` for reverse_kl (docs/math.md), and of the label's
+        term ``label_weights * temperature * (1 - p_y)``; the sum of all is at most twice that.
+        """
         if self.saves_e:
-            return None
+            return torch.ones_like(terms.top)
         assert targets.teacher is not None
-        weights, largest = targets.teacher.label_weights, _ones(targets)
-        if weights is not None:
-            largest = largest + weights.abs() * self.temperature
-        _, exponent = torch.frexp(largest)
-        return torch.ldexp(torch.ones_like(largest), FP16_BITS[self.kind] - exponent)
+        bound, weights = torch.ones_like(terms.top), targets.teacher.label_weights
+        if self.kind == "reverse_kl":
+            at_top = _natural(terms.beside, teacher) - _natural(terms.teacher_top, teacher)
+            kl = terms.mean - terms.log_ratio - at_top
+            bound = bound + torch.where(kl > 0, kl, 0.0)
+        if weights is not None and terms.label is not None:
+            of_label = TokenTerms.of(terms.label).one_minus_p_label
+            bound = bound + weights.abs() * self.temperature * of_label
+        _, exponent = torch.frexp(bound)
+        return torch.ldexp(torch.ones_like(bound), exponent.clamp(max=64) - FP16_BITS)
+
+    @staticmethod
+    def bound_of(saved: Tensor | None, terms: Tensor | None) -> Tensor:
+        """What a row's fp16 gradient may reach for an upstream gradient of 1, ``[C]``: from a saved row
+        scale, or from the saved terms."""
+        if saved is None:
+            assert terms is not None
+            saved = _Terms.of(terms).row_scale
+        return saved * 2.0**FP16_BITS
+
+    def bound_ahead(self, label_weights: Tensor | None) -> Tensor | float:
+        """The same for ``grad_in_forward``, before there are logits: ``[parts, n]``, or one for all."""
+        bound = BOUND_AHEAD if self.kind == "reverse_kl" else 1.0
+        return bound if label_weights is None else bound + label_weights.abs() * self.temperature
 
     def finalize(self, matrix: Tensor, targets: ChunkTargets, scores: Scores, merged: Merged) -> Tensor:
         """The gradient is there (:meth:`settle`); 1, or the inverse of fp16's factors."""
-        return self._row_scale(targets)
-
-    def _row_scale(self, targets: ChunkTargets) -> Tensor:
-        factor = self._fp16_factor(targets)
-        return _ones(targets) if factor is None else factor.reciprocal()
+        return _Terms.of(merged.terms).row_scale.contiguous()
 
     def grad_from_saved(
         self,
@@ -330,9 +445,9 @@ class Divergence:
         write_logits(teacher_hidden, teacher_weight, teacher_out)
         of_token = _Terms.of(terms.of_divergence)
         both = student_out, teacher_out
-        student, teacher = self._sides(both, targets, of_token.student, of_token.teacher)
+        student, teacher = self._sides(both, targets, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)
-        return self.grad_from_saved(out, self._row_scale(targets), targets, None, upstream, out)
+        return self.grad_from_saved(out, of_token.row_scale, targets, None, upstream, out)
 
     def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
         if x.is_cuda:
@@ -354,9 +469,21 @@ def _put_label_logits(logits: Tensor, targets: ChunkTargets, stats: RowStatistic
     logits.scatter_(-1, columns, raw.unsqueeze(-1).to(logits.dtype))
 
 
-def _ones(targets: ChunkTargets) -> Tensor:
-    """fp32 ``[C]``."""
-    return torch.ones(len(targets.labels), dtype=torch.float32, device=targets.labels.device)
+def _at(logits: Tensor, columns: Tensor) -> Tensor:
+    """fp32 ``[C]``: one column of each row."""
+    columns = columns.clamp(max=logits.shape[1] - 1)  # a teacher may have less padding
+    return logits.gather(-1, columns.unsqueeze(-1)).squeeze(-1).float()
+
+
+def _natural(logit: Tensor, side: Side) -> Tensor:
+    s = logit * side.scale
+    return s if side.softcap is None else side.softcap * torch.tanh(s / side.softcap)
+
+
+def _filled(parts: tuple[Tensor | None, ...], every: list[RowStatistics]) -> Tensor:
+    """fp32 ``[k * C]``, one after the other, and zeros for those that have none."""
+    missing = [torch.zeros_like(every[0].row_max)] * (len(every) - len(parts))
+    return torch.cat([part for part in (*parts, *missing) if part is not None])
 
 
 _ENTROPY = LossForm(with_weighted=True, outputs=("entropy",))

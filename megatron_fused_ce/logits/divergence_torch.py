@@ -1,106 +1,101 @@
 """Row passes of a divergence over the whole vocabulary, in plain PyTorch: for CPUs, and to test Triton's.
 
-Both walk the rows in blocks, as :mod:`.rows_torch` does. The formulas stand in ``kernels/divergence.py``.
+Both walk the rows in blocks, as :mod:`.rows_torch` does, in fp64. The formulas stand in
+``kernels/divergence.py``.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.kernels.records import SERIES_UP_TO, LabelTerm, Side
-from megatron_fused_ce.logits.rows_torch import masked_columns, row_blocks, scaled_logits, softcap_gradient
+from megatron_fused_ce.kernels.records import LabelTerm, Side
+from megatron_fused_ce.logits.rows_torch import masked_columns, relative_logits, row_blocks, softcap_gradient
 
 
 class _Pair(NamedTuple):
-    """Both sides' probabilities of some rows, fp32 ``[rows, V]``, and ``r = log p_s - log p_t``."""
+    """Some rows of both sides, fp64 ``[rows, V]``."""
 
+    s: Tensor  # relative to the student's largest
     p_s: Tensor
     p_t: Tensor
-    r: Tensor
+    r: Tensor  # log p_s - log p_t
+    u: Tensor  # r, less what it is where the student's logit is the largest: exactly 0 there
+    at_top: Tensor  # [rows, 1]: what it is there
 
 
 def _pair(student: Side, teacher: Side, rows: slice, num_columns: int) -> _Pair:
-    a_s, p_s = _probabilities(student, rows, num_columns)
-    a_t, p_t = _probabilities(teacher, rows, num_columns)
-    return _Pair(p_s, p_t, (a_s - a_t) - (student.log_sum[rows] - teacher.log_sum[rows]).unsqueeze(-1))
+    s, t = (_relative(side, side.top, rows, num_columns) for side in (student, teacher))
+    assert teacher.log_ratio is not None
+    student_sum, teacher_sum, log_ratio = (
+        of[rows].double().unsqueeze(-1) for of in (student.log_sum, teacher.log_sum, teacher.log_ratio)
+    )
+    u = r = (s - t) - log_ratio
+    at_top = -log_ratio
+    if teacher.beside is not None:
+        u = s - _relative(teacher, teacher.beside, rows, num_columns)
+        beside = teacher._replace(logits=teacher.beside.unsqueeze(-1))
+        at_top = at_top - _relative(beside, teacher.top, rows, 1)
+    return _Pair(s, (s - student_sum).exp_(), (t - teacher_sum).exp_(), r, u, at_top)
 
 
-def _probabilities(side: Side, rows: slice, num_columns: int) -> tuple[Tensor, Tensor]:
-    """``s - row_max`` and the probabilities."""
-    shifted = scaled_logits(side.logits[rows, :num_columns], side.scale, side.softcap)
-    shifted.sub_(side.row_max[rows].unsqueeze(-1))
-    return shifted, shifted.exp().mul_(side.log_sum[rows].neg().exp().unsqueeze(-1))
-
-
-def _h(x: Tensor) -> Tensor:
-    """``exp(x) - 1 - x`` for ``abs(x) <= 1/4``, to a relative error of 1e-8."""
-    series = 1.0 + x / 7.0
-    for n in (6.0, 5.0, 4.0, 3.0):
-        series = 1.0 + x / n * series
-    return 0.5 * x * x * series
+def _relative(side: Side, to: Tensor, rows: slice, num_columns: int) -> Tensor:
+    return relative_logits(side.logits[rows, :num_columns], to[rows].unsqueeze(-1), side.scale, side.softcap)
 
 
 def _excess(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
     """``p * (exp(x) - 1 - x) = q - p - p * x`` for ``x = log(q / p)``: what a class adds to KL(p || q)."""
-    plain = q - p - torch.where(p == 0.0, 0.0, p * x)
-    plain = torch.where(x == -torch.inf, torch.inf, plain)  # a p that underflows, too
-    return torch.where(x.abs() <= SERIES_UP_TO, p * _h(x), plain)
+    far = q - p - torch.where(p == 0.0, 0.0, p * x)
+    far = torch.where(x == -torch.inf, torch.inf, far)  # a p that underflows, too
+    return torch.where(x.abs() <= 1.0, p * (torch.expm1(x) - x), far)
 
 
-def _of_mixture(r: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """``log m - log p_s`` and ``log m - log p_t`` for ``m = (1 - beta) p_s + beta p_t``."""
-    distance = r.abs()
-    of_smaller = torch.full_like(r, beta).where(r > 0.0, 1.0 - beta)  # of two numbers: the default dtype
-    of_larger = torch.full_like(r, 1.0 - beta).where(r > 0.0, beta)
-    to_larger = torch.log(of_larger + of_smaller * torch.exp(-distance))
-    to_smaller = to_larger + distance
-    x_s, x_t = to_smaller.where(r <= 0.0, to_larger), to_larger.where(r <= 0.0, to_smaller)
-    near = distance <= SERIES_UP_TO
-    return (
-        torch.where(near, torch.log1p(beta * torch.expm1(-r)), x_s),
-        torch.where(near, torch.log1p((1.0 - beta) * torch.expm1(r)), x_t),
-    )
+def _log_mixture(x: Tensor, share: float | Tensor, log_share: float | Tensor) -> Tensor:
+    """``log(1 - share + share * exp(x))``, to its own digits; ``share`` and its logarithm in [0, 1]."""
+    share, log_share = (torch.as_tensor(of, dtype=x.dtype, device=x.device) for of in (share, log_share))
+    far = torch.logaddexp(torch.log1p(-share), log_share + x)
+    return torch.where(x > 1.0, far, torch.log1p(share * torch.expm1(x)))
 
 
-def _terms(pair: _Pair, kind: str, beta: float) -> tuple[Tensor, Tensor | None]:
-    """What each class adds to the divergence, and to KL(p_s || m) if a gradient needs that."""
-    p_s, p_t, r = pair
+def _terms(pair: _Pair, kind: str, beta: float) -> Tensor:
+    """What each class adds to the divergence."""
+    _, p_s, p_t, r, _, _ = pair
     if kind == "forward_kl":
-        return _excess(p_t, p_s, r), None
+        return _excess(p_t, p_s, r)
     if kind == "reverse_kl":
-        of_student = _excess(p_s, p_t, -r)
-        return of_student, of_student
+        return _excess(p_s, p_t, -r)
     m = (1.0 - beta) * p_s + beta * p_t
-    x_s, x_t = _of_mixture(r, beta)
-    of_student = _excess(p_s, m, x_s)
-    return beta * _excess(p_t, m, x_t) + (1.0 - beta) * of_student, of_student
+    of_student = _excess(p_s, m, _log_mixture(-r, beta, math.log(beta)))
+    of_teacher = _excess(p_t, m, _log_mixture(r, 1.0 - beta, math.log1p(-beta)))
+    return beta * of_teacher + (1.0 - beta) * of_student
 
 
-def _gradient(pair: _Pair, kind: str, beta: float, kl_student: Tensor | None) -> Tensor:
-    """By the student's logits ``s``; ``kl_student`` [rows, 1]."""
-    p_s, p_t, r = pair
-    if kind == "forward_kl":
-        return torch.where(r.abs() <= SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
-    assert kl_student is not None
+def _pull(pair: _Pair, kind: str, beta: float) -> Tensor:
+    """reverse_kl: u. jsd: ``log(p_s / m)``, less what it is where u is 0."""
     if kind == "reverse_kl":
-        gradient = p_s * (r - kl_student)
-    else:
-        x_s, _ = _of_mixture(r, beta)
-        gradient = (beta - 1.0) * p_s * (x_s + kl_student)
-    return gradient.masked_fill_(p_s == 0.0, 0.0)
+        return pair.u
+    # m / p_s there is 1 - beta + beta * exp(-at_top); of a class, times 1 - share + share * exp(-u).
+    log_share = math.log(beta) - pair.at_top
+    log_share = log_share - torch.logaddexp(log_share, torch.full_like(log_share, math.log1p(-beta)))
+    return -_log_mixture(-pair.u, log_share.exp(), log_share)
 
 
-def _label_gradient(student: Side, label: LabelTerm, rows: slice, num_columns: int) -> Tensor:
-    s = scaled_logits(student.logits[rows, :num_columns], student.scale, student.softcap)
-    s.mul_(label.temperature).sub_(label.row_max[rows].unsqueeze(-1))
-    weight = label.weight[rows].unsqueeze(-1)
-    gradient = s.exp_().mul_(weight * label.inv_sum[rows].unsqueeze(-1))
-    columns = label.columns[rows].unsqueeze(-1)
-    here = torch.arange(num_columns, device=columns.device) == columns
-    return torch.where(here, -weight * label.one_minus_p[rows].unsqueeze(-1), gradient)
+def _of_student(p_s: Tensor, pull: Tensor) -> Tensor:
+    """``p_s * pull``: 0 where ``p_s`` is."""
+    return (p_s * pull).masked_fill_(p_s == 0.0, 0.0)
+
+
+def _gradient(pair: _Pair, kind: str, beta: float, mean: Tensor | None) -> Tensor:
+    """By the student's logits ``s``; ``mean`` [rows, 1]."""
+    if kind == "forward_kl":
+        near = pair.p_t * torch.expm1(pair.r)
+        return torch.where(pair.r.abs() <= 1.0, near, pair.p_s - pair.p_t)
+    assert mean is not None
+    gradient = _of_student(pair.p_s, _pull(pair, kind, beta) - mean)
+    return gradient.mul_(1.0 - beta) if kind == "jsd" else gradient
 
 
 def divergence_sums(
@@ -110,15 +105,17 @@ def divergence_sums(
     beta: float,
     valid_columns: Tensor | None,
 ) -> Tensor:
-    """This shard's part of the divergence, and of KL(p_s || m): fp32 ``[2, C]``."""
+    """This shard's part of the divergence, and of the mean that the gradient subtracts: fp32 ``[2, C]``."""
     num_rows, num_columns = _shape(student, teacher)
-    sums = student.row_max.new_zeros((2, num_rows))
+    sums = student.top.new_zeros((2, num_rows))
     masked = masked_columns(student.logits[:, :num_columns], valid_columns)
     for rows in row_blocks(num_rows, num_columns):
         pair = _pair(student, teacher, rows, num_columns)
-        for out, terms in zip(sums, _terms(pair, kind, beta), strict=True):
-            if terms is not None:
-                out[rows] = _row_sums(terms, masked)
+        sums[0, rows] = _row_sums(_terms(pair, kind, beta), masked)
+        if kind != "forward_kl":
+            sums[1, rows] = _row_sums(_of_student(pair.p_s, _pull(pair, kind, beta)), masked)
+    assert teacher.log_ratio is not None
+    sums[1] += 0.0 * teacher.log_ratio  # NaN if a logit is: u of the others has no teacher's sum
     return sums
 
 
@@ -128,7 +125,7 @@ def divergence_gradients(
     kind: str,
     beta: float,
     valid_columns: Tensor | None,
-    kl_student: Tensor | None,
+    mean: Tensor | None,
     out: Tensor,  # [C, V], may be the student's logits
     label: LabelTerm | None = None,
     factor: Tensor | None = None,  # [C] fp32
@@ -136,16 +133,16 @@ def divergence_gradients(
 ) -> Tensor | None:
     """The divergence's gradient by the student's logits before scale and softcap, the scale left out."""
     num_rows, num_columns = _shape(student, teacher)
-    sums = torch.empty_like(student.row_max) if with_sums else None
+    sums = torch.empty_like(student.top) if with_sums else None
     masked = masked_columns(student.logits[:, :num_columns], valid_columns)
     for rows in row_blocks(num_rows, num_columns):
         pair = _pair(student, teacher, rows, num_columns)
         if sums is not None:
-            sums[rows] = _row_sums(_terms(pair, kind, beta)[0], masked)
-        kl = None if kl_student is None else kl_student[rows].unsqueeze(-1)
-        gradient = _gradient(pair, kind, beta, kl)
+            sums[rows] = _row_sums(_terms(pair, kind, beta), masked)
+        of_rows = None if mean is None else mean[rows].double().unsqueeze(-1)
+        gradient = _gradient(pair, kind, beta, of_rows)
         if label is not None:
-            gradient.add_(_label_gradient(student, label, rows, num_columns))
+            gradient.add_(_label_gradient(pair.s, label, rows))
         if student.softcap is not None:
             logits = student.logits[rows, :num_columns]
             gradient.mul_(softcap_gradient(logits, student.scale, student.softcap))
@@ -153,9 +150,17 @@ def divergence_gradients(
             gradient.mul_(factor[rows].unsqueeze(-1))
         if masked is not None:
             gradient.masked_fill_(masked, 0.0)
-        out[rows, :num_columns] = gradient
+        out[rows, :num_columns] = gradient.to(out.dtype)
         out[rows, num_columns:] = 0.0
     return sums
+
+
+def _label_gradient(s: Tensor, label: LabelTerm, rows: slice) -> Tensor:
+    weight = label.weight[rows].unsqueeze(-1)
+    gradient = (s * label.temperature).exp_().mul_(weight * label.inv_sum[rows].unsqueeze(-1))
+    here = torch.arange(s.shape[1], device=s.device) == label.columns[rows].unsqueeze(-1)
+    at_label = -weight * label.one_minus_p[rows].unsqueeze(-1)
+    return torch.where(here, at_label.double(), gradient)
 
 
 def _shape(student: Side, teacher: Side) -> tuple[int, int]:
@@ -164,4 +169,5 @@ def _shape(student: Side, teacher: Side) -> tuple[int, int]:
 
 
 def _row_sums(terms: Tensor, masked: Tensor | None) -> Tensor:
-    return (terms if masked is None else terms.masked_fill_(masked, 0.0)).sum(dim=-1)
+    """fp32 ``[rows]``."""
+    return (terms if masked is None else terms.masked_fill_(masked, 0.0)).sum(dim=-1).float()

@@ -45,6 +45,22 @@ def scaled_logits(
     return z
 
 
+def relative_logits(
+    logits: Tensor,  # [rows, V]
+    top: Tensor,  # [rows, 1]
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """``softcap(scale * logits) - softcap(scale * top)`` in a new fp64 tensor, exactly 0 at ``top``.
+
+    -inf for all where ``top`` is.
+    """
+    z, top = logits.double(), top.double()
+    if softcap is not None:
+        return z.mul_(scale / softcap).tanh_().sub_((top * (scale / softcap)).tanh()).mul_(softcap)
+    return z.sub_(top.masked_fill(top == -torch.inf, 0.0)).mul_(scale)
+
+
 def softcap_gradient(
     logits: Tensor,  # [rows, V]
     logit_scale: float,
@@ -90,6 +106,9 @@ def row_statistics(
     logit_sum = torch.empty_like(shard[0]) if form.with_logit_sum else None
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
     squares = torch.empty_like(shard[0]) if form.with_squares else None
+    rest = torch.empty_like(shard[0], dtype=torch.float64) if form.with_rest else None
+    if form.with_rest:
+        argmax = torch.empty_like(local_labels)
     target_sum = None if targets is None else torch.empty_like(shard[0])
     target_mass = None if targets is None else torch.empty_like(shard[0])
     masked = masked_columns(logits, form.valid_columns)
@@ -103,6 +122,13 @@ def row_statistics(
         if masked is not None:
             z.masked_fill_(masked, -torch.inf)
         block_max, block_argmax = z.max(dim=-1)
+        if rest is not None:
+            at = block_argmax.unsqueeze(-1)
+            others = relative_logits(logits[rows], logits[rows].gather(-1, at), logit_scale, form.softcap)
+            others.scatter_(-1, at, -torch.inf)
+            if masked is not None:
+                others.masked_fill_(masked, -torch.inf)
+            rest[rows] = others.exp_().sum(dim=-1)
         label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
         at_label = z.gather(-1, label.columns)
         label_logit = torch.where(label.mask, at_label, NOT_HERE).squeeze(-1)
@@ -124,7 +150,7 @@ def row_statistics(
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares)
+    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares, rest=rest)
     return RowStatistics(shard, argmax, extra)
 
 

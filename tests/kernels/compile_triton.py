@@ -58,6 +58,7 @@ TYPES = {
     "valid_columns_ptr": "*i64",
     "found_ptr": "*i64",
     "unless_ptr": "*i64",
+    "rest_ptr": "*fp64",
     "table_ptr": "*i32",
     "tile_argmax_ptr": "*i32",
     **dict.fromkeys(("logits_ptr", "tokens_ptr", "sample_ptr", "e_ptr", "x_ptr"), "*bf16"),
@@ -97,7 +98,17 @@ ROWS = {
     "statistics": Kernel(
         row_kernels._row_statistics,
         {"BLOCK": row_kernels.STATISTICS_BLOCK},
-        ("WITH_ARGMAX", "WITH_SUM", "WEIGHTED", "TARGETS", "MASKED", "SOFTCAP", "TEMPERATURE", "SQUARES"),
+        (
+            "WITH_ARGMAX",
+            "WITH_SUM",
+            "WEIGHTED",
+            "TARGETS",
+            "MASKED",
+            "SOFTCAP",
+            "TEMPERATURE",
+            "SQUARES",
+            "REST",
+        ),
     ),
     "gradients": Kernel(
         row_kernels._row_gradients,
@@ -108,10 +119,14 @@ ROWS = {
 }
 _SIDES = ("MASKED", "STUDENT_SOFTCAP", "TEACHER_SOFTCAP")
 DIVERGENCES = {
-    f"divergence_{name}, {kind}": Kernel(
-        launch, {"BLOCK": block, "KIND": records.DIVERGENCES.index(kind)}, options, {"out_ptr": "*bf16"}
+    f"divergence_{name}, {kind}, {dtype}": Kernel(
+        launch,
+        {"BLOCK": block, "KIND": records.DIVERGENCES.index(kind)},
+        options,
+        dict.fromkeys(("student_ptr", "teacher_ptr", "out_ptr"), f"*{dtype}"),
     )
     for kind in records.DIVERGENCES
+    for dtype in ("bf16", "fp32")
     for name, launch, block, options in (
         ("sums", divergence._divergence_sums, divergence.SUMS_BLOCK, _SIDES),
         (

@@ -11,6 +11,7 @@ import torch
 from megatron_fused_ce.kernels import divergence
 from megatron_fused_ce.kernels.records import LabelTerm, Side
 from megatron_fused_ce.logits import divergence_torch
+from tests.support import distillation
 from tests.support.op import DTYPES
 
 ROWS = [
@@ -32,7 +33,7 @@ FLOOR = 1e-6
 
 class Exact(NamedTuple):
     divergence: torch.Tensor  # [C]
-    kl_student: torch.Tensor  # [C]
+    mean: torch.Tensor  # [C]: of log(p_s / m), less what it is where the student's logit is the largest
     gradient: torch.Tensor  # [C, V]
     #: of the largest term of all gradients: their difference may be far smaller
     size: float
@@ -47,8 +48,8 @@ class Exact(NamedTuple):
         return FLOOR * max(1.0, self.divergence.max().item())
 
     @property
-    def kl_floor(self) -> float:
-        return FLOOR * max(1.0, self.kl_student.max().item())
+    def mean_floor(self) -> float:
+        return FLOOR * max(1.0, self.mean.abs().max().item())
 
 
 def natural(side: Side, dtype=torch.float64) -> torch.Tensor:
@@ -80,16 +81,25 @@ def definition(s: torch.Tensor, t: torch.Tensor, kind: str, beta: float) -> Exac
         share = 1 - beta
     gradient = share * p_s * (log_s - log_m - of_student[:, None])
     size = share * p_s.max().item() * max(1.0, of_student.max().item())
-    return Exact(made, of_student, gradient.masked_fill_(p_s == 0, 0.0), size)
+    at_top = (log_s - log_m).gather(1, s.argmax(1, keepdim=True))[:, 0]
+    return Exact(made, of_student - at_top, gradient.masked_fill_(p_s == 0, 0.0), size)
 
 
-def as_side(logits, scale=1.0, softcap=None, num_classes=None) -> Side:
-    """With normalizers of the first ``num_classes`` columns, from fp64."""
-    side = Side(logits, logits, logits, scale, softcap)
-    s = natural(side)[:, :num_classes]
-    row_max = s.amax(1).float()
-    log_sum = (s - row_max.double()[:, None]).exp().sum(1).log().float()
-    return side._replace(row_max=row_max, log_sum=log_sum)
+def as_sides(student, teacher, options=({}, {}), num_classes=None) -> tuple[Side, Side]:
+    """With normalizers of the first ``num_classes`` columns, from fp64; options: scale and softcap."""
+    sides, tops = [], []
+    for logits, of_side in zip((student, teacher), options, strict=True):
+        side = Side(logits, logits, logits, **of_side)
+        s = natural(side)[:, :num_classes]
+        row_max, at = s.max(1, keepdim=True)
+        log_sum = (s - row_max).exp().scatter(1, at, 0.0).sum(1).log1p() + 0.0 * row_max[:, 0]
+        sides.append(side._replace(top=logits.gather(1, at)[:, 0].float(), log_sum=log_sum))
+        tops.append(at)
+    ratio = (sides[0].log_sum - sides[1].log_sum).float()
+    beside = teacher.gather(1, tops[0])[:, 0].float()
+    beside = torch.where(beside == -inf, sides[1].top - 88, beside)
+    of_student, of_teacher = (side._replace(log_sum=side.log_sum.float()) for side in sides)
+    return of_student, of_teacher._replace(log_ratio=ratio, beside=beside)
 
 
 def within(made, exact, eager, floor, rounding=0.0):
@@ -111,15 +121,15 @@ def held(rows, student, teacher, kind, beta, num_classes=None):
     exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
     sums = rows.divergence_sums(student, teacher, kind, beta, valid)
     within(sums[0], exact.divergence, eager.divergence, exact.floor)
-    within(sums[1], exact.kl_student, eager.kl_student, exact.kl_floor)
+    within(sums[1], exact.mean, eager.mean, exact.mean_floor)
     out = torch.empty_like(student.logits, dtype=torch.float32)
-    kl_student = None if kind == "forward_kl" else sums[1]
+    mean = None if kind == "forward_kl" else sums[1]
     kept = student.logits.clone()
-    beside = rows.divergence_gradients(student, teacher, kind, beta, valid, kl_student, out, with_sums=True)
+    beside = rows.divergence_gradients(student, teacher, kind, beta, valid, mean, out, with_sums=True)
     within(beside, exact.divergence, eager.divergence, exact.floor)
     within(out[:, :num_classes], exact.gradient, eager.gradient, exact.grad_floor)
     assert (out[:, num_classes:] == 0).all()
-    assert rows.divergence_gradients(student, teacher, kind, beta, valid, kl_student, out.clone()) is None
+    assert rows.divergence_gradients(student, teacher, kind, beta, valid, mean, out.clone()) is None
     assert torch.equal(student.logits, kept), "out of place must leave the logits alone"
     return sums, out
 
@@ -165,9 +175,30 @@ def pair(what, device, num_columns=2111, num_rows=5):
     ],
 )  # fmt: skip
 def test_distributions_against_fp64(rows, kind, beta, what, device):
-    student, teacher = map(as_side, pair(what, device))
+    student, teacher = as_sides(*pair(what, device))
     sums, _ = held(rows, student, teacher, kind, beta)
-    assert (sums >= 0).all()
+    assert (sums[0] >= 0).all()
+
+
+@EVERY
+@pytest.mark.parametrize("sides", distillation.CONFIDENT)
+@pytest.mark.parametrize("kind", distillation.KINDS)
+def test_confident_sides(rows, kind, sides, device):
+    """The rest of the table is the op's: tests/op/test_distillation.py."""
+    slow = rows is divergence and device.type == "cpu"
+    of_kind = distillation.KINDS[kind]
+    for temperature in (1.0,) if slow else distillation.TEMPERATURES:
+        for raised in (14, 30, 100) if slow else distillation.RAISED:
+            problem = distillation.confident(
+                512, raised, sides, rows=2, device=device, kind=kind, temperature=temperature
+            )
+            scale = {"scale": 1 / temperature}
+            logits = (of.t().contiguous() for of in (problem.weight, problem.teacher_weight))
+            args = *as_sides(*logits, (scale, scale)), of_kind["divergence"], of_kind.get("beta", 0.5), None
+            out = torch.empty_like(args[0].logits)
+            rows.divergence_gradients(*args, rows.divergence_sums(*args)[1], out)
+            error = distillation.worst_row(out / temperature, distillation.exact_rows(problem))
+            assert error <= 2e-6, f"temperature {temperature}, raised by {raised}: {error}"
 
 
 @OF_KIND
@@ -186,7 +217,7 @@ def test_any_number_of_columns(rows, kind, beta, num_columns, device):
     """And of rows, one."""
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(2, 1, num_columns, generator=generator).to(device)
-    held(rows, as_side(z[0]), as_side(z[1]), kind, beta)
+    held(rows, *as_sides(*z), kind, beta)
 
 
 @EVERY
@@ -200,15 +231,13 @@ def test_padding_and_widths(rows, kind, beta, device):
             wide[:, :valid] = teacher[:, :valid]
             padded = student.clone()
             padded[:, valid:] = inf
-            held(
-                rows, as_side(padded, num_classes=valid), as_side(wide, num_classes=valid), kind, beta, valid
-            )
+            held(rows, *as_sides(padded, wide, num_classes=valid), kind, beta, valid)
     # A shard of padding alone.
     none = torch.tensor([0], device=device)
-    sides = as_side(student), as_side(teacher)
+    sides = as_sides(student, teacher)
     assert (rows.divergence_sums(*sides, kind, beta, none) == 0).all()
     out = torch.empty_like(student)
-    rows.divergence_gradients(*sides, kind, beta, none, sides[0].row_max, out)
+    rows.divergence_gradients(*sides, kind, beta, none, sides[0].top, out)
     assert (out == 0).all()
 
 
@@ -218,7 +247,8 @@ def test_padding_and_widths(rows, kind, beta, device):
 def test_scales_and_softcaps(rows, kind, beta, caps, device):
     """The gradient is by the scaled logit, before the softcap."""
     z = pair("related", device)
-    student, teacher = as_side(z[0], 0.7, caps[0]), as_side(z[1], 1.3, caps[1])
+    options = {"scale": 0.7, "softcap": caps[0]}, {"scale": 1.3, "softcap": caps[1]}
+    student, teacher = as_sides(*z, options)
     s, t = natural(student), natural(teacher)
     exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
     sums = rows.divergence_sums(student, teacher, kind, beta, None)
@@ -237,7 +267,7 @@ def test_dtypes_and_in_place(rows, kind, beta, dtype, out_dtype, device):
     """Any of logits and gradients, the sides' own too; in place where they are the same."""
     z = pair("related", device)
     for teacher_dtype in {dtype, torch.float32}:
-        student, teacher = as_side(z[0].to(dtype)), as_side(z[1].to(teacher_dtype))
+        student, teacher = as_sides(z[0].to(dtype), z[1].to(teacher_dtype))
         s, t = natural(student), natural(teacher)
         exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
         sums = rows.divergence_sums(student, teacher, kind, beta, None)
@@ -262,8 +292,8 @@ def test_label_term_and_factor(rows, kind, beta, temperature, device):
     """The cross-entropy is at temperature 1, of this shard's labels and of others'; padding has none."""
     z = pair("related", device)
     valid, cap = 2000, 6.0
-    student = as_side(z[0], 0.8 / temperature, cap / temperature, valid)
-    teacher = as_side(z[1], 1.0, None, valid)
+    options = {"scale": 0.8 / temperature, "softcap": cap / temperature}, {}
+    student, teacher = as_sides(*z, options, valid)
     columns = torch.tensor([0, valid - 1, -3, valid, 2**40], device=device)
     weight, factor = torch.tensor([[0.5, 2.0, 1.0, 0.0, 3.0], [1.0, -2.0, 0.1, 7.0, 0.0]], device=device)
     s, t = natural(student)[:, :valid], natural(teacher)[:, :valid]
@@ -273,7 +303,6 @@ def test_label_term_and_factor(rows, kind, beta, temperature, device):
     label = LabelTerm(
         columns,
         weight,
-        row_max.float(),
         (temperature * s - row_max[:, None]).exp().sum(1).reciprocal().float(),
         torch.where(here, -torch.expm1(log_p), 0.0).sum(1).float(),
         temperature,
@@ -289,8 +318,8 @@ def test_label_term_and_factor(rows, kind, beta, temperature, device):
     exact, eager = (definition(s.to(d), t.to(d), kind, beta) for d in (torch.float64, torch.float32))
     out = torch.empty_like(z[0])
     count = torch.tensor([valid], device=device)
-    kl_student = exact.kl_student.float()
-    rows.divergence_gradients(student, teacher, kind, beta, count, kl_student, out, label, factor)
+    mean = exact.mean.float()
+    rows.divergence_gradients(student, teacher, kind, beta, count, mean, out, label, factor)
     expected = both(exact)
     size = max(exact.size, weight.max().item()) * factor.abs().max().item()
     within(out[:, :valid], expected, both(eager), FLOOR * size)
@@ -304,9 +333,8 @@ def test_equal_sides_give_nothing(rows, kind, beta, dtype, device):
     """To the bit, with all options, where both underflow, and where classes are excluded on both."""
     logits = pair("student underflows", device)[0].to(dtype)
     logits[:, 5::7] = -inf
-    side = as_side(logits, 0.7, 20.0)
-    for given in (side, as_side(logits)):
-        same = given._replace(logits=given.logits.clone())
+    for options in ({"scale": 0.7, "softcap": 20.0}, {}):
+        given, same = as_sides(logits, logits.clone(), (options, options))
         sums = rows.divergence_sums(given, same, kind, beta, None)
         assert (sums == 0).all()
         out = torch.empty_like(logits)
@@ -325,7 +353,7 @@ def test_excluded_classes(rows, kind, beta, where, device):
         student.masked_fill_(excluded, -inf)
     if where != "student":
         teacher.masked_fill_(excluded, -inf)
-    sides = as_side(student), as_side(teacher)
+    sides = as_sides(student, teacher)
     infinite = (kind, where) in {("forward_kl", "student"), ("reverse_kl", "teacher")}
     if infinite:
         sums = rows.divergence_sums(*sides, kind, beta, None)
@@ -340,7 +368,7 @@ def test_an_underflowing_class_that_is_excluded(rows, kind, device):
     """exp(-300) is 0 in fp32, and its class still makes the divergence infinite."""
     has, lacks = pair("apart", device, 300)
     has[:, 200], lacks[:, 200] = -300.0, -inf
-    student, teacher = map(as_side, (lacks, has) if kind == "forward_kl" else (has, lacks))
+    student, teacher = as_sides(*((lacks, has) if kind == "forward_kl" else (has, lacks)))
     assert (rows.divergence_sums(student, teacher, kind, 0.5, None)[0] == inf).all()
 
 
@@ -351,7 +379,7 @@ def test_an_underflowing_class_that_is_excluded(rows, kind, device):
 def test_nan_and_infinite_logits(rows, kind, beta, of_teacher, value, device):
     z = pair("apart", device, 300)
     z[of_teacher][1, 7] = value
-    student, teacher = map(as_side, z)
+    student, teacher = as_sides(*z)
     sums = rows.divergence_sums(student, teacher, kind, beta, None)
     assert sums[0].isnan().tolist() == [False, True, False, False, False]
     out = torch.empty_like(z[0])
@@ -365,7 +393,7 @@ def test_nan_and_infinite_logits(rows, kind, beta, of_teacher, value, device):
 def test_shards_add_up(rows, kind, beta, device):
     """A shard's part is no divergence of its own; their sum is."""
     z = pair("apart", device)
-    student, teacher = map(as_side, z)
+    student, teacher = as_sides(*z)
     s, t = natural(student), natural(teacher)
     exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
     parts = [
@@ -374,7 +402,7 @@ def test_shards_add_up(rows, kind, beta, device):
     ]
     sums = torch.stack([rows.divergence_sums(*part, kind, beta, None) for part in parts]).sum(0)
     within(sums[0], exact.divergence, eager.divergence, exact.floor)
-    within(sums[1], exact.kl_student, eager.kl_student, exact.kl_floor)
+    within(sums[1], exact.mean, eager.mean, exact.mean_floor)
     out = torch.empty_like(z[0])
     for part, piece in zip(parts, out.split([1, 299, 1811], 1), strict=True):
         rows.divergence_gradients(*part, kind, beta, None, sums[1], piece)
@@ -399,21 +427,21 @@ def test_single_terms_keep_their_digits(rows, kind, beta, dtype, device):
     r = torch.cat([size, near, -size, -near]).to(dtype)[:, None].to(device)
     ones = torch.zeros(r.shape[0], device=device)
     student = Side(torch.where(r > 0, 0.0, r).to(dtype), ones, ones)
-    teacher = Side(torch.where(r > 0, -r, 0.0).to(dtype), ones, ones)
+    teacher = Side(torch.where(r > 0, -r, 0.0).to(dtype), ones, ones, log_ratio=ones, beside=ones)
     s, t = student.logits[:, 0].double(), teacher.logits[:, 0].double()
     p_s, p_t, r = s.exp(), t.exp(), s - t
     if kind == "forward_kl":
-        term = of_student = p_t * h(r)
+        term, mean = p_t * h(r), torch.zeros_like(r)
         gradient = p_t * torch.expm1(r)
     elif kind == "reverse_kl":
-        term = of_student = p_s * h(-r)
-        gradient = p_s * r
+        term = p_s * h(-r)
+        gradient = mean = p_s * r
     else:
         x_s = torch.log1p(beta * torch.expm1(-r))
         x_t = torch.log1p((1 - beta) * torch.expm1(r))
-        of_student = p_s * h(x_s)
-        term = beta * p_t * h(x_t) + (1 - beta) * of_student
-        gradient = (beta - 1) * p_s * x_s
+        term = beta * p_t * h(x_t) + (1 - beta) * p_s * h(x_s)
+        mean = -p_s * x_s
+        gradient = (1 - beta) * mean
     sums = rows.divergence_sums(student, teacher, kind, beta, None)
     out = torch.empty_like(student.logits, dtype=torch.float32)
     beside = rows.divergence_gradients(student, teacher, kind, beta, None, ones, out, with_sums=True)
@@ -421,9 +449,7 @@ def test_single_terms_keep_their_digits(rows, kind, beta, dtype, device):
     absolute = 1.5e-7 if kind == "jsd" else 1e-36
     # Of 1 - exp(-1/4) - 1/4, which is -0.029; and of exp(-90) by the hardware, 90 * 2**-24.
     relative = 4e-6 if dtype == torch.float32 else 1e-5
-    if kind == "forward_kl":
-        of_student = torch.zeros_like(term)
-    for made, expected in ((sums[0], term), (beside, term), (sums[1], of_student), (out[:, 0], gradient)):
+    for made, expected in ((sums[0], term), (beside, term), (sums[1], mean), (out[:, 0], gradient)):
         error = (made.double() - expected).abs()
         bound = relative * expected.abs() + absolute
         assert (error <= bound).all(), (error / bound).max()
@@ -432,7 +458,7 @@ def test_single_terms_keep_their_digits(rows, kind, beta, dtype, device):
 @OF_KIND
 @pytest.mark.parametrize("what", ["apart", "nearly equal", "peaked at two classes"])
 def test_triton_and_plain_pytorch_agree(kind, beta, what, device):
-    student, teacher = map(as_side, pair(what, device))
+    student, teacher = as_sides(*pair(what, device))
     sums = [
         module.divergence_sums(student, teacher, kind, beta, None)
         for module in (divergence, divergence_torch)

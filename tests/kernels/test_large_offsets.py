@@ -77,7 +77,8 @@ def test_a_divergence_of_far_rows(logits, kind, device):
     near = logits[0]
     other = near.flip(1)
     row_max, log_sum = near.float().amax(1), (near.float() - near.float().amax(1, keepdim=True)).logsumexp(1)
-    plain = [Side(z, row_max, log_sum) for z in (near, other)]
+    beside = other.gather(1, near.argmax(1, keepdim=True))[:, 0].float()
+    plain = [Side(z, row_max, log_sum, 1.0, None, 0 * log_sum, beside) for z in (near, other)]
     far, far_other = (far_rows(z, device) for z in (near, other))
     ours = [side._replace(logits=z) for side, z in zip(plain, (far, far_other), strict=True)]
     sums = divergence_torch.divergence_sums(*plain, kind, 0.5, None)

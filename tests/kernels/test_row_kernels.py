@@ -10,7 +10,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.kernels import row_kernels, token_kernels
-from megatron_fused_ce.kernels.records import NOT_HERE
+from megatron_fused_ce.kernels.records import NOT_HERE, RowOptions
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.loss import (
     PLAIN,
@@ -212,3 +212,28 @@ def test_bent_logits_keep_their_digits(size, device):
     close = {"rtol": 2e-6, "atol": 1e-44, "check_dtype": False}
     torch.testing.assert_close(loss.flatten(), z_loss * bent**2, **close)
     torch.testing.assert_close(hidden.grad.flatten(), 2 * z_loss * bent * slope, **close)
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@pytest.mark.parametrize("scale", [1.0, -0.3])
+@pytest.mark.parametrize("num_columns", [2, 128, 9001])
+@pytest.mark.parametrize("rows", [row_kernels, rows_torch], ids=["triton", "torch"])
+def test_what_the_largest_logit_leaves(rows, num_columns, scale, softcap, device):
+    """Its column, and the others' sum with its own digits; also the label's; also where two are largest."""
+    logits, labels = chunk(num_columns, torch.float32, device)
+    at = torch.arange(7, device=device) * 1000 % num_columns
+    logits[torch.arange(7), at] = 40.0 / scale
+    labels[4], logits[5] = at[4], 40.0 / scale
+    valid = torch.tensor([max(num_columns - 3, 2)], device=device)
+    form = RowOptions(softcap=softcap, valid_columns=valid, with_weighted=True, with_rest=True)
+    made = rows.row_statistics(logits, labels, scale, form=form)
+    alone = rows.row_statistics(logits, labels, scale, form=RowOptions(softcap, valid, with_weighted=True))
+    s = logits[:, : int(valid)].double() * scale
+    s = s if softcap is None else softcap * torch.tanh(s / softcap)
+    largest, first = s.max(1, keepdim=True)
+    assert torch.equal(s.gather(1, made.argmax[:, None]), largest)  # of two, the label's serves as well
+    rest = (s - largest).exp().scatter(1, first, 0.0).sum(1)
+    bound = 4e-6 if rows is row_kernels and softcap is not None else 4e-7
+    torch.testing.assert_close(made.extra.rest, rest, rtol=bound, atol=0)
+    torch.testing.assert_close(made.shard, alone.shard, rtol=2e-6, atol=1e-30)
+    torch.testing.assert_close(made.extra.weighted, alone.extra.weighted, rtol=4e-6, atol=1e-30)

@@ -1190,8 +1190,8 @@ FAULTS = (
     Fault(
         "the gradient of a divergence subtracts one shard's part of it",
         f"{PACKAGE}/logits/divergence.py",
-        "kl_student = comm.sum_over_shards(kl_student.contiguous())",
-        "kl_student = kl_student.contiguous()",
+        "mean = comm.sum_over_shards(mean.contiguous())",
+        "mean = mean.contiguous()",
         (f"{DIVERGENCE_OVER_RANKS} -k 'test_against_fp64 and reverse_kl'",),
     ),
     Fault(
@@ -1211,8 +1211,8 @@ FAULTS = (
     Fault(
         "fp16's gradients of a divergence keep their factor",
         f"{PACKAGE}/logits/divergence.py",
-        "return _ones(targets) if factor is None else factor.reciprocal()",
-        "return _ones(targets)",
+        "return _Terms.of(merged.terms).row_scale.contiguous()",
+        "return torch.ones_like(_Terms.of(merged.terms).row_scale)",
         (f"{DIVERGENCE} -k 'test_upstream_gradients and negative'",),
     ),
     Fault(
@@ -1225,8 +1225,8 @@ FAULTS = (
     Fault(
         "a near teacher's divergence is a difference of probabilities",
         f"{PACKAGE}/logits/divergence_torch.py",
-        "return torch.where(x.abs() <= SERIES_UP_TO, p * _h(x), plain)",
-        "return plain",
+        "far = q - p - torch.where(p == 0.0, 0.0, p * x)",
+        "x = x.float().double()\n    far = p * -x",
         (f"{DIVERGENCE} -k billionth",),
     ),
     Fault(

@@ -20,14 +20,20 @@ from megatron_fused_ce.rl import token_divergence
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from tests.support import pairs
 from tests.support.distillation import (
+    CONFIDENT,
     KINDS,
     OPTIONS,
+    RAISED,
+    TEMPERATURES,
     Problem,
     Result,
     assert_right,
+    confident,
+    exact_rows,
     fused,
     make_problem,
     plain,
+    worst_row,
 )
 from tests.support.head import strategy_in_place
 from tests.support.op import DTYPES, EXP_DTYPE, HAS_EXP, STRATEGIES, promises
@@ -169,6 +175,77 @@ def test_a_divergence_of_a_billionth(size, kind, backend, device):
     assert ((made.outputs.divergence.double() - true).abs() / true).max() < 1e-2
     assert made.grad_weight is not None and exact.grad_weight is not None
     assert (made.grad_weight - exact.grad_weight).norm() < 1e-2 * exact.grad_weight.norm()
+
+
+@pytest.mark.parametrize("vocab", [512, pytest.param(128256, marks=pytest.mark.rest)])
+@pytest.mark.parametrize("sides", CONFIDENT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_confident_rows(kind, sides, vocab, device):
+    """Gradients of given fp32 logits, where eager PyTorch's are 1.0 off at 30."""
+    for temperature in TEMPERATURES:
+        for raised in RAISED:
+            problem = confident(vocab, raised, sides, device=device, kind=kind, temperature=temperature)
+            made = run(problem, num_chunks=1).grad_weight
+            assert made is not None
+            error = worst_row(made.t(), exact_rows(problem))
+            assert error <= 2e-6, f"temperature {temperature}, raised by {raised}: {error}"
+
+
+@pytest.mark.parametrize(
+    "options", [{"logit_softcap": 20.0, "teacher_logit_softcap": 30.0}, {"logit_scale": -0.5}], ids=str
+)
+@pytest.mark.parametrize("row_backend", ["torch", "triton"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+def test_confident_rows_with_options(kind, row_backend, options, device):
+    """And classes that either side excludes; two that are largest alike."""
+    if row_backend == "torch" and device.type == "cuda":
+        pytest.skip("the Triton kernels serve there")
+    problem = confident(300, 30.0, "one class", rows=2, device=device, kind=kind, **options)
+    if "logit_softcap" in options:
+        problem.weight[5] = problem.weight[0]
+    else:
+        problem.weight.neg_()
+    if kind == "jsd":
+        problem.weight[100:110] = -1e30 if "logit_softcap" in options else 1e30
+        problem.teacher_weight[105:120] = -1e30
+    made = run(problem, "recompute", num_chunks=1, row_backend=row_backend).grad_weight
+    assert made is not None and worst_row(made.t(), exact_rows(problem)) <= 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_confident_rows_in_half_precision(kind, dtype, device):
+    for sides in CONFIDENT:
+        for raised in RAISED:
+            given = confident(512, raised, sides, device=device, kind=kind)
+            names = "hidden", "weight", "teacher_hidden", "teacher_weight"
+            problem = replace(given, **{name: getattr(given, name).to(dtype) for name in names})
+            exact, eager, made = exact_rows(problem), plain(problem).grad_weight, run(problem).grad_weight
+            assert made is not None and eager is not None
+            bound = max(2 * worst_row(eager.t(), exact), torch.finfo(dtype).eps)
+            assert worst_row(made.t(), exact) <= bound, (sides, raised)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("kind", "values", "temperature", "label_weights"),
+    [
+        ("forward_kl", "plain", 20.0, 20.0),
+        ("forward_kl", "plain", 4.0, 8.0),
+        ("reverse_kl", "both wide", 1.0, None),
+        ("reverse_kl", "plain", 1.0, 50.0),
+    ],
+)
+def test_fp16_gradients_stay_finite(kind, values, temperature, label_weights, strategy, device):
+    """Rows whose gradient is hundreds of times its upstream, times weights of up to 15."""
+    problem = make_problem(
+        values, dtype=torch.float16, device=device, kind=kind, temperature=temperature,
+        with_labels=label_weights is not None, label_weights=label_weights,
+    )  # fmt: skip
+    problem.weight[:, 0] = -15.0
+    problem.weight[problem.labels.unique(), 0] = 15.0
+    problem.hidden[..., 0] = 0.01
+    assert_right(problem, run(problem, strategy))
 
 
 @pytest.mark.parametrize("row_backend", ["torch", "triton"])

@@ -21,7 +21,21 @@ from megatron_fused_ce import (
 from megatron_fused_ce.rl import token_divergence
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from tests.support import pairs
-from tests.support.distillation import OPTIONS, Problem, Result, assert_right, make_problem, plain
+from tests.support.distillation import (
+    CONFIDENT,
+    KINDS,
+    OPTIONS,
+    RAISED,
+    TEMPERATURES,
+    Problem,
+    Result,
+    assert_right,
+    confident,
+    exact_rows,
+    make_problem,
+    plain,
+    worst_row,
+)
 from tests.support.head import (
     AtItsStart,
     AtItsWait,
@@ -165,6 +179,25 @@ def test_logits_of_the_scaled_exp_gemm(rank: Rank, kind, strategy):
     )  # fmt: skip
     config = problem.config(strategy=strategy, chunk_tokens=16, logits_backend="scaled_exp")
     assert_right(problem, over_ranks(rank, problem, config, sp=True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("merge", ["packed", "all_reduce"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_confident_rows(rank: Rank, kind, merge):
+    """The sides' largest logits on shards of their own; on both shards alike."""
+    for sides in CONFIDENT:
+        for temperature in TEMPERATURES:
+            for raised in RAISED:
+                problem = confident(
+                    512, raised, sides, device=rank.device, kind=kind, temperature=temperature
+                )
+                if raised == 8:
+                    problem.weight[-1] = problem.weight[0]
+                made = over_ranks(rank, problem, problem.config(strategy="store", merge=merge), entropy=False)
+                assert made.grad_weight is not None
+                error = worst_row(made.grad_weight.t(), exact_rows(problem))
+                assert error <= 2e-6, f"{sides}, temperature {temperature}, raised by {raised}: {error}"
 
 
 @on_ranks(2)
