@@ -52,14 +52,17 @@ _SQUARED_UNIT = tl.constexpr(SQUARED_UNIT)
 def _exp(t, EXACT: tl.constexpr):
     """``exp(t)``; to 2 ulp for fp32 logits, to ``abs(t) * 2**-24`` for others, whose own rounding is more.
 
-    The hardware's exponential is of powers of two: its argument's rounding is made good to first order.
+    The hardware's exponential is of powers of two: its argument's rounding is made good to first order. It
+    knows no subnormal numbers, of which a sum may consist: small results are made 2**64 times larger.
     """
     if EXACT:
         LOG2E: tl.constexpr = 1.44269502162933349609375  # of 24 bits, and what is left of it
         LOG2E_REST: tl.constexpr = 1.925963033500e-8
         high = t * LOG2E
         rest = tl.fma(t, LOG2E, -high) + t * LOG2E_REST
-        e = tl.exp2(high) * (1.0 + rest * _LN_2)
+        small = high < -100.0
+        e = tl.exp2(tl.where(small, high + 64.0, high)) * (1.0 + rest * _LN_2)
+        e = tl.where(small, e * 5.421010862427522e-20, e)
         e = tl.where(t == float("-inf"), 0.0, e)  # inf - inf in the rest
     else:
         e = tl.exp(t)
