@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -604,17 +605,21 @@ class RanksParted(RuntimeError):
     """Another rank failed, or came to an end, where this one goes on."""
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(x, Tensor)]
+
+
 class InStep:
     """Steps that all ranks of a group go through together or give up together, whatever fails on one.
 
     For code that is not this package's, and not on the path of a training step: the host waits.
 
     Collectives: before each of ``torch.distributed`` within a step, at its end and for :meth:`agree`, one MAX
-    all-reduce of two int64 (R > 1). A rank at another point than the others, or with another answer, is told
-    there, and so are they.
+    all-reduce of two int64 (R > 1). A rank at another point than the others (its end, another collective,
+    other shapes), or with another answer, is told there, and so are they.
     """
 
-    _GOES_ON, _DONE, _FAILED = 1, 2, 3
+    _DONE, _FAILED, _GOES_ON = 1, 2, 3
     _GUARDED = (
         *("all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_into_tensor"),
         *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
@@ -655,7 +660,9 @@ class InStep:
 
         def guard(collective: Callable[..., Any]) -> Callable[..., Any]:
             def guarded(*args: Any, **kwargs: Any) -> Any:
-                if not self.agree(self._GOES_ON):
+                tensors = [x for value in (*args, *kwargs.values()) for x in _tensors(value)]
+                call = f"{collective.__name__} {[(x.dtype, x.shape) for x in tensors]}"
+                if not self.agree(self._GOES_ON + zlib.crc32(call.encode())):
                     raise RanksParted("it failed on another rank")
                 return collective(*args, **kwargs)
 

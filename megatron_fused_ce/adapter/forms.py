@@ -228,6 +228,8 @@ _trees: dict[CodeType, ast.FunctionDef] = {}
 def _tree(function: FunctionType) -> ast.FunctionDef:
     code = function.__code__
     if code not in _trees:
+        if code.co_filename.startswith("<"):  # for which inspect shows the module's lines
+            raise OSError("not from a file")
         source = inspect.getsource(function)
         node = ast.parse(f"if 1:\n{source}" if source[0].isspace() else source).body[0]
         node = node.body[0] if isinstance(node, ast.If) else node
