@@ -114,7 +114,7 @@ def rebuilt(**changes):
 
 
 def without_source():
-    return rebuilt(code=plain.__code__.replace(co_filename="<nowhere>"))
+    return rebuilt(code=plain.__code__.replace(co_filename="<nowhere>", co_name="other"))
 
 
 @pytest.mark.parametrize(

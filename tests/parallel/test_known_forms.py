@@ -253,8 +253,8 @@ NEWER = {
         "it reads data",
     ),
     "another value on one rank": ("", f"loss = loss * (1.0 + 0.01 * {OF_RANK})", "failed on another rank"),
-    "an error on one rank": (f"if {OF_RANK}: raise RuntimeError('here')", "", "failed on another rank"),
-    "an error later": ("", f"if {OF_RANK} == 0: raise RuntimeError('here')", "RuntimeError: here"),
+    "an error on one rank": (f"if {OF_RANK}: raise RuntimeError('not here')", "", "failed on another rank"),
+    "an error later": ("", f"if {OF_RANK} == 0: raise RuntimeError('not here')", "RuntimeError: not here"),
     "more collectives on one rank": (
         f"if {OF_RANK}: torch.distributed.all_reduce(logits.clone(), group=self.pg_collection.tp)", "",
         "failed on another rank",
