@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.parallel.test_seams import Row, Step, labels, results_of
+from tests.support import rl_utils
 from tests.support.megatron import INSTALLED, NEWEST, Model, build, core_version, have_groups, of_core
 from tests.support.ranks import Rank, on_ranks
 
@@ -294,3 +295,46 @@ def test_ranks_with_different_code_stay(rank: Rank):
         _, seen, said = run(rank, Row(labels), True)
     assert seen == (0, 0)
     assert rank.rank or "not the same code on all ranks" in said
+
+
+# --- log-probabilities -----------------------------------------------------------------------------
+
+
+def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return (logits / 2.0).log_softmax(-1).gather(-1, index[..., None])[..., 0]
+
+
+@on_ranks(*CORES)
+@pytest.mark.parametrize("place", ["before enable()", "after enable()", "a form that is not known"])
+def test_a_log_softmax_that_is_not_known(rank: Rank, place):
+    """``selective_log_softmax`` of train_rl.py: a user's gets real logits, a newer one is tried."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import report
+
+    have_groups(rank.size)
+    tokens, positions, _ = rl_utils.tokens_of(rank)
+    own = {} if place == "a form that is not known" else {"selective_log_softmax": warmer}
+    is_fused = not own and core_version() == (0, 19)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name, function in own.items():
+            patch.setattr(rl_utils, name, function)
+        expected = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+        patch.undo()
+        report._said.clear()
+        megatron_fused_ce.enable()
+        megatron_fused_ce.counters().reset()
+        before = own if place == "before enable()" else {}
+        with rl_utils.patched_caller(is_known=False, **before):
+            for name, function in own.items() if place == "after enable()" else ():
+                patch.setattr(rl_utils, name, function)
+            made = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+            patch.undo()
+        megatron_fused_ce.disable()
+    counters = megatron_fused_ce.counters()
+    assert (counters.fused, counters.materialised, counters.stock) == (is_fused, 0, not is_fused)
+    if is_fused:
+        rl_utils.assert_same(made, expected)
+    else:
+        assert torch.equal(made, expected)
+    words = "warmer" if own else "equal on a trial" if is_fused else "was edited: --fused-ce-trust"
+    assert rank.rank or words in printed.getvalue(), printed.getvalue()
