@@ -35,6 +35,14 @@ def _share(text: str) -> float:
     return value
 
 
+def _digest(text: str) -> str:
+    if len(text) != 16 or set(text) - set("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(
+            f"expected 16 hexadecimal digits, as the log names them, got {text!r}"
+        )
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags to Megatron's parser (or any other): a group for users, one for experts."""
     _add_common(
@@ -173,6 +181,15 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
         help="compare shapes, options and the numbers of labels, token weights and temperatures over the "
         "tensor-parallel ranks on every call, not only shapes and options on the first",
     )
+    group.add_argument(
+        "--fused-ce-trust",
+        type=_digest,
+        nargs="+",
+        default=None,
+        metavar="DIGEST",
+        help="stand in for edited functions of Megatron's with these digests, which the log names: the head "
+        "computes what Megatron's own do",
+    )
 
 
 def refuse_options_without_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -230,6 +247,11 @@ def _true_vocab_size() -> int:
 def logs_accuracy(args: Any) -> bool:
     """Whether parsed arguments turn on the accuracy."""
     return bool(getattr(args, "fused_ce_log_accuracy", False))
+
+
+def trusted(args: Any) -> frozenset[str]:
+    """Digests that parsed arguments vouch for."""
+    return frozenset(getattr(args, "fused_ce_trust", None) or ())
 
 
 def flag_given() -> bool:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from megatron_fused_ce.adapter import layout
+from megatron_fused_ce.adapter import forms, layout
 
 #: Module of Megatron or ModelOpt -> (module of this package, function in it) that patches it.
 TARGETS = {
     "megatron.training.arguments": ("megatron_fused_ce.adapter.training_arguments", "patch"),
-    layout.LANGUAGE_MODULE: ("megatron_fused_ce.adapter.language_module", "patch"),
+    forms.LANGUAGE_MODULE: ("megatron_fused_ce.adapter.language_module", "patch"),
     "megatron.core.pipeline_parallel.schedules": ("megatron_fused_ce.adapter.accuracy", "patch"),
     "megatron.rl.rl_utils": ("megatron_fused_ce.adapter.rl_logprobs", "patch"),
     "megatron.core.transformer.module": ("megatron_fused_ce.adapter.rl_logprobs", "patch_upcast"),

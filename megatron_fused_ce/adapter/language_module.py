@@ -14,6 +14,7 @@ from megatron_fused_ce.adapter import (
     accuracy,
     arguments,
     consumer,
+    forms,
     report,
     stock_path,
     token_weights,
@@ -37,7 +38,10 @@ _TAKES_LOGITS = "the loss of this call takes real logits"
 
 
 def patch(module: ModuleType) -> None:
-    """Patch ``LanguageModule``: its set-up adopts the output layer, its loss takes deferred logits."""
+    """Patch ``LanguageModule``: its set-up adopts the output layer, its loss takes deferred logits.
+
+    A loss that a user has put there stays as it is, and the heads with Megatron.
+    """
     language_module: Any = module.LanguageModule
     stock_setup = language_module.setup_embeddings_and_output_layer
     stock_loss = language_module.compute_language_model_loss
@@ -73,8 +77,10 @@ def patch(module: ModuleType) -> None:
             accuracy.remember(loss, None, _TAKES_LOGITS, self.pg_collection.tp.rank())
         return loss
 
-    consumer.learn_loss(compute_language_model_loss)
     language_module.setup_embeddings_and_output_layer = setup_embeddings_and_output_layer
+    if forms.form_of(forms.LOSS, stock_loss, module.__name__).strange:
+        return
+    consumer.learn_loss(compute_language_model_loss)
     language_module.compute_language_model_loss = compute_language_model_loss
 
 

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from megatron_fused_ce import versions
 from megatron_fused_ce.adapter import arguments
-
-LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
+from megatron_fused_ce.adapter.forms import LANGUAGE_MODULE
 
 #: Module -> names in it that must be there. Only ``--fused-ce-log-accuracy`` needs the schedules' function,
 #: and torch's own hook covers the optimizers.

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_fused_ce.adapter import deferred_logits, stock_path
+from megatron_fused_ce.adapter import deferred_logits, forms, stock_path
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.import_hook import replace_everywhere
 
@@ -27,7 +27,8 @@ def patch(module: Any) -> None:
 
     @wraps(stock_get_logprobs)
     def get_logprobs(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with deferred_logits.returned_to_caller(stock_path.reason_for_log_probs(model)):
+        why_real = stock_path.reason_for_log_probs(model) or why_unknown(model)
+        with deferred_logits.returned_to_caller(why_real):
             return deferred_logits.real(stock_get_logprobs(model, *args, **kwargs))
 
     @wraps(stock_log_softmax)
@@ -37,8 +38,27 @@ def patch(module: Any) -> None:
             return made[0]
         return stock_log_softmax(deferred_logits.real(logits), index)
 
-    module.selective_log_softmax = selective_log_softmax
+    form = forms.form_of(forms.LOG_SOFTMAX, stock_log_softmax, module.__name__)
+    verdict: list[str] = []  # once there is a head
+
+    def why_unknown(model: Any) -> str:
+        if module.selective_log_softmax is not selective_log_softmax:
+            return f"{forms.where(module.selective_log_softmax)} stands in the place of selective_log_softmax"
+        if not verdict and (head := _head_of(model)) is not None:
+            verdict.append(stock_path.why_unknown_log_softmax(form, stock_log_softmax, head))
+        return verdict[0] if verdict else ""
+
+    if not form.strange:  # a user's stays as it is
+        module.selective_log_softmax = selective_log_softmax
     replace_everywhere(module, "get_logprobs", get_logprobs)
+
+
+def _head_of(model: Any) -> Any:
+    """The adopted output layer of a model, perhaps wrapped; None where it has none."""
+    from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
+
+    modules = model.modules() if hasattr(model, "_modules") else ()
+    return next((module for module in modules if isinstance(module, ColumnParallelLinear)), None)
 
 
 def patch_upcast(module: Any) -> None:

@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from megatron_fused_ce.adapter import consumer, deferred_logits, token_weights
+from megatron_fused_ce.adapter import consumer, deferred_logits, forms, layout, report, token_weights
 from megatron_fused_ce.adapter.consumer import MODELS, name_of
+from megatron_fused_ce.adapter.switch import trusted
 from megatron_fused_ce.config import FusedCEConfig
+from megatron_fused_ce.parallel import InStep
 
 #: Attributes of Megatron's output layer that this package reads.
 LAYER_ATTRIBUTES = (
@@ -41,12 +43,46 @@ def reason_at_build(model: Any, megatron_args: Any, joined: bool = False) -> str
 
     Args:
         joined: ModelOpt has joined it with its teacher or student, in a way that is known.
+
+    Collectives: none with a released Megatron that is known; else all ranks of the head's group decide alike
+    (:class:`.parallel.InStep`), if need be after one :mod:`.trial`.
     """
+    reason = _reason_at_build(model, megatron_args, joined)
+    version = layout.core_version()
+    is_released = forms.is_released(version)
+    if reason is not None and is_released:
+        return reason
+    unknown = forms.unknown(forms.keys_for(model.config), trusted(), consumer.stock_of)
+    reason = reason or forms.why_not_own(unknown) or None
+    if is_released:
+        return reason or (
+            forms.in_words(unknown, f"of megatron-core {version} was edited") if unknown else None
+        )
+    group = getattr(model.output_layer, "tp_group", None)
+    in_step = InStep(group)
+    if not in_step.agree(0 if reason else 1 + bool(unknown)):
+        return reason or "it is not the same code on all ranks of its tensor-parallel group"
+    if reason or not unknown:
+        return reason
+    from megatron_fused_ce.adapter import trial
+
+    why = trial.why_not_equal(unknown, consumer.stock_of(forms.LOSS), model, in_step)
+    newer = f"of megatron-core {version} is newer than this package knows, "
+    if why:
+        return forms.in_words(unknown, newer + f"and not taken for the same ({why})")
+    names = ", ".join(form.name for form in unknown)
+    report.say_once(0 if group is None else group.rank(), f"{names} {newer}equal on a trial")
+    return None
+
+
+def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str | None:
     if not any(cls.__name__ in MODELS for cls in type(model).__mro__):
         return f"{type(model).__name__} is not one of {', '.join(MODELS)}"
     loss = model.compute_language_model_loss
     if not consumer.takes_deferred(loss):
-        return f"{type(model).__name__} has a loss of its own ({name_of(loss)}), which may need real logits"
+        return (
+            f"{type(model).__name__} has a loss of its own ({forms.where(loss)}), which may need real logits"
+        )
     layer, config = model.output_layer, model.config
     unknown = _why_unknown_layer(layer, config)
     if unknown is not None:
@@ -216,6 +252,29 @@ def reason_for_log_probs(model: Any) -> str:
             "get_logprobs asks for log-probabilities after the model's call, and FSDP frees weights at its "
             "end and hooks the tensors that it returns"
         )
+    return ""
+
+
+def why_unknown_log_softmax(form: forms.Form, function: Any, layer: Any) -> str:
+    """Why ``selective_log_softmax`` needs the logits of this head; empty if its code is known.
+
+    Collectives: none with a released Megatron that is known; else as :func:`reason_at_build`.
+    """
+    version = layout.core_version()
+    known = forms.is_known(form, trusted())
+    if forms.is_released(version):
+        return "" if known else forms.in_words([form], f"of megatron-core {version} was edited")
+    if not InStep(layer.tp_group).agree(known):
+        return f"{form.name} is not the same code on all ranks of its tensor-parallel group"
+    if known:
+        return ""
+    from megatron_fused_ce.adapter import trial
+
+    why = trial.why_no_log_softmax(form, function, layer.tp_group)
+    newer = f"of megatron-core {version} is newer than this package knows, "
+    if why:
+        return forms.in_words([form], newer + f"and not taken for the same ({why})")
+    report.say_once(layer.tp_group.rank(), f"{form.name} {newer}equal on a trial")
     return ""
 
 

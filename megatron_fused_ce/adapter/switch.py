@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
@@ -26,6 +28,7 @@ _counters = Counters()
 _enabled_config: FusedCEConfig | None = None
 _enabled_log_accuracy = False
 _enabled_deferred_logits = False
+_enabled_trust: frozenset[str] = frozenset()
 
 
 def counters() -> Counters:
@@ -34,7 +37,11 @@ def counters() -> Counters:
 
 
 def enable(
-    config: FusedCEConfig | None = None, *, log_accuracy: bool = False, deferred_logits: bool = False
+    config: FusedCEConfig | None = None,
+    *,
+    log_accuracy: bool = False,
+    deferred_logits: bool = False,
+    trust: Iterable[str] = (),
 ) -> None:
     """Turn the fused head on for models built from now on, whatever launched them.
 
@@ -47,13 +54,16 @@ def enable(
             function of Megatron's schedules reports.
         deferred_logits: a model called without labels returns deferred logits of this rank's part, for
             callers of :meth:`.DeferredLogits.log_probs`; any other use of them makes real ones.
+        trust: the same as ``--fused-ce-trust``: digests, from the log, of edited functions of Megatron's that
+            the head may stand in for.
 
     Raises:
         TypeError: ``config`` is no :class:`FusedCEConfig`.
-        ValueError: it has a ``logit_scale``, which Megatron's own path would not apply.
+        ValueError: it has a ``logit_scale``, which Megatron's own path would not apply; ``trust`` has
+            something else than digests.
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
-    global _enabled_config, _enabled_log_accuracy, _enabled_deferred_logits
+    global _enabled_config, _enabled_log_accuracy, _enabled_deferred_logits, _enabled_trust
     from megatron_fused_ce.adapter import import_hook
 
     wrong = why_no_config(config)
@@ -65,6 +75,13 @@ def enable(
             f"logit_scale is {config.logit_scale}; under Megatron the model scales its logits (MuP's output "
             "multiplier is taken over from it): leave it at 1"
         )
+    digests = frozenset([trust] if isinstance(trust, str) else trust)
+    wrong_digest = next((text for text in digests if not re.fullmatch("[0-9a-f]{16}", str(text))), None)
+    if wrong_digest is not None:
+        raise ValueError(
+            f"trust takes digests of 16 hexadecimal digits, as the log names them, got {wrong_digest!r}"
+        )
+    _enabled_trust = digests
     _enabled_config = config
     _enabled_log_accuracy = log_accuracy
     _enabled_deferred_logits = deferred_logits
@@ -89,6 +106,15 @@ def active_config() -> FusedCEConfig | None:
     from megatron_fused_ce.adapter import arguments
 
     return arguments.config_from_args(arguments.launch_args())
+
+
+def trusted() -> frozenset[str]:
+    """Digests of edited functions that the head may stand in for."""
+    if _enabled_config is not None:
+        return _enabled_trust
+    from megatron_fused_ce.adapter import arguments
+
+    return arguments.trusted(arguments.launch_args())
 
 
 def asked_for() -> bool:

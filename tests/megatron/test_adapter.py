@@ -345,7 +345,11 @@ def test_train_rls_functions_are_patched(monkeypatch, deferred):
         return rl_utils.selective_log_softmax(made, None) if gathers else made
 
     rl_utils.get_logprobs = train_rl.get_logprobs = get_logprobs
-    rl_utils.selective_log_softmax = lambda logits, index: logits.log_softmax(-1)
+
+    def selective_log_softmax(logits, index):
+        return logits.log_softmax(-1)
+
+    rl_utils.selective_log_softmax = types.FunctionType(selective_log_softmax.__code__, vars(rl_utils))
     for module in (rl_utils, train_rl):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(DeferredLogits, "log_probs", lambda self, index: ("served", None))
@@ -683,6 +687,7 @@ def test_flags_for_experts_stand_in_a_group_of_their_own():
         "--fused-ce-logit-precision",
         "--fused-ce-logits-backend",
         "--fused-ce-debug-checks",
+        "--fused-ce-trust",
     }
     assert len(common) == 12 and {"--fused-chunked-ce", "--fused-ce-strategy"} < common
     page = (ROOT / "docs" / "options.md").read_text().split("## Strategies")[0]
@@ -720,7 +725,7 @@ def test_a_model_that_was_built_before_enable_says_so(monkeypatch):
     monkeypatch.setattr(report, "say", lines.append)
     monkeypatch.setattr(report, "_said", set())
     early = LanguageModule()
-    language_module.patch(types.SimpleNamespace(LanguageModule=LanguageModule))
+    language_module.patch(types.SimpleNamespace(LanguageModule=LanguageModule, __name__=__name__))
     later, logits = LanguageModule(), torch.zeros(2)
     for model in (early, later):
         model.compute_language_model_loss(None, logits)

@@ -38,14 +38,21 @@ def get_logprobs(model: Any, tokens: Tensor, positions: Tensor, no_grad: bool = 
 
 
 @contextlib.contextmanager
-def patched_caller() -> Iterator[None]:
-    """The functions above as the import hook leaves Megatron's."""
-    from megatron_fused_ce.adapter import rl_logprobs
+def patched_caller(is_known: bool = True, **own: Any) -> Iterator[None]:
+    """The functions above as the import hook leaves Megatron's, of forms that are known or not.
+
+    Args:
+        own: functions that stood in their place before.
+    """
+    from megatron_fused_ce.adapter import forms, known_forms, rl_logprobs
 
     this = sys.modules[__name__]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_logprobs", "selective_log_softmax"):
-            patch.setattr(this, name, getattr(this, name))
+            patch.setattr(this, name, own.get(name, getattr(this, name)))
+        if is_known:
+            form = forms.form_of(forms.LOG_SOFTMAX, selective_log_softmax, __name__)
+            patch.setitem(known_forms.FORMS[forms.RL], "selective_log_softmax", {form.digest: ""})
         rl_logprobs.patch(this)
         yield
 

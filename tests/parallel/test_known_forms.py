@@ -1,0 +1,340 @@
+"""A loss that the package does not know: as without the flag, or on Megatron's own path and said so."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.test_seams import Row, Step, labels, results_of
+from tests.support import rl_utils
+from tests.support.megatron import INSTALLED, NEWEST, Model, build, core_version, have_groups, of_core
+from tests.support.ranks import Rank, on_ranks
+
+CORES = [of_core(2, NEWEST), of_core(2, INSTALLED)]
+#: What eight losses of users do before Megatron's loss ``[b, s]``, and after it.
+LOSSES = {
+    "z-loss": ("z = logits.clone().float().logsumexp(-1).t()", "loss = loss + 1e-2 * z * z"),
+    "focal": ("", "loss = (1 - torch.exp(-loss)) ** 2 * loss"),
+    "label smoothing": ("mean = logits.float().mean(-1).t()", "loss = 0.9 * loss - 0.1 * mean"),
+    "a temperature": ("logits = logits / 2.0", ""),
+    "only logs": ("", "self.__dict__.setdefault('logged', []).append(loss.detach())"),
+    "warms up": (
+        "steps = self.__dict__['steps'] = self.__dict__.get('steps', 0) + 1",
+        "loss = loss * min(1.0, 0.1 * steps)",
+    ),
+    "reads self.training": ("", "loss = loss * (2.0 if self.training else 1.0)"),
+    "an autograd function": (
+        """class Halved(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 0.5
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * 0.25
+
+        logits = Halved.apply(logits)""",
+        "",
+    ),
+}
+OWN = """
+import torch
+
+def holder(stock):
+    def compute_language_model_loss(self, labels, logits):
+        {before}
+        loss = stock(self, labels, logits)
+        {after}
+        return loss
+    return compute_language_model_loss
+"""
+
+
+def own_loss(name: str, stock: Any, folder: Path) -> Any:
+    """A function of a user's own file."""
+    before, after = LOSSES[name]
+    file = folder / "own_loss.py"
+    file.write_text(OWN.format(before=before, after=after))
+    return imported(file).holder(stock)
+
+
+def imported(file: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def edited(before: str, after: str, folder: Path) -> Any:
+    """Megatron's, with an edit in a copy of its own file."""
+    from megatron_fused_ce.adapter import forms
+
+    module = sys.modules[forms.LANGUAGE_MODULE]
+    source = Path(module.__file__).read_text()
+    for line, new in (
+        ("        labels = labels.transpose(0, 1).contiguous()\n", "        {0}        {1}\n"),
+        ("        loss = loss.transpose(0, 1).contiguous()\n", "        {0}        {1}\n"),
+    ):
+        assert source.count(line) == 1
+        text = before if "labels" in line else after
+        source = source.replace(line, new.format(line.lstrip(), text or "pass"))
+    file = folder / "edited_language_module.py"
+    file.write_text(source)
+    code = imported(file).LanguageModule.compute_language_model_loss.__code__
+    return types.FunctionType(code, vars(module))
+
+
+@contextlib.contextmanager
+def before_enable(loss: Any = None) -> Iterator[Any]:
+    """Megatron's class as imported, with ``loss(stock)`` in it; patched when the flag is turned on next."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import forms, import_hook
+
+    megatron_fused_ce.enable()
+    megatron_fused_ce.disable()
+    module = sys.modules[forms.LANGUAGE_MODULE]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("setup_embeddings_and_output_layer", "compute_language_model_loss"):
+            found = vars(module.LanguageModule)[name]
+            patch.setattr(module.LanguageModule, name, getattr(found, "__wrapped__", found))
+        patch.delattr(module, import_hook._MARK)
+        stock = module.LanguageModule.compute_language_model_loss
+        if loss is not None:
+            patch.setattr(module.LanguageModule, "compute_language_model_loss", loss(stock))
+        yield stock
+
+
+def run(rank: Rank, row: Row, on: bool, **options: Any) -> tuple[Any, Any, str]:
+    """What a step leaves, the counters, and what was said."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import report
+
+    counters = megatron_fused_ce.counters()
+    counters.reset()
+    report._said.clear()
+    printed = io.StringIO()
+    if on:
+        config = megatron_fused_ce.FusedCEConfig(strategy="store", num_chunks=3)
+        megatron_fused_ce.enable(config, **options)
+    try:
+        with contextlib.redirect_stdout(printed):
+            made = results_of(row, rank, "gpt")
+    finally:
+        megatron_fused_ce.disable()
+    return made, (counters.fused, counters.materialised), printed.getvalue()
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 0.0) -> None:
+    assert got.keys() == expected.keys() and len(got) > 5
+    for name, value in expected.items():
+        error = (got[name] - value).double().norm()
+        assert error <= bound * value.double().norm(), f"{name}: {error}"
+
+
+@on_ranks(*CORES)
+@pytest.mark.parametrize("place", ["before enable()", "after enable()", "an instance", "a fork's source"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_the_users_own(rank: Rank, name, place, tmp_path):
+    have_groups(rank.size)
+    newer = core_version() == (0, 19)
+    make = functools.partial(own_loss, name, folder=tmp_path)
+    if place == "a fork's source":
+        make = lambda stock: edited(*LOSSES[name], tmp_path)  # noqa: E731
+    words = "has a loss of its own"
+    row = Row(labels)
+    with before_enable(make if place in ("before enable()", "a fork's source") else None) as stock:
+        if place == "an instance":
+
+            def on_instance(step: Step) -> torch.Tensor:
+                step.model.compute_language_model_loss = types.MethodType(make(stock), step.model)
+                return labels(step)
+
+            row, words = Row(on_instance), "the loss of this call is"
+        if place == "a fork's source":
+            words = "is newer than this package knows, and not taken" if newer else "was edited"
+        with pytest.MonkeyPatch.context() as patch:
+            if place == "after enable()":
+                import megatron_fused_ce
+                from megatron_fused_ce.adapter import forms
+
+                megatron_fused_ce.enable()
+                cls = sys.modules[forms.LANGUAGE_MODULE].LanguageModule
+                patch.setattr(cls, "compute_language_model_loss", make(stock))
+                megatron_fused_ce.disable()
+            off, _, _ = run(rank, row, False)
+            on, seen, said = run(rank, row, True)
+            assert_same(on, off)
+            assert seen == (0, 0)
+            assert rank.rank or (words in said and "Megatron's own path" in said), said
+            if place in ("before enable()", "after enable()"):
+                assert rank.rank or "own_loss.py" in said
+            if place == "a fork's source" and name == "z-loss":
+                trust_it(rank, said, off)
+
+
+def trust_it(rank: Rank, said: str, off: Any) -> None:
+    """By its digest, and by no other, the head stands in for an edited function."""
+    digest = [said.split("--fused-ce-trust ")[1].split()[0] if not rank.rank else None]
+    torch.distributed.broadcast_object_list(digest, src=0)
+    _, seen, _ = run(rank, Row(labels), True, trust=["0" * 16])
+    assert seen == (0, 0)
+    fused, seen, _ = run(rank, Row(labels), True, trust=digest)
+    assert seen == (1, 0)
+    assert (fused["loss"] - off["loss"]).abs() > 1e-3, "the z-loss is gone, as the user said"
+
+
+# --- a Megatron that is newer than the table -------------------------------------------------------
+
+
+@contextlib.contextmanager
+def table_until(release: str) -> Iterator[None]:
+    """What the package would know had it been written at that release; nothing of Megatron's for ''."""
+    from megatron_fused_ce.adapter import known_forms
+
+    def is_older(since: str) -> bool:
+        return bool(since) and [*map(int, since.split("."))] <= [*map(int, release.split("."))]
+
+    def kept(forms: dict[str, str]) -> dict[str, str]:
+        return {digest: since for digest, since in forms.items() if release and is_older(since)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        releases = known_forms.RELEASES.split()
+        patch.setattr(known_forms, "RELEASES", " ".join(r for r in releases if release and is_older(r)))
+        of_all = {
+            module: {name: kept(forms) for name, forms in names.items()}
+            for module, names in known_forms.FORMS.items()
+        }
+        patch.setattr(known_forms, "FORMS", of_all)
+        if release:
+            names = {
+                pool: {since: read for since, read in begun.items() if is_older(since)}
+                for pool, begun in known_forms.NAMES.items()
+            }
+            patch.setattr(known_forms, "NAMES", names)
+        yield
+
+
+NATIVE = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+
+
+@on_ranks(*CORES, of_core(1, NEWEST))
+@pytest.mark.parametrize("config", [{}, NATIVE], ids=["unfused", "native"])
+@pytest.mark.parametrize("known", ["the release before", "nothing"])
+def test_a_newer_megatron_is_fused(rank: Rank, known, config):
+    have_groups(rank.size)
+    until = {(0, 16): "0.15.3", (0, 19): "0.18.2"}[core_version()] if known != "nothing" else ""
+    row = Row(labels, model={"sequence_parallel": rank.size > 1, "extra": config})
+    expected, seen, _ = run(rank, row, True)
+    assert seen == (1, 0)
+    after = torch.get_rng_state()
+    with table_until(until):
+        made, seen, said = run(rank, row, True)
+    assert seen == (1, 0), said
+    assert rank.rank or "is newer than this package knows, equal on a trial" in said
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_same(made, expected)
+
+
+#: Edits that read known names alone, before Megatron's loss and after it, and the log's words.
+OF_RANK = "self.pg_collection.tp.rank()"
+NEWER = {
+    "another value": ("", "loss = loss * 1.001", "values differ"),
+    "another gradient": (
+        "", "loss = loss + (other := logits.view_as(logits).sum(-1).transpose(0, 1)) - other.clone().data",
+        "it reads data",
+    ),
+    "another value on one rank": ("", f"loss = loss * (1.0 + 0.01 * {OF_RANK})", "failed on another rank"),
+    "an error on one rank": (f"if {OF_RANK}: raise RuntimeError('not here')", "", "failed on another rank"),
+    "an error later": ("", f"if {OF_RANK} == 0: raise RuntimeError('not here')", "RuntimeError: not here"),
+    "more collectives on one rank": (
+        f"if {OF_RANK}: torch.distributed.all_reduce(logits.clone(), group=self.pg_collection.tp)", "",
+        "failed on another rank",
+    ),
+    "nothing at -100": ("", "loss.mul_((labels > -100).transpose(0, 1).float())", "values differ"),
+    "a new name": ("", "loss = loss * (2.0 if self.training else 2.0)", "it reads training"),
+    "another shape": ("", "loss = loss.sum()", "no tensor of the labels' shape"),
+}  # fmt: skip
+
+
+@on_ranks(of_core(2, NEWEST))
+@pytest.mark.parametrize("name", NEWER)
+def test_a_trial_finds(rank: Rank, name, tmp_path):
+    """Both ranks decide alike, and neither waits for the other."""
+    have_groups(rank.size)
+    before, after, words = NEWER[name]
+    with before_enable(lambda stock: edited(before, after, tmp_path)):
+        import megatron_fused_ce
+        from megatron_fused_ce.adapter import output_layer, report
+
+        megatron_fused_ce.enable()
+        report._said.clear()
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            model = build(Model(), rank)
+        megatron_fused_ce.disable()
+    assert not isinstance(model.output_layer, output_layer.ColumnParallelLinear)
+    assert rank.rank or words in printed.getvalue(), printed.getvalue()
+
+
+@on_ranks(of_core(2, NEWEST))
+def test_ranks_with_different_code_stay(rank: Rank):
+    """A user's loss on one rank alone: with a Megatron that is newer, the ranks compare what they have."""
+    have_groups(rank.size)
+    own = (lambda stock: lambda *given: stock(*given)) if rank.rank else None
+    with before_enable(own):
+        _, seen, said = run(rank, Row(labels), True)
+    assert seen == (0, 0)
+    assert rank.rank or "not the same code on all ranks" in said
+
+
+# --- log-probabilities -----------------------------------------------------------------------------
+
+
+def warmer(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return (logits / 2.0).log_softmax(-1).gather(-1, index[..., None])[..., 0]
+
+
+@on_ranks(*CORES)
+@pytest.mark.parametrize("place", ["before enable()", "after enable()", "a form that is not known"])
+def test_a_log_softmax_that_is_not_known(rank: Rank, place):
+    """``selective_log_softmax`` of train_rl.py: a user's gets real logits, a newer one is tried."""
+    import megatron_fused_ce
+    from megatron_fused_ce.adapter import report
+
+    have_groups(rank.size)
+    tokens, positions, _ = rl_utils.tokens_of(rank)
+    own = {} if place == "a form that is not known" else {"selective_log_softmax": warmer}
+    is_fused = not own and core_version() == (0, 19)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name, function in own.items():
+            patch.setattr(rl_utils, name, function)
+        expected = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+        patch.undo()
+        report._said.clear()
+        megatron_fused_ce.enable()
+        megatron_fused_ce.counters().reset()
+        before = own if place == "before enable()" else {}
+        with rl_utils.patched_caller(is_known=False, **before):
+            for name, function in own.items() if place == "after enable()" else ():
+                patch.setattr(rl_utils, name, function)
+            made = rl_utils.get_logprobs(build(Model(), rank), tokens, positions)
+            patch.undo()
+        megatron_fused_ce.disable()
+    counters = megatron_fused_ce.counters()
+    assert (counters.fused, counters.materialised, counters.stock) == (is_fused, 0, not is_fused)
+    if is_fused:
+        rl_utils.assert_same(made, expected)
+    else:
+        assert torch.equal(made, expected)
+    words = "warmer" if own else "equal on a trial" if is_fused else "was edited: --fused-ce-trust"
+    assert rank.rank or words in printed.getvalue(), printed.getvalue()
