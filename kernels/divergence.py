@@ -46,7 +46,7 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import DIVERGENCES, LN_2, LOG2_E, SERIES_UP_TO, LabelTerm, Side
-from megatron_fused_ce.kernels.row_kernels import _exp, relative, rounds_products
+from megatron_fused_ce.kernels.row_kernels import _exp, relative
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
 #: Columns that one program holds in registers at a time, and its warps: of 1024 and 2048 columns by 4 warps,
@@ -536,13 +536,6 @@ def _divergence_gradients_kernel(
 
 _divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS)
 _divergence_gradients = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS)
-#: A product that is fused into a difference has no rounding, and what :func:`.relative` says of it is wrong.
-_sums_unfused = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS, enable_fp_fusion=False)
-_gradients_unfused = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS, enable_fp_fusion=False)
-
-
-def _rounds_products(student: Side, teacher: Side) -> bool:
-    return any(rounds_products(side.logits, side.scale, side.softcap) for side in (student, teacher))
 
 
 def _terms_of(student: Side, teacher: Side, kind: str, beta: float) -> tuple[Tensor, ...]:
@@ -577,8 +570,7 @@ def divergence_sums(
     """
     num_rows, num_columns = student.logits.shape
     sums = student.top.new_empty((2, num_rows))
-    launch = _sums_unfused if _rounds_products(student, teacher) else _divergence_sums
-    launch(
+    _divergence_sums(
         (num_rows,),
         (
             student.logits,
@@ -632,8 +624,7 @@ def divergence_gradients(
     unused = student.top
     parts = unused.new_empty((num_rows, num_blocks)) if with_sums else None
     any_label = label or LabelTerm(unused, unused, unused, unused)
-    launch = _gradients_unfused if _rounds_products(student, teacher) else _divergence_gradients
-    launch(
+    _divergence_gradients(
         (num_rows, num_blocks),
         (
             student.logits,

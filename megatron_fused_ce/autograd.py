@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Mark a backward of context, saved tensors and upstream gradients whose own derivative does not exist.
+    """Mark a backward whose own derivative does not exist.
 
     With ``create_graph=True`` its results depend on the upstream gradients and on the saved inputs by a
     function that raises where somebody differentiates it. torch's ``once_differentiable`` puts its error
@@ -52,13 +53,15 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
 
     @functools.wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> Gradients:
-        saved = ctx.saved_tensors  # once: a checkpoint has them no more
         if not torch.is_grad_enabled():
-            return backward(ctx, saved, *grads)
+            return backward(ctx, *grads)
         if ctx.needs_input_grad[0] and not getattr(ctx, "saves_input", True):
             raise RuntimeError(f"{_REFUSED}, and with skip_masked no backward under create_graph=True")
+        # Read once, what a checkpoint gives once; used up by this backward, what was made in the forward.
+        saved, node = ctx.saved_tensors, SimpleNamespace(**vars(ctx))
+        node.saved_tensors, node.needs_input_grad, ctx.gradients = saved, ctx.needs_input_grad, None
         with torch.no_grad():
-            made = backward(ctx, saved, *grads)
+            made = backward(node, *grads)
         leaf = torch.zeros((), device=saved[1].device, requires_grad=True)
         refusing: Gradients = _NoSecondDerivative.apply(len(made), *made, *grads, *saved[:2], leaf)
         return refusing
@@ -156,7 +159,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, saved_tensors: tuple[Tensor, ...], *grads: Tensor | None) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         """Collectives: the verdict's (:class:`.promise.Verdict`) where gradients were made in the forward or
         tokens were skipped; then :func:`.backward.backward`'s, or
         :func:`.zero_upstream.backward_of_nonzero`'s."""
@@ -166,7 +169,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         no_others = (None,) * len(others)
         if all(grad is None for grad in grad_outputs):
             return None, None, *no_others
-        hidden, weight, *tensors = saved_tensors
+        hidden, weight, *tensors = ctx.saved_tensors
         hidden = hidden.reshape(-1, hidden.shape[-1])
         saved_chunks = zip(*[iter(tensors[: ctx.num_of_chunks])] * len(SavedChunk._fields), strict=True)
         for_backward: ForBackward = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))

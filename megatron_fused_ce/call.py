@@ -257,8 +257,7 @@ class Context(NamedTuple):
         """What the logits backend takes of one chunk beside hidden states and weight."""
         spec = self.spec
         if isinstance(soft, Teacher):
-            assert labels is not None
-            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))
+            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))  # type: ignore[arg-type]
         if soft is not None:
             soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
         if inv_temperature is not None:

@@ -238,10 +238,8 @@ class MaskedLogProbs(torch.autograd.Function):
 
     @staticmethod
     @differentiated_once
-    def backward(
-        ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight, products, merged_terms, known, entropy = saved
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight, products, merged_terms, known, entropy = ctx.saved_tensors
         call, (of_log_prob, of_entropy, _) = ctx.call, grads
         wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
         if of_log_prob is None and of_entropy is None:

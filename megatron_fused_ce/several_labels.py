@@ -197,9 +197,9 @@ class LabelLogProbs(FusedLinearCrossEntropy):
 
     @staticmethod
     @differentiated_once
-    def backward(ctx: Any, saved: tuple[Tensor, ...], *grads: Tensor | None) -> Gradients:
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         of_log_probs, of_entropy, _ = grads
-        *of_head, columns, log_probs = saved
+        *of_head, columns, log_probs = ctx.saved_tensors  # once: a checkpoint has them no more
         shares = size = None
         if of_log_probs is not None:
             empty = (columns == EMPTY).view(of_log_probs.shape)

@@ -731,9 +731,9 @@ FAULTS = (
     ),
     Fault(
         "a default dtype rounds a number for all labels' weights",
-        f"{PACKAGE}/op.py",
-        "number, dtype=torch.float32, device=labels.device",
-        "number, device=labels.device",
+        f"{PACKAGE}/targets.py",
+        "beside, dtype=torch.float32, device=ids.device",
+        "beside, device=ids.device",
         (f"{SURROUNDINGS} -k dtype_and_a_teacher",),
     ),
     Fault(
