@@ -215,7 +215,7 @@ def test_bent_logits_keep_their_digits(size, device):
 
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
-@pytest.mark.parametrize("scale", [1.0, -0.3])
+@pytest.mark.parametrize("scale", [1.0, -0.3125])
 @pytest.mark.parametrize("num_columns", [2, 128, 9001])
 @pytest.mark.parametrize("rows", [row_kernels, rows_torch], ids=["triton", "torch"])
 def test_what_the_largest_logit_leaves(rows, num_columns, scale, softcap, device):
@@ -233,7 +233,7 @@ def test_what_the_largest_logit_leaves(rows, num_columns, scale, softcap, device
     largest, first = s.max(1, keepdim=True)
     assert torch.equal(s.gather(1, made.argmax[:, None]), largest)  # of two, the label's serves as well
     rest = (s - largest).exp().scatter(1, first, 0.0).sum(1)
-    bound = 4e-6 if rows is row_kernels and softcap is not None else 4e-7
+    bound = {(row_kernels, None): 1e-6, (row_kernels, 20.0): 4e-6}.get((rows, softcap), 1e-7)
     torch.testing.assert_close(made.extra.rest, rest, rtol=bound, atol=0)
     torch.testing.assert_close(made.shard, alone.shard, rtol=2e-6, atol=1e-30)
     torch.testing.assert_close(made.extra.weighted, alone.extra.weighted, rtol=4e-6, atol=1e-30)

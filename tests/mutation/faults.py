@@ -166,8 +166,8 @@ FAULTS = (
     Fault(
         "row kernel: sums of earlier columns are not rescaled to a new maximum",
         "kernels/row_kernels.py",
-        "sums = sums * moved + e",
-        "sums = sums + e",
+        "sums *= moved",
+        "sums *= 1.0",
         (f"{ROWS} -k statistics_and_gradients",),
     ),
     Fault(
@@ -739,8 +739,8 @@ FAULTS = (
     Fault(
         "a z-loss overflows fp16's gradients",
         f"{PACKAGE}/scaling.py",
-        "largest = largest * factor",
-        "pass",
+        "gradient.abs() if factor is None else gradient.abs() * factor",
+        "gradient.abs()",
         (f"{SURROUNDINGS} -k fp16_with_a_z_loss",),
     ),
     Fault(
@@ -1225,9 +1225,16 @@ FAULTS = (
     Fault(
         "a near teacher's divergence is a difference of probabilities",
         f"{PACKAGE}/logits/divergence_torch.py",
-        "far = q - p - torch.where(p == 0.0, 0.0, p * x)",
-        "x = x.float().double()\n    far = p * -x",
+        "return torch.where(x.abs() <= 1.0, p * (torch.expm1(x) - x), far)",
+        "return (q.float() - p.float() - p.float() * x.float()).double()",
         (f"{DIVERGENCE} -k billionth",),
+    ),
+    Fault(
+        "a sure student's gradient is the difference of a logarithm and its mean",
+        f"{PACKAGE}/logits/divergence_torch.py",
+        "return pair.u\n",
+        "return pair.r\n",
+        (f"{DIVERGENCE} -k 'confident_rows and reverse_kl and 512'",),
     ),
     Fault(
         "skipped tokens of a teacher are the first rank's",
