@@ -42,10 +42,10 @@ def patch(module: Any) -> None:
     verdict: list[str] = []  # once there is a head
 
     def why_unknown(model: Any) -> str:
-        if module.selective_log_softmax is not selective_log_softmax:
-            return f"{forms.where(module.selective_log_softmax)} stands in the place of selective_log_softmax"
         if not verdict and (head := _head_of(model)) is not None:
             verdict.append(stock_path.why_unknown_log_softmax(form, stock_log_softmax, head))
+        if module.selective_log_softmax is not selective_log_softmax:
+            return f"{forms.where(module.selective_log_softmax)} stands in the place of selective_log_softmax"
         return verdict[0] if verdict else ""
 
     if not form.strange:  # a user's stays as it is

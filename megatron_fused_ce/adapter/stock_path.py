@@ -262,12 +262,13 @@ def why_unknown_log_softmax(form: forms.Form, function: Any, layer: Any) -> str:
     """
     version = layout.core_version()
     known = forms.is_known(form, trusted())
-    if forms.is_released(version):
-        return "" if known else forms.in_words([form], f"of megatron-core {version} was edited")
-    if not InStep(layer.tp_group).agree(known):
+    if forms.is_released(version) and not (known or form.strange):
+        return forms.in_words([form], f"of megatron-core {version} was edited")
+    alike = forms.is_released(version) or InStep(layer.tp_group).agree(2 if form.strange else known)
+    if not alike:
         return f"{form.name} is not the same code on all ranks of its tensor-parallel group"
-    if known:
-        return ""
+    if known or form.strange:
+        return forms.why_not_own([form])
     from megatron_fused_ce.adapter import trial
 
     why = trial.why_no_log_softmax(form, function, layer.tp_group)

@@ -15,9 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.test_seams import Row, Step, labels, results_of
 from tests.support import rl_utils
-from tests.support.megatron import INSTALLED, NEWEST, Model, build, core_version, have_groups, of_core
+from tests.support.megatron import (
+    BATCH,
+    INSTALLED,
+    NEWEST,
+    SEQUENCE,
+    VOCAB,
+    Model,
+    build,
+    core_version,
+    have_groups,
+    of_core,
+    positions_and_mask,
+)
 from tests.support.ranks import Rank, on_ranks
 
 CORES = [of_core(2, NEWEST), of_core(2, INSTALLED)]
@@ -60,6 +71,12 @@ def holder(stock):
 """
 
 
+def own_folder(rank: Rank, shared: Path) -> Path:
+    folder = shared / str(rank.rank)
+    folder.mkdir()
+    return folder
+
+
 def own_loss(name: str, stock: Any, folder: Path) -> Any:
     """A function of a user's own file."""
     before, after = LOSSES[name]
@@ -68,8 +85,8 @@ def own_loss(name: str, stock: Any, folder: Path) -> Any:
     return imported(file).holder(stock)
 
 
-def imported(file: Path) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+def imported(file: Path, package: str = "") -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{package}{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -79,19 +96,26 @@ def edited(before: str, after: str, folder: Path) -> Any:
     """Megatron's, with an edit in a copy of its own file."""
     from megatron_fused_ce.adapter import forms
 
-    module = sys.modules[forms.LANGUAGE_MODULE]
+    lines = {
+        "labels = labels.transpose(0, 1).contiguous()": before,
+        "loss = loss.transpose(0, 1).contiguous()": after,
+    }
+    return edited_in(forms.LANGUAGE_MODULE, "LanguageModule.compute_language_model_loss", lines, folder)
+
+
+def edited_in(name: str, function: str, lines: dict[str, str], folder: Path) -> Any:
+    """A method of a module of Megatron's, from a copy of its file with more behind some lines."""
+    module = sys.modules[name]
     source = Path(module.__file__).read_text()
-    for line, new in (
-        ("        labels = labels.transpose(0, 1).contiguous()\n", "        {0}        {1}\n"),
-        ("        loss = loss.transpose(0, 1).contiguous()\n", "        {0}        {1}\n"),
-    ):
-        assert source.count(line) == 1
-        text = before if "labels" in line else after
-        source = source.replace(line, new.format(line.lstrip(), text or "pass"))
-    file = folder / "edited_language_module.py"
+    for line, more in lines.items():
+        assert source.count(f"        {line}\n") == 1
+        source = source.replace(f"        {line}\n", f"        {line}\n        {more or 'pass'}\n")
+    file = folder / "edited.py"
     file.write_text(source)
-    code = imported(file).LanguageModule.compute_language_model_loss.__code__
-    return types.FunctionType(code, vars(module))
+    found: Any = imported(file, f"{module.__package__}.")
+    for part in function.split("."):
+        found = getattr(found, part)
+    return types.FunctionType(found.__code__, vars(module), None, found.__defaults__)
 
 
 @contextlib.contextmanager
@@ -114,8 +138,23 @@ def before_enable(loss: Any = None) -> Iterator[Any]:
         yield stock
 
 
-def run(rank: Rank, row: Row, on: bool, **options: Any) -> tuple[Any, Any, str]:
-    """What a step leaves, the counters, and what was said."""
+def step(rank: Rank, built: Any) -> dict[str, torch.Tensor]:
+    """The loss of one micro-batch, and every gradient."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, VOCAB, (BATCH, SEQUENCE + 1), generator=generator).to(rank.device)
+    mask = torch.rand(BATCH, SEQUENCE, generator=generator).to(rank.device)
+    labels = ids[:, 1:].contiguous()
+    losses = built(ids[:, :-1], *positions_and_mask(rank), labels=labels, loss_mask=mask)
+    loss = (losses * mask).sum() / mask.sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in built.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def run(
+    rank: Rank, on: bool, change: Any = None, model: Model | None = None, **options: Any
+) -> tuple[Any, Any, str]:
+    """What a step leaves of a model that ``change`` is done to, the counters, and what was said."""
     import megatron_fused_ce
     from megatron_fused_ce.adapter import report
 
@@ -128,7 +167,10 @@ def run(rank: Rank, row: Row, on: bool, **options: Any) -> tuple[Any, Any, str]:
         megatron_fused_ce.enable(config, **options)
     try:
         with contextlib.redirect_stdout(printed):
-            made = results_of(row, rank, "gpt")
+            built = build(model or Model(), rank)
+            if change is not None:
+                change(built)
+            made = step(rank, built)
     finally:
         megatron_fused_ce.disable()
     return made, (counters.fused, counters.materialised), printed.getvalue()
@@ -146,20 +188,20 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_the_users_own(rank: Rank, name, place, tmp_path):
     have_groups(rank.size)
+    folder = own_folder(rank, tmp_path)
     newer = core_version() == (0, 19)
-    make = functools.partial(own_loss, name, folder=tmp_path)
+    make = functools.partial(own_loss, name, folder=folder)
     if place == "a fork's source":
-        make = lambda stock: edited(*LOSSES[name], tmp_path)  # noqa: E731
+        make = lambda stock: edited(*LOSSES[name], folder)  # noqa: E731
     words = "has a loss of its own"
-    row = Row(labels)
+    change = None
     with before_enable(make if place in ("before enable()", "a fork's source") else None) as stock:
         if place == "an instance":
 
-            def on_instance(step: Step) -> torch.Tensor:
-                step.model.compute_language_model_loss = types.MethodType(make(stock), step.model)
-                return labels(step)
+            def change(built: Any) -> None:
+                built.compute_language_model_loss = types.MethodType(make(stock), built)
 
-            row, words = Row(on_instance), "the loss of this call is"
+            words = "the loss of this call is"
         if place == "a fork's source":
             words = "is newer than this package knows, and not taken" if newer else "was edited"
         with pytest.MonkeyPatch.context() as patch:
@@ -171,8 +213,8 @@ def test_a_loss_of_the_users_own(rank: Rank, name, place, tmp_path):
                 cls = sys.modules[forms.LANGUAGE_MODULE].LanguageModule
                 patch.setattr(cls, "compute_language_model_loss", make(stock))
                 megatron_fused_ce.disable()
-            off, _, _ = run(rank, row, False)
-            on, seen, said = run(rank, row, True)
+            off, _, _ = run(rank, False, change)
+            on, seen, said = run(rank, True, change)
             assert_same(on, off)
             assert seen == (0, 0)
             assert rank.rank or (words in said and "Megatron's own path" in said), said
@@ -186,9 +228,9 @@ def trust_it(rank: Rank, said: str, off: Any) -> None:
     """By its digest, and by no other, the head stands in for an edited function."""
     digest = [said.split("--fused-ce-trust ")[1].split()[0] if not rank.rank else None]
     torch.distributed.broadcast_object_list(digest, src=0)
-    _, seen, _ = run(rank, Row(labels), True, trust=["0" * 16])
+    _, seen, _ = run(rank, True, trust=["0" * 16])
     assert seen == (0, 0)
-    fused, seen, _ = run(rank, Row(labels), True, trust=digest)
+    fused, seen, _ = run(rank, True, trust=digest)
     assert seen == (1, 0)
     assert (fused["loss"] - off["loss"]).abs() > 1e-3, "the z-loss is gone, as the user said"
 
@@ -233,12 +275,12 @@ NATIVE = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "nativ
 def test_a_newer_megatron_is_fused(rank: Rank, known, config):
     have_groups(rank.size)
     until = {(0, 16): "0.15.3", (0, 19): "0.18.2"}[core_version()] if known != "nothing" else ""
-    row = Row(labels, model={"sequence_parallel": rank.size > 1, "extra": config})
-    expected, seen, _ = run(rank, row, True)
+    model = Model(sequence_parallel=rank.size > 1, extra=config)
+    expected, seen, _ = run(rank, True, model=model)
     assert seen == (1, 0)
     after = torch.get_rng_state()
     with table_until(until):
-        made, seen, said = run(rank, row, True)
+        made, seen, said = run(rank, True, model=model)
     assert seen == (1, 0), said
     assert rank.rank or "is newer than this package knows, equal on a trial" in said
     assert torch.equal(torch.get_rng_state(), after)
@@ -272,7 +314,7 @@ def test_a_trial_finds(rank: Rank, name, tmp_path):
     """Both ranks decide alike, and neither waits for the other."""
     have_groups(rank.size)
     before, after, words = NEWER[name]
-    with before_enable(lambda stock: edited(before, after, tmp_path)):
+    with before_enable(lambda stock: edited(before, after, own_folder(rank, tmp_path))):
         import megatron_fused_ce
         from megatron_fused_ce.adapter import output_layer, report
 
@@ -286,13 +328,31 @@ def test_a_trial_finds(rank: Rank, name, tmp_path):
     assert rank.rank or words in printed.getvalue(), printed.getvalue()
 
 
+@on_ranks(*CORES)
+def test_an_edited_layer_stays(rank: Rank, tmp_path):
+    """Its product, of which the loss is computed, is Megatron's to change too."""
+    from megatron.core.tensor_parallel import layers
+
+    have_groups(rank.size)
+    line = "output = output_parallel\n        output_bias = self.bias if self.skip_bias_add else None"
+    method = "ColumnParallelLinear.forward"
+    halved = edited_in(layers.__name__, method, {line: "output = output / 2.0"}, own_folder(rank, tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers.ColumnParallelLinear, "forward", halved)
+        off, _, _ = run(rank, False)
+        on, seen, said = run(rank, True)
+    words = "product or a gradient of it is another" if core_version() == (0, 19) else f"{method} of megatron"
+    assert seen == (0, 0) and (rank.rank or words in said), said
+    assert_same(on, off)
+
+
 @on_ranks(of_core(2, NEWEST))
 def test_ranks_with_different_code_stay(rank: Rank):
     """A user's loss on one rank alone: with a Megatron that is newer, the ranks compare what they have."""
     have_groups(rank.size)
     own = (lambda stock: lambda *given: stock(*given)) if rank.rank else None
     with before_enable(own):
-        _, seen, said = run(rank, Row(labels), True)
+        _, seen, said = run(rank, True)
     assert seen == (0, 0)
     assert rank.rank or "not the same code on all ranks" in said
 
