@@ -320,4 +320,6 @@ def new_names(form: Form) -> set[str]:
 
     if is_of_layer(form.key):
         return set()
-    return set(form.names).difference(*map(str.split, known_forms.NAMES[pool_of(form.key)].values()))
+    pools = {pool_of(form.key), "loss"}  # a loss has no log_softmax
+    names = [names for pool in pools for names in known_forms.NAMES[pool].values()]
+    return set(form.names).difference(*map(str.split, names))

@@ -19,7 +19,7 @@ from megatron_fused_ce.parallel import InStep
 
 #: Sequence, batch, rows of a rank's part of the vocabulary, hidden size.
 _SEQUENCE, _BATCH, _ROWS, _HIDDEN = 8, 3, 24, 16
-#: Largest error of an fp32 loss and gradient; of the native fusion's gradient, which it rounds to bf16.
+#: Largest error of an fp32 loss and gradient; relative, of a gradient that is rounded to bf16.
 _ROUNDING, _OF_BF16 = 2.0**-18, 2.0**-8
 _TE = "megatron.core.extensions.transformer_engine"
 
@@ -53,15 +53,19 @@ def why_no_log_softmax(form: Form, function: Callable[..., Any], group: Any) -> 
     def step() -> None:
         _refuse_new_names(form)
         with _apart() as device:
-            generator = torch.Generator().manual_seed(1)
-            logits = torch.randn(_BATCH, _SEQUENCE, _ROWS, generator=generator).mul(2)
-            index = torch.randint(0, _ROWS, (_BATCH, _SEQUENCE), generator=generator)
-            upstream = torch.randn(_BATCH, _SEQUENCE, generator=generator)
-            expected = _gradient(
-                lambda x: x.log_softmax(-1).gather(-1, index[..., None])[..., 0], logits.double(), upstream
-            )
-            made = _gradient(lambda x: function(x, index.to(device)), logits.to(device), upstream.to(device))
-            _compare(made, expected, _ROUNDING)
+            generator = torch.Generator("cpu").manual_seed(1)
+            logits = torch.randn(_BATCH, _SEQUENCE, _ROWS, generator=generator, device="cpu").bfloat16()
+            index = torch.randint(0, _ROWS, (_BATCH, _SEQUENCE), generator=generator, device="cpu")
+            upstream = torch.randn(_BATCH, _SEQUENCE, generator=generator, device="cpu")
+
+            def plain(x: Tensor) -> Tensor:
+                return x.log_softmax(-1).gather(-1, index[..., None])[..., 0]
+
+            expected = _gradient(plain, logits.double(), upstream)
+            for dtype, bound in ((torch.float32, _ROUNDING), (torch.bfloat16, 8 * _OF_BF16)):
+                given = logits.to(device, dtype)
+                made = _gradient(lambda x: function(x, index.to(device)), given, upstream.to(device))
+                _compare(made, expected, (dtype, bound), bound)
 
     return _words(InStep(group).run(step))
 
@@ -114,9 +118,17 @@ def _gradient(function: Callable[[Tensor], Any], given: Tensor, upstream: Tensor
     return made.detach(), leaf.grad
 
 
-def _compare(made: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], of_gradient: float) -> None:
+def _compare(
+    made: tuple[Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
+    of_values: tuple[torch.dtype, float],
+    of_gradient: float,
+) -> None:
+    dtype, bound_of_values = of_values
+    if made[0].dtype != dtype:
+        raise _Unequal(f"it gives {made[0].dtype} on a trial, not {dtype}")
     for what, ours, theirs, bound in zip(
-        ("values", "gradient"), made, expected, (_ROUNDING, of_gradient), strict=True
+        ("values", "gradient"), made, expected, (bound_of_values, of_gradient), strict=True
     ):
         error = (ours.cpu().double() - theirs.cpu().double()).abs().max().item()
         if not error <= bound:  # NaN too
@@ -130,24 +142,25 @@ def _try_loss(loss: Callable[..., Any], model: Any, group: Any, device: torch.de
     kind = config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else ""
     generator = torch.Generator("cpu").manual_seed(1)
     shape = (_SEQUENCE, _BATCH, num_ranks * _ROWS)
-    logits = torch.randn(shape, generator=generator, device="cpu").mul(2)
+    logits = torch.randn(shape, generator=generator, device="cpu").mul(2).bfloat16().float()
     labels = torch.randint(0, shape[-1], (_BATCH, _SEQUENCE), generator=generator, device="cpu")
     upstream = torch.randn(_BATCH, _SEQUENCE, generator=generator, device="cpu")
     labels[0, 0] = labels[1, -1] = -100
     if kind != "te":  # whose loss of these two is not defined
         labels[0, 1], labels[2, 3] = -1, shape[-1]
     mine = slice(start, start + _ROWS)
-    part, given, by = (x.to(device) for x in (logits[..., mine].contiguous(), labels, upstream))
-    made = _gradient(lambda x: loss(model, given.clone(), x), part, by)
-    if kind == "te":
-        of_te = sys.modules[_TE].te_parallel_cross_entropy
-        expected = _gradient(lambda x: of_te(x, given.t().contiguous(), group).t(), part, by)
-    else:
-        whole = _gradient(lambda x: _plain(x, labels), logits.double(), upstream)
-        expected = whole[0], whole[1][..., mine]
-    if made[0].dtype != torch.float32:
-        raise _Unequal(f"it gives {made[0].dtype}")
-    _compare(made, expected, _OF_BF16 * float(upstream.abs().max()) if kind == "native" else _ROUNDING)
+    given, by = labels.to(device), upstream.to(device)
+    of_te: Any = getattr(sys.modules.get(_TE), "te_parallel_cross_entropy", None)
+    whole = _gradient(lambda x: _plain(x, labels), logits.double(), upstream)
+    expected = whole[0], whole[1][..., mine]
+    for dtype in (torch.float32, torch.bfloat16):
+        part = logits[..., mine].to(device, dtype).contiguous()
+        made = _gradient(lambda x: loss(model, given.clone(), x), part, by)
+        if kind == "te":
+            expected = _gradient(lambda x: of_te(x, given.t().contiguous(), group).t(), part, by)
+        rounds = dtype == torch.bfloat16 or kind == "native"
+        of_gradient = _OF_BF16 * float(upstream.abs().max()) if rounds else _ROUNDING
+        _compare(made, expected, (torch.float32, _ROUNDING), of_gradient)
 
 
 def _plain(logits: Tensor, labels: Tensor) -> Tensor:

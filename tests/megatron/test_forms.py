@@ -6,11 +6,16 @@ import ast
 import functools
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_fused_ce.adapter import forms
+from megatron_fused_ce.scripts.dev import known_forms
+from megatron_fused_ce.scripts.lib import launches
+from tests.support.checkouts import on_checkouts
+from tests.support.known_forms import table_until
 
 SNIPPET = '''
 @decorated(1, by="x")
@@ -158,3 +163,22 @@ def test_the_table_has_the_installed_core():
         assert len(keys) > 15 and forms.unknown(keys, frozenset(), consumer.stock_of) == []
     assert not forms.is_released("0.20.0") and forms.is_released("0.16.1+abc1234")
     assert sys.modules[forms.LANGUAGE_MODULE]
+
+
+#: The last release before each that launches are tried with.
+BEFORE = {(0, 16): "0.15.3", (0, 17): "0.16.1", (0, 18): "0.17.1", (0, 19): "0.18.2", (0, 20): "0.19.1"}
+
+
+@on_checkouts
+def test_a_release_reads_no_new_names(checkout):
+    """Or a trial would be refused, and a new Megatron switch the plugin off: no name is new to the table of
+    the release before. The trials themselves: tests/parallel/test_known_forms.py."""
+    version = launches.Checkout.at(checkout).version
+    if version not in BEFORE:
+        pytest.skip("the table begins with it, or ends before it")
+    for module, names in forms.LOOKED_AT.items():
+        source = (Path(checkout) / f"{module.replace('.', '/')}.py").read_text()
+        with table_until(BEFORE[version]):
+            for name, node in known_forms.functions(source, names):
+                form = forms.Form(f"{module}:{name}", "", "", frozenset(forms.read_names(node)))
+                assert not forms.new_names(form), name

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support import rl_utils
+from tests.support.known_forms import table_until
 from tests.support.megatron import (
     BATCH,
     INSTALLED,
@@ -236,34 +237,6 @@ def trust_it(rank: Rank, said: str, off: Any) -> None:
 
 
 # --- a Megatron that is newer than the table -------------------------------------------------------
-
-
-@contextlib.contextmanager
-def table_until(release: str) -> Iterator[None]:
-    """What the package would know had it been written at that release; nothing of Megatron's for ''."""
-    from megatron_fused_ce.adapter import known_forms
-
-    def is_older(since: str) -> bool:
-        return bool(since) and [*map(int, since.split("."))] <= [*map(int, release.split("."))]
-
-    def kept(forms: dict[str, str]) -> dict[str, str]:
-        return {digest: since for digest, since in forms.items() if release and is_older(since)}
-
-    with pytest.MonkeyPatch.context() as patch:
-        releases = known_forms.RELEASES.split()
-        patch.setattr(known_forms, "RELEASES", " ".join(r for r in releases if release and is_older(r)))
-        of_all = {
-            module: {name: kept(forms) for name, forms in names.items()}
-            for module, names in known_forms.FORMS.items()
-        }
-        patch.setattr(known_forms, "FORMS", of_all)
-        if release:
-            names = {
-                pool: {since: read for since, read in begun.items() if is_older(since)}
-                for pool, begun in known_forms.NAMES.items()
-            }
-            patch.setattr(known_forms, "NAMES", names)
-        yield
 
 
 NATIVE = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
