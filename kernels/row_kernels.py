@@ -70,7 +70,8 @@ def _exp(t, EXACT: tl.constexpr):
 def relative(z, top, scale, EXACT: tl.constexpr):
     """``scale * (z - top)``, exactly 0 at ``top``; EXACT: and what its two roundings lost, else 0."""
     difference = z - top
-    t = difference * scale
+    # A product would be fused with what is subtracted from it next: what it lost would count twice.
+    t = tl.fma(difference, scale, 0.0)
     lost = 0.0
     if EXACT:
         back = difference - z
