@@ -73,8 +73,7 @@ def _exp(t, EXACT: tl.constexpr):
 def relative(z, top, scale, EXACT: tl.constexpr):
     """``scale * (z - top)``, exactly 0 at ``top``; EXACT: and what its two roundings lost, else 0."""
     difference = z - top
-    # As the fused instruction, which is not fused again into what t is subtracted from: equal sides of a
-    # divergence then cancel, and t has the rounding that is made good.
+    # A product would be fused with what is subtracted from it next: what it lost would count twice.
     t = tl.fma(difference, scale, 0.0)
     lost = 0.0
     if EXACT:
