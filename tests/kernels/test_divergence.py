@@ -189,6 +189,7 @@ def test_any_number_of_columns(rows, kind, beta, num_columns, device):
     held(rows, as_side(z[0]), as_side(z[1]), kind, beta)
 
 
+@pytest.mark.sanitize
 @EVERY
 @OF_KIND
 def test_padding_and_widths(rows, kind, beta, device):
