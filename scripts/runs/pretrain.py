@@ -53,13 +53,13 @@ TINY = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-he
 # Without the last one each sample builds a [T, T] fp32 mask on the host, which the causal attention
 # never reads: 64 GiB at T = 131072.
 COMMON_ARGS = """
-    --micro-batch-size 1 --lr 1e-4 --lr-decay-style constant --mock-data
+    --micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --lr-decay-style constant --mock-data
     --tokenizer-type NullTokenizer --position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --eval-interval 1000 --log-interval 1 --num-workers 0
     --attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader
 """
 GPU_ARGS = """
-    --global-batch-size 1 --split 100,0,0 --eval-iters 0 --bf16 --transformer-impl transformer_engine
+    --split 100,0,0 --eval-iters 0 --bf16 --transformer-impl transformer_engine
     --log-memory-interval 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
 """
@@ -69,7 +69,7 @@ CPU_ONLY_ARGS = """
     --attention-backend unfused --no-persist-layer-norm --no-masked-softmax-fusion
     --no-rope-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
 """
-CPU_ARGS = f"--global-batch-size 2 --split 90,10,0 --eval-iters 1 {launches.NO_FUSED_WGRAD} {CPU_ONLY_ARGS}"
+CPU_ARGS = f"--split 90,10,0 --eval-iters 1 {launches.NO_FUSED_WGRAD} {CPU_ONLY_ARGS}"
 #: Begins the status of a longer sequence than one that a variant did not train.
 NOT_TRIED = "not tried"
 NOT_RUN = "not run: the time limit is over"
