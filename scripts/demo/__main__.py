@@ -98,7 +98,7 @@ def failures(on: Figures, peak: float, peak_off: float, vocab_size: int) -> list
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = Parser("python -m scripts.demo", __doc__ or "")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--steps", type=whole(10, 10**6), default=FULL_LENGTH, help="of each run [100]")
+    parser.add_argument("--steps", type=whole(20, 10**6), default=FULL_LENGTH, help="of each run [100]")
     parser.add_argument("--out", type=Path, default=Path("build/demo"))
     options = parser.parse_args(words)
     here = num_gpus()
