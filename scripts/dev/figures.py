@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 from megatron_fused_ce.command_line import Parser, command
-from megatron_fused_ce.scripts.dev import figures_plan, figures_readme, upstream_tests
+from megatron_fused_ce.scripts.dev import figures_plan, figures_readme
 from megatron_fused_ce.scripts.lib import pages
 from megatron_fused_ce.scripts.lib.results import REPOSITORY, RESULTS
 
 #: Page -> what makes its parts.
-PAGES = {maker.PAGE: maker for maker in (figures_readme, figures_plan, upstream_tests)}
+PAGES = {maker.PAGE: maker for maker in (figures_readme, figures_plan)}
 
 
 def draw_results() -> None:

@@ -307,8 +307,7 @@ class Case:
     num_processes: int
     args: list[str] | None
     fused_wgrad: bool = False
-    every_digit: bool = False  # on GPUs too, where users would launch it otherwise
-    num_tokens: int | None = None  # of an iteration, where the case is a sequence length (runs/lengths.py)
+    num_tokens: int | None = None  # of an iteration, where the case is a sequence length
     warmup: int = 1  # logged iterations left out of the time
 
     @property
@@ -316,8 +315,8 @@ class Case:
         return not {"--bf16", "--fp16"} & set(self.args or ())
 
 
-#: Variants that Megatron's arguments refuse, and the runner's option that lifts the refusal.
-LIFTING = {"te-lifted": "--te-loss", "many-connections": "--many-connections"}
+#: The variant that Megatron's arguments refuse, and the runner's option that lifts the refusal.
+LIFTED, LIFTING = "te-lifted", "--te-loss"
 
 
 @dataclass(frozen=True)
@@ -344,10 +343,8 @@ class Run:
         if self.device == "cpu":
             module = ["-m", "megatron_fused_ce.scripts.lib.megatron_cpu"]
             module += ["--fused-wgrad"] if self.case.fused_wgrad else []
-        elif self.variant in LIFTING:
-            own.append(LIFTING[self.variant])
-        elif self.case.every_digit:
-            own.append("--every-digit")
+        elif self.variant == LIFTED:
+            own.append(LIFTING)
         elif self.uses_plugin:
             module = _LAUNCH_MODULE
         start = [*torchrun, "--nproc-per-node", str(self.case.num_processes)]

@@ -452,15 +452,6 @@ def install(*, fused_wgrad: bool = False) -> None:
     CudaIsCpu().__enter__()  # for the rest of the process
 
 
-def log_every_digit() -> None:
-    """Print all digits of each logged iteration's losses and gradient norm, on a CPU or on GPUs.
-
-    Call it before megatron is imported. :func:`install` does the same.
-    """
-    name = "megatron.training.training"
-    sys.meta_path.insert(0, _AfterImport({name: _MODULE_STAND_INS[name]}))
-
-
 def run(script: str, arguments: Sequence[str]) -> None:
     """Run ``script`` as ``python SCRIPT arguments...`` would, through the launcher if the flag is there."""
     if PLUGIN_FLAG in arguments:

@@ -4,13 +4,11 @@
 
     --te-loss           Transformer Engine's cross entropy, which Megatron's check of its arguments refuses
                         from 0.18 on ("disabled due to stability issues") while the model still has it
-    --many-connections  without CUDA_DEVICE_MAX_CONNECTIONS=1, which the same check asks for on Hopper
-    --every-digit       print every digit of losses and gradient norms: Megatron logs seven and three
     --memory FOLDER STEP RANK
                         record the memory of one step on one rank (-1: the last), and end after it
 
-The first two lift one refusal: the check sees what it asks for, all that runs afterwards does not. They are
-for measuring beside, not for training. The plugin's hook is installed where its flag is given.
+The first lifts one refusal: the check sees what it asks for, all that runs afterwards does not. It is for
+measuring beside, not for training. The plugin's hook is installed where its flag is given.
 """
 
 from __future__ import annotations
@@ -27,14 +25,13 @@ if TYPE_CHECKING:
     from megatron_fused_ce.scripts.runs.snapshots import Recording
 
 FLAG = "--fused-chunked-ce"
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 #: Number of values of each option.
-OPTIONS = {"--te-loss": 0, "--many-connections": 0, "--every-digit": 0, "--memory": 3}
+OPTIONS = {"--te-loss": 0, "--memory": 3}
 #: What --memory leaves in its folder; the snapshot is for torch's viewer.
 TIMELINE, SNAPSHOT = "memory.json", "snapshot.pickle"
 
 
-# --- refusals that are lifted ----------------------------------------------------------------
+# --- the refusal that is lifted ----------------------------------------------------------------
 
 
 def lift_te_refusal(arguments: Any) -> None:
@@ -47,20 +44,6 @@ def lift_te_refusal(arguments: Any) -> None:
         checked = check(args, *rest, **named)
         args.cross_entropy_fusion_impl = asked
         return checked
-
-    arguments.validate_args = validate_args
-
-
-def lift_connections_refusal(arguments: Any) -> None:
-    """Wrap ``validate_args`` as above: it sees the variable; CUDA and NCCL do not."""
-    check = arguments.validate_args
-
-    def validate_args(*args: Any, **named: Any) -> Any:
-        os.environ[CONNECTIONS] = "1"
-        try:
-            return check(*args, **named)
-        finally:
-            del os.environ[CONNECTIONS]
 
     arguments.validate_args = validate_args
 
@@ -177,19 +160,12 @@ def main() -> None:
         from megatron_fused_ce.adapter import import_hook
 
         import_hook.install()
-    if "--every-digit" in own:
-        from megatron_fused_ce.scripts.lib import megatron_cpu
-
-        megatron_cpu.log_every_digit()
-    if "--many-connections" in own:
-        os.environ.pop(CONNECTIONS, None)
     if "--memory" in own:
         _watch_memory(*own["--memory"])
-    for option, lift in (("--te-loss", lift_te_refusal), ("--many-connections", lift_connections_refusal)):
-        if option in own:
-            import megatron.training.arguments
+    if "--te-loss" in own:
+        import megatron.training.arguments
 
-            lift(megatron.training.arguments)
+        lift_te_refusal(megatron.training.arguments)
     runpy.run_path(words[0], run_name="__main__")
 
 

@@ -220,6 +220,7 @@ def test_any_number_of_columns(rows, kind, beta, num_columns, device):
     held(rows, *as_sides(*z), kind, beta)
 
 
+@pytest.mark.sanitize
 @EVERY
 @OF_KIND
 def test_padding_and_widths(rows, kind, beta, device):

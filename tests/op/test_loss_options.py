@@ -85,6 +85,7 @@ def test_in_a_graph(name, dtype, strategy):
     assert torch.equal(weight.grad, expected.grad_weight)
 
 
+@pytest.mark.sanitize
 @pairs.parametrize("options by the row kernels")
 def test_triton_kernels_against_fp64(option, kind, strategy, device):
     inputs = problem(kind, torch.float32, device, LOSS_OPTIONS[option], s=7, b=2)

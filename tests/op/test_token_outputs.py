@@ -143,6 +143,7 @@ def test_one_output_alone_with_options(only, name, backend, device):
         assert relative_error(value, true) <= FLOOR[torch.float32]
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_gradients_of_loss_and_outputs_add_up(backend, device):
     inputs = problem("plain", torch.float32, device, {"label_smoothing": 0.1, "z_loss": 1e-2}, s=7, b=2)

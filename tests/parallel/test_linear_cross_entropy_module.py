@@ -1,6 +1,6 @@
 """The output layer of Megatron's dev branch, and of forks of it: a subclass with a loss on request.
 
-Classes with its contract here; Megatron's own: scripts/dev/rl_heads.py.
+Classes with its contract here; Megatron's own was run with docs/rl.md's frameworks.
 """
 
 from __future__ import annotations

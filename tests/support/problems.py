@@ -231,7 +231,7 @@ def run(
     main_grad = None
     if problem.main_grad:
         dtype = torch.float32 if problem.main_grad == "fp32" else problem.dtype
-        main_grad = torch.zeros(weight.shape, dtype=dtype)
+        main_grad = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         options["open_grad_weight"] = partial(open_main_grad, main_grad)
     with column_plans(problem.block_columns) if problem.block_columns else nullcontext():
         made = head(given, weight, labels, **options)
@@ -260,12 +260,16 @@ def run_part(rank: Rank, problem: Problem) -> dict[str, Any]:
 
 
 def run_on_shards(problem: Problem) -> Parts:
-    """The whole result of a problem, each shard on a rank of its own; what all ranks have is equal."""
+    """The whole result of a problem, each shard on a rank of its own."""
     with World(len(problem.shards)) as world:
         sent = world.run(run_part, problem)
-    received = [
+    return joined(problem, [
         {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()} for part in sent
-    ]
+    ])  # fmt: skip
+
+
+def joined(problem: Problem, received: list[Parts]) -> Parts:
+    """The whole result of the ranks' parts; what all ranks have is equal."""
     first, *others = received
     whole = ["loss"] if problem.sequence_parallel else ["loss", "grad_hidden"]
     for name in whole:

@@ -23,8 +23,9 @@ from megatron_fused_ce.estimate import command as plan
 from megatron_fused_ce.estimate import head_command
 from megatron_fused_ce.scripts.bench import cases, commits, peers
 from megatron_fused_ce.scripts.demo import __main__ as demo
-from megatron_fused_ce.scripts.dev import sanitize, soak, upstream_tests
+from megatron_fused_ce.scripts.dev import upstream_tests
 from megatron_fused_ce.scripts.runs import compare, memory, pretrain, sweep
+from tests import soak
 
 ROOT = Path(__file__).resolve().parents[2]
 #: No number of these is accepted anywhere.
@@ -45,7 +46,6 @@ READERS: dict[str, tuple[Parse, list[str]]] = {
     "bench.peers": (peers.main, []),
     "pretrain": (pretrain.main, ["--megatron", "nowhere"]),
     "soak": (soak.main, []),
-    "sanitize": (sanitize.main, []),
     "upstream_tests": (upstream_tests.main, ["nowhere"]),
     "demo": (demo.main, []),
 }
@@ -266,8 +266,8 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 #: Module -> its name in READERS.
 MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain",)}
-MODULES |= {f"scripts.dev.{name}": name for name in ("soak", "sanitize", "upstream_tests")}
-NOT_READ = {"scripts.dev.figures", "scripts.dev.bridge_heads", "autoload"}
+MODULES |= {"scripts.dev.upstream_tests": "upstream_tests"}
+NOT_READ = {"scripts.dev.figures", "scripts.dev.bridge_heads", "scripts.dev.sanitize", "autoload"}
 
 
 def named_commands() -> list[tuple[str, str, str]]:

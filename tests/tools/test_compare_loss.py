@@ -779,10 +779,9 @@ def test_launches_that_would_write_to_one_place(fake, flag):
 @on_checkouts
 @pytest.mark.parametrize("extra", ["", "--fused-ce-z-loss 1e-5"], ids=["same", "another loss"])
 def test_two_launches_of_pretrain_gpt(checkout, tmp_path, monkeypatch, extra):
-    from megatron_fused_ce.scripts.lib.launches import Checkout
-    from megatron_fused_ce.scripts.runs.pretrain import cpu_case
+    from tests.support.cpu_case import cpu_case
 
-    case = cpu_case(Checkout.at(checkout), "gpt", "mtp")
+    case = cpu_case("mtp")
     words = ["--launch", f"--out={tmp_path}", "--", sys.executable, "-m", "torch.distributed.run"]
     words += ["--standalone", "--nproc-per-node", "2", "-m"]
     words += ["megatron_fused_ce.scripts.lib.megatron_cpu", "--fused-wgrad", f"{checkout}/pretrain_gpt.py"]

@@ -325,11 +325,10 @@ def test_the_op_on_a_cpu(strategy):
 @on_checkouts
 def test_a_step_of_pretrain_gpt_on_a_cpu(checkout, tmp_path):
     """The launch ends after the step; the head is told from layers that use the same linear layer."""
-    from megatron_fused_ce.scripts.lib.launches import Checkout
-    from megatron_fused_ce.scripts.runs.pretrain import cpu_case
+    from tests.support.cpu_case import cpu_case
 
     T, V = 512, 2048
-    case = cpu_case(Checkout.at(checkout), "gpt", "plain")
+    case = cpu_case("plain")
     sizes = "--seq-length 256 --max-position-embeddings 256 --vocab-size 2047 --global-batch-size 2"
     timelines = {}
     for name, flag in (("off", ""), ("on", "--fused-chunked-ce --fused-ce-num-chunks 8")):

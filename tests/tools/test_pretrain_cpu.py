@@ -1,9 +1,8 @@
-"""The harness on a real Megatron-LM: unmodified pretrain_gpt.py on a CPU, flag off and on.
+"""Unmodified pretrain_gpt.py of a real Megatron-LM on a CPU, flag off and on; the tool that launches it.
 
     MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_pretrain_cpu.py
 
-Several checkouts: separate them with ``:``. Its own parts (log parsing, bounds, bad input) are
-tested without one.
+Several checkouts: separate them with ``:``. The tool's own parts are tested without one.
 """
 
 from __future__ import annotations
@@ -12,66 +11,64 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_fused_ce.scripts.lib import launches, losses, megatron_cpu, runner
+from megatron_fused_ce.scripts.lib import launches, losses, results, runner
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
-from megatron_fused_ce.scripts.runs import pretrain as harness
+from megatron_fused_ce.scripts.runs import pretrain
 from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
 from tests.support.commands import launches_without_torch, run_here
+from tests.support.cpu_case import cpu_case
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
+CHUNKS = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy"
+GRAD_IN_FORWARD = f"{CHUNKS} grad_in_forward"
+FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
+MEGATRON_FSDP = (
+    "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor"
+    " --data-parallel-sharding-strategy optim_grads_params"
+)
 
 
-def run_harness(*options: str) -> subprocess.CompletedProcess[str]:
-    return run_here(harness.main, *options)
-
-
-GRAD_IN_FORWARD = "--fused-chunked-ce --fused-ce-num-chunks 3 --fused-ce-strategy grad_in_forward"
+def figures_of(checkout, tmp_path, flags, case):
+    """A launch of a case as it is."""
+    whole = ("--train-iters", "5", "--eval-iters", "1")
+    run = launch(checkout, tmp_path, f"{checkout}/pretrain_gpt.py", *whole, *flags.split(), case=case)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    return megatron_logs.parse_logs([run.stdout])
 
 
 @on_checkouts
-def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path):
-    run = run_harness(
-        f"--megatron={checkout}",
-        "--models=gpt",
-        f"--cases={','.join(NUM_HEADS)}",
-        "--variants=unfused,native,fused-ce,fused-ce-store",
-        f"--variant=fused-ce-grad-in-forward={GRAD_IN_FORWARD}",
-        f"--out={tmp_path}",
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    flag_rows = [row for row in rows if row["variant"].startswith("fused-ce")]
-    assert [row["case"] for row in flag_rows] == [case for case in NUM_HEADS for _ in range(3)]
-    for row in flag_rows:
-        assert row["heads_fused"] == NUM_HEADS[row["case"]] * NUM_FORWARDS
-        assert row["logits_materialised"] == 0
-        assert row["loss_difference"] <= max(1e-6, 2 * row["native_loss_difference"])
+@pytest.mark.parametrize("case", NUM_HEADS)
+def test_pretrain_gpt_flag_off_and_on(checkout, tmp_path, case):
+    """Within twice what Megatron's native loss differs by, or what its log can tell apart."""
+    stock, native = (figures_of(checkout, tmp_path, flags, case) for flags in ("", launches.STOCK["native"]))
+    for strategy in ("recompute", "store", "grad_in_forward"):
+        figures = figures_of(checkout, tmp_path, f"{CHUNKS} {strategy}", case)
+        assert figures.heads_fused == NUM_HEADS[case] * NUM_FORWARDS and not figures.logits_materialised
+        ours, yardstick = (pretrain.differences(one, stock) for one in (figures, native))
+        assert ours[0] <= max(1e-6, 2 * yardstick[0]) and ours[1] <= max(1e-5, 2 * yardstick[1])
 
 
 @on_checkouts
 def test_pretrain_gpt_under_fsdp(checkout, tmp_path):
     """torch FSDP2 and Megatron-FSDP, which shard the head's weight, against DDP without the flag."""
-    run = run_harness(
-        f"--megatron={checkout}",
-        *("--models=gpt", "--cases=fsdp", f"--out={tmp_path}"),
-        "--variants=unfused,fsdp2-fused-ce,megatron-fsdp-fused-ce",
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    _, *rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["fsdp2-fused-ce", "megatron-fsdp-fused-ce"]
-    for row in rows:
-        assert row["heads_fused"] == NUM_FORWARDS / 2, "each rank has half of the micro-batches"
-        assert row["loss_difference"] <= 1e-6 and row["grad_norm_difference"] <= 1e-5
+    stock = figures_of(checkout, tmp_path, "", "fsdp")
+    for shards in (FSDP2, MEGATRON_FSDP):
+        figures = figures_of(checkout, tmp_path, f"{shards} {CHUNKS} recompute", "fsdp")
+        assert figures.heads_fused == NUM_FORWARDS / 2, "each rank has half of the micro-batches"
+        losses_apart, norms_apart = pretrain.differences(figures, stock)
+        assert losses_apart <= 1e-6 and norms_apart <= 1e-5
 
 
 #: What no other flag may hide: the first iteration, fp16's skipped steps (the scale overflows at once),
@@ -87,7 +84,7 @@ UNDER = {
 
 def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
     """Two iterations of a case (plain: TP 2) by ``script``, unless ``flags`` say otherwise."""
-    case = harness.cpu_case(launches.Checkout.at(checkout), "gpt", case)
+    case = cpu_case(case)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks or case.num_processes)),
@@ -103,6 +100,7 @@ def launch(checkout, tmp_path, script, *flags, case="plain", num_ranks=None):
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in " ".join(flags) else "1",
         # What --deterministic-mode asks of the environment.
         "NCCL_ALGO": "Ring",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -305,28 +303,6 @@ def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     assert found["exact"][6] > 0.05 or launches.Checkout.at(checkout).version < (0, 16)
 
 
-@pytest.mark.parametrize(
-    ("version", "model", "case", "words"),
-    [
-        ((0, 19), "gpt", "vpp", "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"),
-        ((0, 19), "stack", "vpp", "--hybrid-layer-pattern *|-|*|-"),
-        ((0, 17), "stack", "pp2", "--hybrid-layer-pattern *-|*-"),
-        ((0, 19), "stack", "pp2-mtp", "--hybrid-layer-pattern *-|*-/*-"),
-        ((0, 16), "gpt", "pp2-mtp", "--num-layers 2 --mtp-num-layers 1"),
-        ((0, 17), "stack", "pp2-mtp", None),
-        ((0, 16), "stack", "vpp", None),
-    ],
-)
-def test_pipelines_as_each_version_spells_them(tmp_path, version, model, case, words):
-    checkout = launches.Checkout(tmp_path, "a-version", version)
-    found = harness.cpu_case(checkout, model, case)
-    assert found.num_processes == 4
-    if words is None:
-        assert found.args is None
-    else:
-        assert words in " ".join(found.args)
-
-
 LOG = """\
  [2026-01-01 00:00:00.0] iteration        1/       5 | consumed samples:            8 | \
 elapsed time per iteration (ms): 341.1 | learning rate: 1.000000E-03 | global batch size:     8 | \
@@ -383,214 +359,191 @@ def test_largest_relative_difference(ours, reference, difference):
     assert losses.largest_relative_difference(ours, reference) == pytest.approx(difference)
 
 
-@pytest.mark.parametrize(
-    ("variant", "figures", "problem"),
-    [
-        ("options-store-again", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, None),
-        ("options-store-again", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [1.0]}, "loss"),
-        ("options-store-again", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0000001]}, "grad norm"),
-        ("options-store-graph", {"losses": {"lm loss": [5.0000001]}, "grad_norms": [2.0]}, None),
-        ("options-store-graph", {"losses": {"lm loss": [5.001]}, "grad_norms": [1.0]}, "loss differs"),
-        ("auto", {"losses": {"lm loss": [4.0]}, "grad_norms": [1.0]}, None),
-        ("auto", {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0]}, "loss differs"),
-        (
-            "auto",
-            {"losses": {"lm loss": [4.0]}, "grad_norms": [1.0], "skipped": [1]},
-            "iterations [1] skipped, by unfused []",
-        ),
-    ],
-    ids=str,
-)
-def test_what_a_variant_is_compared_with(tmp_path, variant, figures, problem):
-    """A repeat to the last digit, a graph within the yardstick's bound, both to their own kind."""
-    stock = {"losses": {"lm loss": [4.0]}, "grad_norms": [3.0]}
-    all_figures = {
-        "unfused": megatron_logs.Figures(**stock),
-        "native": megatron_logs.Figures(losses={"lm loss": [4.00001]}, grad_norms=[3.0]),
-        "options-store": megatron_logs.Figures(losses={"lm loss": [5.0]}, grad_norms=[1.0]),
-        variant: megatron_logs.Figures(**figures, heads_fused=1, logits_materialised=0),
-    }
-    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
-    case = harness.gpu_case("options")
-    run = launches.Run(checkout, "gpt", case, variant, ("--fused-chunked-ce",), "cuda", 60.0)
-    row = harness.compare(run, all_figures, warmup=0, may_run_out=[])
-    assert row.against == ("options-store" if "options" in variant else "unfused")
-    assert (problem in " ".join(row.problems)) if problem else row.problems == []
-
-
-@pytest.mark.parametrize(
-    ("our_loss", "heads_fused", "logits_materialised", "problem"),
-    [
-        (5.0, 32, 0, None),
-        (5.00005, 32, 0, None),  # 1e-5: within twice the yardstick's 8e-6
-        (5.00010, 32, 0, "loss differs"),
-        (5.0, 0, 0, "no head was evaluated fused"),
-        (5.0, 32, 1, "1 logits were materialised"),
-        (5.0, None, None, "printed no count"),
-    ],
-)
-def test_bounds(tmp_path, our_loss, heads_fused, logits_materialised, problem):
-    def figures(loss, **counts):
-        losses = {"lm loss": [loss]}
-        return megatron_logs.Figures(losses=losses, grad_norms=[1.0], **counts)
-
-    case = launches.Case("plain", "pretrain_gpt.py", 2, [])
-    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
-    run = launches.Run(checkout, "gpt", case, "fused-ce", ("--fused-chunked-ce",), "cpu", 60.0)
-    counts = {"heads_fused": heads_fused, "logits_materialised": logits_materialised}
-    all_figures = {
-        "unfused": figures(5.0),
-        "native": figures(5.00004),
-        "fused-ce": figures(our_loss, **counts),
-    }
-    row = harness.compare(run, all_figures, warmup=0, may_run_out=[])
-    assert (problem in " ".join(row.problems)) if problem else row.problems == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [([], "--megatron PATH"), (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere")],
-)
-def test_bad_input_is_one_line_and_status_2(options, message):
-    run = run_harness(*options)
-    assert run.returncode == 2
-    assert message in run.stderr
-    assert len(run.stderr.splitlines()) == 1
-
-
-def test_unknown_cases_and_variants(tmp_path):
-    stand_in(tmp_path)
-    for options, message in (
-        (["--cases=plain,tp9"], "no 'tp9'; there are plain"),
-        (["--variants=other"], "no 'other'"),
-        (["--device=cuda", "--cases=plain"], "no 'plain'; there are losses"),
-    ):
-        run = run_harness(f"--megatron={tmp_path}", f"--out={tmp_path / 'out'}", *options)
-        assert run.returncode == 2, run.stderr
-        assert message in run.stderr
-        assert len(run.stderr.splitlines()) == 1
+# --- the tool --------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def fake_checkout(tmp_path):
+def checkout_here(tmp_path):
     """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
     with launches_without_torch():
-        yield stand_in(tmp_path / "fake-megatron", FAKE_PRETRAIN)
+        yield stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
 
 
-def test_own_arguments_variants_and_resume(fake_checkout, tmp_path):
-    options = (
-        f"--megatron={fake_checkout}",
-        "--device=cuda",
-        "--nproc=1",
-        f"--out={tmp_path / 'out'}",
+def planned(checkout, *words):
+    """The runs, in order."""
+    given = pretrain._parser().parse_args([f"--megatron={checkout}", "--device=cuda", "--model=tiny", *words])
+    return [run for group in pretrain.plan(given, ["--last"]) for run in group]
+
+
+def after(words, flag):
+    """The last value of a flag."""
+    return words[len(words) - words[::-1].index(flag)]
+
+
+def test_launches_in_their_order(checkout_here):
+    words = ("--lengths", "131072", "16384", "--model=llama-3-8b:2", "--nproc=4", "--variants=auto,te-lifted")
+    runs = planned(checkout_here, *words)
+    names = [(run.case.num_tokens, run.variant) for run in runs]
+    assert names == [(length, name) for length in (131072, 16384) for name in ("auto", "te-lifted")]
+    long, lifted, short, _ = (run.words("M", ["torchrun"]) for run in runs)
+    assert long[:5] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_fused_ce.launch"]
+    assert after(long, "--seq-length") == after(long, "--max-position-embeddings") == "131072"
+    assert (after(long, "--train-iters"), after(short, "--train-iters")) == ("4", "20")
+    assert (after(long, "--num-layers"), after(long, "--tensor-model-parallel-size")) == ("2", "4")
+    # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
+    assert after(long, "--make-vocab-size-divisible-by") == "32"
+    assert {"--bf16", "--sequence-parallel", launches.UNTIED, "--last"} <= set(long)
+    assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in runs[1].command
+    assert lifted[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
+    (one,) = planned(checkout_here, "--nproc=1", "--model=llama-3.2-1b", "--lengths=64", "--variants=auto")
+    assert not {"--sequence-parallel", launches.UNTIED} & set(one.words("M", []))
+
+
+def test_from_command_line_to_files(checkout_here, tmp_path):
+    """Out of memory is a result, and ends a variant's lengths. A second call launches nothing."""
+    words = (f"--megatron={checkout_here}", "--device=cuda", "--nproc=1", f"--out={tmp_path / 'out'}")
+    words += ("--model=tiny", "--lengths", "128", "64", "256", "--variants=unfused,auto")
+    words += ("--", "--most-tokens", "100", "--train-iters", "8")
+    done = run_here(pretrain.main, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = results.rows(tmp_path / "out" / "results.json")
+    lost = ["out of memory", "ok", "not tried: out of memory at 128 tokens"]
+    assert [row["status"] for row in rows if row["variant"] == "unfused"] == lost
+    _, _, off, on, *_ = rows
+    assert (off["T"], off["peak_mib"], on["peak_mib"], on["problems"]) == (64, 900.0, 500.0, [])
+    assert on["tokens_per_s"] == pytest.approx(64e3 / on["time_ms"], abs=0.1) and on["loss_difference"] == 0
+    assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
+    assert str(tmp_path) not in off["command"]
+    (checkout_here / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
+    again = run_here(pretrain.main, *words)
+    assert again.returncode == 0 and again.stdout.count("(kept)") == 4, again.stdout + again.stderr
+
+
+def test_a_broken_bound_is_status_1(checkout_here, tmp_path):
+    words = (f"--megatron={checkout_here}", "--nproc=1", f"--out={tmp_path / 'out'}")
+    words += (
         "--variants=unfused,native",
-        "--variant=too-large=--fused-chunked-ce --fused-ce-num-chunks 4 --full",
-        "--may-run-out-of-memory=too-large",
-        *("--", "--bf16", "--train-iters", "2"),
+        "--variant=wrong=--fused-chunked-ce --fused-ce-num-chunks 4 --wrong",
     )
-    run = run_harness(*options)
-    assert run.returncode == 0, run.stdout + run.stderr
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert [row["status"] for row in rows] == ["ok", "ok", "out of memory"]
-    assert [row["time_ms"] for row in rows] == [55.0, 55.0, None]
-    assert rows[1]["loss_difference"] == pytest.approx(1e-6 / 4.8, rel=0.05)
-    assert rows[1]["command"].endswith("--cross-entropy-fusion-impl native")
-    assert str(tmp_path) not in rows[1]["command"]
-
-    assert run_harness(*options).stdout.count("(kept)") == 3
-    (tmp_path / "out" / "fake-megatron-gpt-own_arguments-native" / "run.json").unlink()
-    assert run_harness(*options).stdout.count("(kept)") == 2
+    done = run_here(pretrain.main, *words, "--time-limit=100")
+    assert done.returncode == 1 and "loss differs by 2.2e-02, bound 1.0e-06" in done.stdout, done.stdout
+    assert "native" in done.stdout and "wrong none (ok at 64)" in done.stdout
+    late = run_here(pretrain.main, *words[:2], f"--out={tmp_path / 'late'}", "--time-limit=0.001")
+    assert late.returncode == 1 and pretrain.NOT_RUN in late.stdout
 
 
-def test_the_time_limit_leaves_runs_out(fake_checkout, tmp_path):
-    run = run_harness(
-        f"--megatron={fake_checkout}",
-        *("--device=cuda", "--nproc=1", "--time-limit=0.001", f"--out={tmp_path / 'out'}"),
-        *("--variants=unfused,native", "--", "--bf16"),
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        ({}, None),
+        ({"losses": {"lm loss": [5.00005]}}, None),  # 1e-5: within twice the yardstick's 8e-6
+        ({"losses": {"lm loss": [5.0001]}}, "loss differs by 2.0e-05, bound 1.6e-05"),
+        ({"grad_norms": [1.0001]}, "grad norm differs by 1.0e-04, bound 1.0e-05"),
+        ({"losses": {"lm loss": [math.nan]}}, "a loss is not finite"),
+        ({"iteration_times_ms": [9.0] * 4}, "ended after 4 of 5 iterations"),
+        ({"heads_fused": 0}, "heads fused: 0, materialised: 0"),
+        ({"heads_fused": None}, "heads fused: None, materialised: 0"),
+        ({"logits_materialised": 1}, "heads fused: 32, materialised: 1"),
+        ({"status": "failed", "error": "AssertionError"}, "failed AssertionError"),
+    ],
+)
+@pytest.mark.parametrize("native", [5.00004, math.nan], ids=["native", "native broke"])
+def test_what_does_not_count_as_training(checkout_here, made, problem, native):
+    (run,) = planned(checkout_here, "--device=cpu", "--lengths=64", "--variants=auto")
+    same = {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0], "iteration_times_ms": [9.0] * 5}
+    stock = megatron_logs.Figures(**same)
+    other = megatron_logs.Figures(**same | {"losses": {"lm loss": [native]}})
+    ours = megatron_logs.Figures(**{**same, "heads_fused": 32, "logits_materialised": 0, **made})
+    problems = pretrain.row_of(run, {"unfused": stock, "native": other, "auto": ours})["problems"]
+    if native == native:
+        assert (problems[0] if problems else None) == problem
+    else:
+        assert bool(problems) == (problem is not None or ours.losses != stock.losses)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--megatron"),
+        (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere"),
+        (["--megatron={0}", "--megatron={0}/"], "folders of different names"),
+        (["--megatron={0}", "--variants=other"], "no other; there are unfused, native"),
+        (["--megatron={0}", "--variant=x"], "--variant takes NAME=FLAGS"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(words, message, tmp_path):
+    stand_in(tmp_path / "megatron-lm")
+    done = run_here(pretrain.main, *(word.format(tmp_path / "megatron-lm") for word in words))
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@on_checkouts
+def test_the_tool_on_a_checkout(checkout, tmp_path):
+    words = (f"--megatron={checkout}", f"--out={tmp_path}", "--variants=unfused,store")
+    done = run_here(pretrain.main, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    unfused, store = results.rows(tmp_path / "results.json")
+    assert (unfused["status"], store["problems"]) == ("ok", []) and store["loss_difference"] < 1e-6
+
+
+# --- what launches are made of ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.",
+        "RuntimeError: CUDA error: out of memory",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+        "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
+        "RuntimeError: Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_ways_of_running_out_of_memory(line):
+    assert megatron_logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
+    for other in ("> theoretical memory footprints: weight and optimizer=20000 MB", "AssertionError"):
+        assert megatron_logs.parse_logs([other]).status == "ok"
+
+
+RANK_AND_LAUNCHER = """
+import subprocess, sys, time
+rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+rank += "print(1, flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_hung_ranks_are_ended_with_their_launcher():
+    """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", RANK_AND_LAUNCHER], stdout=subprocess.PIPE, start_new_session=True
     )
-    assert run.returncode == 1
-    assert "native: not run" in run.stdout
+    rank = int(launcher.stdout.readline())
+    launches.end_launch(launcher, grace_s=0.5)
+    assert launcher.poll() is not None
+    for _ in range(50):
+        if not Path(f"/proc/{rank}").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text():
+            return
+        time.sleep(0.1)
+    os.kill(rank, signal.SIGKILL)
+    pytest.fail("the rank outlived end_launch")
 
 
-def test_gpu_cases_name_their_cut(tmp_path):
-    assert set(harness.DEFAULT_GPU_CASES) <= harness.GPU_CASES.keys()
-    for name in harness.GPU_CASES:
-        case = harness.gpu_case(name)
-        assert case.num_processes == 4 and case.script == "pretrain_gpt.py"
-        assert ("--sequence-parallel" in case.args) == (name != "no-sp")
-    for name in harness.PAIR_CASES:
-        assert harness.gpu_case(name).num_processes == 2
-    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
-    vpp, lifted = (
-        launches.Run(checkout, "gpt", harness.gpu_case("vpp"), name, tuple(flags.split()), "cuda", 9.0)
-        for name, flags in harness.VARIANTS.items()
-        if name in ("auto", "many-connections")
-    )
-    assert "-m megatron_fused_ce.launch MEGATRON_LM/pretrain_gpt.py" in vpp.command
-    assert "4 scripts/lib/runner.py --many-connections MEGATRON_LM/pretrain_gpt.py" in lifted.command
-    assert lifted.command.endswith("--fused-chunked-ce")
-
-
-def test_the_runner_asks_for_every_digit(tmp_path, monkeypatch):
-    (script := tmp_path / "script.py").touch()
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["runner.py", "--every-digit", str(script)])
-    asked = []
-    monkeypatch.setattr(megatron_cpu, "log_every_digit", lambda: asked.append(True))
-    runner.main()
-    assert asked == [True]
-
-
-def test_cases_on_two_gpus(fake_checkout, tmp_path):
-    """Launched so that every digit is known; with the connections that either FSDP insists on."""
-    options = (f"--megatron={fake_checkout}", "--device=cuda", "--cases=fsdp")
-    variants = "--variants=unfused,fsdp2,megatron-fsdp-fused-ce"
-    (runs,) = harness.plan(harness._parser().parse_args([*options, variants]))
-    launcher = "torchrun --nproc-per-node 2 scripts/lib/runner.py --every-digit MEGATRON_LM/pretrain_gpt.py "
-    for run, connections in zip(runs, ("", *["CUDA_DEVICE_MAX_CONNECTIONS=8 "] * 2), strict=True):
-        assert run.command.startswith(f"{connections}{launcher}")
-    run = run_harness(*options, f"--out={tmp_path / 'out'}", "--variants=megatron-fsdp-fused-ce")
-    assert run.returncode == 0, run.stderr
-    (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert (row["status"], row["command"]) == ("ok", runs[2].command)
-    losses = row["figures"]["losses"]["lm loss"]
-    assert sorted(losses) == pytest.approx(sorted(2 * [5 - i / 10 for i in range(1, 11)]))  # of two ranks
-    text = (tmp_path / "out" / "results.md").read_text()
-    assert "- `fsdp`: DP 2" in text and "on four GPUs" not in text
-
-
-def test_many_connections_are_refused_only_where_megatron_asks(monkeypatch):
-    """Its check of the arguments sees the variable, nothing else does."""
+def test_lifted_refusal_leaves_the_rest_of_the_check():
     seen = []
-    arguments = types.SimpleNamespace(
-        validate_args=lambda args: seen.append(os.environ.get(runner.CONNECTIONS)) or args
-    )
-    monkeypatch.delenv(runner.CONNECTIONS, raising=False)
-    runner.lift_connections_refusal(arguments)
-    assert arguments.validate_args("parsed") == "parsed"
-    assert seen == ["1"] and runner.CONNECTIONS not in os.environ
 
+    def validate_args(args, defaults):
+        assert args.cross_entropy_fusion_impl != "te", "refused"
+        seen.append((args.cross_entropy_fusion_impl, defaults))
+        args.checked = True
+        return args
 
-def test_broken_bound_is_status_1(fake_checkout, tmp_path):
-    run = run_harness(
-        f"--megatron={fake_checkout}",
-        "--device=cuda",
-        "--nproc=1",
-        f"--out={tmp_path / 'out'}",
-        "--variants=unfused",
-        "--variant=flag=--fused-chunked-ce --fused-ce-num-chunks 4 --wrong --idle",
-        *("--", "--train-iters", "2"),
-    )
-    assert run.returncode == 1
-    assert "loss differs by 2.1e-02" in run.stderr
-    assert "printed no count of fused heads" in run.stderr
-
-
-def test_half_precision_needs_the_yardstick(tmp_path):
-    case = launches.Case("own", "pretrain_gpt.py", 2, ["--bf16"])
-    checkout = launches.Checkout(tmp_path, "a-version", (0, 19))
-    run = launches.Run(checkout, "gpt", case, "flag", ("--fused-chunked-ce",), "cuda", 60.0)
-    figures = megatron_logs.Figures(losses={"lm loss": [5.0]}, heads_fused=1, logits_materialised=0)
-    row = harness.compare(run, {"unfused": figures, "flag": figures}, warmup=0, may_run_out=[])
-    assert row.problems == ["no native run to hold the loss against"]
+    arguments = types.SimpleNamespace(validate_args=validate_args)
+    runner.lift_te_refusal(arguments)
+    args = types.SimpleNamespace(cross_entropy_fusion_impl="te")
+    assert arguments.validate_args(args, {"a": 1}) is args
+    assert seen == [("native", {"a": 1})]
+    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", True)

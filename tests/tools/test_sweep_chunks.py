@@ -18,11 +18,9 @@ from megatron_fused_ce.scripts.bench import measure
 from megatron_fused_ce.scripts.bench import variants as benchmark_variants
 from megatron_fused_ce.scripts.bench.variants import loss_of, of_config
 from megatron_fused_ce.scripts.lib import results
-from megatron_fused_ce.scripts.lib.launches import Checkout
 from megatron_fused_ce.scripts.runs import sweep as sweep_chunks
 from megatron_fused_ce.scripts.runs import sweep_launches as sweep_megatron
 from megatron_fused_ce.scripts.runs import sweep_report
-from megatron_fused_ce.scripts.runs.pretrain import cpu_case
 from megatron_fused_ce.scripts.runs.sweep_rows import (
     OUT_OF_MEMORY,
     Cell,
@@ -33,6 +31,7 @@ from megatron_fused_ce.scripts.runs.sweep_rows import (
 )
 from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
 from tests.support.commands import launches_without_torch
+from tests.support.cpu_case import cpu_case
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -498,7 +497,7 @@ def test_words_that_are_no_arguments(fake):
 @on_checkouts
 def test_through_a_real_megatron(checkout, tmp_path):
     """TP 2 with sequence parallelism, gloo: losses agree with the stock launch's, peaks are unknown."""
-    args = cpu_case(Checkout.at(checkout), "gpt", "plain").args
+    args = cpu_case("plain").args
     words = ["--through-megatron", checkout, "--device", "cpu", "--nproc", "2", "--out", str(tmp_path)]
     words += ["--strategies", "store", "--chunks", "3", "--iterations", "3", "--warmup", "1"]
     assert sweep_chunks.main([*words, "--", *args]) == 0

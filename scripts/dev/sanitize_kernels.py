@@ -1,10 +1,14 @@
-"""Right kernels that do what a tool does not follow: where it reports these too, it does not see the order.
+"""Kernels that show what compute-sanitizer sees: a wrong one for each tool, and a right one.
 
-``racecheck``: one warp of a warp-specialised kernel hands numbers to others through shared memory, in an
-order that mbarriers alone give. ``initcheck``: a kernel reads a product that cuBLAS wrote.
+    compute-sanitizer --tool memcheck python -m megatron_fused_ce.scripts.dev.sanitize_kernels memcheck
+
+racecheck reports the right one too: one warp of a warp-specialised kernel hands numbers to others through
+shared memory, in an order that mbarriers alone give. So a report on a kernel made like it says nothing.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import triton
@@ -12,8 +16,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-
-from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
 
 NUMBERS = 64
 SLOTS = gl.constexpr(2)
@@ -64,27 +66,47 @@ def _right_handover_kernel(out_ptr, count):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _right_reader_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < numel, other=0.0)
+def _wrong_bounds_kernel(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Reads one element behind the end."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at <= numel, other=0.0)
     tl.store(out_ptr + at, x, mask=at < numel)
 
 
-def run(tool: str, device: torch.device) -> list[str]:
-    """Run what stands beside findings of this tool; the kernels that gave a wrong result."""
-    if tool == "racecheck":
-        out = torch.full((NUMBERS,), -1, dtype=torch.int32, device=device)
+@triton.jit
+def _wrong_race_kernel(out_ptr):  # type: ignore[no-untyped-def]
+    """Each thread reads what a thread of another warp wrote into shared memory, without a barrier."""
+    read = tl.inline_asm_elementwise(
+        """{
+        .shared .align 4 .b8 racy[512];
+        .reg .u32 base, thread, mine, next;
+        mov.u32 thread, %tid.x;
+        mov.u32 base, racy;
+        shl.b32 mine, thread, 2;
+        add.u32 mine, mine, base;
+        st.volatile.shared.u32 [mine], thread;
+        add.u32 next, thread, 32;
+        and.b32 next, next, 127;
+        shl.b32 next, next, 2;
+        add.u32 next, next, base;
+        ld.volatile.shared.u32 $0, [next];
+        }""",
+        "=r,r",
+        [tl.arange(0, 128)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(out_ptr + tl.arange(0, 128), read)
+
+
+if __name__ == "__main__":
+    out = torch.full((128,), -1, dtype=torch.int32, device="cuda")
+    if sys.argv[1] == "racecheck":
         _right_handover_kernel[(1,)](out, NUMBERS, num_warps=4)
-        return [] if out.tolist() == list(range(NUMBERS)) else ["_right_handover_kernel"]
-    if tool == "initcheck":
-        weight = torch.randn(SAMPLED_ROWS, 256, device=device, dtype=torch.bfloat16)
-        for rows in (37, 64, 129, 200, 321):
-            tokens = torch.randn(rows, 256, device=device, dtype=torch.bfloat16)
-            made = torch.mm(tokens, weight.t())
-            copy = torch.zeros_like(made)
-            _right_reader_kernel[(triton.cdiv(made.numel(), 256),)](made, copy, made.numel(), BLOCK=256)
-            # The copy is looked at, not the product, which torch's kernels would read as well.
-            expected = tokens.float() @ weight.float().t()
-            if float((copy.float() - expected).norm()) > 1e-2 * float(expected.norm()):
-                return ["_right_reader_kernel"]
-    return []
+        assert out[:NUMBERS].tolist() == list(range(NUMBERS)), "the hand-over is wrong"
+        _wrong_race_kernel[(1,)](out, num_warps=4)
+    else:
+        x = torch.zeros(100, device="cuda")
+        _wrong_bounds_kernel[(1,)](x, torch.zeros_like(x), 100, BLOCK=128, num_warps=4)
+    torch.cuda.synchronize()
