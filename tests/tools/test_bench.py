@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fused_ce import command_line, promise
+from megatron_fused_ce import promise
 from megatron_fused_ce.scripts.bench import __main__ as benchmark
 from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, report, rl
 from megatron_fused_ce.scripts.bench.cases import Cell
@@ -76,20 +76,6 @@ def test_older_results_are_rendered(tmp_path, name):
     path.write_text(old.read_text())
     assert benchmark.main(["--render", str(path)]) == 0
     assert path.with_suffix(".md").read_text().count("\n| ") > len(results.rows(path))
-
-
-def test_a_named_result_of_several_cells(tmp_path, capsys):
-    words = [*TINY, *HEAD, "--strategies", "store", "--wgrad-accumulator=returned", "--name=quick"]
-    assert benchmark.main([*BRIEF, *words, "--results-dir", str(tmp_path)]) == 0
-    (written,) = tmp_path.glob("*-cpu-quick.json")
-    groups = report.cells(results.rows(written))
-    assert [(group[0]["shape"], group[0]["wgrad_accumulator"]) for group in groups] == [
-        ("tiny", "returned"),
-        ("32x640", "returned"),
-    ]
-    summary = report.summary(results.rows(written))
-    assert summary in written.with_suffix(".md").read_text() and summary in capsys.readouterr().out
-    assert results.default_path(tmp_path, "NVIDIA H200", "x").name.endswith("-h200-x.json")
 
 
 def test_small_heads_are_over_transformer_engine(tmp_path, monkeypatch):
@@ -213,21 +199,23 @@ def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
     assert printed.out == "" and "store" in printed.err
 
 
-def test_wrong_log_probabilities_and_divergences_print_nothing(tmp_path, monkeypatch, capsys):
-    for module, name, output, rows in (
-        (rl, "token_log_probs", "log_prob", ["log-probability, store"]),
-        (distill, "fused_linear_distillation", "loss", ["jsd, store"]),
-    ):
-        right = getattr(module, name)
+@pytest.mark.parametrize(
+    ("preset", "module", "name", "output", "row"),
+    [
+        ("rl", rl, "token_log_probs", "log_prob", "log-probability, store"),
+        ("distill", distill, "fused_linear_distillation", "loss", "jsd, store"),
+    ],
+)
+def test_a_wrong_row_prints_nothing(tmp_path, monkeypatch, capsys, preset, module, name, output, row):
+    right = getattr(module, name)
 
-        def wrong(*args, right=right, output=output, **kwargs):
-            made = right(*args, **kwargs)
-            return made._replace(**{output: made._asdict()[output] * torch.tensor(1.001)})
+    def wrong(*args, **kwargs):
+        made = right(*args, **kwargs)
+        return made._replace(**{output: made._asdict()[output] * torch.tensor(1.001)})
 
-        monkeypatch.setattr(module, name, wrong)
-        preset = "rl" if module is rl else "distill"
-        assert bench(tmp_path, f"--preset={preset}", *HEAD, "--options", *rows) == (1, {})
-        assert f"{rows[0]} is wrong: " in capsys.readouterr().err
+    monkeypatch.setattr(module, name, wrong)
+    assert bench(tmp_path, f"--preset={preset}", *HEAD, "--options", row) == (1, {})
+    assert f"{row} is wrong: " in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:the upstream gradient")
@@ -272,49 +260,16 @@ def test_unknown_rows_and_ranks_are_named(tmp_path, monkeypatch, capsys):
     assert "--tp 4 asks for 4 ranks, torchrun started 2" in capsys.readouterr().err
 
 
-def test_tp_without_torchrun_becomes_one(monkeypatch, capsys):
-    def execv(program, words):
-        raise InterruptedError(program, words)
-
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("os.execv", execv)
-    words = ["--tp", "4", "--device", "cpu", *TINY, "--lean"]
-    with pytest.raises(InterruptedError) as replaced:
-        benchmark.main(words)
-    program, launched = replaced.value.args
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    assert launched == [program, *torchrun, "-m", "megatron_fused_ce.scripts.bench", *words]
-    monkeypatch.setattr(command_line, "num_gpus", lambda: 2)
-    assert benchmark.main(["--tp", "4", *TINY]) == 2
-    assert "needs 4 GPUs, here are 2" in capsys.readouterr().err
-
-
 def test_presets(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     given = {name: cases.parse_arguments("", ["--preset", name, "--tp", "2"]) for name in cases.PRESETS}
-    assert all(one.cells for one in given.values())
-    assert len(given["small"].cells) == 18 and all(cell.sequence_parallel for cell in given["small"].cells)
+    assert all(one.cells for one in given.values()) and len(given["tp"].cells) == 6
     assert {cell.vocab // 2 for cell in given["small"].cells} == {16032, 32064, 64128}
-    tp = [(cell.hidden_size, cell.num_tokens) for cell in given["tp"].cells if cell.sequence_parallel]
-    assert tp == [(4096, 8192), (4096, 32768), (8192, 32768)] and len(given["tp"].cells) == 6
-    assert given["tp"].blocks == 3 and given["tp-reach"].blocks == 5
-    assert "recompute:16384" in given["tp-reach"].strategies
-    words = [
-        "--preset",
-        "tp",
-        "--tp",
-        "4",
-        "--tokens",
-        "32768",
-        "--shapes",
-        "llama-3-8b",
-        "--sequence-parallel",
-    ]
-    (cell,) = cases.parse_arguments("", words).cells
-    assert str(cell).endswith(" SP")
-    million = cases.parse_arguments("", ["--preset", "million", "--blocks", "3"])
-    assert (million.blocks, million.megatron, million.cells[0].num_tokens) == (3, False, 2**20)
-    assert len(cases.parse_arguments("", ["--preset", "small", "--tokens", "1024"]).cells) == 6
+    assert len(given["small"].cells) == 18 and all(cell.sequence_parallel for cell in given["small"].cells)
+    assert (given["tp"].blocks, given["tp-reach"].blocks, given["million"].megatron) == (3, 5, False)
+    words = ["--preset", "tp", "--tp", "4", "--tokens", "32768", "--shapes", "llama-3-8b", "--blocks", "7"]
+    given = cases.parse_arguments("", [*words, "--sequence-parallel"])
+    assert [str(cell)[-3:] for cell in given.cells] == [" SP"] and given.blocks == 7
 
 
 # --- what is a row ---------------------------------------------------------------------------------
@@ -380,16 +335,6 @@ def test_what_fails_elsewhere_is_a_row(tmp_path, monkeypatch):
     assert "one upstream gradient for all tokens: sum" in path.with_suffix(".md").read_text()
 
 
-def test_our_own_out_of_memory_is_a_row_too(tmp_path, monkeypatch):
-    def too_big(call):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(loss, "linear_cross_entropy", too_big)
-    code, rows = bench(tmp_path, *TINY, "--strategies", "store")
-    assert code == 0 and rows["roof"]["time_ms"] > 0
-    assert rows["store"]["error"] == "out of memory" and rows["store"]["ratio"] is None
-
-
 def test_a_lost_device_keeps_the_cells_before(tmp_path, monkeypatch, capsys):
     real = measure.measure
 
@@ -426,13 +371,6 @@ def test_blocks_hold_everything_in_changing_order():
     assert len(measure.interleave(turns | {"late": turns["te"]}, [], 6, lambda: True)["te"]) == 1
 
 
-def test_a_turn_runs_untimed_steps_first(world):
-    problem, marks = loss.Loss(Cell.by_size(8, 8, 16), world, dtype=torch.float32), []
-    step = case("x", lambda p: marks.append(1) or plain(p)).step
-    forward, backward, both, host = turn(lambda mark: step(problem, mark), world, warm=2, steps=3)
-    assert len(marks) == 5 and min(forward, backward, both, host) > 0
-
-
 @pytest.mark.parametrize("op", [loss.OP, distill.OP])
 @pytest.mark.parametrize("slices", [1, 4])
 def test_bare_products_run_on_the_true_gradients(world, monkeypatch, op, slices):
@@ -456,15 +394,22 @@ def test_bare_products_run_on_the_true_gradients(world, monkeypatch, op, slices)
     assert relative_error(grad_weight, exact.values["grad_weight"]) < 1e-6
 
 
-def test_bare_products_that_do_not_fit_run_in_slices(tmp_path, monkeypatch):
+def test_what_does_not_fit_runs_in_slices_or_is_a_row(tmp_path, monkeypatch):
     def small(problem, bare, slices, *rest):
         if slices < 4:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return bare_turn(problem, bare, slices, *rest)
 
+    def too_big(call):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     monkeypatch.setattr(measure, "bare_turn", small)
     code, rows = bench(tmp_path, *TINY, "--strategies", "store")
     assert code == 0 and rows["roof"]["roof_slices"] == 4 and rows["store"]["ratio"] > 0
+    monkeypatch.setattr(loss, "linear_cross_entropy", too_big)
+    code, rows = bench(tmp_path, *TINY, "--strategies", "store")
+    assert code == 0 and rows["roof"]["time_ms"] > 0
+    assert rows["store"]["error"] == "out of memory" and rows["store"]["ratio"] is None
 
 
 def test_kept_ids_are_different_for_a_token(world):
