@@ -97,7 +97,6 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
         wgrad_accumulator=op.wgrad_accumulator or given.wgrad_accumulator,
         blocks=given.blocks,
         sample_ms=given.sample_ms,
-        deadline=started + given.time_limit,
     )
     facts = {**source, "dtype": given.dtype, "tp": world.size, "ghost": given.ghost}
     rows: list[results.Row] = []

@@ -119,7 +119,7 @@ def megatron(world: World) -> list[Case]:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    group = world.group
+    group, has_apex = world.group, find_spec("fused_weight_gradient_mlp_cuda") is not None
     dynamo_for_many_shapes().automatic_dynamic_shapes = False  # as in training, where shapes are static
 
     # Each makes (logits [T, 1, V], labels [T, 1]) -> loss [T, 1].
@@ -132,18 +132,18 @@ def megatron(world: World) -> list[Case]:
     cases = []
     for name, make in losses.items():
         reason = why_not(make)
-        run = partial(_megatron_loss, world, None if reason else make())
+        run = partial(_megatron_loss, world, has_apex, None if reason else make())
         cases.append(Case(f"megatron-{name}", MEGATRON, run, why_not=reason))
     return cases
 
 
-def _megatron_loss(world: World, loss_of: Any, problem: Problem) -> Outputs:
+def _megatron_loss(world: World, has_apex: bool, loss_of: Any, problem: Problem) -> Outputs:
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
     weight: Any = problem.weight
     # Without grad_added_to_main_grad Megatron returns None for the weight, as ours does here: the dummy
     # that DDP waits for would cost both the same.
-    fused = problem.main_grad is not None and find_spec("fused_weight_gradient_mlp_cuda") is not None
+    fused = has_apex and problem.main_grad is not None
     if fused:
         weight.main_grad = problem.main_grad
     logits = linear_with_grad_accumulation_and_async_allreduce(

@@ -64,7 +64,6 @@ class Settings:
     blocks: int = 5
     sample_ms: float = 100.0
     bases: bool = True  # the bare products too
-    deadline: float = math.inf  # time.monotonic(); no further block starts after it
 
 
 @dataclass
@@ -288,19 +287,16 @@ def interleave(
     turns: Mapping[str, Callable[[], list[float] | None]],
     twice: Sequence[str],
     blocks: int,
-    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[list[float]]]:
     """Every turn once a block, those of ``twice`` again, in an order that is shuffled anew in each block.
 
     Of each turn what it gave in each block, means where it had several. One that gives None has failed, and
-    is not asked again. No block begins after ``stop`` says so, but the first.
+    is not asked again.
     """
     generator = random.Random(0)  # the same on every rank
     names = [*turns, *twice]
     samples: dict[str, list[list[float]]] = {name: [] for name in turns}
-    for block in range(blocks):
-        if block and stop():
-            break
+    for _ in range(blocks):
         found: dict[str, list[list[float]]] = {}
         for name in generator.sample(names, len(names)):
             if (sample := turns[name]()) is None:
@@ -344,11 +340,8 @@ def time_cases(
         for name, one in running.items()
     }
 
-    def late() -> bool:
-        return bool(world.slowest([float(time.monotonic() > settings.deadline)])[0])
-
     bases = [name for name in dict.fromkeys(one.case.base for one in running.values()) if name in running]
-    for name, samples in interleave(turns, bases, settings.blocks, late).items():
+    for name, samples in interleave(turns, bases, settings.blocks).items():
         outcomes[name].samples += samples
 
 

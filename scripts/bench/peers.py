@@ -4,10 +4,10 @@
     python -m scripts.bench.peers --try-out  the same after one small step of each on this device, checked
                                              against fp64
 
-Each is a function that finds its library and gives ``loss(hidden [T, H], weight [V, H], labels [T])``:
-``[T]``, or where it is ``summed`` (gradients are built in the forward, so one upstream gradient serves all
-tokens) the sum ``[]``. Nothing here is needed at import: a peer whose library is absent, or fails to import,
-stays in the table with the reason.
+Each is a function of its library's module, the world, ``hidden [T, H]``, ``weight [V, H]`` and ``labels [T]``
+that gives the loss: ``[T]``, or where it is ``summed`` (gradients are built in the forward, so one upstream
+gradient serves all tokens) the sum ``[]``. Nothing here is needed at import: a peer whose library is absent,
+or fails to import, stays in the table with the reason.
 
 Those with a vocabulary shard on each rank (``over_ranks``) know no sequence parallelism: they are given the
 gathered hidden states, and the gather and the reduction of ``grad_hidden`` count as theirs.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import count
 from typing import Any
@@ -37,7 +37,8 @@ from megatron_fused_ce.scripts.bench.problem import DTYPES, Outputs, Problem, Wo
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.lib.results import version
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: ``(module, world, hidden, weight, labels) -> loss``
+Loss = Callable[[Any, World, Tensor, Tensor, Tensor], Tensor]
 
 #: Tokens of a chunk where a library lets its user choose: the fastest of 1024 to 8192 for most of
 #: them on an H200 (Liger's own table in its issue 1472; QuACK's default).
@@ -50,25 +51,31 @@ class Peer:
     """One implementation of ``loss = CE(hidden @ weight.T, labels)``; 4 products: logits computed twice."""
 
     name: str
-    find: Callable[[World], Loss]
+    loss: Loss
     library: str  # its distribution
+    module: str
     summed: bool = False
     products: int = 3
     limits: Callable[[Problem], str | None] | None = None
+    on_hopper: bool = False  # there alone
     over_ranks: bool = False
 
+    def find(self) -> Any:
+        if self.on_hopper and torch.cuda.get_device_capability() != (9, 0):
+            raise RuntimeError("needs a GPU of compute capability 9.0 (Hopper)")
+        return import_module(self.module)
+
     def case(self, world: World) -> Case:
-        """Its row, with the loss of this world's ranks, or why there is none."""
-        found: list[Loss] = []
+        """Its row, or why there is none for these ranks."""
+        reason: str | None = "needs several ranks" if self.over_ranks else "knows no tensor parallelism"
         if self.library != "torch" and not world.on_gpu:
-            reason: str | None = "needs a CUDA device"
-        elif self.over_ranks != (world.size > 1):
-            reason = "needs several ranks" if self.over_ranks else "knows no tensor parallelism"
-        else:
-            reason = why_not(lambda: found.append(self.find(world)))
+            reason = "needs a CUDA device"
+        elif self.over_ranks == (world.size > 1):
+            reason = why_not(self.find)
 
         def run(problem: Problem) -> Outputs:
-            return {"loss": found[0](problem.hidden, problem.weight, problem.labels).float()}
+            operands = problem.hidden, problem.weight, problem.labels
+            return {"loss": self.loss(import_module(self.module), world, *operands).float()}
 
         return Case(
             self.name,
@@ -85,12 +92,12 @@ class Peer:
 PEERS: dict[str, Peer] = {}
 
 
-def peer(name: str, library: str, *given: Any, **facts: Any) -> Callable[[Callable[..., Loss]], Any]:
-    """Decorator: ``find(*given, world)`` is the peer ``name``, of which ``facts`` are `Peer`'s."""
+def peer(name: str, library: str, module: str, *given: Any, **facts: Any) -> Callable[[Any], Any]:
+    """Decorator: ``loss(*given, ...)`` is the peer ``name``, of which ``facts`` are `Peer`'s."""
 
-    def kept(find: Callable[..., Loss]) -> Callable[..., Loss]:
-        PEERS[name] = Peer(name, partial(find, *given), library, **facts)
-        return find
+    def kept(loss: Any) -> Any:
+        PEERS[name] = Peer(name, partial(loss, *given), library, module, **facts)
+        return loss
 
     return kept
 
@@ -108,7 +115,7 @@ def peers(world: World, names: Collection[str] | None) -> list[Case]:
     return [one.case(world) for one in PEERS.values() if one.name in names]
 
 
-# --- torch; Transformer Engine's loss ---------------------------------------------------------------------
+# --- torch; Transformer Engine's loss --------------------------------------------------------------
 
 
 def dynamo_for_many_shapes() -> Any:
@@ -119,19 +126,20 @@ def dynamo_for_many_shapes() -> Any:
     return config
 
 
-def _linear_then_ce(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+@peer("torch-eager", "torch", "torch")
+def _linear_then_ce(torch_: Any, world: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Linear, then cross entropy of fp32 logits."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="none")
 
 
-@peer("torch-eager", "torch")
-def _torch_eager(world: World) -> Loss:
-    """Linear, then cross entropy of fp32 logits."""
-    return _linear_then_ce
-
-
-@peer("torch-compile", "torch")
-def _torch_compile(world: World) -> Loss:
+@peer("torch-compile", "torch", "torch._dynamo")
+def _torch_compile(dynamo: Any, world: Any, *operands: Tensor) -> Any:
     """The same, compiled for static shapes; past dynamo's limit ``fullgraph`` raises and runs no eager."""
+    return _compiled()(None, None, *operands)
+
+
+@cache
+def _compiled() -> Any:
     dynamo_for_many_shapes()
     return torch.compile(_linear_then_ce, fullgraph=True, dynamic=False)
 
@@ -150,6 +158,8 @@ def te_cross_entropy(overwrite: bool, group: Any = None) -> Callable[[Tensor, Te
 
 # --- Liger, QuACK, Cut Cross Entropy ---------------------------------------------------------------
 
+LIGER, QUACK = "liger_kernel.ops", "quack.linear_cross_entropy"
+
 
 def liger_chunk_budget(T: int, H: int, V: int) -> int:
     """The smallest power of two for Liger's ``chunk_mem_const`` that makes chunks of `CHUNK_TOKENS` or more.
@@ -160,52 +170,43 @@ def liger_chunk_budget(T: int, H: int, V: int) -> int:
     return next(n for n, t in tokens if 1 << (t - 1).bit_length() >= min(T, CHUNK_TOKENS))
 
 
-@peer("liger-cutedsl-ce", "liger-kernel", True, "nvidia-cutedsl", summed=True)
-@peer("liger-large-chunks", "liger-kernel", True, None, summed=True)
-@peer("liger", "liger-kernel", False, None, summed=True)
-def _liger(large: bool, row_kernel: str | None, world: World) -> Loss:
+# From the submodule: `liger_kernel.ops` itself may be swapped by LIGER_KERNEL_IMPL.
+@peer("liger-cutedsl-ce", "liger-kernel", f"{LIGER}.fused_linear_cross_entropy", True, True, summed=True)
+@peer("liger-large-chunks", "liger-kernel", f"{LIGER}.fused_linear_cross_entropy", True, False, summed=True)
+@peer("liger", "liger-kernel", f"{LIGER}.fused_linear_cross_entropy", False, False, summed=True)
+def _liger(
+    large: bool, cute: bool, module: Any, world: Any, hidden: Tensor, weight: Tensor, labels: Tensor
+) -> Any:
     """Liger's Triton chunks: its defaults, `CHUNK_TOKENS` or more, CuTe's row kernel for Triton's.
 
     ``grad_weight`` is summed over the chunks in the weight's dtype (its default).
     """
-    if row_kernel == "nvidia-cutedsl":
-        import_module("cutlass.cute")
-    # From the submodule: `liger_kernel.ops` itself may be swapped by LIGER_KERNEL_IMPL.
-    module: Any = import_module("liger_kernel.ops.fused_linear_cross_entropy")
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        budget = liger_chunk_budget(len(hidden), hidden.shape[1], len(weight)) if large else 1
-        found: Tensor = module.LigerFusedLinearCrossEntropyFunction.apply(
-            *(hidden, weight, labels, None, None, -100, 0.0, 0.0, "sum", None),
-            *(False, None, False, False, False),  # z-loss, fp32 sums, token scaling, metrics
-            *(row_kernel, None, budget),  # `apply` takes no names
-        )[0]
-        return found
-
-    return loss
+    budget = liger_chunk_budget(len(hidden), hidden.shape[1], len(weight)) if large else 1
+    return module.LigerFusedLinearCrossEntropyFunction.apply(
+        *(hidden, weight, labels, None, None, -100, 0.0, 0.0, "sum", None),
+        *(False, None, False, False, False),  # z-loss, fp32 sums, token scaling, metrics
+        *("nvidia-cutedsl" if cute else None, None, budget),  # `apply` takes no names
+    )[0]
 
 
-def _on_hopper(module: str, function: str) -> Any:
-    """A function that needs Hopper, of a module that is imported there alone."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        raise RuntimeError("needs a GPU of compute capability 9.0 (Hopper)")
-    return getattr(import_module(module), function)
+@peer(
+    "liger-cute",
+    "liger-kernel",
+    f"{LIGER}.cutedsl.ops.fused_linear_cross_entropy_sm90",
+    summed=True,
+    on_hopper=True,
+    limits=limits(BF16, T=128, V=256),
+)
+def _liger_cute(module: Any, world: Any, *operands: Tensor) -> Any:
+    """Liger's three CuTe products. Compiles four kernels, some seconds, for every new (T, H, V)."""
+    return module.LigerFusedLinearCrossEntropySM90Function.apply(*operands, -100, "sum")
 
 
-@peer("liger-cute", "liger-kernel", summed=True, limits=limits(BF16, T=128, V=256))
-def _liger_cute(world: World) -> Loss:
-    """Liger's three CuTe products on Hopper. Compiles four kernels, some seconds, for every new (T, H, V)."""
-    module = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
-    function = _on_hopper(module, "LigerFusedLinearCrossEntropySM90Function")
-    return lambda hidden, weight, labels: function.apply(hidden, weight, labels, -100, "sum")
-
-
-@peer("quack", "quack-kernels", summed=True, limits=limits(BF16, FP16, T=8, H=8, V=8))
-def _quack(world: World) -> Loss:
+@peer("quack", "quack-kernels", QUACK, summed=True, limits=limits(BF16, FP16, T=8, H=8, V=8))
+def _quack(module: Any, world: Any, *operands: Tensor) -> Any:
     """QuACK's chunks of `CHUNK_TOKENS`, untuned: tuning takes minutes in the first step."""
-    function: Any = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
     options = {"reduction": "sum", "tuned": False, "use_scaled_exp": False}
-    return lambda hidden, weight, labels: function(hidden, weight, labels, CHUNK_TOKENS, **options)
+    return module.chunked_linear_cross_entropy(*operands, CHUNK_TOKENS, **options)
 
 
 def scaled_exp_chunk(T: int, H: int) -> int:
@@ -221,23 +222,19 @@ def scaled_exp_chunk(T: int, H: int) -> int:
     raise ValueError(f"no chunk without exactly H = {H} rows")
 
 
-@peer("quack-scaled-exp", "quack-kernels", summed=True, limits=limits(BF16, H=8, V=128))
-def _quack_scaled_exp(world: World) -> Loss:
+@peer(
+    "quack-scaled-exp", "quack-kernels", QUACK, summed=True, on_hopper=True, limits=limits(BF16, H=8, V=128)
+)
+def _quack_scaled_exp(module: Any, world: Any, *operands: Tensor) -> Any:
     """QuACK's chunks with exponentials in the GEMM's epilogue."""
-    function = _on_hopper("quack.linear_cross_entropy", "scaled_exp_linear_cross_entropy")
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = function(hidden, weight, labels, scaled_exp_chunk(*hidden.shape), reduction="sum")
-        return found
-
-    return loss
+    chunk = scaled_exp_chunk(*operands[0].shape)
+    return module.scaled_exp_linear_cross_entropy(*operands, chunk, reduction="sum")
 
 
-@peer("cce", "cut-cross-entropy", products=4)
-def _cce(world: World) -> Loss:
+@peer("cce", "cut-cross-entropy", "cut_cross_entropy", products=4)
+def _cce(module: Any, world: Any, *operands: Tensor) -> Any:
     """Apple's Cut Cross Entropy, which filters gradients; it finds ignored tokens on the host."""
-    function: Any = import_module("cut_cross_entropy").linear_cross_entropy
-    return partial(function, reduction="none", impl="cce")
+    return module.linear_cross_entropy(*operands, reduction="none", impl="cce")
 
 
 # --- over ranks ------------------------------------------------------------------------------------
@@ -260,43 +257,35 @@ def _whole_tokens(hidden: Tensor, world: World, partial: bool) -> Tensor:
     return whole
 
 
-@peer("liger-tp-loop", "liger-kernel", products=4, over_ranks=True)
-def _liger_tp(world: World) -> Loss:
+@peer(
+    "liger-tp-loop",
+    "liger-kernel",
+    f"{LIGER}.fused_linear_scaled_cross_entropy",
+    products=4,
+    over_ranks=True,
+)
+def _liger_tp(module: Any, world: World, hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
     """Liger's vocab-parallel op without its NVSHMEM kernels: plain PyTorch on 512 tokens at a time.
 
     It reduces ``grad_hidden`` on every rank.
     """
-    module = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    loop: Any = module._apply_tp_fallback  # the front end takes NVSHMEM's kernels where it can
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        whole = _whole_tokens(hidden, world, False)
-        found: Tensor = loop(whole, weight, labels, 1.0, -100, False, world.group)
-        return found  # temperature, ignored label, no entropy
-
-    return loss
+    whole = _whole_tokens(hidden, world, False)
+    # The front end takes NVSHMEM's kernels where it can. Temperature, ignored label, no entropy.
+    return module._apply_tp_fallback(whole, weight, labels, 1.0, -100, False, world.group)
 
 
-def verl_linear_cross_entropy() -> Any:
-    """verl's ``(hidden, weight, labels, temperature, reduction, group) -> (log-probabilities, entropy)``."""
-    return import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
+VERL = "verl.utils.kernel.linear_cross_entropy"
 
 
-@peer("verl-tp", "verl", products=4, over_ranks=True, limits=limits(BF16, FP16, H=128))
-def _verl_tp(world: World) -> Loss:
+@peer("verl-tp", "verl", VERL, products=4, over_ranks=True, limits=limits(BF16, FP16, H=128))
+def _verl_tp(module: Any, world: World, hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
     """verl's Triton forward, a backward in slices of the vocabulary; its entropy comes along unasked.
 
     Its ``grad_hidden`` is this rank's share: under sequence parallelism the gather before it reduces
     that, and without it nobody in verl does, so `_whole_tokens` does.
     """
-    function = verl_linear_cross_entropy()
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        whole = _whole_tokens(hidden, world, True)
-        log_probs: Tensor = function(whole, weight, labels, 1.0, "none", world.group)[0]
-        return -log_probs
-
-    return loss
+    whole = _whole_tokens(hidden, world, True)
+    return -module.linear_cross_entropy(whole, weight, labels, 1.0, "none", world.group)[0]
 
 
 @command("peers")

@@ -71,15 +71,19 @@ class World:
         if self.ghost is not None:
             module, _, backend = self.ghost.partition(":")
             import_module(module)
-        if self.num_processes == 1:
             options |= {"store": dist.HashStore()}  # type: ignore[attr-defined]
+        elif self.size == 1:  # a free port
+            options |= {"store": dist.TCPStore("127.0.0.1", 0, 1, True)}  # type: ignore[attr-defined]
         dist.init_process_group(backend, timeout=TIMEOUT, **options)
         if self.on_gpu:
             try:
                 from megatron.core import parallel_state
 
                 minutes = TIMEOUT.seconds // 60
-                parallel_state.initialize_model_parallel(self.size, distributed_timeout_minutes=minutes)
+                # gloo's groups would wait for the ranks that a ghost stands for.
+                parallel_state.initialize_model_parallel(
+                    self.size, distributed_timeout_minutes=minutes, create_gloo_process_groups=False
+                )
                 self.has_megatron = True
                 return parallel_state.get_tensor_model_parallel_group()
             except ImportError:

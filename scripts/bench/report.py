@@ -17,7 +17,8 @@ CELL_KEYS = ("shape", "T", "tokens", "H", "V", "dtype", "tp", "sp")
 PROFILE = ("step", "gemm", "compute", "exposed", "idle")
 #: Heading, key and format of each column; those of which no row has a value are left out.
 COLUMNS = (
-    *(("C", "chunk_tokens", ""), ("rank", "rank", ""), ("forward", "forward_ms", ".3f")),
+    *(("chosen", "plan", ""), ("backend", "logits_backend", ""), ("C", "chunk_tokens", "")),
+    *(("rank", "rank", ""), ("forward", "forward_ms", ".3f")),
     *(("backward", "backward_ms", ".3f"), ("both, ms", "time_ms", ".3f"), ("spread", "spread", ".1%")),
     *(("over its base", "ratio", ".3f"), ("base", "base", "")),
     *(("over", "over", ""), ("host, ms", "host_ms", ".2f")),
@@ -56,14 +57,6 @@ def title(row: Row) -> str:
     return f"{row['shape']}: {', '.join([*sizes, *filter(None, [row.get('dtype')])])}"
 
 
-def name_of(row: Row) -> str:
-    """The variant, with the logits backend that served and what ``auto`` chose."""
-    name, plan, served = row["variant"], row.get("plan"), row.get("logits_backend")
-    if served and served not in re.split("[:/, ]+", name):
-        name += f" {served}"
-    return f"{name} ({plan})" if name.startswith("auto") and plan else name
-
-
 def _value(row: Row, key: str, form: str) -> str:
     value = row.get(key)
     if key == "over":
@@ -80,7 +73,7 @@ def table(rows: Sequence[Row]) -> str:
     """One cell's rows as a Markdown table."""
     columns = [[_value(row, key, form) for row in rows] for _, key, form in COLUMNS]
     shown = [at for at, column in enumerate(columns) if any(column)]
-    lines = [[name_of(row), *(columns[at][number] for at in shown)] for number, row in enumerate(rows)]
+    lines = [[row["variant"], *(columns[at][number] for at in shown)] for number, row in enumerate(rows)]
     return tables.markdown(["", *(COLUMNS[at][0] for at in shown)], lines) + "\n"
 
 
@@ -88,10 +81,8 @@ def summary(rows: Sequence[Row]) -> str:
     """One line a cell: milliseconds of every row and their ratio; what has none is named below."""
     names = list(dict.fromkeys(row["variant"] for row in rows))
     lines: list[list[str]] = []
-    missing: Row = {}
     for group in cells(rows):
         of = {row["variant"]: row for row in group}
-        missing |= {name: row.get("error") for name, row in of.items() if row["time_ms"] is None}
         line = [title(group[0])]
         for name in names:
             row = of.get(name, {})
@@ -101,8 +92,7 @@ def summary(rows: Sequence[Row]) -> str:
         lines.append(line)
     keys = list(dict.fromkeys(f"over {other}" for row in rows for other in (row.get("over") or {}).values()))
     note = f"Milliseconds · {' · '.join(['over its base', *keys])}."
-    notes = [f"{name}: not measured: {reason}." for name, reason in missing.items()]
-    return "\n\n".join([tables.markdown(["cell", *names], lines), note, *notes]) + "\n"
+    return f"{tables.markdown(['cell', *names], lines)}\n\n{note}\n"
 
 
 def page(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.loss import config_of, wide
 from megatron_fused_ce.scripts.bench.op import PEER, Bare, Case, Op, why_not
-from megatron_fused_ce.scripts.bench.peers import verl_linear_cross_entropy
+from megatron_fused_ce.scripts.bench.peers import PEERS
 from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
 
 TEMPERATURE = 0.7
@@ -108,7 +109,7 @@ def _masked(count: int, problem: Rl) -> Outputs:
 
 
 def _verl(problem: Rl) -> Outputs:
-    function = verl_linear_cross_entropy()
+    function: Any = import_module(PEERS["verl-tp"].module).linear_cross_entropy
     found = function(problem.hidden, problem.weight, problem.labels, TEMPERATURE, "none", None)
     return dict(zip(("log_prob", "entropy"), found, strict=True))
 
@@ -141,7 +142,7 @@ def rows_of(vocab: int) -> list[tuple[str, Kind, Any, dict[str, Any]]]:
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     """Strategy ``auto`` within ``--memory-mb``."""
-    no_verl = why_not(verl_linear_cross_entropy) if world.on_gpu else "needs a CUDA device"
+    no_verl = why_not(PEERS["verl-tp"].find) if world.on_gpu else "needs a CUDA device"
     first = given.strategies[0]
 
     def case(name: str, run: Any, kind: Kind, grads: Any, **more: Any) -> Case:

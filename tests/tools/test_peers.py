@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ def test_nothing_foreign_is_needed_at_import():
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in FOREIGN)
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); {blocked}"
-        "from megatron_fused_ce.scripts.bench import peers, op; peers._on_hopper = peers.import_module; "
-        "found = {p.name: op.why_not(lambda: p.find(None)) for p in peers.PEERS.values()}; "
+        "import torch; torch.cuda.get_device_capability = lambda: (9, 0); "
+        "from megatron_fused_ce.scripts.bench import peers, op; "
+        "found = {p.name: op.why_not(p.find) for p in peers.PEERS.values()}; "
         "print([name for name, reason in found.items() if reason and 'ModuleNotFoundError' not in reason],"
         "[name for name, reason in found.items() if reason is None])"
     )
@@ -126,10 +128,8 @@ def test_peers_over_ranks_compute_the_definition(rank: Rank):
         problem = Loss(Cell.by_size(48, 16, 64), world, dtype=torch.float32)
         for name, function in (("liger-tp-loop", liger), ("verl-tp", verl), ("verl-tp", forgetful)):
             sys.modules[named[0]].linear_cross_entropy = function  # type: ignore[attr-defined]
-            peer, found = peers.PEERS[name], []
-            found = [peer.find(world)]
-            case = measure.Case(name, "peer", lambda p, f=found: {"loss": f[0](p.hidden, p.weight, p.labels)})
-            outcome = measure.Outcome(case)
+            case = replace(peers.PEERS[name], library="torch", limits=None).case(world)
+            outcome = measure.Outcome(case, case.why_not)
             measure.check([outcome], problem, world)
             assert (outcome.reason is None) == (function is not forgetful), (name, outcome)
             assert function is forgetful or max(outcome.errors.values()) < 1e-6, outcome
