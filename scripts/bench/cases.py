@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, number, require_gpus, seconds, whole
 from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES
@@ -24,12 +24,7 @@ SHAPES = {name: head_sizes(name) for name in MODELS} | {
 }
 DTYPES = ("bfloat16", "float16", "float32")
 #: name -> matrix products of a step
-ROOFS = {"roof": 3, "roof-4": 4, "roof-raw": 3}
-
-#: Longest step that is run once untimed at the beginning of each of its turns. Longer ones are only
-#: run again where the allocator had to call the driver: another step costs as much as the figure.
-LONGEST_WARM_STEP_MS = 300.0
-
+ROOFS = {"roof": 3, "roof-4": 4}
 
 # --- shapes and ranks ------------------------------------------------------------------------
 
@@ -47,7 +42,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_ranks(tp: int | None, device: str, words: Sequence[str]) -> None:
+def start_ranks(tp: int | None, words: Sequence[str]) -> None:
     """Have ``tp`` ranks (None: as many as there are).
 
     Returns at once where there are so many; without torchrun this process becomes
@@ -94,34 +89,20 @@ class Cell:
 # --- strategies ------------------------------------------------------------------------------
 
 
-class Strategy(NamedTuple):
-    """What ``NAME[:C][/PASS][/MERGE]`` asks for; None: the package chooses."""
+def parse_strategy(text: str) -> dict[str, Any]:
+    """What ``NAME[:C][/PASS][/MERGE]`` asks for, as fields of `FusedCEConfig`.
 
-    name: str
-    chunk_tokens: int | None = None
-    logits_backend: str | None = None
-    merge: str | None = None
-
-    def __str__(self) -> str:
-        chunk = f":{self.chunk_tokens}" if self.chunk_tokens else ""
-        return self.name + chunk + self.ways
-
-    @property
-    def ways(self) -> str:
-        return "".join(f"/{way}" for way in (self.logits_backend, self.merge) if way)
-
-
-def parse_strategy(text: str) -> Strategy:
-    """``NAME[:C][/PASS][/MERGE]``. Raises UsageError where it does not fit, saying what there is."""
+    Raises UsageError where it does not fit, saying what there is.
+    """
     rest, *ways = text.split("/")
     name, colon, tokens = rest.partition(":")
     if name not in STRATEGY_CHOICES:
         raise UsageError(f"no strategy {name!r}; there are {', '.join(STRATEGY_CHOICES)}")
     if colon and (not tokens.isdigit() or int(tokens) < 1):
         raise UsageError(f"chunk tokens of {text!r} must be a whole number of 1 or more")
-    asked: dict[str, str] = {}
+    asked: dict[str, Any] = {"strategy": name, "chunk_tokens": int(tokens) if tokens else None}
     for way in ways:
-        if way in LOGITS_BACKEND_CHOICES and not asked:
+        if way in LOGITS_BACKEND_CHOICES and not asked.keys() & {"logits_backend", "merge"}:
             asked["logits_backend"] = way
         elif way in MERGE_CHOICES and "merge" not in asked:
             asked["merge"] = way
@@ -129,14 +110,14 @@ def parse_strategy(text: str) -> Strategy:
             known = f"logits backends are {', '.join(LOGITS_BACKEND_CHOICES)}, merges "
             known += ", ".join(MERGE_CHOICES)
             raise UsageError(f"{text!r} does not fit NAME[:C][/PASS][/MERGE]: {known}")
-    return Strategy(name, int(tokens) if tokens else None, **asked)
+    return asked
 
 
 # --- presets ---------------------------------------------------------------------------------
 
-#: What runs where no strategy is named; one of them cannot, with an upstream gradient of its own a token.
-STRATEGIES = ("store", "grad_in_forward", "recompute")
-NEEDS_WEIGHTS = ("grad_in_forward", "random")
+#: What runs where no strategy is named.
+STRATEGIES = ["store", "grad_in_forward", "recompute"]
+BOTH, TP_HEADS = ("llama-3-8b", "qwen3-1.7b"), [("llama-3-8b", 8192), ("llama-3-8b", 32768)]
 
 
 def in_chunks(*sizes: int) -> list[str]:
@@ -144,90 +125,72 @@ def in_chunks(*sizes: int) -> list[str]:
     return [f"{name}:{size}" for name in STRATEGIES for size in sizes]
 
 
-TP_CELLS = [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3-70b", 32768)]
-#: (T, H, V of a rank) of --preset small.
-SMALL = list(product((1024, 2048, 4096), (1024, 2048), (16032, 32064, 64128)))
-#: name -> cells, and options where the command line names none.
-PRESETS: dict[str, tuple[list[tuple[str, int]], dict[str, Any]]] = {
-    # The cells that issue 3's targets name. Cheap ones first: a time limit cuts the end.
-    "reach": (
-        [
-            ("llama-3-8b", 8192),
-            ("llama-3-8b", 32768),
-            ("qwen3-1.7b", 32768),
-            ("gemma-2-2b", 32768),
-            ("llama-3-70b", 8192),
-            ("llama-3-70b", 32768),
-            ("llama-3-8b", 131072),
-            ("qwen3-1.7b", 131072),
+#: name -> cells, as (shape, T) or (T, H, V of a rank), and options where the command line names none.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Cheap ones first: a time limit cuts the end.
+    "reach": {
+        "cells": [
+            *product(("llama-3-8b",), (8192, 32768)),
+            *product(("qwen3-1.7b", "gemma-2-2b"), (32768,)),
+            *product(("llama-3-70b",), (8192, 32768)),
+            *product(BOTH, (131072,)),
         ],
-        {},
-    ),
-    # Heads of SMALL, where launches and the host count: medians over three runs of all cells.
-    "small": (
-        [],
-        {
-            "strategies": ["auto", "store", "grad_in_forward"],
-            "skip": ["megatron-te-overwrite"],
-            "sequence_parallel": "on",
-            "runs": 3,
-            "blocks": 15,
-            "sample_ms": 15.0,
-            "check_tokens": 1024,
-            "roofs": ("roof",),
-        },
-    ),
+    },
+    # Where launches and the host count.
+    "small": {
+        "cells": list(product((1024, 2048, 4096), (1024, 2048), (16032, 32064, 64128))),
+        "strategies": ["auto", "store", "grad_in_forward"],
+        "skip": ["megatron-te-overwrite"],
+        "sequence_parallel": "on",
+        "blocks": 45,
+        "sample_ms": 15.0,
+    },
     # What pins a device's tokens per chunk.
-    "chunks": (
-        [("llama-3-8b", 32768), ("qwen3-1.7b", 32768)],
-        {"strategies": in_chunks(2048, 4096, 8192, 16384, 32768), "megatron": False},
-    ),
+    "chunks": {
+        "cells": list(product(BOTH, (32768,))),
+        "strategies": in_chunks(2048, 4096, 8192, 16384, 32768),
+        "megatron": False,
+    },
     # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
-    "million": (
-        [("llama-3-8b", 1048576)],
-        {"strategies": ["recompute:2048"], "blocks": 1, "roofs": ("roof", "roof-4"), "megatron": False},
-    ),
+    "million": {
+        "cells": [("llama-3-8b", 1048576)],
+        "strategies": ["recompute:2048"],
+        "blocks": 1,
+        "megatron": False,
+    },
     # What an option of the loss costs, and where a step's time goes.
-    "options": ([], {"strategies": ["store"]}),
-    "profile": ([], {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]}),
+    "options": {"strategies": ["store"]},
+    "profile": {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]},
     # Log-probabilities and entropy beside verl's kernel, and over the ids that sampling kept.
-    "rl": ([("qwen2.5-7b", 32768)], {"strategies": ["store", "recompute"], "check_tokens": 1024}),
-    # Divergences from a teacher over four bare GEMMs, beside ModelOpt's formula, TRL and Liger. Tokens enough
-    # for a second chunk in the check against fp64.
-    "distill": (
-        [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3.2-1b", 8192)],
-        {
-            "strategies": [
-                "store",
-                "grad_in_forward",
-                "grad_in_forward:4096",
-                "recompute",
-                "store/gemm_rows",
-            ],
-            "check_tokens": 4500,
-        },
-    ),
-    # The cells that issue 4's targets name, in little time (about a minute a cell on four H200s) ...
-    "tp": (TP_CELLS, {"sequence_parallel": "both", "lean": True}),
+    "rl": {"cells": [("qwen2.5-7b", 32768)], "strategies": ["store", "recompute"]},
+    # Divergences from a teacher over four bare GEMMs, beside ModelOpt's formula, TRL and Liger.
+    "distill": {
+        "cells": [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3.2-1b", 8192)],
+        "strategies": ["store", "grad_in_forward", "grad_in_forward:4096", "recompute", "store/gemm_rows"],
+    },
+    # Over ranks, in little time (about a minute a cell on four H200s) ...
+    "tp": {"cells": [*TP_HEADS, ("llama-3-70b", 32768)], "sequence_parallel": "both", "lean": True},
     # ... and with the other chunks, and blocks enough to publish.
-    "tp-reach": (
-        TP_CELLS,
-        {"sequence_parallel": "both", "strategies": [*STRATEGIES, *in_chunks(4096, 16384)]},
-    ),
+    "tp-reach": {
+        "cells": [*TP_HEADS, ("llama-3-70b", 32768)],
+        "sequence_parallel": "both",
+        "strategies": [*STRATEGIES, *in_chunks(4096, 16384)],
+    },
 }
-#: Options of --lean. The roof on raw logits has no target over ranks; Megatron's jitted cross entropies
-#: compile for seconds at every new T, so they see one T only.
-LEAN: dict[str, Any] = {"blocks": 3, "sample_ms": 80.0, "check_tokens": 1024, "roofs": ("roof", "roof-4")}
+DEFAULTS: dict[str, Any] = {"cells": [], "blocks": 5, "sample_ms": 100.0, "skip": []}
+DEFAULTS |= {"megatron": True, "sequence_parallel": "off", "strategies": STRATEGIES}
+LEAN: dict[str, Any] = {"blocks": 3, "sample_ms": 80.0}
 #: --sequence-parallel's word -> whether each cell runs with it.
 SEQUENCE_PARALLEL = {"on": (True,), "off": (False,), "both": (True, False)}
 
 
 def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
+    """The options, with those of the preset and the defaults where the command line names none."""
     parser = Parser("python -m scripts.bench", text)
     add = parser.add_argument
+    size, count = whole(), whole(most=10**6)
     add("--preset", choices=PRESETS, help="cells and options of one set of figures")
     add("--shapes", nargs="+", type=shape_name, metavar="NAME", help=", ".join(SHAPES))
-    size = whole()
     add("--shape", nargs=2, type=size, action="append", metavar=("H", "V"), help="a shape by size")
     add("--tokens", nargs="+", type=size, help="T of each cell (default 8192)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, not to measure")
@@ -240,26 +203,17 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     )
     add("--memory-mb", type=size, help="budget of strategy auto")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--upstream", choices=("weights", "random"), default="weights")
     add("--wgrad-accumulator", choices=("main_grad", "returned"), default="main_grad")
     add("--no-megatron", dest="megatron", action="store_const", const=False)
     add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
-    add("--skip", nargs="+", metavar="VARIANT", help="leave these variants out")
-    add("--blocks", type=whole(most=10**6), help="interleaved blocks (default 5)")
-    add("--runs", type=whole(most=1000), help="measure all cells so often, medians over them (1)")
-    add("--sample-ms", type=number(), help="a variant's turn runs at least so long (default 100)")
-    add("--roofs", nargs="*", choices=tuple(ROOFS), help="(default: those that a variant needs)")
-    add("--seed", type=whole(0), default=0, help="of the order within blocks")
-    add("--check-tokens", type=size, help="T of the check against fp64 (default 2048)")
-    add(
-        "--lean",
-        action="store_const",
-        const=True,
-        help="quicker: 3 blocks of 80 ms, no roof-raw, 1024 tokens against fp64, and the others checked "
-        "at the timed size alone",
-    )
+    add("--skip", nargs="+", metavar="ROW", help="leave these rows out")
+    add("--options", nargs="+", metavar="ROW", help="these rows alone, as they are called or up to a comma")
+    add("--blocks", type=count, help="interleaved blocks (default 5)")
+    add("--sample-ms", type=number(), help="a turn runs at least so long (default 100)")
+    add("--lean", action="store_const", const=True, help="quicker: 3 blocks of 80 ms")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="SECONDS", help="start no cell after this")
     add("--tp", type=whole(most=4096), metavar="R", help="ranks: torchrun's, or started here")
+    add("--ghost", metavar="MODULE:BACKEND", help="this process is rank 0 of --tp, over such a communicator")
     add(
         "--sequence-parallel",
         nargs="?",
@@ -267,27 +221,23 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
         choices=SEQUENCE_PARALLEL,
         help="the hidden states in R parts; 'both': each cell with and without",
     )
-    add("--options", nargs="+", metavar="NAME", help="rows of --preset options, rl or distill: these alone")
-    add("--steps", type=whole(most=10**6), default=3, help="of a profile, or of an option's turn (3)")
-    add("--most", type=whole(0), default=12, help="lines of torch's table of each variant of a profile (12)")
+    add("--steps", type=count, default=3, help="of a profile (3)")
     add("--name", help="write DATE-DEVICE-NAME.json and .md to --results-dir")
     add("--results-dir", type=Path, default=RESULTS, help="[%(default)s]")
     add("--out", type=Path, help="or write this JSON file and the .md beside it")
     add("--render", type=Path, metavar="FILE.json", help="render the page of a result again")
     given = parser.parse_args(words)
-    preset, own = PRESETS.get(given.preset, ([], {}))
-    for name, value in own.items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
-    given.megatron = given.megatron is not False
-    standard = {"blocks": 5, "runs": 1, "sample_ms": 100.0, "check_tokens": 2048, "skip": []}
-    for name, value in (standard | (LEAN if given.lean else {})).items():
-        if getattr(given, name) is None:
+    preset = PRESETS.get(given.preset, {})
+    lean = LEAN if given.lean or preset.get("lean") else {}
+    for name, value in (DEFAULTS | lean | preset).items():
+        if getattr(given, name, None) is None:
             setattr(given, name, value)
     try:
-        given.cells = cells_of(given, preset)
-        if given.preset != "profile":  # which has roofs and Megatron's paths among them
-            given.strategies = strategies_of(given)
+        given.cells = cells_of(given, given.cells)
+        given.strategies = list(dict.fromkeys(given.strategies))
+        for name in given.strategies:
+            if given.preset != "profile":  # which has roofs and Megatron's paths among them
+                parse_strategy(name)
     except ValueError as error:
         parser.error(str(error))
     return given
@@ -296,30 +246,24 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
 def require_device(given: argparse.Namespace) -> None:
     """Raises UsageError where --device cuda finds too few GPUs; before torch is imported."""
     if given.device == "cuda":
-        require_gpus(max(given.tp or 1, world_size()), "--device cpu tries it without, slowly")
+        needed = 1 if given.ghost else max(given.tp or 1, world_size())
+        require_gpus(needed, "--device cpu tries it without, slowly")
 
 
-def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[Cell]:
+def cells_of(given: argparse.Namespace, preset: Sequence[tuple[Any, ...]]) -> list[Cell]:
     """``--preset``'s cells (those of ``--shapes`` and ``--tokens`` alone), or their product.
 
-    ``--shape`` names other cells than the preset's. Over several ranks each with sequence parallelism,
-    without, or both.
+    ``--shape`` names other cells than the preset's, and ``--shapes`` where the preset's have no names. Over
+    several ranks each with sequence parallelism, without, or both.
     """
     size = given.tp or world_size()
-    named = given.shapes or []
-    if given.preset == "small" and not named and not given.shape:
-        wanted = given.tokens or [T for T, _, _ in SMALL]
-        cells = [Cell.by_size(T, H, V * size) for T, H, V in SMALL if T in wanted]
-    elif preset and not given.shape:
-        cells = [
-            Cell.of(shape, T)
-            for shape, T in preset
-            if (not named or shape in named) and (not given.tokens or T in given.tokens)
-        ]
+    named, tokens = given.shapes or [], given.tokens or [8192]
+    if preset and not given.shape and not (named and len(preset[0]) == 3):
+        own = [Cell.of(*a) if len(a) == 2 else Cell.by_size(a[0], a[1], a[2] * size) for a in preset]
+        own = [cell for cell in own if not named or cell.shape in named]
+        cells = [cell for cell in own if not given.tokens or cell.num_tokens in given.tokens]
     else:
-        if not named and not given.shape:
-            named = ["llama-3-8b"]
-        tokens = given.tokens or [8192]
+        named = named if named or given.shape else ["llama-3-8b"]
         cells = [Cell.of(shape, T) for shape in named for T in tokens]
         cells += [Cell.by_size(T, H, V) for H, V in given.shape or [] for T in tokens]
     if not cells:
@@ -327,14 +271,5 @@ def cells_of(given: argparse.Namespace, preset: list[tuple[str, int]]) -> list[C
     for cell in cells:
         if cell.num_tokens % size or cell.vocab % size:
             raise ValueError(f"{cell} does not divide over {size} ranks")
-    modes = SEQUENCE_PARALLEL[given.sequence_parallel or "off"] if size > 1 else (False,)
+    modes = SEQUENCE_PARALLEL[given.sequence_parallel] if size > 1 else (False,)
     return [replace(cell, sequence_parallel=mode) for cell in cells for mode in modes]
-
-
-def strategies_of(given: argparse.Namespace) -> list[str]:
-    """``grad_in_forward`` only where the upstream gradient lets it."""
-    names = given.strategies or [name for name in STRATEGIES if (name, given.upstream) != NEEDS_WEIGHTS]
-    chosen = [parse_strategy(name) for name in names]
-    if NEEDS_WEIGHTS in ((one.name, given.upstream) for one in chosen):
-        raise ValueError("grad_in_forward needs --upstream weights")
-    return list(dict.fromkeys(map(str, chosen)))

@@ -1,4 +1,11 @@
-"""One cell of the benchmark (a shape, a number of tokens): checks, peaks, interleaved times, rows."""
+"""The one way to measure: checked against fp64, then timed in turn, block after block, each over its base.
+
+Every case is first run at the timed size and compared with the op's definition in fp64: every output of every
+token, samples of both gradients. Ours may have the error of eager PyTorch in the operands' dtype (`_bound`),
+or nothing is timed at all; others that are wrong are rows without times. Then every case has a turn in each
+block, in an order that is shuffled anew, so that a drifting clock favours none; the bases have two. A ratio
+is the median of the blocks' own ratios.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,44 +24,35 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import promise
-from megatron_fused_ce.scripts.bench.cases import LONGEST_WARM_STEP_MS, ROOFS, Cell
-from megatron_fused_ce.scripts.bench.peers import one_line
-from megatron_fused_ce.scripts.bench.problem import MIB, Clock, FullReference, Problem, World, full_reference
-from megatron_fused_ce.scripts.bench.report import KEYS
-from megatron_fused_ce.scripts.bench.roof import SLACK_BYTES, Roof
-from megatron_fused_ce.scripts.bench.variants import Variant, chosen
+from megatron_fused_ce.scripts.bench.cases import Cell
+from megatron_fused_ce.scripts.bench.op import OURS, Case, Op, one_line
+from megatron_fused_ce.scripts.bench.problem import MIB, Outputs, Problem, World
+from megatron_fused_ce.scripts.bench.roof import bare_turn, turn
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
-from megatron_fused_ce.scripts.lib.reference import (
-    FLOOR,
-    HeadInputs,
-    HeadResult,
-    plain_head,
-    relative_error,
-    truth,
-)
+from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
+from megatron_fused_ce.scripts.lib.results import Row
 
-#: Loss error that is always allowed; else plain PyTorch's own at the dtype, and 1 % for its rounding.
-LOSS_FLOOR = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 1e-6}
-LOSS_SLACK = 1.01
+#: Error of an exact case's outputs that is always allowed; else eager PyTorch's, and 1 % for its rounding.
+EXACT_FLOOR = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 1e-6}
+EXACT_SLACK = 1.01
 #: A foreign implementation above this is not computing the same thing; below, its error is told.
 FOREIGN_ERROR = 0.1
-#: Steps below this have their host time measured on three steps of each turn, after a first one.
+#: Tokens, and rows of the weight, whose gradients are compared.
+SAMPLES = 1024
+#: Steps below this have their host time measured on three steps of each turn, after one with cold caches.
 SHORT_STEP_MS = 30.0
-#: Turns of each roof in a block: every ratio has it below the line.
-ROOF_TURNS = 2
-MOST_TRIES = 3
 MOST_STEPS = 200
-#: Most parts that the roof is cut into where its buffers do not fit.
+#: Most parts that bare products are cut into where their operands do not fit.
 MOST_SLICES = 64
 OUT_OF_MEMORY = "out of memory"
 
 
-class WrongVariant(RuntimeError):
-    """A strategy of this package failed its check: nothing is printed."""
+class WrongResult(RuntimeError):
+    """A case of this package failed its check: nothing is printed."""
 
 
 class DeviceLost(RuntimeError):
-    """A variant left the GPU unusable for this process."""
+    """A case left the GPU unusable for this process."""
 
 
 @dataclass(frozen=True)
@@ -62,33 +60,33 @@ class Settings:
     """How a cell is measured."""
 
     dtype: torch.dtype = torch.bfloat16
-    upstream: str = "weights"
     wgrad_accumulator: str = "main_grad"
-    check_tokens: int = 2048
-    check_foreign: bool = True  # the others against fp64 too, not at the timed size alone
     blocks: int = 5
     sample_ms: float = 100.0
-    seed: int = 0
-    roofs: tuple[str, ...] = tuple(ROOFS)
-    deadline: float = math.inf  # time.monotonic(); no further block starts after it
+    bases: bool = True  # the bare products too
 
 
 @dataclass
 class Outcome:
-    """What is known of one variant at one cell."""
+    """What is known of one case at one cell."""
 
-    variant: Variant
+    case: Case
     reason: str | None = None  # why there are no times
-    error: float | None = None  # gradients, norm-relative
-    loss_error: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)  # norm-relative, of each output and gradient
     peak_mib: float | None = None
     step_ms: float = 0.0  # a first estimate
-    samples: list[list[float]] = field(default_factory=list)  # [forward, backward] of each block
-    host: list[float] = field(default_factory=list)  # ms of each block, where it had warm steps
-    steps: int = 0
-    chunk_tokens: int | None = None  # that it ran with
-    logits_backend: str | None = None  # that served
-    extra: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0  # of a turn
+    slices: int = 1  # of bare products
+    samples: list[list[float]] = field(default_factory=list)  # of each block what `turn` gives
+
+    @property
+    def is_ours(self) -> bool:
+        return self.case.family == OURS
+
+
+def say(world: World, text: str) -> None:
+    if world.rank == 0:
+        print(f"benchmark: {text}", file=sys.stderr, flush=True)
 
 
 def give_back(world: World) -> None:
@@ -101,611 +99,330 @@ def give_back(world: World) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's allocator's, and what cuBLAS, NCCL and foreign launchers say in words."""
     text = str(error)
-    return (
-        isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower() or "ALLOC_FAILED" in text
-    )
+    said = "out of memory" in text.lower() or "ALLOC_FAILED" in text
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
-def attempt(action: Callable[[], Any], world: World) -> tuple[Any, str | None]:
-    """``(result, None)``, or ``(None, reason)`` where it failed on any rank; memory is given back.
+def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
+    """The action's result; None where it failed on any rank, which is the outcome's reason then.
 
-    Raises DeviceLost where no further work on the device is possible.
+    Raises WrongResult where one of ours fails otherwise than for memory, DeviceLost where no further work on
+    the device is possible. Collectives: `World.everyone`'s.
     """
-    result, reason = None, None
+    result = reason = None
     try:
         result = action()
-        if world.on_gpu:
-            torch.cuda.synchronize()
-    except WrongVariant:
-        raise
+        world.synchronise()
     except Exception as error:
         reason = OUT_OF_MEMORY if is_out_of_memory(error) else one_line(error)
         error.__traceback__ = None  # its frames hold tensors
-        if world.on_gpu:
-            try:
-                torch.cuda.synchronize()
-            except Exception:
-                raise DeviceLost(reason) from None
-    reason = world.first_word(reason)
-    if reason is not None:
-        result = None
-        give_back(world)
-    return result, reason
-
-
-def say(world: World, text: str) -> None:
-    if world.rank == 0:
-        print(f"benchmark: {text}", file=sys.stderr, flush=True)
-
-
-def tell_if_long(variant: Variant, started: float, world: World) -> None:
-    seconds = time.monotonic() - started
-    if seconds > 5:
-        say(world, f"  {variant.key}: first step and its check took {seconds:.0f} s")
-
-
-def nothing() -> None:
-    """A mark that is not timed."""
+        try:
+            world.synchronise()
+        except Exception:
+            raise DeviceLost(reason) from None
+    outcome.reason = world.first_word(reason)
+    if outcome.reason is None:
+        return result
+    if outcome.is_ours and outcome.reason != OUT_OF_MEMORY:
+        raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
+    result = None
+    give_back(world)
+    return None
 
 
 # --- checks against the truth ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SmallCheck:
-    """A problem of real H whose truth in fp64 is known, and plain PyTorch's errors on it."""
+class Evaluated:
+    """The definition's results, as far as this rank compares them."""
 
-    problem: Problem
-    exact: dict[bool, HeadResult]  # by Variant.one_upstream; this rank's parts
-    plain_loss_error: float
-    plain_error: float
-    vocab: int  # rows over all ranks: fewer than the cell's where memory is short
-
-    @staticmethod
-    def of(cell: Cell, settings: Settings, world: World, one_upstream: bool) -> SmallCheck:
-        num_tokens = min(cell.num_tokens, settings.check_tokens)
-        num_tokens = max(world.parts, num_tokens // world.parts * world.parts)
-        vocab = rows_for_truth(cell, num_tokens, world)
-        problem = Problem(
-            world,
-            num_tokens=num_tokens,
-            hidden_size=cell.hidden_size,
-            vocab=vocab,
-            dtype=settings.dtype,
-            upstream=settings.upstream,
-            wgrad_accumulator=settings.wgrad_accumulator,
-            keep_whole=True,
-        )
-        assert problem.whole is not None
-        whole = problem.whole
-        exact = truth(whole)
-        plain = plain_head(whole, settings.dtype)
-        errors = [relative_error(a, b) for a, b in zip(plain, exact, strict=True)]
-        del plain
-        results = {False: _part(problem, exact)}
-        del exact
-        if one_upstream:
-            upstream = problem.one_upstream.expand_as(whole.grad_loss)
-            same = HeadInputs(whole.hidden, whole.weight, whole.labels, upstream)
-            results[True] = _part(problem, truth(same))
-        problem.whole = None
-        return SmallCheck(problem, results, errors[0], max(errors[1:]), vocab)
-
-    def errors(self, variant: Variant) -> tuple[float, float]:
-        """Norm-relative errors of the loss and of the gradients (the larger), this rank's."""
-        assert variant.run is not None
-        self.problem.zero_wgrad_accumulator()
-        loss = variant.run(self.problem, nothing)
-        exact = self.exact[variant.one_upstream]
-        exact_loss = exact.loss.sum() if variant.one_upstream else exact.loss
-        result = (
-            relative_error(loss, exact_loss),
-            max(
-                relative_error(self.problem.grad_hidden(), exact.grad_hidden),
-                relative_error(self.problem.grad_weight(), exact.grad_weight),
-            ),
-        )
-        self.problem.reset()
-        return result
-
-    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
-        """What a strategy of this package may have: of the loss, of the gradients."""
-        loss = max(LOSS_FLOOR[dtype], LOSS_SLACK * self.plain_loss_error)
-        return loss, max(FLOOR[dtype], 2 * self.plain_error)
+    values: Outputs  # outputs of all tokens; grad_hidden of `tokens`, grad_weight of `rows`
+    tokens: Tensor  # of this rank's part
+    rows: Tensor  # of this rank's shard
 
 
-def _part(problem: Problem, whole: HeadResult) -> HeadResult:
-    rows = slice(problem.vocab_start, problem.vocab_start + problem.num_rows)
-    return HeadResult(
-        whole.loss[0],
-        whole.grad_hidden[problem.tokens, 0].clone(),
-        whole.grad_weight if problem.world.size == 1 else whole.grad_weight[rows].clone(),
-    )
+@torch.no_grad()
+def evaluated(problem: Problem, case: Case, dtype: torch.dtype, samples: int = SAMPLES) -> Evaluated:
+    """The definition in ``dtype``, by autograd, over blocks of tokens whose gradients add in fp64.
 
-
-def rows_for_truth(cell: Cell, num_tokens: int, world: World) -> int:
-    """The vocabulary, or as much of it as the fp64 truth fits beside (7 copies of the logits)."""
-    free = -world.slowest([-float(world.free_bytes())])[0]
-    unit = 128 * world.size
-    vocab = cell.vocab
-    while vocab > 2 * unit:
-        need = 8 * vocab * (4 * cell.hidden_size + 7 * num_tokens)
-        if need < 0.8 * free:
-            break
-        vocab = vocab // 2 // unit * unit
-    return vocab
-
-
-def check_small(
-    outcomes: list[Outcome], cell: Cell, settings: Settings, world: World, known: dict[Any, Any]
-) -> tuple[float, float, dict[str, Any]]:
-    """Fill in every outcome's errors; WrongVariant where one of ours is above its bound.
-
-    ``known`` keeps results between cells of one shape. Returns plain PyTorch's loss and gradient
-    errors and what to record of the check.
+    ``samples`` tokens spread over this rank's part, as many rows spread over its shard, and those that the
+    first tokens' labels name. Collectives: none; every rank evaluates all of it.
     """
-    tokens = min(cell.num_tokens, settings.check_tokens)
-    home: tuple[Any, ...] = (cell.hidden_size, cell.vocab, tokens, world.parts)
-    home += (settings.dtype, settings.upstream)
-
-    def place(outcome: Outcome) -> Any:
-        # A check in one chunk says nothing of other chunk sizes that are one chunk there as well,
-        # but the same as they do.
-        return (*home, outcome.variant.key)
-
-    def left_out(outcome: Outcome) -> bool:
-        # A loss that was summed has no samples of gradients at the timed size.
-        variant = outcome.variant
-        foreign = variant.family != "ours" and not variant.one_upstream
-        return outcome.reason is not None or (foreign and not settings.check_foreign)
-
-    outcomes = [outcome for outcome in outcomes if not left_out(outcome)]
-    todo = [o for o in outcomes if place(o) not in known]
-    if todo or home not in known:
-        one_upstream = any(o.variant.one_upstream for o in todo)
-        check = SmallCheck.of(cell, settings, world, one_upstream)
-        known[home] = (
-            check.plain_loss_error,
-            check.plain_error,
-            check.bounds(settings.dtype),
-            {
-                "check_tokens": check.problem.num_tokens,
-                "check_vocab": check.vocab,
-                "plain_error": check.plain_error,
-                "plain_loss_error": check.plain_loss_error,
-            },
-        )
-        for outcome in todo:
-            known[place(outcome)] = _errors(outcome.variant, check, world)
-        del check
-        give_back(world)
-    plain_loss, plain, (loss_bound, bound), facts = known[home]
-    for outcome in outcomes:
-        errors, outcome.reason = known[place(outcome)]
-        if errors is None:
-            if outcome.variant.family == "ours" and outcome.reason != OUT_OF_MEMORY:
-                raise WrongVariant(f"{outcome.variant.key} failed: {outcome.reason}")
-            continue
-        outcome.loss_error, outcome.error = errors
-        _judge(outcome, "", loss_bound, bound)
-    return plain_loss, plain, facts
+    device, first = problem.labels.device, problem.rows.start
+    tokens = torch.arange(problem.tokens.start, problem.tokens.stop, device=device)
+    tokens = tokens[:: max(1, len(tokens) // samples)]
+    named = problem.labels[: max(1, samples // 4)] - first
+    named = named[(named >= 0) & (named < problem.num_rows)]
+    spread = torch.arange(0, problem.num_rows, max(1, problem.num_rows // samples), device=device)
+    rows = torch.cat([spread, named]).unique()
+    weight = problem.all_weight.detach().to(dtype).requires_grad_()
+    of_weight = torch.zeros(len(rows), weight.shape[1], dtype=torch.float64, device=device)
+    found: dict[str, list[Tensor]] = {}
+    for part in problem.blocks():
+        hidden = problem.all_hidden[part].detach().to(dtype).requires_grad_()
+        with torch.set_grad_enabled(bool(case.grads)):
+            outputs = problem.definition(case.kind, hidden, weight, part)
+        if case.grads:
+            differentiated = [outputs[name] for name, _ in case.grads]
+            upstreams = [getattr(problem, of) for _, of in case.grads]
+            upstreams = [of[part] if of.dim() else of.expand(len(hidden)) for of in upstreams]
+            pairs = zip(upstreams, differentiated, strict=True)
+            torch.autograd.backward(differentiated, [upstream.to(of.dtype) for upstream, of in pairs])
+            assert hidden.grad is not None and weight.grad is not None
+            inside = tokens[(tokens >= part.start) & (tokens < part.stop)] - part.start
+            outputs["grad_hidden"] = hidden.grad[inside].double()
+            of_weight += weight.grad[first + rows].double()
+            weight.grad = None
+        for name, value in outputs.items():
+            found.setdefault(name, []).append(value.detach())
+        del outputs, hidden
+    values = {name: torch.cat(blocks) for name, blocks in found.items()}
+    if case.grads:
+        values["grad_weight"] = of_weight
+    return Evaluated(values, tokens - problem.tokens.start, rows)
 
 
-def _errors(
-    variant: Variant, check: SmallCheck, world: World
-) -> tuple[tuple[float, float] | None, str | None]:
-    why_not = variant.limits(check.problem) if variant.limits is not None else None
-    if why_not is not None:
-        return None, why_not
-    started = time.monotonic()
-    found, reason = attempt(partial(check.errors, variant), world)
-    tell_if_long(variant, started, world)
-    if reason is not None:
-        return None, reason
-    loss_error, error = world.slowest(list(found))
-    return (loss_error, error), None
+def errors_of(case: Case, problem: Problem, exact: Evaluated) -> dict[str, float]:
+    """This rank's norm-relative errors after one step; infinite for an inf or NaN anywhere in a gradient."""
+    if problem.main_grad is not None:
+        problem.main_grad.zero_()
+    made, unbounded = dict(case.step(problem)), 0.0
+    if case.grads:
+        grads = problem.gradients()
+        # A sum is finite only where every term is: no mask of the value's size.
+        finite = [bool(value.sum(dtype=torch.float32).isfinite()) for value in grads.values()]
+        unbounded = 0.0 if all(finite) else math.inf
+        made["grad_hidden"] = grads["grad_hidden"][exact.tokens]
+        made["grad_weight"] = grads["grad_weight"][exact.rows]
+    problem.reset()
+    errors = {}
+    for name in made.keys() & exact.values.keys():
+        true = exact.values[name] if made[name].dim() else exact.values[name].sum()
+        errors[name] = relative_error(made[name].view_as(true), true) + unbounded
+    return dict(sorted(errors.items()))
 
 
-def _judge(outcome: Outcome, where: str, loss_bound: float, bound: float) -> None:
-    """WrongVariant for ours above a bound; a reason for others that are grossly wrong."""
-    assert outcome.error is not None and outcome.loss_error is not None
-    if outcome.variant.family == "ours":
-        if not (outcome.error <= bound and outcome.loss_error <= loss_bound):
-            raise WrongVariant(
-                f"{outcome.variant.key} is wrong{where}: gradients off by {outcome.error:.2e} "
-                f"(bound {bound:.2e}), loss by {outcome.loss_error:.2e} (bound {loss_bound:.2e})"
-            )
-    elif not max(outcome.error, outcome.loss_error) <= FOREIGN_ERROR:
-        worst = max(outcome.error, outcome.loss_error)
-        outcome.reason = f"wrong result{where}: error {worst:.1e}"
+def _bound(case: Case, dtype: torch.dtype, name: str, eager: float) -> float:
+    """What ours may have beside eager PyTorch's error."""
+    if case.is_exact and not name.startswith("grad_"):
+        return max(EXACT_FLOOR[dtype], EXACT_SLACK * eager)
+    return max(FLOOR[dtype], 2 * eager)
 
 
-def full_errors(variant: Variant, problem: Problem, reference: FullReference) -> tuple[float, float, bool]:
-    """Errors of loss and gradients at the timed size, and whether all of them is finite."""
-    assert variant.run is not None
-    problem.zero_wgrad_accumulator()
-    loss = variant.run(problem, nothing)
-    grad_hidden, grad_weight = problem.grad_hidden(), problem.grad_weight()
-    finite = all(_finite(value) for value in (loss, grad_hidden, grad_weight))
-    if variant.one_upstream:
-        return relative_error(loss, reference.loss.double().sum()), 0.0, finite
-    return (
-        relative_error(loss, reference.loss),
-        max(
-            relative_error(grad_hidden[reference.tokens], reference.grad_hidden),
-            relative_error(grad_weight[reference.rows], reference.grad_weight),
-        ),
-        finite,
-    )
+def check(outcomes: Sequence[Outcome], problem: Problem, world: World) -> dict[str, float]:
+    """Fill in every outcome's errors; it compiles what they need, too. Returns eager PyTorch's.
 
-
-def _finite(value: Tensor) -> bool:
-    # A sum is finite only where every term is: no mask of the value's size.
-    return math.isfinite(float(value.sum(dtype=torch.float32).item()))
-
-
-def check_full(
-    outcomes: list[Outcome], problem: Problem, world: World, plain_loss: float, plain: float
-) -> FullReference:
-    """Every variant at the timed size, blockwise reference in fp32; it compiles what it needs, too.
-
-    Returns the reference.
+    Raises WrongResult where one of ours is above its bound.
     """
-    reference = full_reference(problem)
-    loss_bound = max(2 * plain_loss, 1e-5)
-    bound = max(FLOOR[problem.dtype], 2 * plain)
+    alike: dict[Any, list[Outcome]] = {}
+    eager_errors: dict[str, float] = {}
     for outcome in outcomes:
-        if outcome.reason is not None:
-            continue
-        variant = outcome.variant
-        if variant.limits is not None and (why_not := variant.limits(problem)) is not None:
-            outcome.reason = why_not
-            continue
-        started = time.monotonic()
-        found, outcome.reason = attempt(partial(full_errors, variant, problem, reference), world)
-        problem.reset()
+        case = outcome.case
+        if outcome.reason is None and case.limits is not None:
+            outcome.reason = case.limits(problem)
         if outcome.reason is None:
-            loss_error, error, finite = found
-            unbounded = 0.0 if finite else math.inf
-            loss_error, error, unbounded = world.slowest([loss_error, error, unbounded])
-            small = (outcome.loss_error, outcome.error)
-            outcome.loss_error, outcome.error = loss_error + unbounded, error + unbounded
-            _judge(outcome, f" at T = {problem.num_tokens}", loss_bound, bound)
-            if small[1] is not None:
-                outcome.loss_error, outcome.error = small
-            outcome.extra["full_error"] = None if variant.one_upstream else error
-            outcome.extra["full_loss_error"] = loss_error
-        elif variant.family == "ours" and outcome.reason != OUT_OF_MEMORY:
-            raise WrongVariant(f"{variant.key} failed at full size: {outcome.reason}")
+            alike.setdefault((case.kind, case.grads), []).append(outcome)
+    for same in alike.values():
+        exact = evaluated(problem, same[0].case, torch.float64)
+        eager = evaluated(problem, same[0].case, problem.dtype).values
+        found = [relative_error(eager.pop(name), true) for name, true in exact.values.items()]
+        give_back(world)
+        of_eager = dict(zip(exact.values, world.slowest(found), strict=True))
+        eager_errors |= {name: max(e, eager_errors.get(name, 0.0)) for name, e in of_eager.items()}
+        for outcome in same:
+            _check_one(outcome, problem, exact, of_eager, world)
+        del exact
+    return eager_errors
+
+
+def _check_one(
+    outcome: Outcome, problem: Problem, exact: Evaluated, eager: dict[str, float], world: World
+) -> None:
+    name = outcome.case.name
+    found = attempt(partial(errors_of, outcome.case, problem, exact), outcome, world)
+    problem.reset()
+    if found is None:
+        return
+    outcome.errors = dict(zip(found, world.slowest(list(found.values())), strict=True))
+    if outcome.is_ours:
+        pairs = [(k, e, _bound(outcome.case, problem.dtype, k, eager[k])) for k, e in outcome.errors.items()]
+        if wrong := [f"{k} {e:.2e} (bound {most:.2e})" for k, e, most in pairs if not e <= most]:
+            raise WrongResult(f"{name} is wrong: {', '.join(wrong)}")
         if promise.counts.remade:
-            raise WrongVariant(
-                f"{variant.key}: its upstream gradient is not the token weights that grad_in_forward was "
-                "given; timed would be a recomputation"
+            raise WrongResult(
+                f"{name}: its upstream gradient is not the token weights that grad_in_forward was given; "
+                "timed would be a recomputation"
             )
-        tell_if_long(variant, started, world)
-    return reference
+    elif not max(outcome.errors.values()) <= FOREIGN_ERROR:
+        outcome.reason = f"wrong result: error {max(outcome.errors.values()):.1e}"
 
 
 # --- memory, times ---------------------------------------------------------------------------------
 
 
-def measure_peak(outcome: Outcome, problem: Problem, world: World) -> float:
-    """Peak above inputs, grad_hidden and the wgrad accumulator; returns the allocator's peak as a whole."""
-    variant = outcome.variant
-    assert variant.run is not None
-    clock = Clock(world.on_gpu)
+def peak_mib(case: Case, problem: Problem, world: World) -> float:
+    """A step's peak above inputs, grad_hidden and the wgrad accumulator, cuBLAS's workspace counted."""
     problem.reset()
-    before, whole = peak_bytes(partial(variant.run, problem, clock.mark), world)
-    outcome.step_ms = sum(clock.spans_ms())
-    outcome.peak_mib = (whole - before - problem.output_bytes()) / MIB
-    if world.slowest([outcome.step_ms])[0] < 200:  # that step also asked the driver for memory
-        outcome.step_ms = sum(turn(variant, problem, world, 1, 1)[0])
-    problem.reset()
-    return float(whole)
-
-
-def peak_bytes(step: Callable[[], Any], world: World) -> tuple[int, int]:
-    """Allocated before ``step``, and at most while it ran, cuBLAS's workspace counted.
-
-    On a CPU 0, and the most that lived of what the step allocated.
-    """
-    if not world.on_gpu:
-        with LiveStorages() as live:
-            step()
-        return 0, live.peak_bytes
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return before, torch.cuda.max_memory_allocated()
-
-
-def turn(
-    variant: Variant, problem: Problem, world: World, warm: int, steps: int, host: list[float] | None = None
-) -> list[list[float]]:
-    """``[forward, backward]`` ms of ``steps`` steps, without a wait between them.
-
-    ``warm`` untimed steps come first. With none, a step in which the allocator asked the driver for
-    memory, or gave some back, is run again instead. What the calls of a step on an idle device take to
-    return is added to ``host``, in ms: of the untimed steps, or where there are none of the timed.
-    """
-    assert variant.run is not None
-
-    def steps_ms(count: int) -> list[list[float]]:
-        clocks = [Clock(world.on_gpu) for _ in range(count)]
-        start = time.perf_counter()
-        for clock in clocks:
-            variant.run(problem, clock.mark)  # type: ignore[misc]
-        if host is not None and not warm:
-            host.append(1e3 * (time.perf_counter() - start) / count)
-        return [clock.spans_ms() for clock in clocks]
-
-    for _ in range(warm):
-        if world.on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        variant.run(problem, nothing)
-        if host is not None:
-            host.append(1e3 * (time.perf_counter() - start))
-    if warm:
-        spans = steps_ms(steps)
+    if world.on_gpu:
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        case.step(problem)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
     else:
-        spans = []
-        for _ in range(steps):
-            for _ in range(MOST_TRIES):
-                before = driver_calls(world)
-                step = steps_ms(1)
-                if driver_calls(world) == before:
-                    break
-            spans += step
+        with LiveStorages() as live:
+            case.step(problem)
+        peak = live.peak_bytes
+    if case.grads:
+        peak -= problem.hidden.nbytes + (problem.weight.nbytes if problem.main_grad is None else 0)
     problem.reset()
-    return spans
+    return peak / MIB
 
 
-def ratios_beside(
-    own: Callable[[], float], reference: Callable[[], float], blocks: int
-) -> tuple[list[float], list[float]]:
-    """(own turn over the mean of the reference's turns before and after it, the reference's turns)."""
-    ratios, others = [], [reference()]
+def interleave(
+    turns: Mapping[str, Callable[[], list[float] | None]],
+    twice: Sequence[str],
+    blocks: int,
+) -> dict[str, list[list[float]]]:
+    """Every turn once a block, those of ``twice`` again, in an order that is shuffled anew in each block.
+
+    Of each turn what it gave in each block, means where it had several. One that gives None has failed, and
+    is not asked again.
+    """
+    generator = random.Random(0)  # the same on every rank
+    names = [*turns, *twice]
+    samples: dict[str, list[list[float]]] = {name: [] for name in turns}
     for _ in range(blocks):
-        time = own()
-        others.append(reference())
-        ratios.append(2 * time / (others[-2] + others[-1]))
-    return ([1.0] if own is reference else ratios), others
+        found: dict[str, list[list[float]]] = {}
+        for name in generator.sample(names, len(names)):
+            if (sample := turns[name]()) is None:
+                names = [other for other in names if other != name]
+            else:
+                found.setdefault(name, []).append(sample)
+        for name, several in found.items():
+            samples[name].append([statistics.mean(column) for column in zip(*several, strict=True)])
+    return samples
 
 
-def driver_calls(world: World) -> int:
-    """How often the allocator has called the driver, so far."""
-    if not world.on_gpu:
-        return 0
-    stats = torch.cuda.memory_stats()
-    return int(stats.get("num_device_alloc", 0) + stats.get("num_device_free", 0))
-
-
-def block_order(names: list[str], blocks: int, seed: int) -> list[list[str]]:
-    """The order of each block: every name as often as it is given, shuffled anew, always the same."""
-    generator = random.Random(seed)
-    return [generator.sample(names, len(names)) for _ in range(blocks)]
-
-
-def measure_times(
+def time_cases(
     outcomes: dict[str, Outcome],
-    roofs: dict[str, Outcome],
-    roof: Roof,
     problem: Problem,
+    op: Op,
     settings: Settings,
     world: World,
-) -> int:
-    """Interleaved blocks; returns how many there were."""
-    everything = outcomes | roofs
+) -> None:
+    """Interleaved blocks of those that have no reason not to run; their samples are added."""
 
-    def roof_turn(name: str, warm: int, steps: int) -> tuple[Any, str | None]:
-        while True:
-            spans, reason = attempt(partial(roof.turn, name, warm, steps), world)
-            if reason != OUT_OF_MEMORY or roof.num_slices >= MOST_SLICES:
-                return spans, reason
-            roof.cut()
-
-    for name, outcome in roofs.items():
-        spans, outcome.reason = roof_turn(name, 0, 1)
-        if spans is not None:
-            outcome.step_ms = sum(spans[0])
-    running = [name for name, outcome in everything.items() if outcome.reason is None]
-    roof_turns = ROOF_TURNS if settings.blocks > 1 else 1
-    names = [name for name in running for _ in range(roof_turns if name in roofs else 1)]
-    estimates = world.slowest([everything[name].step_ms for name in running])
-    for name, estimate in zip(running, estimates, strict=True):
-        outcome = everything[name]
-        outcome.step_ms = max(estimate, 1e-3)
-        outcome.steps = max(1, min(MOST_STEPS, math.ceil(settings.sample_ms / outcome.step_ms)))
-
-    done = 0
-    for order in block_order(names, settings.blocks, settings.seed):
-        late = float(time.monotonic() > settings.deadline)
-        if done and world.slowest([late])[0]:
-            say(world, f"  time limit: {done} of {settings.blocks} blocks")
-            break
-        of_block: dict[str, list[list[float]]] = {}
-        for name in order:
-            outcome = everything[name]
-            if outcome.reason is not None:
-                continue
-            # Ranks would not agree on what to run again. A roof that was just built comes from passes
-            # that draw less power than its products.
-            warm = int(
-                outcome.step_ms < LONGEST_WARM_STEP_MS
-                or world.size > 1
-                or (name in roofs and not roof.resident and settings.blocks > 1)
-            )
-            if warm and name not in roofs and outcome.step_ms < SHORT_STEP_MS:
-                warm = 4  # the first one, after another variant, finds cold caches
-
-            host: list[float] = []
-            if name in roofs:
-                spans, reason = roof_turn(name, warm, outcome.steps)
-            else:
-                take_turn = partial(turn, outcome.variant, problem, world, warm, outcome.steps, host)
-                spans, reason = attempt(take_turn, world)
-                if reason == OUT_OF_MEMORY and roof.resident:
-                    roof.release(for_good=True)
-                    host.clear()
-                    spans, reason = attempt(take_turn, world)
-                if reason is None:
-                    outcome.host.append(world.slowest([statistics.median(host[-3:])])[0])
+    def take(name: str, warm: int, steps: int) -> list[float] | None:
+        outcome, bare, sample = outcomes[name], op.bases.get(name), None
+        while outcome.reason is None:
+            action = partial(turn, partial(outcome.case.step, problem), world)
+            if bare is not None:
+                action = partial(bare_turn, problem, bare, outcome.slices)
+            sample = attempt(partial(action, warm, steps), outcome, world)
             problem.reset()
-            if reason is not None:
-                outcome.reason = reason
-                if outcome.variant.family == "ours" and reason != OUT_OF_MEMORY:
-                    raise WrongVariant(f"{name} failed while it was timed: {reason}")
-                continue
-            of_block.setdefault(name, []).extend(spans)
-        for name, spans in of_block.items():
-            flat = world.slowest([statistics.median(column) for column in zip(*spans, strict=True)])
-            total = world.slowest([statistics.median([sum(step) for step in spans])])[0]
-            everything[name].samples.append([*flat, total])
-        done += 1
-    return done
+            if bare is None or outcome.reason != OUT_OF_MEMORY or outcome.slices >= MOST_SLICES:
+                break
+            outcome.slices, outcome.reason = 2 * outcome.slices, None
+        return None if sample is None else world.slowest(sample)
+
+    for name, outcome in outcomes.items():
+        if not outcome.steps and (first := take(name, 1, 1)) is not None:
+            outcome.step_ms = max(first[2], 1e-3)
+            outcome.steps = max(1, min(MOST_STEPS, math.ceil(settings.sample_ms / outcome.step_ms)))
+    running = {name: one for name, one in outcomes.items() if one.reason is None}
+    turns = {
+        name: partial(take, name, 4 if one.step_ms < SHORT_STEP_MS else 1, one.steps)
+        for name, one in running.items()
+    }
+
+    bases = [name for name in dict.fromkeys(one.case.base for one in running.values()) if name in running]
+    for name, samples in interleave(turns, bases, settings.blocks).items():
+        outcomes[name].samples += samples
 
 
 # --- a cell ----------------------------------------------------------------------------------------
 
 
-def measure_cell(
-    cell: Cell,
-    variants: list[Variant],
-    settings: Settings,
-    world: World,
-    facts: dict[str, Any],
-    known: dict[Any, Any],
-) -> list[dict[str, Any]]:
-    """The rows of one cell: the roofs first, then the variants in their order.
+def measure(
+    op: Op, cell: Cell, cases: Sequence[Case], settings: Settings, world: World
+) -> dict[str, Outcome]:
+    """The outcomes of one cell: the bare products first, then the cases in their order.
 
-    Raises WrongVariant before anything was timed where a strategy of this package is wrong, DeviceLost
-    where a foreign kernel broke the device.
+    Raises WrongResult before anything was timed where a case of this package is wrong, DeviceLost where one
+    broke the device.
     """
     started = time.monotonic()
     world.sequence_parallel = cell.sequence_parallel
-    outcomes = {v.key: Outcome(v, v.why_not, chunk_tokens=v.chunk_tokens) for v in variants}
-    plain_loss, plain, check_facts = check_small(list(outcomes.values()), cell, settings, world, known)
-    checked = time.monotonic()
-    problem = Problem.of(
-        cell,
-        world,
-        dtype=settings.dtype,
-        upstream=settings.upstream,
-        wgrad_accumulator=settings.wgrad_accumulator,
-    )
-    for outcome in outcomes.values():
-        if outcome.variant.config is not None:
-            choice = chosen(outcome.variant, problem, world)
-            outcome.chunk_tokens, outcome.logits_backend = (choice.chunk_tokens, choice.logits_backend)
-            outcome.extra["plan"] = choice.strategy
-            outcome.extra["predicted_peak_mib"] = choice.predicted_peak_mib
-    check_full(list(outcomes.values()), problem, world, plain_loss, plain)
+    problem = op.problem(cell, world, dtype=settings.dtype, wgrad_accumulator=settings.wgrad_accumulator)
+    wanted = {case.base for case in cases if case.why_not is None} if settings.bases else set()
+    bare = [(name, of_base.products) for name, of_base in op.bases.items() if name in wanted]
+    of_bases = [Case(name, "base", base=name, products=products) for name, products in bare]
+    outcomes = {case.name: Outcome(case, case.why_not) for case in (*of_bases, *cases)}
+    if not world.ghost:
+        eager = check([outcomes[case.name] for case in cases], problem, world)
+        for outcome in outcomes.values():
+            outcome.case.told["eager_errors"] = eager
+    del problem.all_weight
     give_back(world)
-    free = float(world.free_bytes())
-    base = float(torch.cuda.memory_allocated()) if world.on_gpu else 0.0
-    largest = base
     for outcome in outcomes.values():
-        if outcome.reason is None:
-            peak, outcome.reason = attempt(partial(measure_peak, outcome, problem, world), world)
-            largest = max(largest, peak or 0.0)
-            if outcome.reason is None and outcome.peak_mib is not None:
-                outcome.peak_mib = world.slowest([outcome.peak_mib])[0]
-        problem.reset()
-    free = min(free, float(world.free_bytes()))
-    roof = Roof(problem, world)
-    roof.plan(free, free - (largest - base) - SLACK_BYTES)
-    roofs = {name: Outcome(Variant(name, "roof", products=ROOFS[name])) for name in settings.roofs}
+        if outcome.reason is None and outcome.case.run is not None:
+            peak = attempt(partial(peak_mib, outcome.case, problem, world), outcome, world)
+            outcome.peak_mib = None if peak is None else world.slowest([peak])[0]
     ready = time.monotonic()
-    blocks = measure_times(outcomes, roofs, roof, problem, settings, world)
-    say(
-        world,
-        f"{cell}: checks {checked - started:.0f} s, full size {ready - checked:.0f} s, "
-        f"{blocks} blocks {time.monotonic() - ready:.0f} s",
-    )
-    roof.release()
-    if roof.num_slices > 1:
-        check_facts["roof_slices"] = roof.num_slices
-    facts = facts | {"V": problem.num_rows, "sp": world.sequence_parallel}
-    more = check_facts | {"blocks": blocks}
-    if not settings.check_foreign:
-        more["check_foreign"] = False
-    return rows_of(cell, outcomes, roofs, settings, facts, more)
+    time_cases(outcomes, problem, op, settings, world)
+    seconds = f"checks and peaks {ready - started:.0f} s"
+    say(world, f"{cell}: {seconds}, blocks {time.monotonic() - ready:.0f} s")
+    return outcomes
+
+
+def paired(own: Outcome | None, base: Outcome | None, column: int = 2) -> float | None:
+    """The median of the blocks' ratios of what `turn` gives in ``column``: the step's time."""
+    if own is None or base is None or own.reason or base.reason or not own.samples or not base.samples:
+        return None
+    pairs = zip(own.samples, base.samples, strict=False)
+    return round(statistics.median(a[column] / max(b[column], 1e-9) for a, b in pairs), 4)
 
 
 def rows_of(
-    cell: Cell,
-    outcomes: dict[str, Outcome],
-    roofs: dict[str, Outcome],
-    settings: Settings,
-    facts: dict[str, Any],
-    more: dict[str, Any],
-) -> list[dict[str, Any]]:
-    """One row for each roof and variant: the keys of `report.KEYS`, then the others."""
-
-    def median_ms(outcome: Outcome | None) -> float | None:
-        if outcome is None or not outcome.samples:
-            return None
-        return statistics.median([sample[-1] for sample in outcome.samples])
-
-    roof_ms = {name: median_ms(outcome) for name, outcome in roofs.items()}
+    cell: Cell, outcomes: dict[str, Outcome], settings: Settings, world: World, facts: Row
+) -> list[Row]:
+    """One row of each outcome."""
+    T, H, V = cell.num_tokens, cell.hidden_size, cell.vocab // world.size
     rows = []
-    for outcome in (*roofs.values(), *outcomes.values()):
-        variant = outcome.variant
-        roof_name = "roof-4" if variant.products == 4 else "roof"
-        below = roof_ms.get(roof_name)
-        raw = roof_ms.get("roof-raw") if variant.products == 3 else None
-        row: dict[str, Any] = {
+    for name, outcome in outcomes.items():
+        case, samples, errors = outcome.case, outcome.samples, outcome.errors
+        gradients = [error for key, error in errors.items() if key.startswith("grad_")]
+        others = {key: outcomes.get(other) for key, other in case.over.items()}
+        row: Row = {
             **facts,
-            "shape": cell.shape,
-            "T": cell.num_tokens,
-            "H": cell.hidden_size,
-            "variant": variant.name,
-            "chunk_tokens": outcome.chunk_tokens,
-            "forward_ms": None,
-            "backward_ms": None,
-            "time_ms": None,
-            "roof_ms": rounded(below, 3),
-            "ratio": None,
-            "peak_mib": rounded(outcome.peak_mib, 4),
-            "error": outcome.reason if outcome.reason is not None else outcome.error,
-            "family": variant.family,
-            "roof_products": variant.products,
-            "ratio_raw": None,
-            "spread": None,
-            "tflops": None,
-            "steps": outcome.steps,
-            "logits_backend": outcome.logits_backend,
+            **{"shape": cell.shape, "T": T, "H": H, "V": V, "sp": cell.sequence_parallel},
+            **{"variant": name, "family": case.family, "base": case.base, "roof_products": case.products},
+            "peak_mib": None if outcome.peak_mib is None else round(outcome.peak_mib, 4),
+            "error": outcome.reason or max(gradients or errors.values(), default=None),
+            "loss_error": errors.get("loss"),
+            "errors": errors,
             "wgrad_accumulator": settings.wgrad_accumulator,
-            "upstream": "one scalar" if variant.one_upstream else settings.upstream,
-            "loss_error": outcome.loss_error,
-            "host_ms": rounded(statistics.median(outcome.host), 3) if outcome.host else None,
-            **more,
-            **outcome.extra,
+            "upstream": "one scalar" if ("loss", "one_upstream") in case.grads else "weights",
+            "ratio": paired(outcome, outcomes.get(case.base)),
+            "over": case.over,
+            **{key: paired(outcome, other) for key, other in others.items()},
+            **{f"host_{key}": paired(outcome, other, 3) for key, other in others.items()},
+            **({"roof_slices": outcome.slices} if outcome.slices > 1 else {}),
+            **dict.fromkeys(("forward_ms", "backward_ms", "time_ms", "host_ms", "spread", "tflops")),
+            **case.told,
         }
-        total = median_ms(outcome)
-        if total is not None and outcome.reason is None:
-            forward, backward = (
-                statistics.median([sample[column] for sample in outcome.samples]) for column in (0, 1)
-            )
-            totals = [sample[-1] for sample in outcome.samples]
-            flop = 2.0 * variant.products * cell.num_tokens * cell.hidden_size * facts["V"]
-            row |= {
-                "forward_ms": rounded(forward, 3),
-                "backward_ms": rounded(backward, 3),
-                "time_ms": rounded(total, 3),
-                "ratio": rounded(total / below, 4) if below else None,
-                "ratio_raw": rounded(total / raw, 4) if raw else None,
-                "spread": rounded((max(totals) - min(totals)) / total, 4),
-                "tflops": rounded(flop / total / 1e9, 1),
-            }
-        rows.append({key: row[key] for key in KEYS} | row)
+        if samples and outcome.reason is None:
+            columns = [*zip(*samples, strict=True)]
+            forward, backward, time_ms, host = (statistics.median(column) for column in columns)
+            times = columns[2]
+            row |= {"forward_ms": round(forward, 3), "backward_ms": round(backward, 3)}
+            row |= {"time_ms": round(time_ms, 3), "host_ms": round(host, 3), "blocks": len(samples)}
+            row["spread"] = round((max(times) - min(times)) / time_ms, 4)
+            row["tflops"] = round(2.0 * case.products * T * H * V / time_ms / 1e9, 1)
+        rows.append(row)
     return rows
-
-
-def rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)

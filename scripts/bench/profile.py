@@ -1,7 +1,7 @@
 """Where the time of one step goes: torch's profiler, and what of the collectives no kernel hides.
 
-`python -m scripts.bench --preset profile`. Per variant (NAME[:C][/PASS][/MERGE], roof, megatron-te ...) and
-rank, milliseconds a step: *GEMMs*; *compute*, the time in which some kernel that is no collective runs;
+`python -m scripts.bench --preset profile`. Per row (NAME[:C][/PASS][/MERGE], roof, megatron-te ...) and
+rank, milliseconds a step: *gemm*; *compute*, the time in which some kernel that is no collective runs;
 *exposed*, the time of collectives without compute, in all and of each kind; *idle*, the rest between the
 first kernel and the last. Rank 0's kernels are torch's table. Traces go to build/profile, for Perfetto.
 
@@ -16,24 +16,27 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as profiled
 
-from megatron_fused_ce.scripts.bench.cases import ROOFS, Cell
-from megatron_fused_ce.scripts.bench.measure import nothing
-from megatron_fused_ce.scripts.bench.problem import DTYPES, Problem, World
-from megatron_fused_ce.scripts.bench.roof import Roof
-from megatron_fused_ce.scripts.bench.variants import megatron, ours
-from megatron_fused_ce.scripts.lib import results, tables
+from megatron_fused_ce.scripts.bench import report
+from megatron_fused_ce.scripts.bench.cases import Cell
+from megatron_fused_ce.scripts.bench.loss import OP, Loss, megatron, ours
+from megatron_fused_ce.scripts.bench.op import nothing
+from megatron_fused_ce.scripts.bench.problem import DTYPES, World
+from megatron_fused_ce.scripts.bench.roof import bare_turn
+from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import Row
 
 TRACES = Path("build/profile")
 #: What the trace calls the profiled steps.
 STEP = "a step of the head"
+#: Lines of torch's table of each row.
+MOST_LINES = 12
 #: Collectives by what they carry here, in the order of a step.
 COLLECTIVES = ("all-gather", "statistics", "reduce-scatter", "all-reduce", "other collective")
 GEMM, OTHER = "GEMM", "other compute"
@@ -43,8 +46,7 @@ _GEMM = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One run of a kernel, in microseconds."""
 
     name: str
@@ -71,20 +73,13 @@ class Span:
 # --- a step's figures --------------------------------------------------------------------------------
 
 
-def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The times in which at least one of them runs, in order."""
-    found: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if found and span.start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], span.end))
-        else:
-            found.append((span.start, span.end))
-    return found
-
-
 def covered(spans: Iterable[Span]) -> float:
-    """Microseconds in which at least one of them runs."""
-    return sum(end - start for start, end in union(spans))
+    """Milliseconds in which at least one of them runs."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(0.0, span.end - max(span.start, until))
+        until = max(until, span.end)
+    return 1e-3 * total
 
 
 def summarise(steps: Sequence[Sequence[Span]]) -> Row:
@@ -96,155 +91,111 @@ def summarise(steps: Sequence[Sequence[Span]]) -> Row:
     row["collectives"] = {}
     for step in filter(None, steps):
         compute = [span for span in step if span.kind not in COLLECTIVES]
-        whole = max(span.end for span in step) - min(span.start for span in step)
+        whole = 1e-3 * (max(span.end for span in step) - min(span.start for span in step))
         busy, computing = covered(step), covered(compute)
-        times = {
-            "step_ms": whole,
-            "gemm_ms": covered(span for span in compute if span.kind == GEMM),
-            "compute_ms": computing,
-            "exposed_ms": busy - computing,
-            "idle_ms": whole - busy,
-        }
-        for name, microseconds in times.items():
-            row[name] += 1e-3 * microseconds / len(steps)
+        gemm = covered(span for span in compute if span.kind == GEMM)
+        times = {"step": whole, "gemm": gemm, "compute": computing, "exposed": busy - computing}
+        for name, ms in {**times, "idle": whole - busy}.items():
+            row[f"{name}_ms"] += ms / len(steps)
         for kind in COLLECTIVES:
-            own = [span for span in step if span.kind == kind]
-            if own:
+            if own := [span for span in step if span.kind == kind]:
                 known = row["collectives"].setdefault(kind, {"count": 0.0, "ms": 0.0, "exposed_ms": 0.0})
-                known["count"] += len(own) / len(steps)
-                known["ms"] += 1e-3 * covered(own) / len(steps)
-                known["exposed_ms"] += 1e-3 * (covered([*compute, *own]) - computing) / len(steps)
+                exposed = covered([*compute, *own]) - computing
+                for name, value in {"count": len(own), "ms": covered(own), "exposed_ms": exposed}.items():
+                    known[name] += value / len(steps)
     return row
 
 
 # --- recording ---------------------------------------------------------------------------------------
 
 
-def recorded(action: Callable[[], Any], steps: int, world: World, path: Path, most: int) -> tuple[Any, str]:
+def recorded(action: Callable[[], Any], steps: int, world: World, path: Path) -> tuple[list[list[Span]], str]:
     """The kernels (on a CPU: operators) of each of ``steps`` runs after two that warm up, and torch's table.
 
-    Collectives (R > 1), beside ``action``'s: one MAX all-reduce before each step.
+    Collectives (R > 1), beside ``action``'s: `World.slowest`'s before each step.
     """
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    def synchronise() -> None:
-        if world.on_gpu:
-            torch.cuda.synchronize()
-
     for _ in range(2):
         action()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * world.on_gpu
-    with profile(activities=activities) as trace:
+    with profiled(activities=activities) as trace:
         for _ in range(steps):
             world.slowest([0.0])  # nobody begins long before the others
-            synchronise()
+            world.synchronise()
             with record_function(STEP):
                 action()
-                synchronise()
+                world.synchronise()
     path.parent.mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(path))
     order = f"self_{'device' if world.on_gpu else 'cpu'}_time_total"
-    table = (
-        trace.key_averages().table(sort_by=order, row_limit=most, max_name_column_width=80) if most else ""
-    )
+    table = trace.key_averages().table(sort_by=order, row_limit=MOST_LINES, max_name_column_width=80)
     return steps_of_trace(json.loads(path.read_text())["traceEvents"], world.on_gpu), table
 
 
 def steps_of_trace(events: Iterable[Row], on_gpu: bool) -> list[list[Span]]:
-    """The spans that begin within each step, of a trace in Chrome's format (microseconds)."""
+    """The spans that begin within each step, of a trace in Chrome's format (microseconds).
+
+    On a GPU its kernels and copies, on a CPU torch's operators and gloo's collectives (``c10d::`` is the
+    call, gloo's threads do the work); an operator within another covers no more time.
+    """
     events = [event for event in events if event.get("ph") == "X"]
     wanted = ("kernel", "gpu_memcpy", "gpu_memset")
-    found = [e for e in events if e.get("cat") in wanted] if on_gpu else _operators(events)
-    spans = []
-    for event in found:
-        start, dtype = float(event["ts"]), event.get("args", {}).get("dtype", "")
-        spans.append(Span(event["name"], start, start + float(event["dur"]), str(dtype)))
-    marks = (e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
-    times = sorted((float(mark["ts"]), float(mark["ts"]) + float(mark["dur"])) for mark in marks)
-    return [[span for span in spans if first <= span.start < last] for first, last in times]
-
-
-def _operators(events: Sequence[Row]) -> list[Row]:
-    """torch's operators and gloo's collectives; what runs within another would count twice."""
-    found, ends = [], dict[int, float]()
-    named = (e for e in events if e["name"].startswith(("aten::", "gloo:", "c10d::")))
-    for event in sorted(named, key=lambda event: (event["ts"], -event["dur"])):
-        if event["ts"] >= ends.get(event["tid"], float("-inf")):
-            ends[event["tid"]] = event["ts"] + event["dur"]
-            if not event["name"].startswith("c10d::"):  # the call; gloo's threads do the work
-                found.append(event)
-    return found
+    spans, steps = [], []
+    for event in events:
+        start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        name, category = event["name"], event.get("cat")
+        if name == STEP and category == "user_annotation":
+            steps.append((start, end))
+        elif category in wanted if on_gpu else name.startswith(("aten::", "gloo:")):
+            spans.append(Span(name, start, end, str(event.get("args", {}).get("dtype", ""))))
+    return [[span for span in spans if first <= span.start < last] for first, last in sorted(steps)]
 
 
 # --- the run -----------------------------------------------------------------------------------------
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """Milliseconds a step; of a collective in all and exposed."""
-    kinds = [kind for kind in COLLECTIVES if any(kind in row["collectives"] for row in rows)]
-    head = ["shape", "T", "variant", "rank", "step", "GEMMs", "compute", "exposed", "idle"]
-    lines = []
-    for row in rows:
-        line = [row["shape"], str(row["T"]), row["variant"], str(row["rank"])]
-        line += [f"{row[f'{name}_ms']:.3f}" for name in ("step", "gemm", "compute", "exposed", "idle")]
-        for kind in kinds:
-            own = row["collectives"].get(kind)
-            line.append(f"{own['ms']:.3f}, {own['exposed_ms']:.3f}" if own else "")
-        lines.append(line)
-    return tables.markdown([*head, *(f"{kind}, exposed" for kind in kinds)], lines, left=3)
-
-
 def measure(given: argparse.Namespace, world: World, cell: Cell) -> tuple[list[Row], str]:
-    """A row of every variant and rank, and torch's tables of rank 0. Collectives: an all-gather of rows."""
-    problem = Problem.of(cell, world, dtype=DTYPES[given.dtype])
-    found = {variant.key: variant for variant in megatron(world)}
+    """A row of every case and rank, and torch's tables of rank 0. Collectives: an all-gather of rows."""
+    world.sequence_parallel = cell.sequence_parallel
+    problem = Loss(cell, world, dtype=DTYPES[given.dtype])
+    del problem.all_weight
+    found = {case.name: case for case in megatron(world)}
     facts = {"tp": world.size, "sp": cell.sequence_parallel, "shape": cell.shape, "T": cell.num_tokens}
     rows: list[Row] = []
     text = ""
-    for name in given.strategies:
+
+    def record(name: str, step: Callable[[], Any]) -> None:
+        nonlocal text
         words = (cell.shape, cell.num_tokens, "sp" * cell.sequence_parallel, name, f"rank{world.rank}")
         path = TRACES / (re.sub(r"[^\w.-]+", "-", "-".join(map(str, filter(None, words)))) + ".json")
-        if name in ROOFS:
-            roof = Roof(problem, world)
-            roof.resident = True
-            roof.turn(name, 1, 0)  # builds the operands outside the trace
-            step: Callable[[], Any] = partial(roof.turn, name, 0, 1)
-            steps, table = recorded(step, given.steps, world, path, given.most)
-            # Under sequence parallelism the roof is given hidden states that are gathered first.
-            steps = [after_collectives(one) for one in steps]
-            roof.release(for_good=True)
-        else:
-            variant = found[name] if name in found else ours(world, name)
-            if variant.run is None:
-                if world.rank == 0:
-                    print(f"bench: {name}: {variant.why_not}", file=sys.stderr)
-                continue
-            step = partial(variant.run, problem, nothing)
-            steps, table = recorded(step, given.steps, world, path, given.most)
+        steps, table = recorded(step, given.steps, world, path)
         own = summarise(steps)
         own = {**facts, "variant": name, "rank": world.rank, "time_ms": round(own["step_ms"], 3), **own}
-        rows += world.everyone(own)
-        text += f"\n{cell}, {name}, rank 0:\n\n```text\n{table}\n```\n" if table else ""
+        rows.extend(world.everyone(own))
+        text += f"\n{cell}, {name}, rank 0:\n\n```text\n{table}\n```\n"
         problem.reset()
+
+    def record_bare(step: Callable[..., Any], *_: object) -> list[float]:
+        record(name, partial(step, nothing))  # what it reads was made outside of the trace
+        return [0.0] * 4
+
+    for name in given.strategies:
+        if name in OP.bases:
+            bare_turn(problem, OP.bases[name], 1, 0, 1, record_bare)
+            continue
+        case = found.get(name) or ours(world, name)
+        if case.why_not is None:
+            record(name, partial(case.step, problem))
+        elif world.rank == 0:
+            print(f"bench: {name}: {case.why_not}", file=sys.stderr)
     return rows, text
-
-
-def after_collectives(step: Sequence[Span]) -> list[Span]:
-    ready = max((span.end for span in step if span.kind in COLLECTIVES), default=float("-inf"))
-    return [span for span in step if span.start >= ready]
 
 
 def run(given: argparse.Namespace, world: World, source: Row) -> int:
     """`--preset profile`: what the command line asks for."""
-    rows: list[Row] = []
-    text = ""
-    for cell in given.cells:
-        world.sequence_parallel = cell.sequence_parallel
-        found, more = measure(given, world, cell)
-        rows, text = rows + found, text + more
+    measured = [measure(given, world, cell) for cell in given.cells]
+    rows = [row for found, _ in measured for row in found]
     if world.rank == 0:
-        facts = ", ".join(f"{key} {source[key]}" for key in ("commit", "device", "torch"))
-        page = f"# Profile of the head\n\n{facts}. Milliseconds a step:\n\n{markdown(rows)}\n{text}"
+        page = report.page([{**source, **row} for row in rows]) + "".join(text for _, text in measured)
         print(page, flush=True)
         if given.path:
             results.write(given.path, rows, source)

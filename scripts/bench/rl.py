@@ -1,13 +1,10 @@
-"""What log-probabilities for RL cost: beside verl's kernel, of K ids a token, where tokens need nothing.
-
-`python -m scripts.bench --preset rl`; checks and times: rows.py.
-"""
+"""What log-probabilities for RL cost: beside verl's kernel, of K ids a token, where tokens need nothing."""
 
 from __future__ import annotations
 
 import argparse
 from functools import partial
-from itertools import product
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -15,47 +12,16 @@ from torch import Tensor
 
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.peers import one_line, verl_linear_cross_entropy
-from megatron_fused_ce.scripts.bench.problem import Problem
-from megatron_fused_ce.scripts.bench.rows import Case, Mark, Outputs, Subject
-from megatron_fused_ce.scripts.bench.variants import config_of
+from megatron_fused_ce.scripts.bench.loss import config_of, wide
+from megatron_fused_ce.scripts.bench.op import PEER, Bare, Case, Op, why_not
+from megatron_fused_ce.scripts.bench.peers import PEERS
+from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
 
 TEMPERATURE = 0.7
 KEPT, LABELS = (16, 512), (64, 1024)
 #: Of the upstream gradients that are not 0.
 SHARES = (0.2, 1.0)
 PRODUCT, VERL, FORWARD = "product", "verl", ", forward only"
-#: Tokens of a block of the bare product: its logits are not kept.
-PRODUCT_TOKENS = 8192
-
-
-class Inputs:
-    """What a problem of RL has beside its operands; random, nothing in it repeats."""
-
-    def __init__(self, problem: Problem, vocab: int) -> None:
-        T, device = problem.num_tokens, problem.labels.device
-        generator = torch.Generator(device=device).manual_seed(5)
-        self.temperatures = 0.5 + torch.rand(1, T, generator=generator, device=device)
-        self.of_log_prob = torch.randn(T, generator=generator, device=device)
-        self.of_entropy = 0.1 * torch.randn(T, generator=generator, device=device)
-        self._order = torch.randperm(vocab, generator=generator, device=device)
-        self._start = torch.randint(vocab, (T, 1), generator=generator, device=device)
-        self._kept: dict[int, Tensor] = {}
-        chance = torch.rand(T, generator=generator, device=device)
-        self.active = chance < 0.5
-        self.of_active = self.of_log_prob * self.active
-        for share in SHARES:
-            setattr(self, f"of_share_{share}", self.of_log_prob * (chance < share))
-        for count in LABELS:
-            weights = torch.randn(T, count, generator=generator, device=device)
-            setattr(self, f"of_{count}_ids", weights)
-
-    def kept(self, count: int) -> Tensor:
-        """``[T, count]`` ids, different ones for a token."""
-        if count not in self._kept:
-            places = self._start + torch.arange(count, device=self._start.device)
-            self._kept[count] = self._order[places % len(self._order)]
-        return self._kept[count]
 
 
 class Kind(NamedTuple):
@@ -70,66 +36,65 @@ class Kind(NamedTuple):
 PLAIN = Kind()
 
 
-def plain(
-    kind: Kind, hidden: Tensor, weight: Tensor, problem: Problem, inputs: Inputs, tokens: Tensor
-) -> Outputs:
-    z = hidden @ weight.t()
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    z = z / (inputs.temperatures[0, tokens, None].to(z.dtype) if kind.per_token else TEMPERATURE)
-    labels = problem.labels[tokens, None]
-    if kind.kept:
-        z, labels = z.gather(1, inputs.kept(kind.kept)[tokens]), torch.zeros_like(labels)
-    if kind.num_ids:
-        labels = inputs.kept(kind.num_ids)[tokens]
-    log_p = z.log_softmax(-1)
-    log_prob = log_p.gather(1, labels)
-    if kind.masked:
-        log_prob = log_prob.where(inputs.active[tokens, None], 0.0)
-    if kind.num_ids:
-        return {"log_prob": log_prob}
-    return {"log_prob": log_prob[:, 0], "entropy": -(log_p.exp() * log_p).sum(-1)}
+class Rl(Problem):
+    """Beside the operands temperatures, ids and upstream gradients; random, nothing in it repeats."""
+
+    def __init__(self, cell: Cell, world: World, **options: Any) -> None:
+        super().__init__(cell, world, **options)
+        T, vocab, device = self.num_tokens, cell.vocab, world.device
+        self.temperatures = 0.5 + self.uniform(1, T)
+        self.of_log_prob, self.of_entropy = self.normal(T), 0.1 * self.normal(T)
+        self._order = torch.randperm(vocab, generator=self._generator, device=device)
+        self._start = self.ids(T, 1)
+        self._kept: dict[int, Tensor] = {}
+        chance = self.uniform(T)
+        self.active = chance < 0.5
+        self.of_active = self.of_log_prob * self.active
+        for share in SHARES:
+            setattr(self, f"of_share_{share}", self.of_log_prob * (chance < share))
+        for count in LABELS:
+            setattr(self, f"of_{count}_ids", self.normal(T, count))
+
+    def kept(self, count: int) -> Tensor:
+        """``[T, count]`` ids, different ones for a token."""
+        if count not in self._kept:
+            places = self._start + torch.arange(count, device=self._start.device)
+            self._kept[count] = self._order[places % len(self._order)]
+        return self._kept[count]
+
+    def definition(self, kind: Kind, hidden: Tensor, weight: Tensor, part: slice) -> Outputs:
+        z = wide(hidden @ weight.t())
+        z = z / (self.temperatures[0, part, None].to(z.dtype) if kind.per_token else TEMPERATURE)
+        labels = self.labels[part, None]
+        if kind.kept:
+            z, labels = z.gather(1, self.kept(kind.kept)[part]), torch.zeros_like(labels)
+        if kind.num_ids:
+            labels = self.kept(kind.num_ids)[part]
+        log_p = z.log_softmax(-1)
+        log_prob = log_p.gather(1, labels)
+        if kind.masked:
+            log_prob = log_prob.where(self.active[part, None], 0.0)
+        if kind.num_ids:
+            return {"log_prob": log_prob}
+        return {"log_prob": log_prob[:, 0], "entropy": -(log_p.exp() * log_p).sum(-1)}
 
 
-def _product(problem: Problem, inputs: Inputs, mark: Mark) -> None:
-    T, V = problem.num_tokens, problem.num_rows
-    size = min(T, PRODUCT_TOKENS)
-    out = problem.hidden.new_empty(size, V)
-    for start in range(0, T, size):
-        part = problem.hidden[start : start + size]
-        torch.mm(part, problem.weight.t(), out=out[: len(part)])
-    mark()
-
-
-def _ours(
-    strategy: str,
-    problem: Problem,
-    inputs: Inputs,
-    *,
-    entropy: str = "none",
-    kind: Kind = PLAIN,
-    **of_config: Any,
-) -> Outputs:
-    labels = problem.labels
-    options: dict[str, Any] = {"temperature": TEMPERATURE, "entropy": entropy}
-    if kind.num_ids:
-        labels = inputs.kept(kind.num_ids)
-    if kind.masked:
-        options["active_mask"] = inputs.active
-    if kind.per_token:
-        options["temperature"] = inputs.temperatures[0]
+def _ours(strategy: str, kind: Kind, options: dict[str, Any], problem: Rl) -> Outputs:
+    of_config = {name: value for name, value in options.items() if name != "entropy"}
     made = token_log_probs(
         problem.hidden,
         problem.weight,
-        labels,
-        **options,
+        problem.kept(kind.num_ids) if kind.num_ids else problem.labels,
+        temperature=problem.temperatures[0] if kind.per_token else TEMPERATURE,
+        entropy=options.get("entropy", "none"),
+        active_mask=problem.active if kind.masked else None,
         config=config_of(strategy, **of_config),
     )
-    found = {"log_prob": made.log_prob}
-    return found if made.entropy is None else found | {"entropy": made.entropy}
+    return {name: value for name, value in made._asdict().items() if value is not None}
 
 
-def _masked(count: int, problem: Problem, inputs: Inputs) -> Outputs:
-    kept = inputs.kept(count)
+def _masked(count: int, problem: Rl) -> Outputs:
+    kept = problem.kept(count)
     made = masked_token_log_probs(
         problem.hidden.unsqueeze(1),
         problem.weight,
@@ -143,67 +108,58 @@ def _masked(count: int, problem: Problem, inputs: Inputs) -> Outputs:
     return {"log_prob": made.log_prob.flatten(), "entropy": made.entropy.flatten()}
 
 
-def _verl(problem: Problem, inputs: Inputs) -> Outputs:
-    function: Any = verl_linear_cross_entropy()
+def _verl(problem: Rl) -> Outputs:
+    function: Any = import_module(PEERS["verl-tp"].module).linear_cross_entropy
     found = function(problem.hidden, problem.weight, problem.labels, TEMPERATURE, "none", None)
     return dict(zip(("log_prob", "entropy"), found, strict=True))
 
 
-def _without_verl() -> str | None:
-    if not torch.cuda.is_available():
-        return "needs a CUDA device"
-    try:
-        verl_linear_cross_entropy()
-    except Exception as error:  # whatever a foreign library raises at import
-        return one_line(error)
-    return None
+#: Upstream gradients by what a row gives.
+NONE, ONE = (), (("log_prob", "of_log_prob"),)
+BOTH = (*ONE, ("entropy", "of_entropy"))
+WITH, WITHOUT = {"entropy": "differentiable"}, {"entropy": "detached"}
 
 
-def cases_of(given: argparse.Namespace, cell: Cell) -> list[Case]:
-    """Strategy ``auto`` within ``--memory-mb``."""
-    why_not = _without_verl()
-    one, both = (("log_prob", "of_log_prob"),), (("log_prob", "of_log_prob"), ("entropy", "of_entropy"))
-    over = {"over_verl": VERL}
+def rows_of(vocab: int) -> list[tuple[str, Kind, Any, dict[str, Any]]]:
+    """``(name, kind, upstream gradients, options)``; {}: of every strategy, {0}: of the first alone."""
 
-    def ours(name: str, strategy: str, grads: Any = one, kind: Kind = PLAIN, **more: Any) -> Case:
-        compared = more.pop("over", over)
-        if strategy == "auto":
-            more["memory_mb"] = given.memory_mb
-        made = partial(_ours, strategy, kind=kind, **more)
-        return Case(name, made, kind, grads, over=compared)
+    def of(upstream: str) -> Any:
+        return (("log_prob", upstream),)
 
-    first = given.strategies[0]
-    forward = {"over_verl": VERL + FORWARD}
-    found = [
-        Case(PRODUCT, is_ours=False, products=_product),
-        Case(VERL, _verl, PLAIN, both, is_ours=False, why_not=why_not, over=over),
-        Case(VERL + FORWARD, _verl, PLAIN, is_ours=False, why_not=why_not, over=forward),
-        ours("entropy" + FORWARD, first, (), entropy="detached", over=forward),
+    masked, zeros = Kind(masked=True), {"skip_zero_upstream": True}
+    some = "upstream of {:.0%} of the tokens, {{0}}"
+    return [
+        (f"entropy{FORWARD}", PLAIN, NONE, WITHOUT),
+        ("log-probability, {}", PLAIN, ONE, {}),
+        ("entropy, {}", PLAIN, ONE, WITHOUT),
+        ("entropy with gradient, {}", PLAIN, BOTH, WITH),
+        ("temperature per token, {0}", Kind(per_token=True), BOTH, WITH),
+        *((f"{K} labels, {{}}", Kind(num_ids=K), of(f"of_{K}_ids"), {}) for K in LABELS if vocab >= K),
+        ("half of the tokens active, {0}", masked, of("of_active"), {}),
+        *((some.format(share), PLAIN, of(f"of_share_{share}"), zeros) for share in SHARES),
     ]
-    for name in given.strategies:
-        found += [
-            ours(f"log-probability, {name}", name),
-            ours(f"entropy, {name}", name, entropy="detached"),
-            ours(f"entropy with gradient, {name}", name, both, entropy="differentiable"),
-        ]
-    per_token = Kind(per_token=True)
-    found.append(ours(f"temperature per token, {first}", first, both, per_token, entropy="differentiable"))
-    whole = {"over_log_prob": f"log-probability, {first}"}
-    for count, name in product((K for K in LABELS if cell.vocab >= K), given.strategies):
-        grads, kind = (("log_prob", f"of_{count}_ids"),), Kind(num_ids=count)
-        case = ours(f"{count} labels, {name}", name, grads, kind, over=over | whole)
-        found.append(case)
-    grads, kind = (("log_prob", "of_active"),), Kind(masked=True)
-    found.append(ours(f"half of the tokens active, {first}", first, grads, kind, over=over | whole))
-    for share in SHARES:
-        grads = (("log_prob", f"of_share_{share}"),)
-        name = f"upstream of {share:.0%} of the tokens, {first}"
-        found.append(ours(name, first, grads, over=over | whole, skip_zero_upstream=True))
-    for count in (K for K in KEPT if cell.vocab >= K):
-        found.append(Case(f"{count} kept ids", partial(_masked, count), Kind(kept=count), both, over=over))
-    return found
 
 
-SUBJECT = Subject(
-    "Log-probabilities for RL", PRODUCT, cases_of, lambda problem, cell: Inputs(problem, cell.vocab), plain
-)
+def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
+    """Strategy ``auto`` within ``--memory-mb``."""
+    no_verl = why_not(PEERS["verl-tp"].find) if world.on_gpu else "needs a CUDA device"
+    first = given.strategies[0]
+
+    def case(name: str, run: Any, kind: Kind, grads: Any, **more: Any) -> Case:
+        over = {"over_verl": VERL + FORWARD * (not grads)}
+        if kind.num_ids or kind.masked or name.startswith("upstream"):
+            over["over_log_prob"] = f"log-probability, {first}"
+        return Case(name, run=run, kind=kind, grads=grads, base=PRODUCT, over=over, **more)
+
+    of_verl: dict[str, Any] = {"family": PEER, "why_not": no_verl}
+    found = [case(VERL + FORWARD * (not g), _verl, PLAIN, g, **of_verl) for g in (BOTH, NONE)]
+    for name, kind, grads, options in rows_of(cell.vocab):
+        for strategy in given.strategies if "{}" in name else [first]:
+            budget = {"memory_mb": given.memory_mb} if strategy == "auto" else {}
+            run = partial(_ours, strategy, kind, options | budget)
+            found.append(case(name.format(strategy), run, kind, grads))
+    kept = [count for count in KEPT if cell.vocab >= count]
+    return found + [case(f"{K} kept ids", partial(_masked, K), Kind(kept=K), BOTH) for K in kept]
+
+
+OP = Op(Rl, cases_of, {PRODUCT: Bare(1, backward=False)}, wgrad_accumulator="returned")

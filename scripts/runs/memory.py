@@ -65,8 +65,8 @@ from megatron_fused_ce.scripts.runs.snapshots import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from megatron_fused_ce.scripts.bench.op import Case
     from megatron_fused_ce.scripts.bench.problem import World
-    from megatron_fused_ce.scripts.bench.variants import Variant
 
 #: Of the picture's height: less than that is no line of it, and not in its legend.
 VISIBLE = 1 / 250
@@ -215,8 +215,8 @@ def of_launches(given: argparse.Namespace, words: Sequence[str]) -> list[Timelin
 
 def of_head(given: argparse.Namespace) -> list[Timeline]:
     """The head alone, one step of each variant, on this process's GPU."""
+    from megatron_fused_ce.scripts.bench.loss import megatron, ours
     from megatron_fused_ce.scripts.bench.problem import World
-    from megatron_fused_ce.scripts.bench.variants import megatron, ours
 
     try:
         given.shape = known_name(given.shape, SHAPES)
@@ -225,12 +225,12 @@ def of_head(given: argparse.Namespace) -> list[Timeline]:
     world = World()
     timelines = []
     try:
-        known = {variant.name: variant for variant in megatron(world)}
+        known = {case.name: case for case in megatron(world)}
         for name in given.variants:
-            variant = known.get(name) or ours(world, name)
-            if variant.run is None:
-                raise UsageError(f"{name}: {variant.why_not}; choose others with --variants")
-            timeline, snapshot = _step_of_head(variant, world, given)
+            case = known.get(name) or ours(world, name)
+            if case.why_not is not None:
+                raise UsageError(f"{name}: {case.why_not}; choose others with --variants")
+            timeline, snapshot = _step_of_head(case, world, given)
             path = given.out / f"{re.sub('[:/]', '-', name)}.pickle"
             write_whole(path, pickle.dumps(snapshot))
             print(f"for torch's viewer: {path}")
@@ -242,22 +242,19 @@ def of_head(given: argparse.Namespace) -> list[Timeline]:
     return timelines
 
 
-def _step_of_head(
-    variant: Variant, world: World, given: argparse.Namespace
-) -> tuple[Timeline, dict[str, Any]]:
-    from megatron_fused_ce.scripts.bench.problem import DTYPES, Problem
+def _step_of_head(case: Case, world: World, given: argparse.Namespace) -> tuple[Timeline, dict[str, Any]]:
+    from megatron_fused_ce.scripts.bench.loss import Loss
 
-    assert variant.run is not None
     cell = Cell.of(given.shape, given.tokens)
     recording = Recording()
-    problem = Problem.of(cell, world, dtype=DTYPES["bfloat16"])
+    problem = Loss(cell, world)
     for _ in range(2):  # kernels compile, workspaces come to stay
-        variant.run(problem, lambda: None)
+        case.step(problem)
     problem.reset()
     phases = iter(("forward", "backward", "end"))
     recording.begin()
-    variant.run(problem, lambda: recording.mark(next(phases)))
-    timeline, snapshot = recording.end(variant.key, given.tokens * cell.vocab)
+    case.step(problem, lambda: recording.mark(next(phases)))
+    timeline, snapshot = recording.end(case.name, given.tokens * cell.vocab)
     timeline.facts["what"] = f"head of {given.shape}, T = {given.tokens}"
     timeline.facts["waits_for_kernels"] = not given.host_time
     return timeline, snapshot

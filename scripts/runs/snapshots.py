@@ -59,9 +59,9 @@ _RULES = tuple(
         # Activations that are recomputed in the backward.
         (LAYERS, r"megatron/core/tensor_parallel/random\.py", ""),
         (LAYERS, r"megatron/core/(transformer|ssm|fusions|extensions)/|transformer_engine/", ""),
-        (INPUTS, r"scripts/bench/problem\.py", "__init__"),
+        (INPUTS, r"scripts/bench/(problem|loss)\.py", "__init__"),
         # The head alone: its layer's forward, which in a model `_postprocess` stands around.
-        (HEAD, r"scripts/bench/variants\.py", ""),
+        (HEAD, r"scripts/bench/loss\.py", ""),
     )
 )
 _BUILDS_MODEL = re.compile(r"get_model|build_model|model_provider|\w+_builder")

@@ -177,25 +177,18 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Resul
     import torch
 
     from megatron_fused_ce import FusedCEConfig
-    from megatron_fused_ce.scripts.bench.measure import (
-        DeviceLost,
-        Settings,
-        WrongVariant,
-        is_out_of_memory,
-        measure_cell,
-    )
+    from megatron_fused_ce.scripts.bench import loss, measure
     from megatron_fused_ce.scripts.bench.problem import DTYPES, World
-    from megatron_fused_ce.scripts.bench.variants import of_config
 
     world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
     cells = cells_of(given.strategies, given.chunks)
     shape = Shape("head", given.tokens, given.hidden, given.vocab, world.sequence_parallel)
-    settings = Settings(
+    settings = measure.Settings(
         dtype=DTYPES[given.dtype],
         wgrad_accumulator=given.wgrad_accumulator,
         blocks=given.blocks,
         sample_ms=given.sample_ms,
-        roofs=(),
+        bases=False,
     )
     device = f"{source['device']}, {torch.get_num_threads()} threads"
     facts = source | {
@@ -207,29 +200,32 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Resul
         "sample_ms": given.sample_ms,
         "device": torch.cuda.get_device_name() if world.on_gpu else device,
     }
-    variants = [
-        of_config(world, cell.name, FusedCEConfig(strategy=cell.strategy, num_chunks=cell.num_chunks))
+    cases = [
+        loss.of_config(world, cell.name, FusedCEConfig(strategy=cell.strategy, num_chunks=cell.num_chunks))
         for cell in cells
     ]
     try:
-        measured = measure_cell(shape, variants, settings, world, facts, {})
-    except (WrongVariant, DeviceLost) as error:
+        outcomes = measure.measure(loss.OP, shape, cases, settings, world)
+    except (measure.WrongResult, measure.DeviceLost) as error:
         raise Failed(str(error)) from None
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if not measure.is_out_of_memory(error):
             raise
         raise UsageError(f"the operands alone do not fit {given.device}'s memory: {LESS}") from None
     finally:
         world.close()
+    measured = measure.rows_of(shape, outcomes, settings, world, facts)
     facts |= {name: measured[0][name] for name in ("T", "H", "V", "sp")}
     records = {}
     for cell, row in zip(cells, measured, strict=True):
         ran = row["time_ms"] is not None
-        num_chunks = math.ceil(given.tokens / row["chunk_tokens"])
-        plan = f"{num_chunks} chunk{'s' * (num_chunks > 1)} of {row['chunk_tokens']} tokens"
+        plan = ""
+        if size := row.get("chunk_tokens"):
+            num_chunks = math.ceil(given.tokens / size)
+            plan = f"{row['plan']}, {num_chunks} chunk{'s' * (num_chunks > 1)} of {size} tokens"
         records[cell] = {
             **{name: row[name] for name in ("time_ms", "spread", "peak_mib")},
-            "plan": f"{row['plan']}, {plan}",
+            "plan": plan,
             "status": OK if ran else str(row["error"]),
             "error": row["error"] if ran else None,
         }

@@ -14,9 +14,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter.arguments import config_from_argv
 from megatron_fused_ce.command_line import UsageError
-from megatron_fused_ce.scripts.bench import measure
-from megatron_fused_ce.scripts.bench import variants as benchmark_variants
-from megatron_fused_ce.scripts.bench.variants import loss_of, of_config
+from megatron_fused_ce.scripts.bench import loss
 from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.runs import sweep as sweep_chunks
 from megatron_fused_ce.scripts.runs import sweep_launches as sweep_megatron
@@ -190,17 +188,16 @@ def test_what_a_sweep_writes(tmp_path, capsys):
 def out_of_memory_for(monkeypatch, *names: str) -> None:
     """Training steps of these cells raise what torch's allocator raises."""
 
-    def broken(world, name, config):
-        variant = of_config(world, name, config)
-        if name not in names:
-            return variant
+    right = loss.of_config
 
-        def run(problem, mark):
+    def broken(world, name, config):
+        def run(problem):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-        return replace(variant, run=run)
+        case = right(world, name, config)
+        return replace(case, run=run) if name in names else case
 
-    monkeypatch.setattr(benchmark_variants, "of_config", broken)
+    monkeypatch.setattr(loss, "of_config", broken)
 
 
 def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
@@ -233,16 +230,14 @@ def test_a_device_that_is_too_small_is_one_line(tmp_path, monkeypatch, capsys):
     def no_room(*sizes, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(measure, "Problem", no_room)
+    monkeypatch.setattr(loss, "OP", replace(loss.OP, problem=no_room))
     assert sweep(tmp_path)[0] == 2
     assert "the operands alone do not fit" in said(capsys)
 
 
 def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
-    def wrong(problem, world, config):
-        return 1.01 * loss_of(problem, world, config)
-
-    monkeypatch.setattr(benchmark_variants, "loss_of", wrong)
+    right = loss.loss_of
+    monkeypatch.setattr(loss, "loss_of", lambda *given: {"loss": 1.01 * right(*given)["loss"]})
     assert sweep(tmp_path) == (1, {})
     assert "auto is wrong" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,133 @@
+"""What an op's file says of itself: its cases, each a row of the result, and the bare products below them."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_fused_ce.command_line import UsageError
+from megatron_fused_ce.scripts.bench.cases import Cell
+from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
+
+OURS, MEGATRON, PEER = "ours", "megatron", "peer"
+
+#: Longest reason that still fits a cell of the result table.
+REASON_CHARS = 160
+#: CuTe's errors come in terminal colours.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+Mark = Callable[[], None]
+
+
+def nothing() -> None:
+    """A mark that is not timed."""
+
+
+def one_line(error: BaseException) -> str:
+    """``error`` as one line of at most `REASON_CHARS`: its type and its text without colours."""
+    text = " ".join(_COLOUR.sub("", str(error)).split())
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= REASON_CHARS else text[: REASON_CHARS - 1] + "…"
+
+
+def why_not(find: Callable[[], object]) -> str | None:
+    """Why what ``find`` finds cannot be had, in one line."""
+    try:
+        find()
+    except Exception as error:
+        return one_line(error)
+    return None
+
+
+def limits(*dtypes: torch.dtype, T: int = 1, H: int = 1, V: int = 1) -> Callable[[Problem], str | None]:
+    """Why a problem is refused that has another dtype, or sizes that these do not divide."""
+
+    def refusal(problem: Problem) -> str | None:
+        if problem.dtype not in dtypes:
+            return f"takes {', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)} only"
+        sizes = {"T": problem.num_tokens, "H": problem.weight.shape[1], "V": problem.num_rows}
+        rules = {"T": T, "H": H, "V": V}
+        if any(sizes[name] % divisor for name, divisor in rules.items()):
+            return "needs " + " and ".join(f"{n} % {by} == 0" for n, by in rules.items() if by > 1)
+        return None
+
+    return refusal
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row. ``why_not`` says in one line why there is nothing to run."""
+
+    name: str
+    family: str = OURS
+    run: Callable[[Any], Outputs] | None = None  # the forward: outputs with their graph
+    kind: Hashable = None  # what the definition has to know
+    #: (output, the problem's attribute that is its upstream gradient); none: forward only
+    grads: tuple[tuple[str, str], ...] = (("loss", "grad_loss"),)
+    base: str = "roof"  # the row that is its ratio's denominator
+    products: int = 3  # matrix products of a step
+    over: dict[str, str] = field(default_factory=dict)  # further ratio -> the row that it is over
+    why_not: str | None = None
+    limits: Callable[[Any], str | None] | None = None  # why it refuses a problem
+    #: its logits are exact: the outputs' error is no more than eager PyTorch's, which rounds them
+    is_exact: bool = False
+    told: dict[str, Any] = field(default_factory=dict)  # what it found out, for its row
+
+    def step(self, problem: Problem, mark: Mark = nothing) -> Outputs:
+        """Forward and backward, with a mark before, between and after; the outputs."""
+        assert self.run is not None
+        problem.reset()
+        mark()
+        with torch.set_grad_enabled(bool(self.grads)):
+            outputs = self.run(problem)
+        mark()
+        if self.grads:
+            upstreams = [getattr(problem, of) for _, of in self.grads]
+            torch.autograd.backward([outputs[name] for name, _ in self.grads], upstreams)
+            problem.finish_backward()
+        mark()
+        return {name: value.detach() for name, value in outputs.items()}
+
+
+@dataclass(frozen=True)
+class Bare:
+    """Matrix products alone: each side's logits, then ``grad_hidden`` and ``grad_weight``."""
+
+    products: int
+    backward: bool = True
+    again: bool = False  # the logits once more, as `recompute` makes them
+
+
+@dataclass(frozen=True)
+class Op:
+    """What a preset measures."""
+
+    problem: type[Problem]
+    cases_of: Callable[[argparse.Namespace, Cell, World], list[Case]]
+    bases: dict[str, Bare] = field(default_factory=dict)
+    over_ranks: bool = False  # knows tensor parallelism
+    wgrad_accumulator: str | None = None  # None: as asked for
+
+    def chosen(self, given: argparse.Namespace, cells: Sequence[Cell], world: World) -> list[list[Case]]:
+        """Each cell's cases but for ``--skip``; of ``--options`` alone, and what they are over.
+
+        A word names the rows that are called so, up to a comma. Raises UsageError where there is none.
+        """
+
+        def named(name: str, words: Sequence[str]) -> bool:
+            return any(f"{name}, ".startswith(f"{word}, ") for word in words)
+
+        everything = [self.cases_of(given, cell, world) for cell in cells]
+        names = dict.fromkeys(case.name for cases in everything for case in cases)
+        wanted = given.options or list(names)
+        if unknown := [word for word in wanted if not any(named(name, [word]) for name in names)]:
+            raise UsageError(f"no row {', '.join(unknown)}; there are {', '.join(names)}")
+        bases = {case.base for cases in everything for case in cases}
+        wanted = [name for name in names if name in bases or named(name, wanted)]
+        wanted = [name for name in wanted if not named(name, given.skip)]
+        return [[case for case in cases if case.name in wanted] for cases in everything]

@@ -1,0 +1,416 @@
+"""`python -m scripts.bench` on a CPU: every preset's rows, what it refuses, what is a row and not a crash."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fused_ce import promise
+from megatron_fused_ce.scripts.bench import __main__ as benchmark
+from megatron_fused_ce.scripts.bench import cases, commits, distill, loss, measure, report, rl
+from megatron_fused_ce.scripts.bench.cases import Cell
+from megatron_fused_ce.scripts.bench.op import PEER, Case
+from megatron_fused_ce.scripts.bench.problem import World
+from megatron_fused_ce.scripts.bench.roof import bare_turn, turn
+from megatron_fused_ce.scripts.lib import results
+from megatron_fused_ce.scripts.lib.reference import relative_error
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BRIEF = ["--device=cpu", "--tokens", "96", "--blocks=2", "--sample-ms=1", "--no-megatron", "--dtype=float32"]
+TINY, HEAD = ["--shapes", "tiny"], ["--shape", "32", "640"]
+FAKE = "torch.testing._internal.distributed.fake_pg:fake"
+
+
+def bench(tmp_path, *words: str) -> tuple[int, dict[str, dict]]:
+    """Exit code and rows by name of one run; no rows where no file was written."""
+    path = tmp_path / "out.json"
+    code = benchmark.main([*BRIEF, *words, f"--out={path}"])
+    return code, {row["variant"]: row for row in results.rows(path)} if path.exists() else {}
+
+
+@pytest.fixture
+def world():
+    group = World(use_gpu=False)
+    yield group
+    group.close()
+
+
+# --- what it writes --------------------------------------------------------------------------------
+
+
+def test_rows_and_their_page(tmp_path, capsys):
+    code, rows = bench(
+        tmp_path, *TINY, "--strategies", "store", "recompute:32", "--peers", "torch-eager", "cce"
+    )
+    assert code == 0 and list(rows) == ["roof", "roof-4", "store", "recompute:32", "torch-eager", "cce"]
+    assert all({*report.KEYS, *results.ROW} <= row.keys() for row in rows.values())
+    assert rows["cce"]["error"] == "needs a CUDA device" and rows["cce"]["time_ms"] is None
+    for name, row in list(rows.items())[:-1]:
+        assert (row["T"], row["H"], row["V"], row["tp"], row["blocks"]) == (96, 64, 512, 1, 2)
+        four = name in ("recompute:32", "roof-4")
+        assert (row["base"], row["roof_products"]) == (("roof-4", 4) if four else ("roof", 3))
+        assert row["ratio"] > 0 and row["host_ms"] > 0 and row["forward_ms"] > 0 and row["backward_ms"] > 0
+        assert name.startswith("roof") or set(row["errors"]) == {"loss", "grad_hidden", "grad_weight"}
+    assert 0 < rows["store"]["error"] < 2e-6 and rows["recompute:32"]["chunk_tokens"] == 32
+    assert rows["roof"]["ratio"] == 1.0 and rows["roof"]["error"] is None
+    text = (tmp_path / "out.md").read_text()
+    assert rows["store"]["commit"] in text and "tiny: T = 96, H = 64, V = 512, float32" in text
+    assert (
+        f"| {rows['store']['time_ms']:.3f} |" in text
+        and text[text.index("| roof") :] in capsys.readouterr().out
+    )
+    (tmp_path / "out.md").unlink()
+    assert benchmark.main(["--render", str(tmp_path / "out.json")]) == 0
+    assert (tmp_path / "out.md").read_text() == text
+
+
+@pytest.mark.parametrize("name", ["reach-llama3-8b", "options-store", "profile"])
+def test_older_results_are_rendered(tmp_path, name):
+    (old,) = (ROOT / "docs/benchmarks/results").glob(f"2026-11-21-h200-{name}.json")
+    path = tmp_path / "old.json"
+    path.write_text(old.read_text())
+    assert benchmark.main(["--render", str(path)]) == 0
+    assert path.with_suffix(".md").read_text().count("\n| ") > len(results.rows(path))
+
+
+def test_small_heads_are_over_transformer_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(loss, "megatron", lambda world: [case(loss.STANDARD, plain)])
+    words = ["--preset=small", "--device=cpu", "--shape", "32", "256", "--tokens", "32", "--dtype=float32"]
+    path = tmp_path / "small.json"
+    assert benchmark.main([*words, "--blocks=3", "--sample-ms=1", f"--out={path}"]) == 0
+    rows = {row["variant"]: row for row in results.rows(path)}
+    assert list(rows) == ["roof", "auto", "store", "grad_in_forward", loss.STANDARD]
+    for name in ("auto", "store", "grad_in_forward"):
+        assert rows[name]["over_te"] > 0 and rows[name]["host_over_te"] > 0
+        assert f"{rows[name]['over_te']:.3f} of megatron-te" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("teacher_hidden", [48, 16])
+def test_divergences(tmp_path, monkeypatch, teacher_hidden):
+    monkeypatch.setitem(distill.TEACHER_HIDDEN, "32x640", teacher_hidden)
+    code, rows = bench(tmp_path, "--preset=distill", *HEAD)
+    assert code == 0 and rows[distill.GEMMS]["ratio"] == 1.0
+    for divergence in distill.DIVERGENCES:
+        for name in ("store", "grad_in_forward", "recompute", "store:4096, fp32 logits"):
+            row = rows[f"{divergence}, {name}"]
+            assert set(row["errors"]) == {"loss", "grad_hidden", "grad_weight"} and row["ratio"] > 0
+            assert max(row["errors"].values()) < 1e-5
+    assert "trl" in rows["jsd, TRL"]["error"] and "liger" in rows["jsd, Liger"]["error"]
+
+
+def test_log_probabilities(tmp_path):
+    code, rows = bench(tmp_path, "--preset=rl", *HEAD)
+    assert code == 0 and [*rows][-2:] == [f"{count} kept ids" for count in rl.KEPT]
+    assert {"entropy, store", "temperature per token, store", "64 labels, recompute"} < set(rows)
+    assert rows["upstream of 20% of the tokens, store"]["over_log_prob"] > 0
+    for name, row in rows.items():
+        if name.startswith(rl.VERL):
+            assert row["error"] == "needs a CUDA device" and row["time_ms"] is None
+        elif name != rl.PRODUCT:
+            assert max(row["errors"].values()) < 2e-6 and row["ratio"] > 0
+            assert ("grad_weight" in row["errors"]) == (rl.FORWARD not in name)
+
+
+def test_options_are_checked_and_over_the_plain_loss(tmp_path):
+    strategies = ["store", "grad_in_forward", "recompute"]
+    code, rows = bench(tmp_path, "--preset=options", *HEAD, "--strategies", *strategies)
+    names = [option.name for option in loss.options_of(640)]
+    assert code == 0 and [name for name in rows if name.endswith(", store")] == [f"{n}, store" for n in names]
+    assert "entropy with gradient, grad_in_forward" not in rows
+    for name, row in rows.items():
+        assert (
+            row["base"] == f"plain, {name.rpartition(', ')[2]}" and row["ratio"] > 0 and row["error"] < 2e-6
+        )
+    assert {"loss", "entropy"} < set(rows["entropy with gradient, store"]["errors"])
+    code, rows = bench(tmp_path, "--preset=options", *HEAD, "--options", "softcap, rows", "z-loss")
+    assert code == 0 and list(rows) == ["plain, store", "z-loss, store", "softcap, rows, store"]
+
+
+def test_two_ranks(forks, tmp_path):
+    """Each cell with sequence parallelism and without; what needs a GPU is a row."""
+    words = ["-m", "scripts.bench", *BRIEF, *TINY, "--strategies", "store:32", "recompute", "--peers"]
+    words += ["--tp", "2", "--sequence-parallel", "both", "--out", str(tmp_path / "out.json")]
+    status, told = forks.launch(words, ROOT, ranks=range(2), WORLD_SIZE="2")
+    assert status == 0, told[-3000:]
+    rows = results.rows(tmp_path / "out.json")
+    names = ["roof", "roof-4", "store:32", "recompute", "liger-tp-loop", "verl-tp"]
+    assert [(r["sp"], r["variant"]) for r in rows] == [(sp, name) for sp in (True, False) for name in names]
+    for row in rows:
+        assert (row["tp"], row["V"]) == (2, 256)
+        if row["family"] == "ours":
+            assert row["error"] < 2e-6 and row["ratio"] > 0
+        elif row["family"] == "peer":
+            assert row["error"] == "needs a CUDA device" and row["time_ms"] is None
+    assert "TP 2 with sequence parallelism, float32" in (tmp_path / "out.md").read_text()
+
+
+def test_a_communicator_that_reaches_nobody(tmp_path):
+    """The op runs as rank 0 of 4, with their collectives; nothing is checked, and the page says so."""
+    words = ["--tp=4", "--ghost", FAKE, "--sequence-parallel", "--strategies", "store:32", "grad_in_forward"]
+    code, rows = bench(tmp_path, *TINY, *words)
+    assert code == 0 and {(row["tp"], row["V"], row["sp"]) for row in rows.values()} == {(4, 128, True)}
+    assert rows["store:32"]["ratio"] > 0 and rows["store:32"]["error"] is None and rows["store:32"]["plan"]
+    assert "reach nobody: nothing was checked" in (tmp_path / "out.md").read_text()
+
+
+def test_another_commit_beside_this_one(tmp_path, capsys):
+    modules = dict(sys.modules)
+    try:
+        words = ["--old", str(ROOT), "--shapes", "16x8x64", "--blocks", "2", "--steps", "1"]
+        assert commits.main([*words, "--json", str(tmp_path / "c.json")]) == 0
+    finally:
+        sys.modules.update(modules)
+    rows = results.rows(tmp_path / "c.json")
+    assert [row["variant"] for row in rows] == ["store", "grad_in_forward"]
+    assert all(row["device"]["old_ms"] > 0 and row["ratio"] > 0 for row in rows)
+    assert capsys.readouterr().out.count("16x8x64") == 4
+    mean, half = commits.difference([1.0, 2.0, 4.0], [1.1, 2.2, 4.4])
+    assert (mean, half) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-9))
+
+
+# --- what it refuses -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["loss", "gradients", "the last token", "raises"])
+def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
+    right = loss.linear_cross_entropy
+
+    def off(call):
+        outputs = right(call)
+        value = outputs.loss
+        if wrong == "loss":
+            value = value + 1e-3
+        elif wrong == "gradients":
+            value = value.detach() + 1.001 * (value - value.detach())
+        elif wrong == "the last token":
+            value = value.index_fill(0, torch.tensor([95]), 0.0)
+        else:
+            raise RuntimeError("a bug")
+        return outputs._replace(outputs=outputs.outputs._replace(loss=value))
+
+    monkeypatch.setattr(loss, "linear_cross_entropy", off)
+    assert bench(tmp_path, *TINY, "--strategies", "store") == (1, {})
+    printed = capsys.readouterr()
+    assert printed.out == "" and "store" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("preset", "module", "name", "output", "row"),
+    [
+        ("rl", rl, "token_log_probs", "log_prob", "log-probability, store"),
+        ("distill", distill, "fused_linear_distillation", "loss", "jsd, store"),
+    ],
+)
+def test_a_wrong_row_prints_nothing(tmp_path, monkeypatch, capsys, preset, module, name, output, row):
+    right = getattr(module, name)
+
+    def wrong(*args, **kwargs):
+        made = right(*args, **kwargs)
+        return made._replace(**{output: made._asdict()[output] * torch.tensor(1.001)})
+
+    monkeypatch.setattr(module, name, wrong)
+    assert bench(tmp_path, f"--preset={preset}", *HEAD, "--options", row) == (1, {})
+    assert f"{row} is wrong: " in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:the upstream gradient")
+def test_an_upstream_gradient_that_was_not_promised_is_no_figure(tmp_path, monkeypatch, capsys):
+    class Broken(loss.Loss):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            self.grad_loss = self.grad_loss.roll(1)
+
+    monkeypatch.setattr(loss, "OP", replace(loss.OP, problem=Broken))
+    monkeypatch.setattr(promise, "counts", promise.Counts())  # no later test sees this one's
+    assert bench(tmp_path, *TINY, "--strategies", "grad_in_forward") == (1, {})
+    assert "timed would be a recomputation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--strategies", name] for name in ("stroe", "store:x", "store/fast", "store:")),
+        *(["--strategies", f"store/{ways}"] for ways in ("scaled_exp/gemm_rows", "packed/scaled_exp", "max")),
+        *(["--tp", "0"], ["--tp", "5", *TINY], ["--blocks", "0"], ["--shapes", "llama"]),
+        ["--preset", "million", "--tokens", "8"],
+    ],
+)
+def test_arguments_that_do_not_fit(words):
+    with pytest.raises(SystemExit) as stop:
+        cases.parse_arguments("", words)
+    assert stop.value.code == 2
+
+
+def test_unknown_rows_and_ranks_are_named(tmp_path, monkeypatch, capsys):
+    assert bench(tmp_path, "--preset=rl", *HEAD, "--options", "nothing") == (2, {})
+    assert "no row nothing; there are verl, " in capsys.readouterr().err
+    assert bench(tmp_path, *TINY, "--peers", "ligre") == (2, {})
+    assert "no peer ligre; there are torch-eager" in capsys.readouterr().err
+    assert bench(tmp_path, "--preset=rl", *HEAD, "--tp=2", "--ghost", FAKE) == (2, {})
+    assert "knows no tensor parallelism" in capsys.readouterr().err
+    assert bench(tmp_path, *TINY, "--time-limit", "0.000001") == (0, {})
+    assert "not started" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert benchmark.main(["--tp", "4", "--device", "cpu", *TINY]) == 2
+    assert "--tp 4 asks for 4 ranks, torchrun started 2" in capsys.readouterr().err
+
+
+def test_presets(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    given = {name: cases.parse_arguments("", ["--preset", name, "--tp", "2"]) for name in cases.PRESETS}
+    assert all(one.cells for one in given.values()) and len(given["tp"].cells) == 6
+    assert {cell.vocab // 2 for cell in given["small"].cells} == {16032, 32064, 64128}
+    assert len(given["small"].cells) == 18 and all(cell.sequence_parallel for cell in given["small"].cells)
+    assert (given["tp"].blocks, given["tp-reach"].blocks, given["million"].megatron) == (3, 5, False)
+    words = ["--preset", "tp", "--tp", "4", "--tokens", "32768", "--shapes", "llama-3-8b", "--blocks", "7"]
+    given = cases.parse_arguments("", [*words, "--sequence-parallel"])
+    assert [str(cell)[-3:] for cell in given.cells] == [" SP"] and given.blocks == 7
+
+
+# --- what is a row ---------------------------------------------------------------------------------
+
+
+def plain(problem):
+    """A right case: linear, then cross entropy."""
+    logits = problem.hidden @ problem.weight.t()
+    return {"loss": torch.nn.functional.cross_entropy(logits, problem.labels, reduction="none")}
+
+
+def case(name: str, run, **more) -> Case:
+    return Case(name, PEER, run, **more)
+
+
+def test_what_fails_elsewhere_is_a_row(tmp_path, monkeypatch):
+    calls = []
+
+    def fails(problem):
+        raise RuntimeError("no kernel for this\nand a long story")
+
+    def late(problem):
+        calls.append(1)
+        if len(calls) > 4:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
+        return plain(problem)
+
+    def total(problem):
+        return {"loss": plain(problem)["loss"].sum()}
+
+    def nan(problem):  # of a row that is no sample's
+        problem.main_grad[3, 3] = float("nan")
+        return plain(problem)
+
+    monkeypatch.setattr(measure, "SAMPLES", 4)
+    summed = (("loss", "one_upstream"),)
+    others = [
+        *(case("right", plain), case("fails", fails), case("late", late), case("nan", nan)),
+        *(case("absent", None, why_not="not installed"), case("picky", plain, limits=lambda p: "takes bf16")),
+        *(case("wrong", lambda p: {"loss": 1.5 * plain(p)["loss"]}), case("sum", total, grads=summed)),
+        case("sum that is none", lambda p: {"loss": 0.5 * total(p)["loss"]}, grads=summed),
+    ]
+    monkeypatch.setattr(loss, "megatron", lambda world: others)
+    words = [word for word in BRIEF if word != "--no-megatron"]
+    path = tmp_path / "out.json"
+    assert benchmark.main([*words, *TINY, "--strategies", "store", f"--out={path}"]) == 0
+    rows = {row["variant"]: row for row in results.rows(path)}
+    errors = {name: rows[name]["error"] for name in rows if rows[name]["time_ms"] is None}
+    assert errors == {
+        "fails": "RuntimeError: no kernel for this and a long story",
+        "late": "out of memory",
+        "nan": "wrong result: error inf",
+        "absent": "not installed",
+        "picky": "takes bf16",
+        "wrong": "wrong result: error 5.0e-01",
+        "sum that is none": "wrong result: error 5.0e-01",
+    }
+    assert (
+        rows["right"]["error"] < 2e-6
+        and rows["sum"]["error"] < 2e-6
+        and rows["sum"]["upstream"] == "one scalar"
+    )
+    assert "one upstream gradient for all tokens: sum" in path.with_suffix(".md").read_text()
+
+
+def test_a_lost_device_keeps_the_cells_before(tmp_path, monkeypatch, capsys):
+    real = measure.measure
+
+    def lose(op, cell, *rest):
+        if cell.num_tokens == 96:
+            raise measure.DeviceLost("an illegal memory access was encountered")
+        return real(op, cell, *rest)
+
+    monkeypatch.setattr(measure, "measure", lose)
+    words = [*TINY, "--strategies", "store", "--tokens", "64", "96", "128"]
+    code, rows = bench(tmp_path, *words)
+    assert code == 3 and {row["T"] for row in rows.values()} == {64}
+    assert "--skip" in capsys.readouterr().err
+
+
+# --- how it measures -------------------------------------------------------------------------------
+
+
+def test_blocks_hold_everything_in_changing_order():
+    seen, late = [], iter([1.0, 2.0, None])
+
+    def take(name):
+        return lambda: seen.append(name) or [1.0 + len(seen)]
+
+    turns = {name: take(name) for name in ("roof", "store", "te")} | {
+        "late": lambda: [a] if (a := next(late)) else a
+    }
+    samples = measure.interleave(turns, ["roof"], 6)
+    assert [sorted(seen[at : at + 4]) for at in range(0, 24, 4)] == [["roof", "roof", "store", "te"]] * 6
+    assert len({tuple(seen[at : at + 4]) for at in range(0, 24, 4)}) > 3
+    roofs = [2.0 + at for at, name in enumerate(seen) if name == "roof"]
+    assert samples["roof"] == [[(a + b) / 2] for a, b in zip(roofs[::2], roofs[1::2], strict=True)]
+    assert samples["late"] == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("op", [loss.OP, distill.OP])
+@pytest.mark.parametrize("slices", [1, 4])
+def test_bare_products_run_on_the_true_gradients(world, monkeypatch, op, slices):
+    """They are the gradients of the definition, whole or in slices."""
+    ends = []
+    cell = Cell.by_size(40, 16, 64)
+    accumulator = op.wgrad_accumulator or "main_grad"
+    problem = op.problem(cell, world, dtype=torch.float32, wgrad_accumulator=accumulator)
+    grads = (("loss", "grad_loss" if op is loss.OP else "upstream"),)
+    exact = measure.evaluated(problem, Case("x", kind="forward_kl", grads=grads), torch.float64, 10**6)
+
+    def run(step, *rest):
+        ends.append(step.args[-2])
+        return turn(step, *rest)
+
+    bare = next(iter(op.bases.values()))
+    assert min(bare_turn(problem, bare, slices, 0, 1, run)) >= 0
+    grad_hidden = torch.cat([one for one, _ in ends])
+    grad_weight = sum(one for _, one in ends) if op is distill.OP else problem.main_grad
+    assert relative_error(grad_hidden, exact.values["grad_hidden"]) < 1e-6
+    assert relative_error(grad_weight, exact.values["grad_weight"]) < 1e-6
+
+
+def test_what_does_not_fit_runs_in_slices_or_is_a_row(tmp_path, monkeypatch):
+    def small(problem, bare, slices, *rest):
+        if slices < 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return bare_turn(problem, bare, slices, *rest)
+
+    def too_big(call):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measure, "bare_turn", small)
+    code, rows = bench(tmp_path, *TINY, "--strategies", "store")
+    assert code == 0 and rows["roof"]["roof_slices"] == 4 and rows["store"]["ratio"] > 0
+    monkeypatch.setattr(loss, "linear_cross_entropy", too_big)
+    code, rows = bench(tmp_path, *TINY, "--strategies", "store")
+    assert code == 0 and rows["roof"]["time_ms"] > 0
+    assert rows["store"]["error"] == "out of memory" and rows["store"]["ratio"] is None
+
+
+def test_kept_ids_are_different_for_a_token(world):
+    kept = rl.Rl(Cell.by_size(9, 8, 20), world).kept(16)
+    assert kept.shape == (9, 16) and all(len(set(row)) == 16 for row in kept.tolist())
