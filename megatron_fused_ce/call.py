@@ -55,7 +55,7 @@ MAX_SPECS = 512
 
 
 class Call(NamedTuple):
-    """One call: the arguments of :func:`.op.fused_linear_cross_entropy`, and those of its other callers."""
+    """Everything one head call is given: the arguments of :mod:`.op`'s and :mod:`.rl`'s functions."""
 
     hidden: Tensor  # [s, b, H] or [T, H]; this rank's part with sequence parallelism
     weight: Tensor  # [V, H]
@@ -128,8 +128,8 @@ class Call(NamedTuple):
 _NOTHING = nullcontext()
 #: Fields that no spec depends on, or that have a kind of their own in :func:`_key`.
 _NOT_IN_KEY = {"tp_group", "open_grad_weight", "caller_error", "unmasked"}
-#: Fields that ranks may have each their own: their tensors' rows, what they find by themselves
-#: (:data:`_NO_FACTS`), and what changes no collective. All others, and the config's, must agree.
+#: Fields that may differ between ranks: their tensors' rows, what each finds by itself (:data:`_NO_FACTS`),
+#: and what changes no collective. All others, and the config's, must agree.
 _OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error", "unmasked"}
 _TENSORS = [
     name
@@ -484,7 +484,7 @@ class _LocalView(NamedTuple):
         accumulator = kind_of(call.open_grad_weight) if weight.requires_grad else "none"
         facts = {
             "device": _DEVICES.index(device_in_plans(call.hidden.device)),
-            # In the order of what a plan sets aside for them; "none" is so on all ranks or on none.
+            # Index, cheapest first, so that MAX over ranks is safe; "none" is so on all ranks or on none.
             "wgrad_accumulator": planner.WGRAD_ACCUMULATORS.index(accumulator),
             "without_scaled_exp": int(bool(here)),
         }
@@ -660,7 +660,7 @@ def _grad_mode(call: Call) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """All of a value, of a tensor what a collective may depend on."""
+    """Text that is compared across ranks: a value's repr, for tensors dtype, shape and requires_grad."""
     if isinstance(value, TeacherTargets):
         return ", ".join(map(_in_words, value))
     if isinstance(value, Distillation):

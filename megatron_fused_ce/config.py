@@ -74,7 +74,7 @@ class FusedCEConfig:
     #: Row kernels between the GEMMs: by default Triton on CUDA, plain PyTorch elsewhere.
     row_backend: str = "auto"
     #: How logits become gradients: the scaled-exp GEMM (``scaled_exp``), a plain one and row kernels
-    #: (``gemm_rows``), or the first where it can run and was measured (see :mod:`.logits_backend`).
+    #: (``gemm_rows``), or the first where it can run and was measured (see :mod:`.logits.choose`).
     logits_backend: str = "auto"
     #: How a chunk's statistics are merged over the tensor-parallel group: by one all-gather (``packed``), or
     #: by a MAX and a SUM all-reduce (``all_reduce``); ``auto`` takes the first.

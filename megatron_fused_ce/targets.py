@@ -28,7 +28,7 @@ class Targets(NamedTuple):
 
     @staticmethod
     def of(call: Call, spec: CallSpec) -> tuple[Targets, Kept | None]:
-        """A call's, and the tokens to work on, where those of weight 0 are skipped; else None.
+        """Build a call's targets; also the kept tokens where masked ones are skipped, else None.
 
         Collectives: those of :func:`.parallel.raise_if_any`, with ``config.debug_checks`` and with a
         temperature per token; :func:`.masked_tokens.count`'s, here or earlier if ``call.unmasked`` was given.

@@ -88,7 +88,7 @@ def backward_of_nonzero(
 
 
 def _cut(context: Context, saved: Saved, of_chunks: list[Kept]) -> tuple[tuple[Chunk, ...], Saved]:
-    """Chunks of the kept tokens, and what was saved for them; of the matrices the rows' numbers alone."""
+    """Cut chunks and what was saved for them to the kept tokens; matrices stay whole, rows are indexed."""
     longest = context.spec.plan.cut.longest
     joined: list[Chunk] = []
     groups: list[list[SavedChunk]] = []

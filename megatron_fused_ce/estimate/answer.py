@@ -70,8 +70,8 @@ SENTENCES = {
     "allocated, the largest rank's).",
     "died": "The run in the log ended out of memory.",
     "setting": "{model}: {billions} billion parameters on {gpus} x {gpu}: {over}.",
-    "batch": "{sequence} tokens a sequence, {micro} in a micro-batch, {dtype}; an output layer has {tokens} "
-    "tokens and {rows} of {vocab} vocabulary rows.",
+    "batch": "{sequence} tokens a sequence, {micro} in a micro-batch, {dtype}; one rank's head: {tokens} "
+    "tokens × {rows} of {vocab} vocabulary rows.",
     "memory": "Of a GPU's {capacity} GiB {overhead} are set aside for driver and NCCL (--overhead).",
     "not measured": "Measured in no run or in one, derived from Megatron's code: {kinds}.",
 }

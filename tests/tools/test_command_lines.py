@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -28,8 +29,6 @@ from megatron_fused_ce.scripts.runs import compare, memory, pretrain, sweep
 from tests import soak
 
 ROOT = Path(__file__).resolve().parents[2]
-#: No number of these is accepted anywhere.
-BAD = ("nan", "inf", "-inf", "1e999", "9" * 24, "-" + "9" * 24, "9" * 5000, "x", "", "1e400")
 #: The most a refusal may take: most of it is Python's start.
 MOST_SECONDS = 5.0
 
@@ -69,49 +68,12 @@ def options_of(name: str) -> list[argparse.Action]:
     return found.value.args[0]._actions
 
 
-def numbers_of(name: str) -> list[argparse.Action]:
-    """Options whose value is a number: they take '1' (or '32', '1:1' ...) and no word."""
-    found = []
-    for action in options_of(name):
-        if action.type is None or action.nargs == 0 or action.choices:
-            continue
-        with pytest.MonkeyPatch.context():
-            try:
-                action.type("x")  # type: ignore[operator]
-            except (argparse.ArgumentTypeError, ValueError):
-                if not any(hint in str(action.dest) for hint in ("shapes",)) or name == "bench.commits":
-                    found.append(action)
-    return found
-
-
-def refused(name: str, words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
-    read, needed = READERS[name]
-    try:
-        status = read([*needed, *words])
-    except SystemExit as end:
-        status = end.code
-    said = capsys.readouterr().err
-    assert status == 2, (name, words)
-    assert len(said.splitlines()) == 1 and len(said) < 400, said
-    return said
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_no_number_out_of_bounds_is_accepted(name, capsys):
-    actions = numbers_of(name)
-    for action in actions:
-        option = action.option_strings[-1]
-        count = action.nargs if isinstance(action.nargs, int) else 1
-        for value in BAD:
-            words = [f"{option}={value}"] if count == 1 else [option, *[value] * count]
-            assert option in refused(name, words, capsys)
-    assert len(actions) >= {"bench.peers": 0, "demo": 1}.get(name, 2), "the options were found"
-
-
 @pytest.mark.parametrize("name", READERS)
 def test_every_number_is_bounded(name):
     """No plain int or float: they know no ceiling, and float takes nan."""
-    for action in options_of(name):
+    actions = options_of(name)
+    assert len(actions) > 2, "the options were found"
+    for action in actions:
         assert action.type not in (int, float), action.option_strings
 
 
@@ -119,8 +81,10 @@ def test_the_bounds_themselves():
     assert [whole()(text) for text in ("1", "1000000000", " 7 ", "+3")] == [1, 10**9, 7, 3]
     assert whole(-3, 3)("-3") == -3 and whole(0)("0") == 0
     assert number()("0") == 0.0 and number(above=True)("1e-9") == 1e-9 and number(most=1)("1") == 1.0
-    for parse, text in ((whole(), "0"), (whole(), "1.0"), (whole(), "1000000001"), (number(), "-1e-9"),
-                        (number(above=True), "0"), (number(most=1), "1.1"), (number(), "nan")):  # fmt: skip
+    never = ("nan", "inf", "-inf", "1e999", "9" * 24, "-" + "9" * 24, "9" * 5000, "x", "")
+    refused = [(parse, text) for text in never for parse in (whole(), number(), number(above=True))]
+    refused += [(whole(), "0"), (whole(), "1.0"), (whole(), "1000000001"), (number(), "-1e-9")]
+    for parse, text in (*refused, (number(above=True), "0"), (number(most=1), "1.1")):
         with pytest.raises(argparse.ArgumentTypeError, match="expected a"):
             parse(text)
 
@@ -179,14 +143,6 @@ def test_bad_input_is_one_line_and_status_2_at_once(line, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-@pytest.mark.parametrize("preset", ["reach", "options", "profile", "rl", "distill"])
-def test_without_a_gpu_the_benchmark_says_so_within_two_seconds(preset):
-    began = time.monotonic()
-    done = run("scripts.bench", "--preset", preset, cwd=ROOT)
-    assert time.monotonic() - began < 2
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "needs a GPU" in done.stderr
-
-
 @pytest.mark.parametrize(
     "line", [PLAN, f"{HEAD} --tokens 8192", f"{PLAN} --json", "megatron_fused_ce plan --help"]
 )
@@ -218,8 +174,23 @@ def test_help_needs_neither_rich_nor_matplotlib(name, tmp_path):
         )
 
 
-def test_launch_is_no_command_but_a_module(tmp_path):
-    assert "-m megatron_fused_ce.launch SCRIPT" in run("megatron_fused_ce", "launch", cwd=tmp_path).stderr
+class MakesAFolder:
+    def __init__(self, trap: Path) -> None:
+        self.trap = trap
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.trap),)
+
+
+@pytest.mark.parametrize("line", ["memory --draw {0}", "compare {0} {0}"])
+def test_a_pickle_is_refused_and_never_run(tmp_path, line):
+    """An evil one of torch's allocator; tests/test_house.py keeps all that could run it out of the source."""
+    trap, path = tmp_path / "it-ran", tmp_path / "snapshot.pickle"
+    path.write_bytes(pickle.dumps({"segments": [MakesAFolder(trap)], "device_traces": [[]]}))
+    subprocess.run([sys.executable, "-m", "pickle", path], check=True, capture_output=True)
+    trap.rmdir()  # it does run where it is unpickled
+    done = run("megatron_fused_ce", *line.format(path).split(), cwd=tmp_path)
+    assert not trap.exists() and done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 # --- the frame -------------------------------------------------------------------------------
@@ -234,17 +205,6 @@ def test_other_ranks_say_nothing(monkeypatch, capsys):
     assert main([]) == 2 and capsys.readouterr().err == "tool: two lines\n"
     monkeypatch.setenv("RANK", "1")
     assert main([]) == main(["--what"]) == 2 and capsys.readouterr().err == ""
-
-
-def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
-    assert command_line.writable_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UsageError, match="cannot write to"):
-            command_line.writable_folder(path)
-    with pytest.raises(UsageError, match="it is a folder"):
-        command_line.writable_file(tmp_path)
 
 
 def test_only_regular_files_of_some_size_are_read(tmp_path):
@@ -304,11 +264,3 @@ def test_every_command_of_the_documentation_exists():
         own = re.split(r"\s--\s|\s--$|\"", rest)[0]
         for option in re.findall(r"(?<!\S)--[a-z][\w-]*", own):
             assert option in known[name], where
-
-
-def test_make_help_is_one_screen():
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 120
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert targets - {"help", "setup"} <= set(re.findall(r"^make ([a-z-]+)", done.stdout, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""scripts/runs/sweep.py on a CPU: what it measures, keeps, chooses and refuses; launches of Megatron-LM."""
+"""`sweep` on a CPU: what it measures, keeps, chooses and refuses; launches of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -13,23 +13,12 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.adapter.arguments import config_from_argv
-from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.bench import loss
-from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.runs import sweep as sweep_chunks
-from megatron_fused_ce.scripts.runs import sweep_launches as sweep_megatron
 from megatron_fused_ce.scripts.runs import sweep_report
-from megatron_fused_ce.scripts.runs.sweep_rows import (
-    OUT_OF_MEMORY,
-    Cell,
-    Row,
-    cells_on_front,
-    pareto_front,
-    recommend,
-)
-from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
-from tests.support.commands import launches_without_torch
-from tests.support.cpu_case import cpu_case
+from megatron_fused_ce.scripts.runs.sweep_rows import OUT_OF_MEMORY, Cell, Row, pareto_front, recommend
+from tests.support.checkouts import FAKE_PRETRAIN, stand_in
+from tests.support.commands import launches_without_torch, run_here
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,18 +36,11 @@ def one_commit():
         yield
 
 
-def sweep(out: Path, *words: str) -> tuple[int, dict]:
-    """Exit code and what was written, in this process."""
-    code = sweep_chunks.main([*BRIEF, "--out", str(out), *words])
+def sweep(out: Path, *words: str) -> tuple[int, dict, str]:
+    """Status, what was written, and what was said of it, in this process."""
+    done = run_here(sweep_chunks.main, *BRIEF, "--out", out, *words)
     file = out / "sweep.json"
-    return code, json.loads(file.read_text()) if file.exists() else {}
-
-
-def said(capsys) -> str:
-    """The one line of the sweep itself; a step that is slow may be told of beside it."""
-    lines = capsys.readouterr().err.splitlines()
-    (line,) = [line for line in lines if not line.startswith("benchmark: ")]
-    return line
+    return done.returncode, json.loads(file.read_text()) if file.exists() else {}, done.stdout + done.stderr
 
 
 def rows_by_key(result: dict) -> dict[str, dict]:
@@ -88,63 +70,41 @@ def test_pareto_front_against_brute_force():
         assert pareto_front(points) == expected, points
 
 
-def test_the_front_is_of_rows_that_ran_and_were_right():
-    rows = [
-        row("store", 1, 1.0, 8.0),
-        row("store", 2, 1.1, 9.0),
-        row("recompute", 4, 1.3, 2.0),
-        row("recompute", 8, 0.5, 1.0, status="losses differ from unfused's by 1.0e-01"),
-        row("grad_in_forward", 1, None, None, status=OUT_OF_MEMORY),
-        row("grad_in_forward", 2, 0.9, None),
-    ]
-    assert {cell.name for cell in cells_on_front(rows)} == {"store x 1", "recompute x 4"}
+#: What is chosen at 1 % -> the rows, and what is said of it.
+CHOICES = {
+    # The smallest peak of those within the tolerance.
+    "store x 2": ([row("auto", None, 1.05, 4.0), row("store", 1, 1.0, 9.0), row("store", 2, 1.009, 6.0),
+                   row("store", 4, 1.02, 3.0)],
+                  ["6.0 MiB", "within 1 % of the fastest (store x 1)", "0.9% more time", "2.0 MiB less"]),
+    # The defaults are left alone where they serve: a peak that is 0.5 % larger, but not 2 %.
+    "auto": ([row("auto", None, 1.005, 100.5), row("store", 2, 1.0, 100.0), row("recompute", 1, 1.4, 20.0)],
+             ["leave the defaults alone"]),
+    "store x 3": ([row("auto", None, 1.005, 102.0), row("store", 3, 1.0, 100.0)], []),
+    "store x 5": ([row("auto", None, 1.1, 1.0), row("store", 5, 1.0, 100.0)], ["10.0% more time"]),
+    # Neither stock nor what failed or was wrong, however fast.
+    "recompute x 4": ([row("unfused", None, 0.5, 1.0), row("store", 1, 0.6, 1.0, status="failed: no"),
+                       row("auto", None, None, None, status=OUT_OF_MEMORY),
+                       row("recompute", 4, 1.0, 9.0)], ["out of memory"]),
+    # Without peaks time decides.
+    "store x 1": ([row("auto", None, 1.0, None), row("store", 1, 0.9, None), row("store", 2, 0.95, None)],
+                  ["Peaks are unknown", "the fastest"]),
+    "store x 6": ([row("auto", None, 1.2, 1.0), row("store", 6, 1.0, 1.0, spread=0.08)], ["differ by 4.0%"]),
+}  # fmt: skip
 
 
-def test_the_smallest_peak_within_the_tolerance():
-    rows = [
-        row("auto", None, 1.05, 4.0),
-        row("store", 1, 1.0, 9.0),
-        row("store", 2, 1.009, 6.0),
-        row("store", 4, 1.02, 3.0),
-    ]
+@pytest.mark.parametrize("chosen", CHOICES)
+def test_choices(chosen):
+    rows, said = CHOICES[chosen]
     best = recommend(rows, 0.01)
-    assert best.flags == "--fused-chunked-ce --fused-ce-strategy store --fused-ce-num-chunks 2"
-    assert "6.0 MiB" in best.why and "within 1 % of the fastest (store x 1)" in best.why
-    assert "0.9% more time" in best.why and "2.0 MiB less" in best.why
-    assert recommend(rows, 0.03).row.cell.name == "store x 4"
-    assert recommend(rows, 0.0).row.cell.name == "store x 1"
+    assert best.row.cell.name == chosen
+    for words in said:
+        assert words in best.why
 
 
-def test_the_defaults_are_left_alone_where_they_serve():
-    """Not for a peak that is 2 % larger; for one that is 0.5 % larger."""
-    others = [row("store", 2, 1.0, 100.0), row("recompute", 1, 1.4, 20.0)]
-    best = recommend([row("auto", None, 1.005, 100.5), *others], 0.01)
-    assert best.flags == "--fused-chunked-ce" and "leave the defaults alone" in best.why
-    assert recommend([row("auto", None, 1.005, 102.0), *others], 0.01).row.strategy == "store"
-    assert recommend([row("auto", None, 1.1, 1.0), *others], 0.01).row.strategy == "store"
-
-
-def test_stock_and_what_failed_are_never_recommended():
-    rows = [
-        row("unfused", None, 0.5, 1.0),
-        row("store", 1, 0.6, 1.0, status="failed: RuntimeError: no"),
-        row("auto", None, 1.0, 9.0),
-    ]
-    assert recommend(rows, 0.01).row.strategy == "auto"
-    assert recommend(rows[:2], 0.01) is None
-
-
-def test_without_peaks_time_decides():
-    rows = [row("auto", None, 1.0, None), row("store", 1, 0.9, None), row("store", 2, 0.95, None)]
-    best = recommend(rows, 0.01)
-    assert best.row.cell.name == "store x 1" and "unknown" in best.why and "fastest" in best.why
-    assert recommend(rows, 0.2).row.strategy == "auto"
-
-
-def test_scatter_above_the_tolerance_is_said():
-    rows = [row("auto", None, 1.0, 1.0, spread=0.0), row("store", 1, 1.2, 1.0, spread=0.08)]
-    assert "differ by 4.0%" in recommend(rows, 0.01).why
-    assert "differ" not in recommend(rows, 0.05).why
+def test_another_tolerance_chooses_another_row():
+    rows, _ = CHOICES["store x 2"]
+    assert [recommend(rows, most).row.cell.name for most in (0.0, 0.03)] == ["store x 1", "store x 4"]
+    assert recommend(CHOICES["recompute x 4"][0][:3], 0.01) is None
 
 
 @pytest.mark.parametrize("strategy", ["store", "grad_in_forward", "recompute", "auto"])
@@ -157,8 +117,8 @@ def test_the_flags_ask_for_what_was_measured(strategy, num_chunks):
 # --- the head ------------------------------------------------------------------------------------
 
 
-def test_what_a_sweep_writes(tmp_path, capsys):
-    code, result = sweep(tmp_path)
+def test_what_a_sweep_writes(tmp_path):
+    code, result, said = sweep(tmp_path)
     assert code == 0
     rows = rows_by_key(result)
     assert list(rows) == KEYS
@@ -181,7 +141,7 @@ def test_what_a_sweep_writes(tmp_path, capsys):
         assert r["ratio"] == r["time_ms"] / rows["auto"]["time_ms"]
 
     text = (tmp_path / "sweep.md").read_text()
-    assert f"    {best['flags']}\n" in text and text in capsys.readouterr().out
+    assert f"    {best['flags']}\n" in text and text in said
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 
@@ -200,72 +160,64 @@ def out_of_memory_for(monkeypatch, *names: str) -> None:
     monkeypatch.setattr(loss, "of_config", broken)
 
 
-def test_out_of_memory_is_a_row(tmp_path, monkeypatch):
-    out_of_memory_for(monkeypatch, "store x 1")
-    code, result = sweep(tmp_path)
-    assert code == 0
+@pytest.mark.parametrize(
+    ("lost", "reference"),
+    [({"store x 1"}, "auto"), ({"auto", "store x 1"}, "recompute x 4")],  # the last, which needs least
+)
+def test_out_of_memory_is_a_row(tmp_path, monkeypatch, lost, reference):
+    out_of_memory_for(monkeypatch, *lost)
+    code, result, said = sweep(tmp_path)
     rows = rows_by_key(result)
-    lost = rows.pop("store x 1")
-    assert lost["status"] == OUT_OF_MEMORY and lost["time_ms"] is None and not lost["on_front"]
-    assert all(r["status"] == "ok" for r in rows.values())
-    assert "| store | 1 |  | out of memory |" in (tmp_path / "sweep.md").read_text().replace(
-        "store, 1 chunk of 32 tokens", ""
-    )
+    assert code == 0 and result["made_by"]["reference"] == reference and rows[reference]["ratio"] == 1.0
+    assert {key for key, r in rows.items() if r["status"] != "ok"} == lost
+    for r in (rows[key] for key in lost):
+        assert r["status"] == OUT_OF_MEMORY and r["time_ms"] is None and not r["on_front"]
+    assert said.count("| out of memory |") == len(lost)
 
 
-def test_without_room_for_auto_another_is_the_reference(tmp_path, monkeypatch):
-    """The last that ran, which needs least."""
-    out_of_memory_for(monkeypatch, "auto", "store x 1")
-    _, result = sweep(tmp_path)
-    rows = rows_by_key(result)
-    assert result["made_by"]["reference"] == "recompute x 4"
-    assert rows["recompute x 4"]["ratio"] == 1.0 and rows["auto"]["status"] == OUT_OF_MEMORY
-
-
-def test_a_device_that_is_too_small_is_one_line(tmp_path, monkeypatch, capsys):
-    out_of_memory_for(monkeypatch, *KEYS)
-    assert sweep(tmp_path)[0] == 2
-    assert "nothing of this package ran to its end: use fewer tokens" in said(capsys)
-
+def test_what_cannot_be_swept_is_one_line(tmp_path, monkeypatch):
     def no_room(*sizes, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(loss, "OP", replace(loss.OP, problem=no_room))
-    assert sweep(tmp_path)[0] == 2
-    assert "the operands alone do not fit" in said(capsys)
-
-
-def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch, capsys):
     right = loss.loss_of
-    monkeypatch.setattr(loss, "loss_of", lambda *given: {"loss": 1.01 * right(*given)["loss"]})
-    assert sweep(tmp_path) == (1, {})
-    assert "auto is wrong" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+
+    def wrong(*given):
+        return {"loss": 1.01 * right(*given)["loss"]}
+
+    failing = (
+        (lambda patch: patch.setattr(loss, "loss_of", wrong), 1, "auto is wrong"),
+        (lambda patch: out_of_memory_for(patch, *KEYS), 2, "nothing of this package ran to its end"),
+        (
+            lambda patch: patch.setattr(loss, "OP", replace(loss.OP, problem=no_room)),
+            2,
+            "the operands alone do not fit",
+        ),
+    )
+    for fail, status, words in failing:
+        with monkeypatch.context() as patch:
+            fail(patch)
+            code, result, said = sweep(tmp_path / "out")
+        # A step that is slow may be told of beside it.
+        lines = [line for line in said.splitlines() if not line.startswith("benchmark: ")]
+        assert code == status and not result and words in said and len(lines) == 1, said
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--device", "cuda"], "expected 1 GPUs, found 0: use --device cpu"),
-        (["--chunks", "0"], "argument --chunks: expected a whole number from 1"),
         (["--chunks", "4", "33"], "expected --chunks from 1 to 32, got 33"),
-        (["--tokens", "0"], "argument --tokens: expected a whole number from 1"),
-        (["--blocks", "0"], "argument --blocks: expected a whole number from 1"),
         (["--strategies", "fast"], "invalid choice: 'fast'"),
         (["--", "--num-layers", "2"], "arguments after -- are those of --through-megatron"),
         (["--through-megatron", "nowhere", "--", "--bf16"], "no Megatron-LM checkout at nowhere"),
         (["--through-megatron", "x", "--warmup", "10"], "expected fewer --warmup than --iterations"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(tmp_path, capsys, words, message):
+def test_bad_input_is_one_line_and_status_2(tmp_path, words, message):
     if "cuda" in words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    try:
-        code = sweep_chunks.main([*BRIEF, "--out", str(tmp_path / "out"), *words])
-    except SystemExit as leave:
-        code = leave.code
-    err = capsys.readouterr().err
-    assert code == 2 and message in err and len(err.splitlines()) == 1
+    code, _, said = sweep(tmp_path / "out", *words)
+    assert code == 2 and message in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -281,91 +233,6 @@ def test_two_ranks_with_sequence_parallelism(forks, tmp_path):
     assert out.count("Recommended on this CPU:") == out.count("Not so on a GPU") == 1
 
 
-def drawn(rows, tmp_path, monkeypatch):
-    """The figure of a head's rows."""
-    pytest.importorskip("matplotlib")
-    figures = []
-    monkeypatch.setattr(sweep_report.pictures, "save", lambda figure, path: figures.append(figure))
-    facts = {"what": "head", "T": 8, "H": 8, "V": 8, "dtype": "float32", "tp": 1, "sp": False}
-    result = sweep_report.Result.of(rows, facts | {"device": "x86_64 CPU"}, "auto", 0.01)
-    assert sweep_report.draw(result, tmp_path / "sweep.png")
-    return figures[0]
-
-
-def point(strategy, num_chunks, ms, peak):
-    return Row(strategy, num_chunks, "", "ok", ms, ms / 70, 0.0, peak, None, "")
-
-
-@pytest.mark.parametrize("peaks", [[32 + 32 / n for n in (1, 2, 4)], [4096, 1024, 256]])
-def test_the_axis_has_ticks_that_can_be_read(tmp_path, monkeypatch, peaks):
-    """Peaks of 34 to 64 MiB had one power of two between them."""
-    rows = [point("recompute", n, 23 + n / 5, peak) for n, peak in zip((1, 2, 4), peaks, strict=True)]
-    (axes,) = drawn(rows, tmp_path, monkeypatch).axes
-    low, high = axes.get_ylim()
-    labels = [tick.get_text() for tick in axes.get_yticklabels()]
-    inside = [text for text, at in zip(labels, axes.get_yticks(), strict=True) if low <= at <= high]
-    assert len([text for text in inside if text]) >= 3, inside
-
-
-def test_labels_cover_neither_each_other_nor_points(tmp_path, monkeypatch):
-    """`store` in 8 chunks stood under a point of grad_in_forward, 1 and 2 over each other."""
-    rows = [point("store", n, ms, 2100.0) for n, ms in ((1, 72.5), (2, 72.6), (8, 84.1))]
-    rows += [point("grad_in_forward", n, ms, 2200.0) for n, ms in ((8, 86.4), (16, 110.0))]
-    rows += [point("recompute", n, 95 + n, 2000 / n) for n in (1, 16)]
-    figure = drawn(rows, tmp_path, monkeypatch)
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent().shrunk(0.8, 0.8) for text in figure.axes[0].texts]
-    assert len(boxes) == len(rows)
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-    at = figure.axes[0].transData.transform([(row.time_ms, row.peak_mib) for row in rows])
-    assert not any(box.contains(x, y) for box in boxes for x, y in at)
-
-
-def test_the_star_of_auto_lies_below_the_row_that_it_chose(tmp_path, monkeypatch):
-    """It covered that point."""
-    figure = drawn(
-        [point("auto", None, 72.5, 2100.0), point("store", 1, 72.5, 2100.0)], tmp_path, monkeypatch
-    )
-    star, dot = (
-        next(line for line in figure.axes[0].lines if line.get_label() == name) for name in ("auto", "store")
-    )
-    assert star.get_zorder() < dot.get_zorder() and star.get_markersize() > 2 * dot.get_markersize()
-
-
-def test_a_picture_that_is_left_out_is_said(tmp_path, monkeypatch):
-    rows = [row("auto", None, 1.0, None)]
-    facts = {"what": "pretrain", "script": "pretrain_gpt.py", "megatron": "M", "nproc": 2, "device": "CPU"}
-    facts |= dict.fromkeys({*results.MADE_BY} - facts.keys(), "x")
-    facts |= {"args": "", "plugin_args": "", "loss_bound": 1.0}
-    result = sweep_report.Result.of(rows, facts, "auto", 0.01)
-    monkeypatch.setattr(sweep_report.pictures, "pyplot", lambda: None)
-    written = sweep_report.write(result, tmp_path)
-    assert written == ["sweep.json", "sweep.md", "no picture (matplotlib is not installed)"]
-
-
-def test_lines_of_equal_times_do_not_hide_each_other(tmp_path, monkeypatch):
-    rows = [point(name, None, 50.0, None) for name in ("auto", "unfused", "native")]
-    rows += [point("store", n, 50.0 + n / 100, None) for n in (1, 4)]
-    axes = drawn(rows, tmp_path, monkeypatch).axes[0]
-    lines = {line.get_label(): line for line in axes.lines}
-    counted = lines["store"]
-    patterns = [lines[name]._dash_pattern for name in ("auto", "unfused", "native")]
-    assert len({offset for offset, _ in patterns}) == 3
-    assert all(lines[name].get_zorder() > counted.get_zorder() for name in ("auto", "unfused", "native"))
-
-
-def test_a_picture_without_peaks(tmp_path):
-    rows = [
-        row("auto", None, 1.0, None),
-        row("unfused", None, 1.3, None),
-        *(row("store", num, 1 + num / 10, None) for num in (1, 2)),
-    ]
-    facts = {"what": "pretrain", "script": "pretrain_gpt.py", "megatron": "M", "nproc": 2}
-    result = sweep_report.Result.of(rows, facts | {"device": "x86_64 CPU"}, "auto", 0.01)
-    assert sweep_report.draw(result, tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").stat().st_size > 10_000
-
-
 # --- launches ------------------------------------------------------------------------------------
 
 LAUNCH_KEYS = ["auto", "unfused", "native", "recompute x 1", "recompute x 4"]
@@ -379,21 +246,24 @@ def fake(tmp_path, monkeypatch):
         yield stand_in(tmp_path / "fake-megatron", FAKE_PRETRAIN)
 
 
-def launched(fake: Path, *words: str, options=(), device="cpu") -> tuple[int, dict]:
+def launched(fake: Path, *words: str, options=()) -> tuple[int, dict, str]:
     out = fake.parent / "out"
-    given = ["--through-megatron", str(fake), "--device", device, "--out", str(out)]
+    given = ["--through-megatron", fake, "--device", "cpu", "--out", out]
     given += ["--strategies", "recompute", "--chunks", "1", "4", "--iterations", "5", "--warmup", "2"]
-    code = sweep_chunks.main([*given, *options, "--", "--bf16", *words])
+    done = run_here(sweep_chunks.main, *given, *options, "--", "--bf16", *words)
     file = out / "sweep.json"
-    return code, json.loads(file.read_text()) if file.exists() else {}
+    return done.returncode, json.loads(file.read_text()) if file.exists() else {}, done.stdout + done.stderr
 
 
 def launches_so_far(fake: Path) -> list[str]:
-    return (fake.parent / "launches.txt").read_text().splitlines()
+    file = fake.parent / "launches.txt"
+    return file.read_text().splitlines() if file.exists() else []
 
 
-def test_launches(fake):
-    code, result = launched(fake, "--cross-entropy-loss-fusion", "--fused-ce-num-chunks", "7")
+def test_launches(fake, monkeypatch):
+    """A later call keeps what ran."""
+    words = ["--cross-entropy-loss-fusion", "--fused-ce-num-chunks", "7", "--fused-ce-merge", "packed"]
+    code, result, _ = launched(fake, *words)
     assert code == 0
     rows = rows_by_key(result)
     assert list(rows) == LAUNCH_KEYS
@@ -403,11 +273,19 @@ def test_launches(fake):
     assert result["made_by"]["recommended"]["flags"] == "--fused-chunked-ce"
     auto, unfused, native, one, four = launches_so_far(fake)
     ends = "--bf16 --log-interval 1 --eval-iters 0 --exit-interval 5"
-    assert (unfused, auto) == (ends, f"{ends} --fused-chunked-ce")
+    assert (unfused, auto) == (ends, f"{ends} --fused-chunked-ce --fused-ce-merge packed")
     assert native == f"{ends} --cross-entropy-loss-fusion --cross-entropy-fusion-impl native"
-    assert four == f"{ends} {rows['recompute x 4']['flags']}" and one != four
+    assert four == f"{ends} {rows['recompute x 4']['flags']} --fused-ce-merge packed" and one != four
     assert rows["native"]["error"] == pytest.approx(1e-6 / 4.5, rel=0.05)
     assert rows["unfused"]["error"] is None
+    monkeypatch.setattr(sweep_report.pictures, "pyplot", lambda: None)
+    code, more, said = launched(fake, *words, options=["--chunks", "1", "4", "16"])
+    assert code == 0 and said.count("(kept; --fresh launches again)") == 5
+    assert "no picture (matplotlib is not installed)" in said
+    assert [line.split()[-3] for line in launches_so_far(fake)[5:]] == ["16"]
+    assert more["rows"][:5] == result["rows"]
+    launched(fake, *words, options=["--fresh", "--chunks", "4"])
+    assert len(launches_so_far(fake)) == 10
 
 
 @pytest.mark.parametrize(
@@ -419,42 +297,18 @@ def test_launches(fake):
         ("--idle", "the head was not fused", 1),
     ],
 )
-def test_a_launch_that_goes_wrong_is_a_row(fake, word, status, code):
-    came, result = launched(fake, word)
+def test_a_launch_that_goes_wrong_is_a_row_and_tried_again(fake, word, status, code):
+    came, result, _ = launched(fake, word, options=["--chunks", "4"])
     rows = rows_by_key(result)
     assert came == code
     bad = rows.pop("recompute x 4")
     assert bad["status"] == status and not bad["on_front"]
     assert all(r["status"] == "ok" for r in rows.values())
-
-
-def test_a_later_call_keeps_what_ran(fake, capsys):
-    launched(fake)
-    assert len(launches_so_far(fake)) == 5
-    _, first = launched(fake)
-    assert len(launches_so_far(fake)) == 5, "everything was there"
-    assert capsys.readouterr().out.count("(kept; --fresh launches again)") == 5
-    code, more = launched(fake, options=["--chunks", "1", "4", "16"])
-    assert code == 0 and launches_so_far(fake)[5:][0].endswith("--fused-ce-num-chunks 16")
-    assert more["rows"][:5] == first["rows"]
-    launched(fake, options=["--fresh"])
-    assert len(launches_so_far(fake)) == 11
-
-
-def test_a_launch_that_failed_is_tried_again(fake):
-    launched(fake, "--break")
-    assert len(launches_so_far(fake)) == 5
-    script = fake / "pretrain_gpt.py"
-    script.write_text(script.read_text().replace('raise RuntimeError("no kernel', '("'))
-    assert launched(fake, "--break")[0] == 0
-    assert len(launches_so_far(fake)) == 6
-
-
-def test_arguments_that_megatron_refuses_end_the_sweep(fake, capsys):
-    assert launched(fake, "--refused") == (2, {})
-    err = capsys.readouterr().err
-    assert "error: unrecognized arguments: --refused" in err and len(err.splitlines()) == 1
-    assert len(launches_so_far(fake)) == 1
+    if word == "--break":
+        script = fake / "pretrain_gpt.py"
+        script.write_text(script.read_text().replace('raise RuntimeError("no kernel', '("'))
+        assert launched(fake, word, options=["--chunks", "4"])[0] == 0
+        assert len(launches_so_far(fake)) == 5
 
 
 @pytest.mark.parametrize(
@@ -463,43 +317,14 @@ def test_arguments_that_megatron_refuses_end_the_sweep(fake, capsys):
         (["--save", "x"], "leave out --save: all launches would write to the same place"),
         (["--fused-ce-z-loss", "1e-4"], "leave out --fused-ce-z-loss: the stock launches have no"),
         (["--fused-ce-z-loss=1e-4"], "leave out --fused-ce-z-loss"),
+        (["--script", "pretrain_t5.py"], "has no pretrain_t5"),
+        (["--", "torchrun", "pretrain_gpt.py"], "from its first --option on"),
+        (["--refused"], "error: unrecognized arguments: --refused"),
     ],
 )
-def test_arguments_that_do_not_fit_a_sweep(fake, capsys, words, message):
-    assert launched(fake, *words) == (2, {})
-    err = capsys.readouterr().err
-    assert message in err and len(err.splitlines()) == 1
-    assert not (fake.parent / "launches.txt").exists()
-
-
-def test_words_that_are_no_arguments(fake):
-    settings = {"script": "pretrain_gpt.py", "nproc": 1, "device": "cpu"}
-    settings |= {"iterations": 5, "warmup": 2, "timeout_s": 9.0}
-    for words in ([], ["torchrun", "pretrain_gpt.py", "--bf16"]):
-        with pytest.raises(UsageError, match="from its first --option on"):
-            sweep_megatron.Launches.of(str(fake), words, **settings)
-    with pytest.raises(UsageError, match="has no pretrain_t5"):
-        sweep_megatron.Launches.of(str(fake), ["--bf16"], **settings | {"script": "pretrain_t5.py"})
-    kept = sweep_megatron.Launches.of(
-        str(fake), ["--bf16", "--fused-ce-merge", "packed", "--fused-chunked-ce"], **settings
-    )
-    assert kept.args == ("--bf16",) and kept.plugin_args == ("--fused-ce-merge", "packed")
-    flagged = kept.run_of(Cell("store", 2)).command
-    assert flagged.endswith("--fused-ce-num-chunks 2 --fused-ce-merge packed")
-    assert "--fused" not in kept.run_of(Cell("unfused")).command.split("pretrain_gpt.py")[1]
-
-
-@on_checkouts
-def test_through_a_real_megatron(checkout, tmp_path):
-    """TP 2 with sequence parallelism, gloo: losses agree with the stock launch's, peaks are unknown."""
-    args = cpu_case("plain").args
-    words = ["--through-megatron", checkout, "--device", "cpu", "--nproc", "2", "--out", str(tmp_path)]
-    words += ["--strategies", "store", "--chunks", "3", "--iterations", "3", "--warmup", "1"]
-    assert sweep_chunks.main([*words, "--", *args]) == 0
-    result = json.loads((tmp_path / "sweep.json").read_text())
-    rows = rows_by_key(result)
-    assert list(rows) == ["auto", "unfused", "native", "store x 3"]
-    assert all(r["time_ms"] > 0 and r["peak_mib"] is None for r in rows.values())
-    assert rows["store x 3"]["error"] <= result["made_by"]["loss_bound"]
-    assert "unknown" in (tmp_path / "sweep.md").read_text()
-    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+def test_arguments_that_do_not_fit_a_sweep(fake, words, message):
+    own = words[0] in ("--script", "--")
+    code, result, said = launched(fake, *words if not own else (), options=words if own else ())
+    last = said.splitlines()[-1]
+    assert (code, result) == (2, {}) and message in last
+    assert len(launches_so_far(fake)) == (words == ["--refused"]), "that alone Megatron has to say"
