@@ -48,12 +48,13 @@ from torch import Tensor
 
 from megatron_fused_ce.kernels.launch import Launch, ceil_div, next_power_of_2
 from megatron_fused_ce.kernels.records import DIVERGENCES, LN_2, LOG2_E, SERIES_UP_TO, LabelTerm, Side
-from megatron_fused_ce.kernels.row_kernels import _exp, relative
+from megatron_fused_ce.kernels.row_kernels import _exp, exact_exp, relative
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
 #: Columns that one program holds in registers at a time, and its warps: of 1024 and 2048 columns by 4 warps,
 #: 2048 and 4096 by 8, the fastest or within 2 % of it on an H200 (C = 8192, V = 128256, bf16).
 SUMS_BLOCK = 2048
+SUMS_BLOCK_FP32 = 1024  # whose terms take so many registers more
 SUMS_WARPS = 4
 GRADIENT_BLOCK = 2048
 GRADIENT_WARPS = 4
@@ -80,9 +81,9 @@ def _h(x):
 
 @triton.jit
 def _probability(shifted, lost, log_sum, EXACT: tl.constexpr):
-    """``exp(shifted + lost - log_sum)``, to :func:`._exp`'s precision."""
+    """``exp(shifted + lost - log_sum)``, to the precision of its exponential."""
     if EXACT:
-        p = _exp(shifted, True) * _exp(-log_sum, True)
+        p = exact_exp(shifted) * exact_exp(-log_sum)
         p += p * lost
     else:  # one multiply and add, and the hardware's exponential
         p = tl.exp2(shifted * _LOG2_E - log_sum * _LOG2_E)
@@ -127,7 +128,7 @@ def _mixture_at_top(at_top, log_m, beta, student_share):
     """Of the class where r is ``at_top`` and log(m / p_s) is ``log_m``: beta's share of m, the logarithm of
     the other's, and that of beta's plus r. Scalars."""
     beta, student_share = beta + 0.0 * at_top, student_share + 0.0 * at_top  # tensors, interpreted too
-    share = beta * _exp(-at_top, True)  # at most beta times V
+    share = beta * exact_exp(-at_top)  # at most beta times V
     share = share / tl.maximum(student_share + share, _SMALLEST_NORMAL)
     less = tl.where(share < 0.25, _log_series(-tl.minimum(share, 0.25)), _log(student_share) - log_m)
     return share, less, _log(beta) - log_m
@@ -140,9 +141,9 @@ def _log_mixture(x, share, log_less, log_more):
     log_less is log(1 - share); log_more, of each class, ``log(share) + x`` without the rounding of either.
     """
     near = tl.abs(x) <= _SERIES_UP_TO
-    y = share * tl.where(near, x + _h(x), _exp(tl.minimum(x, 40.0), True) - 1.0)
-    y = tl.where(x > 40.0, _exp(tl.minimum(log_more, 40.0), True), y)
-    apart = _exp(-tl.abs(log_more - log_less), True)
+    y = share * tl.where(near, x + _h(x), exact_exp(tl.minimum(x, 40.0)) - 1.0)
+    y = tl.where(x > 40.0, exact_exp(tl.minimum(log_more, 40.0)), y)
+    apart = exact_exp(-tl.abs(log_more - log_less))
     apart = tl.where(apart <= 0.25, _log_series(tl.minimum(apart, 0.25)), _log(1.0 + apart))
     far = tl.maximum(log_more, log_less) + apart
     return tl.where(tl.abs(y) <= 0.25, _log_series(tl.where(tl.abs(y) <= 0.25, y, 0.0)), far)
@@ -206,7 +207,7 @@ def _terms(
         of_both = student_share * p_s * _h(x_s) + (m - student_share * p_s) * _h(x_t)
         # Both sides' shares of -m log m.
         divergence = tl.where(near, of_both, -(m * log_m + of_smaller * distance))
-        divergence *= _exp(tl.maximum(s - student_log_sum, t - teacher_log_sum), True)
+        divergence *= exact_exp(tl.maximum(s - student_log_sum, t - teacher_log_sum))
     else:
         p_s, p_t, of_student, of_teacher = _mixture_of_rounded(
             s, t, student_log_sum, teacher_log_sum, beta, student_share
@@ -572,6 +573,7 @@ def divergence_sums(
     """
     num_rows, num_columns = student.logits.shape
     sums = student.top.new_empty((2, num_rows))
+    exact = torch.float32 in (student.logits.dtype, teacher.logits.dtype)
     _divergence_sums(
         (num_rows,),
         (
@@ -593,7 +595,7 @@ def divergence_sums(
             beta,
             1.0 - beta,
         ),
-        BLOCK=min(SUMS_BLOCK, next_power_of_2(num_columns)),
+        BLOCK=min(SUMS_BLOCK_FP32 if exact else SUMS_BLOCK, next_power_of_2(num_columns)),
         KIND=DIVERGENCES.index(kind),
         MASKED=valid_columns is not None,
         STUDENT_SOFTCAP=student.softcap is not None,

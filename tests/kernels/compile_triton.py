@@ -128,7 +128,12 @@ DIVERGENCES = {
     for kind in records.DIVERGENCES
     for dtype in ("bf16", "fp32")
     for name, launch, block, options in (
-        ("sums", divergence._divergence_sums, divergence.SUMS_BLOCK, _SIDES),
+        (
+            "sums",
+            divergence._divergence_sums,
+            divergence.SUMS_BLOCK if dtype == "bf16" else divergence.SUMS_BLOCK_FP32,
+            _SIDES,
+        ),
         (
             "gradients",
             divergence._divergence_gradients,
