@@ -54,9 +54,10 @@ from megatron_fused_ce.kernels.softcap import tanh_and_grad
 #: Columns that one program holds in registers at a time, and its warps: of 1024 and 2048 columns by 4 warps,
 #: 2048 and 4096 by 8, the fastest or within 2 % of it on an H200 (C = 8192, V = 128256, bf16).
 SUMS_BLOCK = 2048
-SUMS_BLOCK_FP32 = 1024  # whose terms take so many registers more
 SUMS_WARPS = 4
 GRADIENT_BLOCK = 2048
+#: Of either pass over fp32 logits, whose terms take so many registers more.
+FP32_BLOCK = 1024
 GRADIENT_WARPS = 4
 _FORWARD_KL = tl.constexpr(DIVERGENCES.index("forward_kl"))
 _JSD = tl.constexpr(DIVERGENCES.index("jsd"))
@@ -537,7 +538,8 @@ def _divergence_gradients_kernel(
     tl.store(out_ptr + row * out_stride + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-_divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS)
+#: Left alone, ptxas takes 96 registers and spills a few bytes.
+_divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS, maxnreg=128)
 _divergence_gradients = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS)
 
 
@@ -595,7 +597,7 @@ def divergence_sums(
             beta,
             1.0 - beta,
         ),
-        BLOCK=min(SUMS_BLOCK_FP32 if exact else SUMS_BLOCK, next_power_of_2(num_columns)),
+        BLOCK=min(FP32_BLOCK if exact else SUMS_BLOCK, next_power_of_2(num_columns)),
         KIND=DIVERGENCES.index(kind),
         MASKED=valid_columns is not None,
         STUDENT_SOFTCAP=student.softcap is not None,
@@ -623,7 +625,8 @@ def divergence_gradients(
     summation is fixed.
     """
     num_rows, num_columns = student.logits.shape
-    block = min(GRADIENT_BLOCK, next_power_of_2(num_columns))
+    exact = torch.float32 in (student.logits.dtype, teacher.logits.dtype)
+    block = min(FP32_BLOCK if exact else GRADIENT_BLOCK, next_power_of_2(num_columns))
     num_blocks = ceil_div(num_columns, block)
     unused = student.top
     parts = unused.new_empty((num_rows, num_blocks)) if with_sums else None

@@ -131,13 +131,13 @@ DIVERGENCES = {
         (
             "sums",
             divergence._divergence_sums,
-            divergence.SUMS_BLOCK if dtype == "bf16" else divergence.SUMS_BLOCK_FP32,
+            divergence.SUMS_BLOCK if dtype == "bf16" else divergence.FP32_BLOCK,
             _SIDES,
         ),
         (
             "gradients",
             divergence._divergence_gradients,
-            divergence.GRADIENT_BLOCK,
+            divergence.GRADIENT_BLOCK if dtype == "bf16" else divergence.FP32_BLOCK,
             (*_SIDES, "FACTOR", "WITH_SUMS", "LABEL"),
         ),
     )
