@@ -7,6 +7,7 @@ Both walk the rows in blocks, as :mod:`.rows_torch` does, in fp64. The formulas 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,14 @@ class _Pair(NamedTuple):
     r: Tensor  # log p_s - log p_t
     u: Tensor  # r, less what it is where the student's logit is the largest: exactly 0 there
     at_top: Tensor  # [rows, 1]: what it is there
+
+
+def _row_blocks(num_rows: int, num_columns: int) -> Iterator[slice]:
+    """At most a third of the rows at a time: fp64 of both sides beside each other is large."""
+    for block in row_blocks(num_rows, num_columns):
+        step = -(-(block.stop - block.start) // 3)
+        for start in range(block.start, block.stop, step):
+            yield slice(start, min(start + step, block.stop))
 
 
 def _pair(student: Side, teacher: Side, rows: slice, num_columns: int) -> _Pair:
@@ -109,7 +118,7 @@ def divergence_sums(
     num_rows, num_columns = _shape(student, teacher)
     sums = student.top.new_zeros((2, num_rows))
     masked = masked_columns(student.logits[:, :num_columns], valid_columns)
-    for rows in row_blocks(num_rows, num_columns):
+    for rows in _row_blocks(num_rows, num_columns):
         pair = _pair(student, teacher, rows, num_columns)
         sums[0, rows] = _row_sums(_terms(pair, kind, beta), masked)
         if kind != "forward_kl":
@@ -135,7 +144,7 @@ def divergence_gradients(
     num_rows, num_columns = _shape(student, teacher)
     sums = torch.empty_like(student.top) if with_sums else None
     masked = masked_columns(student.logits[:, :num_columns], valid_columns)
-    for rows in row_blocks(num_rows, num_columns):
+    for rows in _row_blocks(num_rows, num_columns):
         pair = _pair(student, teacher, rows, num_columns)
         if sums is not None:
             sums[rows] = _row_sums(_terms(pair, kind, beta), masked)

@@ -759,7 +759,7 @@ ROWS = {
     "autocast": Row(autocast, model={"dtype": torch.bfloat16}, bound=3e-2),
     "grad_in_forward": Row(loss_used_twice, options={"strategy": "grad_in_forward"}),
     "functional_call of the model": Row(functional),
-    "a parametrized weight": Row(parametrized),
+    "a parametrized weight": Row(parametrized, 0, 1, "parametrization of its output layer"),
     "a sharding's class": Row(another_class),
     "set up twice": Row(twice_set_up),
     # Models of other people around Megatron's.
