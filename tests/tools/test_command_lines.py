@@ -227,7 +227,9 @@ PAGES += sorted(path for path in (ROOT / "docs").rglob("*.md") if "benchmarks" n
 MODULES = {f"scripts.{name}": name for name in ("bench", "bench.commits", "bench.peers", "demo")}
 MODULES |= {f"scripts.runs.{name}": name for name in ("pretrain",)}
 MODULES |= {"scripts.dev.upstream_tests": "upstream_tests"}
-NOT_READ = {"scripts.dev.figures", "scripts.dev.bridge_heads", "scripts.dev.sanitize", "autoload"}
+NOT_READ = {"autoload"} | {
+    f"scripts.dev.{name}" for name in ("figures", "bridge_heads", "sanitize", "known_forms")
+}
 
 
 def named_commands() -> list[tuple[str, str, str]]:
