@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from megatron_fused_ce.adapter import forms
 from megatron_fused_ce.command_line import BILLION, number, whole
 from megatron_fused_ce.config import (
     LOGIT_PRECISION_CHOICES,
@@ -36,7 +37,7 @@ def _share(text: str) -> float:
 
 
 def _digest(text: str) -> str:
-    if len(text) != 16 or set(text) - set("0123456789abcdef"):
+    if not forms.is_digest(text):
         raise argparse.ArgumentTypeError(
             f"expected 16 hexadecimal digits, as the log names them, got {text!r}"
         )

@@ -91,6 +91,10 @@ def digest(function: ast.AST) -> str:
     return hashlib.sha256(_text(function).encode()).hexdigest()[:16]
 
 
+def is_digest(text: object) -> bool:
+    return re.fullmatch("[0-9a-f]{16}", str(text)) is not None
+
+
 def _text(node: Any) -> str:
     if isinstance(node, list):
         return f"[{' '.join(map(_text, node))}]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -64,7 +63,7 @@ def enable(
         ImportError: an imported Megatron or torch is too old, or Megatron lacks a patched function.
     """
     global _enabled_config, _enabled_log_accuracy, _enabled_deferred_logits, _enabled_trust
-    from megatron_fused_ce.adapter import import_hook
+    from megatron_fused_ce.adapter import forms, import_hook
 
     wrong = why_no_config(config)
     if wrong is not None:
@@ -76,7 +75,7 @@ def enable(
             "multiplier is taken over from it): leave it at 1"
         )
     digests = frozenset([trust] if isinstance(trust, str) else trust)
-    wrong_digest = next((text for text in digests if not re.fullmatch("[0-9a-f]{16}", str(text))), None)
+    wrong_digest = next((text for text in digests if not forms.is_digest(text)), None)
     if wrong_digest is not None:
         raise ValueError(
             f"trust takes digests of 16 hexadecimal digits, as the log names them, got {wrong_digest!r}"
