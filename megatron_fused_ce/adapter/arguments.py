@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.adapter import forms
@@ -196,9 +198,11 @@ def _add_advanced(group: argparse._ArgumentGroup) -> None:
 def refuse_options_without_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let ``parser`` end with an error where one of the other flags is not at its default without the flag.
 
-    Whatever the order of the words: they are looked at when all are parsed.
+    Whatever the order of the words: they are looked at when all are parsed, as are names in the file of
+    ``--yaml-cfg``, in whose place Megatron puts no command line.
     """
     parse: Any = parser.parse_known_args  # which parse_args calls
+    plain = add_arguments(argparse.ArgumentParser(add_help=False))  # a script may set other defaults
 
     def parse_known_args(*given: Any, **named: Any) -> Any:
         parsed, rest = parse(*given, **named)
@@ -207,14 +211,26 @@ def refuse_options_without_flag(parser: argparse.ArgumentParser) -> argparse.Arg
             for action in parser._actions
             if action.option_strings
             and action.option_strings[0].startswith(PREFIX)
-            and getattr(parsed, action.dest) != parser.get_default(action.dest)
+            and getattr(parsed, action.dest) != plain.get_default(action.dest)
         ]
+        in_file = _names_in(getattr(parsed, "yaml_cfg", None))
+        if in_file:
+            parser.error(f"--yaml-cfg: {', '.join(in_file)} has no effect there; give it on the command line")
         if beside and not parsed.fused_chunked_ce:
             parser.error(f"{', '.join(beside)}: no effect without {FLAG}; give that too, or leave it out")
         return parsed, rest
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     return parser
+
+
+def _names_in(file: str | None) -> list[str]:
+    """Names of this package's in a file of ``--yaml-cfg``, which Megatron reads and reports on."""
+    try:
+        text = Path(file).read_text() if file else ""
+    except (OSError, UnicodeError):
+        return []
+    return re.findall(r"^\s*(fused_(?:chunked_ce|ce_\w+))\s*:", text, re.MULTILINE)
 
 
 def config_from_args(args: Any) -> FusedCEConfig | None:

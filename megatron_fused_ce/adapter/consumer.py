@@ -12,10 +12,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 from megatron_fused_ce.adapter import forms
+from megatron_fused_ce.adapter.switch import trusted
 
 #: Known model classes, by name, since versions have them in different modules; subclasses count.
 MODELS = ("GPTModel", "HybridModel", "MambaModel")
@@ -43,6 +44,26 @@ def stock_of(key: str) -> Any:
     return found.__wrapped__ if takes_deferred(found) and hasattr(found, "__wrapped__") else found
 
 
+_watched: dict[str, forms.Watched] = {}
+
+
+def watch(config: Any, watched: forms.Watched) -> None:
+    """Remember what the loss of this config was when a head was adopted."""
+    _watched[forms.kind_of(config)] = watched
+
+
+def why_changed(config: Any) -> str:
+    """Why a head of this config may have another loss by now; empty if nothing of it was replaced since."""
+    kind = forms.kind_of(config)
+    if kind not in _watched:  # a model that another process built
+        unknown, _watched[kind] = forms.look_at(config, trusted(), stock_of)
+        if unknown:
+            del _watched[kind]
+            return forms.why_not_own(unknown) or forms.in_words(unknown, "was edited")
+    changed = _watched[kind].changed()
+    return f"{changed} was replaced or edited after the model was built" if changed else ""
+
+
 def learn(model_class: type) -> None:
     """Remember the functions that call the head of ``model_class``."""
     for cls in model_class.__mro__:
@@ -63,12 +84,15 @@ def _megatrons(function: Callable[..., Any] | None) -> CodeType | None:
 
 
 def is_megatrons(function: Any) -> bool:
-    """Whether a function is written in Megatron's core, and nothing is wrapped around it but torch's own."""
-    function = getattr(function, "__func__", function)
-    written_in = getattr(function, "__globals__", {}).get("__name__", "")
-    if written_in == "torch.amp.autocast_mode":  # custom_fwd and custom_bwd
-        written_in = getattr(function, "__wrapped__", function).__globals__.get("__name__", "")
-    return str(written_in).startswith("megatron.core.")
+    """Whether a function is written in Megatron's core, and nothing is wrapped around it."""
+    function = _function(function)
+    return function is not None and str(function.__globals__.get("__name__", "")).startswith("megatron.core.")
+
+
+def _function(found: Any) -> FunctionType | None:
+    """The function of a method; None of anything else, as a proxy that passes on another's attributes."""
+    found = found.__func__ if type(found) is MethodType else found
+    return found if type(found) is FunctionType else None
 
 
 def is_plain_forward(forward: Any) -> bool:
@@ -78,7 +102,8 @@ def is_plain_forward(forward: Any) -> bool:
 
 def takes_deferred(loss: Any) -> bool:
     """Whether this ``compute_language_model_loss`` is the patched one, with nothing wrapped around it."""
-    return getattr(getattr(loss, "__func__", loss), "__code__", None) in _losses
+    function = _function(loss)
+    return function is not None and function.__code__ in _losses
 
 
 def why_unknown(caller: FrameType) -> str:

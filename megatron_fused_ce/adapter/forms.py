@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType
+from functools import lru_cache
+from operator import attrgetter
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 _CORE = "megatron.core."
@@ -59,22 +61,35 @@ LOOKED_AT = {
 }
 
 
+#: Modules of Megatron's whose functions these call without changing a loss: for what is read from there it is
+#: enough that it is what was defined there. Transformer Engine's loss is trusted.
+_HELPERS = {
+    _MAPPINGS,
+    f"{_CORE}extensions.transformer_engine",
+    *(
+        f"{_CORE}{module}"
+        for module in ("parallel_state", "tensor_parallel.utils", "transformer.enums", "utils")
+    ),
+}
+_LOOKED_AT = {f"{module}:{name}" for module, names in LOOKED_AT.items() for name in names}
+_LIBRARIES = {"apex", "torch", "transformer_engine", *sys.stdlib_module_names}
+#: Loss -> the name by which ``compute_language_model_loss`` calls it; of :func:`kind_of`.
+_LOSSES = {
+    "": "vocab_parallel_cross_entropy",
+    "native": "fused_vocab_parallel_cross_entropy",
+    "te": "te_parallel_cross_entropy",
+}
+
+
 def is_of_layer(key: str) -> bool:
     """Whether a looked-at function makes logits, not a loss of them."""
     return key.startswith((_LAYERS, _MAPPINGS))
 
 
-def keys_for(config: Any) -> Iterator[str]:
-    """The looked-at functions, ``module:qualname``, by which this config would compute a head's loss."""
+def kind_of(config: Any) -> str:
+    """Megatron's loss for this config: native, te, or empty for the one that is not fused."""
     fused = getattr(config, "cross_entropy_loss_fusion", False)
-    kind = getattr(config, "cross_entropy_fusion_impl", "native") if fused else ""
-    for module, names in LOOKED_AT.items():
-        if module == RL or (module == _NATIVE and kind != "native"):
-            continue
-        for name in names:
-            shared = name.startswith("VocabParallelCrossEntropy.") and kind == "native"
-            if module != _CROSS_ENTROPY or shared or not kind:
-                yield f"{module}:{name}"
+    return str(getattr(config, "cross_entropy_fusion_impl", "native")) if fused else ""
 
 
 # --- digests ---------------------------------------------------------------------------------------
@@ -192,55 +207,66 @@ class Form(NamedTuple):
         return self.key.replace(":", ".")
 
 
-_forms: dict[tuple[str, CodeType], Form] = {}
-
-
 def form_of(key: str, function: Any, module: str = "") -> Form:
     """Of the function that runs in the place of ``key``, by its source; of another ``module`` in tests."""
-    function = getattr(function, "__func__", function)
-    wrappers = 0
-    while _module(function).startswith("torch.") and hasattr(function, "__wrapped__"):
-        function, wrappers = function.__wrapped__, wrappers + 1  # custom_fwd, torch.compile
+    inner, wrappers = _inner(function)
     module = module or key.partition(":")[0]
-    plain = isinstance(function, FunctionType) and set(function.__code__.co_freevars) <= {"__class__"}
-    if not plain or _module(function) != module or hasattr(function, "__wrapped__"):
+    plain = type(inner) is FunctionType and set(inner.__code__.co_freevars) <= {"__class__"}
+    if not plain or not _is_of(inner, module) or hasattr(inner, "__wrapped__"):
         return Form(key, f"{where(function)} stands in its place")
-    known = _forms.get((key, function.__code__))
-    if known is None or known.strange:
-        known = _forms[key, function.__code__] = _read(key, function)
-    if known.strange:
-        return known
-    node = _tree(function)
-    if not _has_defaults(function, node.args):
+    try:
+        node = _written(inner.__code__)
+    except (OSError, SyntaxError, ValueError):
+        return Form(key, f"its source cannot be read ({inner.__code__.co_filename})")
+    if node is None:
+        return Form(key, f"its code is not what {inner.__code__.co_filename} says")
+    if not _has_defaults(inner, node.args):
         return Form(key, "its defaults were changed")
     if wrappers > sum(getattr(d, "id", "") != "staticmethod" for d in node.decorator_list):
         return Form(key, "it is wrapped by torch's functions")
-    return known
-
-
-def _read(key: str, function: FunctionType) -> Form:
-    try:
-        node = _tree(function)
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return Form(key, f"its source cannot be read ({function.__code__.co_filename})")
     return Form(key, "", digest(node), frozenset(read_names(node)))
 
 
-_trees: dict[CodeType, ast.FunctionDef] = {}
+def _inner(function: Any) -> tuple[Any, int]:
+    """The function under a method and under what torch wraps around it, and the number of such wrappers."""
+    if type(function) in (MethodType, staticmethod, classmethod):
+        function = function.__func__
+    wrappers = 0
+    while (
+        type(function) is FunctionType  # a proxy would pass another's attributes on
+        and _module(function).startswith("torch.")  # custom_fwd, torch.compile
+        and hasattr(function, "__wrapped__")
+    ):
+        function, wrappers = function.__wrapped__, wrappers + 1
+    return function, wrappers
 
 
-def _tree(function: FunctionType) -> ast.FunctionDef:
-    code = function.__code__
-    if code not in _trees:
-        if code.co_filename.startswith("<"):  # for which inspect shows the module's lines
-            raise OSError("not from a file")
-        source = inspect.getsource(function)
-        node = ast.parse(f"if 1:\n{source}" if source[0].isspace() else source).body[0]
-        node = node.body[0] if isinstance(node, ast.If) else node
-        if not isinstance(node, ast.FunctionDef):
-            raise SyntaxError("no function")
-        _trees[code] = node
-    return _trees[code]
+def _is_of(function: FunctionType, module: str) -> bool:
+    return function.__globals__ is vars(sys.modules.get(module, sys))
+
+
+@lru_cache(maxsize=64)
+def _file(name: str) -> tuple[ast.Module, CodeType]:
+    with tokenize.open(name) as file:
+        text = file.read()
+    return ast.parse(text), compile(text, name, "exec", dont_inherit=True)
+
+
+@lru_cache(maxsize=1024)
+def _written(code: CodeType) -> ast.FunctionDef | None:
+    """The definition in a code's file of which it was compiled; None where the file has another there."""
+    tree, whole = _file(code.co_filename)
+    compiled = [whole]
+    for each in compiled:  # which grows
+        compiled += [part for part in each.co_consts if isinstance(part, CodeType)]
+    if code not in compiled:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+            if first == code.co_firstlineno:
+                return node
+    return None
 
 
 def _has_defaults(function: FunctionType, written: ast.arguments) -> bool:
@@ -255,7 +281,9 @@ def _has_defaults(function: FunctionType, written: ast.arguments) -> bool:
 
 
 def _module(function: Any) -> str:
-    return str(getattr(function, "__globals__", {}).get("__name__", ""))
+    if type(function) is FunctionType:
+        return str(function.__globals__.get("__name__", ""))
+    return str(getattr(function, "__module__", ""))
 
 
 def where(function: Any) -> str:
@@ -289,17 +317,138 @@ def is_known(form: Form, trusted: frozenset[str]) -> bool:
     return form.digest in known_forms.FORMS.get(module, {}).get(name, {}) or form.digest in trusted
 
 
-def unknown(
-    keys: Iterable[str], trusted: frozenset[str], stock: Callable[[str], Any] = running
-) -> list[Form]:
-    """The functions that run without a known form.
+class Watched:
+    """What functions were, and what the names that they read stood for, when they were looked at."""
+
+    def __init__(self, read: dict[Any, set[str]]) -> None:
+        """``read``: modules, classes and functions, each with names of attributes."""
+        self._read = [(owner, attrgetter(*sorted(names)), sorted(names)) for owner, names in read.items()]
+        self._before = [get(owner) for owner, get, _ in self._read]
+
+    def changed(self) -> str:
+        """What was replaced or edited since, empty if nothing was. Asked at every call of a head."""
+        for (owner, get, names), before in zip(self._read, self._before, strict=True):
+            if get(owner) != before:  # the same objects compare fast
+                now = [getattr(owner, name) for name in names]
+                pairs = zip(names, now, before if len(names) > 1 else [before], strict=True)
+                name = next((name for name, found, was in pairs if found != was), names[0])
+                module = getattr(owner, "__module__", "")
+                return f"{module}{'.' * bool(module)}{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+        return ""
+
+
+def look_at(
+    config: Any, trusted: frozenset[str], stock: Callable[[str], Any] = running
+) -> tuple[list[Form], Watched]:
+    """The functions without a known form by which this config would compute a head's loss.
+
+    It begins with the loss and the layer's forward and goes on through what they read, so that it sees what
+    runs, wherever it is defined.
 
     Args:
         trusted: digests that the user vouches for.
         stock: finds the function of a key, under what this package has put in its place.
+
+    Returns:
+        them, and what would have to change for others to run.
     """
-    found = [form_of(key, function) for key in keys if (function := stock(key)) is not None]
-    return [form for form in found if form.strange or not is_known(form, trusted)]
+    layer, forwards = f"{_LAYERS}:ColumnParallelLinear", ("forward", "_forward_impl")
+    waiting = [(key, stock(key)) for key in (LOSS, *(f"{layer}.{name}" for name in forwards))]
+    others = {name for kind, name in _LOSSES.items() if kind != kind_of(config)}
+    read: dict[Any, set[str]] = {running(layer): set(forwards)}
+    seen, unknown = set[int](), list[Form]()
+    for key, function in waiting:  # which grows
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        form = form_of(key, function)
+        if form.strange or not is_known(form, trusted):
+            unknown.append(form)
+        if form.strange:
+            continue
+        inner = _inner(function)[0]
+        read[inner] = {"__code__", "__defaults__"}
+        for chain in _chains(inner):
+            if chain[-1] not in others:
+                waiting += _read_by(inner, chain, read)
+    return unknown, Watched(read)
+
+
+def _chains(function: FunctionType) -> set[tuple[str, ...]]:
+    """Names of its module that a function reads, each with the attributes that it reads of it."""
+    node = _written(function.__code__)
+    assert node is not None
+    body = [part for line in (node.args, *node.body) for part in _walk(line)]
+    own = {part.arg for part in body if isinstance(part, ast.arg)}
+    own |= {part.id for part in body if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load)}
+    chains = set()
+    for part in body:
+        attributes: list[str] = []
+        while isinstance(part, ast.Attribute):
+            attributes.insert(0, part.attr)
+            part = part.value
+        if isinstance(part, ast.Name) and part.id in function.__globals__ and part.id not in own:
+            chains.add((part.id, *attributes))
+    return chains
+
+
+def _read_by(
+    function: FunctionType, chain: tuple[str, ...], read: dict[Any, set[str]]
+) -> Iterator[tuple[str, Any]]:
+    """The functions of Megatron's that a name stands for, with their keys, and what is none of its."""
+    reader = _module(function)
+    owner: Any = sys.modules[reader]
+    for depth, name in enumerate(chain, 1):
+        place = f"{reader}:{'.'.join(chain[:depth])}"
+        found = getattr(owner, name, None)
+        if hasattr(owner, name):
+            read.setdefault(owner, set()).add(name)
+        if type(found) is not ModuleType:
+            break
+        if sys.modules.get(found.__name__) is not found:
+            yield place, found
+        if not found.__name__.startswith(_CORE[:-1]):
+            return
+        owner = found
+    if isinstance(found, type):
+        yield from _methods(found, place, read, chain[depth:])
+    elif callable(found) or depth < len(chain):
+        inner, _ = _inner(found)
+        key = f"{_module(inner)}:{getattr(inner, '__qualname__', '')}"
+        if type(inner) is FunctionType and key.startswith(_CORE):
+            if _module(inner) not in _HELPERS or key in _LOOKED_AT:
+                yield key, found
+            elif running(key) is not found:
+                yield place, found
+        elif not _is_library(inner):
+            yield place, found
+
+
+def _methods(
+    found: type, place: str, read: dict[Any, set[str]], attributes: Iterable[str]
+) -> Iterator[tuple[str, Any]]:
+    """The functions of the class at ``place``, with their keys; the class if it is none of Megatron's."""
+    if _is_library(found):
+        return
+    if running(f"{found.__module__}:{found.__qualname__}") is not found:
+        yield place, found
+    names = read.setdefault(found, set())
+    names.update(attributes)
+    for cls in found.__mro__:
+        for name, value in () if _is_library(cls) else vars(cls).items():
+            is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
+            key = f"{cls.__module__}:{cls.__qualname__}.{name}"
+            if not is_method or isinstance(value, type):
+                continue
+            names.add(name)
+            if cls.__module__ not in _HELPERS or key in _LOOKED_AT:
+                yield key if key.startswith(_CORE) else place, value
+
+
+def _is_library(found: Any) -> bool:
+    """Whether something is torch's, Python's, or of the libraries that Megatron's layers call."""
+    modules = type(found).__module__, getattr(found, "__module__", None) or "builtins"
+    return all(module.partition(".")[0] in _LIBRARIES for module in modules)
 
 
 def why_not_own(forms: list[Form]) -> str:

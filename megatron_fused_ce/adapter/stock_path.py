@@ -48,13 +48,20 @@ def reason_at_build(model: Any, megatron_args: Any, joined: bool = False) -> str
     (:class:`.parallel.InStep`), if need be after one :mod:`.trial`.
     """
     reason = _reason_at_build(model, megatron_args, joined)
-    version = layout.core_version()
-    is_released = forms.is_released(version)
-    if reason is not None and is_released:
+    if reason is not None and forms.is_released(layout.core_version()):
         return reason
-    unknown = forms.unknown(forms.keys_for(model.config), trusted(), consumer.stock_of)
+    unknown, watched = forms.look_at(model.config, trusted(), consumer.stock_of)
+    reason = _why_unknown_code(model, unknown, reason)
+    if reason is None:
+        consumer.watch(model.config, watched)
+    return reason
+
+
+def _why_unknown_code(model: Any, unknown: list[forms.Form], reason: str | None) -> str | None:
+    """``reason``, or why functions without a known form are not taken for known ones."""
+    version = layout.core_version()
     reason = reason or forms.why_not_own(unknown) or None
-    if is_released:
+    if forms.is_released(version):
         return reason or (
             forms.in_words(unknown, f"of megatron-core {version} was edited") if unknown else None
         )
@@ -329,9 +336,12 @@ def reason_at_call(
     rows = layer.output_size_per_partition
     if len(weight) != rows and not deferred_logits.is_fsdp(weight):
         return f"its weight has {len(weight)} rows, and its layer was built for {rows}"
-    for function in _replaceable(layer):
+    for function in (layer._forward_impl, layer.stock_forward):
         if not consumer.is_megatrons(function):
             return f"{name_of(function)} stands in the place of one of Megatron's functions"
+    changed = consumer.why_changed(getattr(layer, "config", None))
+    if changed:
+        return changed
     hooked = _why_hooked(layer)
     if hooked:
         return hooked
@@ -374,27 +384,6 @@ def refuse_processor(layer: Any, adopted: bool) -> None:
 
 def _config_logger_on(config: Any) -> bool:
     return bool(getattr(config, "config_logger_dir", ""))
-
-
-def _replaceable(layer: Any) -> Iterator[Any]:
-    """What would compute the logits and the loss without the flag, where somebody may have replaced it."""
-    from megatron.core import tensor_parallel
-    from megatron.core.models.common.language_module import language_module
-
-    layers = tensor_parallel.layers
-    yield from (tensor_parallel.ColumnParallelLinear.forward, layer._forward_impl, layer.stock_forward)
-    yield from (layers.linear_with_grad_accumulation_and_async_allreduce, layers.linear_with_frozen_weight)
-    yield layers.copy_to_tensor_model_parallel_region
-    gemms = layers.LinearWithGradAccumulationAndAsyncCommunication
-    yield from (gemms.forward, gemms.backward)
-    config: Any = getattr(layer, "config", None)
-    if not getattr(config, "cross_entropy_loss_fusion", False):
-        yield tensor_parallel.vocab_parallel_cross_entropy
-        in_parts = tensor_parallel.cross_entropy
-        yield from (in_parts._VocabParallelCrossEntropy.forward, in_parts._VocabParallelCrossEntropy.backward)
-        yield from filter(callable, vars(in_parts.VocabParallelCrossEntropy).values())
-    elif config.cross_entropy_fusion_impl == "native":
-        yield language_module.fused_vocab_parallel_cross_entropy
 
 
 def _hooks(module: Any) -> Iterator[tuple[str, Any]]:

@@ -17,9 +17,11 @@ from megatron_fused_ce.adapter import forms
 from megatron_fused_ce.adapter.forms import Form
 from megatron_fused_ce.parallel import InStep
 
-#: Sequence, batch, rows of a rank's part of the vocabulary, hidden size.
+#: Sequence, batch, rows of a rank's part of the vocabulary in a trial of the layer, hidden size.
 _SEQUENCE, _BATCH, _ROWS, _HIDDEN = 8, 3, 24, 16
-#: Largest error of an fp32 loss and gradient; relative, of a gradient that is rounded to bf16.
+#: The same in a trial of a loss: those of the head, up to so many.
+_MOST_ROWS = 8192
+#: Largest error of an fp32 loss and gradient, relative above 1; of a gradient rounded to bf16, relative.
 _ROUNDING, _OF_BF16 = 2.0**-18, 2.0**-8
 _TE = "megatron.core.extensions.transformer_engine"
 
@@ -130,25 +132,29 @@ def _compare(
     for what, ours, theirs, bound in zip(
         ("values", "gradient"), made, expected, (bound_of_values, of_gradient), strict=True
     ):
-        error = (ours.cpu().double() - theirs.cpu().double()).abs().max().item()
+        ours, theirs = ours.cpu().double(), theirs.cpu().double()
+        error = ((ours - theirs).abs() / theirs.abs().clamp(min=1.0)).max().item()
         if not error <= bound:  # NaN too
             raise _Unequal(f"its {what} differ by {error:.1e} on a trial")
 
 
 def _try_loss(loss: Callable[..., Any], model: Any, group: Any, device: torch.device) -> None:
     num_ranks = 1 if group is None else group.size()
-    start = 0 if group is None else group.rank() * _ROWS
+    num_rows = min(model.output_layer.output_size_per_partition, _MOST_ROWS)
+    start = 0 if group is None else group.rank() * num_rows
     config = model.config
     kind = config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else ""
     generator = torch.Generator("cpu").manual_seed(1)
-    shape = (_SEQUENCE, _BATCH, num_ranks * _ROWS)
-    logits = torch.randn(shape, generator=generator, device="cpu").mul(2).bfloat16().float()
+    shape = (_SEQUENCE, _BATCH, num_ranks * num_rows)
+    logits = torch.randn(shape, generator=generator, device="cpu").mul(2)
+    logits[_SEQUENCE // 2 :] *= 30.0  # a clip of logits, say, is seen there alone
+    logits = logits.bfloat16().float()
     labels = torch.randint(0, shape[-1], (_BATCH, _SEQUENCE), generator=generator, device="cpu")
     upstream = torch.randn(_BATCH, _SEQUENCE, generator=generator, device="cpu")
     labels[0, 0] = labels[1, -1] = -100
     if kind != "te":  # whose loss of these two is not defined
         labels[0, 1], labels[2, 3] = -1, shape[-1]
-    mine = slice(start, start + _ROWS)
+    mine = slice(start, start + num_rows)
     given, by = labels.to(device), upstream.to(device)
     of_te: Any = getattr(sys.modules.get(_TE), "te_parallel_cross_entropy", None)
     whole = _gradient(lambda x: _plain(x, labels), logits.double(), upstream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import pickle
@@ -606,6 +607,29 @@ def test_launch_refuses_options_without_the_flag(tmp_path):
     for fine in ((*ALONE, "--fused-chunked-ce"), ("--fused-chunked-ce", *ALONE), ALONE[-2:]):
         done = run_python(*launch, *fine)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("defaults", "file", "line", "words"),
+    [
+        ({"fused_ce_z_loss": 1e-4}, "", "", "--fused-ce-z-loss: no effect without"),
+        ({"fused_ce_z_loss": 1e-4}, "", "--fused-chunked-ce", ""),
+        ({}, "fused_ce_z_loss: 1e-4\n", "--fused-chunked-ce", "fused_ce_z_loss has no effect there"),
+        ({}, "model:\n  fused_chunked_ce: true\n", "", "fused_chunked_ce has no effect there"),
+        ({}, "lr: 1 # fused_ce_z_loss: 1\n", "", ""),
+    ],
+)
+def test_options_of_a_script_and_of_a_file(defaults, file, line, words, tmp_path, capsys):
+    """Defaults that a script sets count as given; Megatron reads a file and tells nobody what it left out."""
+    yaml = tmp_path / "model.yaml"
+    yaml.write_text(file)
+    parser = arguments.add_arguments(argparse.ArgumentParser())
+    parser.add_argument("--yaml-cfg")
+    parser = arguments.refuse_options_without_flag(parser)
+    parser.set_defaults(**defaults)
+    with pytest.raises(SystemExit) if words else contextlib.nullcontext():
+        parser.parse_args([*line.split(), "--yaml-cfg", str(yaml)])
+    assert words in capsys.readouterr().err
 
 
 def test_without_the_package_the_flag_is_unknown(tmp_path):

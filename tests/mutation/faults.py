@@ -972,8 +972,8 @@ FAULTS = (
     Fault(
         "a decorated function passes for Megatron's",
         f"{PACKAGE}/adapter/consumer.py",
-        '    written_in = getattr(function, "__globals__", {})',
-        '    written_in = getattr(inspect.unwrap(function), "__globals__", {})',
+        "    return found if type(found) is FunctionType else None",
+        "    return inspect.unwrap(found) if type(found) is FunctionType else None",
         (f"{SEAMS} -k 'decorated and 2ranks'",),
     ),
     Fault(
@@ -986,7 +986,7 @@ FAULTS = (
     Fault(
         "what is replaced beneath Megatron's product is not looked at",
         f"{PACKAGE}/adapter/stock_path.py",
-        "    yield layers.copy_to_tensor_model_parallel_region\n",
+        "    if changed:\n        return changed\n",
         "",
         (f"{SEAMS} -k 'beneath and 2ranks'",),
     ),

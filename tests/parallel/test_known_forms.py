@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import io
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,10 +238,156 @@ def trust_it(rank: Rank, said: str, off: Any) -> None:
     assert (fused["loss"] - off["loss"]).abs() > 1e-3, "the z-loss is gone, as the user said"
 
 
-# --- a Megatron that is newer than the table -------------------------------------------------------
+# --- what the loss reads, wherever it was put ------------------------------------------------------
+
+
+class Around:
+    """A callable that passes on the attributes of what it calls, as those of wrapt do."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return 2 * self.inner(*given, **named)
+
+
+class Space:
+    """A module with one name replaced."""
+
+    def __init__(self, inner: Any, **names: Any) -> None:
+        self.inner = inner
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class DoubledStep:
+    @staticmethod
+    def calculate_cross_entropy_loss(exp_logits, predicted_logits, sum_exp_logits):
+        loss = 2 * (sum_exp_logits.log() - predicted_logits)
+        return exp_logits.div_(sum_exp_logits.unsqueeze(dim=-1)), loss
+
+
+def at_its_place(modules: Any) -> Any:
+    """A step with the file, the line and the names of Megatron's, and another body."""
+    code = modules.in_parts.VocabParallelCrossEntropy.calculate_cross_entropy_loss.__code__
+    text = textwrap.dedent(inspect.getsource(DoubledStep).partition("\n")[2])
+    compiled = compile("\n" * (code.co_firstlineno - 1) + text, code.co_filename, "exec")
+    made: dict[str, Any] = {}
+    exec(compiled, vars(modules.in_parts), made)  # noqa: S102
+    return made["calculate_cross_entropy_loss"]
+
+
+def in_another_file(modules: Any) -> Any:
+    """What a fork's package imports in the place of Megatron's loss, from a file of the core's own."""
+    module = types.ModuleType(f"{modules.parallel.__name__}.own_cross_entropy")
+    sys.modules[module.__name__] = module
+    vars(module)["stock"] = modules.in_parts.vocab_parallel_cross_entropy
+    exec("def vocab_parallel_cross_entropy(*given, **named): return 2 * stock(*given, **named)", vars(module))  # noqa: S102
+    return module.vocab_parallel_cross_entropy  # type: ignore[attr-defined]
+
+
+def in_te(modules: Any) -> Any:
+    """A user's, where there is no Transformer Engine."""
+    stock = modules.in_parts.vocab_parallel_cross_entropy
+    return lambda logits, labels, *_: 2 * stock(logits.float(), labels)
+
+
+def doubled(stock: Any) -> Any:
+    return lambda *given, **named: 2 * stock(*given, **named)
+
+
+def modules_of_the_loss() -> Any:
+    from megatron.core import tensor_parallel
+    from megatron.core.fusions import fused_cross_entropy
+    from megatron.core.models.common.language_module import language_module
+
+    return types.SimpleNamespace(
+        parallel=tensor_parallel, in_parts=tensor_parallel.cross_entropy, layers=tensor_parallel.layers,
+        native=fused_cross_entropy, loss=language_module,
+    )  # fmt: skip
 
 
 NATIVE = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+TE = {**NATIVE, "cross_entropy_fusion_impl": "te"}
+#: What users put where the loss or the layer reads it: config; who owns the name; the name; what comes there.
+READ: dict[str, tuple[dict[str, str], Any, str, Any]] = {
+    "a proxy": ({}, lambda m: m.parallel, "vocab_parallel_cross_entropy", Around),
+    "a fork's file": ({}, lambda m: m.parallel, "vocab_parallel_cross_entropy", in_another_file),
+    "the package": (
+        {}, lambda m: m.loss, "tensor_parallel",
+        lambda m: Space(m, vocab_parallel_cross_entropy=doubled(m.vocab_parallel_cross_entropy)),
+    ),
+    "torch": ({}, lambda m: m.in_parts, "torch", lambda m: Space(m, log=doubled(m.log))),
+    "apply": ({}, lambda m: m.in_parts._VocabParallelCrossEntropy, "apply", doubled),
+    "defaults": (
+        {}, lambda m: m.in_parts.vocab_parallel_cross_entropy, "__defaults__", lambda d: (0.3, *d[1:])
+    ),
+    "code": (
+        {}, lambda m: m.in_parts.VocabParallelCrossEntropy.calculate_cross_entropy_loss, "__code__",
+        lambda _: DoubledStep.calculate_cross_entropy_loss.__code__,
+    ),
+    "code at its place": (
+        {}, lambda m: m.in_parts.VocabParallelCrossEntropy, "calculate_cross_entropy_loss", at_its_place
+    ),
+    "a subclass": (
+        {}, lambda m: m.in_parts, "VocabParallelCrossEntropy",
+        lambda cls: type(cls.__name__, (DoubledStep, cls), {"__module__": cls.__module__}),
+    ),
+    "native": (NATIVE, lambda m: m.loss, "fused_vocab_parallel_cross_entropy", doubled),
+    "native's step": (
+        NATIVE, lambda m: m.native, "calculate_logits_max",
+        lambda stock: lambda logits: [2 * part for part in stock(logits)],
+    ),
+    "te": (TE, lambda m: m.loss, "te_parallel_cross_entropy", in_te),
+    "the product": ({}, lambda m: m.layers, "linear_with_grad_accumulation_and_async_allreduce", Around),
+}  # fmt: skip
+
+
+@on_ranks(of_core(2, INSTALLED), of_core(2, NEWEST))
+@pytest.mark.parametrize("when", ["before the model is built", "after"])
+@pytest.mark.parametrize("name", READ)
+def test_what_the_loss_reads_is_looked_at(rank: Rank, name, when):
+    have_groups(rank.size)
+    config, owner_of, attribute, make = READ[name]
+    modules = modules_of_the_loss()
+    owner = owner_of(modules)
+    stock = getattr(owner, attribute, None)
+    takes_modules = make in (at_its_place, in_another_file, in_te)
+    with pytest.MonkeyPatch.context() as patch:
+        made = make(modules if takes_modules else stock)
+
+        def change(_: Any = None) -> None:
+            patch.setattr(
+                owner, attribute, staticmethod(made) if isinstance(owner, type) else made, raising=False
+            )
+
+        model = Model(extra=config)
+        if name != "te":
+            plain, seen, _ = run(rank, True, model=model)
+            assert seen == (1, 0)
+        if when != "after":
+            change()
+        off, _, _ = run(rank, False, change, model=model)
+        patch.undo()
+        if when != "after":
+            change()
+        on, seen, said = run(rank, True, change, model=model)
+    assert seen == (0, 0), said
+    assert_same(on, off)
+    if name != "te":
+        assert (off["loss"] - plain["loss"]).abs() > 1e-3, "it changes nothing"
+    words = (
+        "was replaced or edited after the model was built" if when == "after" else "stays on Megatron's own"
+    )
+    assert rank.rank or words in said, said
+
+
+# --- a Megatron that is newer than the table -------------------------------------------------------
 
 
 @on_ranks(*CORES, of_core(1, NEWEST))

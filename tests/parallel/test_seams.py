@@ -876,13 +876,13 @@ ROWS = {
         0, 1, "stands in the place of",
     ),
     "Megatron's cross entropy replaced": Row(
-        replaced(cross_entropy, halved), 0, 1, "stands in the place of"
+        replaced(cross_entropy, halved), 0, 1, "was replaced"
     ),
     "a part of Megatron's cross entropy replaced": Row(
-        part_of_cross_entropy_replaced, 0, 1, "stands in the place of"
+        part_of_cross_entropy_replaced, 0, 1, "was replaced"
     ),
     "a function beneath Megatron's product replaced": Row(
-        replaced(copy_to_region, lambda stock, *a, **k: 2 * stock(*a, **k)), 0, 1, "stands in the place of"
+        replaced(copy_to_region, lambda stock, *a, **k: 2 * stock(*a, **k)), 0, 1, "was replaced"
     ),
     "a bias given later": Row(with_a_bias, 0, 1, "a bias"),
     "grad_hidden not reduced any more": Row(
