@@ -140,8 +140,8 @@ def peaked(z, column):
     return z
 
 
-def pair(what, device, num_columns=2111, num_rows=5):
-    """Logits of a student and a teacher, fp32."""
+def pair(what, device, num_columns=1100, num_rows=2):
+    """Logits of a student and a teacher, fp32: a whole block of FP32_BLOCK, and a part of one."""
     generator = torch.Generator().manual_seed(num_columns)
     z, noise = 3 * torch.randn(2, num_rows, num_columns, generator=generator)
     columns = torch.arange(num_columns)
@@ -226,8 +226,8 @@ def test_any_number_of_columns(rows, kind, beta, num_columns, device):
 def test_padding_and_widths(rows, kind, beta, device):
     """Padding of NaN and infinities is never read for a result; the teacher's matrix has another width."""
     student, teacher = pair("related", device)
-    for valid in (1024, 2000):
-        for width in (valid, valid + 7, 2100):
+    for valid, widths in ((1024, (1024, 1031)), (1090, (1090, 1099))):
+        for width in widths:
             wide = teacher.new_full((teacher.shape[0], width), nan)
             wide[:, :valid] = teacher[:, :valid]
             padded = student.clone()
@@ -266,7 +266,7 @@ def test_scales_and_softcaps(rows, kind, beta, caps, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_in_place(rows, kind, beta, dtype, out_dtype, device):
     """Any of logits and gradients, the sides' own too; in place where they are the same."""
-    z = pair("related", device)
+    z = pair("related", device, 2111)  # blocks of 2048 where no side is fp32
     for teacher_dtype in {dtype, torch.float32}:
         student, teacher = as_sides(z[0].to(dtype), z[1].to(teacher_dtype))
         s, t = natural(student), natural(teacher)
@@ -291,8 +291,8 @@ def test_dtypes_and_in_place(rows, kind, beta, dtype, out_dtype, device):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_label_term_and_factor(rows, kind, beta, temperature, device):
     """The cross-entropy is at temperature 1, of this shard's labels and of others'; padding has none."""
-    z = pair("related", device)
-    valid, cap = 2000, 6.0
+    z = pair("related", device, num_rows=5)
+    valid, cap = 1090, 6.0
     options = {"scale": 0.8 / temperature, "softcap": cap / temperature}, {}
     student, teacher = as_sides(*z, options, valid)
     columns = torch.tensor([0, valid - 1, -3, valid, 2**40], device=device)
@@ -382,11 +382,11 @@ def test_nan_and_infinite_logits(rows, kind, beta, of_teacher, value, device):
     z[of_teacher][1, 7] = value
     student, teacher = as_sides(*z)
     sums = rows.divergence_sums(student, teacher, kind, beta, None)
-    assert sums[0].isnan().tolist() == [False, True, False, False, False]
+    assert sums[0].isnan().tolist() == [False, True]
     out = torch.empty_like(z[0])
     beside = rows.divergence_gradients(student, teacher, kind, beta, None, sums[1], out, with_sums=True)
     assert torch.equal(beside.isnan(), sums[0].isnan())
-    assert out[1].isnan().all() and not out[[0, 2, 3, 4]].isnan().any()
+    assert out[1].isnan().all() and not out[0].isnan().any()
 
 
 @EVERY
@@ -399,13 +399,13 @@ def test_shards_add_up(rows, kind, beta, device):
     exact, eager = definition(s, t, kind, beta), definition(s.float(), t.float(), kind, beta)
     parts = [
         (student._replace(logits=student.logits[:, a:b]), teacher._replace(logits=teacher.logits[:, a:b]))
-        for a, b in ((0, 1), (1, 300), (300, 2111))
+        for a, b in ((0, 1), (1, 300), (300, 1100))
     ]
     sums = torch.stack([rows.divergence_sums(*part, kind, beta, None) for part in parts]).sum(0)
     within(sums[0], exact.divergence, eager.divergence, exact.floor)
     within(sums[1], exact.mean, eager.mean, exact.mean_floor)
     out = torch.empty_like(z[0])
-    for part, piece in zip(parts, out.split([1, 299, 1811], 1), strict=True):
+    for part, piece in zip(parts, out.split([1, 299, 800], 1), strict=True):
         rows.divergence_gradients(*part, kind, beta, None, sums[1], piece)
     within(out, exact.gradient, eager.gradient, exact.grad_floor)
 
@@ -423,7 +423,7 @@ def test_single_terms_keep_their_digits(rows, kind, beta, dtype, device):
 
     Those of jsd, which a logarithm of the mixture makes, to its error.
     """
-    size = torch.logspace(-5, 2, 22, dtype=torch.float64)
+    size = torch.logspace(-5, 2, 8, dtype=torch.float64)
     near = torch.tensor([0.2499, 0.25, 0.2501])
     r = torch.cat([size, near, -size, -near]).to(dtype)[:, None].to(device)
     ones = torch.zeros(r.shape[0], device=device)
