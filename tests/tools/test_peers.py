@@ -125,7 +125,7 @@ def test_peers_over_ranks_compute_the_definition(rank: Rank):
     functions = {"linear_cross_entropy": verl}, {"_apply_tp_fallback": liger}
     sys.modules.update({n: types.SimpleNamespace(**f) for n, f in zip(named, functions, strict=True)})  # type: ignore[misc]
     for world.sequence_parallel in (False, True):
-        problem = Loss(Cell.by_size(48, 16, 64), world, dtype=torch.float32)
+        problem = Loss(Cell.of("16x64", 48), world, dtype=torch.float32)
         for name, function in (("liger-tp-loop", liger), ("verl-tp", verl), ("verl-tp", forgetful)):
             sys.modules[named[0]].linear_cross_entropy = function  # type: ignore[attr-defined]
             case = replace(peers.PEERS[name], library="torch", limits=None).case(world)
