@@ -12,7 +12,7 @@ from tests.support import forked_launches
 
 @pytest.fixture(autouse=True, scope="session")
 def parsers_made_once():
-    """A plan parses three times with parsers of a hundred options, most of its time where little is planned."""
+    """A plan makes four parsers of a hundred options: most of its time where little is planned."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "_parser", functools.cache(command._parser))
         yield
