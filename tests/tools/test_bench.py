@@ -77,18 +77,6 @@ def test_older_results_are_rendered(tmp_path, name):
     assert path.with_suffix(".md").read_text().count("\n| ") > len(results.rows(path))
 
 
-def test_small_heads_are_over_transformer_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(loss, "megatron", lambda world: [case(loss.STANDARD, plain)])
-    words = ["--preset=small", "--device=cpu", "--shapes", "32x256", "--tokens", "32", "--dtype=float32"]
-    path = tmp_path / "small.json"
-    assert benchmark.main([*words, "--blocks=3", "--sample-ms=1", f"--out={path}"]) == 0
-    rows = {row["variant"]: row for row in results.rows(path)}
-    assert list(rows) == ["roof", "auto", "store", "grad_in_forward", loss.STANDARD]
-    for name in ("auto", "store", "grad_in_forward"):
-        assert rows[name]["over_te"] > 0 and rows[name]["host_over_te"] > 0
-        assert f"{rows[name]['over_te']:.3f} of megatron-te" in path.with_suffix(".md").read_text()
-
-
 @pytest.mark.parametrize(
     ("teacher_hidden", "strategies"), [(48, ["store", "grad_in_forward", "recompute"]), (16, ["store"])]
 )
@@ -200,25 +188,6 @@ def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
     assert printed.out == "" and "store" in printed.err
 
 
-@pytest.mark.parametrize(
-    ("preset", "module", "name", "output", "row"),
-    [
-        ("rl", rl, "token_log_probs", "log_prob", "log-probability, store"),
-        ("distill", distill, "fused_linear_distillation", "loss", "jsd, store"),
-    ],
-)
-def test_a_wrong_row_prints_nothing(tmp_path, monkeypatch, capsys, preset, module, name, output, row):
-    right = getattr(module, name)
-
-    def wrong(*args, **kwargs):
-        made = right(*args, **kwargs)
-        return made._replace(**{output: made._asdict()[output] * torch.tensor(1.001)})
-
-    monkeypatch.setattr(module, name, wrong)
-    assert bench(tmp_path, f"--preset={preset}", *HEAD, "--options", row) == (1, {})
-    assert f"{row} is wrong: " in capsys.readouterr().err
-
-
 @pytest.mark.filterwarnings("ignore:the upstream gradient")
 def test_an_upstream_gradient_that_was_not_promised_is_no_figure(tmp_path, monkeypatch, capsys):
     class Broken(loss.Loss):
@@ -306,7 +275,7 @@ def test_what_fails_elsewhere_is_a_row(tmp_path, monkeypatch):
 
     summed = (("loss", "one_upstream"),)
     others = [
-        *(case("right", plain), case("fails", fails), case("late", late), case("nan", nan)),
+        *(case(loss.STANDARD, plain), case("fails", fails), case("late", late), case("nan", nan)),
         *(case("absent", None, why_not="not installed"), case("picky", plain, limits=lambda p: "takes bf16")),
         *(case("wrong", lambda p: {"loss": 1.5 * plain(p)["loss"]}), case("sum", total, grads=summed)),
         case("sum that is none", lambda p: {"loss": 0.5 * total(p)["loss"]}, grads=summed),
@@ -327,12 +296,11 @@ def test_what_fails_elsewhere_is_a_row(tmp_path, monkeypatch):
         "wrong": "wrong result: error 5.0e-01",
         "sum that is none": "wrong result: error 5.0e-01",
     }
-    assert (
-        rows["right"]["error"] < 2e-6
-        and rows["sum"]["error"] < 2e-6
-        and rows["sum"]["upstream"] == "one scalar"
-    )
-    assert "one upstream gradient for all tokens: sum" in path.with_suffix(".md").read_text()
+    assert max(rows[loss.STANDARD]["error"], rows["sum"]["error"]) < 2e-6
+    assert rows["sum"]["upstream"] == "one scalar" and rows["store"]["host_over_te"] > 0
+    page = path.with_suffix(".md").read_text()
+    assert "one upstream gradient for all tokens: sum" in page
+    assert f"{rows['store']['over_te']:.3f} of megatron-te" in page
 
 
 # --- how it measures -------------------------------------------------------------------------------
@@ -372,8 +340,3 @@ def test_bare_products_run_on_the_true_gradients(world, op):
     assert min(bare_turn(problem, next(iter(op.bases.values())), 0, 1, run)) >= 0
     assert relative_error(ends[0], exact["grad_hidden"]) < 1e-6
     assert relative_error(ends[1], exact["grad_weight"]) < 1e-6
-
-
-def test_kept_ids_are_different_for_a_token(world):
-    kept = rl.Rl(Cell.of("8x20", 9), world).kept(16)
-    assert kept.shape == (9, 16) and all(len(set(row)) == 16 for row in kept.tolist())
