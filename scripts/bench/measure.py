@@ -119,8 +119,9 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
 def evaluated(problem: Problem, case: Case, dtype: torch.dtype) -> Outputs:
     """The definition in ``dtype``, by autograd, over blocks of tokens whose gradients add in fp64.
 
-    Outputs of all tokens, ``grad_hidden`` of this rank's and ``grad_weight`` of its rows. Collectives: none;
-    every rank evaluates all of it.
+    Outputs of all tokens, ``grad_hidden`` of this rank's and ``grad_weight`` of its rows, both kept in fp32:
+    they stay beside the steps that are checked, whose errors are above its rounding. Collectives: none; every
+    rank evaluates all of it.
     """
     weight = problem.all_weight.detach().to(dtype).requires_grad_()
     of_weight = torch.zeros_like(problem.weight, dtype=torch.float64, requires_grad=False)
@@ -136,7 +137,7 @@ def evaluated(problem: Problem, case: Case, dtype: torch.dtype) -> Outputs:
             pairs = zip(upstreams, differentiated, strict=True)
             torch.autograd.backward(differentiated, [upstream.to(of.dtype) for upstream, of in pairs])
             assert hidden.grad is not None and weight.grad is not None
-            outputs["grad_hidden"] = hidden.grad
+            outputs["grad_hidden"] = hidden.grad.float()
             of_weight += weight.grad[problem.rows]
             weight.grad = None
         for name, value in outputs.items():
@@ -144,7 +145,8 @@ def evaluated(problem: Problem, case: Case, dtype: torch.dtype) -> Outputs:
         del outputs, hidden
     values = {name: torch.cat(blocks) for name, blocks in found.items()}
     if case.grads:
-        values |= {"grad_hidden": values["grad_hidden"][problem.tokens], "grad_weight": of_weight}
+        values["grad_hidden"] = values["grad_hidden"][problem.tokens]
+        values["grad_weight"] = of_weight.float()
     return values
 
 
