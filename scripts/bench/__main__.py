@@ -2,8 +2,8 @@
 
     python -m scripts.bench --shapes llama-3-8b --tokens 8192 32768
     python -m scripts.bench --preset reach --peers --name reach --results-dir docs/benchmarks/results
-    python -m scripts.bench --shape 4096 128256 --strategies store grad_in_forward:8192
-    python -m scripts.bench --tp 4 --preset tp-reach --peers --name tp4
+    python -m scripts.bench --shapes 4096x128256 --strategies store grad_in_forward:8192
+    torchrun --nproc-per-node 4 -m scripts.bench --preset tp --peers --name tp4
     python -m scripts.bench --preset options --shapes gemma-2-2b --options softcap entropy
     python -m scripts.bench --render RESULT.json
 
@@ -12,11 +12,11 @@ wrong ends the run with exit code 1 and no figures. Then all rows have turns, bl
 that is shuffled anew in each block (fixed seed), so that a drifting clock favours none; a row's ratio to its
 base is the median of the blocks' own (scripts/bench/measure.py).
 
---tp R runs on R ranks, which form one tensor-parallel group: under a torchrun of R, or by starting one.
-Every rank holds V / R vocabulary rows. Times are the slowest rank's, peaks and errors the largest; the
-roofs are the shard's, all ranks at once. With --ghost MODULE:BACKEND this process alone is rank 0 of R, over
-a torch.distributed backend that MODULE registers and whose collectives reach nobody, such as
-torch.testing._internal.distributed.fake_pg:fake; then nothing is checked.
+The ranks of a torchrun form one tensor-parallel group; each of R holds V / R vocabulary rows. Times are the
+slowest rank's, peaks and errors the largest; the roofs are the shard's, all ranks at once. With --ghost
+MODULE:BACKEND --tp R this process alone is rank 0 of R, over a torch.distributed backend that MODULE
+registers and whose collectives reach nobody (torch.testing._internal.distributed.fake_pg:fake); then nothing
+is checked.
 
     roof      the three matrix products alone, by cuBLAS, on the true grad_logits of these operands
     roof-4    the same with the logits computed twice: the floor of recompute
@@ -32,9 +32,9 @@ loss; options the time of each option of the loss over the plain loss; profile w
 what of the collectives is exposed (scripts/bench/profile.py); rl log-probabilities and entropy beside verl's
 kernel, and over the ids that sampling kept; distill divergences from a teacher beside TRL, ModelOpt, Liger.
 
-Every row of a loss ends in the same place: an fp32 main_grad (--wgrad-accumulator returned: a gradient in the
-weight's dtype). Out of memory, and a peer that fails, are rows. Exit code 1: a row of this package is wrong;
-2: arguments; 3: a foreign kernel broke the device, rows so far are written.
+Every row of a loss ends in the same place: an fp32 main_grad; those of rl and distill in a gradient of the
+weight's dtype. Out of memory, and a peer that fails, are rows; one that breaks the device ends the run, with
+the cells so far written: leave it out with --skip. Exit code 1: a row of this package is wrong; 2: arguments.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ def main(words: list[str]) -> int:
     if given.out or given.name:
         given.path = writable_file(given.out or given.results_dir / "-")
     cases.require_device(given)
-    if not given.ghost:
-        cases.start_ranks(given.tp, words)
     import torch
 
     from megatron_fused_ce.scripts.bench.problem import World
@@ -75,17 +73,13 @@ def main(words: list[str]) -> int:
     if given.name and not given.out:
         given.path = results.default_path(given.results_dir, device, given.name)
     try:
-        if given.preset == "profile":
-            from megatron_fused_ce.scripts.bench import profile
-
-            return profile.run(given, world, source)
         return run(given, world, source, started)
     finally:
         world.close()
 
 
 def run(given: argparse.Namespace, world: World, source: dict[str, Any], started: float) -> int:
-    from megatron_fused_ce.scripts.bench import distill, loss, measure, rl
+    from megatron_fused_ce.scripts.bench import distill, loss, measure, profile, rl
     from megatron_fused_ce.scripts.bench.problem import DTYPES
 
     op = {"options": loss.OPTIONS, "rl": rl.OP, "distill": distill.OP}.get(given.preset, loss.OP)
@@ -94,41 +88,37 @@ def run(given: argparse.Namespace, world: World, source: dict[str, Any], started
     of_cells = op.chosen(given, given.cells, world)
     settings = measure.Settings(
         dtype=DTYPES[given.dtype],
-        wgrad_accumulator=op.wgrad_accumulator or given.wgrad_accumulator,
+        wgrad_accumulator=op.wgrad_accumulator,
         blocks=given.blocks,
         sample_ms=given.sample_ms,
     )
     facts = {**source, "dtype": given.dtype, "tp": world.size, "ghost": given.ghost}
     rows: list[results.Row] = []
-    exit_code = 0
+    texts = ""
     for cell, own in zip(given.cells, of_cells, strict=True):
         elapsed = time.monotonic() - started
         if world.slowest([elapsed])[0] > given.time_limit:
             measure.say(world, f"{cell}: not started, {elapsed:.0f} of {given.time_limit:.0f} s are gone")
             continue
+        text = ""
         try:
-            outcomes = measure.measure(op, cell, own, settings, world)
+            if given.preset == "profile":
+                found, text = profile.measure(op, cell, own, given, world, facts)
+            else:
+                found = measure.measure(op, cell, own, settings, world, facts)
         except measure.WrongResult as wrong:
             measure.say(world, f"{cell}: {wrong}: nothing of this cell is printed")
             return 1
-        except measure.DeviceLost as lost:
-            measure.say(world, f"{cell}: the device is lost: {lost}; leave the row out with --skip")
-            exit_code = 3
-            break
-        found = measure.rows_of(cell, outcomes, settings, world, facts)
-        rows += found
+        rows, texts = rows + found, texts + text
         measure.give_back(world)
         if world.rank == 0:
-            print(f"## {report.title(found[0])}\n\n{report.table(found)}", flush=True)
+            print(f"## {report.title(found[0])}\n\n{report.table(found)}{text}", flush=True)
             if given.path is not None:  # a run that is cut short keeps its cells
-                report.write(given.path, rows, source)
-    if world.rank == 0 and rows:
-        print(report.summary(rows))
-        if given.path is not None:
-            print(f"written: {given.path} and {given.path.with_suffix('.md').name}")
-    if not exit_code:
-        world.slowest([0.0])  # nobody leaves before rank 0 has written
-    return exit_code
+                report.write(given.path, rows, source, texts)
+    if world.rank == 0 and rows and given.path is not None:
+        print(f"written: {given.path} and {given.path.with_suffix('.md').name}")
+    world.slowest([0.0])  # nobody leaves before rank 0 has written
+    return 0
 
 
 if __name__ == "__main__":

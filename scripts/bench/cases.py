@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, number, require_gpus, seconds, whole
-from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES
+from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.scripts.lib.results import RESULTS
 
@@ -23,16 +23,14 @@ SHAPES = {name: head_sizes(name) for name in MODELS} | {
     "tiny": (64, 512),
 }
 DTYPES = ("bfloat16", "float16", "float32")
-#: name -> matrix products of a step
-ROOFS = {"roof": 3, "roof-4": 4}
 
 # --- shapes and ranks ------------------------------------------------------------------------
 
 
 def shape_name(text: str) -> str:
-    """A name of :data:`SHAPES` on a command line."""
+    """A name of :data:`SHAPES`, or HxV, on a command line."""
     try:
-        return known_name(text, SHAPES)
+        return text if re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", text) else known_name(text, SHAPES)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -42,31 +40,21 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start_ranks(tp: int | None, words: Sequence[str]) -> None:
-    """Have ``tp`` ranks (None: as many as there are).
-
-    Returns at once where there are so many; without torchrun this process becomes
-    ``torchrun --standalone --nproc-per-node tp -m megatron_fused_ce.scripts.bench words`` and never
-    returns. Raises UsageError where torchrun started another number.
-    """
-    if tp is None or tp == 1 == world_size():
-        return
-    if "WORLD_SIZE" in os.environ:
-        if world_size() != tp:
-            raise UsageError(f"--tp {tp} asks for {tp} ranks, torchrun started {world_size()}")
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it too, with a warning
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
-    sys.stdout.flush()
-    module = ["-m", "megatron_fused_ce.scripts.bench"]
-    os.execv(sys.executable, [sys.executable, *launch, *module, *words])
+def ranks_of(given: argparse.Namespace) -> int:
+    """How many tensor-parallel ranks there are: torchrun's, or those of ``--ghost``."""
+    if not given.ghost and given.tp not in (None, world_size()):
+        raise UsageError(
+            f"--tp {given.tp} asks for {given.tp} ranks, there are {world_size()}: "
+            f"torchrun --nproc-per-node {given.tp} -m scripts.bench ..."
+        )
+    return given.tp or world_size()
 
 
 @dataclass(frozen=True)
 class Cell:
     """One problem of the run."""
 
-    shape: str  # name in SHAPES, or "H x V"
+    shape: str  # name in SHAPES, or HxV
     num_tokens: int
     hidden_size: int
     vocab: int  # over all ranks
@@ -74,12 +62,8 @@ class Cell:
 
     @staticmethod
     def of(shape: str, num_tokens: int) -> Cell:
-        hidden_size, vocab = SHAPES[shape]
+        hidden_size, vocab = SHAPES.get(shape) or map(int, shape.split("x"))
         return Cell(shape, num_tokens, hidden_size, vocab)
-
-    @staticmethod
-    def by_size(num_tokens: int, hidden_size: int, vocab: int) -> Cell:
-        return Cell(f"{hidden_size}x{vocab}", num_tokens, hidden_size, vocab)
 
     def __str__(self) -> str:
         sizes = f"{self.shape} T={self.num_tokens} H={self.hidden_size} V={self.vocab}"
@@ -90,26 +74,21 @@ class Cell:
 
 
 def parse_strategy(text: str) -> dict[str, Any]:
-    """What ``NAME[:C][/PASS][/MERGE]`` asks for, as fields of `FusedCEConfig`.
-
-    Raises UsageError where it does not fit, saying what there is.
-    """
+    """What ``NAME[:C][/PASS][/MERGE]`` asks for, as fields of `FusedCEConfig`. Raises UsageError."""
     rest, *ways = text.split("/")
     name, colon, tokens = rest.partition(":")
-    if name not in STRATEGY_CHOICES:
-        raise UsageError(f"no strategy {name!r}; there are {', '.join(STRATEGY_CHOICES)}")
-    if colon and (not tokens.isdigit() or int(tokens) < 1):
-        raise UsageError(f"chunk tokens of {text!r} must be a whole number of 1 or more")
-    asked: dict[str, Any] = {"strategy": name, "chunk_tokens": int(tokens) if tokens else None}
+    asked: dict[str, Any] = {"strategy": name}
+    if colon:
+        asked["chunk_tokens"] = int(tokens) if tokens.isdigit() else tokens
     for way in ways:
-        if way in LOGITS_BACKEND_CHOICES and not asked.keys() & {"logits_backend", "merge"}:
-            asked["logits_backend"] = way
-        elif way in MERGE_CHOICES and "merge" not in asked:
-            asked["merge"] = way
-        else:
-            known = f"logits backends are {', '.join(LOGITS_BACKEND_CHOICES)}, merges "
-            known += ", ".join(MERGE_CHOICES)
-            raise UsageError(f"{text!r} does not fit NAME[:C][/PASS][/MERGE]: {known}")
+        field = "logits_backend" if way in LOGITS_BACKEND_CHOICES else "merge"
+        if field in asked:
+            raise UsageError(f"{text}: two of {field}")
+        asked[field] = way
+    try:
+        FusedCEConfig(**asked)
+    except ValueError as error:
+        raise UsageError(f"{text}: {error}") from None
     return asked
 
 
@@ -117,13 +96,7 @@ def parse_strategy(text: str) -> dict[str, Any]:
 
 #: What runs where no strategy is named.
 STRATEGIES = ["store", "grad_in_forward", "recompute"]
-BOTH, TP_HEADS = ("llama-3-8b", "qwen3-1.7b"), [("llama-3-8b", 8192), ("llama-3-8b", 32768)]
-
-
-def in_chunks(*sizes: int) -> list[str]:
-    """Each strategy in chunks of so many tokens."""
-    return [f"{name}:{size}" for name in STRATEGIES for size in sizes]
-
+BOTH = ("llama-3-8b", "qwen3-1.7b")
 
 #: name -> cells, as (shape, T) or (T, H, V of a rank), and options where the command line names none.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -145,22 +118,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "blocks": 45,
         "sample_ms": 15.0,
     },
-    # What pins a device's tokens per chunk.
-    "chunks": {
-        "cells": list(product(BOTH, (32768,))),
-        "strategies": in_chunks(2048, 4096, 8192, 16384, 32768),
-        "megatron": False,
-    },
-    # One GPU, less than 1 GiB above inputs and gradients; the roof runs in slices.
-    "million": {
-        "cells": [("llama-3-8b", 1048576)],
-        "strategies": ["recompute:2048"],
-        "blocks": 1,
-        "megatron": False,
-    },
     # What an option of the loss costs, and where a step's time goes.
     "options": {"strategies": ["store"]},
-    "profile": {"strategies": ["roof", "store", "grad_in_forward", "recompute", "megatron-te"]},
+    "profile": {"skip": ["megatron-unfused", "megatron-native", "megatron-te-overwrite"]},
     # Log-probabilities and entropy beside verl's kernel, and over the ids that sampling kept.
     "rl": {"cells": [("qwen2.5-7b", 32768)], "strategies": ["store", "recompute"]},
     # Divergences from a teacher over four bare GEMMs, beside ModelOpt's formula, TRL and Liger.
@@ -168,18 +128,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cells": [("llama-3-8b", 8192), ("llama-3-8b", 32768), ("llama-3.2-1b", 8192)],
         "strategies": ["store", "grad_in_forward", "grad_in_forward:4096", "recompute", "store/gemm_rows"],
     },
-    # Over ranks, in little time (about a minute a cell on four H200s) ...
-    "tp": {"cells": [*TP_HEADS, ("llama-3-70b", 32768)], "sequence_parallel": "both", "lean": True},
-    # ... and with the other chunks, and blocks enough to publish.
-    "tp-reach": {
-        "cells": [*TP_HEADS, ("llama-3-70b", 32768)],
+    # Over ranks, in little time: about a minute a cell on four H200s.
+    "tp": {
+        "cells": [*product(BOTH[:1], (8192, 32768)), ("llama-3-70b", 32768)],
         "sequence_parallel": "both",
-        "strategies": [*STRATEGIES, *in_chunks(4096, 16384)],
+        "blocks": 3,
+        "sample_ms": 80.0,
     },
 }
 DEFAULTS: dict[str, Any] = {"cells": [], "blocks": 5, "sample_ms": 100.0, "skip": []}
 DEFAULTS |= {"megatron": True, "sequence_parallel": "off", "strategies": STRATEGIES}
-LEAN: dict[str, Any] = {"blocks": 3, "sample_ms": 80.0}
 #: --sequence-parallel's word -> whether each cell runs with it.
 SEQUENCE_PARALLEL = {"on": (True,), "off": (False,), "both": (True, False)}
 
@@ -190,8 +148,7 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     size, count = whole(), whole(most=10**6)
     add("--preset", choices=PRESETS, help="cells and options of one set of figures")
-    add("--shapes", nargs="+", type=shape_name, metavar="NAME", help=", ".join(SHAPES))
-    add("--shape", nargs=2, type=size, action="append", metavar=("H", "V"), help="a shape by size")
+    add("--shapes", nargs="+", type=shape_name, metavar="NAME", help=f"HxV, {', '.join(SHAPES)}")
     add("--tokens", nargs="+", type=size, help="T of each cell (default 8192)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it, not to measure")
     add(
@@ -203,17 +160,15 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     )
     add("--memory-mb", type=size, help="budget of strategy auto")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--wgrad-accumulator", choices=("main_grad", "returned"), default="main_grad")
     add("--no-megatron", dest="megatron", action="store_const", const=False)
     add("--peers", nargs="*", metavar="NAME", help="every peer, or those named")
     add("--skip", nargs="+", metavar="ROW", help="leave these rows out")
     add("--options", nargs="+", metavar="ROW", help="these rows alone, as they are called or up to a comma")
     add("--blocks", type=count, help="interleaved blocks (default 5)")
     add("--sample-ms", type=number(), help="a turn runs at least so long (default 100)")
-    add("--lean", action="store_const", const=True, help="quicker: 3 blocks of 80 ms")
     add("--time-limit", type=seconds, default=NO_LIMIT, metavar="SECONDS", help="start no cell after this")
-    add("--tp", type=whole(most=4096), metavar="R", help="ranks: torchrun's, or started here")
     add("--ghost", metavar="MODULE:BACKEND", help="this process is rank 0 of --tp, over such a communicator")
+    add("--tp", type=whole(most=4096), metavar="R", help="its ranks; otherwise they are torchrun's")
     add(
         "--sequence-parallel",
         nargs="?",
@@ -228,16 +183,14 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     add("--render", type=Path, metavar="FILE.json", help="render the page of a result again")
     given = parser.parse_args(words)
     preset = PRESETS.get(given.preset, {})
-    lean = LEAN if given.lean or preset.get("lean") else {}
-    for name, value in (DEFAULTS | lean | preset).items():
+    for name, value in (DEFAULTS | preset).items():
         if getattr(given, name, None) is None:
             setattr(given, name, value)
     try:
         given.cells = cells_of(given, given.cells)
         given.strategies = list(dict.fromkeys(given.strategies))
         for name in given.strategies:
-            if given.preset != "profile":  # which has roofs and Megatron's paths among them
-                parse_strategy(name)
+            parse_strategy(name)
     except ValueError as error:
         parser.error(str(error))
     return given
@@ -246,28 +199,20 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
 def require_device(given: argparse.Namespace) -> None:
     """Raises UsageError where --device cuda finds too few GPUs; before torch is imported."""
     if given.device == "cuda":
-        needed = 1 if given.ghost else max(given.tp or 1, world_size())
-        require_gpus(needed, "--device cpu tries it without, slowly")
+        require_gpus(1 if given.ghost else world_size(), "--device cpu tries it without, slowly")
 
 
 def cells_of(given: argparse.Namespace, preset: Sequence[tuple[Any, ...]]) -> list[Cell]:
-    """``--preset``'s cells (those of ``--shapes`` and ``--tokens`` alone), or their product.
+    """``--preset``'s cells, those of ``--shapes`` and ``--tokens`` alone; where it has none, their product.
 
-    ``--shape`` names other cells than the preset's, and ``--shapes`` where the preset's have no names. Over
-    several ranks each with sequence parallelism, without, or both.
+    Over several ranks each with sequence parallelism, without, or both.
     """
-    size = given.tp or world_size()
-    named, tokens = given.shapes or [], given.tokens or [8192]
-    if preset and not given.shape and not (named and len(preset[0]) == 3):
-        own = [Cell.of(*a) if len(a) == 2 else Cell.by_size(a[0], a[1], a[2] * size) for a in preset]
-        own = [cell for cell in own if not named or cell.shape in named]
-        cells = [cell for cell in own if not given.tokens or cell.num_tokens in given.tokens]
-    else:
-        named = named if named or given.shape else ["llama-3-8b"]
-        cells = [Cell.of(shape, T) for shape in named for T in tokens]
-        cells += [Cell.by_size(T, H, V) for H, V in given.shape or [] for T in tokens]
-    if not cells:
-        raise ValueError("the preset has no cell of these shapes and tokens")
+    size = ranks_of(given)
+    named, tokens = given.shapes or ["llama-3-8b"], given.tokens or [8192]
+    cells = [Cell.of(a[0], a[1]) if len(a) == 2 else Cell.of(f"{a[1]}x{a[2] * size}", a[0]) for a in preset]
+    cells = [cell for cell in cells if not given.shapes or cell.shape in named]
+    cells = [cell for cell in cells if not given.tokens or cell.num_tokens in tokens]
+    cells = cells or [Cell.of(shape, T) for shape in named for T in tokens]
     for cell in cells:
         if cell.num_tokens % size or cell.vocab % size:
             raise ValueError(f"{cell} does not divide over {size} ranks")

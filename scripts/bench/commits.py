@@ -24,11 +24,10 @@ from types import ModuleType
 import torch
 
 from megatron_fused_ce.command_line import Parser, UsageError, command, whole, writable_file
-from megatron_fused_ce.scripts.bench.cases import Cell, world_size
+from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy, world_size
 from megatron_fused_ce.scripts.bench.measure import interleave
-from megatron_fused_ce.scripts.bench.op import Mark
+from megatron_fused_ce.scripts.bench.op import Mark, turn
 from megatron_fused_ce.scripts.bench.problem import Problem, World
-from megatron_fused_ce.scripts.bench.roof import turn
 from megatron_fused_ce.scripts.lib import gloo, results
 
 PACKAGE = "megatron_fused_ce"
@@ -57,10 +56,10 @@ class Checkout:
         for name in [n for n in sys.modules if n.partition(".")[0] == PACKAGE]:
             self._modules[name] = sys.modules.pop(name)
 
-    def turn(self, problem: Problem, strategy: str, chunk_tokens: int | None, steps: int) -> list[float]:
+    def turn(self, problem: Problem, strategy: str, steps: int) -> list[float]:
         """``[forward, backward, both, host]`` ms of a step, the first ones untimed."""
         world = problem.world
-        config = self._config(strategy=strategy, chunk_tokens=chunk_tokens)
+        config = self._config(**parse_strategy(strategy))
 
         def step(mark: Mark) -> None:
             problem.reset()
@@ -121,8 +120,7 @@ def main(words: list[str]) -> int:
     add = parser.add_argument
     add("--old", type=Path, required=True, help="checkout of the other commit")
     add("--shapes", type=shape_of, nargs="+", default=[(4096, 1024, 32064)], metavar="TxHxV")
-    add("--strategies", nargs="+", default=["store", "grad_in_forward"])
-    add("--chunk-tokens", type=whole())
+    add("--strategies", nargs="+", default=["store", "grad_in_forward"], metavar="NAME[:C]")
     add("--sequence-parallel", action="store_true")
     add("--blocks", type=whole(most=10**6), default=15)
     add("--steps", type=whole(most=10**6), default=5, help="of a block, after a warm-up")
@@ -130,6 +128,8 @@ def main(words: list[str]) -> int:
     given = parser.parse_args(words)
     if not (given.old / PACKAGE / "__init__.py").is_file():
         raise UsageError(f"{given.old} is no checkout of this project: it has no {PACKAGE}")
+    for name in given.strategies:
+        parse_strategy(name)
     if given.json:
         writable_file(given.json)
     world = World(given.sequence_parallel)
@@ -145,8 +145,7 @@ def main(words: list[str]) -> int:
         dtype = torch.bfloat16 if world.on_gpu else torch.float32
         problem = Problem(cell, world, dtype=dtype, wgrad_accumulator="returned")
         for strategy in given.strategies:
-            of = (problem, strategy, given.chunk_tokens, given.steps)
-            turns = {name: partial(checkout.turn, *of) for name, checkout in checkouts.items()}
+            turns = {n: partial(c.turn, problem, strategy, given.steps) for n, c in checkouts.items()}
             samples = interleave(turns, (), given.blocks)
             rows.append(compared(f"{T}x{H}x{V}", strategy, samples, world.rank == 0))
         del problem

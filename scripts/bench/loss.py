@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.loss import TeacherTargets, differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
-from megatron_fused_ce.scripts.bench.cases import ROOFS, Cell, parse_strategy
+from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.op import MEGATRON, Bare, Case, Op, why_not
 from megatron_fused_ce.scripts.bench.peers import dynamo_for_many_shapes, peers, te_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import MIB, UPSTREAM_SCALAR, Outputs, Problem, World
@@ -163,54 +162,50 @@ def _megatron_loss(world: World, has_apex: bool, loss_of: Any, problem: Problem)
 PLAIN = "plain"
 TEACHER_CLASSES = 64
 MASKED_SHARES = (0.25, 0.5, 0.75)
+#: Columns of a padded vocabulary.
+PADDING = 200
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """What is asked for beside the plain loss."""
 
-    name: str
     config: tuple[tuple[str, Any], ...] = ()
     outputs: tuple[str, ...] = ()
     differentiable: bool = False
     teacher: bool = False
-    masked: float = 0.0
-
-    @property
-    def upstream(self) -> str:
-        """The problem's attribute."""
-        return f"grad_loss_{self.masked}" if dict(self.config).get("skip_masked") else "grad_loss"
+    masked: float = 0.0  # share of the tokens
 
 
-def options_of(vocab: int) -> list[Option]:
-    """Every option, the padding masked as if the vocabulary had been padded by 200 columns."""
-    skip = (("skip_masked", True),)
-    return [
-        Option(PLAIN),
-        Option("logit scale", (("logit_scale", 0.5),)),
-        Option("ignore_index", (("ignore_index", -100),)),
-        Option("z-loss", (("z_loss", 1e-4),)),
-        Option("masked padding", (("true_vocab_size", vocab - 200),)),
-        Option("softcap", (("logit_softcap", 30.0),)),
-        Option("softcap, rows", (("logit_softcap", 30.0), ("logits_backend", "gemm_rows"))),
-        Option("label smoothing", (("label_smoothing", 0.1),)),
-        Option("logits rounded", (("logit_precision", "activations"),)),
-        Option("accuracy", outputs=("correct",)),
-        Option("lse, log-probability", outputs=("lse", "log_prob")),
-        Option("predicted ids", outputs=("predicted",)),
-        Option("entropy", outputs=("entropy",)),
-        Option("log-probability with gradient", (), ("log_prob",), True),
-        Option("entropy with gradient", (), ("entropy",), True),
-        Option(f"teacher's top {TEACHER_CLASSES}", teacher=True),
-        *(Option(f"{share:.0%} masked", skip, masked=share) for share in MASKED_SHARES),
-        Option("nothing masked, skipping on", skip),
-    ]
+def options_of(vocab: int) -> dict[str, Option]:
+    """Every option by its name."""
+    skip, softcap = (("skip_masked", True),), ("logit_softcap", 30.0)
+    return {
+        PLAIN: Option(),
+        "logit scale": Option((("logit_scale", 0.5),)),
+        "ignore_index": Option((("ignore_index", -100),)),
+        "z-loss": Option((("z_loss", 1e-4),)),
+        "masked padding": Option((("true_vocab_size", vocab - PADDING),)),
+        "softcap": Option((softcap,)),
+        "softcap, rows": Option((softcap, ("logits_backend", "gemm_rows"))),
+        "label smoothing": Option((("label_smoothing", 0.1),)),
+        "logits rounded": Option((("logit_precision", "activations"),)),
+        "accuracy": Option(outputs=("correct",)),
+        "lse, log-probability": Option(outputs=("lse", "log_prob")),
+        "predicted ids": Option(outputs=("predicted",)),
+        "entropy": Option(outputs=("entropy",)),
+        "log-probability with gradient": Option((), ("log_prob",), True),
+        "entropy with gradient": Option((), ("entropy",), True),
+        f"teacher's top {TEACHER_CLASSES}": Option(teacher=True),
+        **{f"{share:.0%} masked": Option(skip, masked=share) for share in MASKED_SHARES},
+        "nothing masked, skipping on": Option(skip),
+    }
 
 
 class WithOptions(Loss):
     def __init__(self, cell: Cell, world: World, **options: Any) -> None:
         super().__init__(cell, world, **options)
         T, chance = self.num_tokens, self.uniform(cell.num_tokens)
+        self.labels %= cell.vocab - PADDING
         # Not the loss's: that and the log-probability's would cancel, and zeros make products fast.
         self.other = self.uniform(T)
         log_probs = self.normal(T, TEACHER_CLASSES).log_softmax(-1)
@@ -224,31 +219,22 @@ class WithOptions(Loss):
 
     def definition(self, kind: Option, hidden: Tensor, weight: Tensor, part: slice) -> Outputs:
         config = FusedCEConfig(**dict(kind.config))
-        z = wide(hidden @ weight.t()) * config.logit_scale
-        if config.logit_softcap is not None:
-            z = config.logit_softcap * torch.tanh(z / config.logit_softcap)
-        z = z[:, : config.true_vocab_size]
-        lse, labels = z.logsumexp(-1), self.labels[part]
-        known = labels < z.shape[1]
-        picked = z.gather(1, labels.where(known, 0)[:, None])[:, 0].where(known, z.detach().amax(-1))
-        loss = lse - picked
+        z, cap = wide(hidden @ weight.t()) * config.logit_scale, config.logit_softcap
+        z = (z if cap is None else cap * torch.tanh(z / cap))[:, : config.true_vocab_size]
+        smoothing = config.label_smoothing * z.shape[1] / (z.shape[1] - 1)
+        loss = F.cross_entropy(z, self.labels[part], reduction="none", label_smoothing=smoothing)
+        lse, log_p = z.logsumexp(-1), z.log_softmax(-1)
         if kind.teacher:
             q = self.teacher.log_probs[part].to(z.dtype).exp()
-            loss = (q * (lse[:, None] - z.gather(1, self.teacher.ids[part]))).sum(-1)
-        if config.label_smoothing:
-            smoothing = config.label_smoothing * z.shape[1] / (z.shape[1] - 1)
-            loss = (1 - smoothing) * loss + smoothing * (lse - z.mean(-1))
+            loss = -(q * log_p.gather(1, self.teacher.ids[part])).sum(-1)
         loss = loss + (config.z_loss or 0.0) * lse**2
-        if config.skip_masked:
-            loss = loss.masked_fill(self.weights[kind.masked][part] == 0, 0.0)
-        found = {"loss": loss, "lse": lse, "log_prob": picked - lse}
-        if "entropy" in kind.outputs:
-            log_p = z - lse[:, None]
-            found["entropy"] = -(log_p.exp() * log_p).sum(-1)
-        return found
+        loss = loss.masked_fill(self.weights[kind.masked][part] == 0, 0.0) if config.skip_masked else loss
+        log_prob = log_p.gather(1, self.labels[part, None])[:, 0]
+        found = {"loss": loss, "lse": lse, "log_prob": log_prob}
+        return found | ({"entropy": -(log_p.exp() * log_p).sum(-1)} if "entropy" in kind.outputs else {})
 
 
-def _with_option(world: World, option: Option, strategy: str) -> Case:
+def _with_option(world: World, name: str, option: Option, strategy: str) -> Case:
     config, told = config_of(strategy, **dict(option.config)), dict[str, Any]()
 
     def run(problem: WithOptions) -> Outputs:
@@ -262,11 +248,10 @@ def _with_option(world: World, option: Option, strategy: str) -> Case:
             more |= {"token_weights": problem.weights[share], "unmasked": problem.unmasked[share]}
         return loss_of(world, config, told, problem, **more)
 
-    grads = [("loss", option.upstream)]
-    grads += [(name, "other") for name in option.outputs] * option.differentiable
+    grads = [("loss", f"grad_loss_{option.masked}" if config.skip_masked else "grad_loss")]
+    grads += [(output, "other") for output in option.outputs] * option.differentiable
     base = f"{PLAIN}, {strategy}"
-    case = Case(f"{option.name}, {strategy}", run=run, kind=option, grads=tuple(grads), base=base)
-    return case
+    return Case(f"{name}, {strategy}", run=run, kind=option, grads=tuple(grads), base=base)
 
 
 # --- the rows --------------------------------------------------------------------------------------
@@ -274,7 +259,7 @@ def _with_option(world: World, option: Option, strategy: str) -> Case:
 
 def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     """The strategies, Megatron's paths, and with ``--peers`` all of them or those named."""
-    found = [ours(world, text, given.memory_mb) for text in given.strategies if text not in ROOFS]
+    found = [ours(world, text, given.memory_mb) for text in given.strategies]
     if given.megatron:
         found += megatron(world)
     if given.peers is not None:
@@ -284,16 +269,12 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
 
 def option_cases(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return [
-        _with_option(world, option, strategy)
+        _with_option(world, name, option, strategy)
         for strategy in given.strategies
-        for option in options_of(cell.vocab)
+        for name, option in options_of(cell.vocab).items()
         if not (strategy.startswith("grad_in_forward") and option.differentiable)
     ]
 
 
-_BARE = {
-    "roof": Bare(ROOFS["roof"]),
-    "roof-4": Bare(ROOFS["roof-4"], again=True),
-}
-OP = Op(Loss, cases_of, _BARE, over_ranks=True)
+OP = Op(Loss, cases_of, {"roof": Bare(3), "roof-4": Bare(4, again=True)}, over_ranks=True)
 OPTIONS = Op(WithOptions, option_cases)

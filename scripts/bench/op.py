@@ -1,18 +1,28 @@
-"""What an op's file says of itself: its cases, each a row of the result, and the bare products below them."""
+"""An op's cases, each a row of the result; the bare products below them; a turn of either on the clock.
+
+The chip is limited by power and power depends on the data, so the products run on the operands of the real
+step and on a true gradient of the logits, rounded to the step's dtype; ``grad_weight`` ends where every
+case's does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
+import statistics
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
+from megatron_fused_ce.scripts.bench.problem import Clock, Outputs, Problem, World
+from megatron_fused_ce.wgrad import accumulate_
 
 OURS, MEGATRON, PEER = "ours", "megatron", "peer"
 
@@ -111,7 +121,7 @@ class Op:
     cases_of: Callable[[argparse.Namespace, Cell, World], list[Case]]
     bases: dict[str, Bare] = field(default_factory=dict)
     over_ranks: bool = False  # knows tensor parallelism
-    wgrad_accumulator: str | None = None  # None: as asked for
+    wgrad_accumulator: str = "main_grad"
 
     def chosen(self, given: argparse.Namespace, cells: Sequence[Cell], world: World) -> list[list[Case]]:
         """Each cell's cases but for ``--skip``; of ``--options`` alone, and what they are over.
@@ -131,3 +141,68 @@ class Op:
         wanted = [name for name in names if name in bases or named(name, wanted)]
         wanted = [name for name in wanted if not named(name, given.skip)]
         return [[case for case in cases if case.name in wanted] for cases in everything]
+
+
+# --- on the clock ----------------------------------------------------------------------------------
+
+
+def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) -> list[float]:
+    """``[forward, backward, both, host]`` ms: medians over ``steps`` steps, without a wait between them.
+
+    ``warm`` untimed steps come first; what the calls of one take to return, on an idle device, is the host's
+    time, of the last three of them.
+    """
+    host = [0.0]
+    for _ in range(warm):
+        world.synchronise()
+        start = time.perf_counter()
+        step(nothing)
+        host.append(1e3 * (time.perf_counter() - start))
+    clocks = [Clock(world.on_gpu) for _ in range(steps)]
+    for clock in clocks:
+        step(clock.mark)
+    spans = [clock.spans_ms() for clock in clocks]
+    columns = [*zip(*spans, strict=True), [sum(span) for span in spans], host[-3:]]
+    return [statistics.median(column) for column in columns]
+
+
+@torch.no_grad()
+def bare_turn(
+    problem: Problem, bare: Bare, warm: int, steps: int, run: Callable[..., list[float]] = turn
+) -> list[float]:
+    """As :func:`turn`, of bare products; their logits ``[T, V]`` and the gradient of these exist before."""
+    grad = logits = problem.hidden.new_empty(problem.num_tokens, problem.num_rows)
+    if bare.backward:
+        grad = torch.empty_like(logits)
+        for part in problem.blocks():
+            grad[part] = problem.grad_logits(part)
+    sides, main_grad = problem.sides(), problem.main_grad
+    of_weight = torch.empty_like(problem.weight) if main_grad is None else main_grad
+    ends = (torch.empty_like(sides[-1][0]), of_weight)
+    step = partial(_products, bare, sides, logits, grad, ends, main_grad is not None)
+    return run(step, problem.world, warm, steps)
+
+
+def _products(
+    bare: Bare,
+    sides: list[tuple[Tensor, Tensor]],  # [t, H], [V, H]: the last one has gradients
+    logits: Tensor,  # [t, V]
+    grad: Tensor,  # [t, V]
+    ends: tuple[Tensor, Tensor],  # grad_hidden [t, H], grad_weight [V, H]
+    accumulates: bool,
+    mark: Mark,
+) -> None:
+    hidden, weight = sides[-1]
+    mark()
+    for of_side, rows in sides:
+        torch.mm(of_side, rows.t(), out=logits)
+    mark()
+    if bare.again:
+        torch.mm(hidden, weight.t(), out=logits)
+    if bare.backward:
+        torch.mm(grad, weight, out=ends[0])
+        if accumulates:
+            accumulate_(ends[1], grad, hidden)
+        else:
+            torch.mm(grad.t(), hidden, out=ends[1])
+    mark()

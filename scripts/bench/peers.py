@@ -299,7 +299,7 @@ def main(words: list[str]) -> int:
 
     world = World(use_gpu=None if given.device is None else given.device == "cuda")
     # A size that suits every peer; the first step compiles, which takes seconds.
-    problem = loss.Loss(Cell.by_size(384, 256, 1536), world, dtype=DTYPES["bfloat16"])
+    problem = loss.Loss(Cell.of("256x1536", 384), world, dtype=DTYPES["bfloat16"])
     for one in PEERS.values() if given.names is None else (PEERS[name] for name in given.names):
         case = one.case(world)
         outcome = measure.Outcome(case, case.why_not)

@@ -121,13 +121,6 @@ class World:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def free_bytes(self) -> int:
-        """Memory that new tensors may take."""
-        if self.on_gpu:
-            torch.cuda.empty_cache()
-            return int(torch.cuda.mem_get_info()[0])
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
 
 class Clock:
     """Milliseconds of device time between marks, launch gaps included; of wall time on a CPU."""
@@ -206,11 +199,11 @@ class Problem:
     def ids(self, *size: int) -> Tensor:
         return torch.randint(self.cell.vocab, size, generator=self._generator, device=self.world.device)
 
-    def blocks(self, size: int = 0, start: int = 0, stop: int | None = None) -> Iterator[slice]:
-        """The tokens from ``start`` to ``stop`` by ``size``; 0: as many as logits of all rows may have."""
-        size, stop = size or max(1, BLOCK_ELEMENTS // self.cell.vocab), stop or self.num_tokens
-        for first in range(start, stop, size):
-            yield slice(first, min(first + size, stop))
+    def blocks(self) -> Iterator[slice]:
+        """The tokens, as many at once as logits of all rows may have."""
+        size = max(1, BLOCK_ELEMENTS // self.cell.vocab)
+        for first in range(0, self.num_tokens, size):
+            yield slice(first, min(first + size, self.num_tokens))
 
     # --- an op's part ------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Where the time of one step goes: torch's profiler, and what of the collectives no kernel hides.
 
-`python -m scripts.bench --preset profile`. Per row (NAME[:C][/PASS][/MERGE], roof, megatron-te ...) and
-rank, milliseconds a step: *gemm*; *compute*, the time in which some kernel that is no collective runs;
-*exposed*, the time of collectives without compute, in all and of each kind; *idle*, the rest between the
-first kernel and the last. Rank 0's kernels are torch's table. Traces go to build/profile, for Perfetto.
+`python -m scripts.bench --preset profile`. Per row and rank, milliseconds a step: *gemm*; *compute*, the time
+in which some kernel that is no collective runs; *exposed*, the time of collectives without compute, in all
+and of each kind; *idle*, the rest between the first kernel and the last. Rank 0's kernels are torch's table.
+Traces go to build/profile, for Perfetto.
 
 The profiler itself costs a little, and steps begin with a barrier here: compare kernels with kernels, and
 steps in the other presets.
@@ -23,13 +23,9 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiled
 
-from megatron_fused_ce.scripts.bench import report
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.loss import OP, Loss, megatron, ours
-from megatron_fused_ce.scripts.bench.op import nothing
+from megatron_fused_ce.scripts.bench.op import Case, Op, bare_turn, nothing
 from megatron_fused_ce.scripts.bench.problem import DTYPES, World
-from megatron_fused_ce.scripts.bench.roof import bare_turn
-from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.results import Row
 
 TRACES = Path("build/profile")
@@ -150,16 +146,17 @@ def steps_of_trace(events: Iterable[Row], on_gpu: bool) -> list[list[Span]]:
     return [[span for span in spans if first <= span.start < last] for first, last in sorted(steps)]
 
 
-# --- the run -----------------------------------------------------------------------------------------
+# --- a cell ------------------------------------------------------------------------------------------
 
 
-def measure(given: argparse.Namespace, world: World, cell: Cell) -> tuple[list[Row], str]:
-    """A row of every case and rank, and torch's tables of rank 0. Collectives: an all-gather of rows."""
+def measure(
+    op: Op, cell: Cell, cases: Sequence[Case], given: argparse.Namespace, world: World, facts: Row
+) -> tuple[list[Row], str]:
+    """A row of each base, case and rank, and torch's tables of rank 0. Collectives: an all-gather of rows."""
     world.sequence_parallel = cell.sequence_parallel
-    problem = Loss(cell, world, dtype=DTYPES[given.dtype])
+    problem = op.problem(cell, world, dtype=DTYPES[given.dtype])
     del problem.all_weight
-    found = {case.name: case for case in megatron(world)}
-    facts = {"tp": world.size, "sp": cell.sequence_parallel, "shape": cell.shape, "T": cell.num_tokens}
+    facts = {**facts, "sp": cell.sequence_parallel, "shape": cell.shape, "T": cell.num_tokens}
     rows: list[Row] = []
     text = ""
 
@@ -168,38 +165,20 @@ def measure(given: argparse.Namespace, world: World, cell: Cell) -> tuple[list[R
         words = (cell.shape, cell.num_tokens, "sp" * cell.sequence_parallel, name, f"rank{world.rank}")
         path = TRACES / (re.sub(r"[^\w.-]+", "-", "-".join(map(str, filter(None, words)))) + ".json")
         steps, table = recorded(step, given.steps, world, path)
-        own = summarise(steps)
-        own = {**facts, "variant": name, "rank": world.rank, "time_ms": round(own["step_ms"], 3), **own}
-        rows.extend(world.everyone(own))
+        own = {**facts, "variant": name, "rank": world.rank, **summarise(steps)}
+        rows.extend(world.everyone({**own, "time_ms": round(own["step_ms"], 3)}))
         text += f"\n{cell}, {name}, rank 0:\n\n```text\n{table}\n```\n"
         problem.reset()
 
-    def record_bare(step: Callable[..., Any], *_: object) -> list[float]:
+    def record_bare(name: str, step: Callable[..., Any], *_: object) -> list[float]:
         record(name, partial(step, nothing))  # what it reads was made outside of the trace
-        return [0.0] * 4
+        return []
 
-    for name in given.strategies:
-        if name in OP.bases:
-            bare_turn(problem, OP.bases[name], 1, 0, 1, record_bare)
-            continue
-        case = found.get(name) or ours(world, name)
+    for name in dict.fromkeys(case.base for case in cases if case.why_not is None):
+        bare_turn(problem, op.bases[name], 0, 1, partial(record_bare, name))
+    for case in cases:
         if case.why_not is None:
-            record(name, partial(case.step, problem))
+            record(case.name, partial(case.step, problem))
         elif world.rank == 0:
-            print(f"bench: {name}: {case.why_not}", file=sys.stderr)
+            print(f"bench: {case.name}: {case.why_not}", file=sys.stderr)
     return rows, text
-
-
-def run(given: argparse.Namespace, world: World, source: Row) -> int:
-    """`--preset profile`: what the command line asks for."""
-    measured = [measure(given, world, cell) for cell in given.cells]
-    rows = [row for found, _ in measured for row in found]
-    if world.rank == 0:
-        page = report.page([{**source, **row} for row in rows]) + "".join(text for _, text in measured)
-        print(page, flush=True)
-        if given.path:
-            results.write(given.path, rows, source)
-            results.write_whole(given.path.with_suffix(".md"), page)
-            print(f"written: {given.path}")
-    world.slowest([0.0])  # nobody leaves before rank 0 has written
-    return 0

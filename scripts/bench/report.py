@@ -1,4 +1,4 @@
-"""A result's page, from the result file alone: one line a cell, then a table of each cell's rows."""
+"""A result's page, from the result file alone: a table of each cell's rows."""
 
 from __future__ import annotations
 
@@ -77,24 +77,6 @@ def table(rows: Sequence[Row]) -> str:
     return tables.markdown(["", *(COLUMNS[at][0] for at in shown)], lines) + "\n"
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """One line a cell: milliseconds of every row and their ratio; what has none is named below."""
-    names = list(dict.fromkeys(row["variant"] for row in rows))
-    lines: list[list[str]] = []
-    for group in cells(rows):
-        of = {row["variant"]: row for row in group}
-        line = [title(group[0])]
-        for name in names:
-            row = of.get(name, {})
-            others = (row.get(key) for key in ("ratio", *(row.get("over") or {})))
-            words = [tables.cell(row.get("time_ms"), ".3f"), *(f"{o:.3f}" for o in others if o is not None)]
-            line.append(" · ".join(words))
-        lines.append(line)
-    keys = list(dict.fromkeys(f"over {other}" for row in rows for other in (row.get("over") or {}).values()))
-    note = f"Milliseconds · {' · '.join(['over its base', *keys])}."
-    return f"{tables.markdown(['cell', *names], lines)}\n\n{note}\n"
-
-
 def page(rows: Sequence[Row]) -> str:
     """Everything, one table a cell."""
     if not rows:
@@ -107,8 +89,6 @@ def page(rows: Sequence[Row]) -> str:
         words = f"; one upstream gradient for all tokens: {', '.join(alone)}" if alone else ""
         line += f" `grad_weight` ends in {end}{words}."
     lines = [line, EXPLANATION] + [PARALLEL_EXPLANATION] * any((row.get("tp") or 1) > 1 for row in rows)
-    if len(cells(rows)) > 1 and not first.get("step_ms"):
-        lines.append(summary(rows))
     for group in cells(rows):
         row = group[0]
         note = f"{row['blocks']} blocks. " if row.get("blocks") else ""
@@ -122,11 +102,11 @@ def page(rows: Sequence[Row]) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n\n".join(lines)).rstrip() + "\n"
 
 
-def write(path: Path, rows: Sequence[Row], source: Row) -> None:
-    """The result file, and the page beside it."""
+def write(path: Path, rows: Sequence[Row], source: Row, more: str = "") -> None:
+    """The result file, and the page beside it; ``more`` ends the page."""
     own = [{k: v for k, v in row.items() if k not in source or source[k] != v} for row in rows]
     results.write(path, own, source)
-    write_page(path, [{**source, **row} for row in rows])
+    write_page(path, [{**source, **row} for row in rows], more)
 
 
 def write_page(path: Path, rows: Sequence[Row], more: str = "") -> None:

@@ -166,7 +166,7 @@ def _check_head(parser: Parser, given: argparse.Namespace, after: Sequence[str])
 
 
 class Failed(Exception):
-    """A result is wrong, or the device is lost: exit status 1."""
+    """A result is wrong: exit status 1."""
 
 
 def _say(text: str) -> None:
@@ -205,8 +205,8 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Resul
         for cell in cells
     ]
     try:
-        outcomes = measure.measure(loss.OP, shape, cases, settings, world)
-    except (measure.WrongResult, measure.DeviceLost) as error:
+        measured = measure.measure(loss.OP, shape, cases, settings, world, facts)
+    except measure.WrongResult as error:
         raise Failed(str(error)) from None
     except RuntimeError as error:
         if not measure.is_out_of_memory(error):
@@ -214,7 +214,6 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Resul
         raise UsageError(f"the operands alone do not fit {given.device}'s memory: {LESS}") from None
     finally:
         world.close()
-    measured = measure.rows_of(shape, outcomes, settings, world, facts)
     facts |= {name: measured[0][name] for name in ("T", "H", "V", "sp")}
     records = {}
     for cell, row in zip(cells, measured, strict=True):

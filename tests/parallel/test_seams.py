@@ -2,7 +2,7 @@
 
 Each row of :data:`ROWS` trains one step of the same small model twice, flag off and flag on. It says what the
 counters must show and, where a call stays with Megatron, which reason the log must give. FSDP2 and
-Megatron-FSDP are in test_fsdp.py, combined 1F1B as a whole in tests/tools/test_pretrain_cpu.py.
+Megatron-FSDP are in test_fsdp.py, combined 1F1B as a whole in tests/megatron/test_pretrain_gpt.py.
 """
 
 from __future__ import annotations

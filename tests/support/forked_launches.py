@@ -125,6 +125,9 @@ def _kill(sessions: list[int]) -> None:
 def _load_head() -> None:
     import megatron_fused_ce.kernels.scaled_exp_rows
     import megatron_fused_ce.scripts.bench.problem  # noqa: F401
+
+    # With the op, whose import takes dynamo's four seconds.
+    import tests.support.problems  # noqa: F401
     from megatron_fused_ce.scripts.lib import gloo
 
     gloo.use_one_thread()

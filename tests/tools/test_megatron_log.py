@@ -144,12 +144,13 @@ def test_which_block_and_what_was_measured(tmp_path, capsys):
 def test_with_the_flag_the_peak_is_beside_the_flags(tmp_path, capsys):
     log = tmp_path / "train.log"
     flags = "--fused-chunked-ce --fused-ce-strategy recompute --fused-ce-num-chunks 2"
-    sizes = "--seq-length 65536 --max-position-embeddings 65536"
+    # So large that `auto` takes grad_in_forward, whose wait a smaller head would show.
+    sizes = "--seq-length 65536 --max-position-embeddings 65536 --hidden-size 1024 --vocab-size 32000"
     log.write_text(block(f"{WORDS} {sizes} {flags}") + PEAK.format(0, "99.0"))
     assert command.main(["--from-log", str(log), "--gpu", "h200-141gb", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     peak = found["ways"]["recompute"]["peak"]
-    assert peak != found["ways"]["auto"]["peak"]
+    assert peak != found["ways"]["auto"]["peak"] == found["ways"]["grad_in_forward"]["peak"]
     assert f"planned for that run: {peak / 2**30:.2f}." in found["sentences"]["measured"]
 
 

@@ -325,7 +325,7 @@ def test_the_head_alone(no_gpu_asked_for, tmp_path):
         ([], "give a launch after --"),
         (["--shape", "llama-3-8b", "--", "torchrun", "x.py"], "not both"),
         (["--shape", "huge"], "no model 'huge'"),
-        (["--shape", "tiny", "--variants", "fastest"], "no strategy 'fastest'"),
+        (["--shape", "tiny", "--variants", "fastest"], "strategy is 'fastest'"),
         (["--shape", "tiny", "--variants", "megatron-te"], "needs a GPU"),
         (["--draw", "nowhere.json"], "nowhere.json: No such file"),
         (["--", "bash", "train.sh"], "give the launch itself"),

@@ -5,21 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from megatron_fused_ce.scripts.bench import measure, peers
-from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.loss import Loss
-from megatron_fused_ce.scripts.bench.problem import World
-from tests.support.megatron import NEWEST, of_core
-from tests.support.ranks import Rank, on_ranks
+from megatron_fused_ce.scripts.bench import peers
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = ("transformer_engine", "liger_kernel", "quack", "cutlass", "cut_cross_entropy", "verl")
@@ -68,69 +60,3 @@ def test_refusals_and_chunks():
         budget = peers.liger_chunk_budget(T, H, V)
         sizes = [1 << (-(-T // -(-V // (b * H))) - 1).bit_length() for b in (budget, budget // 2 or 1)]
         assert sizes[0] >= min(T, 4096) and (budget == 1 or sizes[1] < min(T, 4096))
-
-
-class LocalLoss(torch.autograd.Function):
-    """``[T]`` of this rank's shard, as verl and Liger give it; ``grad_hidden`` is this shard's share."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, reduces: bool) -> Tensor:
-        logits, local = hidden @ weight.t(), labels - dist.get_rank() * weight.shape[0]
-        here = (local >= 0) & (local < weight.shape[0])
-        columns = local.where(here, 0)
-        both = torch.stack([logits.exp().sum(-1), logits.gather(1, columns[:, None])[:, 0].where(here, 0.0)])
-        dist.all_reduce(both)
-        ctx.save_for_backward(hidden, weight, logits, both[0], columns, here)
-        ctx.reduces = reduces
-        return both[0].log() - both[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, weight, logits, total, columns, here = ctx.saved_tensors
-        grad_logits = logits.exp() / total[:, None]
-        grad_logits.scatter_add_(1, columns[:, None], -here.float()[:, None])
-        grad_logits *= grad[:, None]
-        grad_hidden = grad_logits @ weight
-        if ctx.reduces:
-            dist.all_reduce(grad_hidden)
-        return grad_hidden, grad_logits.t() @ hidden, None, None
-
-
-class InGroup(World):
-    """The world of a test's ranks."""
-
-    def _init_group(self) -> Any:
-        return dist.group.WORLD
-
-
-@on_ranks(of_core(2, NEWEST))
-def test_peers_over_ranks_compute_the_definition(rank: Rank):
-    """With sequence parallelism and without; a rank that forgets its own labels is seen by both."""
-
-    def verl(hidden, weight, labels, temperature, reduction, group):  # type: ignore[no-untyped-def]
-        assert (temperature, reduction) == (1.0, "none")
-        return -LocalLoss.apply(hidden, weight, labels, False), None
-
-    def liger(hidden, weight, labels, temperature, ignored, entropy, group):  # type: ignore[no-untyped-def]
-        assert (temperature, ignored, entropy) == (1.0, -100, False)
-        return LocalLoss.apply(hidden, weight, labels, True)
-
-    def forgetful(hidden, weight, labels, *rest):  # type: ignore[no-untyped-def]
-        own = labels // weight.shape[0] == rank.rank == rank.size - 1
-        return verl(hidden, weight, labels.masked_fill(own, -1), *rest)
-
-    world = InGroup(use_gpu=False, size=rank.size)
-    world.rank = rank.rank
-    named = "verl.utils.kernel.linear_cross_entropy", "liger_kernel.ops.fused_linear_scaled_cross_entropy"
-    functions = {"linear_cross_entropy": verl}, {"_apply_tp_fallback": liger}
-    sys.modules.update({n: types.SimpleNamespace(**f) for n, f in zip(named, functions, strict=True)})  # type: ignore[misc]
-    for world.sequence_parallel in (False, True):
-        problem = Loss(Cell.by_size(48, 16, 64), world, dtype=torch.float32)
-        for name, function in (("liger-tp-loop", liger), ("verl-tp", verl), ("verl-tp", forgetful)):
-            sys.modules[named[0]].linear_cross_entropy = function  # type: ignore[attr-defined]
-            case = replace(peers.PEERS[name], library="torch", limits=None).case(world)
-            outcome = measure.Outcome(case, case.why_not)
-            measure.check([outcome], problem, world)
-            assert (outcome.reason is None) == (function is not forgetful), (name, outcome)
-            assert function is forgetful or max(outcome.errors.values()) < 1e-6, outcome
-            assert world.everyone(outcome.errors) == [outcome.errors] * rank.size

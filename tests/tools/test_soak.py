@@ -17,12 +17,12 @@ def run_forked(forks, ranks, folder, *words):
 def test_a_short_soak(forks, tmp_path):
     """Over TP 2 and 4; then one that the time limit ends."""
     path = tmp_path / "soak.json"
-    words = ("-m", "tests.soak", "--steps", "32", "--pool", "8", "--json", str(path))
+    words = ("-m", "tests.soak", "--steps", "24", "--pool", "4", "--json", str(path))
     status, said = run_forked(forks, 4, tmp_path, *words)
     assert status == 0 and "soak: no drift, hang or leak" in said, said[-3000:]
     (row,) = results.rows(path)
-    assert (row["failure"], row["steps"], row["shape"]) == (None, 32, "4 ranks")
-    assert 0 < row["worst_error_over_bound"] <= 1 and row["problems"] > 8 and row["collectives"] > 32 * 4
+    assert (row["failure"], row["steps"], row["shape"]) == (None, 24, "4 ranks")
+    assert 0 < row["worst_error_over_bound"] <= 1 and row["problems"] > 4 and row["collectives"] > 24 * 4
     limit = ("--steps", "100000", "--time-limit", "1", "--pool", "2")
     status, said = run_forked(forks, 2, tmp_path, "-m", "tests.soak", *limit)
     assert status == 0 and "no drift, hang or leak" in said, said[-2000:]
@@ -40,7 +40,7 @@ def test_a_short_soak(forks, tmp_path):
 def test_what_is_wrong_ends_it_with_status_1(forks, tmp_path, fault, words):
     # Two busy cores can keep a rank waiting for longer than one that hangs has to.
     patience = "8" if fault == "hang" else "120"
-    steps = ("--steps", "200", "--pool", "3", "--hang-timeout", patience)
+    steps = ("--steps", "80", "--pool", "2", "--hang-timeout", patience)
     status, said = run_forked(forks, 2, tmp_path, "-m", "tests.tools.broken_soak", fault, *steps)
     assert status == 1 and words in said and "no drift, hang or leak" not in said, said[-3000:]
     assert fault != "hang" or "broken_soak.py" in said

@@ -45,7 +45,7 @@ def test_every_way_to_end(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    words = (tmp_path, "--ranks", 1, "--out", tmp_path / "out", "--test-timeout", 10)
+    words = (tmp_path, "--ranks", 1, "--out", tmp_path / "out", "--test-timeout", 5)
     with launches_without_torch():
         done = run_here(upstream_tests.main, *words, "--files", "test_ends.py", "test_imports.py")
     assert done.returncode == 1, done.stdout + done.stderr[-2000:]

@@ -1,8 +1,8 @@
-"""Unmodified pretrain_gpt.py of a real Megatron-LM on a CPU, flag off and on; the tool that launches it.
+"""Unmodified pretrain_gpt.py of a real Megatron-LM on a CPU, flag off and on.
 
-    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/tools/test_pretrain_cpu.py
+    MEGATRON_LM_PATH=/path/to/Megatron-LM pytest tests/megatron/test_pretrain_gpt.py
 
-Several checkouts: separate them with ``:``. The tool's own parts are tested without one.
+Several checkouts: separate them with ``:``. Without one everything here is skipped.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-import types
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_fused_ce.scripts.lib import launches, losses, results, runner
+from megatron_fused_ce.scripts.lib import launches
 from megatron_fused_ce.scripts.lib import logs as megatron_logs
 from megatron_fused_ce.scripts.runs import pretrain
-from tests.support.checkouts import FAKE_PRETRAIN, on_checkouts, stand_in
-from tests.support.commands import launches_without_torch, run_here
+from tests.support.checkouts import on_checkouts
 from tests.support.cpu_case import cpu_case
 
+pytestmark = pytest.mark.rest
 REPOSITORY = Path(__file__).resolve().parents[2]
 NUM_HEADS = {"plain": 1, "mtp": 2, "pp2-mtp": 2, "vpp": 1}
 NUM_FORWARDS = 5 * 4 + 3 * 4  # iterations and evaluations, of 4 micro-batches each
@@ -301,249 +298,3 @@ def test_pretrain_gpt_logs_the_accuracy(tmp_path, checkout, case, more):
     assert found == curves(output, events, "by logits")
     # The mock data of 0.15 counts beyond the vocabulary; of the others it has learnt something.
     assert found["exact"][6] > 0.05 or launches.Checkout.at(checkout).version < (0, 16)
-
-
-LOG = """\
- [2026-01-01 00:00:00.0] iteration        1/       5 | consumed samples:            8 | \
-elapsed time per iteration (ms): 341.1 | learning rate: 1.000000E-03 | global batch size:     8 | \
-lm loss: 5.537932E+00 | mtp_1 loss: 5.123535E+00 | loss scale: 1.0 | grad norm: 2.586 | \
-number of skipped iterations:   0 | number of nan iterations:   0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 6408.50 | max allocated: 10624.25 | \
-reserved: 11000.00 | max reserved: 12000.00
- validation loss at iteration 1 on validation set | lm loss value: 5.400000E+00 | lm loss PPL: 2E+02 |
-[fused-ce] heads evaluated fused: 12, logits materialised: 0, heads on the stock path: 3
-"""
-
-
-def test_log_as_megatron_writes_it():
-    figures = megatron_logs.parse_logs([LOG])
-    assert figures.losses == {"lm loss": [5.537932], "mtp_1 loss": [5.123535], "validation loss": [5.4]}
-    assert (figures.grad_norms, figures.iteration_times_ms) == ([2.586], [341.1])
-    assert figures.max_allocated_mb == 10624.25
-    counts = (figures.heads_fused, figures.logits_materialised, figures.heads_stock)
-    assert counts == (12, 0, 3)
-
-
-def test_skipped_iterations_are_told():
-    line = " iteration {} | loss scale: 2.0 |{} number of skipped iterations: {} |"
-    seen = [line.format("1/ 3", "", "  1"), line.format("2/ 3", "", "  2")]
-    seen.append(line.format("3/ 3", " lm loss: 5.0E+00 |", "  0"))
-    figures = megatron_logs.parse_logs(["\n".join(seen)])
-    assert (figures.skipped, figures.losses) == ([1, 2], {"lm loss": [5.0]})
-
-
-def test_exact_figures_replace_rounded_ones():
-    exact = '[megatron_cpu] exact {"iteration": 1, "grad norm": 2.58612345, "lm loss": 5.53793219}'
-    figures = megatron_logs.parse_logs([f"{exact}\n{LOG}"])
-    assert figures.grad_norms == [2.58612345]
-    assert figures.losses["lm loss"] == [5.53793219]
-
-
-def test_out_of_memory_is_told_from_other_failures():
-    line = "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 31.31 GiB."
-    assert megatron_logs.parse_logs([LOG, line]).status == "out of memory"
-
-
-@pytest.mark.parametrize(
-    ("ours", "reference", "difference"),
-    [
-        ([5.0, 4.0], [5.0, 4.0], 0.0),
-        ([5.0, 4.004], [5.0, 4.0], 1e-3),
-        ([5.0], [5.0, 4.0], math.inf),  # ended early
-        ([5.0, math.nan], [5.0, 4.0], math.inf),
-        ([math.nan], [math.nan], 0.0),
-        ([], [], math.inf),  # nothing was compared
-    ],
-)
-def test_largest_relative_difference(ours, reference, difference):
-    assert losses.largest_relative_difference(ours, reference) == pytest.approx(difference)
-
-
-# --- the tool --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkout_here(tmp_path):
-    """Where a Megatron-LM would be: a script that logs as Megatron does; its launches are not by torchrun."""
-    with launches_without_torch():
-        yield stand_in(tmp_path / "megatron-lm", FAKE_PRETRAIN)
-
-
-def planned(checkout, *words):
-    """The runs, in order."""
-    given = pretrain._parser().parse_args([f"--megatron={checkout}", "--device=cuda", "--model=tiny", *words])
-    return [run for group in pretrain.plan(given, ["--last"]) for run in group]
-
-
-def after(words, flag):
-    """The last value of a flag."""
-    return words[len(words) - words[::-1].index(flag)]
-
-
-def test_launches_in_their_order(checkout_here):
-    words = ("--lengths", "131072", "16384", "--model=llama-3-8b:2", "--nproc=4", "--variants=auto,te-lifted")
-    runs = planned(checkout_here, *words)
-    names = [(run.case.num_tokens, run.variant) for run in runs]
-    assert names == [(length, name) for length in (131072, 16384) for name in ("auto", "te-lifted")]
-    long, lifted, short, _ = (run.words("M", ["torchrun"]) for run in runs)
-    assert long[:5] == ["torchrun", "--nproc-per-node", "4", "-m", "megatron_fused_ce.launch"]
-    assert after(long, "--seq-length") == after(long, "--max-position-embeddings") == "131072"
-    assert (after(long, "--train-iters"), after(short, "--train-iters")) == ("4", "20")
-    assert (after(long, "--num-layers"), after(long, "--tensor-model-parallel-size")) == ("2", "4")
-    # 128256 is not a multiple of 128 * 4, which Megatron would pad to.
-    assert after(long, "--make-vocab-size-divisible-by") == "32"
-    assert {"--bf16", "--sequence-parallel", launches.UNTIED, "--last"} <= set(long)
-    assert "4 scripts/lib/runner.py --te-loss MEGATRON_LM/pretrain_gpt.py " in runs[1].command
-    assert lifted[-3:] == ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
-    (one,) = planned(checkout_here, "--nproc=1", "--model=llama-3.2-1b", "--lengths=64", "--variants=auto")
-    assert not {"--sequence-parallel", launches.UNTIED} & set(one.words("M", []))
-
-
-def test_from_command_line_to_files(checkout_here, tmp_path):
-    """Out of memory is a result, and ends a variant's lengths. A second call launches nothing."""
-    words = (f"--megatron={checkout_here}", "--device=cuda", "--nproc=1", f"--out={tmp_path / 'out'}")
-    words += ("--model=tiny", "--lengths", "128", "64", "256", "--variants=unfused,auto")
-    words += ("--", "--most-tokens", "100", "--train-iters", "8")
-    done = run_here(pretrain.main, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = results.rows(tmp_path / "out" / "results.json")
-    lost = ["out of memory", "ok", "not tried: out of memory at 128 tokens"]
-    assert [row["status"] for row in rows if row["variant"] == "unfused"] == lost
-    _, _, off, on, *_ = rows
-    assert (off["T"], off["peak_mib"], on["peak_mib"], on["problems"]) == (64, 900.0, 500.0, [])
-    assert on["tokens_per_s"] == pytest.approx(64e3 / on["time_ms"], abs=0.1) and on["loss_difference"] == 0
-    assert "unfused 64 (out of memory at 128), auto 64 (out of memory at 128)." in done.stdout
-    assert str(tmp_path) not in off["command"]
-    (checkout_here / "pretrain_gpt.py").write_text("raise SystemExit('launched again')")
-    again = run_here(pretrain.main, *words)
-    assert again.returncode == 0 and again.stdout.count("(kept)") == 4, again.stdout + again.stderr
-
-
-def test_a_broken_bound_is_status_1(checkout_here, tmp_path):
-    words = (f"--megatron={checkout_here}", "--nproc=1", f"--out={tmp_path / 'out'}")
-    words += (
-        "--variants=unfused,native",
-        "--variant=wrong=--fused-chunked-ce --fused-ce-num-chunks 4 --wrong",
-    )
-    done = run_here(pretrain.main, *words, "--time-limit=100")
-    assert done.returncode == 1 and "loss differs by 2.2e-02, bound 1.0e-06" in done.stdout, done.stdout
-    assert "native" in done.stdout and "wrong none (ok at 64)" in done.stdout
-    late = run_here(pretrain.main, *words[:2], f"--out={tmp_path / 'late'}", "--time-limit=0.001")
-    assert late.returncode == 1 and pretrain.NOT_RUN in late.stdout
-
-
-@pytest.mark.parametrize(
-    ("made", "problem"),
-    [
-        ({}, None),
-        ({"losses": {"lm loss": [5.00005]}}, None),  # 1e-5: within twice the yardstick's 8e-6
-        ({"losses": {"lm loss": [5.0001]}}, "loss differs by 2.0e-05, bound 1.6e-05"),
-        ({"grad_norms": [1.0001]}, "grad norm differs by 1.0e-04, bound 1.0e-05"),
-        ({"losses": {"lm loss": [math.nan]}}, "a loss is not finite"),
-        ({"iteration_times_ms": [9.0] * 4}, "ended after 4 of 5 iterations"),
-        ({"heads_fused": 0}, "heads fused: 0, materialised: 0"),
-        ({"heads_fused": None}, "heads fused: None, materialised: 0"),
-        ({"logits_materialised": 1}, "heads fused: 32, materialised: 1"),
-        ({"status": "failed", "error": "AssertionError"}, "failed AssertionError"),
-    ],
-)
-@pytest.mark.parametrize("native", [5.00004, math.nan], ids=["native", "native broke"])
-def test_what_does_not_count_as_training(checkout_here, made, problem, native):
-    (run,) = planned(checkout_here, "--device=cpu", "--lengths=64", "--variants=auto")
-    same = {"losses": {"lm loss": [5.0]}, "grad_norms": [1.0], "iteration_times_ms": [9.0] * 5}
-    stock = megatron_logs.Figures(**same)
-    other = megatron_logs.Figures(**same | {"losses": {"lm loss": [native]}})
-    ours = megatron_logs.Figures(**{**same, "heads_fused": 32, "logits_materialised": 0, **made})
-    problems = pretrain.row_of(run, {"unfused": stock, "native": other, "auto": ours})["problems"]
-    if native == native:
-        assert (problems[0] if problems else None) == problem
-    else:
-        assert bool(problems) == (problem is not None or ours.losses != stock.losses)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "--megatron"),
-        (["--megatron=/nowhere"], "no Megatron-LM checkout at /nowhere"),
-        (["--megatron={0}", "--megatron={0}/"], "folders of different names"),
-        (["--megatron={0}", "--variants=other"], "no other; there are unfused, native"),
-        (["--megatron={0}", "--variant=x"], "--variant takes NAME=FLAGS"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(words, message, tmp_path):
-    stand_in(tmp_path / "megatron-lm")
-    done = run_here(pretrain.main, *(word.format(tmp_path / "megatron-lm") for word in words))
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@on_checkouts
-def test_the_tool_on_a_checkout(checkout, tmp_path):
-    words = (f"--megatron={checkout}", f"--out={tmp_path}", "--variants=unfused,store")
-    done = run_here(pretrain.main, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    unfused, store = results.rows(tmp_path / "results.json")
-    assert (unfused["status"], store["problems"]) == ("ok", []) and store["loss_difference"] < 1e-6
-
-
-# --- what launches are made of ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.",
-        "RuntimeError: CUDA error: out of memory",
-        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
-        "ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'",
-        "RuntimeError: Triton Error [CUDA]: out of memory",
-    ],
-)
-def test_ways_of_running_out_of_memory(line):
-    assert megatron_logs.parse_logs([f"[rank0]: {line}"]).status == "out of memory"
-    for other in ("> theoretical memory footprints: weight and optimizer=20000 MB", "AssertionError"):
-        assert megatron_logs.parse_logs([other]).status == "ok"
-
-
-RANK_AND_LAUNCHER = """
-import subprocess, sys, time
-rank = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-rank += "print(1, flush=True); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, start_new_session=True)
-child.stdout.readline()
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_hung_ranks_are_ended_with_their_launcher():
-    """torchrun gives each rank a session of its own: killing the launcher's group spares them."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", RANK_AND_LAUNCHER], stdout=subprocess.PIPE, start_new_session=True
-    )
-    rank = int(launcher.stdout.readline())
-    launches.end_launch(launcher, grace_s=0.5)
-    assert launcher.poll() is not None
-    for _ in range(50):
-        if not Path(f"/proc/{rank}").exists() or " Z " in Path(f"/proc/{rank}/stat").read_text():
-            return
-        time.sleep(0.1)
-    os.kill(rank, signal.SIGKILL)
-    pytest.fail("the rank outlived end_launch")
-
-
-def test_lifted_refusal_leaves_the_rest_of_the_check():
-    seen = []
-
-    def validate_args(args, defaults):
-        assert args.cross_entropy_fusion_impl != "te", "refused"
-        seen.append((args.cross_entropy_fusion_impl, defaults))
-        args.checked = True
-        return args
-
-    arguments = types.SimpleNamespace(validate_args=validate_args)
-    runner.lift_te_refusal(arguments)
-    args = types.SimpleNamespace(cross_entropy_fusion_impl="te")
-    assert arguments.validate_args(args, {"a": 1}) is args
-    assert seen == [("native", {"a": 1})]
-    assert (args.cross_entropy_fusion_impl, args.checked) == ("te", True)
