@@ -17,7 +17,7 @@ from megatron_fused_ce import planner
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import command, heads
 from megatron_fused_ce.estimate.advice import Gpu
-from megatron_fused_ce.estimate.heads import Head, plugin_head, stock_heads
+from megatron_fused_ce.estimate.heads import HeadMemory, plugin_head, stock_heads
 from megatron_fused_ce.estimate.named_models import MODELS
 from megatron_fused_ce.estimate.peaks import estimate
 from megatron_fused_ce.estimate.setting import Model, Parallel, Setting, Training
@@ -93,7 +93,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, row
 
 
-def head_of(setting: Setting, variant: str) -> Head:
+def head_of(setting: Setting, variant: str) -> HeadMemory:
     """The way of computing the loss that a variant of the results had."""
     if variant in STOCK:
         return next(one for one in stock_heads(setting) if one.name == STOCK[variant])

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = TokenWeights(None, "nobody said")
 
 
-class Head:
+class KnownHead:
     """A head whose real logits are known."""
 
     def __init__(self):
@@ -49,7 +49,7 @@ class Head:
 @pytest.fixture
 def deferred():
     megatron_fused_ce.counters().reset()
-    head = Head()
+    head = KnownHead()
     return DeferredLogits(head, torch.zeros(4, 2, 3), None, head.logits.shape)
 
 

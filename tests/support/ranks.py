@@ -41,7 +41,7 @@ import pytest
 import torch
 
 from tests.support import rank_process, torchrun
-from tests.support.rank_process import PLAIN, Call, Environment, Place, Rank, arguments_of
+from tests.support.rank_process import PLAIN, Environment, Place, Rank, RemoteCall, arguments_of
 
 __all__ = [
     "PLAIN",
@@ -84,7 +84,7 @@ class RankFailure(AssertionError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """What one rank did with a call.
 
     ``kind``: ``returned``, ``skipped``, ``raised``, ``died``, ``hung``, or ``stopped`` where another rank had
@@ -253,9 +253,9 @@ class World:
         timeout_s: float = TIMEOUT_S,
         grace_s: float = GRACE_S,
         **options: Any,
-    ) -> list[Outcome]:
+    ) -> list[RankOutcome]:
         """What every rank did with the call, in order of rank."""
-        call = Call(function.__module__, function.__qualname__, arguments, options)
+        call = RemoteCall(function.__module__, function.__qualname__, arguments, options)
         try:
             if not self.is_open:
                 self._open(call.module)
@@ -270,24 +270,24 @@ class World:
             self.close()
         return made
 
-    def _collect(self, timeout_s: float, grace_s: float) -> list[Outcome]:
-        made: dict[int, Outcome] = {}
+    def _collect(self, timeout_s: float, grace_s: float) -> list[RankOutcome]:
+        made: dict[int, RankOutcome] = {}
         late, until = "hung", time.monotonic() + timeout_s
         while len(made) < self.size:
             waiting = {c: i for i, c in enumerate(self._connections) if i not in made}
             ready = connections.wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
                 for rank in waiting.values():
-                    made[rank] = Outcome(late, self._stack(rank))
+                    made[rank] = RankOutcome(late, self._stack(rank))
             for connection in ready:
                 rank = waiting[connection]
                 try:
-                    made[rank] = Outcome(*connection.recv())
+                    made[rank] = RankOutcome(*connection.recv())
                     if made[rank].kind == "raised":
                         words = f"{made[rank].value}\n{self._output(rank)}".rstrip()
-                        made[rank] = Outcome("raised", words)
+                        made[rank] = RankOutcome("raised", words)
                 except (EOFError, ConnectionResetError):
-                    made[rank] = Outcome("died", self._end(rank))
+                    made[rank] = RankOutcome("died", self._end(rank))
                 if made[rank].failed and late == "hung":
                     late, until = "stopped", min(until, time.monotonic() + grace_s)
         return [made[rank] for rank in range(self.size)]
@@ -336,7 +336,7 @@ class World:
         self.close()
 
 
-def results(outcomes: list[Outcome]) -> list[Any]:
+def results(outcomes: list[RankOutcome]) -> list[Any]:
     """What the ranks returned; raises for a failed rank, and skips where one did."""
     __tracebackhide__ = True
     if any(outcome.failed for outcome in outcomes):
@@ -416,8 +416,8 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
             if not torchrun.IS_RANK:
                 run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
             elif ranks.size == torchrun.SIZE:
-                call = Call(function.__module__, function.__qualname__, (), options)
-                torchrun.LAUNCH.run(ranks.environment, call, ranks.on_gpus, timeout_s)
+                call = RemoteCall(function.__module__, function.__qualname__, (), options)
+                torchrun.THIS_RANK.run(ranks.environment, call, ranks.on_gpus, timeout_s)
             else:
                 pytest.skip(f"{ranks.size} ranks: torchrun has started {torchrun.SIZE}")
 

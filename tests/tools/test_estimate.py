@@ -513,7 +513,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(sizes, mib):
     one = _drawn(sizes)
     gpu = replace(H100, capacity=native(one).moment("step").total + mib * MIB)
 
-    def make(changed: Setting) -> heads.Head:
+    def make(changed: Setting) -> heads.HeadMemory:
         return heads.stock_heads(changed)[1]
 
     def at(tokens: int) -> str:
