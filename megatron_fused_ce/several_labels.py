@@ -48,10 +48,9 @@ LOWEST_FINITE = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, kw_only=True)
 class _WithLabels(GemmThenRows):
-    """:class:`.GemmThenRows` whose targets' labels are positions ``t`` of tokens, by which it finds what it
-    has of them, ``[T, K]``, in the order of the caller's labels."""
+    """:class:`.GemmThenRows` whose ``targets.labels`` holds token positions, which index ``columns``."""
 
-    columns: Tensor  # int32 [T, K]
+    columns: Tensor  # int32 [T, K], in the order of the caller's labels
 
 
 @dataclass(frozen=True, kw_only=True)

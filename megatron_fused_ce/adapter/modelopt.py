@@ -77,7 +77,7 @@ def patch(module: Any) -> None:
 
 
 def _deferred(captured: Any) -> DeferredLogits | None:
-    """Of what a hook has kept, logits and bias, the logits if they were not made."""
+    """Return the deferred logits that a hook captured (logits and bias), else None."""
     logits = captured[0] if isinstance(captured, tuple) and captured else None
     return logits if isinstance(logits, DeferredLogits) and not logits.is_real else None
 

@@ -398,7 +398,7 @@ def _replaceable(layer: Any) -> Iterator[Any]:
 
 
 def _hooks(module: Any) -> Iterator[tuple[str, Any]]:
-    """The module's own and those of all modules, each with its kind."""
+    """Yield a module's own hooks and torch's global ones, each with its kind."""
     for name in ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         kind = name.split("_")[1]
         for owner, attribute in ((module, name), (torch.nn.modules.module, f"_global{name}")):
