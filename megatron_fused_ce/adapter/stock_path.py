@@ -81,7 +81,8 @@ def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str | None
     loss = model.compute_language_model_loss
     if not consumer.takes_deferred(loss):
         return (
-            f"{type(model).__name__} has a loss of its own ({forms.where(loss)}), which may need real logits"
+            f"{type(model).__name__} has a loss of its own ({forms.where(loss)}), which may need real "
+            "logits: remove it to have Megatron's loss fused"
         )
     layer, config = model.output_layer, model.config
     unknown = _why_unknown_layer(layer, config)

@@ -738,7 +738,8 @@ def test_a_model_that_was_built_before_enable_says_so(monkeypatch):
         megatron_fused_ce.disable()
     assert lines == [
         "the head of LanguageModule stays on Megatron's own path: it was built before "
-        "megatron_fused_ce.enable(): call that before the model is built"
+        "megatron_fused_ce.enable(): call that before the model is built. --fused-chunked-ce has no effect "
+        "on this head"
     ]
 
 
