@@ -185,7 +185,8 @@ def fused_linear_token_outputs(
 class DistillationOutputs(NamedTuple):
     """Results for each token, fp32, in the labels' shape.
 
-    The loss alone has a gradient, and without ``label_weights`` the divergence, which is then the same.
+    The loss alone has a gradient, and without ``label_weights`` the divergence, which is then the same. A
+    backward through another of the student's raises ``RuntimeError``: ``detach()`` it in a metric.
     """
 
     loss: Tensor  # divergence + label_weights * cross_entropy

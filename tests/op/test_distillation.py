@@ -305,7 +305,18 @@ def test_what_has_a_gradient(device):
     hidden = problem.hidden.clone().requires_grad_()
     given = hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
     made = fused_linear_distillation(*given, **problem.options, entropy=True)
-    assert [x.requires_grad for x in made if x is not None] == [True, False, False, False, False]
+    assert made.loss.requires_grad and not made.teacher_cross_entropy.requires_grad
+    for name in ("divergence", "cross_entropy", "entropy"):
+        with pytest.raises(RuntimeError, match=f"no gradient of {name} here: differentiate loss"):
+            torch.autograd.grad((made.loss + getattr(made, name)).sum(), hidden, retain_graph=True)
+    # As a reentrant checkpoint, which asks for the gradients of all its results.
+    ones, zeros = torch.ones_like(made.loss), torch.zeros_like(made.loss)
+    (right,) = torch.autograd.grad(made.loss, hidden, ones, retain_graph=True)
+    found = torch.autograd.grad(made[:3], hidden, (ones, zeros, zeros), retain_graph=True)
+    torch.testing.assert_close(found[0], right, rtol=0, atol=0)
+    made = fused_linear_distillation(*given, labels=problem.labels)
+    with pytest.raises(RuntimeError, match="no gradient of cross_entropy here"):
+        (made.loss + made.cross_entropy).sum().backward()
     made = fused_linear_distillation(*given)
     assert made.cross_entropy is made.teacher_cross_entropy is made.entropy is None
     assert torch.equal(made.loss, made.divergence)
