@@ -306,7 +306,8 @@ def _needed(given: argparse.Namespace, name: str) -> int:
         flag = name.replace("_", "-")
         # No model has a length of its own, and beside a log or a launch none can be named.
         is_read = getattr(given, "from_log", None) or getattr(given, "from_launch", None)
-        named = "" if name == "seq_length" or is_read else ", or --model NAME"
+        elsewhere = ", or --model NAME, --from-log FILE or --from-launch FILE"
+        named = "" if name == "seq_length" or is_read else elsewhere
         raise ValueError(f"--{flag} is missing: give it{named}")
     return value
 
