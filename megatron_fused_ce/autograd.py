@@ -150,10 +150,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         outputs = outputs.map(lambda whole: _returned(whole, in_batch))
         if spec.form.outputs or spec.with_argmax:
             with_grad = {"loss", *spec.form.differentiable}
-            if isinstance(targets.soft, Teacher):
-                with_grad.update(_BESIDE_LOSS)
-                is_loss = targets.soft.label_weights is None  # the divergence
-                ctx.refused = tuple(_BESIDE_LOSS)[is_loss:]
+            if isinstance(targets.soft, Teacher) and targets.soft.label_weights is None:
+                with_grad.add("divergence")  # the loss
             without = [each for name, each in outputs._asdict().items() if name not in with_grad]
             without += local_max, local_argmax
             ctx.mark_non_differentiable(*(each for each in without if each is not None))
@@ -167,8 +165,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         :func:`.zero_upstream.backward_of_nonzero`'s."""
         *of_outputs, _, _ = grads
         grad_outputs = TokenOutputs(*of_outputs)  # type: ignore[arg-type]  # None for 0
-        if ctx.context.spec.form.outputs and ctx.context.spec.divergence is not None:
-            grad_outputs = _without_refused(grad_outputs, ctx.refused)
         wants_hidden, wants_weight, *others = ctx.needs_input_grad
         no_others = (None,) * len(others)
         if all(grad is None for grad in grad_outputs):
@@ -219,26 +215,6 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                     kept.spoil_rows_(grad_hidden, of_all, spec.comm.part)
             grad_hidden = grad_hidden.view(ctx.hidden_shape)
         return grad_hidden, grad_weight, *no_others
-
-
-#: Results of a distillation that only the loss has a gradient of: the divergence too, with label weights.
-_BESIDE_LOSS = {"divergence": "divergence", "log_prob": "cross_entropy", "entropy": "entropy"}
-
-
-def _without_refused(grads: TokenOutputs, refused: tuple[str, ...]) -> TokenOutputs:
-    """Upstream gradients without those of ``refused``, which may be zeros, as of a reentrant checkpoint.
-
-    Raises:
-        RuntimeError: one of them is not 0: it would be left out of the sum that was differentiated.
-    """
-    given = {name: grad for name in refused if (grad := getattr(grads, name)) is not None}
-    wrong = [_BESIDE_LOSS[name] for name, grad in given.items() if grad.any()]
-    if wrong:
-        raise RuntimeError(
-            f"fused_linear_distillation has no gradient of {' and '.join(wrong)} here: differentiate loss, "
-            "which is divergence + label_weights * cross_entropy, and detach() the others"
-        )
-    return grads._replace(**dict.fromkeys(given))  # type: ignore[arg-type]  # None for 0
 
 
 def _soft(targets: Targets, spec: CallSpec) -> SoftTargets | Teacher | None:
