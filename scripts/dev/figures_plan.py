@@ -20,7 +20,7 @@ from megatron_fused_ce.estimate.advice import Gpu
 from megatron_fused_ce.estimate.heads import HeadMemory, plugin_head, stock_heads
 from megatron_fused_ce.estimate.named_models import MODELS
 from megatron_fused_ce.estimate.peaks import estimate
-from megatron_fused_ce.estimate.setting import Model, Parallel, Setting, Training
+from megatron_fused_ce.estimate.setting import DecoderSizes, Parallel, Setting, StepSettings
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import MIB, Plan, PlanInputs
 from megatron_fused_ce.scripts.lib import results
@@ -175,7 +175,7 @@ def chunk_by_chunk(inputs: PlanInputs) -> Plan:
 
 
 def _head_alone(row: dict[str, Any]) -> Setting:
-    model = Model(
+    model = DecoderSizes(
         num_layers=1,
         hidden_size=row["H"],
         num_attention_heads=row["tp"],
@@ -185,7 +185,7 @@ def _head_alone(row: dict[str, Any]) -> Setting:
         head_dim=1,
     )
     parallel = Parallel(gpus=row["tp"], tensor=row["tp"], sequence=row["sp"])
-    setting = Setting(model, parallel, Training(sequence=row["T"]), vocab_divisor=1)
+    setting = Setting(model, parallel, StepSettings(sequence=row["T"]), vocab_divisor=1)
     chunks = replace(setting.training.fused_ce, chunk_tokens=row["chunk_tokens"])
     return replace(setting, training=replace(setting.training, fused_ce=chunks))
 

@@ -27,7 +27,7 @@ from megatron_fused_ce.scripts.lib.reference import (
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.head import column_plans
 from tests.support.op import DTYPES
-from tests.support.ranks import Rank, World
+from tests.support.ranks import Rank, RankProcesses
 
 VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
 LABELS = ("any", "one", "edges", "outside", "some outside")
@@ -261,7 +261,7 @@ def run_part(rank: Rank, problem: DrawnProblem) -> dict[str, Any]:
 
 def run_on_shards(problem: DrawnProblem) -> Parts:
     """The whole result of a problem, each shard on a rank of its own."""
-    with World(len(problem.shards)) as world:
+    with RankProcesses(len(problem.shards)) as world:
         sent = world.run(run_part, problem)
     return joined(problem, [
         {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()} for part in sent

@@ -48,8 +48,8 @@ __all__ = [
     "Environment",
     "Rank",
     "RankFailure",
+    "RankProcesses",
     "Ranks",
-    "World",
     "on_ranks",
     "run_on_ranks",
 ]
@@ -190,7 +190,7 @@ def _one_large_world_at_a_time(size: int) -> Iterator[None]:
         yield
 
 
-class World:
+class RankProcesses:
     """Context manager: ``size`` ranks in processes of their own, for as many calls as succeed.
 
     After a call in which a rank failed all of them are gone: the others may sit in a collective.
@@ -329,7 +329,7 @@ class World:
         self._resources.close()
         self.is_open = False
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -375,15 +375,15 @@ class Ranks:
         return NUM_GPUS > 0
 
 
-#: Worlds that live on: those on GPUs.
-_worlds: dict[Ranks, World] = {}
+#: Rank processes that live on: those on GPUs.
+_worlds: dict[Ranks, RankProcesses] = {}
 
 
 def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-    """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`World.run`."""
+    """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`RankProcesses.run`."""
     __tracebackhide__ = True
     if not ranks.on_gpus:
-        with World(ranks.size, ranks.environment) as world:
+        with RankProcesses(ranks.size, ranks.environment) as world:
             return world.run(function, *arguments, **options)
     if ranks.size > NUM_GPUS:
         if ranks.size > SHARING:
@@ -391,7 +391,7 @@ def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **
         if ranks.needs_nccl:
             pytest.skip(f"needs NCCL, and ranks on one GPU have gloo: {ranks.needs_nccl}")
     if ranks not in _worlds:
-        _worlds[ranks] = World(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
+        _worlds[ranks] = RankProcesses(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
         atexit.register(_worlds[ranks].close)
     return _worlds[ranks].run(function, *arguments, **options)
 
