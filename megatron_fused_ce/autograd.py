@@ -32,7 +32,7 @@ _REFUSED = "the fused head has no second derivative: take Megatron's own head fo
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Gradients as they are, as a function of what they were made of, that cannot be differentiated."""
+    """Identity of the gradients, whose own backward raises: the head has no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, num_made: int, *made_and_sources: Tensor | None) -> Gradients:

@@ -85,7 +85,7 @@ class RowScales:
         self.factors: tuple[Tensor, ...] = ()
 
     def put(self, chunk: Chunk, grad: LogitsGrad) -> None:
-        """Those of a chunk."""
+        """Record the row scales of one chunk."""
         if grad.row_scale is None:
             return
         assert grad.upstream is not None

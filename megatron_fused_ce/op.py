@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,8 @@ def fused_linear_token_outputs(
 class DistillationOutputs(NamedTuple):
     """Results for each token, fp32, in the labels' shape.
 
-    The loss alone has a gradient, and without ``label_weights`` the divergence, which is then the same.
+    The loss alone has a gradient, and without ``label_weights`` the divergence, which is then the same. A
+    backward through another of the student's raises ``RuntimeError``: ``detach()`` it in a metric.
     """
 
     loss: Tensor  # divergence + label_weights * cross_entropy
@@ -325,17 +326,35 @@ def fused_linear_distillation(
         )
     ).outputs
     assert outputs.divergence is not None
+    loss, weighted = outputs.loss, label_weights is not None
     return DistillationOutputs(
-        outputs.loss,
-        outputs.divergence,
-        _negative(outputs.log_prob),
-        _negative(outputs.teacher_log_prob),
-        outputs.entropy,
+        loss,
+        _Constant.apply(loss, "divergence", outputs.divergence) if weighted else outputs.divergence,
+        None if outputs.log_prob is None else _Constant.apply(loss, "cross_entropy", -outputs.log_prob),
+        None if outputs.teacher_log_prob is None else -outputs.teacher_log_prob,
+        None if outputs.entropy is None else _Constant.apply(loss, "entropy", outputs.entropy),
     )
 
 
-def _negative(log_prob: Tensor | None) -> Tensor | None:
-    return None if log_prob is None else -log_prob
+class _Constant(torch.autograd.Function):
+    """A result without a gradient, whose backward raises: a sum with the loss would lose it without a word.
+
+    An upstream gradient of 0 it takes: a reentrant checkpoint asks for the gradients of all its results.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, name: str, result: Tensor) -> Tensor:
+        ctx.name = name
+        return result.data  # not a view, which nobody could change in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        if grad.any():
+            raise RuntimeError(
+                f"fused_linear_distillation has no gradient of {ctx.name} here: differentiate loss, which is "
+                "divergence + label_weights * cross_entropy, and detach() the others"
+            )
+        return None, None, None
 
 
 def _wrong_outputs(outputs: Sequence[str]) -> TypeError | None:

@@ -41,17 +41,16 @@ from megatron_fused_ce.targets import Targets, columns_of, in_token_order
 #: Labels of a token, at most: their places are written as int16.
 MOST_LABELS = 2**15
 #: In place of a column: an empty entry, and an id of another shard or of none.
-EMPTY, NOT_HERE = -1, -2
+EMPTY, NO_COLUMN = -1, -2
 #: In place of a label's logit of -inf, which stands for a label that no shard has.
-LOWEST = torch.finfo(torch.float32).min
+LOWEST_FINITE = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True)
 class _WithLabels(GemmThenRows):
-    """:class:`.GemmThenRows` whose targets' labels are positions ``t`` of tokens, by which it finds what it
-    has of them, ``[T, K]``, in the order of the caller's labels."""
+    """:class:`.GemmThenRows` whose ``targets.labels`` holds token positions, which index ``columns``."""
 
-    columns: Tensor  # int32 [T, K]
+    columns: Tensor  # int32 [T, K], in the order of the caller's labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class _Gathering(_WithLabels):
         s = rows_torch.scaled_logits(products, targets.logit_scale, targets.form.softcap)
         if inv_temperature is not None:
             s.mul_(inv_temperature.unsqueeze(1))
-        s = torch.where(columns >= 0, s.clamp_(min=LOWEST), -torch.inf)
+        s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
         self.comm.take_largest_(s)
         best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
         stats = super().statistics(logits, targets._replace(labels=best), with_argmax)
@@ -97,7 +96,7 @@ class _Scattering(_WithLabels):
     ) -> LogitsGrad:
         assert terms is not None and out is not None
         tokens = targets.labels
-        targets = targets._replace(labels=torch.full_like(tokens, NOT_HERE))
+        targets = targets._replace(labels=torch.full_like(tokens, NO_COLUMN))
         if self.shares is None:
             return row_gradients(self.rows, matrix, targets, terms, upstream, out)
         shares = self.shares[tokens]
@@ -226,7 +225,7 @@ def _log_probs(label_logits: Tensor, log_prob: Tensor, row_max: Tensor) -> Tenso
     largest = label_logits.amax(1)
     reference = torch.where(largest == -torch.inf, row_max, largest)
     above = torch.where(unknown, row_max.unsqueeze(1), label_logits).sub_(reference.unsqueeze(1))
-    return above.add_(log_prob.unsqueeze(1)).masked_fill_(label_logits == LOWEST, -torch.inf)
+    return above.add_(log_prob.unsqueeze(1)).masked_fill_(label_logits == LOWEST_FINITE, -torch.inf)
 
 
 @lru_cache(maxsize=64)
@@ -295,4 +294,4 @@ def _columns(labels: Tensor, spec: CallSpec, call: Call) -> Tensor:
     """Columns of this shard, int32, in the labels' shape."""
     columns = columns_of(labels, spec, call.config)
     here = (columns >= 0) & (columns < call.weight.shape[0])
-    return torch.where(here, columns, NOT_HERE).masked_fill_(labels == EMPTY, EMPTY).to(torch.int32)
+    return torch.where(here, columns, NO_COLUMN).masked_fill_(labels == EMPTY, EMPTY).to(torch.int32)

@@ -38,9 +38,9 @@ import torch.distributed as dist
 
 from megatron_fused_ce.command_line import NO_LIMIT, Parser, command, seconds, whole
 from megatron_fused_ce.scripts.lib import gloo, results
-from megatron_fused_ce.scripts.lib.collectives import Call, Collectives, RandomDelays
+from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives, RandomDelays
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, plain_head
-from tests.support.problems import Parts, Problem, check, joined, loss_of, problems, run, same_bits
+from tests.support.problems import DrawnProblem, Parts, check, joined, loss_of, problems, run, same_bits
 
 RANK = int(os.environ.get("RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -51,9 +51,9 @@ SLACK = {"device MiB": 4.0, "host MiB": 24.0, "tensors": 40.0}
 QUIET_AFTER = 0.6
 
 
-def draw(number: int, seed: int, device: torch.device) -> list[Problem]:
+def draw(number: int, seed: int, device: torch.device) -> list[DrawnProblem]:
     """Calls over shards whose number divides the ranks; on a GPU larger, in few sizes to compile for."""
-    drawn: list[Problem] = []
+    drawn: list[DrawnProblem] = []
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -61,7 +61,7 @@ def draw(number: int, seed: int, device: torch.device) -> list[Problem]:
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     @hypothesis.given(problems(max_shards=WORLD).filter(lambda made: WORLD % len(made.shards) == 0))
-    def collect(problem: Problem) -> None:
+    def collect(problem: DrawnProblem) -> None:
         if device.type == "cuda":
             large = {"s": 8 * problem.s, "shards": tuple(8 * rows for rows in problem.shards)}
             hidden_size = 128 * (1 + problem.hidden_size % 3)
@@ -100,11 +100,11 @@ class Soak:
             self.groups[size] = made[RANK // size]
         self.order = random.Random(options.seed)  # the same on every rank
         self.pool = draw(options.pool, options.seed, device)
-        self.first: dict[Problem, Parts] = {}  # this rank's results
+        self.first: dict[DrawnProblem, Parts] = {}  # this rank's results
         self.steps = self.calls = self.num_problems = 0
         self.worst, self.failure, self.where, self.progress = 0.0, "", "", time.monotonic()
 
-    def before(self, call: Call) -> None:
+    def before(self, call: Collective) -> None:
         self.calls += 1
         self.where, self.progress = f"before collective {self.calls}, {call}", time.monotonic()
         self.delays(call)
@@ -119,7 +119,7 @@ class Soak:
         faulthandler.dump_traceback(file=sys.stderr)
         os._exit(1)
 
-    def step(self, problem: Problem) -> None:
+    def step(self, problem: DrawnProblem) -> None:
         self.steps, self.progress, self.where = self.steps + 1, time.monotonic(), str(problem)
         size = len(problem.shards)
         summed = torch.full((4096,), float(1 + RANK), device=self.device)
@@ -137,7 +137,7 @@ class Soak:
             wrong = "" if same else "other bits than the first time"
         self.failure = self.failure or (wrong and f"drift: {wrong}: {problem}")
 
-    def against_fp64(self, problem: Problem, made: Parts) -> str:
+    def against_fp64(self, problem: DrawnProblem, made: Parts) -> str:
         """What is wrong with the first results of this rank's group, said by its first rank."""
         parts: list[Any] = [None] * WORLD
         dist.all_gather_object(parts, {name: x.cpu() for name, x in made.items()}, group=self.control)

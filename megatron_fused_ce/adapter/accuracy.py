@@ -33,7 +33,7 @@ LOSS_KEY = "lm loss"
 HOOK_POINT = "forward_step_calc_loss"
 
 
-class Counts(NamedTuple):
+class TokenCounts(NamedTuple):
     """Counts of one micro-batch, fp32, on the labels' device."""
 
     pair: Tensor  # [2]: the correct tokens and all tokens that count, each by its weight
@@ -44,7 +44,7 @@ class _Evaluated(NamedTuple):
     """The latest loss of a model's head."""
 
     loss: Tensor  # [b, s]; held so that nothing else gets its memory
-    counts: Counts | None
+    counts: TokenCounts | None
     unknown: str  # why there are no counts
     tp_rank: int
 
@@ -69,16 +69,16 @@ def reason_at_build(takes_mask: bool) -> str | None:
 
 def count(
     labels: Tensor, weights: TokenWeights, correct: Tensor | None, ignore_index: int | None
-) -> Counts | None:
+) -> TokenCounts | None:
     """Count correct tokens ``[b, s]`` by their weights; None if either is unknown."""
     if weights.values is None or correct is None:
         return None
     mask = weights.values.float()
     counting = mask if ignore_index is None else mask.masked_fill(labels == ignore_index, 0.0)
-    return Counts(torch.stack([(counting * correct).sum(), counting.sum()]), mask.sum())
+    return TokenCounts(torch.stack([(counting * correct).sum(), counting.sum()]), mask.sum())
 
 
-def remember(loss: Tensor, counts: Counts | None, unknown: str, tp_rank: int) -> None:
+def remember(loss: Tensor, counts: TokenCounts | None, unknown: str, tp_rank: int) -> None:
     """Keep the counts of a head's ``loss`` ``[b, s]``, or why there are none, for the loss function.
 
     The heads of multi-token prediction are evaluated before the main one, which then replaces their counts.
@@ -144,7 +144,7 @@ def _reported_loss(outputs: Any) -> tuple[Tensor | None, str]:
     return lm_loss, ""
 
 
-def _beside(lm_loss: Tensor, counts: Counts | None) -> Tensor:
+def _beside(lm_loss: Tensor, counts: TokenCounts | None) -> Tensor:
     """The pair ``[correct, count]``; NaN if the loss counted other tokens than the mask.
 
     Megatron reports the count as a whole number, rounded down.

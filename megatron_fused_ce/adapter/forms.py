@@ -453,7 +453,8 @@ def _is_library(found: Any) -> bool:
 
 def why_not_own(forms: list[Form]) -> str:
     """Why these are not code of Megatron's; empty if they are, or may be."""
-    return "; ".join(f"{form.name} is not Megatron's own: {form.strange}" for form in forms if form.strange)
+    whys = [f"{form.name} is not Megatron's own: {form.strange}" for form in forms if form.strange]
+    return "; ".join(whys) + (": remove that to have it fused" if whys else "")
 
 
 def in_words(forms: list[Form], what: str) -> str:

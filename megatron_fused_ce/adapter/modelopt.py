@@ -32,7 +32,7 @@ from megatron_fused_ce.adapter.import_hook import replace_everywhere
 from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
 
 
-class Divergence(NamedTuple):
+class KnownDivergence(NamedTuple):
     """What a loss of ModelOpt's computes, in the words of :func:`.op.fused_linear_distillation`."""
 
     kind: str
@@ -77,7 +77,7 @@ def patch(module: Any) -> None:
 
 
 def _deferred(captured: Any) -> DeferredLogits | None:
-    """Of what a hook has kept, logits and bias, the logits if they were not made."""
+    """Return the deferred logits that a hook captured (logits and bias), else None."""
     logits = captured[0] if isinstance(captured, tuple) and captured else None
     return logits if isinstance(logits, DeferredLogits) and not logits.is_real else None
 
@@ -142,7 +142,7 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
     return None
 
 
-def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> Divergence | None:
+def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> KnownDivergence | None:
     """What ``LogitsKLLoss`` computes, by what it makes of numbers, so that it is known to do nothing else.
 
     Tried at every call: a temperature may be a tensor, and what the loss does can be changed after the build.
@@ -171,5 +171,5 @@ def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any])
         return None
     for kind, values in expected.items():
         if made.shape == values.shape and torch.allclose(made.double(), values, rtol=1e-4, atol=1e-6):
-            return Divergence(kind, temperature)
+            return KnownDivergence(kind, temperature)
     return None

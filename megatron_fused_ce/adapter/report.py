@@ -22,6 +22,8 @@ PREFIX = "[fused-ce]"
 
 _said: set[str] = set()
 _tells_totals = False
+#: Classes of models whose whole head stays with Megatron, where nothing counts its calls.
+_left: set[str] = set()
 
 
 def say(text: str) -> None:
@@ -52,8 +54,12 @@ def say_of_a_replica(tp_rank: int, text: str) -> None:
 
 
 def left_to_megatron(model: Any, reason: str) -> None:
-    """Log that the whole head stays on the stock path."""
-    _say_of_head(model, f"stays on Megatron's own path: {reason}")
+    """Log that the whole head stays on the stock path, at the end of the run too."""
+    _left.add(type(model).__name__)
+    tp_rank = _say_of_head(
+        model, f"stays on Megatron's own path: {reason}. --fused-chunked-ce has no effect on this head"
+    )
+    _tell_totals(tp_rank)
 
 
 def waits_for_modelopt(model: Any) -> None:
@@ -65,10 +71,12 @@ def waits_for_modelopt(model: Any) -> None:
     )
 
 
-def _say_of_head(model: Any, what: str) -> None:
+def _say_of_head(model: Any, what: str) -> int:
+    """Log it, and return the rank in the head's tensor-parallel group."""
     tp_group = getattr(model.output_layer, "tp_group", None)
     tp_rank = tp_group.rank() if tp_group is not None else 0
     say_once(tp_rank, f"the head of {type(model).__name__} {what}")
+    return tp_rank
 
 
 def built_too_early(model: Any) -> None:
@@ -85,7 +93,6 @@ def stock_path_once(layer: Any, reason: str) -> None:
 
 def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
     """Log a fused head's strategy and memory, if the launch's sizes are known already and decide them."""
-    global _tells_totals
     layer = model.output_layer
     version, newest = layout.core_version(), versions.NEWEST_MEGATRON
     if versions.numbers(version) > newest:
@@ -93,9 +100,7 @@ def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
             layer.tp_group.rank(),
             f"megatron-core {version} is newer than {versions.words(newest)}, the newest this was tried with",
         )
-    if not _tells_totals and _speaks(layer.tp_group.rank()):
-        _tells_totals = True
-        atexit.register(_say_totals)
+    _tell_totals(layer.tp_group.rank())
     # The weight's, not config.params_dtype: a YAML launch leaves that unset.
     weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
     dtype = _dtype(model.config, weight)
@@ -224,10 +229,18 @@ def _dtype(config: Any, weight: Tensor) -> torch.dtype:
     return torch.float16 if config.fp16 else weight.dtype
 
 
+def _tell_totals(tp_rank: int) -> None:
+    global _tells_totals
+    if not _tells_totals and _speaks(tp_rank):
+        _tells_totals = True
+        atexit.register(_say_totals)
+
+
 def _say_totals() -> None:
     seen, remade = counters(), promise.counts.remade
     say(
         f"heads evaluated fused: {seen.fused}, logits materialised: {seen.materialised}, "
         f"heads on the stock path: {seen.stock}"
         + (f", gradients of grad_in_forward made again: {remade}" if remade else "")
+        + (f"; not counted: the head of {', '.join(sorted(_left))}, on Megatron's own path" if _left else "")
     )

@@ -88,7 +88,8 @@ def _reason_at_build(model: Any, megatron_args: Any, joined: bool) -> str | None
     loss = model.compute_language_model_loss
     if not consumer.takes_deferred(loss):
         return (
-            f"{type(model).__name__} has a loss of its own ({forms.where(loss)}), which may need real logits"
+            f"{type(model).__name__} has a loss of its own ({forms.where(loss)}), which may need real "
+            "logits: remove it to have Megatron's loss fused"
         )
     layer, config = model.output_layer, model.config
     unknown = _why_unknown_layer(layer, config)
@@ -387,7 +388,7 @@ def _config_logger_on(config: Any) -> bool:
 
 
 def _hooks(module: Any) -> Iterator[tuple[str, Any]]:
-    """The module's own and those of all modules, each with its kind."""
+    """Yield a module's own hooks and torch's global ones, each with its kind."""
     for name in ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         kind = name.split("_")[1]
         for owner, attribute in ((module, name), (torch.nn.modules.module, f"_global{name}")):

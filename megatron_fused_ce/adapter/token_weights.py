@@ -158,7 +158,7 @@ def why_no_loss(layer: Any) -> str:
 
 
 def of_call(model: Any) -> TokenWeights:
-    """Those of any loss of ``model``'s call under way."""
+    """Token weights for any loss in ``model``'s call under way."""
     call = _call_of(model)
     labels = None if call is None else call.labels
     if not isinstance(labels, Tensor):

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import heads
-from megatron_fused_ce.estimate.heads import Head, StockPath
+from megatron_fused_ce.estimate.heads import HeadMemory, StockPath
 from megatron_fused_ce.estimate.peaks import Estimate, estimate
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.planner import MIB
@@ -63,7 +63,7 @@ class Way:
         return self._find_longest()
 
     @property
-    def head(self) -> Head:
+    def head(self) -> HeadMemory:
         return self.estimate.head
 
     @property
@@ -132,14 +132,14 @@ def advise(
 def stock_way(setting: Setting, gpu: Gpu, name: str, others: tuple[StockPath, ...] = ()) -> Way:
     """A path of Megatron's, or one of ``others``, by its name."""
 
-    def make(changed: Setting) -> Head:
+    def make(changed: Setting) -> HeadMemory:
         return next(head for head in heads.stock_heads(changed, others) if head.name == name)
 
     return _way(setting, gpu, make)
 
 
 def _plugin_way(setting: Setting, gpu: Gpu, strategy: str, memory_mb: int | None = None) -> Way:
-    def make(changed: Setting) -> Head:
+    def make(changed: Setting) -> HeadMemory:
         return heads.plugin_head(
             changed, gpu.device, strategy, exp_serves=gpu.exp_serves, memory_mb=memory_mb
         )
@@ -147,7 +147,7 @@ def _plugin_way(setting: Setting, gpu: Gpu, strategy: str, memory_mb: int | None
     return _way(setting, gpu, make)
 
 
-def _way(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> Way:
+def _way(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -> Way:
     found = estimate(setting, make(setting))
     return Way(found, verdict(found, gpu), lambda: longest(setting, gpu, make))
 
@@ -163,7 +163,7 @@ def verdict(found: Estimate, gpu: Gpu) -> str:
     return "tight" if at_head and free < TIGHT * found.head.largest else "fits"
 
 
-def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], Head]) -> int:
+def longest(setting: Setting, gpu: Gpu, make: Callable[[Setting], HeadMemory]) -> int:
     """Tokens of the longest sequence that fits and is not tight, by bisection; at least the given ones if
     they do."""
     parallel, asked = setting.parallel, setting.training.sequence

@@ -23,7 +23,7 @@ from megatron_fused_ce.estimate.advice import (
     stock_way,
 )
 from megatron_fused_ce.estimate.heads import StockPath
-from megatron_fused_ce.estimate.launch_script import Launch
+from megatron_fused_ce.estimate.launch_script import TrainingLaunch
 from megatron_fused_ce.estimate.peaks import MOMENTS
 from megatron_fused_ce.estimate.search import MOST_GPUS, Found, Search
 from megatron_fused_ce.estimate.setting import Setting
@@ -115,7 +115,7 @@ class Result:
     #: None where a log does not say how many GPUs a node has
     search: Search | None
     others: tuple[StockPath, ...] = ()
-    launch: Launch | None = None
+    launch: TrainingLaunch | None = None
     #: whether the launch has the flag already
     has_flag: bool = False
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from megatron_fused_ce.estimate.setting import Mixture, Model, Setting
+from megatron_fused_ce.estimate.setting import DecoderSizes, Mixture, Setting
 
 FP32 = 4
 #: Of a dropout's mask.
@@ -62,7 +62,7 @@ class Weight:
 class Block:
     """One part of a layer, behind its own norm and with its own residual connection."""
 
-    model: Model
+    model: DecoderSizes
 
     def weights(self) -> Iterator[Weight]:
         """All parameters but the block's norms."""
@@ -256,11 +256,11 @@ class MLP(Block):
         return {"first product", "activation"} | ({"norm output"} if self.norm_in_product(setting) else set())
 
 
-def _gates(model: Model) -> int:
+def _gates(model: DecoderSizes) -> int:
     return 2 if model.gated else 1
 
 
-def _mlp_weights(model: Model, rows: int, experts: int = 0) -> Iterator[Weight]:
+def _mlp_weights(model: DecoderSizes, rows: int, experts: int = 0) -> Iterator[Weight]:
     columns = _gates(model) * rows
     yield Weight((columns, model.hidden_size), divided=True, experts=experts)
     yield Weight((model.hidden_size, rows), divided=True, experts=experts)
@@ -386,7 +386,7 @@ Layer = tuple[Block, ...]
 
 
 @lru_cache(maxsize=64)
-def layers(model: Model) -> tuple[Layer, ...]:
+def layers(model: DecoderSizes) -> tuple[Layer, ...]:
     """Every decoder layer, first to last; those of a kind are one object."""
     if model.pattern:
         kinds = {letter: (block,) for letter, block in _kinds(model).items()}
@@ -396,24 +396,24 @@ def layers(model: Model) -> tuple[Layer, ...]:
     return tuple(mixed if mixture and mixture.layers[index] else dense for index in range(model.num_layers))
 
 
-def _attention(model: Model) -> Block:
+def _attention(model: DecoderSizes) -> Block:
     return LatentAttention(model) if model.latent else Attention(model)
 
 
-def _kinds(model: Model) -> dict[str, Block]:
+def _kinds(model: DecoderSizes) -> dict[str, Block]:
     """Blocks of a hybrid model by their letters."""
     return {"M": Mamba(model), "*": _attention(model), "-": MLP(model), "E": Experts(model)}
 
 
 @lru_cache(maxsize=64)
-def prediction_layer(model: Model) -> Layer:
+def prediction_layer(model: DecoderSizes) -> Layer:
     """The layers of one depth of multi-token prediction; without a pattern the last decoder layer's kind."""
     if model.prediction_pattern:
         return tuple(_kinds(model)[letter] for letter in model.prediction_pattern)
     return layers(model)[-1]
 
 
-def prediction_weights(model: Model) -> Iterator[Weight]:
+def prediction_weights(model: DecoderSizes) -> Iterator[Weight]:
     """Of one depth of multi-token prediction, beside its layer: the product of both inputs, three norms."""
     yield Weight((model.hidden_size, 2 * model.hidden_size), divided=True)
     yield from (Weight((model.norm_size,)) for _ in range(3))

@@ -22,7 +22,7 @@ from megatron_fused_ce.estimate import launch_script, megatron_arguments, megatr
 from megatron_fused_ce.estimate.advice import Gpu, advise
 from megatron_fused_ce.estimate.answer import GIB, Result
 from megatron_fused_ce.estimate.heads import StockPath
-from megatron_fused_ce.estimate.launch_script import Launch
+from megatron_fused_ce.estimate.launch_script import TrainingLaunch
 from megatron_fused_ce.estimate.named_models import MODELS, known_name
 from megatron_fused_ce.estimate.search import NODE, Search
 from megatron_fused_ce.estimate.setting import SHARDINGS, Setting
@@ -182,7 +182,7 @@ def _is_launch(text: str) -> bool:
     return " " in text.strip() or text.startswith("--")
 
 
-def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, Launch | None, list[str]]:
+def _read(words: Sequence[str]) -> tuple[argparse.Namespace, Setting, TrainingLaunch | None, list[str]]:
     """The arguments, the setting that they describe, the launch that has them, and notes on what was read."""
     first = _parser(own=True).parse_args(words)
     launch = _launch(first, words)
@@ -219,7 +219,7 @@ def _one_line(error: Exception) -> str:
     return str(error)
 
 
-def _launch(given: argparse.Namespace, words: Sequence[str]) -> Launch | None:
+def _launch(given: argparse.Namespace, words: Sequence[str]) -> TrainingLaunch | None:
     if given.from_log:
         text = read_text(given.from_log, MOST_LOG_BYTES, errors="replace")
         if given.gpu is None and given.gpu_memory is None:

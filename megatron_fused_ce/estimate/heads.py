@@ -57,7 +57,7 @@ STOCK_PATHS = (
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadMemory:
     """Memory of one way of computing the loss on the rank with the head."""
 
     name: str
@@ -82,12 +82,12 @@ class Head:
     missed_budget: int = 0
 
 
-def stock_heads(setting: Setting, others: tuple[StockPath, ...] = ()) -> list[Head]:
+def stock_heads(setting: Setting, others: tuple[StockPath, ...] = ()) -> list[HeadMemory]:
     """Megatron's own paths, and ``others`` by their bytes a logit."""
     return [_stock_head(setting, path) for path in (*STOCK_PATHS, *others)]
 
 
-def _stock_head(setting: Setting, path: StockPath) -> Head:
+def _stock_head(setting: Setting, path: StockPath) -> HeadMemory:
     """The larger of two moments: cross entropy, and the output layer's backward behind it."""
     logits = setting.num_tokens * setting.vocab_rows
     row = setting.itemsize * setting.num_tokens * setting.model.hidden_size
@@ -99,7 +99,7 @@ def _stock_head(setting: Setting, path: StockPath) -> Head:
         products += setting.itemsize * setting.vocab_rows * setting.model.hidden_size
     waiting = setting.model.mtp_num_layers * path.waiting * logits
     workspaces = 2 * CUBLAS_WORKSPACE
-    return Head(
+    return HeadMemory(
         path.name,
         path.flags,
         stock=True,
@@ -116,7 +116,7 @@ def plugin_head(
     *,
     exp_serves: bool,
     memory_mb: int | None = None,
-) -> Head:
+) -> HeadMemory:
     """One strategy, as a launch with these flags would plan it.
 
     Heads of multi-token prediction have no token weights, so they never run ``grad_in_forward``; the figure
@@ -182,13 +182,13 @@ def _flags(config: FusedCEConfig) -> str:
     return " ".join(words)
 
 
-def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> Head:
+def _as_head(setting: Setting, chosen: Plan, flags: str, name: str) -> HeadMemory:
     """With ``grad_hidden``, and without the second workspace where the peak is in the forward."""
     memory, grad_in_forward = chosen.memory, chosen.strategy == "grad_in_forward"
     unused = memory.workspace // 2 if grad_in_forward else 0
     grad_hidden = setting.itemsize * setting.num_tokens * setting.model.hidden_size
     grad_hidden //= setting.parallel.sequence_parts
-    return Head(
+    return HeadMemory(
         name,
         flags,
         stock=False,

@@ -38,7 +38,7 @@ _SLURM = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class TrainingLaunch:
     """One training's arguments."""
 
     #: of a log, its path
@@ -57,7 +57,7 @@ class Launch:
     as_logged: bool = True
 
 
-def of_string(text: str, count_gpus: bool = True) -> Launch:
+def of_string(text: str, count_gpus: bool = True) -> TrainingLaunch:
     """Arguments in one string, with or without the command before them.
 
     Args:
@@ -69,7 +69,7 @@ def of_string(text: str, count_gpus: bool = True) -> Launch:
     words = shlex.split(text)
     place = _script(words)
     if place is None:
-        return Launch("", tuple(words), None, "since no launcher is named")
+        return TrainingLaunch("", tuple(words), None, "since no launcher is named")
     return _launch(words, place, [], count_gpus)
 
 
@@ -80,7 +80,7 @@ def of_script(
     answered: Collection[str] = (),
     folder: Path | None = None,
     count_gpus: bool = True,
-) -> Launch:
+) -> TrainingLaunch:
     """The launch that a script makes.
 
     Args:
@@ -164,9 +164,9 @@ def _script(words: Sequence[str]) -> int | None:
     return next((index for index, word in enumerate(words) if word.endswith(".py")), None)
 
 
-def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: bool) -> Launch:
+def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: bool) -> TrainingLaunch:
     gpus, why = _gpus(words[:place], slurm) if count_gpus else (None, "")
-    return Launch(words[place], tuple(words[place + 1 :]), gpus, why)
+    return TrainingLaunch(words[place], tuple(words[place + 1 :]), gpus, why)
 
 
 def _launcher(words: Sequence[str]) -> tuple[str, Sequence[str]]:

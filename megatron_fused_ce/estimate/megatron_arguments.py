@@ -21,15 +21,15 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate.setting import (
     RECOMPUTE_MODULES,
     SHARDINGS,
+    DecoderSizes,
     Latent,
     Mixture,
-    Model,
     Optimizer,
     Parallel,
     Recompute,
     Setting,
     StateSpace,
-    Training,
+    StepSettings,
 )
 from megatron_fused_ce.planner import ITEMSIZES
 
@@ -306,12 +306,13 @@ def _needed(given: argparse.Namespace, name: str) -> int:
         flag = name.replace("_", "-")
         # No model has a length of its own, and beside a log or a launch none can be named.
         is_read = getattr(given, "from_log", None) or getattr(given, "from_launch", None)
-        named = "" if name == "seq_length" or is_read else ", or --model NAME"
+        elsewhere = ", or --model NAME, --from-log FILE or --from-launch FILE"
+        named = "" if name == "seq_length" or is_read else elsewhere
         raise ValueError(f"--{flag} is missing: give it{named}")
     return value
 
 
-def _model(given: argparse.Namespace) -> Model:
+def _model(given: argparse.Namespace) -> DecoderSizes:
     hidden, heads = _needed(given, "hidden_size"), _needed(given, "num_attention_heads")
     if hidden < 1 or heads < 1:
         raise ValueError("--hidden-size and --num-attention-heads must be 1 or more")
@@ -331,7 +332,7 @@ def _model(given: argparse.Namespace) -> Model:
     if given.position_embedding_type == "learned_absolute" and not rotary:
         positions = given.max_position_embeddings or _needed(given, "seq_length")
     layers = len(pattern) or _needed(given, "num_layers")
-    return Model(
+    return DecoderSizes(
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -394,7 +395,7 @@ def _state_space(given: argparse.Namespace, hidden: int) -> StateSpace:
     return StateSpace(heads, head_dim, given.mamba_state_dim, given.mamba_num_groups)
 
 
-def _parallel(given: argparse.Namespace, model: Model, gpus: int | None) -> Parallel:
+def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) -> Parallel:
     tensor, pipeline = given.tensor_model_parallel_size, given.pipeline_model_parallel_size
     context, expert = given.context_parallel_size, given.expert_model_parallel_size
     # Megatron prints a size for models without experts as well.
@@ -426,13 +427,13 @@ def _parallel(given: argparse.Namespace, model: Model, gpus: int | None) -> Para
     )
 
 
-def _training(given: argparse.Namespace, parallel: Parallel) -> Training:
+def _training(given: argparse.Namespace, parallel: Parallel) -> StepSettings:
     if given.bf16 and given.fp16:
         raise ValueError("both --bf16 and --fp16 are given: leave out one")
     dtype = "bfloat16" if given.bf16 else "float16" if given.fp16 else "float32"
     engine = given.transformer_impl == "transformer_engine"
     flash = (engine or given.use_flash_attn) and given.attention_backend not in _LOCAL_ATTENTION
-    return Training(
+    return StepSettings(
         sequence=_needed(given, "seq_length"),
         micro_batch=given.micro_batch_size,
         num_micro_batches=_micro_batches(given, parallel),

@@ -15,7 +15,7 @@ from argparse import Action
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_fused_ce.estimate.launch_script import Launch
+from megatron_fused_ce.estimate.launch_script import TrainingLaunch
 from megatron_fused_ce.estimate.megatron_arguments import NOT_COUNTED, NOTHING
 
 _BEGIN = "------------------------ arguments ------------------------"
@@ -45,7 +45,7 @@ class _Run:
     out_of_memory: bool = False
 
 
-def of_log(text: str, name: str, actions: Sequence[Action]) -> Launch:
+def of_log(text: str, name: str, actions: Sequence[Action]) -> TrainingLaunch:
     """The launch that wrote a log; of several in one file, the last that printed all its arguments.
 
     Args:
@@ -75,7 +75,7 @@ def of_log(text: str, name: str, actions: Sequence[Action]) -> Launch:
     for flag in NOT_COUNTED:
         value = values.get(_DESTINATIONS.get(flag) or flag.strip("-").replace("-", "_"), "")
         words += [f"{flag}={value}"] if value not in NOTHING else []
-    return Launch(
+    return TrainingLaunch(
         name,
         tuple(words),
         int(values["world_size"]),

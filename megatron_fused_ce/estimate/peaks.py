@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megatron_fused_ce.estimate import blocks
 from megatron_fused_ce.estimate import static as statics
 from megatron_fused_ce.estimate.blocks import Block, Layer
-from megatron_fused_ce.estimate.heads import Head
+from megatron_fused_ce.estimate.heads import HeadMemory
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.estimate.static import Stage, Static
 
@@ -52,7 +52,7 @@ class Moment:
 class Estimate:
     """A step with one way of computing the loss."""
 
-    head: Head
+    head: HeadMemory
     #: the worst of each kind, largest first
     moments: tuple[Moment, ...]
 
@@ -68,7 +68,7 @@ class Estimate:
         return next(moment for moment in self.moments if moment.name == name)
 
 
-def estimate(setting: Setting, head: Head) -> Estimate:
+def estimate(setting: Setting, head: HeadMemory) -> Estimate:
     """The largest moment of each kind over all stages."""
     worst: dict[str, Moment] = {}
     for stage in statics.stages(setting):
@@ -79,7 +79,7 @@ def estimate(setting: Setting, head: Head) -> Estimate:
     return Estimate(head, tuple(ordered))
 
 
-def _moments(setting: Setting, stage: Stage, head: Head) -> Iterator[Moment]:
+def _moments(setting: Setting, stage: Stage, head: HeadMemory) -> Iterator[Moment]:
     static = statics.static(setting, stage)
     held = _held(setting, stage, head, static)
     activations = _Activations(setting, stage)
@@ -97,7 +97,7 @@ def _moments(setting: Setting, stage: Stage, head: Head) -> Iterator[Moment]:
     yield Moment("step", stage.index, held | workspaces | step)
 
 
-def _held(setting: Setting, stage: Stage, head: Head, static: Static) -> dict[str, int]:
+def _held(setting: Setting, stage: Stage, head: HeadMemory, static: Static) -> dict[str, int]:
     """Bytes that are held at every moment."""
     return {
         "weights": static.weights,

@@ -59,7 +59,7 @@ class StateSpace:
 
 
 @dataclass(frozen=True)
-class Model:
+class DecoderSizes:
     """Sizes of a decoder, by Megatron's names. ``ValueError`` where they contradict each other."""
 
     num_layers: int
@@ -229,7 +229,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Training:
+class StepSettings:
     """Batch, precision and implementation of a step."""
 
     sequence: int
@@ -255,9 +255,9 @@ class Training:
 class Setting:
     """A model, its GPUs and its training. ``ValueError`` where they contradict each other."""
 
-    model: Model
+    model: DecoderSizes
     parallel: Parallel
-    training: Training
+    training: StepSettings
     #: rows of the vocabulary that the padded size is a multiple of, times the tensor-parallel size
     vocab_divisor: int = 128
 

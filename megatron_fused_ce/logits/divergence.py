@@ -57,7 +57,7 @@ FAR = 88.0
 class _Settled(NamedTuple):
     """A chunk after its exchanges."""
 
-    merged: Merged  # its terms: those of _Terms
+    merged: Merged  # terms: _Terms.stacked()
     outputs: TokenOutputs  # fp32 [C]; the divergence: this shard's part
 
 

@@ -17,10 +17,10 @@ from megatron_fused_ce import planner
 from megatron_fused_ce.config import STRATEGY_CHOICES
 from megatron_fused_ce.estimate import command, heads
 from megatron_fused_ce.estimate.advice import Gpu
-from megatron_fused_ce.estimate.heads import Head, plugin_head, stock_heads
+from megatron_fused_ce.estimate.heads import HeadMemory, plugin_head, stock_heads
 from megatron_fused_ce.estimate.named_models import MODELS
 from megatron_fused_ce.estimate.peaks import estimate
-from megatron_fused_ce.estimate.setting import Model, Parallel, Setting, Training
+from megatron_fused_ce.estimate.setting import DecoderSizes, Parallel, Setting, StepSettings
 from megatron_fused_ce.estimate.static import CUBLAS_WORKSPACE
 from megatron_fused_ce.planner import MIB, Plan, PlanInputs
 from megatron_fused_ce.scripts.lib import results
@@ -93,7 +93,7 @@ def launches() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield name, row
 
 
-def head_of(setting: Setting, variant: str) -> Head:
+def head_of(setting: Setting, variant: str) -> HeadMemory:
     """The way of computing the loss that a variant of the results had."""
     if variant in STOCK:
         return next(one for one in stock_heads(setting) if one.name == STOCK[variant])
@@ -175,7 +175,7 @@ def chunk_by_chunk(inputs: PlanInputs) -> Plan:
 
 
 def _head_alone(row: dict[str, Any]) -> Setting:
-    model = Model(
+    model = DecoderSizes(
         num_layers=1,
         hidden_size=row["H"],
         num_attention_heads=row["tp"],
@@ -185,7 +185,7 @@ def _head_alone(row: dict[str, Any]) -> Setting:
         head_dim=1,
     )
     parallel = Parallel(gpus=row["tp"], tensor=row["tp"], sequence=row["sp"])
-    setting = Setting(model, parallel, Training(sequence=row["T"]), vocab_divisor=1)
+    setting = Setting(model, parallel, StepSettings(sequence=row["T"]), vocab_divisor=1)
     chunks = replace(setting.training.fused_ce, chunk_tokens=row["chunk_tokens"])
     return replace(setting, training=replace(setting.training, fused_ce=chunks))
 

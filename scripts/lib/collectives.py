@@ -2,7 +2,7 @@
 
     with Collectives({tp_group: "tp", dp_group: "dp"}) as issued:
         step()
-    print(issued.calls)  # [Call(group='tp', name='all_gather', ...), ...] in the order of issue
+    print(issued.calls)  # [Collective(group='tp', name='all_gather', ...), ...] in the order of issue
 
 Process groups are watched at their own methods, below `torch.distributed`'s functions: whatever calls
 them, by whatever name it was imported, is seen, in the backward's thread too.
@@ -47,7 +47,7 @@ METHODS = {
 }
 
 
-class Call(NamedTuple):
+class Collective(NamedTuple):
     """One collective as all ranks of its group must issue it."""
 
     group: str
@@ -62,18 +62,18 @@ class Collectives:
 
     Args:
         groups: names of the groups; one that is not named gets "other".
-        before: called with the :class:`Call` before it is issued, to disturb its timing.
+        before: called with the :class:`Collective` before it is issued, to disturb its timing.
         keep: whether to keep the calls; a long run keeps what it needs in ``before``.
     """
 
     def __init__(
         self,
         groups: Mapping[dist.ProcessGroup, str],
-        before: Callable[[Call], None] | None = None,
+        before: Callable[[Collective], None] | None = None,
         keep: bool = True,
     ) -> None:
         self._keep = keep
-        self.calls: list[Call] = []
+        self.calls: list[Collective] = []
         self._names = {group.group_name: name for group, name in groups.items()}
         self._before = before
         self._inside = threading.local()
@@ -111,11 +111,11 @@ class Collectives:
 
         return watched
 
-    def _describe(self, group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...]) -> Call:
+    def _describe(self, group: dist.ProcessGroup, name: str, arguments: tuple[Any, ...]) -> Collective:
         tensors = list(_tensors(arguments))
         options = [getattr(argument, "reduceOp", None) for argument in arguments]
         op = next((_op_name(option) for option in options if option is not None), "")
-        return Call(
+        return Collective(
             self._names.get(group.group_name, "other"),
             name,
             tuple(tuple(tensor.shape) for tensor in tensors),
@@ -167,7 +167,7 @@ class RandomDelays:
         self._share = share
         self._device = device if device is not None and device.type == "cuda" else None
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: Collective) -> None:
         if self._random.random() < self._share:
             time.sleep(self._random.uniform(0.0, self._longest_s))
         if self._device is not None and self._random.random() < self._share:
@@ -177,7 +177,7 @@ class RandomDelays:
                 torch.cuda._sleep(int(seconds * self.CYCLES_PER_S))  # type: ignore[attr-defined]
 
 
-def first_difference(by_rank: list[list[Call]]) -> str:
+def first_difference(by_rank: list[list[Collective]]) -> str:
     """'' where every rank issued the same calls in the same order, else the first that differ."""
     for index in range(max(map(len, by_rank), default=0)):
         here = [str(calls[index]) if index < len(calls) else "nothing more" for calls in by_rank]

@@ -50,7 +50,7 @@ from megatron_fused_ce.scripts.lib import results
 from megatron_fused_ce.scripts.lib.launches import split_command
 from megatron_fused_ce.scripts.runs import sweep_launches, sweep_report
 from megatron_fused_ce.scripts.runs.sweep_launches import Launches
-from megatron_fused_ce.scripts.runs.sweep_report import Result
+from megatron_fused_ce.scripts.runs.sweep_report import SweepResult
 from megatron_fused_ce.scripts.runs.sweep_rows import OK, OUT_OF_MEMORY, STOCK, Cell, cells_of, rows_of
 
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -173,7 +173,7 @@ def _say(text: str) -> None:
     print(f"sweep: {text}", file=sys.stderr, flush=True)
 
 
-def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Result:
+def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> SweepResult:
     import torch
 
     from megatron_fused_ce import FusedCEConfig
@@ -231,7 +231,7 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Resul
     return _result(given, records, facts)
 
 
-def sweep_through(given: argparse.Namespace, source: dict[str, Any]) -> Result:
+def sweep_through(given: argparse.Namespace, source: dict[str, Any]) -> SweepResult:
     launches: sweep_launches.Launches = given.launches
     auto, *counted = cells_of(given.strategies, given.chunks)
     cells = [auto, *map(Cell, STOCK), *counted]
@@ -241,11 +241,13 @@ def sweep_through(given: argparse.Namespace, source: dict[str, Any]) -> Result:
     return _result(given, records, facts)
 
 
-def _result(given: argparse.Namespace, records: dict[Cell, dict[str, Any]], facts: dict[str, Any]) -> Result:
+def _result(
+    given: argparse.Namespace, records: dict[Cell, dict[str, Any]], facts: dict[str, Any]
+) -> SweepResult:
     rows, reference = rows_of(records)
     if reference is None:
         raise UsageError(f"nothing of this package ran to its end: {LESS}")
-    return Result.of(rows, facts, reference, given.tolerance / 100)
+    return SweepResult.of(rows, facts, reference, given.tolerance / 100)
 
 
 @command("sweep")

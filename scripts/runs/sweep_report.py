@@ -43,7 +43,7 @@ Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
-class Result:
+class SweepResult:
     rows: list[Row]
     facts: dict[str, Any]
     reference: str
@@ -51,7 +51,7 @@ class Result:
     recommendation: Recommendation | None
 
     @staticmethod
-    def of(rows: list[Row], facts: dict[str, Any], reference: str, tolerance: float) -> Result:
+    def of(rows: list[Row], facts: dict[str, Any], reference: str, tolerance: float) -> SweepResult:
         """Marks the Pareto front and the recommended row."""
         best = recommend(rows, tolerance)
         front = cells_on_front(rows)
@@ -61,7 +61,7 @@ class Result:
             )
             for row in rows
         ]
-        return Result(marked, facts, reference, tolerance, best)
+        return SweepResult(marked, facts, reference, tolerance, best)
 
     @property
     def on_cpu(self) -> bool:
@@ -71,7 +71,7 @@ class Result:
 # --- text ----------------------------------------------------------------------------------------
 
 
-def about(result: Result) -> str:
+def about(result: SweepResult) -> str:
     facts = result.facts
     if facts["what"] == "head":
         sizes = f"T = {facts['T']}, H = {facts['H']}, V = {facts['V']} rows a rank, {facts['dtype']}"
@@ -80,7 +80,7 @@ def about(result: Result) -> str:
     return f"{facts['script']} of {facts['megatron']}, {facts['nproc']} ranks"
 
 
-def markdown(result: Result) -> str:
+def markdown(result: SweepResult) -> str:
     facts = result.facts
     versions = f"torch {facts['torch']}, triton {facts['triton']}"
     lines = [f"{about(result)}; {facts['device']}, {versions}, commit {facts['commit']}.", ""]
@@ -92,7 +92,7 @@ def markdown(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def said(result: Result) -> str:
+def said(result: SweepResult) -> str:
     """The recommended flags, and why."""
     best = result.recommendation
     if best is None:
@@ -102,7 +102,7 @@ def said(result: Result) -> str:
     return f"Recommended:\n\n    {best.flags}\n\n{best.why}"
 
 
-def _legend(result: Result) -> str:
+def _legend(result: SweepResult) -> str:
     reference, is_head = result.reference, result.facts["what"] == "head"
     words = [f"Over {reference}: the time over that of `{reference}`."]
     if is_head:
@@ -120,7 +120,7 @@ def _legend(result: Result) -> str:
     return " ".join([*words, "Front: nothing else is as good in both time and peak."])
 
 
-def _table(result: Result) -> str:
+def _table(result: SweepResult) -> str:
     launched = result.facts["what"] == "pretrain"
     head = ["strategy", "chunks", "what ran", "ms", f"over {result.reference}", "spread"]
     head += ["peak, MiB", "error", "front"]
@@ -146,7 +146,7 @@ def _table(result: Result) -> str:
     return tables.markdown(head, lines)
 
 
-def write(result: Result, out: Path) -> list[str]:
+def write(result: SweepResult, out: Path) -> list[str]:
     """Names of what was written, and why there is no picture: no matplotlib, or nothing was timed."""
     best = result.recommendation
     source = result.facts | {"reference": result.reference, "tolerance": result.tolerance}
@@ -162,14 +162,14 @@ def write(result: Result, out: Path) -> list[str]:
     return ["sweep.json", "sweep.md", picture]
 
 
-def read(path: Path) -> Result:
+def read(path: Path) -> SweepResult:
     """A sweep's JSON file again. Raises UsageError."""
     content = results.read(path)
     try:
         source = content["made_by"]
         names = [field.name for field in fields(Row)]
         rows = [Row(**{name: row[name] for name in names}) for row in content["rows"]]
-        return Result.of(rows, source, source["reference"], source["tolerance"])
+        return SweepResult.of(rows, source, source["reference"], source["tolerance"])
     except (KeyError, TypeError) as error:
         raise UsageError(f"{path} is no result of a sweep: {error}") from None
 
@@ -177,7 +177,7 @@ def read(path: Path) -> Result:
 # --- picture -------------------------------------------------------------------------------------
 
 
-def draw(result: Result, path: Path) -> bool:
+def draw(result: SweepResult, path: Path) -> bool:
     """Peak over time, or time over chunks without peaks. False without matplotlib."""
     plt = pictures.pyplot()
     if plt is None:

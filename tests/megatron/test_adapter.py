@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = TokenWeights(None, "nobody said")
 
 
-class Head:
+class KnownHead:
     """A head whose real logits are known."""
 
     def __init__(self):
@@ -50,7 +50,7 @@ class Head:
 @pytest.fixture
 def deferred():
     megatron_fused_ce.counters().reset()
-    head = Head()
+    head = KnownHead()
     return DeferredLogits(head, torch.zeros(4, 2, 3), None, head.logits.shape)
 
 
@@ -762,7 +762,8 @@ def test_a_model_that_was_built_before_enable_says_so(monkeypatch):
         megatron_fused_ce.disable()
     assert lines == [
         "the head of LanguageModule stays on Megatron's own path: it was built before "
-        "megatron_fused_ce.enable(): call that before the model is built"
+        "megatron_fused_ce.enable(): call that before the model is built. --fused-chunked-ce has no effect "
+        "on this head"
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter import report
+from megatron_fused_ce.adapter import report, switch
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.planner import PlanInputs, plan
 
@@ -133,6 +133,26 @@ def test_start_up_line_counts_this_context_ranks_tokens(said, planned, context_p
 def test_only_the_first_rank_tells(said):
     report.adopted(megatron_head(rank=1), LAUNCH)
     assert said == []
+
+
+def test_a_head_left_to_megatron_is_told_of_at_the_end_too(said, monkeypatch):
+    """Nothing counts its calls: zeros alone would not say where it ran."""
+    at_end = []
+    monkeypatch.setattr(report, "_tells_totals", False)
+    monkeypatch.setattr(report, "_left", set())
+    monkeypatch.setattr(report, "counters", switch.Counters)
+    monkeypatch.setattr(report.atexit, "register", at_end.append)
+    for _ in range(2):
+        report.left_to_megatron(megatron_head(rank=0), "a test")
+    report.left_to_megatron(megatron_head(rank=1), "a test")
+    (tell,) = at_end
+    tell()
+    assert said == [
+        "the head of SimpleNamespace stays on Megatron's own path: a test. --fused-chunked-ce has no effect "
+        "on this head",
+        "heads evaluated fused: 0, logits materialised: 0, heads on the stock path: 0; not counted: the head "
+        "of SimpleNamespace, on Megatron's own path",
+    ]
 
 
 def test_a_budget_that_a_named_strategy_cannot_meet_ends_the_launch(said):

@@ -25,8 +25,8 @@ from tests.support.distillation import (
     OPTIONS,
     RAISED,
     TEMPERATURES,
-    Problem,
-    Result,
+    DistillationProblem,
+    DistillationResult,
     assert_right,
     confident,
     exact_rows,
@@ -42,7 +42,9 @@ from tests.support.problems import open_main_grad
 OTHER = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float32, torch.float16: torch.bfloat16}
 
 
-def run(problem: Problem, strategy: str = "store", num_chunks: int = 3, **config) -> Result:
+def run(
+    problem: DistillationProblem, strategy: str = "store", num_chunks: int = 3, **config
+) -> DistillationResult:
     with strategy_in_place(strategy) as name:
         return fused(problem, problem.config(strategy=name, num_chunks=num_chunks, **config))
 
@@ -165,7 +167,7 @@ def test_a_divergence_of_a_billionth(size, kind, backend, device):
     weight = torch.randn(vocab, num_tokens, generator=generator)
     beside = weight + (2 * size) ** 0.5 * torch.randn(vocab, num_tokens, generator=generator)
     hidden = torch.eye(num_tokens).view(num_tokens, 1, num_tokens)
-    problem = Problem(
+    problem = DistillationProblem(
         *(x.to(device) for x in (hidden, weight, hidden, beside)),
         torch.zeros(1, num_tokens, dtype=torch.int64, device=device),
         torch.ones(1, num_tokens, device=device),
@@ -303,7 +305,18 @@ def test_what_has_a_gradient(device):
     hidden = problem.hidden.clone().requires_grad_()
     given = hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
     made = fused_linear_distillation(*given, **problem.options, entropy=True)
-    assert [x.requires_grad for x in made if x is not None] == [True, False, False, False, False]
+    assert made.loss.requires_grad and not made.teacher_cross_entropy.requires_grad
+    for name in ("divergence", "cross_entropy", "entropy"):
+        with pytest.raises(RuntimeError, match=f"no gradient of {name} here: differentiate loss"):
+            torch.autograd.grad((made.loss + getattr(made, name)).sum(), hidden, retain_graph=True)
+    # As a reentrant checkpoint, which asks for the gradients of all its results.
+    ones, zeros = torch.ones_like(made.loss), torch.zeros_like(made.loss)
+    (right,) = torch.autograd.grad(made.loss, hidden, ones, retain_graph=True)
+    found = torch.autograd.grad(made[:3], hidden, (ones, zeros, zeros), retain_graph=True)
+    torch.testing.assert_close(found[0], right, rtol=0, atol=0)
+    made = fused_linear_distillation(*given, labels=problem.labels)
+    with pytest.raises(RuntimeError, match="no gradient of cross_entropy here"):
+        (made.loss + made.cross_entropy).sum().backward()
     made = fused_linear_distillation(*given)
     assert made.cross_entropy is made.teacher_cross_entropy is made.entropy is None
     assert torch.equal(made.loss, made.divergence)
@@ -359,7 +372,7 @@ def test_frozen_operands_and_main_grad(strategy, kind, device):
             loss = linear_cross_entropy(call).loss
             loss.backward(upstream)
         grads = hidden.grad, weight.grad if trained != "main_grad" else main_grad - 2.0**-10
-        made = Result(
+        made = DistillationResult(
             whole.outputs._replace(loss=loss.detach().view(19, 3).t()),
             None if hidden.grad is None else hidden.grad.view_as(problem.hidden),
             grads[1],
@@ -381,7 +394,7 @@ def test_a_second_backward_and_no_second_derivative(strategy, device):
         loss.backward(problem.upstream, retain_graph=True)
         loss.backward(problem.upstream, retain_graph=True)
     halves = hidden.grad / 2, weight.grad / 2
-    assert_right(problem, Result(run(problem).outputs, *halves))
+    assert_right(problem, DistillationResult(run(problem).outputs, *halves))
     (again,) = torch.autograd.grad(loss, hidden, problem.upstream, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         again.sum().backward()
@@ -412,7 +425,7 @@ def test_skipped_tokens(strategy, kind, device):
         assert not value[left_out].any()
     every = run(problem).outputs
     outputs = [value.where(left_out, of_it) for value, of_it in zip(every, made.outputs, strict=True)]
-    assert_right(problem, Result(DistillationOutputs(*outputs), *made[1:]))
+    assert_right(problem, DistillationResult(DistillationOutputs(*outputs), *made[1:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -484,7 +497,9 @@ def test_a_budget(device):
     assert made.plan.strategy == "mixed" and made.plan.predicted_peak_bytes <= 6 * 2**20
     grads = hidden.nbytes + weight.nbytes
     assert 4 * 2**20 < live.peak_bytes <= made.plan.predicted_peak_bytes + grads
-    result = Result(run(problem).outputs._replace(loss=made.loss.detach()), hidden.grad, weight.grad)
+    result = DistillationResult(
+        run(problem).outputs._replace(loss=made.loss.detach()), hidden.grad, weight.grad
+    )
     assert_right(problem, result)
 
 
@@ -629,4 +644,4 @@ def test_a_buffer_is_filled_again(strategy, refilled, b, device):
     with promises(0, int(weights is not None)), catch_warnings(action="ignore"):
         made.loss.backward(problem.upstream)
     detached = DistillationOutputs(*(None if each is None else each.detach() for each in made))
-    assert_right(problem, Result(detached, hidden.grad, weight.grad))
+    assert_right(problem, DistillationResult(detached, hidden.grad, weight.grad))

@@ -40,7 +40,7 @@ from megatron_fused_ce.scripts.lib.reference import (
 )
 from tests.support.problems import (
     TRIED,
-    Problem,
+    DrawnProblem,
     check,
     holds_logits,
     largest_logits,
@@ -110,7 +110,7 @@ def test_outputs_beside_the_loss(problem, names):
 
 
 #: A softcap, one temperature for all tokens, and labels of no class.
-OUTSIDE = Problem(
+OUTSIDE = DrawnProblem(
     seed=1,
     s=5,
     b=2,
@@ -151,7 +151,7 @@ def test_token_log_probs(problem, entropy, zero_unknown):
     check(problem, run(problem, head, upstreams, inputs=inputs), evaluate)
 
 
-def random_mask(problem: Problem, kind: str):
+def random_mask(problem: DrawnProblem, kind: str):
     """Kept ids ``[b, s, K]``; which sets ``[b, s]`` are empty, so keep all; the same as ids and offsets."""
     inputs, generator = problem.inputs(), problem.generator(4)
     num_classes = problem.config.true_vocab_size or problem.vocab

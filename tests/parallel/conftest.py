@@ -29,4 +29,4 @@ if torchrun.IS_RANK:
         items[:] = torchrun.in_order(items, _environment_of)
 
     def pytest_unconfigure() -> None:
-        torchrun.LAUNCH.end()
+        torchrun.THIS_RANK.end()

@@ -34,7 +34,7 @@ VOCAB, HIDDEN, SEQUENCE, BATCH, NUM_MICRO_BATCHES = 64, 16, 8, 2, 2
 
 
 @dataclass(frozen=True)
-class Launch:
+class TrainingSetup:
     """How a model is cut and stepped; what is left over of the ranks are replicas."""
 
     pp: int = 1
@@ -48,7 +48,7 @@ class Launch:
     skip_masked: bool = False
 
 
-def build(rank: Rank, launch: Launch, seed: int) -> Any:
+def build(rank: Rank, setup: TrainingSetup, seed: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -60,14 +60,14 @@ def build(rank: Rank, launch: Launch, seed: int) -> Any:
         num_layers=2,
         hidden_size=HIDDEN,
         num_attention_heads=4,
-        gradient_accumulation_fusion=launch.fused_wgrad,
-        tensor_model_parallel_size=launch.tp,
-        sequence_parallel=launch.sp,
-        pipeline_model_parallel_size=launch.pp,
-        pipeline_dtype=launch.dtype,
-        params_dtype=launch.dtype,
-        bf16=launch.dtype == torch.bfloat16,
-        fp16=launch.dtype == torch.float16,
+        gradient_accumulation_fusion=setup.fused_wgrad,
+        tensor_model_parallel_size=setup.tp,
+        sequence_parallel=setup.sp,
+        pipeline_model_parallel_size=setup.pp,
+        pipeline_dtype=setup.dtype,
+        params_dtype=setup.dtype,
+        bf16=setup.dtype == torch.bfloat16,
+        fp16=setup.dtype == torch.float16,
     )
     model = GPTModel(
         config,
@@ -78,10 +78,10 @@ def build(rank: Rank, launch: Launch, seed: int) -> Any:
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-    ).to(rank.device, launch.dtype)
+    ).to(rank.device, setup.dtype)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     for name, parameter in model.named_parameters():
-        if launch.frozen and launch.frozen in f"{name} stage {stage}":
+        if setup.frozen and setup.frozen in f"{name} stage {stage}":
             parameter.requires_grad_(False)
     return model
 
@@ -89,25 +89,25 @@ def build(rank: Rank, launch: Launch, seed: int) -> Any:
 class Training(megatron.Training):
     """One model and its optimizer on this rank."""
 
-    def __init__(self, rank: Rank, launch: Launch, seed: int = 7) -> None:
+    def __init__(self, rank: Rank, setup: TrainingSetup, seed: int = 7) -> None:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.parallel_state import get_data_parallel_rank
 
         import megatron_fused_ce
 
-        have_groups(launch.tp, launch.pp)
+        have_groups(setup.tp, setup.pp)
         megatron_fused_ce.enable(
             megatron_fused_ce.FusedCEConfig(
-                strategy=launch.strategy, num_chunks=2, skip_masked=launch.skip_masked
+                strategy=setup.strategy, num_chunks=2, skip_masked=setup.skip_masked
             )
         )
         try:
-            model = build(rank, launch, seed)
+            model = build(rank, setup, seed)
         finally:
             megatron_fused_ce.disable()
         scale = {"fp16": True, "initial_loss_scale": 2.0**8, "min_loss_scale": 1.0}
-        scale = scale if launch.dtype == torch.float16 else {}
-        super().__init__(rank, model, distributed=launch.distributed, **scale)
+        scale = scale if setup.dtype == torch.float16 else {}
+        super().__init__(rank, model, distributed=setup.distributed, **scale)
         model.config.grad_scale_func = self.optimizer.scale_loss
         self.has_head = model.post_process
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -150,24 +150,24 @@ class Training(megatron.Training):
         return output, loss_of
 
 
-def is_wrong(rank: Rank, launch: Launch, replica: int) -> bool:
+def is_wrong(rank: Rank, setup: TrainingSetup, replica: int) -> bool:
     """Whether this replica is the last one, whose loss is wrong."""
-    return replica == rank.size // (launch.tp * launch.pp) - 1
+    return replica == rank.size // (setup.tp * setup.pp) - 1
 
 
 LAUNCHES = {
-    "dp": Launch(),
-    "dp, bf16": Launch(dtype=torch.bfloat16),
-    "dp, fp16": Launch(dtype=torch.float16),
-    "dp, distributed optimizer": Launch(distributed=True, fused_wgrad=True),
-    "dp, frozen head": Launch(frozen="output_layer"),
-    "pp": Launch(pp=2),
-    "pp, distributed optimizer": Launch(pp=2, distributed=True),
-    "pp, frozen head": Launch(pp=2, frozen="output_layer"),
-    "pp, frozen last stage": Launch(pp=2, frozen="stage 1"),
-    "tp": Launch(tp=2),
-    "tp, sp, fused wgrad": Launch(tp=2, sp=True, fused_wgrad=True),
-    "tp, sp, bf16": Launch(tp=2, sp=True, dtype=torch.bfloat16),
+    "dp": TrainingSetup(),
+    "dp, bf16": TrainingSetup(dtype=torch.bfloat16),
+    "dp, fp16": TrainingSetup(dtype=torch.float16),
+    "dp, distributed optimizer": TrainingSetup(distributed=True, fused_wgrad=True),
+    "dp, frozen head": TrainingSetup(frozen="output_layer"),
+    "pp": TrainingSetup(pp=2),
+    "pp, distributed optimizer": TrainingSetup(pp=2, distributed=True),
+    "pp, frozen head": TrainingSetup(pp=2, frozen="output_layer"),
+    "pp, frozen last stage": TrainingSetup(pp=2, frozen="stage 1"),
+    "tp": TrainingSetup(tp=2),
+    "tp, sp, fused wgrad": TrainingSetup(tp=2, sp=True, fused_wgrad=True),
+    "tp, sp, bf16": TrainingSetup(tp=2, sp=True, dtype=torch.bfloat16),
 }
 
 
@@ -180,11 +180,11 @@ def gradients(training: Training) -> list[torch.Tensor]:
     return [p.main_grad.clone() for p in training.model.parameters() if p.requires_grad]
 
 
-def trains_as_recompute(rank: Rank, launch: Launch) -> None:
+def trains_as_recompute(rank: Rank, setup: TrainingSetup) -> None:
     """Gradients of steps with a right and a wrong loss, then one step of the optimizer."""
-    made, expected = Training(rank, launch), Training(rank, replace(launch, strategy="recompute"))
-    here = is_wrong(rank, launch, made.replica) and made.has_head
-    bound = 1e-5 if launch.dtype == torch.float32 else 2e-2
+    made, expected = Training(rank, setup), Training(rank, replace(setup, strategy="recompute"))
+    here = is_wrong(rank, setup, made.replica) and made.has_head
+    bound = 1e-5 if setup.dtype == torch.float32 else 2e-2
     kept = NUM_MICRO_BATCHES * made.has_head
     steps = [
         (False, kept, 0),
@@ -193,10 +193,10 @@ def trains_as_recompute(rank: Rank, launch: Launch) -> None:
         (True, 0 if here else kept, 0),
         (False, 0 if here else kept, 0),
     ]
-    if launch.frozen == "stage 1" and launch.pp == 2:
+    if setup.frozen == "stage 1" and setup.pp == 2:
         steps = [(wrong, kept, remade) for wrong, kept, remade in steps]
     for wrong, kept_now, remade in steps:
-        on_this_replica = wrong and is_wrong(rank, launch, made.replica)
+        on_this_replica = wrong and is_wrong(rank, setup, made.replica)
         with promises(kept_now, remade):
             made.forward_backward(on_this_replica)
         with promises(0, 0):
@@ -204,7 +204,7 @@ def trains_as_recompute(rank: Rank, launch: Launch) -> None:
         close(gradients(made), gradients(expected), bound)
     for training in (made, expected):
         training.assert_steps()
-    if launch.dtype == torch.float32:  # else Adam makes a step of what rounding left
+    if setup.dtype == torch.float32:  # else Adam makes a step of what rounding left
         close(made.state(), expected.state(), 1e-4)
 
 
@@ -216,18 +216,18 @@ def test_trains_as_recompute(rank: Rank, name):
 
 @on_ranks(FOUR)
 @pytest.mark.parametrize(
-    "launch",
+    "setup",
     [
-        pytest.param(Launch(tp=4), marks=pytest.mark.rest),
-        Launch(tp=4, sp=True, fused_wgrad=True),
-        Launch(tp=2, distributed=True),
-        Launch(tp=2, pp=2, sp=True),
-        pytest.param(Launch(pp=2), marks=pytest.mark.rest),
+        pytest.param(TrainingSetup(tp=4), marks=pytest.mark.rest),
+        TrainingSetup(tp=4, sp=True, fused_wgrad=True),
+        TrainingSetup(tp=2, distributed=True),
+        TrainingSetup(tp=2, pp=2, sp=True),
+        pytest.param(TrainingSetup(pp=2), marks=pytest.mark.rest),
     ],
     ids=["tp 4", "tp 4, sp", "tp 2, dp 2", "tp 2, pp 2, sp", "pp 2, dp 2"],
 )
-def test_trains_as_recompute_on_four(rank: Rank, launch):
-    trains_as_recompute(rank, launch)
+def test_trains_as_recompute_on_four(rank: Rank, setup):
+    trains_as_recompute(rank, setup)
 
 
 @on_ranks(*TWO)
@@ -236,8 +236,8 @@ def test_one_rank_alone_finds_it_broken(rank: Rank, sp):
     """All ranks of the tensor-parallel group recompute, or none: one MAX all-reduce of three numbers."""
     from megatron_fused_ce import promise
 
-    launch = Launch(tp=2, sp=sp, fused_wgrad=True)
-    made, expected = Training(rank, launch), Training(rank, replace(launch, strategy="recompute"))
+    setup = TrainingSetup(tp=2, sp=sp, fused_wgrad=True)
+    made, expected = Training(rank, setup), Training(rank, replace(setup, strategy="recompute"))
     fit = promise.fit_scalar
 
     def spoilt(*given: Any) -> Any:
@@ -298,7 +298,7 @@ def test_each_rank_with_a_scalar_of_its_own(rank: Rank, factors, sp):
 @on_ranks(TWO[0])
 def test_another_model_keeps_its_promise(rank: Rank):
     """An actor's and a critic's, in one process."""
-    actor, critic = Training(rank, Launch()), Training(rank, Launch(), seed=8)
+    actor, critic = Training(rank, TrainingSetup()), Training(rank, TrainingSetup(), seed=8)
     for remade in (1, 0):
         with promises(NUM_MICRO_BATCHES):
             actor.forward_backward()
@@ -379,8 +379,8 @@ def test_a_checkpoint(rank: Rank, sp):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_is_said(rank: Rank, tp):
     """By the replica that it happens on, once, with what to do."""
-    training = Training(rank, Launch(tp=tp))
-    wrong = is_wrong(rank, Launch(tp=tp), training.replica)
+    training = Training(rank, TrainingSetup(tp=tp))
+    wrong = is_wrong(rank, TrainingSetup(tp=tp), training.replica)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         for _ in range(2):
@@ -393,11 +393,11 @@ def test_what_is_said(rank: Rank, tp):
 
 
 @on_ranks(TWO[0])
-@pytest.mark.parametrize("launch", [Launch(tp=2), Launch(tp=2, sp=True)], ids=["", "sp"])
+@pytest.mark.parametrize("setup", [TrainingSetup(tp=2), TrainingSetup(tp=2, sp=True)], ids=["", "sp"])
 @pytest.mark.parametrize("strategy", ["recompute", "grad_in_forward"])
-def test_a_skipped_token_with_an_upstream_gradient(rank: Rank, launch, strategy):
+def test_a_skipped_token_with_an_upstream_gradient(rank: Rank, setup, strategy):
     """It cannot be made right: every rank of the group raises, and nothing was added for its micro-batch."""
-    training = Training(rank, replace(launch, skip_masked=True, strategy=strategy))
+    training = Training(rank, replace(setup, skip_masked=True, strategy=strategy))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"^1 tokens of weight 0 were left out"):
             training.forward_backward(wrong=True)

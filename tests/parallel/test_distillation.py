@@ -27,8 +27,8 @@ from tests.support.distillation import (
     OPTIONS,
     RAISED,
     TEMPERATURES,
-    Problem,
-    Result,
+    DistillationProblem,
+    DistillationResult,
     assert_right,
     confident,
     exact_rows,
@@ -56,14 +56,14 @@ VOCAB = {"equal": 100, "unequal": 97}
 
 def over_ranks(
     rank: Rank,
-    problem: Problem,
+    problem: DistillationProblem,
     config: FusedCEConfig,
     *,
     sp: bool = False,
     teacher_sp: bool | None = None,
     shards: str = "unequal",
     **options,
-) -> Result:
+) -> DistillationResult:
     """The whole result, on every rank."""
     s, vocab = problem.hidden.shape[0], problem.weight.shape[0]
     rows, tokens = rows_of(rank, shards, vocab), tokens_of(rank, s, sp)
@@ -85,7 +85,7 @@ def over_ranks(
     made.loss.backward(problem.upstream)
     outputs = DistillationOutputs(*(None if each is None else each.detach() for each in made))
     same_on_all_ranks(rank, *outputs)
-    return Result(outputs, whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad))
+    return DistillationResult(outputs, whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad))
 
 
 def against_fp64(
@@ -222,7 +222,7 @@ def test_gradients_that_the_caller_sums(rank: Rank):
     made.loss.backward(problem.upstream)
     dist.all_reduce(hidden.grad)
     outputs = plain(problem, torch.float64).outputs._replace(loss=made.loss.detach())
-    assert_right(problem, Result(outputs, hidden.grad, None))
+    assert_right(problem, DistillationResult(outputs, hidden.grad, None))
 
 
 # --- collectives --------------------------------------------------------------------------------

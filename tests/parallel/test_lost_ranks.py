@@ -12,7 +12,7 @@ import pytest
 from tests.support import lost, torchrun
 from tests.support.lost import PHASES, TIMEOUT_S, Case
 from tests.support.op import STRATEGIES
-from tests.support.ranks import ROOT, VARIABLES, World
+from tests.support.ranks import ROOT, VARIABLES, RankProcesses
 
 #: What gloo says of a connection that the other end has closed, and of one that it has waited on.
 GONE = ("closed by peer", "reset by peer", "Broken pipe")
@@ -23,7 +23,7 @@ MARGIN_S = 20.0
 
 def survivors(case, function, *arguments):
     """What the survivor saw, and what became of the other rank."""
-    with World(lost.SIZE) as world:
+    with RankProcesses(lost.SIZE) as world:
         survivor, gone = world.outcomes(function, case, *arguments, grace_s=TIMEOUT_S + MARGIN_S)
     assert survivor.kind == "returned", survivor.value
     assert survivor.value["left"] in ("untouched", "nan")

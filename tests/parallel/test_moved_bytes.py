@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
-from megatron_fused_ce.scripts.lib.collectives import Call, Collectives
+from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives
 from megatron_fused_ce.scripts.lib.reference import make_inputs
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
@@ -17,7 +17,7 @@ from tests.support.ranks import Rank, on_ranks
 S, B, H, V, CHUNKS, FP32 = 16, 1, 12, 32, 2, 4
 
 
-def sent(calls: list[Call], size: int) -> Counter:
+def sent(calls: list[Collective], size: int) -> Counter:
     """Bytes that a rank sends in a ring, as nccl-tests count them. The ranks' agreement and verdict, a few
     int64, are left out."""
     found: Counter = Counter()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy
 from megatron_fused_ce.scripts.lib.collectives import (
-    Call,
+    Collective,
     Collectives,
     RandomDelays,
     first_difference,
@@ -224,7 +224,7 @@ def test_disturbed_timing(rank: Rank, setup):
     check_calls_of_a_step(setup, quiet.calls)
 
 
-def check_calls_of_a_step(setup: Setup, calls: list[Call]) -> None:
+def check_calls_of_a_step(setup: Setup, calls: list[Collective]) -> None:
     """What was watched is a whole step: the second communicator's, and each chunk's own."""
     beside = [call for call in calls if call.group == "dp"]
     assert [call.name for call in beside] == ["all_reduce"] * 3
@@ -259,7 +259,7 @@ KINDS = (
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_same_order_whatever_the_data(rank: Rank, setup):
     """One sequence of (group, collective, shapes, dtype, operation) for all ranks and all data."""
-    sequences: dict[str, list[Call]] = {}
+    sequences: dict[str, list[Collective]] = {}
     with groups_of(rank, setup.tp) as groups:
         for kind in ("plain", *KINDS):
             of_kind = replace(setup, kind=kind)

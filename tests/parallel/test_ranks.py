@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.scripts.lib import reference
-from tests.support.ranks import Rank, RankFailure, Ranks, World, on_ranks, run_on_ranks
+from tests.support.ranks import Rank, RankFailure, RankProcesses, Ranks, on_ranks, run_on_ranks
 
 
 @on_ranks(1, 2, 4)
@@ -81,13 +81,13 @@ def test_a_failing_rank(function, words):
 
 
 def test_a_rank_skips():
-    with World(2) as world, pytest.raises(pytest.skip.Exception, match="words on why"):
+    with RankProcesses(2) as world, pytest.raises(pytest.skip.Exception, match="words on why"):
         world.run(skips)
 
 
 def test_a_world_lives_on_and_heals():
     """Ranks that are kept are the same processes, until one fails."""
-    with World(2) as world:
+    with RankProcesses(2) as world:
         first = world.run(its_process)
         assert world.run(its_process) == first
         with pytest.raises(RankFailure, match="words of rank 1"):
@@ -104,7 +104,7 @@ def makes_a_group(rank: Rank) -> int:
 
 
 def test_groups_of_a_test_end_with_it():
-    with World(2, lives_on=True) as world:
+    with RankProcesses(2, lives_on=True) as world:
         assert world.run(makes_a_group) == world.run(makes_a_group) == [2, 2]
 
 
@@ -138,7 +138,7 @@ def leaves_something(rank: Rank, what: str):
 )
 def test_nothing_is_left_to_the_next_test(what, words):
     """In ranks that live on, as those on GPUs do."""
-    with World(2, lives_on=True) as world:
+    with RankProcesses(2, lives_on=True) as world:
         assert world.run(its_number, 1) == [1, 2]
         with pytest.raises(RankFailure, match="left behind") as raised:
             world.run(leaves_something, what)
@@ -155,7 +155,7 @@ def kills_the_server(rank: Rank):
 @pytest.mark.rest
 def test_a_server_that_ends_is_started_again():
     """Its ranks are killed, and the next test has a new one."""
-    with pytest.raises(RankFailure, match=r"died|hung|stopped"), World(2) as world:
+    with pytest.raises(RankFailure, match=r"died|hung|stopped"), RankProcesses(2) as world:
         world.run(kills_the_server, timeout_s=5.0)
-    with World(2) as world:
+    with RankProcesses(2) as world:
         assert world.run(its_number, 1) == [1, 2]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fused_ce.scripts.lib.collectives import Call, Collectives
+from megatron_fused_ce.scripts.lib.collectives import Collective, Collectives
 from megatron_fused_ce.scripts.lib.live_storages import LogitStorages
 from tests.support import rl_utils
 from tests.support.megatron import (
@@ -90,7 +90,7 @@ class Seen:
         self.reference = rl_utils.get_logprobs(caller, tokens, positions, no_grad=True)
 
 
-def largest(calls: list[Call]) -> int:
+def largest(calls: list[Collective]) -> int:
     """Elements of the largest tensor that these collectives moved."""
     return max((torch.Size(shape).numel() for call in calls for shape in call.shapes), default=0)
 

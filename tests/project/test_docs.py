@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fused_ce.adapter.arguments import add_arguments
+from megatron_fused_ce.estimate import command as estimate
 from megatron_fused_ce.scripts.dev import figures
+from megatron_fused_ce.scripts.lib import results
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -97,6 +99,39 @@ def test_a_snippet_runs_and_says_what_is_printed(tmp_path, page, check):
 def test_every_marked_figure_is_the_results(capsys):
     """README.md, docs/plan.md and docs/upstream_tests.md; refresh with: make figures."""
     assert figures.main(["--check"]) == 0, capsys.readouterr()
+
+
+def test_a_time_and_a_memory_are_a_row_of_the_results_linked_before_them():
+    pairs = 0
+    for page in sorted(DOCS.glob("migration/*.md")):
+        rows = []
+        for line in page.read_text().splitlines():
+            for link in re.findall(r"\]\((\S*results/\S+)\.md\)", line):
+                rows = results.rows(page.parent / f"{link}.json")
+            known = [f"{row['time_ms'] or 0:.1f} {row['peak_mib'] or 0:.0f}" for row in rows]
+            for time_ms, mib in re.findall(r"([\d.]+) ms(?: a step)?, (\d+) MiB", line):
+                assert f"{time_ms} {mib}" in known, f"{page.relative_to(ROOT)}: {time_ms} ms, {mib} MiB"
+                pairs += 1
+    assert pairs >= 18, "the patterns find them"
+
+
+def test_troubleshooting_has_what_plan_predicts(capsys):
+    page = (DOCS / "troubleshooting.md").read_text()
+    launch = ["--from-launch", str(ROOT / "scripts/examples/llama3_8b.sh")]
+    said = []
+    for more in ([], ["--fused-ce-strategy", "recompute"]):
+        estimate.main([*launch, *more])
+        said.append(capsys.readouterr().out)
+    figures_of = re.search(
+        r"that is (\d+), by .*? peak of ([\d.]+) .*?([\d.]+) with .*?([\d.]+) without", page, re.DOTALL
+    )
+    budget, with_budget, alone, without = figures_of.groups()
+    assert f"--fused-ce-memory-mb {budget}: peak {with_budget} GiB" in said[0]
+    assert f"peak {alone} GiB a GPU with --fused-chunked-ce, {without} without" in said[0]
+    (times,) = re.findall(r"take ([\d.]+) times as long", page)
+    assert f"{times} times as long" in said[0]
+    (recompute,) = re.findall(r"the predicted peak is ([\d.]+) GiB", page)
+    assert f"peak {recompute} GiB a GPU" in said[1]
 
 
 def test_a_figure_that_is_not_the_results_is_told_and_put_right(tmp_path, capsys):

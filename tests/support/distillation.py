@@ -25,7 +25,7 @@ NATS, OF_LOSS, OF_TERMS = 1e-6, 2.0**-22, 1e-6
 
 
 @dataclass(frozen=True)
-class Problem:
+class DistillationProblem:
     """One problem over the whole vocabulary."""
 
     hidden: Tensor  # [s, b, H]
@@ -62,7 +62,7 @@ class Problem:
         return FusedCEConfig(**{name: getattr(self, name) for name in names}, **others)
 
 
-class Result(NamedTuple):
+class DistillationResult(NamedTuple):
     """fp32 or wider, in the labels' shape, and the gradients."""
 
     outputs: DistillationOutputs
@@ -70,7 +70,7 @@ class Result(NamedTuple):
     grad_weight: Tensor | None
 
 
-def fused(problem: Problem, config: FusedCEConfig, **options: Any) -> Result:
+def fused(problem: DistillationProblem, config: FusedCEConfig, **options: Any) -> DistillationResult:
     """The op on all of it, in one process; ``grad_in_forward`` is told what the upstream is 1.5 times of."""
     hidden, weight = problem.hidden.clone().requires_grad_(), problem.weight.clone().requires_grad_()
     if config.strategy == "grad_in_forward":
@@ -83,18 +83,18 @@ def fused(problem: Problem, config: FusedCEConfig, **options: Any) -> Result:
         **{**problem.options, "entropy": True, "config": config, **options},
     )
     made.loss.backward(problem.upstream)
-    return Result(_detached(made), hidden.grad, weight.grad)
+    return DistillationResult(_detached(made), hidden.grad, weight.grad)
 
 
-def plain(problem: Problem, dtype: torch.dtype | None = None) -> Result:
+def plain(problem: DistillationProblem, dtype: torch.dtype | None = None) -> DistillationResult:
     """The definition, by autograd: in ``dtype``, or as eager PyTorch has it, each side in its own dtype and
     all that follows the logits in fp32."""
     made, hidden, weight, _ = _plain(problem, dtype)
     made.loss.backward(problem.upstream.to(made.loss.dtype))
-    return Result(_detached(made), hidden.grad, weight.grad)
+    return DistillationResult(_detached(made), hidden.grad, weight.grad)
 
 
-def cancelling(problem: Problem) -> list[tuple[Tensor, Tensor]]:
+def cancelling(problem: DistillationProblem) -> list[tuple[Tensor, Tensor]]:
     """Gradients, in fp64, of the terms that cancel in those of the divergence: the teacher's ``p_t`` against
     the student's; and ``p_s`` times ``KL(p_s || m)``, which reverse_kl and jsd subtract from ``log p_s - log
     m``, as large for a class that the student is sure of.
@@ -114,7 +114,7 @@ def cancelling(problem: Problem) -> list[tuple[Tensor, Tensor]]:
 
 
 def _plain(
-    problem: Problem, dtype: torch.dtype | None
+    problem: DistillationProblem, dtype: torch.dtype | None
 ) -> tuple[DistillationOutputs, Tensor, Tensor, tuple[Tensor, Tensor]]:
     given = problem.hidden, problem.weight, problem.teacher_hidden, problem.teacher_weight
     hidden, weight, *of_teacher = (x.detach().to(dtype or x.dtype) for x in given)
@@ -191,7 +191,7 @@ def _detached(made: DistillationOutputs) -> DistillationOutputs:
 GRADIENTS = ("grad_hidden", "grad_weight")
 
 
-def assert_right(problem: Problem, made: Result) -> dict[str, float]:
+def assert_right(problem: DistillationProblem, made: DistillationResult) -> dict[str, float]:
     """Every part within the larger of twice eager PyTorch's error and the dtype's floor: of a loss the root
     of the mean square, in nats; of a gradient the norm.
 
@@ -242,13 +242,13 @@ def make_problem(
     device: torch.device | str = "cpu",
     seed: int = 0,
     **options: Any,
-) -> Problem:
+) -> DistillationProblem:
     """A problem of one of :data:`VALUES`, with a random upstream gradient per token, some of them 0.
 
     Args:
         sizes: ``H`` and ``H_t``; ``near`` takes ``H`` for both.
         padding: rows of large numbers behind the vocabulary, of student and teacher.
-        options: fields of :class:`Problem`; ``label_weights="per token"`` has some of every sign.
+        options: fields of :class:`DistillationProblem`; ``label_weights="per token"`` has some of every sign.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -279,7 +279,7 @@ def make_problem(
         labels.view(-1)[::4] = options["ignore_index"]
     given = [x.to(device, dtype) for x in sides[0]]
     given += [x.to(device, teacher_dtype or dtype) for x in sides[1]]
-    return replace(Problem(*given, labels.to(device), upstream.to(device)), **options)
+    return replace(DistillationProblem(*given, labels.to(device), upstream.to(device)), **options)
 
 
 #: Options of a call by name, for :func:`make_problem`.
@@ -359,7 +359,7 @@ def confident(
     rows: int = 4,
     device: torch.device | str = "cpu",
     **options: Any,
-) -> Problem:
+) -> DistillationProblem:
     """Rows of logits, to the bit: one product of each is not 0, and ``grad_weight`` is their gradient."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(2, vocab, rows, generator=generator)
@@ -371,10 +371,12 @@ def confident(
     hidden = torch.eye(rows).view(rows, 1, rows).to(device)
     labels, ones = torch.zeros(1, rows, dtype=torch.int64), torch.ones(1, rows)
     student, teacher = logits.to(device)
-    return Problem(hidden, student, hidden, teacher, labels.to(device), ones.to(device), **options)
+    return DistillationProblem(
+        hidden, student, hidden, teacher, labels.to(device), ones.to(device), **options
+    )
 
 
-def exact_rows(problem: Problem) -> Tensor:
+def exact_rows(problem: DistillationProblem) -> Tensor:
     """The gradients of :func:`confident` rows ``[rows, V]`` in fp64, by formulas that lose nothing.
 
     Of the plain ones fp64 loses 2e-3 at 30, 1 at 40.

@@ -41,7 +41,7 @@ def end_with_alive(number: int) -> bool:
     return tensors_alive() <= number
 
 
-class Head:
+class MicroBatch:
     """A micro-batch of its own of one weight; this rank's rows and tokens of both."""
 
     def __init__(self, strategy, seed, weight=None, *, rank=None, sp=False, **options):
@@ -78,8 +78,8 @@ class Head:
 
 def micro_batches(strategy, **where):
     """Three of one weight."""
-    first = Head(strategy, 0, **where)
-    return [first, *(Head(strategy, seed, first.weight, **where) for seed in (1, 2))]
+    first = MicroBatch(strategy, 0, **where)
+    return [first, *(MicroBatch(strategy, seed, first.weight, **where) for seed in (1, 2))]
 
 
 def equal(ones, others) -> bool:
@@ -88,7 +88,7 @@ def equal(ones, others) -> bool:
 
 def forwards_without_backward(strategy, **where) -> None:
     """They leave nothing: the same losses, the same gradients, no tensor alive."""
-    head = Head(strategy, 0, **where)
+    head = MicroBatch(strategy, 0, **where)
     expected = head.alone()
     first = head.forward().detach()
     time.sleep(0.05)  # what the collectives of the first held
@@ -143,7 +143,7 @@ def accumulation_is_the_sum(strategy, **where) -> None:
 
 def two_models(**where) -> None:
     """Other strategies, other shapes, their steps between each other's."""
-    one, other = Head("grad_in_forward", 0, **where), Head("store", 1, **where)
+    one, other = MicroBatch("grad_in_forward", 0, **where), MicroBatch("store", 1, **where)
     alone = one.alone(), other.alone()
     losses = one.forward(), other.forward()
     for head, loss, expected in zip((one, other), losses, alone, strict=True):
@@ -152,7 +152,7 @@ def two_models(**where) -> None:
 
 def nested_checkpoints(strategy, outer: bool, inner: bool, **where) -> None:
     """The forward runs again, twice for a nested one; without gradients in reentrant ones at first."""
-    head = Head(strategy, 0, **where)
+    head = MicroBatch(strategy, 0, **where)
 
     def stack(hidden):
         return head.forward(hidden * 0.5)
@@ -193,7 +193,7 @@ def filled(asked: str, strategy: str, value: float, **where) -> list[torch.Tenso
     """Results and gradients of a step in which all fresh memory holds ``value``."""
     if "skip_zero_upstream" in ASKED[asked] and strategy == "grad_in_forward":
         strategy = "auto"  # refused by name
-    head = Head(strategy, 0, **where, **ASKED[asked])
+    head = MicroBatch(strategy, 0, **where, **ASKED[asked])
     if "skipped" in asked:
         head.upstream[:, 2:5] = 0.0
     given = (head.hidden, head.weight)

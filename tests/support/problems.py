@@ -27,7 +27,7 @@ from megatron_fused_ce.scripts.lib.reference import (
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.head import column_plans
 from tests.support.op import DTYPES
-from tests.support.ranks import Rank, World
+from tests.support.ranks import Rank, RankProcesses
 
 VALUES = ("normal", "equal", "sparse", "integers", "outlier", "peaked", "near")
 LABELS = ("any", "one", "edges", "outside", "some outside")
@@ -44,7 +44,7 @@ def _told(thing: Any) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Problem:
+class DrawnProblem:
     """One call over the whole vocabulary, and how it is cut and laid out."""
 
     seed: int
@@ -71,7 +71,7 @@ class Problem:
     config: FusedCEConfig = field(default_factory=FusedCEConfig)
 
     def __repr__(self) -> str:
-        return f"Problem({_told(self)}, config=FusedCEConfig({_told(self.config)}))"
+        return f"DrawnProblem({_told(self)}, config=FusedCEConfig({_told(self.config)}))"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # hypothesis's
         printer.text(repr(self))
@@ -190,12 +190,12 @@ def laid_out(x: Tensor, how: str) -> Tensor:
 #: Results by name: ``grad_hidden``, ``grad_weight``, and per token ``[b, s]`` whatever else.
 Parts = dict[str, Tensor]
 #: Called like fused_linear_cross_entropy; gives results per token in the labels' shape.
-Head = Callable[..., Parts]
+HeadFunction = Callable[..., Parts]
 
 
 def run(
-    problem: Problem,
-    head: Head,
+    problem: DrawnProblem,
+    head: HeadFunction,
     upstreams: Parts | None = None,
     inputs: HeadInputs | None = None,
     rank: int = 0,
@@ -252,23 +252,23 @@ def loss_of(*args: Any, **options: Any) -> Parts:
     return {"loss": linear_cross_entropy(Call(*args, **options)).loss}
 
 
-def run_part(rank: Rank, problem: Problem) -> dict[str, Any]:
+def run_part(rank: Rank, problem: DrawnProblem) -> dict[str, Any]:
     """This rank's part of the loss and gradients, to be sent."""
     made = run(problem, loss_of, rank=rank.rank, group=rank.group)
     # As arrays: a tensor would travel as a file descriptor.
     return {name: (value.dtype, value.float().numpy()) for name, value in made.items()}
 
 
-def run_on_shards(problem: Problem) -> Parts:
+def run_on_shards(problem: DrawnProblem) -> Parts:
     """The whole result of a problem, each shard on a rank of its own."""
-    with World(len(problem.shards)) as world:
+    with RankProcesses(len(problem.shards)) as world:
         sent = world.run(run_part, problem)
     return joined(problem, [
         {name: torch.from_numpy(array).to(dtype) for name, (dtype, array) in part.items()} for part in sent
     ])  # fmt: skip
 
 
-def joined(problem: Problem, received: list[Parts]) -> Parts:
+def joined(problem: DrawnProblem, received: list[Parts]) -> Parts:
     """The whole result of the ranks' parts; what all ranks have is equal."""
     first, *others = received
     whole = ["loss"] if problem.sequence_parallel else ["loss", "grad_hidden"]
@@ -300,7 +300,7 @@ DRAWS = (8, 64, 512)
 TRIED: Counter[str] = Counter()
 
 
-def tried(name: str, problem: Problem) -> None:
+def tried(name: str, problem: DrawnProblem) -> None:
     """Count an example of the property ``name``."""
     plan = problem.config.strategy
     for counted in (name, str(problem.dtype), plan, problem.values, f"TP {len(problem.shards)}"):
@@ -309,7 +309,7 @@ def tried(name: str, problem: Problem) -> None:
         TRIED[option] += 1
 
 
-def check(problem: Problem, result: Parts, evaluate: Evaluate) -> float:
+def check(problem: DrawnProblem, result: Parts, evaluate: Evaluate) -> float:
     """Every part within the bound of its dtype; gives the largest error over its bound.
 
     The bound is the one of every test: twice eager PyTorch's error or the dtype's floor. Where a problem is
@@ -463,7 +463,7 @@ def problems(
     max_shards: int = 1,
     labels: tuple[str, ...] = LABELS,
     strategies: tuple[str, ...] = STRATEGIES,
-) -> Problem:
+) -> DrawnProblem:
     """``labels`` empty for a head without: no option of labels either."""
     num_shards = draw(st.integers(min(2, max_shards), max_shards))
     # One-token shards are the second most likely.
@@ -480,7 +480,7 @@ def problems(
         merge=draw(st.sampled_from(("packed", "all_reduce"))),
         debug_checks=len(set(shards)) > 1,
     )
-    return Problem(
+    return DrawnProblem(
         seed=draw(st.integers(0, 10**6)),
         s=draw(st.integers(1, 12)) * (num_shards if sequence_parallel else 1),
         b=draw(st.integers(1, 4)),

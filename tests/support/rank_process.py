@@ -89,7 +89,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Call:
+class RemoteCall:
     """A function by its name, so that a rank takes it from its own import of the module."""
 
     module: str
@@ -105,7 +105,7 @@ class Call:
         return function(rank, *self.arguments, **self.options)
 
 
-def answer(call: Call, rank: Rank, lives_on: bool) -> tuple[str, Any]:
+def answer(call: RemoteCall, rank: Rank, lives_on: bool) -> tuple[str, Any]:
     """``(kind, value)``; the value of ``raised`` is the traceback, of ``skipped`` the reason.
 
     In a process that ``lives_on``, a call that leaves global state changed has raised, too; groups that it
@@ -135,7 +135,7 @@ def answer(call: Call, rank: Rank, lives_on: bool) -> tuple[str, Any]:
     return ("raised", "left behind:\n" + "\n".join(left)) if left else (kind, value)
 
 
-def _answer(call: Call, rank: Rank) -> tuple[str, Any]:
+def _answer(call: RemoteCall, rank: Rank) -> tuple[str, Any]:
     from pytest import skip
 
     try:

@@ -41,15 +41,15 @@ import pytest
 import torch
 
 from tests.support import rank_process, torchrun
-from tests.support.rank_process import PLAIN, Call, Environment, Place, Rank, arguments_of
+from tests.support.rank_process import PLAIN, Environment, Place, Rank, RemoteCall, arguments_of
 
 __all__ = [
     "PLAIN",
     "Environment",
     "Rank",
     "RankFailure",
+    "RankProcesses",
     "Ranks",
-    "World",
     "on_ranks",
     "run_on_ranks",
 ]
@@ -84,7 +84,7 @@ class RankFailure(AssertionError):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """What one rank did with a call.
 
     ``kind``: ``returned``, ``skipped``, ``raised``, ``died``, ``hung``, or ``stopped`` where another rank had
@@ -190,7 +190,7 @@ def _one_large_world_at_a_time(size: int) -> Iterator[None]:
         yield
 
 
-class World:
+class RankProcesses:
     """Context manager: ``size`` ranks in processes of their own, for as many calls as succeed.
 
     After a call in which a rank failed all of them are gone: the others may sit in a collective.
@@ -253,9 +253,9 @@ class World:
         timeout_s: float = TIMEOUT_S,
         grace_s: float = GRACE_S,
         **options: Any,
-    ) -> list[Outcome]:
+    ) -> list[RankOutcome]:
         """What every rank did with the call, in order of rank."""
-        call = Call(function.__module__, function.__qualname__, arguments, options)
+        call = RemoteCall(function.__module__, function.__qualname__, arguments, options)
         try:
             if not self.is_open:
                 self._open(call.module)
@@ -270,24 +270,24 @@ class World:
             self.close()
         return made
 
-    def _collect(self, timeout_s: float, grace_s: float) -> list[Outcome]:
-        made: dict[int, Outcome] = {}
+    def _collect(self, timeout_s: float, grace_s: float) -> list[RankOutcome]:
+        made: dict[int, RankOutcome] = {}
         late, until = "hung", time.monotonic() + timeout_s
         while len(made) < self.size:
             waiting = {c: i for i, c in enumerate(self._connections) if i not in made}
             ready = connections.wait(list(waiting), max(0.0, until - time.monotonic()))
             if not ready:
                 for rank in waiting.values():
-                    made[rank] = Outcome(late, self._stack(rank))
+                    made[rank] = RankOutcome(late, self._stack(rank))
             for connection in ready:
                 rank = waiting[connection]
                 try:
-                    made[rank] = Outcome(*connection.recv())
+                    made[rank] = RankOutcome(*connection.recv())
                     if made[rank].kind == "raised":
                         words = f"{made[rank].value}\n{self._output(rank)}".rstrip()
-                        made[rank] = Outcome("raised", words)
+                        made[rank] = RankOutcome("raised", words)
                 except (EOFError, ConnectionResetError):
-                    made[rank] = Outcome("died", self._end(rank))
+                    made[rank] = RankOutcome("died", self._end(rank))
                 if made[rank].failed and late == "hung":
                     late, until = "stopped", min(until, time.monotonic() + grace_s)
         return [made[rank] for rank in range(self.size)]
@@ -329,14 +329,14 @@ class World:
         self._resources.close()
         self.is_open = False
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def results(outcomes: list[Outcome]) -> list[Any]:
+def results(outcomes: list[RankOutcome]) -> list[Any]:
     """What the ranks returned; raises for a failed rank, and skips where one did."""
     __tracebackhide__ = True
     if any(outcome.failed for outcome in outcomes):
@@ -375,15 +375,15 @@ class Ranks:
         return NUM_GPUS > 0
 
 
-#: Worlds that live on: those on GPUs.
-_worlds: dict[Ranks, World] = {}
+#: Rank processes that live on: those on GPUs.
+_worlds: dict[Ranks, RankProcesses] = {}
 
 
 def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-    """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`World.run`."""
+    """One call on ranks of its own, or, on GPUs, on those of the last one. See :meth:`RankProcesses.run`."""
     __tracebackhide__ = True
     if not ranks.on_gpus:
-        with World(ranks.size, ranks.environment) as world:
+        with RankProcesses(ranks.size, ranks.environment) as world:
             return world.run(function, *arguments, **options)
     if ranks.size > NUM_GPUS:
         if ranks.size > SHARING:
@@ -391,7 +391,7 @@ def run_on_ranks(ranks: Ranks, function: Callable[..., Any], *arguments: Any, **
         if ranks.needs_nccl:
             pytest.skip(f"needs NCCL, and ranks on one GPU have gloo: {ranks.needs_nccl}")
     if ranks not in _worlds:
-        _worlds[ranks] = World(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
+        _worlds[ranks] = RankProcesses(ranks.size, ranks.environment, on_gpus=True, lives_on=True)
         atexit.register(_worlds[ranks].close)
     return _worlds[ranks].run(function, *arguments, **options)
 
@@ -416,8 +416,8 @@ def on_ranks(*worlds: Any, timeout_s: float = TIMEOUT_S) -> Callable[[Callable[.
             if not torchrun.IS_RANK:
                 run_on_ranks(ranks, function, timeout_s=timeout_s, **options)
             elif ranks.size == torchrun.SIZE:
-                call = Call(function.__module__, function.__qualname__, (), options)
-                torchrun.LAUNCH.run(ranks.environment, call, ranks.on_gpus, timeout_s)
+                call = RemoteCall(function.__module__, function.__qualname__, (), options)
+                torchrun.THIS_RANK.run(ranks.environment, call, ranks.on_gpus, timeout_s)
             else:
                 pytest.skip(f"{ranks.size} ranks: torchrun has started {torchrun.SIZE}")
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.rank_process import Call, Environment, Place, Rank, answer, join
+from tests.support.rank_process import Environment, Place, Rank, RemoteCall, answer, join
 
 #: Set by torchrun: this process is a rank.
 IS_RANK = "TORCHELASTIC_RUN_ID" in os.environ
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-class Launch:
+class TorchrunRank:
     """This process as one of torchrun's ranks."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Launch:
         self._environment: Environment | None = None
         self._num_calls = 0
 
-    def run(self, environment: Environment, call: Call, on_gpus: bool, timeout_s: float) -> None:
+    def run(self, environment: Environment, call: RemoteCall, on_gpus: bool, timeout_s: float) -> None:
         """The call on this rank; raises what any rank raised."""
         __tracebackhide__ = True
         kind, value = answer(call, self._join(environment, on_gpus), lives_on=True)
@@ -98,7 +98,7 @@ class Launch:
         return [json.loads(self._store.get(key)) for key in keys]
 
 
-LAUNCH = Launch()
+THIS_RANK = TorchrunRank()
 
 
 def in_order(items: list[pytest.Item], environment_of: Any) -> list[pytest.Item]:

@@ -20,15 +20,15 @@ from megatron_fused_ce.estimate.command import plan_of, setting_of
 from megatron_fused_ce.estimate.named_models import MODELS
 from megatron_fused_ce.estimate.peaks import Estimate, estimate
 from megatron_fused_ce.estimate.setting import (
+    DecoderSizes,
     Latent,
     Mixture,
-    Model,
     Optimizer,
     Parallel,
     Recompute,
     Setting,
     StateSpace,
-    Training,
+    StepSettings,
 )
 from megatron_fused_ce.planner import MIB, PlanInputs, plan
 from megatron_fused_ce.scripts.dev import figures_plan as check_plan
@@ -38,7 +38,7 @@ GIB = 2**30
 H100 = Gpu("h100", "NVIDIA H100 80GB HBM3", 80 * GIB, exp_serves=True, overhead=0)
 
 #: A dense decoder of today.
-MODERN = Model(
+MODERN = DecoderSizes(
     num_layers=4,
     hidden_size=64,
     num_attention_heads=8,
@@ -53,7 +53,7 @@ MODERN = Model(
     tied=False,
 )
 #: The layer of Korthikanti et al. 2022: GELU, as many keys as queries, dropout.
-PAPER = Model(
+PAPER = DecoderSizes(
     num_layers=3,
     hidden_size=96,
     num_attention_heads=12,
@@ -65,8 +65,8 @@ PAPER = Model(
 )
 
 
-def setting(model: Model = MODERN, parallel: Parallel = Parallel(), **training) -> Setting:  # noqa: B008
-    return Setting(model, parallel, Training(**{"sequence": 256, **training}), vocab_divisor=1)
+def setting(model: DecoderSizes = MODERN, parallel: Parallel = Parallel(), **training) -> Setting:  # noqa: B008
+    return Setting(model, parallel, StepSettings(**{"sequence": 256, **training}), vocab_divisor=1)
 
 
 def native(one: Setting) -> Estimate:
@@ -325,7 +325,7 @@ def megatron_counts() -> dict[str, list[int]]:
     return dict(zip(_CASES, json.loads(line.removeprefix("counts ")), strict=True))
 
 
-def _megatron_case(model: Model, parallel: Parallel) -> dict:
+def _megatron_case(model: DecoderSizes, parallel: Parallel) -> dict:
     config = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -381,7 +381,7 @@ def test_a_stage_has_the_parameters_of_megatrons_own_model(name):
 def test_the_vocabulary_is_padded_as_megatron_does(tensor, padded):
     """To a multiple of 128 times the tensor-parallel size."""
     model, parallel = replace(MODERN, vocab_size=50257), Parallel(gpus=tensor, tensor=tensor)
-    one = Setting(model, parallel, Training(sequence=64))
+    one = Setting(model, parallel, StepSettings(sequence=64))
     assert (one.padded_vocab_size, one.vocab_rows) == (padded, padded // tensor)
 
 
@@ -513,7 +513,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not(sizes, mib):
     one = _drawn(sizes)
     gpu = replace(H100, capacity=native(one).moment("step").total + mib * MIB)
 
-    def make(changed: Setting) -> heads.Head:
+    def make(changed: Setting) -> heads.HeadMemory:
         return heads.stock_heads(changed)[1]
 
     def at(tokens: int) -> str:

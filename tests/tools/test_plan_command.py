@@ -600,7 +600,7 @@ MODEL = ["--model", "llama-3-8b", "--seq-length", "8192"]
     [
         (["--model", "gpt-5", "--seq-length", "64"], "no model 'gpt-5'; there are llama-3-8b"),
         (["--model", "llama-3-8b"], "--seq-length is missing"),
-        (["--seq-length", "64"], "--hidden-size is missing"),
+        ([], "--hidden-size is missing: give it, or --model NAME, --from-log FILE or --from-launch FILE"),
         (["--from-launch", "nowhere.sh"], "nowhere.sh: No such file"),
         (["--from-launch", "--num-layers 2 'open"], "No closing quotation"),
         ([*MODEL, "--from-launch", TINY], "not allowed with argument"),
