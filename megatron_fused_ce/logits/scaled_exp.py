@@ -54,7 +54,8 @@ class ScaledExp:
         with_argmax: bool,
     ) -> Scores:
         assert sample is not None
-        labels, logit_scale, form, _, alone, inv_temperature, _ = targets
+        _, logit_scale, form, _, alone, inv_temperature, _ = targets
+        labels = targets.labels
         num_columns = weight.shape[0]
         with phase("logits"):
             prologue = scaled_exp_rows.row_prologue(
