@@ -125,29 +125,21 @@ def _log(v):
 
 
 @triton.jit
-def _mixture_at_top(at_top, log_m, beta, student_share):
-    """Of the class where r is ``at_top`` and log(m / p_s) is ``log_m``: beta's share of m, the logarithm of
-    the other's, and that of beta's plus r. Scalars."""
-    beta, student_share = beta + 0.0 * at_top, student_share + 0.0 * at_top  # tensors, interpreted too
-    share = beta * exact_exp(-at_top)  # at most beta times V
-    share = share / tl.maximum(student_share + share, _SMALLEST_NORMAL)
-    less = tl.where(share < 0.25, _log_series(-tl.minimum(share, 0.25)), _log(student_share) - log_m)
-    return share, less, _log(beta) - log_m
-
-
-@triton.jit
 def _log_mixture(x, share, log_less, log_more):
     """``log(1 - share + share * exp(x))``, with its own digits where it is near 0.
 
     log_less is log(1 - share); log_more, of each class, ``log(share) + x`` without the rounding of either.
+    An error that they have would be one of all classes, whose terms may nearly cancel: only share's own
+    counts, but where the result is above 40 or below -1.4.
     """
     near = tl.abs(x) <= _SERIES_UP_TO
     y = share * tl.where(near, x + _h(x), exact_exp(tl.minimum(x, 40.0)) - 1.0)
     y = tl.where(x > 40.0, exact_exp(tl.minimum(log_more, 40.0)), y)
-    apart = exact_exp(-tl.abs(log_more - log_less))
-    apart = tl.where(apart <= 0.25, _log_series(tl.minimum(apart, 0.25)), _log(1.0 + apart))
-    far = tl.maximum(log_more, log_less) + apart
-    return tl.where(tl.abs(y) <= 0.25, _log_series(tl.where(tl.abs(y) <= 0.25, y, 0.0)), far)
+    direct = (y >= -0.75) & (log_more <= 40.0)
+    y = tl.where(direct, y, exact_exp(-tl.abs(log_more - log_less)))
+    small = tl.abs(y) <= 0.25
+    log = tl.where(small, _log_series(tl.where(small, y, 0.0)), _log(1.0 + y))
+    return log + tl.where(direct, 0.0, tl.maximum(log_more, log_less))
 
 
 @triton.jit
@@ -223,8 +215,9 @@ def _pull(
     t,
     r,
     u,
-    at_top,  # r where u is 0
-    log_m,  # log(m / p_s) there; jsd
+    at_top,  # of _terms_of, and the next two
+    log_m,
+    share,
     student_log_sum,
     teacher_log_sum,
     beta,
@@ -236,8 +229,7 @@ def _pull(
     pull = u
     if KIND == _JSD:
         if EXACT:
-            share, log_less, log_more = _mixture_at_top(at_top, log_m, beta, student_share)
-            pull = -_log_mixture(-u, share, log_less, log_more - r)
+            pull = -_log_mixture(-u, share, log_m, at_top - r)
         else:
             _, _, of_student, _ = _mixture_of_rounded(
                 s, t, student_log_sum, teacher_log_sum, beta, student_share
@@ -321,6 +313,10 @@ def _both(
         t, t_lost = from_beside, lost
         teacher_log_sum = student_log_sum + at_top
         r = u + at_top
+    if EXACT_S and KIND == _FORWARD_KL:
+        # Of p_s - p_t where both normalizers are large and alike: their roundings, 5e-7 each, as one.
+        rounded = log_ratio - (student_log_sum - teacher_log_sum)
+        s_lost -= tl.where(tl.abs(log_ratio) <= 1.0, rounded, 0.0)
     p_s = _probability(s, s_lost, student_log_sum, EXACT_S)
     p_t = _probability(t, t_lost, teacher_log_sum, EXACT_T)
     return s, t, r, u, p_s, p_t, teacher_log_sum, slope
@@ -340,6 +336,7 @@ def _add_block(
     log_ratio,
     at_top,
     log_m,
+    share,
     student_scale,
     teacher_scale,
     student_softcap,
@@ -369,7 +366,8 @@ def _add_block(
     divergence += tl.where(columns < num_columns, added, 0.0) if RAGGED else added
     if KIND != _FORWARD_KL:
         pull = _pull(
-            s, t, r, u, at_top, log_m, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT,
+            s, t, r, u, at_top, log_m, share, student_log_sum, teacher_log_sum, beta, student_share, KIND,
+            EXACT,
         )  # fmt: skip
         added = _of_student(p_s, pull, KIND, EXACT)
         mean += tl.where(columns < num_columns, added, 0.0) if RAGGED else added
@@ -380,7 +378,7 @@ def _add_block(
 def _divergence_sums_kernel(
     student_ptr,  # [C, V]
     teacher_ptr,  # [C, V_t]
-    student_top_ptr,  # [C] fp32: of _terms_of, and the next seven
+    student_top_ptr,  # [C] fp32: of _terms_of, and the next eight
     student_log_sum_ptr,
     teacher_top_ptr,
     teacher_log_sum_ptr,
@@ -388,6 +386,7 @@ def _divergence_sums_kernel(
     beside_ptr,
     at_top_ptr,
     log_m_ptr,
+    share_ptr,
     valid_columns_ptr,  # [1] int64
     sums_ptr,  # [2, C] fp32, out
     student_stride,
@@ -418,21 +417,21 @@ def _divergence_sums_kernel(
     teacher_log_sum = tl.load(teacher_log_sum_ptr + row)
     log_ratio = tl.load(log_ratio_ptr + row)
     beside = tl.load(beside_ptr + row)
-    at_top, log_m = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row)
+    at_top, log_m, share = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row), tl.load(share_ptr + row)
     divergence = tl.zeros((BLOCK,), tl.float32)
     mean = tl.zeros((BLOCK,), tl.float32) if KIND != _FORWARD_KL else tl.full((), 0.0, tl.float32)
     whole = num_columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         divergence, mean = _add_block(
             student_ptr, teacher_ptr, start, num_columns, student_top, teacher_top, beside, student_log_sum,
-            teacher_log_sum, log_ratio, at_top, log_m, student_scale, teacher_scale, student_softcap,
+            teacher_log_sum, log_ratio, at_top, log_m, share, student_scale, teacher_scale, student_softcap,
             teacher_softcap, beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP,
             TEACHER_SOFTCAP, False,
         )  # fmt: skip
     if whole < num_columns:
         divergence, mean = _add_block(
             student_ptr, teacher_ptr, whole, num_columns, student_top, teacher_top, beside, student_log_sum,
-            teacher_log_sum, log_ratio, at_top, log_m, student_scale, teacher_scale, student_softcap,
+            teacher_log_sum, log_ratio, at_top, log_m, share, student_scale, teacher_scale, student_softcap,
             teacher_softcap, beta, student_share, divergence, mean, BLOCK, KIND, STUDENT_SOFTCAP,
             TEACHER_SOFTCAP, True,
         )  # fmt: skip
@@ -449,7 +448,7 @@ def _divergence_gradients_kernel(
     student_ptr,  # [C, V]
     teacher_ptr,  # [C, V_t]
     out_ptr,  # [C, V], may be student_ptr
-    student_top_ptr,  # [C] fp32: of _terms_of, and the next seven
+    student_top_ptr,  # [C] fp32: of _terms_of, and the next eight
     student_log_sum_ptr,
     teacher_top_ptr,
     teacher_log_sum_ptr,
@@ -457,6 +456,7 @@ def _divergence_gradients_kernel(
     beside_ptr,
     at_top_ptr,
     log_m_ptr,
+    share_ptr,
     mean_ptr,  # [C] fp32
     valid_columns_ptr,  # [1] int64
     factor_ptr,  # [C] fp32
@@ -499,7 +499,7 @@ def _divergence_gradients_kernel(
     student_log_sum = tl.load(student_log_sum_ptr + row)
     EXACT_S: tl.constexpr = student_ptr.dtype.element_ty == tl.float32
     EXACT: tl.constexpr = EXACT_S or teacher_ptr.dtype.element_ty == tl.float32
-    at_top, log_m = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row)
+    at_top, log_m, share = tl.load(at_top_ptr + row), tl.load(log_m_ptr + row), tl.load(share_ptr + row)
     s, t, r, u, p_s, p_t, teacher_log_sum, slope = _both(
         student_ptr, teacher_ptr, columns, num_columns, teacher_columns,
         tl.load(student_top_ptr + row), tl.load(teacher_top_ptr + row), tl.load(beside_ptr + row),
@@ -517,7 +517,8 @@ def _divergence_gradients_kernel(
         gradient = tl.where(tl.abs(r) <= _SERIES_UP_TO, p_t * (r + _h(r)), p_s - p_t)
     else:
         pull = _pull(
-            s, t, r, u, at_top, log_m, student_log_sum, teacher_log_sum, beta, student_share, KIND, EXACT,
+            s, t, r, u, at_top, log_m, share, student_log_sum, teacher_log_sum, beta, student_share, KIND,
+            EXACT,
         )  # fmt: skip
         gradient = _of_student(p_s, pull - tl.load(mean_ptr + row), KIND, EXACT)
         if KIND == _JSD:
@@ -544,23 +545,33 @@ _divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS, maxnreg
 _divergence_gradients = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS)
 
 
-def _terms_of(student: Side, teacher: Side, kind: str, beta: float) -> tuple[Tensor, ...]:
-    """Both sides' ``[C]``, in the kernels' order; last r where u is 0, and of jsd log(m / p_s) there."""
+def _terms_of(student: Side, teacher: Side, kind: str, beta: float, exact: bool) -> tuple[Tensor, ...]:
+    """Both sides' ``[C]``, in the kernels' order; last r where u is 0, and of jsd log(m / p_s) there.
+
+    Of jsd over fp32 logits, rounded once, what :func:`_log_mixture` takes: log(beta * p_s / m) there, which
+    has yet to have a class's r subtracted, log((1 - beta) * p_s / m), and beta's share of m.
+    """
     assert teacher.log_ratio is not None
-    beside, at_top = teacher.beside, -teacher.log_ratio
-    if beside is None:
-        beside = teacher.top
-    elif teacher.softcap is None:
-        at_top = at_top - (beside - teacher.top) * teacher.scale
-    else:
-        cap = teacher.softcap
-        of_beside, of_top = (torch.tanh(of * (teacher.scale / cap)) for of in (beside, teacher.top))
-        at_top = at_top - (of_beside - of_top) * cap
-    log_m = at_top
+    dtype = torch.float64 if exact and kind == "jsd" else torch.float32
+    at_top, beside = -teacher.log_ratio.to(dtype), teacher.top
+    if teacher.beside is not None:
+        beside = teacher.beside
+        of_beside, of_top = beside.to(dtype), teacher.top.to(dtype)
+        unit, cap = teacher.scale, teacher.softcap
+        if cap is not None:
+            of_beside, of_top = (torch.tanh(of * (teacher.scale / cap)) for of in (of_beside, of_top))
+            unit = cap
+        at_top = at_top - (of_beside - of_top) * unit
+    log_m = share = at_top
     if kind == "jsd":
-        log_m = torch.logaddexp(math.log(beta) - at_top, torch.full_like(at_top, math.log1p(-beta)))
+        less = math.log1p(-beta)
+        log_m = torch.logaddexp(math.log(beta) - at_top, torch.full_like(at_top, less))
+        if exact:
+            more = math.log(beta) - log_m
+            share = (more - at_top).exp().float()
+            at_top, log_m = more.float(), (less - log_m).float()
     sides = student.top, student.log_sum, teacher.top, teacher.log_sum
-    return *sides, teacher.log_ratio, beside, at_top, log_m
+    return *sides, teacher.log_ratio, beside, at_top, log_m, share
 
 
 def divergence_sums(
@@ -582,7 +593,7 @@ def divergence_sums(
         (
             student.logits,
             teacher.logits,
-            *_terms_of(student, teacher, kind, beta),
+            *_terms_of(student, teacher, kind, beta, exact),
             student.logits if valid_columns is None else valid_columns,
             sums,
         ),
@@ -638,7 +649,7 @@ def divergence_gradients(
             student.logits,
             teacher.logits,
             out,
-            *_terms_of(student, teacher, kind, beta),
+            *_terms_of(student, teacher, kind, beta, exact),
             unused if mean is None else mean,
             unused if valid_columns is None else valid_columns,
             unused if factor is None else factor,

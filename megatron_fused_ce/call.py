@@ -257,13 +257,13 @@ class Context(NamedTuple):
         """What the logits backend takes of one chunk beside hidden states and weight."""
         spec = self.spec
         if isinstance(soft, Teacher):
-            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))  # type: ignore[arg-type]
+            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))
         if soft is not None:
             soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
         if inv_temperature is not None:
             inv_temperature = self.split(inv_temperature, chunk)
         alone = spec.comm.size == 1
-        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)  # type: ignore[arg-type]
+        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)
 
     def _teacher_of(self, chunk: Chunk, teacher: Teacher) -> TeacherChunk:
         weights, comm = teacher.label_weights, self.spec.comm

@@ -72,7 +72,7 @@ class _Gathering(_WithLabels):
         s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
         self.comm.take_largest_(s)
         best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
-        stats = super().statistics(logits, targets._replace(labels=best), with_argmax)
+        stats = super().statistics(logits, targets._replace(labels_if_read=best), with_argmax)
         self.label_logits.index_copy_(0, tokens, s)
         self.row_max.index_copy_(0, tokens, stats.row_max)
         return stats
@@ -96,7 +96,7 @@ class _Scattering(_WithLabels):
     ) -> LogitsGrad:
         assert terms is not None and out is not None
         tokens = targets.labels
-        targets = targets._replace(labels=torch.full_like(tokens, NO_COLUMN))
+        targets = targets._replace(labels_if_read=torch.full_like(tokens, NO_COLUMN))
         if self.shares is None:
             return row_gradients(self.rows, matrix, targets, terms, upstream, out)
         shares = self.shares[tokens]

@@ -30,7 +30,8 @@ from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
 class ChunkTargets(NamedTuple):
     """What a chunk's logits are compared with, and how they are scaled."""
 
-    labels: Tensor  # [C] int64, columns of this shard; anything else: not here
+    #: [C] int64, columns of this shard; anything else: not here. None for a backward that reads none.
+    labels_if_read: Tensor | None
     logit_scale: float
     form: LossForm = PLAIN
     soft: SoftTargets | None = None  # in the labels' place
@@ -38,6 +39,11 @@ class ChunkTargets(NamedTuple):
     alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
     teacher: TeacherChunk | None = None
+
+    @property
+    def labels(self) -> Tensor:
+        assert self.labels_if_read is not None
+        return self.labels_if_read
 
 
 class Scores(NamedTuple):

@@ -54,7 +54,8 @@ class ScaledExp:
         with_argmax: bool,
     ) -> Scores:
         assert sample is not None
-        labels, logit_scale, form, _, alone, inv_temperature, _ = targets
+        _, logit_scale, form, _, alone, inv_temperature, _ = targets
+        labels = targets.labels
         num_columns = weight.shape[0]
         with phase("logits"):
             prologue = scaled_exp_rows.row_prologue(
@@ -83,6 +84,14 @@ class ScaledExp:
                 assert out is not None
                 stats = _with_rest(stats, tiles, prologue.row_shift2, out, targets)
         return Scores(stats, tiles, row_scale)
+
+    def write_logits(self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, out: Tensor) -> None:
+        """Those of :meth:`logits_gemm` with ``saves_logits``, to the bit; and the labels'."""
+        nowhere = torch.full_like(targets.labels, -1)
+        no_shift = torch.zeros_like(nowhere, dtype=torch.float32)
+        table = scaled_exp_rows.tile_table(nowhere, weight.shape[0])
+        form, scale = targets.form, targets.logit_scale
+        self.gemm.scaled_exp_gemm(hidden, weight, nowhere, no_shift, table, scale, out, False, form, True)
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor:
         return scaled_exp_rows.sample_rows(weight, -(-SAMPLED_ROWS // num_ranks), form)

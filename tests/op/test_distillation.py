@@ -105,6 +105,10 @@ def test_logits_of_the_scaled_exp_gemm(kind, option, strategy, device):
         device=device, **OPTIONS[option],
     )  # fmt: skip
     assert_right(problem, run(problem, strategy, 2, logits_backend="scaled_exp"))
+    # What recompute makes anew are the same logits, to the bit.
+    made = [run(problem, name, 1, logits_backend="scaled_exp") for name in ("store", "recompute")]
+    for saved, again in zip(made[0][1:], made[1][1:], strict=True):
+        assert torch.equal(saved, again)
 
 
 @pytest.mark.parametrize(
