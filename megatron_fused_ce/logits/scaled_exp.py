@@ -86,8 +86,8 @@ class ScaledExp:
         return Scores(stats, tiles, row_scale)
 
     def write_logits(self, hidden: Tensor, weight: Tensor, targets: ChunkTargets, out: Tensor) -> None:
-        """Those of :meth:`logits_gemm` with ``saves_logits``, to the bit; and the labels'."""
-        nowhere = torch.full_like(targets.labels, -1)
+        """Logits as :meth:`logits_gemm` saves them for a teacher, to the bit, without statistics."""
+        nowhere = torch.full(hidden.shape[:1], -1, dtype=torch.int64, device=hidden.device)
         no_shift = torch.zeros_like(nowhere, dtype=torch.float32)
         table = scaled_exp_rows.tile_table(nowhere, weight.shape[0])
         form, scale = targets.form, targets.logit_scale
