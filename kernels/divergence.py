@@ -539,7 +539,7 @@ def _divergence_gradients_kernel(
     tl.store(out_ptr + row * out_stride + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-#: Left alone, ptxas takes 96 registers and spills a few bytes; of 128 or 136, jsd does on sm_100. Up to 168 an
+#: Left alone, ptxas takes 96 registers and spills a few bytes; of 136, jsd does so on sm_100. Up to 168 an
 #: SM holds three programs; the plain variants over bf16 take 122 at most, of which it holds four.
 _divergence_sums = Launch(_divergence_sums_kernel, num_warps=SUMS_WARPS, maxnreg=168)
 _divergence_gradients = Launch(_divergence_gradients_kernel, num_warps=GRADIENT_WARPS)
