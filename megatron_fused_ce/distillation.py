@@ -127,11 +127,12 @@ def check(
             f"teacher_hidden on {given.hidden.device}, teacher_weight on {given.weight.device}, hidden on "
             f"{hidden.device}; expected all on one device"
         )
-    if torch.is_grad_enabled() and given.hidden.requires_grad:
-        raise ValueError(
-            "teacher_hidden requires a gradient, and the teacher gets none: run it under torch.no_grad(), or "
-            "pass teacher_hidden.detach()"
-        )
+    for name, of_teacher in (("teacher_hidden", given.hidden), ("teacher_weight", given.weight)):
+        if torch.is_grad_enabled() and of_teacher.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, and the teacher gets none: run it under torch.no_grad(), or "
+                f"pass {name}.detach()"
+            )
     if torch.is_grad_enabled() and (given.hidden.is_inference() or given.weight.is_inference()):
         raise ValueError(
             "the teacher's tensors were made under torch.inference_mode(), and no backward can save them: "

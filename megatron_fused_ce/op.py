@@ -351,8 +351,10 @@ class _Constant(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         if grad.any():
             raise RuntimeError(
-                f"fused_linear_distillation has no gradient of {ctx.name} here: differentiate loss, which is "
-                "divergence + label_weights * cross_entropy, and detach() the others"
+                f"{ctx.name} of fused_linear_distillation has no gradient"
+                + (" beside label_weights" if ctx.name == "divergence" else "")
+                + ": differentiate loss, which is divergence + label_weights * cross_entropy, and detach() "
+                "the others"
             )
         return None, None, None
 
