@@ -24,9 +24,8 @@ MODELS = ("GPTModel", "HybridModel", "MambaModel")
 CALLERS = ("forward", "_postprocess")
 #: Since 0.17 the heads of multi-token prediction are called by a function of this module.
 MTP = ("megatron.core.transformer.multi_token_prediction", "process_mtp_loss")
-#: Forwards of Megatron's output layers that return the product of hidden states and weight; the second, of
-#: Megatron's dev branch, also a loss on request.
-FORWARDS = ("ColumnParallelLinear.forward", "LinearCrossEntropyModule.forward")
+#: Of Megatron's dev branch: the forward of ColumnParallelLinear, or a loss on request.
+FORWARD_WITH_LOSS = "LinearCrossEntropyModule.forward"
 
 _models: set[CodeType] = set()
 _mtp: set[CodeType] = set()
@@ -48,8 +47,10 @@ _watched: dict[str, forms.Watched] = {}
 
 
 def watch(config: Any, watched: forms.Watched) -> None:
-    """Remember what the loss of this config was when a head was adopted."""
-    _watched[forms.kind_of(config)] = watched
+    """Remember what the loss of this config was when a head was adopted; for good, once it has changed."""
+    kind = forms.kind_of(config)
+    if kind not in _watched or not _watched[kind].changed():
+        _watched[kind] = watched
 
 
 def why_changed(config: Any) -> str:
@@ -97,7 +98,9 @@ def _function(found: Any) -> FunctionType | None:
 
 def is_plain_forward(forward: Any) -> bool:
     """Whether this forward of an output layer is one of Megatron's that are known, with nothing around it."""
-    return is_megatrons(forward) and getattr(forward, "__qualname__", "") in FORWARDS
+    return forward is forms.running(forms.FORWARD) or (
+        is_megatrons(forward) and getattr(forward, "__qualname__", "") == FORWARD_WITH_LOSS
+    )
 
 
 def takes_deferred(loss: Any) -> bool:

@@ -13,7 +13,8 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, is_, is_not, or_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,9 +25,13 @@ _CROSS_ENTROPY = f"{_CORE}tensor_parallel.cross_entropy"
 _NATIVE = f"{_CORE}fusions.fused_cross_entropy"
 _LAYERS = f"{_CORE}tensor_parallel.layers"
 _MAPPINGS = f"{_CORE}tensor_parallel.mappings"
+_UTILS = f"{_CORE}utils"
+_PARTS = f"{_CORE}tensor_parallel.utils"
 
 LOSS = f"{LANGUAGE_MODULE}:LanguageModule.compute_language_model_loss"
 LOG_SOFTMAX = f"{RL}:selective_log_softmax"
+_LAYER = f"{_LAYERS}:ColumnParallelLinear"
+FORWARD, PRODUCT = f"{_LAYER}.forward", f"{_LAYER}._forward_impl"
 #: Module -> functions in it, of all versions.
 LOOKED_AT = {
     LANGUAGE_MODULE: ("LanguageModule.compute_language_model_loss",),
@@ -55,21 +60,22 @@ LOOKED_AT = {
         *("_linear_forward", "_wgrad_gemm"),
     ),
     _MAPPINGS: (
-        "copy_to_tensor_model_parallel_region",
+        *("copy_to_tensor_model_parallel_region", "_reduce"),
         *(f"_CopyToModelParallelRegion.{step}" for step in ("forward", "backward")),
     ),
+    _PARTS: (
+        "VocabUtility.vocab_range_from_per_partition_vocab_size",
+        "VocabUtility.vocab_range_from_global_vocab_size",
+    ),
+    _UTILS: ("prepare_input_tensors_for_wgrad_compute",),
 }
 
 
 #: Modules of Megatron's whose functions these call without changing a loss: for what is read from there it is
 #: enough that it is what was defined there. Transformer Engine's loss is trusted.
 _HELPERS = {
-    _MAPPINGS,
-    f"{_CORE}extensions.transformer_engine",
-    *(
-        f"{_CORE}{module}"
-        for module in ("parallel_state", "tensor_parallel.utils", "transformer.enums", "utils")
-    ),
+    *(_MAPPINGS, _PARTS, _UTILS),
+    *(f"{_CORE}{name}" for name in ("extensions.transformer_engine", "parallel_state", "transformer.enums")),
 }
 _LOOKED_AT = {f"{module}:{name}" for module, names in LOOKED_AT.items() for name in names}
 _LIBRARIES = {"apex", "torch", "transformer_engine", *sys.stdlib_module_names}
@@ -83,7 +89,7 @@ _LOSSES = {
 
 def is_of_layer(key: str) -> bool:
     """Whether a looked-at function makes logits, not a loss of them."""
-    return key.startswith((_LAYERS, _MAPPINGS))
+    return key.startswith((_LAYERS, _MAPPINGS, _UTILS))
 
 
 def kind_of(config: Any) -> str:
@@ -320,21 +326,54 @@ def is_known(form: Form, trusted: frozenset[str]) -> bool:
 class Watched:
     """What functions were, and what the names that they read stood for, when they were looked at."""
 
-    def __init__(self, read: dict[Any, set[str]]) -> None:
-        """``read``: modules, classes and functions, each with names of attributes."""
-        self._read = [(owner, attrgetter(*sorted(names)), sorted(names)) for owner, names in read.items()]
-        self._before = [get(owner) for owner, get, _ in self._read]
+    def __init__(self, read: dict[Any, set[str]], functions: set[FunctionType]) -> None:
+        """``read``: modules and classes, each with names of attributes."""
+        #: A method of a class's base is made anew by every read: watched is that the class has none itself.
+        self._inherited = [
+            (owner, name)
+            for owner, names in read.items()
+            for name in names
+            if type(getattr(owner, name)) is MethodType and name not in vars(owner)
+        ]
+        self._read = []
+        for owner, names in read.items():
+            # Never one name alone, of which attrgetter would make no tuple.
+            own = [*(name for name in sorted(names) if (owner, name) not in self._inherited), "__name__"]
+            get = attrgetter(*own, "__name__")
+            self._read.append((owner, own, get, get(owner)))
+        self._functions = list(functions)
+        self._codes, self._defaults = self._parts()
+
+    def _parts(self) -> tuple[list[Any], list[Any]]:
+        functions = self._functions
+        return [each.__code__ for each in functions], [each.__defaults__ for each in functions]
 
     def changed(self) -> str:
-        """What was replaced or edited since, empty if nothing was. Asked at every call of a head."""
-        for (owner, get, names), before in zip(self._read, self._before, strict=True):
-            if get(owner) != before:  # the same objects compare fast
-                now = [getattr(owner, name) for name in names]
-                pairs = zip(names, now, before if len(names) > 1 else [before], strict=True)
-                name = next((name for name, found, was in pairs if found != was), names[0])
-                module = getattr(owner, "__module__", "")
-                return f"{module}{'.' * bool(module)}{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+        """What was replaced or edited since, empty if nothing was. Asked at every call of a head.
+
+        By identity: a proxy may say that it is equal.
+        """
+        for owner, names, get, before in self._read:
+            now = get(owner)
+            if not all(map(is_, now, before)):
+                return _name_of(owner, next(compress(names, map(is_not, now, before))))
+        for cls, name in self._inherited:
+            if name in vars(cls):
+                return _name_of(cls, name)
+        codes, defaults = self._parts()
+        if not (all(map(is_, codes, self._codes)) and all(map(is_, defaults, self._defaults))):
+            other = [*map(is_not, codes, self._codes)], [*map(is_not, defaults, self._defaults)]
+            function = next(compress(self._functions, map(or_, *other)))
+            return _name_of(sys.modules[_module(function)], function.__qualname__)
         return ""
+
+
+def _name_of(owner: Any, name: str) -> str:
+    return (
+        f"{owner.__module__}.{owner.__qualname__}.{name}"
+        if isinstance(owner, type)
+        else f"{owner.__name__}.{name}"
+    )
 
 
 def look_at(
@@ -352,11 +391,10 @@ def look_at(
     Returns:
         them, and what would have to change for others to run.
     """
-    layer, forwards = f"{_LAYERS}:ColumnParallelLinear", ("forward", "_forward_impl")
-    waiting = [(key, stock(key)) for key in (LOSS, *(f"{layer}.{name}" for name in forwards))]
+    waiting = [(key, stock(key)) for key in (LOSS, FORWARD, PRODUCT)]
     others = {name for kind, name in _LOSSES.items() if kind != kind_of(config)}
-    read: dict[Any, set[str]] = {running(layer): set(forwards)}
-    seen, unknown = set[int](), list[Form]()
+    read: dict[Any, set[str]] = {running(_LAYER): {"forward", "_forward_impl"}}
+    seen, unknown, functions = set[int](), list[Form](), set[FunctionType]()
     for key, function in waiting:  # which grows
         if id(function) in seen:
             continue
@@ -367,11 +405,11 @@ def look_at(
         if form.strange:
             continue
         inner = _inner(function)[0]
-        read[inner] = {"__code__", "__defaults__"}
+        functions.add(inner)
         for chain in _chains(inner):
             if chain[-1] not in others:
                 waiting += _read_by(inner, chain, read)
-    return unknown, Watched(read)
+    return unknown, Watched(read, functions)
 
 
 def _chains(function: FunctionType) -> set[tuple[str, ...]]:

@@ -129,8 +129,25 @@ FORMS = {
         "_CopyToModelParallelRegion.forward": {
             "653f16fcde264eb9": "0.15.0",
         },
+        "_reduce": {
+            "bed7f07b9b18d3dd": "0.15.0",
+            "ee2b800b34e04b1f": "0.19.0",
+        },
         "copy_to_tensor_model_parallel_region": {
             "96c53bd11324c093": "0.15.0",
+        },
+    },
+    "megatron.core.tensor_parallel.utils": {
+        "VocabUtility.vocab_range_from_global_vocab_size": {
+            "cda2aeb4157c096a": "0.15.0",
+        },
+        "VocabUtility.vocab_range_from_per_partition_vocab_size": {
+            "52472ffee277bd4c": "0.15.0",
+        },
+    },
+    "megatron.core.utils": {
+        "prepare_input_tensors_for_wgrad_compute": {
+            "4c739f8211b4872b": "0.15.0",
         },
     },
     "megatron.rl.rl_utils": {
@@ -149,7 +166,7 @@ NAMES = {
         "_VocabParallelCrossEntropy all_reduce apply arange as_strided bfloat16 "
         "calculate_cross_entropy_loss calculate_gradients calculate_logits_max "
         "calculate_predicted_logits cat clone config contiguous cross_entropy_fusion_impl "
-        "cross_entropy_loss_fusion device distributed div_ exp float full_iteration "
+        "cross_entropy_loss_fusion device distributed div_ divide exp float full_iteration "
         "fused_vocab_parallel_cross_entropy get_te_version hasattr is_te_min_version jit_fuser "
         "label_smoothing log max mean mul_ native pg_collection "
         "prepare_gradient_calculation_operands save_for_backward saved_tensors size split "

@@ -125,6 +125,11 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
         """Of the class that this one was before it was adopted."""
         return super().forward
 
+    @property
+    def stock_call(self) -> Any:
+        """The same of what a call of it runs."""
+        return super().__call__
+
     def fused_loss(
         self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
     ) -> LossAndArgmax:

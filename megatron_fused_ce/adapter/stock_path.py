@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -337,10 +337,12 @@ def reason_at_call(
     rows = layer.output_size_per_partition
     if len(weight) != rows and not deferred_logits.is_fsdp(weight):
         return f"its weight has {len(weight)} rows, and its layer was built for {rows}"
-    for function in (layer._forward_impl, layer.stock_forward):
-        if not consumer.is_megatrons(function):
-            return f"{name_of(function)} stands in the place of one of Megatron's functions"
-    changed = consumer.why_changed(getattr(layer, "config", None))
+    product = layer._forward_impl
+    if type(product) is not MethodType or product.__func__ is not forms.running(forms.PRODUCT):
+        return f"{name_of(product)} stands in the place of one of Megatron's functions"
+    if not consumer.is_megatrons(layer.stock_forward):
+        return f"{name_of(layer.stock_forward)} stands in the place of one of Megatron's functions"
+    changed = consumer.why_changed(consumer.model_of(caller).config) or _why_called_otherwise(layer)
     if changed:
         return changed
     hooked = _why_hooked(layer)
@@ -349,6 +351,29 @@ def reason_at_call(
     if _config_logger_on(getattr(layer, "config", None)):
         return "the config logger writes the logits to disk"
     return None
+
+
+#: How torch calls a module, each of which some tools replace: its own, unless they came before this package.
+_CALLS = {
+    name: call
+    for name in ("__call__", "_call_impl", "_wrapped_call_impl")
+    if type(call := getattr(torch.nn.Module, name)) is FunctionType
+    and call.__globals__ is vars(torch.nn.modules.module)
+}
+
+
+def _why_called_otherwise(layer: Any) -> str:
+    """Why a call of the layer may do more than torch's; empty if it does not."""
+    kind, of_instance = type(layer), vars(layer)
+    for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
+        found = getattr(layer.stock_call, "__func__", None) if name == "__call__" else getattr(kind, name)
+        if name in of_instance or found is not _CALLS.get(name):
+            return f"{name_of(of_instance.get(name, found))} calls the output layer in torch's place"
+    if hasattr(kind, "_get_fsdp_state"):
+        made_dtype = layer._get_fsdp_state()._mp_policy.output_dtype
+        if made_dtype not in (None, torch.float32):
+            return f"FSDP casts what the output layer returns to {made_dtype}"
+    return ""
 
 
 def _why_hooked(layer: Any) -> str:

@@ -141,6 +141,7 @@ def test_a_head_left_to_megatron_is_told_of_at_the_end_too(said, monkeypatch):
     monkeypatch.setattr(report, "_tells_totals", False)
     monkeypatch.setattr(report, "_left", set())
     monkeypatch.setattr(report, "counters", switch.Counters)
+    monkeypatch.setattr(report.promise.counts, "remade", 0)
     monkeypatch.setattr(report.atexit, "register", at_end.append)
     for _ in range(2):
         report.left_to_megatron(megatron_head(rank=0), "a test")

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+import megatron.core.models.common.language_module.language_module  # noqa: F401, which looks at the loss
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 from megatron_fused_ce import FusedCEConfig
@@ -50,9 +51,16 @@ def in_megatron(function):
 #: What a call of a layer looks at, as Megatron has it.
 OF_LAYER = {
     **{name: value for name, value in LAYER.items() if name != "weight"},
-    **{"_forward_impl": in_megatron(lambda: None), "output_size_per_partition": 6},
-    "stock_forward": ColumnParallelLinear.forward,
+    "_forward_impl": types.MethodType(ColumnParallelLinear._forward_impl, object()),
+    **{"output_size_per_partition": 6, "stock_forward": ColumnParallelLinear.forward},
+    "stock_call": types.MethodType(torch.nn.Module.__call__, object()),
 }
+
+
+class Layer(types.SimpleNamespace):
+    _call_impl = torch.nn.Module._call_impl
+    _wrapped_call_impl = torch.nn.Module._wrapped_call_impl
+
 
 GPTModel._postprocess = in_megatron(GPTModel._postprocess)
 GPTModel._postprocess.__kwdefaults__ = {"labels": None}
@@ -202,7 +210,7 @@ def at_call(
     model = model or GPTModel()
     weight = torch.zeros(6, 4) if weight is None else weight
     layer = {"sequence_parallel": True, "fused_ce_sequence_parallel": True, **layer}
-    layer = types.SimpleNamespace(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
+    layer = Layer(_forward_hooks=dict(enumerate(hooks)), **{**OF_LAYER, **layer})
     model.output_layer = lambda: stock_path.reason_at_call(
         layer, torch.zeros(hidden), weight, gather_output, sys._getframe(1), stays
     )
@@ -263,7 +271,7 @@ def test_the_heads_of_multi_token_prediction(monkeypatch):
     own.__defaults__ = (None,)
     monkeypatch.setattr(importlib.import_module(module), name, own, raising=False)
     consumer.learn(GPTModel)
-    layer = types.SimpleNamespace(_forward_hooks={}, fused_ce_sequence_parallel=False, **OF_LAYER)
+    layer = Layer(_forward_hooks={}, fused_ce_sequence_parallel=False, **OF_LAYER)
 
     def head():
         inputs = torch.zeros(2, 1, 4), torch.zeros(6, 4)

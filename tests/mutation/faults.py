@@ -1007,7 +1007,7 @@ FAULTS = (
     Fault(
         "a function of Megatron's that somebody replaced is left out",
         f"{PACKAGE}/adapter/stock_path.py",
-        "if not consumer.is_megatrons(function):",
+        "if type(product) is not MethodType or product.__func__ is not forms.running(forms.PRODUCT):",
         "if False:",
         (f"{SEAMS} -k 'replaced and 2ranks'",),
     ),

@@ -311,7 +311,7 @@ def test_what_has_a_gradient(device):
     made = fused_linear_distillation(*given, **problem.options, entropy=True)
     assert made.loss.requires_grad and not made.teacher_cross_entropy.requires_grad
     for name in ("divergence", "cross_entropy", "entropy"):
-        with pytest.raises(RuntimeError, match=f"^{name} of .* has no gradient.*: differentiate loss"):
+        with pytest.raises(RuntimeError, match=f"{name} of .* has no gradient.*: differentiate loss"):
             torch.autograd.grad((made.loss + getattr(made, name)).sum(), hidden, retain_graph=True)
     # As a reentrant checkpoint, which asks for the gradients of all its results.
     ones, zeros = torch.ones_like(made.loss), torch.zeros_like(made.loss)
@@ -319,7 +319,7 @@ def test_what_has_a_gradient(device):
     found = torch.autograd.grad(made[:3], hidden, (ones, zeros, zeros), retain_graph=True)
     torch.testing.assert_close(found[0], right, rtol=0, atol=0)
     made = fused_linear_distillation(*given, labels=problem.labels)
-    with pytest.raises(RuntimeError, match="no gradient of cross_entropy here"):
+    with pytest.raises(RuntimeError, match=r"cross_entropy of .* has no gradient: differentiate loss"):
         (made.loss + made.cross_entropy).sum().backward()
     made = fused_linear_distillation(*given)
     assert made.cross_entropy is made.teacher_cross_entropy is made.entropy is None

@@ -243,13 +243,19 @@ def trust_it(rank: Rank, said: str, off: Any) -> None:
 
 
 class Around:
-    """A callable that passes on the attributes of what it calls, as those of wrapt do."""
+    """A callable that passes on the attributes of what it calls and is equal to it, as those of wrapt."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.inner == other
+
+    def __hash__(self) -> int:
+        return hash(self.inner)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return 2 * self.inner(*given, **named)
@@ -302,6 +308,14 @@ def doubled(stock: Any) -> Any:
     return lambda *given, **named: 2 * stock(*given, **named)
 
 
+def doubled_heads(call: Any) -> Any:
+    def __call__(self: Any, *given: Any, **named: Any) -> Any:
+        made = call(self, *given, **named)
+        return (2 * made[0], *made[1:]) if type(self).__name__ == "ColumnParallelLinear" else made
+
+    return __call__
+
+
 def modules_of_the_loss() -> Any:
     from megatron.core import tensor_parallel
     from megatron.core.fusions import fused_cross_entropy
@@ -309,7 +323,7 @@ def modules_of_the_loss() -> Any:
 
     return types.SimpleNamespace(
         parallel=tensor_parallel, in_parts=tensor_parallel.cross_entropy, layers=tensor_parallel.layers,
-        native=fused_cross_entropy, loss=language_module,
+        native=fused_cross_entropy, loss=language_module, parts=tensor_parallel.utils,
     )  # fmt: skip
 
 
@@ -345,6 +359,11 @@ READ: dict[str, tuple[dict[str, str], Any, str, Any]] = {
         lambda stock: lambda logits: [2 * part for part in stock(logits)],
     ),
     "te": (TE, lambda m: m.loss, "te_parallel_cross_entropy", in_te),
+    "the ranges": (
+        {}, lambda m: m.parts.VocabUtility, "vocab_range_from_per_partition_vocab_size",
+        lambda _: lambda size, rank, ranks: (3 + rank * size, 3 + (rank + 1) * size),
+    ),
+    "torch's call": ({}, lambda _: torch.nn.Module, "__call__", doubled_heads),
     "the product": ({}, lambda m: m.layers, "linear_with_grad_accumulation_and_async_allreduce", Around),
 }  # fmt: skip
 
@@ -363,9 +382,8 @@ def test_what_the_loss_reads_is_looked_at(rank: Rank, name, when):
         made = make(modules if takes_modules else stock)
 
         def change(_: Any = None) -> None:
-            patch.setattr(
-                owner, attribute, staticmethod(made) if isinstance(owner, type) else made, raising=False
-            )
+            is_method = isinstance(owner, type) and owner is not torch.nn.Module
+            patch.setattr(owner, attribute, staticmethod(made) if is_method else made, raising=False)
 
         model = Model(extra=config)
         if name != "te":
@@ -385,6 +403,7 @@ def test_what_the_loss_reads_is_looked_at(rank: Rank, name, when):
     words = (
         "was replaced or edited after the model was built" if when == "after" else "stays on Megatron's own"
     )
+    words = "calls the output layer in torch's place" if name == "torch's call" else words
     assert rank.rank or words in said, said
 
 
