@@ -57,10 +57,10 @@ def why_changed(config: Any) -> str:
     """Why a head of this config may have another loss by now; empty if nothing of it was replaced since."""
     kind = forms.kind_of(config)
     if kind not in _watched:  # a model that another process built
-        unknown, _watched[kind] = forms.look_at(config, trusted(), stock_of)
+        unknown, watched = forms.look_at(config, trusted(), stock_of)
         if unknown:
-            del _watched[kind]
             return forms.why_not_own(unknown) or forms.in_words(unknown, "was edited")
+        _watched[kind] = watched
     changed = _watched[kind].changed()
     return f"{changed} was replaced or edited after the model was built" if changed else ""
 

@@ -337,10 +337,12 @@ class Watched:
         ]
         self._read = []
         for owner, names in read.items():
-            # Never one name alone, of which attrgetter would make no tuple.
-            own = [*(name for name in sorted(names) if (owner, name) not in self._inherited), "__name__"]
-            get = attrgetter(*own, "__name__")
-            self._read.append((owner, own, get, get(owner)))
+            own = sorted(name for name in names if (owner, name) not in self._inherited)
+            if own:
+                # With another name, as attrgetter makes no tuple of one.
+                own.append("__name__")
+                get = attrgetter(*own)
+                self._read.append((owner, own, get, get(owner)))
         self._functions = list(functions)
         self._codes, self._defaults = self._parts()
 

@@ -353,21 +353,23 @@ def reason_at_call(
     return None
 
 
-#: How torch calls a module, each of which some tools replace: its own, unless they came before this package.
+#: How torch calls a module, which some tools replace: its own functions, None for those replaced before this
+#: package was imported.
 _CALLS = {
     name: call
-    for name in ("__call__", "_call_impl", "_wrapped_call_impl")
     if type(call := getattr(torch.nn.Module, name)) is FunctionType
     and call.__globals__ is vars(torch.nn.modules.module)
+    else None
+    for name in ("__call__", "_call_impl", "_wrapped_call_impl")
 }
 
 
 def _why_called_otherwise(layer: Any) -> str:
     """Why a call of the layer may do more than torch's; empty if it does not."""
     kind, of_instance = type(layer), vars(layer)
-    for name in ("__call__", "_call_impl", "_wrapped_call_impl"):
-        found = getattr(layer.stock_call, "__func__", None) if name == "__call__" else getattr(kind, name)
-        if name in of_instance or found is not _CALLS.get(name):
+    for name, call in _CALLS.items():
+        found = getattr(layer.stock_call, "__func__", layer) if name == "__call__" else getattr(kind, name)
+        if name in of_instance or found is not call:
             return f"{name_of(of_instance.get(name, found))} calls the output layer in torch's place"
     if hasattr(kind, "_get_fsdp_state"):
         made_dtype = layer._get_fsdp_state()._mp_policy.output_dtype
