@@ -165,12 +165,12 @@ def chunk_by_chunk(inputs: PlanInputs) -> Plan:
     chosen = planner.plan(inputs)
     if not chosen.wgrad_at_once:
         return chosen
-    cut = (chosen.count, chosen.capacity, chosen.stored_chunks, inputs.num_tokens)
+    choice = inputs, chosen.strategy, chosen.cut, chosen.stored_chunks
     return replace(
         chosen,
         wgrad_at_once=False,
-        memory=planner.peak_memory(inputs, chosen.strategy, *cut),
-        relative_time=planner.relative_time(inputs, chosen.strategy, chosen.count, inputs.num_tokens),
+        memory=planner.peak_memory(*choice),
+        relative_time=planner.relative_time(*choice),
     )
 
 
