@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from itertools import chain
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce import autocast, masked_tokens, promise
-from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, backward, scale_precomputed
+from megatron_fused_ce.backward import PrecomputedGrads, backward, scale_precomputed
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.forward import forward
@@ -69,17 +68,6 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     return once
 
 
-class ForBackward(NamedTuple):
-    """What a forward saves for its backward, beside hidden states, weight and the chunks' tensors."""
-
-    last_hidden: Tensor | None
-    matrix: Tensor | None
-    soft: SoftTargets | Teacher | None
-    inv_temperature: Tensor | None
-    ignored: Tensor | None
-    kept: Kept | None
-
-
 def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
     """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
     parts: list[Any] = []
@@ -133,11 +121,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # Saved tensors go through autograd, which frees them with the graph; gradients made in the
             # forward are used up by the first backward.
             ctx.context, ctx.gradients = context, out.gradients
-            saved = out.saved
-            tensors: list[Tensor | None] = [*chain.from_iterable(saved.chunks)]
-            ctx.num_of_chunks = len(tensors)
-            of_call = _soft(targets, spec), targets.inv_temperature, targets.ignored, kept
-            ctx.structure = take_apart(ForBackward(saved.last_hidden, saved.matrix, *of_call), tensors)
+            tensors: list[Tensor | None] = []
+            saved = out.saved._replace(soft=_soft(targets, spec), inv_temperature=targets.inv_temperature)
+            ctx.structure = take_apart((saved, targets.ignored, kept), tensors)
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not copies_hidden
             ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
@@ -171,11 +157,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             return None, None, *no_others
         hidden, weight, *tensors = ctx.saved_tensors
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        saved_chunks = zip(*[iter(tensors[: ctx.num_of_chunks])] * len(SavedChunk._fields), strict=True)
-        for_backward: ForBackward = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))
-        kept, device, spec = for_backward.kept, weight.device, ctx.context.spec
+        saved, ignored, kept = put_together(ctx.structure, iter(tensors))
+        device, spec = weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
-        upstream = _upstream(grad_outputs, spec, for_backward.ignored)
+        upstream = _upstream(grad_outputs, spec, ignored)
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
         needs_grad = NeedsGrad(wants_hidden, wants_weight)
@@ -198,10 +183,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 if spec.plan.strategy == "grad_in_forward":
                     promise.count(result is not None)
                 if result is None:
-                    soft, inv_temperature = for_backward.soft, for_backward.inv_temperature
-                    chunks = tuple(map(SavedChunk._make, saved_chunks))
-                    saved = Saved(chunks, for_backward.last_hidden, for_backward.matrix)
-                    of_call = context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
+                    of_call = context, hidden, weight, saved, upstream, needs_grad
                     result = backward_of_nonzero(*of_call) if spec.skip_zero_upstream else backward(*of_call)
         except BaseException:
             accumulators.abandon()

@@ -36,17 +36,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.backward import PrecomputedGrads, RowScales, Saved, SavedChunk, scaled_upstream
+from megatron_fused_ce.backward import ChunkGradients, PrecomputedGrads, Saved, SavedChunk, scaled_upstream
 from megatron_fused_ce.call import Context
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
 from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
-from megatron_fused_ce.overlap import GradHidden, HiddenStates, Workspace, delay_next_gemm
+from megatron_fused_ce.overlap import HiddenStates, Workspace
 from megatron_fused_ce.parallel import DONE, Merge, Work
 from megatron_fused_ce.phases import phase
-from megatron_fused_ce.scaling import scale_, scale_token_weights
+from megatron_fused_ce.scaling import scale_token_weights
 from megatron_fused_ce.targets import Targets
 from megatron_fused_ce.wgrad import HeldGradWeight
 
@@ -298,7 +298,7 @@ class _Differentiate:
     ) -> None:
         assert targets.token_weights is not None
         spec = context.spec
-        self._context, self._weight, self._hidden_states = context, weight, hidden_states
+        self._context = context
         bound = None
         if spec.divergence is not None:
             assert isinstance(targets.soft, Teacher)
@@ -310,8 +310,9 @@ class _Differentiate:
             upstream, spec.logit_scale, inv_temperature, weight, bound
         )
         self._grad_weight = HeldGradWeight(weight) if spec.needs_grad.weight else None
-        self._grad_hidden = GradHidden(context, weight) if spec.needs_grad.hidden else None
-        self._row_scales = RowScales(context)
+        self._gradients = ChunkGradients(
+            context, weight, hidden_states, self._inv_scale, spec.needs_grad.hidden
+        )
         self._workspace = Workspace(context, weight, depth)
         self._saved: list[SavedChunk] = []
 
@@ -321,7 +322,7 @@ class _Differentiate:
 
     def after_merge(self, scored: _Scored, merged: Merged, outputs: TokenOutputs) -> None:
         """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
-        context, logits, weight = self._context, self._context.spec.logits, self._weight
+        context, logits = self._context, self._context.spec.logits
         chunk, targets, p, x = scored.chunk, scored.targets, scored.logits, scored.hidden
         assert p is not None and x is not None
         upstream = self._upstream.map(partial(context.split, chunk=chunk))
@@ -331,34 +332,15 @@ class _Differentiate:
             terms = TokenTerms.of(merged.terms, mass) if row_scale is None else None
             out = self._workspace.grad_logits(chunk)
             grad = logits.grad_from_saved(p, row_scale, targets, terms, upstream, out)
-        if self._grad_hidden is not None:
-            dh = self._grad_hidden.unreduced(chunk)
-            with phase("grad-hidden"):
-                torch.mm(grad.matrix, weight, out=dh)
-                if self._inv_scale is not None:
-                    scale_(dh, self._inv_scale)
-            self._grad_hidden.reduce(chunk, dh)
-            self._row_scales.put(chunk, grad)
-        if grad.row_scale is None:  # no small kernel follows
-            delay_next_gemm(context, weight.device)
-        if self._grad_weight is not None:
-            with phase("grad-weight"):
-                if grad.row_scale is not None:
-                    scaled = self._hidden_states.buffer(chunk)
-                    logits.scale_rows(x, grad.row_scale, scaled, grad.upstream)
-                    x = scaled
-                self._grad_weight.add(grad.matrix, x)
+        self._gradients.add(chunk, grad, x, self._grad_weight)
         self._saved.append(SavedChunk(targets.labels, None, None, merged.terms, mass, None))
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, PrecomputedGrads]:
-        rows = total = None
-        if self._grad_hidden is not None:
-            self._grad_hidden.wait()
-            rows = self._grad_hidden.rows
+        rows, total = self._gradients.reduced(), None
         if self._grad_weight is not None:
             with phase("grad-weight"):
                 total = self._grad_weight.total(self._inv_scale)
-        factors = self._row_scales.factors
+        factors = self._gradients.row_scales
         row_scale = reduce(torch.mul, factors) if factors else None
         made = PrecomputedGrads(self._token_weights, total, rows, row_scale)
         return Saved(tuple(self._saved)), made

@@ -431,7 +431,7 @@ def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
         for strategy in _pure_strategies(inputs)
         if strategy != "store" or _kept_bytes(inputs, inputs.num_tokens) <= budget
     ]
-    fitting = []
+    fitting: list[Plan] = []
     for options in (*pure, _column_options(inputs)):
         # Longest chunks and widest blocks come first, and are no slower.
         fitting += islice((option for option in options if option.predicted_peak_bytes <= budget), 1)
