@@ -152,7 +152,6 @@ class CallSpec(NamedTuple):
     """Everything that depends on the kind of a call, not on its values."""
 
     comm: VocabParallel
-    num_tokens: int  # of this rank's part
     plan: planner.Plan
     chunks: tuple[Chunk, ...]
     logits: LogitsBackend
@@ -371,13 +370,11 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
     plan = _plan(call, comm, settled, logits, head in history.broken)
     if call.distillation is not None:
         logits = _divergence_of(call, call.distillation, logits)
-    num_tokens = call.hidden.shape[:-1].numel()
     needs_grad = torch.is_grad_enabled()
     vocab_start = _vocab_start(call, comm, settled)
     logit_scale, softcap = at_temperature(call)
     return CallSpec(
         comm=replace(comm, beside=plan.count > 1),
-        num_tokens=num_tokens,
         plan=plan,
         chunks=plan.cut.chunks,
         logits=logits,
@@ -548,7 +545,12 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
             "sequence_parallel=True gives every rank the gradient of its own tokens, summed over the "
             "ranks; reduce_grad_hidden=False is for hidden states that the caller has gathered"
         )
-    _check_token_weights(call)
+    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
+    if call.config.strategy == "grad_in_forward" and call.token_weights is None and needs_grad:
+        raise ValueError(
+            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
+            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
+        )
 
 
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
@@ -562,15 +564,6 @@ def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
         or choose.teacher_fits(beside.hidden, beside.logit_scale, beside.logit_softcap),
     )
     return choose.choose(call.config, call.hidden, call.weight, requested, why_not_here)
-
-
-def _check_token_weights(call: Call) -> None:
-    needs_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.weight.requires_grad)
-    if call.config.strategy == "grad_in_forward" and call.token_weights is None and needs_grad:
-        raise ValueError(
-            "strategy 'grad_in_forward' makes the gradients in the forward and needs token_weights, the "
-            "weights that the loss will be multiplied by; give them, or use 'store' or 'recompute'"
-        )
 
 
 #: Devices that plans differ on; of ranks with several the last one counts.

@@ -41,9 +41,9 @@ class Targets(NamedTuple):
         kept = None
         if call.config.skip_masked and in_order is not None:
             unmasked = call.unmasked or masked_tokens.count(in_order, spec.comm.group)
-            num_kept = spec.num_tokens
+            num_kept = num_tokens = spec.plan.cut.num_tokens
             if unmasked is not None:
-                num_kept = masked_tokens.num_kept(masked_tokens.num_unmasked(unmasked), spec.num_tokens)
+                num_kept = masked_tokens.num_kept(masked_tokens.num_unmasked(unmasked), num_tokens)
             kept = Kept.of(in_order, num_kept)
         targets = _in_columns(call, in_order, inv_temperature, spec)
         return (targets if kept is None else targets.kept(kept, spec.comm.part)), kept

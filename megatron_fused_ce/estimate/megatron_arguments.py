@@ -314,8 +314,6 @@ def _needed(given: argparse.Namespace, name: str) -> int:
 
 def _model(given: argparse.Namespace) -> DecoderSizes:
     hidden, heads = _needed(given, "hidden_size"), _needed(given, "num_attention_heads")
-    if hidden < 1 or heads < 1:
-        raise ValueError("--hidden-size and --num-attention-heads must be 1 or more")
     if given.kv_channels is None and hidden % heads:
         raise ValueError(
             f"--hidden-size {hidden} cannot be divided by --num-attention-heads {heads}: change one of "
@@ -400,8 +398,6 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
     context, expert = given.context_parallel_size, given.expert_model_parallel_size
     # Megatron prints a size for models without experts as well.
     expert_tensor = (given.expert_tensor_parallel_size or tensor) if model.mixture else 1
-    if min(tensor, pipeline, context, expert, expert_tensor) < 1:
-        raise ValueError("parallel sizes must be 1 or more")
     chunks = given.num_virtual_stages_per_pipeline_rank or 1
     if of_a_chunk := given.num_layers_per_virtual_pipeline_stage:
         if model.num_layers % (pipeline * of_a_chunk):
@@ -454,7 +450,7 @@ def _micro_batches(given: argparse.Namespace, parallel: Parallel) -> int | None:
     batch, at_once = given.global_batch_size, given.micro_batch_size * parallel.data
     if batch is None:
         return None
-    if batch < 1 or given.micro_batch_size < 1 or batch % at_once:
+    if batch % at_once:
         raise ValueError(
             f"--global-batch-size {batch} cannot be divided into micro-batches of "
             f"{given.micro_batch_size} on {parallel.data} data-parallel ranks: give a multiple of {at_once}"
@@ -467,8 +463,6 @@ def _recompute(given: argparse.Namespace) -> Recompute:
     if granularity is None:
         return Recompute()
     if granularity == "full":
-        if given.recompute_num_layers is not None and given.recompute_num_layers < 1:
-            raise ValueError("--recompute-num-layers must be 1 or more")
         return Recompute(
             full=True,
             num_layers=given.recompute_num_layers,

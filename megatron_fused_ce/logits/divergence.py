@@ -55,13 +55,6 @@ BOUND_AHEAD = 64.0
 FAR = 88.0
 
 
-class _Settled(NamedTuple):
-    """A chunk after its exchanges."""
-
-    merged: Merged  # terms: _Terms.stacked()
-    outputs: TokenOutputs  # fp32 [C]; the divergence: this shard's part
-
-
 class _Terms(NamedTuple):
     """What the gradient needs of a token, fp32 ``[C]`` each."""
 
@@ -238,8 +231,9 @@ class Divergence:
         matrix: Tensor | None,  # [C, V]: for the gradient, where it is made now
         comm: VocabParallel,
         needs_grad: bool,
-    ) -> _Settled:
-        """The divergence of a chunk, and its gradient.
+    ) -> tuple[Merged, TokenOutputs]:
+        """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`_Terms.stacked`) in
+        ``merged``, and its outputs, of the divergence this shard's part.
 
         Collectives: one SUM all-reduce ``[C]`` for reverse_kl and jsd, where a gradient is needed.
         """
@@ -278,7 +272,7 @@ class Divergence:
             divergence=sums,
             teacher_log_prob=teacher_log_prob,
         )
-        return _Settled(merged._replace(terms=of_token.stacked()), outputs)
+        return merged._replace(terms=of_token.stacked()), outputs
 
     def whole(self, outputs: TokenOutputs, label_weights: Tensor | None, comm: VocabParallel) -> TokenOutputs:
         """The outputs of all tokens ``[parts, n]``. Collectives: one SUM all-reduce of them."""
