@@ -50,6 +50,7 @@ setup(
         "megatron_fused_ce.estimate",
         "megatron_fused_ce.kernels",
         "megatron_fused_ce.logits",
+        "megatron_fused_ce.losses",
         # `compare`, `memory`, `sweep` and what they need; the rest of scripts/ is for a clone.
         "megatron_fused_ce.scripts.bench",
         "megatron_fused_ce.scripts.lib",

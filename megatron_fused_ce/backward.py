@@ -20,7 +20,6 @@ A chunk of the first loop, step by step (the second has step 5 once, at the end)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -179,8 +178,8 @@ def backward(
     """
     spec = context.spec
     factor = None
-    if weight.dtype == torch.float16 and spec.form.z_loss:
-        factor = _largest_factor(spec.form.z_loss, saved.chunks)
+    if weight.dtype == torch.float16 and spec.divergence is None:
+        factor = spec.form.largest_factor([chunk.terms for chunk in saved.chunks])
     elif weight.dtype == torch.float16 and spec.divergence is not None:
         factor = torch.empty_like(upstream.loss)
         for chunk, of_chunk in zip(context.chunks, saved.chunks, strict=True):
@@ -388,14 +387,6 @@ def scale_precomputed(
         if not accumulator.add_total(made.grad_weight, scale, verdict):
             return None
         return grad_hidden, accumulator.close(None)
-
-
-def _largest_factor(z_loss: float, saved: Sequence[SavedChunk]) -> Tensor | None:
-    """By how much z-loss makes gradients larger than their upstream gradient, at most: fp32 []; None for no
-    tokens."""
-    terms = [TokenTerms.of(chunk.terms) for chunk in saved if chunk.terms is not None]
-    largest = [(of.row_max - of.inv_sum.log()).abs().amax() for of in terms]
-    return 1 + 2 * z_loss * torch.stack(largest).amax() if largest else None
 
 
 def scaled_upstream(

@@ -29,7 +29,8 @@ from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
 from megatron_fused_ce.logits.divergence import Divergence, divergence_rows
-from megatron_fused_ce.loss import LossForm, TeacherTargets
+from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.parallel import (
     GroupHistory,
     HeadOfGroup,

@@ -15,7 +15,8 @@ from megatron_fused_ce.call import DEFAULT_CONFIG, Call, Context, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.distillation import Distillation
-from megatron_fused_ce.loss import TeacherTargets, TokenOutputs, differentiable_of
+from megatron_fused_ce.loss import TeacherTargets, TokenOutputs
+from megatron_fused_ce.losses.outputs import differentiable_of
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.targets import Targets
 

@@ -28,7 +28,8 @@ from megatron_fused_ce.kernels.records import (
 )
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.logits.gemm_rows import write_logits
-from megatron_fused_ce.loss import LossForm, TokenLogProbs, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
+from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy, uncompiled
 from megatron_fused_ce.parallel import VocabParallel, check_true_vocab_size
 from megatron_fused_ce.scaling import scale_rows
@@ -179,10 +180,7 @@ class MaskedCall(NamedTuple):
 
     @property
     def plain(self) -> LossForm:
-        form = self.form
-        return LossForm(
-            outputs=form.outputs, with_weighted=form.with_weighted, with_squares=form.with_squares
-        )
+        return replace(self.form, softcap=None)
 
 
 class MaskedLogProbs(torch.autograd.Function):
@@ -348,13 +346,7 @@ def _among_kept(call: Call, mask: Mask, comm: VocabParallel, vocab_start: int) -
     inv_temperature = inv_temperature_of(call.temperature, labels, comm)
     logit_scale, softcap = at_temperature(call)
     pairs = Pairs.of(mask, order, in_order, vocab_start, call.weight.shape[0])
-    form = LossForm(
-        softcap=softcap,
-        outputs=call.outputs,
-        differentiable=call.differentiable,
-        with_weighted="entropy" in call.outputs,
-        with_squares="sum_p_squared" in call.outputs,
-    )
+    form = LossForm.of_outputs(call.outputs, softcap=softcap, differentiable=call.differentiable)
     flat = None if inv_temperature is None else inv_temperature.flatten()
     masked = MaskedCall(comm, pairs, logit_scale, flat, form)
     made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), call.weight, masked)

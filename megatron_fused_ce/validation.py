@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.loss import OUTPUT_CHOICES, TeacherTargets
+from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.losses.outputs import OUTPUTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -152,8 +153,8 @@ def check_requested(
     if config.label_smoothing and weight.shape[0] == 1 and tp_size == 1:
         raise ValueError("label_smoothing needs two classes or more, and weight has one row")
     for name in () if with_teacher else outputs:
-        if name not in OUTPUT_CHOICES:
-            raise ValueError(f"no such output: {name!r}; choose of {', '.join(OUTPUT_CHOICES)}")
+        if name not in OUTPUTS:
+            raise ValueError(f"no such output: {name!r}; choose of {', '.join(OUTPUTS)}")
     if len(set(outputs)) < len(outputs):
         raise ValueError(f"outputs are {outputs}; name each once")
     if "predicted" in outputs and weight.shape[0] * tp_size > LARGEST_ID:

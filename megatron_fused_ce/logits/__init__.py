@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megatron_fused_ce.distillation import TeacherChunk
 from megatron_fused_ce.kernels.records import Merged, RowStatistics, SoftTargets, TileStatistics
-from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.losses.form import PLAIN, LossForm
 
 
 class ChunkTargets(NamedTuple):

@@ -41,7 +41,10 @@ from megatron_fused_ce.logits import (
     rows_torch,
 )
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
-from megatron_fused_ce.loss import PLAIN, LossForm, TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.losses import Rows
+from megatron_fused_ce.losses.form import PLAIN, LossForm
+from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.scaling import scale_rows
@@ -264,7 +267,7 @@ class Divergence:
             log_prob, teacher_log_prob = -loss[at], -loss[at + 1]
         if merged.extra.weighted is not None:
             extra = NO_EXTRA._replace(weighted=merged.extra.weighted.view(-1, num_tokens)[0])
-            entropy = _ENTROPY.finish(Merged(loss[0], terms[:, 0], None, extra)).entropy
+            entropy = OUTPUTS["entropy"].value(Rows.of(Merged(loss[0], terms[:, 0], None, extra)))
         outputs = TokenOutputs(
             sums,
             log_prob=log_prob,
@@ -480,9 +483,6 @@ def _filled(parts: tuple[Tensor | None, ...], every: list[RowStatistics]) -> Ten
     """fp32 ``[k * C]``, one after the other, and zeros for those that have none."""
     missing = [torch.zeros_like(every[0].row_max)] * (len(every) - len(parts))
     return torch.cat([part for part in (*parts, *missing) if part is not None])
-
-
-_ENTROPY = LossForm(with_weighted=True, outputs=("entropy",))
 
 
 def divergence_rows(device: torch.device, requested: str) -> tuple[ModuleType, ModuleType]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_fused_ce import loss, versions
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, rows_torch
-from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.losses.form import PLAIN, LossForm
 from megatron_fused_ce.phases import phase
 
 

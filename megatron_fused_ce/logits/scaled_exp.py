@@ -20,7 +20,8 @@ from megatron_fused_ce.kernels.records import (
 from megatron_fused_ce.kernels.sizes import SAMPLED_ROWS
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores
 from megatron_fused_ce.logits.gemm_rows import row_gradients
-from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.losses.form import PLAIN, LossForm
 from megatron_fused_ce.phases import phase
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.call import Call
-from megatron_fused_ce.loss import TeacherTargets, differentiable_of
+from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.losses.outputs import differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.op import MEGATRON, Bare, Case, Op, why_not

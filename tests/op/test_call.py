@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, call, parallel
 from megatron_fused_ce.call import Call
-from megatron_fused_ce.loss import DIFFERENTIABLE, TeacherTargets
+from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.losses.outputs import DIFFERENTIABLE
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher

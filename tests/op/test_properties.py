@@ -27,7 +27,8 @@ from megatron_fused_ce import (
 )
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.logits import rows_torch
-from megatron_fused_ce.loss import LossForm, merge_extra, merge_shards
+from megatron_fused_ce.loss import merge_extra, merge_shards
+from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import ENTROPY_CHOICES, masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.lib.reference import (
@@ -275,7 +276,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
     """Of any finite logits, -inf among them: the loss, and what its gradient is made of."""
     logits, labels, shards = drawn
     TRIED["merging of shards"] += 1
-    form = LossForm(outputs=("entropy",) if entropy else (), with_weighted=entropy)
+    form = LossForm.of_outputs(("entropy",) if entropy else ())
     edges = [sum(shards[:i]) for i in range(len(shards) + 1)]
     stats = [
         rows_torch.row_statistics(logits[:, a:b].contiguous(), labels - a, 1.0, form=form)

@@ -17,7 +17,8 @@ from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.kernels import records
 from megatron_fused_ce.logits import choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
-from megatron_fused_ce.loss import OUTPUT_CHOICES, merge_duplicates, merge_extra
+from megatron_fused_ce.loss import merge_duplicates, merge_extra
+from megatron_fused_ce.losses.outputs import DIFFERENTIABLE, OUTPUTS
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     KINDS,
@@ -36,7 +37,6 @@ from megatron_fused_ce.scripts.lib.reference import (
 from tests.support import pairs
 from tests.support.op import EXP_DTYPE, HAS_EXP
 
-DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 #: Options that every output follows.
 OPTIONS = {
     name: options
@@ -107,7 +107,7 @@ def test_all_outputs_against_fp64(kind, dtype, strategy, device):
     inputs = problem(kind, dtype, device)
     upstreams = upstreams_of(inputs, DIFFERENTIABLE)
     config = replace(inputs.config, strategy=strategy, num_chunks=4)
-    made, grad_hidden, grad_weight = run(inputs, config, OUTPUT_CHOICES, upstreams)
+    made, grad_hidden, grad_weight = run(inputs, config, tuple(OUTPUTS), upstreams)
     exact, *true_grads = plain_outputs(inputs, upstreams, torch.float64)
     eager, *eager_grads = plain_outputs(inputs, upstreams, dtype)
     assert_outputs(made, inputs, exact, eager)
@@ -138,7 +138,7 @@ def test_one_output_alone_with_options(only, name, backend, device):
     exact, *true_grads = plain_outputs(inputs, upstreams, torch.float64)
     eager, *_ = plain_outputs(inputs, upstreams, torch.float32)
     assert_outputs(made, inputs, exact, eager)
-    assert [name for name in OUTPUT_CHOICES if getattr(made, name) is not None] == [only]
+    assert [name for name in OUTPUTS if getattr(made, name) is not None] == [only]
     for value, true in zip(grads, true_grads, strict=True):
         assert relative_error(value, true) <= FLOOR[torch.float32]
 
@@ -184,12 +184,12 @@ def test_without_gradients_every_strategy_serves(kind, strategy, device):
         hidden,
         weight,
         inputs.labels,
-        OUTPUT_CHOICES,
+        tuple(OUTPUTS),
         differentiable=False,
         token_weights=inputs.grad_loss,
         config=FusedCEConfig(strategy=strategy, num_chunks=3),
     )
-    assert not any(getattr(made, name).requires_grad for name in OUTPUT_CHOICES)
+    assert not any(getattr(made, name).requires_grad for name in OUTPUTS)
     made.loss.backward(inputs.grad_loss)
     exact = truth(inputs)
     eager = plain_head(inputs, torch.float32)

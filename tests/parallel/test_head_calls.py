@@ -22,7 +22,7 @@ from megatron_fused_ce import (
     planner,
 )
 from megatron_fused_ce.call import Call
-from megatron_fused_ce.loss import OUTPUT_CHOICES
+from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.collectives import Collectives
 from megatron_fused_ce.scripts.lib.reference import (
@@ -236,7 +236,7 @@ def outputs(rank: Rank, strategy, sp, merge):
     config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
     hidden, weight, settings = shard_of(rank, inputs, sp)
     made = fused_linear_token_outputs(
-        hidden, weight, inputs.labels, OUTPUT_CHOICES, **settings, config=config
+        hidden, weight, inputs.labels, tuple(OUTPUTS), **settings, config=config
     )
     torch.autograd.backward([getattr(made, name) for name in upstreams], list(upstreams.values()))
     same_on_all_ranks(rank, *made)
@@ -258,7 +258,7 @@ def outputs_without_gradients(rank: Rank, strategy, sp, merge):
     config = FusedCEConfig(strategy=strategy, chunk_tokens=28, merge=merge)
     hidden, weight, settings = shard_of(rank, inputs, sp)
     settings |= {"config": config, "token_weights": inputs.grad_loss, "differentiable": False}
-    made = fused_linear_token_outputs(hidden, weight, inputs.labels, OUTPUT_CHOICES, **settings)
+    made = fused_linear_token_outputs(hidden, weight, inputs.labels, tuple(OUTPUTS), **settings)
     made.loss.backward(inputs.grad_loss)
     same_on_all_ranks(rank, *made)
     assert made.predicted.max() == 0 and made.correct.all()
