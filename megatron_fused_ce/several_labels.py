@@ -33,6 +33,7 @@ from megatron_fused_ce.kernels.records import RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, rows_torch
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients
 from megatron_fused_ce.loss import TokenLogProbs, TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.losses.label import SoftTargets
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
 from megatron_fused_ce.parallel import VocabParallel, compare_numbers
@@ -96,7 +97,8 @@ class _Scattering(_WithLabels):
     ) -> LogitsGrad:
         assert terms is not None and out is not None
         tokens = targets.labels
-        targets = targets._replace(labels_if_read=torch.full_like(tokens, NO_COLUMN))
+        form = replace(targets.form, loss=SoftTargets())
+        targets = targets._replace(labels_if_read=torch.full_like(tokens, NO_COLUMN), form=form)
         if self.shares is None:
             return row_gradients(self.rows, matrix, targets, terms, upstream, out)
         shares = self.shares[tokens]

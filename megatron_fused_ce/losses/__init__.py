@@ -9,8 +9,8 @@ Cross-entropy is ``at = 1``, z-loss ``alpha = 2 z lse``; label smoothing has a `
 ``eps``. The label's own entry is ``at * (p_y - 1)``, from the statistic ``1 - p_y``, which has all its digits
 where a token is confident.
 
-:mod:`.label` has the terms of a loss, :mod:`.outputs` what may be asked for beside it; :mod:`.form` puts those
-of one call together. Derivations: docs/math.md.
+:mod:`.label` has the terms of a loss, :mod:`.outputs` what may be asked for beside it; :mod:`.form` puts
+those of one call together. Derivations: docs/math.md.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Scaled(Term):
 
     def bound(self, rows: Rows) -> Tensor | None:
         of_term = self.term.bound(rows)
-        return None if of_term is None else abs(self.factor) * of_term
+        return None if of_term is None else (of_term * self.factor).abs()
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class LossForm(RowOptions):
         Args:
             zero_unknown: ``log_prob`` is 0 for a label outside the vocabulary; its gradient is the same.
         """
-        beside = {name: OUTPUTS[name] for name in outputs}
+        # Those of a teacher beside the student are made by the logits backend itself.
+        beside = {name: OUTPUTS.get(name, Term()) for name in outputs}
         if zero_unknown and "log_prob" in beside:
             beside["log_prob"] = LogProb(zero_unknown=True)
         needs = {name for term in (loss, *beside.values()) for name in term.needs}
