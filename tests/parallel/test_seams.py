@@ -666,13 +666,24 @@ def copy_to_region(step: Step) -> tuple[Any, str]:
     return layers, "copy_to_tensor_model_parallel_region"
 
 
-def mask_changed_meanwhile(step: Step) -> Tensor:
+def mask_changed(module: Callable[[Any], Any]) -> Use:
     """Tokens that were masked when the model was called count when its loss is computed."""
-    block = next(step.model.decoder.children())
-    handle = block.register_forward_pre_hook(lambda *given: step.mask.fill_(1.0) and None)
-    loss = labels(step)
-    handle.remove()
-    return loss
+
+    def changed(step: Step) -> Tensor:
+        from megatron_fused_ce import masked_tokens
+
+        def unmask(*_: Any) -> None:
+            assert step.mask.min() == 0
+            step.mask.fill_(1.0)
+
+        handle = module(step.model).register_forward_pre_hook(unmask)
+        with having(masked_tokens, "ROUND_TO", 1):  # so few tokens would all be kept
+            loss = labels(step)
+        handle.remove()
+        assert step.mask.min() == 1
+        return loss
+
+    return changed
 
 
 def compiled(step: Step) -> Tensor:
@@ -892,7 +903,12 @@ ROWS = {
     "fewer rows than the layer was built for": Row(with_fewer_rows, 0, 1, "its layer was built for"),
     "compiled": Row(compiled, 0, 1, "within torch.compile"),
     "float64": Row(in_float64, 0, 1, "are float64"),
-    "a mask changed meanwhile": Row(mask_changed_meanwhile, options={"skip_masked": True}, families=GPT),
+    "a mask changed meanwhile": Row(
+        mask_changed(lambda model: model.decoder.layers[0]), options={"skip_masked": True}, families=GPT
+    ),
+    "a mask changed before the head": Row(
+        mask_changed(lambda model: model.output_layer), options={"skip_masked": True}, families=GPT
+    ),
     "a known softcap and mup": Row(extended(KnownMixin, 0.5)(labels), model={"mup": True}, since=(0, 19)),
     "a known softcap, called within itself": Row(
         extended(KnownMixin, 0.05)(within_its_own_evaluation), fused=2
