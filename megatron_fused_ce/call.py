@@ -589,8 +589,8 @@ def _plan(
     in_forward = not (config.z_loss and call.hidden.dtype == torch.float16)
     if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
-    inputs = planner.PlanInputs.of(
-        config,
+    inputs = planner.PlanInputs(
+        config=config,
         num_tokens=call.hidden.shape[:-1].numel() * comm.num_parts,
         hidden_size=call.hidden.shape[-1],
         # Of the largest shard: ranks with unequal ones cut their tokens alike.

@@ -222,8 +222,8 @@ def peaks_are_as_predicted(
         merge=merge,
         logit_precision=logit_precision,
     )
-    inputs = planner.PlanInputs.of(
-        config,
+    inputs = planner.PlanInputs(
+        config=config,
         num_tokens=num_tokens,
         hidden_size=H,
         num_rows=V,
