@@ -556,7 +556,6 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
     beside = call.distillation
     requested = RequestedOutputs(
-        call.outputs,
         call.differentiable,
         soft=call.teacher is not None,
         divergence=beside is not None,

@@ -74,19 +74,6 @@ class _Scored(NamedTuple):
     hidden: Tensor | None  # [C, H]: X, for grad_in_forward
     merge: Merge
 
-    @staticmethod
-    def of(
-        chunk: Chunk,
-        targets: ChunkTargets,
-        scores: Scores,
-        logits: Tensor | None,
-        hidden: Tensor | None,
-        merge: Merge,
-    ) -> _Scored:
-        """Without tile statistics that ``finalize`` will not read: they must not live through a GEMM."""
-        scores = scores if logits is not None else scores._replace(tiles=None)
-        return _Scored(chunk, targets, scores, logits, hidden, merge)
-
 
 def forward(
     context: Context,
@@ -142,7 +129,9 @@ def forward(
             merge = _start_merge(context, scores.stats)
             if not differentiates or chunk.index == 0:
                 hidden_states.start()
-        waiting.append(_Scored.of(chunk, of_chunk, scores, p, x if differentiates else None, merge))
+        if p is None:  # tile statistics that finalize will not read must not live through a GEMM
+            scores = scores._replace(tiles=None)
+        waiting.append(_Scored(chunk, of_chunk, scores, p, x if differentiates else None, merge))
         del scores, merge  # tile statistics must not outlive their chunk
         # 3 to 5. Merged statistics, losses, and what follows of the strategy.
         if len(waiting) > lag:

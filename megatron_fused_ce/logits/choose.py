@@ -18,7 +18,6 @@ from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
 class RequestedOutputs(NamedTuple):
     """Requested outputs that affect the choice of backend."""
 
-    outputs: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
     soft: bool = False
     divergence: bool = False
