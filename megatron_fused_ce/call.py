@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_fused_ce import autocast, distillation, planner
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
-from megatron_fused_ce.distillation import Distillation, Teacher, TeacherChunk
+from megatron_fused_ce.distillation import Distillation, Teacher
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
@@ -256,24 +256,19 @@ class Context(NamedTuple):
         """What the logits backend takes of one chunk beside hidden states and weight."""
         spec = self.spec
         if isinstance(soft, Teacher):
-            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))
+            comm, weights, flat = spec.comm, soft.label_weights, soft.hidden.dim() == 2
+            soft = soft._replace(
+                hidden=soft.hidden[..., chunk.start : chunk.stop, :].reshape(-1, soft.hidden.shape[-1]),
+                label_weights=None if weights is None else self.split(weights, chunk),
+            )
+            over = comm if comm.sequence_parallel and flat else None
+            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=soft, teacher_over=over)
         if soft is not None:
             soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
         if inv_temperature is not None:
             inv_temperature = self.split(inv_temperature, chunk)
         alone = spec.comm.size == 1
         return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)
-
-    def _teacher_of(self, chunk: Chunk, teacher: Teacher) -> TeacherChunk:
-        weights, comm = teacher.label_weights, self.spec.comm
-        part = teacher.hidden[..., chunk.start : chunk.stop, :].reshape(-1, teacher.hidden.shape[-1])
-        return TeacherChunk(
-            part,
-            comm if comm.sequence_parallel and teacher.hidden.dim() == 2 else None,
-            teacher.weight,
-            teacher.sample,
-            None if weights is None else self.split(weights, chunk),
-        )
 
 
 def spec_of(call: Call) -> CallSpec:

@@ -124,10 +124,10 @@ class Divergence:
         """Logits of both sides, and their statistics side by side: ``[4, 2 * C]``, or ``4 * C`` columns with
         labels at another temperature, whose cross-entropies are at temperature 1.
 
-        Collectives: those of :meth:`.TeacherChunk.start`, under the student's GEMM.
+        Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM.
         """
         assert targets.teacher is not None and out is not None
-        (teacher_hidden, gathered), teacher = targets.teacher.start(), targets.teacher
+        (teacher_hidden, gathered), teacher = targets.start_teacher(), targets.teacher
         targets = targets._replace(teacher=None, form=replace(targets.form, with_rest=True))
         of_teacher = self._of_teacher(targets)
         sides = [self._side(hidden, weight, targets, sample, self._in_precision(out))]
@@ -440,9 +440,9 @@ class Divergence:
         logits: Tensor,
         out: Tensor,
     ) -> LogitsGrad:
-        """Collectives: those of :meth:`.TeacherChunk.start`, under the student's GEMM."""
+        """Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM."""
         assert targets.teacher is not None and terms.of_divergence is not None
-        teacher_hidden, gathered = targets.teacher.start()
+        teacher_hidden, gathered = targets.start_teacher()
         student_out, teacher_weight = self._in_precision(logits), targets.teacher.weight
         self._logits_again(hidden, weight, targets, student_out)
         gathered.wait()
