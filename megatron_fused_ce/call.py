@@ -192,20 +192,12 @@ class CallSpec(NamedTuple):
     def gradients_in_forward(self) -> bool:
         return self.plan.strategy == "grad_in_forward" and any(self.needs_grad)
 
-    @property
-    def backward_reads_labels(self) -> bool:
-        return not (self.plan.strategy == "store" and self.logits.saves_e)
-
     def stores(self, chunk: Chunk) -> bool:
         """Whether the forward saves the chunk's logits, or ``E``."""
         return chunk.index < self.plan.stored_chunks and any(self.needs_grad)
 
     def backward_reads_hidden(self, chunk: Chunk, needs_grad: NeedsGrad) -> bool:
         return needs_grad.weight or (needs_grad.hidden and not self.stores(chunk))
-
-    @property
-    def needs_argmax(self) -> bool:
-        return self.with_argmax or "predicted" in self.form.outputs
 
 
 class Context(NamedTuple):
@@ -418,6 +410,9 @@ def _divergence_of(call: Call, given: Distillation, base: LogitsBackend) -> Dive
     rows, statistics = divergence_rows(call.hidden.device, call.config.row_backend)
     return Divergence(
         base,
+        base.name,
+        base.saves_logits,
+        base.token_ops,
         statistics,
         rows,
         given.divergence,

@@ -96,6 +96,7 @@ def forward(
     # The logits of two sides live until their merge: of one chunk at a time.
     lag = 1 if spec.comm.size > 1 and spec.divergence is None else 0
     differentiates = spec.gradients_in_forward
+    with_argmax = spec.with_argmax or "predicted" in spec.form.outputs
     hidden_states = HiddenStates(context, hidden, chunks, depth=3 if differentiates else 2)
     results = _Results(context)
     strategy: _Save | _Differentiate
@@ -123,7 +124,7 @@ def forward(
         labels = context.split(targets.labels, chunk)
         of_chunk = context.targets(chunk, labels, soft, targets.inv_temperature)
         p = strategy.buffer(chunk)
-        scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, spec.needs_argmax)
+        scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, with_argmax)
         # 3. The merge begins; over several ranks it ends after the next chunk's GEMM.
         with spec.comm.coalesced(weight.device):
             merge = _start_merge(context, scores.stats)
