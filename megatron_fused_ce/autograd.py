@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,17 +69,6 @@ def differentiated_once(backward: Callable[..., Gradients]) -> Callable[..., Gra
     return once
 
 
-class ForBackward(NamedTuple):
-    """What a forward saves for its backward, beside hidden states, weight and the chunks' tensors."""
-
-    last_hidden: Tensor | None
-    matrix: Tensor | None
-    soft: SoftTargets | Teacher | None
-    inv_temperature: Tensor | None
-    ignored: Tensor | None
-    kept: Kept | None
-
-
 def take_apart(structure: Any, tensors: list[Tensor | None]) -> Any:
     """Append the tensors of nested tuples, and Nones, to ``tensors``; the structure with None for each."""
     parts: list[Any] = []
@@ -136,8 +125,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             saved = out.saved
             tensors: list[Tensor | None] = [*chain.from_iterable(saved.chunks)]
             ctx.num_of_chunks = len(tensors)
-            of_call = _soft(targets, spec), targets.inv_temperature, targets.ignored, kept
-            ctx.structure = take_apart(ForBackward(saved.last_hidden, saved.matrix, *of_call), tensors)
+            soft, inv_temperature = _soft(targets, spec), targets.inv_temperature
+            of_call = saved.last_hidden, saved.matrix, soft, inv_temperature, targets.ignored, kept
+            ctx.structure = take_apart(of_call, tensors)
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not copies_hidden
             ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
@@ -172,10 +162,10 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         hidden, weight, *tensors = ctx.saved_tensors
         hidden = hidden.reshape(-1, hidden.shape[-1])
         saved_chunks = zip(*[iter(tensors[: ctx.num_of_chunks])] * len(SavedChunk._fields), strict=True)
-        for_backward: ForBackward = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))
-        kept, device, spec = for_backward.kept, weight.device, ctx.context.spec
+        *rest, ignored, kept = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))
+        device, spec = weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
-        upstream = _upstream(grad_outputs, spec, for_backward.ignored)
+        upstream = _upstream(grad_outputs, spec, ignored)
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
         needs_grad = NeedsGrad(wants_hidden, wants_weight)
@@ -198,10 +188,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 if spec.plan.strategy == "grad_in_forward":
                     promise.count(result is not None)
                 if result is None:
-                    soft, inv_temperature = for_backward.soft, for_backward.inv_temperature
-                    chunks = tuple(map(SavedChunk._make, saved_chunks))
-                    saved = Saved(chunks, for_backward.last_hidden, for_backward.matrix)
-                    of_call = context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
+                    saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
+                    of_call = context, hidden, weight, saved, upstream, needs_grad
                     result = backward_of_nonzero(*of_call) if spec.skip_zero_upstream else backward(*of_call)
         except BaseException:
             accumulators.abandon()

@@ -36,8 +36,8 @@ from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.overlap import GradHidden, HiddenStates, Workspace, delay_next_gemm
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.promise import Verdict
-from megatron_fused_ce.scaling import scale_, scale_for_fp16
-from megatron_fused_ce.wgrad import accumulate_
+from megatron_fused_ce.scaling import scale_for_fp16, scale_rows
+from megatron_fused_ce.wgrad import GradWeight, HeldGradWeight, accumulate_
 
 #: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -64,46 +64,109 @@ class SavedChunk(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors that a forward saves for its backward."""
+    """Tensors that a forward saves for its backward, beside hidden states and weight."""
 
     chunks: tuple[SavedChunk, ...] = ()
     #: [C, H]: hidden states of the last chunk, where they were gathered and the backward begins with them
     last_hidden: Tensor | None = None
     #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
     matrix: Tensor | None = None
+    soft: SoftTargets | Teacher | None = None  # the call's, as the next
+    inv_temperature: Tensor | None = None  # [parts, n] fp32
 
 
-class RowScales:
-    """The scales of ``grad_hidden``'s rows, applied once, after the last chunk and its reduction.
+class ChunkGradients:
+    """Steps 3 to 5 of every chunk: of a backward over chunks, and of ``grad_in_forward``.
 
-    All ranks of the group share them, so that over several ranks they run over this rank's tokens only.
+    The rows of ``grad_hidden`` get their scales once, after the last chunk and its reduction. All ranks of
+    the group share these, so that over several ranks they run over this rank's tokens only.
     """
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(
+        self,
+        context: Context,
+        weight: Tensor,
+        hidden_states: HiddenStates,
+        inv_scale: Tensor | None,  # fp32 []: undoes a scale of all gradients
+        with_hidden: bool,  # whether there is a grad_hidden
+        depth: int = 1,
+    ) -> None:
+        self._context, self._weight, self._hidden_states = context, weight, hidden_states
+        self._inv_scale = inv_scale
+        self._grad_hidden = GradHidden(context, weight, depth) if with_hidden else None
         #: [n] fp32: whose product scales the rows; none for 1
-        self.factors: tuple[Tensor, ...] = ()
+        self.row_scales: tuple[Tensor, ...] = ()
 
-    def put(self, chunk: Chunk, grad: LogitsGrad) -> None:
-        """Record the row scales of one chunk."""
-        if grad.row_scale is None:
+    def add(
+        self,
+        chunk: Chunk,
+        grad: LogitsGrad,
+        x: Tensor | None,  # [C, H]; not read without the next
+        grad_weight: GradWeight | HeldGradWeight | None,
+    ) -> None:
+        """Collectives: those of :meth:`start_hidden`, under the chunk's ``grad_weight``."""
+        self.start_hidden(chunk, grad)
+        if grad.row_scale is None:  # no small kernel follows
+            delay_next_gemm(self._context, self._weight.device)
+        else:
+            self.put_row_scales(chunk, grad)
+        if grad_weight is not None:
+            assert x is not None
+            with phase("grad-weight"):
+                grad_weight.add(grad.matrix, x if grad.row_scale is None else self.scaled(chunk, grad, x))
+
+    def start_hidden(self, chunk: Chunk, grad: LogitsGrad) -> None:
+        """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
+        if self._grad_hidden is None:
+            return
+        dh = self._grad_hidden.unreduced(chunk)
+        with phase("grad-hidden"):
+            torch.mm(grad.matrix, self._weight, out=dh)
+            if self._inv_scale is not None:
+                scale_rows(dh, self._inv_scale, dh)
+        self._grad_hidden.reduce(chunk, dh)
+
+    def put_row_scales(self, chunk: Chunk, grad: LogitsGrad) -> None:
+        """Record those of one chunk."""
+        if self._grad_hidden is None or grad.row_scale is None:
             return
         assert grad.upstream is not None
         row_scale, upstream = map(self._context.own_part, (grad.row_scale, grad.upstream))
         if len(self._context.chunks) == 1:
-            self.factors = row_scale, upstream  # the launch that scales the rows multiplies them
+            self.row_scales = row_scale, upstream  # the launch that scales the rows multiplies them
             return
-        if not self.factors:
-            self.factors = (row_scale.new_ones(self._context.num_tokens),)
-        torch.mul(row_scale, upstream, out=self.factors[0][chunk.start : chunk.stop])
+        if not self.row_scales:
+            self.row_scales = (row_scale.new_ones(self._context.num_tokens),)
+        torch.mul(row_scale, upstream, out=self.row_scales[0][chunk.start : chunk.stop])
+
+    def scaled(self, chunk: Chunk, grad: LogitsGrad, x: Tensor) -> Tensor:
+        """The chunk's hidden states ``[C, H]`` with its row scales, in their buffer."""
+        assert grad.row_scale is not None
+        out = self._hidden_states.buffer(chunk)
+        scale_rows(x, grad.row_scale, out, grad.upstream)
+        return out
+
+    def reduced(self) -> Tensor | None:
+        """``grad_hidden`` ``[n, H]``, reduced, its rows not scaled yet."""
+        if self._grad_hidden is None:
+            return None
+        self._grad_hidden.wait()
+        return self._grad_hidden.rows
+
+    def hidden(self) -> Tensor | None:
+        """``grad_hidden`` ``[n, H]``."""
+        rows = self.reduced()
+        if rows is not None and self.row_scales:
+            row_scale, *upstream = self.row_scales
+            with phase("grad-hidden"):
+                scale_rows(rows, row_scale, rows, *upstream)
+        return rows
 
 
 def backward(
     context: Context,
     hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
-    soft: SoftTargets | Teacher | None,
-    inv_temperature: Tensor | None,  # [parts, n] fp32
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32
     needs_grad: NeedsGrad,
@@ -124,20 +187,18 @@ def backward(
         for chunk, of_chunk in zip(context.chunks, saved.chunks, strict=True):
             bound = spec.divergence.bound_of(of_chunk.row_scale, of_chunk.terms)
             factor[:, chunk.start : chunk.stop] = bound.view(len(factor), -1)
-    upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, inv_temperature, weight, factor)
+    upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, saved.inv_temperature, weight, factor)
     if spec.plan.block_columns and saved.chunks:
-        return _by_columns(context, hidden, weight, inv_temperature, saved.chunks, upstream, needs_grad)
-    if saved.matrix is not None and needs_grad.weight:
-        return _at_once(context, hidden, weight, inv_temperature, saved, upstream, inv_scale, needs_grad)
-    return _by_chunks(context, hidden, weight, soft, inv_temperature, saved, upstream, inv_scale, needs_grad)
+        return _by_columns(context, hidden, weight, saved, upstream, needs_grad)
+    at_once = saved.matrix is not None and needs_grad.weight
+    loop = _at_once if at_once else _by_chunks
+    return loop(context, hidden, weight, saved, upstream, inv_scale, needs_grad)
 
 
 def _by_chunks(
     context: Context,
     hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
-    soft: SoftTargets | Teacher | None,
-    inv_temperature: Tensor | None,
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32, divided by inv_scale
     inv_scale: Tensor | None,  # fp32 []
@@ -152,13 +213,12 @@ def _by_chunks(
     read = [chunk for chunk in chunks if spec.backward_reads_hidden(chunk, needs_grad)]
     hidden_states = HiddenStates(context, hidden, read, depth=2, first=saved.last_hidden)
     workspace = Workspace(context, weight)
-    grad_hidden = GradHidden(context, weight) if needs_grad.hidden else None
-    row_scales = RowScales(context)
+    gradients = ChunkGradients(context, weight, hidden_states, inv_scale, needs_grad.hidden)
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
         x = hidden_states.take(chunk) if chunk in read else None  # [C, H]
         if hidden_states.start():
             delay_next_gemm(context, device)
-        targets = context.targets(chunk, of_chunk.labels, soft, inv_temperature)
+        targets = context.targets(chunk, of_chunk.labels, saved.soft, saved.inv_temperature)
         of_tokens = upstream.map(partial(context.split, chunk=chunk))
         with phase("grad-logits"):
             if spec.stores(chunk):
@@ -169,25 +229,8 @@ def _by_chunks(
                 assert terms is not None
                 logits, out = workspace.logits(chunk), workspace.grad_logits(chunk)
                 grad = spec.logits.grad_recomputed(x, weight, targets, terms, of_tokens, logits, out)
-        if grad_hidden is not None:
-            dh = grad_hidden.unreduced(chunk)
-            with phase("grad-hidden"):
-                torch.mm(grad.matrix, weight, out=dh)
-                if inv_scale is not None:
-                    scale_(dh, inv_scale)
-            grad_hidden.reduce(chunk, dh)
-            row_scales.put(chunk, grad)
-        if grad.row_scale is None:  # no small kernel follows
-            delay_next_gemm(context, device)
-        if accumulator is not None:
-            assert x is not None
-            with phase("grad-weight"):
-                if grad.row_scale is not None:
-                    scaled = hidden_states.buffer(chunk)
-                    spec.logits.scale_rows(x, grad.row_scale, scaled, grad.upstream)
-                    x = scaled
-                accumulator.add(grad.matrix, x)
-    rows = _finished(context, grad_hidden, row_scales)
+        gradients.add(chunk, grad, x, accumulator)
+    rows = gradients.hidden()
     if accumulator is None:
         return rows, None
     with phase("grad-weight"):
@@ -198,7 +241,6 @@ def _at_once(
     context: Context,
     hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
-    inv_temperature: Tensor | None,
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32, divided by inv_scale
     inv_scale: Tensor | None,  # fp32 []
@@ -214,32 +256,23 @@ def _at_once(
     assert every_e is not None
     accumulator = context.open_grad_weight(weight, 1, inv_scale is not None)
     hidden_states = HiddenStates(context, hidden, chunks, depth=None, first=saved.last_hidden)
-    grad_hidden = GradHidden(context, weight, depth=2) if needs_grad.hidden else None
-    row_scales = RowScales(context)
+    gradients = ChunkGradients(context, weight, hidden_states, inv_scale, needs_grad.hidden, depth=2)
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
-        targets = context.targets(chunk, of_chunk.labels, None, inv_temperature)
+        targets = context.targets(chunk, of_chunk.labels, None, saved.inv_temperature)
         of_tokens = upstream.map(partial(context.split, chunk=chunk))
         with phase("grad-logits"):
             grad = _from_saved(context, chunk, of_chunk, every_e, targets, of_tokens, None)
         with spec.comm.coalesced(weight.device):
-            if grad_hidden is not None:
-                dh = grad_hidden.unreduced(chunk)
-                with phase("grad-hidden"):
-                    torch.mm(grad.matrix, weight, out=dh)
-                    if inv_scale is not None:
-                        scale_(dh, inv_scale)
-                grad_hidden.reduce(chunk, dh)
+            gradients.start_hidden(chunk, grad)
             hidden_states.start()
-        if grad_hidden is not None:
-            row_scales.put(chunk, grad)
+        gradients.put_row_scales(chunk, grad)
         x = hidden_states.take(chunk)
-        assert grad.row_scale is not None
         with phase("grad-weight"):
-            spec.logits.scale_rows(x, grad.row_scale, hidden_states.buffer(chunk), grad.upstream)
+            gradients.scaled(chunk, grad, x)
     if hidden_states.all_tokens is not None:
         with phase("grad-weight"):
             accumulator.add(every_e, hidden_states.all_tokens)
-    rows = _finished(context, grad_hidden, row_scales)
+    rows = gradients.hidden()
     with phase("grad-weight"):
         return rows, accumulator.close(inv_scale)
 
@@ -248,8 +281,7 @@ def _by_columns(
     context: Context,
     hidden: Tensor,  # [T, H]
     weight: Tensor,  # [V, H]
-    inv_temperature: Tensor | None,  # [1, T] fp32
-    saved: Sequence[SavedChunk],
+    saved: Saved,
     upstream: Upstream,  # [1, T] fp32
     needs_grad: NeedsGrad,
 ) -> Gradients:
@@ -262,10 +294,10 @@ def _by_columns(
     num_tokens, num_columns = hidden.shape[0], weight.shape[0]
     everything = Chunk(0, 0, num_tokens)
     context = context._replace(chunks=(everything,))
-    labels = torch.cat([chunk.labels for chunk in saved if chunk.labels is not None])
-    entropies = [chunk.entropy for chunk in saved if chunk.entropy is not None]
+    labels = torch.cat([chunk.labels for chunk in saved.chunks if chunk.labels is not None])
+    entropies = [chunk.entropy for chunk in saved.chunks if chunk.entropy is not None]
     terms = TokenTerms.of(
-        torch.cat([chunk.terms for chunk in saved if chunk.terms is not None], -1),
+        torch.cat([chunk.terms for chunk in saved.chunks if chunk.terms is not None], -1),
         entropy=torch.cat(entropies) if entropies else None,
     )
     upstream = upstream.map(partial(context.split, chunk=everything))
@@ -279,7 +311,7 @@ def _by_columns(
         rows = slice(start, min(start + spec.plan.block_columns, num_columns))
         block = weight[rows]
         out = buffer[: num_tokens * block.shape[0]].view(num_tokens, -1)
-        targets = context.targets(everything, labels - start, None, inv_temperature)
+        targets = context.targets(everything, labels - start, None, saved.inv_temperature)
         targets = targets._replace(form=spec.form.from_column(start))
         with phase("grad-logits"):
             grad = spec.logits.grad_recomputed(hidden, block, targets, terms, upstream, out, out).matrix
@@ -318,19 +350,6 @@ def _from_saved(
     return logits.grad_from_saved(matrix, saved.row_scale, targets, saved.token_terms, upstream, out)
 
 
-def _finished(context: Context, grad_hidden: GradHidden | None, row_scales: RowScales) -> Tensor | None:
-    """``grad_hidden`` ``[n, H]``, reduced and with its rows scaled."""
-    if grad_hidden is None:
-        return None
-    grad_hidden.wait()
-    rows = grad_hidden.rows
-    if row_scales.factors:
-        row_scale, *upstream = row_scales.factors
-        with phase("grad-hidden"):
-            context.spec.logits.scale_rows(rows, row_scale, rows, *upstream)
-    return rows
-
-
 class PrecomputedGrads(NamedTuple):
     """Gradients made in the forward, for an upstream gradient equal to the token weights; used up by one
     backward."""
@@ -360,9 +379,9 @@ def scale_precomputed(
     if grad_hidden is not None:
         with phase("grad-hidden"):
             if made.row_scale is not None:
-                context.spec.logits.scale_rows(grad_hidden, made.row_scale, grad_hidden, scale)
+                scale_rows(grad_hidden, made.row_scale, grad_hidden, scale)
             else:
-                scale_(grad_hidden, scale)
+                scale_rows(grad_hidden, scale, grad_hidden)
     if made.grad_weight is None or not needs_grad.weight:
         return (grad_hidden, None) if verdict.kept else None
     with phase("grad-weight"):

@@ -36,17 +36,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.backward import PrecomputedGrads, RowScales, Saved, SavedChunk, scaled_upstream
+from megatron_fused_ce.backward import ChunkGradients, PrecomputedGrads, Saved, SavedChunk, scaled_upstream
 from megatron_fused_ce.call import Context
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
 from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
-from megatron_fused_ce.overlap import GradHidden, HiddenStates, Workspace, delay_next_gemm
+from megatron_fused_ce.overlap import HiddenStates, Workspace
 from megatron_fused_ce.parallel import DONE, Merge, Work
 from megatron_fused_ce.phases import phase
-from megatron_fused_ce.scaling import scale_, scale_token_weights
+from megatron_fused_ce.scaling import scale_token_weights
 from megatron_fused_ce.targets import Targets
 from megatron_fused_ce.wgrad import HeldGradWeight
 
@@ -74,19 +74,6 @@ class _Scored(NamedTuple):
     hidden: Tensor | None  # [C, H]: X, for grad_in_forward
     merge: Merge
 
-    @staticmethod
-    def of(
-        chunk: Chunk,
-        targets: ChunkTargets,
-        scores: Scores,
-        logits: Tensor | None,
-        hidden: Tensor | None,
-        merge: Merge,
-    ) -> _Scored:
-        """Without tile statistics that ``finalize`` will not read: they must not live through a GEMM."""
-        scores = scores if logits is not None else scores._replace(tiles=None)
-        return _Scored(chunk, targets, scores, logits, hidden, merge)
-
 
 def forward(
     context: Context,
@@ -109,6 +96,7 @@ def forward(
     # The logits of two sides live until their merge: of one chunk at a time.
     lag = 1 if spec.comm.size > 1 and spec.divergence is None else 0
     differentiates = spec.gradients_in_forward
+    with_argmax = spec.with_argmax or "predicted" in spec.form.outputs
     hidden_states = HiddenStates(context, hidden, chunks, depth=3 if differentiates else 2)
     results = _Results(context)
     strategy: _Save | _Differentiate
@@ -136,13 +124,15 @@ def forward(
         labels = context.split(targets.labels, chunk)
         of_chunk = context.targets(chunk, labels, soft, targets.inv_temperature)
         p = strategy.buffer(chunk)
-        scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, spec.needs_argmax)
+        scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, with_argmax)
         # 3. The merge begins; over several ranks it ends after the next chunk's GEMM.
         with spec.comm.coalesced(weight.device):
             merge = _start_merge(context, scores.stats)
             if not differentiates or chunk.index == 0:
                 hidden_states.start()
-        waiting.append(_Scored.of(chunk, of_chunk, scores, p, x if differentiates else None, merge))
+        if p is None:  # tile statistics that finalize will not read must not live through a GEMM
+            scores = scores._replace(tiles=None)
+        waiting.append(_Scored(chunk, of_chunk, scores, p, x if differentiates else None, merge))
         del scores, merge  # tile statistics must not outlive their chunk
         # 3 to 5. Merged statistics, losses, and what follows of the strategy.
         if len(waiting) > lag:
@@ -298,7 +288,7 @@ class _Differentiate:
     ) -> None:
         assert targets.token_weights is not None
         spec = context.spec
-        self._context, self._weight, self._hidden_states = context, weight, hidden_states
+        self._context = context
         bound = None
         if spec.divergence is not None:
             assert isinstance(targets.soft, Teacher)
@@ -310,8 +300,9 @@ class _Differentiate:
             upstream, spec.logit_scale, inv_temperature, weight, bound
         )
         self._grad_weight = HeldGradWeight(weight) if spec.needs_grad.weight else None
-        self._grad_hidden = GradHidden(context, weight) if spec.needs_grad.hidden else None
-        self._row_scales = RowScales(context)
+        self._gradients = ChunkGradients(
+            context, weight, hidden_states, self._inv_scale, spec.needs_grad.hidden
+        )
         self._workspace = Workspace(context, weight, depth)
         self._saved: list[SavedChunk] = []
 
@@ -321,7 +312,7 @@ class _Differentiate:
 
     def after_merge(self, scored: _Scored, merged: Merged, outputs: TokenOutputs) -> None:
         """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
-        context, logits, weight = self._context, self._context.spec.logits, self._weight
+        context, logits = self._context, self._context.spec.logits
         chunk, targets, p, x = scored.chunk, scored.targets, scored.logits, scored.hidden
         assert p is not None and x is not None
         upstream = self._upstream.map(partial(context.split, chunk=chunk))
@@ -331,34 +322,15 @@ class _Differentiate:
             terms = TokenTerms.of(merged.terms, mass) if row_scale is None else None
             out = self._workspace.grad_logits(chunk)
             grad = logits.grad_from_saved(p, row_scale, targets, terms, upstream, out)
-        if self._grad_hidden is not None:
-            dh = self._grad_hidden.unreduced(chunk)
-            with phase("grad-hidden"):
-                torch.mm(grad.matrix, weight, out=dh)
-                if self._inv_scale is not None:
-                    scale_(dh, self._inv_scale)
-            self._grad_hidden.reduce(chunk, dh)
-            self._row_scales.put(chunk, grad)
-        if grad.row_scale is None:  # no small kernel follows
-            delay_next_gemm(context, weight.device)
-        if self._grad_weight is not None:
-            with phase("grad-weight"):
-                if grad.row_scale is not None:
-                    scaled = self._hidden_states.buffer(chunk)
-                    logits.scale_rows(x, grad.row_scale, scaled, grad.upstream)
-                    x = scaled
-                self._grad_weight.add(grad.matrix, x)
+        self._gradients.add(chunk, grad, x, self._grad_weight)
         self._saved.append(SavedChunk(targets.labels, None, None, merged.terms, mass, None))
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, PrecomputedGrads]:
-        rows = total = None
-        if self._grad_hidden is not None:
-            self._grad_hidden.wait()
-            rows = self._grad_hidden.rows
+        rows, total = self._gradients.reduced(), None
         if self._grad_weight is not None:
             with phase("grad-weight"):
                 total = self._grad_weight.total(self._inv_scale)
-        factors = self._row_scales.factors
+        factors = self._gradients.row_scales
         row_scale = reduce(torch.mul, factors) if factors else None
         made = PrecomputedGrads(self._token_weights, total, rows, row_scale)
         return Saved(tuple(self._saved)), made

@@ -11,10 +11,9 @@ collective is left running when a forward or a backward returns, so other users 
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -401,17 +400,6 @@ def compare_numbers(per_token: Mapping[str, object], group: dist.ProcessGroup | 
             f"the ranks of the tensor-parallel group disagree on the numbers in {', '.join(differ)}; give "
             "the head the same on every rank"
         )
-
-
-def joining(axes: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    """Groups to reduce over in turn, so that a value reaches all ranks of a grid with these axes.
-
-    The world alone if the grid holds all ranks. The same on every rank of the grid. Collectives: none.
-    """
-    groups = [group for group in axes if group is not None and dist.get_world_size(group) > 1]
-    world = dist.group.WORLD
-    whole = math.prod(map(dist.get_world_size, groups)) == dist.get_world_size()
-    return [world] if len(groups) > 1 and whole and world is not None else groups
 
 
 class RankDisagreement(ValueError):

@@ -27,10 +27,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import NamedTuple
 
 from megatron_fused_ce.chunking import Cut
-from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.sizes import HALF_TILE_ROWS, SAMPLED_ROWS, TILE_COLUMNS
 
 MIB = 2**20
@@ -145,14 +146,8 @@ class PlanInputs:
     saves_logits: bool = False
     #: "cpu", or a GPU's name, of which a word may be one of :data:`HOPPER`
     device: str = ""
-    #: the user's choices, as in :class:`FusedCEConfig`
-    logit_precision: str = "auto"
-    strategy: str = "auto"
-    num_chunks: int | None = None
-    chunk_tokens: int | None = None
-    #: MiB, beside inputs, ``grad_hidden`` and the wgrad accumulator
-    memory_mb: int | None = None
-    skip_zero_upstream: bool = False
+    #: the user's choices
+    config: FusedCEConfig = field(default_factory=FusedCEConfig)
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
@@ -167,8 +162,6 @@ class PlanInputs:
             "dtype": tuple(ITEMSIZES),
             "wgrad_accumulator": WGRAD_ACCUMULATORS,
             "logits_backend": LOGITS_BACKENDS,
-            "strategy": STRATEGY_CHOICES,
-            "logit_precision": LOGIT_PRECISION_CHOICES,
         }
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
@@ -179,34 +172,19 @@ class PlanInputs:
             "num_rows",
             "num_parts",
             "tp_size",
-            "memory_mb",
             "uses_in_flight",
             "labels_per_token",
             "teacher_hidden_size",
         ):
             value = getattr(self, name)
             smallest = 0 if name in ("num_tokens", "labels_per_token", "teacher_hidden_size") else 1
-            if value is not None and value < smallest:
+            if value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")
         if self.num_parts not in (1, self.tp_size):
             raise ValueError(
                 f"num_parts is {self.num_parts} with tp_size {self.tp_size}; expected tp_size with "
                 "sequence parallelism, else 1"
             )
-        FusedCEConfig(num_chunks=self.num_chunks, chunk_tokens=self.chunk_tokens)  # its checks of the two
-
-    @classmethod
-    def of(cls, config: FusedCEConfig, **facts: Any) -> PlanInputs:
-        """The inputs with ``config``'s choices; all other fields by keyword."""
-        return cls(
-            strategy=config.strategy,
-            logit_precision=config.logit_precision,
-            num_chunks=config.num_chunks,
-            chunk_tokens=config.chunk_tokens,
-            memory_mb=config.memory_mb,
-            skip_zero_upstream=config.skip_zero_upstream,
-            **facts,
-        )
 
     @property
     def itemsize(self) -> int:
@@ -219,7 +197,7 @@ class PlanInputs:
 
     @property
     def _in_fp32(self) -> bool:
-        return self.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
+        return self.config.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
 
     @property
     def teacher_bytes(self) -> int:
@@ -252,7 +230,7 @@ class PlanInputs:
 
     @property
     def chunks_asked(self) -> bool:
-        return self.num_chunks is not None or self.chunk_tokens is not None
+        return self.config.num_chunks is not None or self.config.chunk_tokens is not None
 
     def longest_chunk(self, strategy: str) -> int:
         """Tokens of a chunk, if memory does not ask for fewer."""
@@ -273,45 +251,45 @@ class OverBudget(ValueError):
 
 
 class Memory(NamedTuple):
-    """Bytes of the head's own buffers at one moment, part by part."""
+    """Bytes of the head's own buffers at one moment, part by part; 0 for a part that it does not have."""
 
     #: logits of the current chunk, then their gradient (beside them if they are fp32); of two chunks in
     #: ``grad_in_forward`` over several ranks (``store`` with the scaled-exp GEMM works in the stored ones,
     #: ``skip_zero_upstream`` aside)
-    chunk_logits: int
+    chunk_logits: int = 0
     #: logits saved for the backward
-    kept_logits: int
+    kept_logits: int = 0
     #: fp32 sum of ``grad_weight`` beside the wgrad accumulator
-    grad_weight_sum: int
+    grad_weight_sum: int = 0
     #: fp32 sum of ``grad_hidden``, where the backward goes by blocks of columns
-    grad_hidden_sum: int
+    grad_hidden_sum: int = 0
     #: the current chunk of a teacher: its logits, and its hidden states with sequence parallelism
-    teacher: int
+    teacher: int = 0
     #: all of this rank's hidden states of a teacher, copied where the backward reads them
-    teacher_copy: int
+    teacher_copy: int = 0
     #: hidden states of one chunk times their row factor, for the GEMM with ``E``; with sequence parallelism
     #: the gathered ones are multiplied in place
-    scaled_hidden: int
+    scaled_hidden: int = 0
     #: tile statistics and tile table of each chunk that the scaled-exp GEMM has computed and that is not
     #: finalized yet
-    tile_statistics: int
+    tile_statistics: int = 0
     #: with ``skip_zero_upstream``: this rank's hidden states of the tokens that are left, at most all
-    picked_hidden: int
+    picked_hidden: int = 0
     #: with sequence parallelism: gathered chunks of hidden states, being read or received (3 in
     #: grad_in_forward, else 2), or gathered last and saved for the backward
-    gathered_hidden: int
+    gathered_hidden: int = 0
     #: with sequence parallelism: a chunk's ``grad_hidden`` before its reduction
-    unreduced_grad_hidden: int
+    unreduced_grad_hidden: int = 0
     #: over several ranks: statistics of two chunks, own and of all ranks
-    merge_buffers: int
+    merge_buffers: int = 0
     #: over several ranks: the sampled rows of the whole weight, for row shifts
-    sampled_rows: int
+    sampled_rows: int = 0
     #: labels, statistics, loss
-    token_floats: int
+    token_floats: int = 0
     #: cuBLAS's
-    workspace: int
+    workspace: int = 0
     #: the allocator's rounding, at most, of saved and of chunk buffers
-    rounding: int
+    rounding: int = 0
 
     @property
     def total(self) -> int:
@@ -400,7 +378,7 @@ def plan(inputs: PlanInputs) -> Plan:
     """
     if inputs.promise_broken:
         return _after_a_broken_promise(inputs)
-    if inputs.strategy != "auto":
+    if inputs.config.strategy != "auto":
         return _by_name(inputs)
     budget = budget_bytes(inputs)
     chosen = _fastest(inputs, budget) or min(
@@ -425,24 +403,21 @@ def _after_a_broken_promise(inputs: PlanInputs) -> Plan:
 def _fastest(inputs: PlanInputs, budget: int) -> Plan | None:
     """The fastest plan that fits, or None; considers as few as possible, since steps with dynamic batches
     wait for it."""
-    best: Plan | None = None
-    for strategy in _pure_strategies(inputs):
-        if strategy == "store" and _kept_bytes(inputs, inputs.num_tokens) > budget:
-            continue
-        # Longest chunks first, and longer ones are no slower.
-        for option in _pure_options(inputs, strategy):
-            if option.predicted_peak_bytes <= budget:
-                best = option if best is None else min(best, option, key=_rank)
-                break
-    for option in _column_options(inputs):  # the same order
-        if option.predicted_peak_bytes <= budget:
-            best = option if best is None else min(best, option, key=_rank)
-            break
+    pure = [
+        _pure_options(inputs, strategy)
+        for strategy in _pure_strategies(inputs)
+        if strategy != "store" or _kept_bytes(inputs, inputs.num_tokens) <= budget
+    ]
+    fitting: list[Plan] = []
+    for options in (*pure, _column_options(inputs)):
+        # Longest chunks and widest blocks come first, and are no slower.
+        fitting += islice((option for option in options if option.predicted_peak_bytes <= budget), 1)
+    best = min(fitting, key=_rank, default=None)
     for cut in _cuts(inputs, "mixed", SHORTEST_FAST_CHUNK):
         if cut.count < 2:
             continue
         # A mixed plan stores at best all chunks except the last.
-        bound = relative_time(inputs, "mixed", cut.count, _stored_tokens(inputs, cut, cut.count - 1))
+        bound = relative_time(inputs, "mixed", cut, cut.count - 1)
         if best is None or bound <= best.relative_time:
             mixed = _mixed_option(inputs, cut, budget)
             if mixed is not None:
@@ -455,7 +430,8 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
 
     Of ``recompute`` the best by chunks and the best by columns.
     """
-    inputs = replace(inputs, strategy="auto", token_weights_known=True)
+    config = replace(inputs.config, strategy="auto")
+    inputs = replace(inputs, config=config, token_weights_known=True)
     budget = budget_bytes(inputs)
     options = _options(inputs, budget)
     if inputs.shows_the_wait:
@@ -474,51 +450,38 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
 def peak_memory(
     inputs: PlanInputs,
     strategy: str,
-    count: int,
-    capacity: int,
+    cut: Cut,
     stored_chunks: int,
-    stored_tokens: int,
     wgrad_at_once: bool = False,
     block_columns: int = 0,
 ) -> Memory:
-    """Predicted peak of ``count`` chunks of up to ``capacity`` tokens, of which some are stored.
+    """Predicted peak of a strategy in these chunks, of which the first ``stored_chunks`` are stored.
 
     The larger of forward (with tile statistics) and backward (with scaled hidden states). The backward of
     ``grad_in_forward`` needs memory only where its gradients must be made again, less than its forward.
     """
-    cut = (count, capacity, stored_chunks, stored_tokens)
-    forward = forward_memory(inputs, strategy, *cut)
+    forward = forward_memory(inputs, strategy, cut, stored_chunks)
     if strategy == "grad_in_forward":
-        backward = remade_memory(inputs, count, capacity)
+        backward = remade_memory(inputs, cut)
     elif block_columns:
         backward = columns_memory(inputs, block_columns)
     else:
-        backward = backward_memory(inputs, *cut, wgrad_at_once)
-        if inputs.skip_zero_upstream:
-            shortened = backward_memory(inputs, *cut, picks=True)
+        backward = backward_memory(inputs, cut, stored_chunks, wgrad_at_once)
+        if inputs.config.skip_zero_upstream:
+            shortened = backward_memory(inputs, cut, stored_chunks, picks=True)
             backward = max(backward, shortened, key=lambda memory: memory.total)
     return max(forward, backward, key=lambda memory: memory.total)
 
 
-def forward_memory(
-    inputs: PlanInputs,
-    strategy: str,
-    count: int,
-    capacity: int,
-    stored_chunks: int,
-    stored_tokens: int,
-) -> Memory:
+def forward_memory(inputs: PlanInputs, strategy: str, cut: Cut, stored_chunks: int) -> Memory:
     """The forward's peak.
 
     Over several ranks the next chunk's GEMM runs beside each chunk (:mod:`.overlap`), so buffers needed
     after a chunk's own GEMM exist twice, if there are two chunks.
     """
+    count, capacity, ranks = cut.count, inputs.num_parts * cut.longest, inputs.tp_size
     chunk = _ChunkBytes.of(inputs, capacity)
-    exp, grad_in_forward, ranks = (
-        inputs.logits_backend == "scaled_exp",
-        strategy == "grad_in_forward",
-        inputs.tp_size,
-    )
+    exp, grad_in_forward = inputs.logits_backend == "scaled_exp", strategy == "grad_in_forward"
     trained = inputs.wgrad_accumulator != "none"
     beside = inputs.teacher_hidden_size > 0
     under_way = min(count, 2 if ranks > 1 and not beside else 1)
@@ -531,13 +494,10 @@ def forward_memory(
         gathered = min(count, 3)
     return Memory(
         chunk_logits=num_logits * chunk.logits + (chunk.gradients if grad_in_forward else 0),
-        kept_logits=_kept_bytes(inputs, stored_tokens),
+        kept_logits=_kept_bytes(inputs, _stored_tokens(inputs, cut, stored_chunks)),
         grad_weight_sum=_sum_bytes(inputs) * inputs.uses_in_flight if grad_in_forward and trained else 0,
-        grad_hidden_sum=0,
         teacher=inputs.teacher_bytes * capacity,
-        teacher_copy=0,
         scaled_hidden=chunk.scaled if grad_in_forward else 0,
-        picked_hidden=0,
         tile_statistics=(under_way if finalizes else min(count, 1)) * chunk.tiles + chunk.marks,
         gathered_hidden=gathered * chunk.gathered,
         unreduced_grad_hidden=chunk.gathered if grad_in_forward else 0,
@@ -549,10 +509,8 @@ def forward_memory(
 
 def backward_memory(
     inputs: PlanInputs,
-    count: int,
-    capacity: int,
+    cut: Cut,
     stored_chunks: int,
-    stored_tokens: int,
     wgrad_at_once: bool = False,
     keeps_last: bool = True,
     picks: bool = False,
@@ -564,6 +522,7 @@ def backward_memory(
         picks: whether tokens without an upstream gradient are left out (:mod:`.zero_upstream`). Rows of a
             stored chunk are then copied, and nothing is read of the gathered hidden states that were left.
     """
+    count, capacity = cut.count, inputs.num_parts * cut.longest
     chunk = _ChunkBytes.of(inputs, capacity)
     saves_e = inputs.saves_e
     again, frozen = stored_chunks < count, inputs.wgrad_accumulator == "none"
@@ -580,32 +539,30 @@ def backward_memory(
         every = inputs.itemsize * inputs.num_tokens * inputs.hidden_size
         gathered, scaled = (every, 0) if inputs.num_parts > 1 else (0, every)
     sums = _sums_grad_weight(inputs, min(count, 1) if wgrad_at_once else count)
+    of_teacher = inputs.teacher_itemsize * inputs.teacher_hidden_size * inputs.uses_in_flight
     # Logits exist beside gradients of another dtype only if they are recomputed.
     logits = (num_logits if again or picks or not chunk.gradients else 0) * chunk.logits
     return Memory(
         chunk_logits=logits + chunk.gradients,
-        kept_logits=_kept_bytes(inputs, stored_tokens),
+        kept_logits=_kept_bytes(inputs, _stored_tokens(inputs, cut, stored_chunks)),
         grad_weight_sum=_sum_bytes(inputs) if sums else 0,
-        grad_hidden_sum=0,
         teacher=inputs.teacher_bytes * capacity if again else 0,
-        teacher_copy=_teacher_copy(inputs) if again else 0,
+        teacher_copy=of_teacher * (inputs.num_tokens // inputs.num_parts) if again else 0,
         scaled_hidden=scaled,
         picked_hidden=_own_hidden_bytes(inputs) if picks else 0,
         tile_statistics=chunk.marks if again else 0,
         gathered_hidden=gathered + waiting * inputs.uses_in_flight * chunk.gathered,
         unreduced_grad_hidden=(min(count, 2) if wgrad_at_once else 1) * chunk.gathered,
-        merge_buffers=0,
-        sampled_rows=0,
         **_always(inputs, capacity, chunk, stored_chunks, num_logits),
     )
 
 
-def remade_memory(inputs: PlanInputs, count: int, capacity: int) -> Memory:
+def remade_memory(inputs: PlanInputs, cut: Cut) -> Memory:
     """The backward's peak of ``grad_in_forward`` where the upstream gradient is not what was promised.
 
     That of ``recompute``, whose gradients made in the forward are gone; those of other uses of the head wait.
     """
-    memory = backward_memory(inputs, count, capacity, 0, 0, keeps_last=False)
+    memory = backward_memory(inputs, cut, 0, keeps_last=False)
     if inputs.wgrad_accumulator == "none":
         return memory
     waiting = (inputs.uses_in_flight - 1) * _sum_bytes(inputs)
@@ -619,18 +576,10 @@ def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:
     sums = _sum_bytes(of_block) if _sums_grad_weight(inputs, 1) else 0  # cannot be added in place
     return Memory(
         chunk_logits=block.logits + block.gradients,
-        kept_logits=0,
         grad_weight_sum=sums,
         grad_hidden_sum=4 * inputs.num_tokens * inputs.hidden_size,
-        teacher=0,
-        teacher_copy=0,
-        scaled_hidden=0,
-        picked_hidden=_own_hidden_bytes(inputs) if inputs.skip_zero_upstream else 0,
+        picked_hidden=_own_hidden_bytes(inputs) if inputs.config.skip_zero_upstream else 0,
         tile_statistics=block.marks,
-        gathered_hidden=0,
-        unreduced_grad_hidden=0,
-        merge_buffers=0,
-        sampled_rows=0,
         **_always(inputs, inputs.num_tokens, block, 0, 1),
     )
 
@@ -676,11 +625,6 @@ def _own_hidden_bytes(inputs: PlanInputs) -> int:
     return inputs.itemsize * inputs.num_tokens // inputs.num_parts * inputs.hidden_size
 
 
-def _teacher_copy(inputs: PlanInputs) -> int:
-    of_token = inputs.teacher_itemsize * inputs.teacher_hidden_size * inputs.uses_in_flight
-    return of_token * (inputs.num_tokens // inputs.num_parts)
-
-
 def _sum_bytes(inputs: PlanInputs) -> int:
     return 4 * inputs.num_rows * inputs.hidden_size
 
@@ -702,8 +646,8 @@ def _always(
 def relative_time(
     inputs: PlanInputs,
     strategy: str,
-    count: int,
-    stored_tokens: int,
+    cut: Cut,
+    stored_chunks: int,
     wgrad_at_once: bool = False,
     block_columns: int = 0,
 ) -> float:
@@ -713,7 +657,7 @@ def relative_time(
     ``grad_hidden``), the last pass over an fp32 sum, and the row kernels. Overlap and collectives are not
     modelled.
     """
-    tokens = inputs.num_tokens
+    tokens, stored_tokens = inputs.num_tokens, _stored_tokens(inputs, cut, stored_chunks)
     if tokens == 0:
         return 1.0
     frozen = inputs.wgrad_accumulator == "none"
@@ -735,7 +679,7 @@ def relative_time(
         time += ACCUMULATION_TOKENS[inputs.logits_backend] * (-(-columns // block_columns) - 1) / columns
         time += SWEEP_TOKENS_PER_BYTE * (4 + inputs.itemsize) / columns
     if not frozen:
-        num_gemms = min(count, 1) if wgrad_at_once or block_columns else count
+        num_gemms = min(cut.count, 1) if wgrad_at_once or block_columns else cut.count
         time += ACCUMULATION_TOKENS[inputs.logits_backend] * max(0, num_gemms - 1) / tokens
         if strategy == "grad_in_forward" or _sums_grad_weight(inputs, num_gemms):
             # Reads the sum; reads and writes a buffer, or writes what autograd gets.
@@ -758,11 +702,11 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
 def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[Cut]:
     """Ways to cut the tokens, longest chunks first: the user's, or from the longest downwards."""
     tokens_per_rank = -(-inputs.num_tokens // inputs.num_parts)
-    if inputs.num_chunks is not None:
-        yield Cut.into(tokens_per_rank, inputs.num_chunks)
+    if inputs.config.num_chunks is not None:
+        yield Cut.into(tokens_per_rank, inputs.config.num_chunks)
         return
-    if inputs.chunk_tokens is not None:
-        yield Cut.of_length(tokens_per_rank, max(1, inputs.chunk_tokens // inputs.num_parts))
+    if inputs.config.chunk_tokens is not None:
+        yield Cut.of_length(tokens_per_rank, max(1, inputs.config.chunk_tokens // inputs.num_parts))
         return
     longest = inputs.longest_chunk(strategy)
     if (
@@ -817,18 +761,16 @@ def _option(
     wgrad_at_once: bool = False,
     block_columns: int = 0,
 ) -> Plan:
-    capacity = inputs.num_parts * cut.longest
-    stored_tokens = _stored_tokens(inputs, cut, stored_chunks)
-    once = wgrad_at_once, block_columns
+    choice = inputs, strategy, cut, stored_chunks, wgrad_at_once, block_columns
     return Plan(
         strategy=strategy,
         cut=cut,
         stored_chunks=stored_chunks,
-        capacity=capacity,
+        capacity=inputs.num_parts * cut.longest,
         wgrad_at_once=wgrad_at_once,
         block_columns=block_columns,
-        memory=peak_memory(inputs, strategy, cut.count, capacity, stored_chunks, stored_tokens, *once),
-        relative_time=relative_time(inputs, strategy, cut.count, stored_tokens, *once),
+        memory=peak_memory(*choice),
+        relative_time=relative_time(*choice),
     )
 
 
@@ -895,27 +837,27 @@ def _rank(option: Plan) -> tuple[float, int, int]:
 
 
 def budget_bytes(inputs: PlanInputs) -> int:
-    if inputs.memory_mb is not None:
-        return inputs.memory_mb * MIB
+    if inputs.config.memory_mb is not None:
+        return inputs.config.memory_mb * MIB
     return next(_pure_options(inputs, "grad_in_forward")).predicted_peak_bytes
 
 
 def _by_name(inputs: PlanInputs) -> Plan:
-    options = _pure_options(inputs, inputs.strategy, SHORTEST_CHUNK)
-    by_columns = _column_options(inputs) if inputs.strategy == "recompute" else iter(())
-    if inputs.memory_mb is None:
+    options = _pure_options(inputs, inputs.config.strategy, SHORTEST_CHUNK)
+    by_columns = _column_options(inputs) if inputs.config.strategy == "recompute" else iter(())
+    if inputs.config.memory_mb is None:
         first = [option for option in (next(options), next(by_columns, None)) if option is not None]
         return replace(min(first, key=_rank), chosen_for=inputs)
     every = [*options, *by_columns]
-    fitting = [o for o in every if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
+    fitting = [o for o in every if o.predicted_peak_bytes <= inputs.config.memory_mb * MIB]
     if fitting:
         return replace(min(fitting, key=_rank), chosen_for=inputs)
     least = min(every, key=lambda option: option.predicted_peak_bytes)
     needed = -(-least.predicted_peak_bytes // MIB)
     shorter = ", ask for shorter chunks" if inputs.chunks_asked else ""
     raise OverBudget(
-        f"strategy {inputs.strategy!r} in {least.chunks_in_words} needs {needed} MiB beside its "
-        f"inputs and gradients, and the budget is {inputs.memory_mb} MiB: give memory_mb "
+        f"strategy {inputs.config.strategy!r} in {least.chunks_in_words} needs {needed} MiB beside its "
+        f"inputs and gradients, and the budget is {inputs.config.memory_mb} MiB: give memory_mb "
         f"(--fused-ce-memory-mb) {needed} or more{shorter}, or choose strategy 'auto'",
         least,
     )
@@ -924,8 +866,9 @@ def _by_name(inputs: PlanInputs) -> Plan:
 def _why(inputs: PlanInputs, chosen: Plan) -> str:
     if inputs.promise_broken:
         return "the loss is not what grad_in_forward was promised"
-    if inputs.strategy != "auto":
-        within = "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
+    if inputs.config.strategy != "auto":
+        budget_mb = inputs.config.memory_mb
+        within = "" if budget_mb is None else f", within the budget of {budget_mb} MiB"
         waits = f"; {WAITS_IN_WORDS}" if chosen.waits_for_host else ""
         return f"asked for by name{within}{waits}"
     budget = budget_bytes(inputs)
@@ -937,15 +880,15 @@ def _why(inputs: PlanInputs, chosen: Plan) -> str:
 def _why_nothing_fits(inputs: PlanInputs, least: Plan) -> str:
     how = " with the chunks asked for" if inputs.chunks_asked else ""
     budget = "the default budget (what grad_in_forward needs)"
-    if inputs.memory_mb is not None:
-        budget = f"the budget of {inputs.memory_mb} MiB"
+    if inputs.config.memory_mb is not None:
+        budget = f"the budget of {inputs.config.memory_mb} MiB"
     needed = _size(inputs, least.predicted_peak_bytes)
     return f"{budget} cannot be met{how}; {least.strategy} needs the least, {needed}"
 
 
 def _why_best(inputs: PlanInputs, budget: int, options: list[Plan], best: Plan) -> str:
-    if inputs.memory_mb is not None:
-        within = f"the budget of {inputs.memory_mb} MiB"
+    if inputs.config.memory_mb is not None:
+        within = f"the budget of {inputs.config.memory_mb} MiB"
     else:
         within = f"the default budget of {size_in_words(budget)} (what grad_in_forward needs)"
     others = []
@@ -974,4 +917,4 @@ def size_in_words(num_bytes: int) -> str:
 
 def _size(inputs: PlanInputs, num_bytes: int) -> str:
     """In whole MiB, as a budget names it, if a budget was given."""
-    return size_in_words(num_bytes) if inputs.memory_mb is None else f"{-(-num_bytes // MIB)} MiB"
+    return size_in_words(num_bytes) if inputs.config.memory_mb is None else f"{-(-num_bytes // MIB)} MiB"

@@ -39,17 +39,19 @@ def scale_for_fp16(
     return _power_of_two(shift), _power_of_two(-shift)
 
 
-def scale_(rows: Tensor, scale: Tensor) -> None:
-    """``rows *= scale`` in place, multiplied in fp32: ``[n, H]``, unit column stride, times fp32 ``[]``.
+def scale_rows(x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
+    """``out = (row_scale * factor)[:, None] * x``, multiplied in fp32.
 
-    On a GPU ``mul_`` would first round a factor without dimensions to the rows' dtype.
+    ``x``: ``[C, H]``, unit column stride, perhaps ``out`` itself; ``row_scale`` and ``factor``: fp32 ``[C]``,
+    or ``[]`` for one number, which on a GPU torch would first round to the rows' dtype.
     """
-    if rows.is_cuda:
+    if x.is_cuda:
         from megatron_fused_ce.kernels import scaled_exp_rows
 
-        scaled_exp_rows.scale_rows(rows, scale, rows)
-    else:
-        rows.mul_(scale.view(1, 1))
+        scaled_exp_rows.scale_rows(x, row_scale, out, factor)
+        return
+    scale = row_scale if factor is None else row_scale * factor
+    torch.mul(x.float(), scale.view(-1, 1), out=out)
 
 
 def scale_token_weights(

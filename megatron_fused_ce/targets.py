@@ -41,9 +41,9 @@ class Targets(NamedTuple):
         kept = None
         if call.config.skip_masked and in_order is not None:
             unmasked = call.unmasked or masked_tokens.count(in_order, spec.comm.group)
-            num_kept = spec.num_tokens
+            num_kept = num_tokens = spec.plan.cut.num_tokens
             if unmasked is not None:
-                num_kept = masked_tokens.num_kept(masked_tokens.num_unmasked(unmasked), spec.num_tokens)
+                num_kept = masked_tokens.num_kept(masked_tokens.num_unmasked(unmasked), num_tokens)
             kept = Kept.of(in_order, num_kept)
         targets = _in_columns(call, in_order, inv_temperature, spec)
         return (targets if kept is None else targets.kept(kept, spec.comm.part)), kept
@@ -108,10 +108,11 @@ def _in_columns(
     labels, config = call.labels, call.config
     ids = in_token_order(labels, labels, spec.comm.num_parts).to(torch.int64)
     local, ignored = columns_of(ids, spec, config), None
+    reads_labels = spec.plan.strategy != "store" or not spec.logits.saves_e  # in a backward
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local = local.masked_fill(ignored, -1)
-    elif any(spec.needs_grad) and spec.backward_reads_labels and local.data_ptr() == labels.data_ptr():
+    elif any(spec.needs_grad) and reads_labels and local.data_ptr() == labels.data_ptr():
         local = local.clone()  # whose caller may refill its buffer before the backward
     soft: SoftTargets | Teacher | None = None
     if call.teacher is not None:

@@ -25,9 +25,7 @@ from torch import Tensor
 from megatron_fused_ce.backward import Gradients, Saved, SavedChunk, backward
 from megatron_fused_ce.call import Context, NeedsGrad
 from megatron_fused_ce.chunking import Chunk
-from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.masked_tokens import Kept, num_kept
 from megatron_fused_ce.parallel import largest_over_ranks
@@ -38,8 +36,6 @@ def backward_of_nonzero(
     context: Context,
     hidden: Tensor,  # [n, H]
     weight: Tensor,  # [V, H]
-    soft: SoftTargets | Teacher | None,
-    inv_temperature: Tensor | None,  # [parts, n] fp32
     saved: Saved,
     upstream: Upstream,  # [parts, n] fp32
     needs_grad: NeedsGrad,
@@ -53,7 +49,7 @@ def backward_of_nonzero(
     again (sequence parallelism).
     """
     chunks, comm = context.chunks, context.spec.comm
-    of_all = context, hidden, weight, soft, inv_temperature, saved, upstream, needs_grad
+    of_all = context, hidden, weight, saved, upstream, needs_grad
     if not chunks or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return backward(*of_all)
     found = reduce(torch.logical_or, [grad != 0 for grad in upstream.given])
@@ -71,13 +67,16 @@ def backward_of_nonzero(
         torch.cat([of.active for of in of_chunks], 1),
         nonzero == 0,
     )
-    joined, saved = _cut(context, saved, of_chunks)
+    joined, of_nonzero = _cut(context, saved, of_chunks)
+    per_token = saved.inv_temperature
+    saved = of_nonzero._replace(
+        soft=soft_of_kept(saved.soft, kept, comm.part),
+        inv_temperature=None if per_token is None else kept.of_tokens(per_token),
+    )
     grad_hidden, grad_weight = backward(
         context._replace(chunks=joined),
         kept.take(hidden, comm.part),
         weight,
-        soft_of_kept(soft, kept, comm.part),
-        None if inv_temperature is None else kept.of_tokens(inv_temperature),
         saved,
         upstream.map(kept.of_tokens),
         needs_grad,

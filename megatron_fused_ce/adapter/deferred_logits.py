@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,29 +26,9 @@ from torch import Tensor
 from megatron_fused_ce.adapter import switch
 from megatron_fused_ce.adapter.switch import counters
 from megatron_fused_ce.adapter.token_weights import TokenWeights
-from megatron_fused_ce.distillation import Distillation
 
-
-class DeferredHead(Protocol):
-    """The interface of the output layer that deferred logits need."""
-
-    tp_group: Any
-
-    def fused_loss(
-        self, deferred: DeferredLogits, labels: Tensor, token_weights: TokenWeights
-    ) -> LossAndArgmax: ...
-
-    def fused_log_probs(
-        self, deferred: DeferredLogits, labels: Tensor, entropy: str
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-    def fused_divergence(
-        self, deferred: DeferredLogits, teacher: DeferredLogits, kind: str, temperature: float
-    ) -> Tensor: ...
-
-    def as_teacher(self, deferred: DeferredLogits, kind: str) -> Distillation: ...
-
-    def stock_logits(self, deferred: DeferredLogits) -> Tensor: ...
+if TYPE_CHECKING:  # which imports this module, and megatron
+    from megatron_fused_ce.adapter.output_layer import ColumnParallelLinear
 
 
 class _Caller(threading.local):
@@ -125,7 +105,7 @@ class DeferredLogits:
 
     def __init__(
         self,
-        head: DeferredHead,
+        head: ColumnParallelLinear,
         hidden: Tensor,
         weight: Tensor | None,
         shape: torch.Size,

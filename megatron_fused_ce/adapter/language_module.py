@@ -71,7 +71,8 @@ def patch(module: ModuleType) -> None:
             config = active_config()
             if config is not None:
                 stock_path.refuse_options(config, "the model was built before the flag was on")
-                report.built_too_early(self)
+                early = "it was built before megatron_fused_ce.enable(): call that before the model is built"
+                report.left_to_megatron(self, early)
         loss: Tensor = stock_loss(self, labels, logits)
         if adopted is not None and adopted.log_accuracy:
             accuracy.remember(loss, None, _TAKES_LOGITS, self.pg_collection.tp.rank())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -450,53 +450,40 @@ def _softcap_of(layer: Any, forward: Any) -> float | None:
     return float(cap) if bias is None and torch.equal(made, expected) else None
 
 
+@dataclass(eq=False)
 class _LossRequest:
     """Carries labels in, argmax, accuracy and entropy out of ``nn.Module.__call__``, as one argument."""
 
-    def __init__(
-        self,
-        config: FusedCEConfig,
-        labels: Tensor,
-        token_weights: TokenWeights,
-        entropy: str = "none",
-    ) -> None:
-        self.config = config
-        self.labels = labels
-        self.token_weights = token_weights
-        self.entropy = entropy
-        self.answered = False
-        self.made_entropy: Tensor | None = None
-        self.local_max: Tensor | None = None
-        self.local_argmax: Tensor | None = None
-        self.correct: Tensor | None = None
+    config: FusedCEConfig
+    labels: Tensor
+    token_weights: TokenWeights
+    entropy: str = "none"
+    answered: bool = False
+    made_entropy: Tensor | None = None
+    local_max: Tensor | None = None
+    local_argmax: Tensor | None = None
+    correct: Tensor | None = None
 
 
+@dataclass(eq=False)
 class _OperandsRequest:
     """Carries a teacher's hidden states and weight out, as its layer's hooks leave them."""
 
-    def __init__(self) -> None:
-        self.answered = False
-        self.hidden: Tensor | None = None
-        self.weight: Tensor | None = None
+    answered: bool = False
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
 
 
+@dataclass(eq=False)
 class _DivergenceRequest:
     """Carries a teacher in."""
 
-    def __init__(
-        self,
-        config: FusedCEConfig,
-        shape: torch.Size,  # [s, b, V]
-        teacher: Distillation,
-        temperature: float,
-        token_weights: TokenWeights,
-    ) -> None:
-        self.config = config
-        self.shape = shape
-        self.teacher = teacher
-        self.temperature = temperature
-        self.token_weights = token_weights
-        self.answered = False
+    config: FusedCEConfig
+    shape: torch.Size  # [s, b, V]
+    teacher: Distillation
+    temperature: float
+    token_weights: TokenWeights
+    answered: bool = False
 
 
 _Request = _LossRequest | _OperandsRequest | _DivergenceRequest

@@ -79,13 +79,6 @@ def _say_of_head(model: Any, what: str) -> int:
     return tp_rank
 
 
-def built_too_early(model: Any) -> None:
-    """Log that the fused head was turned on after the model was built."""
-    left_to_megatron(
-        model, "it was built before megatron_fused_ce.enable(): call that before the model is built"
-    )
-
-
 def stock_path_once(layer: Any, reason: str) -> None:
     """Log, once, that some calls of a fused head take the stock path."""
     say_once(layer.tp_group.rank(), f"a call of the head takes Megatron's own path: {reason}")
@@ -121,8 +114,8 @@ def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
         rows = hidden.expand(layer.output_size_per_partition, -1)
         backend, why = choose(layer.fused_ce_config, hidden, rows)
         tp_size = layer.tp_group.size()
-        inputs = PlanInputs.of(
-            layer.fused_ce_config,
+        inputs = PlanInputs(
+            config=layer.fused_ce_config,
             num_tokens=tokens,
             hidden_size=layer.input_size,
             num_rows=layer.output_size_per_partition,

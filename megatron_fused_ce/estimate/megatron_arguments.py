@@ -314,8 +314,6 @@ def _needed(given: argparse.Namespace, name: str) -> int:
 
 def _model(given: argparse.Namespace) -> DecoderSizes:
     hidden, heads = _needed(given, "hidden_size"), _needed(given, "num_attention_heads")
-    if hidden < 1 or heads < 1:
-        raise ValueError("--hidden-size and --num-attention-heads must be 1 or more")
     if given.kv_channels is None and hidden % heads:
         raise ValueError(
             f"--hidden-size {hidden} cannot be divided by --num-attention-heads {heads}: change one of "
@@ -324,12 +322,13 @@ def _model(given: argparse.Namespace) -> DecoderSizes:
     pattern, *predicted = (given.hybrid_layer_pattern or "").replace("|", "").split("/")
     if unknown := set(pattern + "".join(predicted)) - set("M*-E"):
         raise ValueError(f"the hybrid pattern has {''.join(sorted(unknown))!r}; known are M * - E")
-    gated, rotary = given.swiglu, _is_rotary(given)
+    gated, embedding = given.swiglu, given.position_embedding_type
+    rotary = embedding in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
     ffn = given.ffn_hidden_size
     if ffn is None:
         ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
     positions = 0
-    if given.position_embedding_type == "learned_absolute" and not rotary:
+    if embedding == "learned_absolute" and not rotary:
         positions = given.max_position_embeddings or _needed(given, "seq_length")
     layers = len(pattern) or _needed(given, "num_layers")
     return DecoderSizes(
@@ -356,10 +355,6 @@ def _model(given: argparse.Namespace) -> DecoderSizes:
         mixture=_mixture(given, layers, ffn),
         state_space=_state_space(given, hidden) if "M" in pattern else None,
     )
-
-
-def _is_rotary(given: argparse.Namespace) -> bool:
-    return given.position_embedding_type in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
 
 
 def _latent(given: argparse.Namespace) -> Latent | None:
@@ -400,8 +395,6 @@ def _parallel(given: argparse.Namespace, model: DecoderSizes, gpus: int | None) 
     context, expert = given.context_parallel_size, given.expert_model_parallel_size
     # Megatron prints a size for models without experts as well.
     expert_tensor = (given.expert_tensor_parallel_size or tensor) if model.mixture else 1
-    if min(tensor, pipeline, context, expert, expert_tensor) < 1:
-        raise ValueError("parallel sizes must be 1 or more")
     chunks = given.num_virtual_stages_per_pipeline_rank or 1
     if of_a_chunk := given.num_layers_per_virtual_pipeline_stage:
         if model.num_layers % (pipeline * of_a_chunk):
@@ -454,7 +447,7 @@ def _micro_batches(given: argparse.Namespace, parallel: Parallel) -> int | None:
     batch, at_once = given.global_batch_size, given.micro_batch_size * parallel.data
     if batch is None:
         return None
-    if batch < 1 or given.micro_batch_size < 1 or batch % at_once:
+    if batch % at_once:
         raise ValueError(
             f"--global-batch-size {batch} cannot be divided into micro-batches of "
             f"{given.micro_batch_size} on {parallel.data} data-parallel ranks: give a multiple of {at_once}"
@@ -467,8 +460,6 @@ def _recompute(given: argparse.Namespace) -> Recompute:
     if granularity is None:
         return Recompute()
     if granularity == "full":
-        if given.recompute_num_layers is not None and given.recompute_num_layers < 1:
-            raise ValueError("--recompute-num-layers must be 1 or more")
         return Recompute(
             full=True,
             num_layers=given.recompute_num_layers,

@@ -142,9 +142,6 @@ class Parallel:
     layout: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tensor", "pipeline", "context", "expert", "expert_tensor", "chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"the {name} parallel size must be 1 or more")
         model = self.tensor * self.pipeline * self.context
         if self.gpus % model:
             raise ValueError(
@@ -263,14 +260,10 @@ class Setting:
 
     def __post_init__(self) -> None:
         model, parallel, training = self.model, self.parallel, self.training
-        if training.sequence < 1 or training.micro_batch < 1:
-            raise ValueError("--seq-length and --micro-batch-size must be 1 or more")
-        if self.vocab_divisor < 1:
-            raise ValueError("--make-vocab-size-divisible-by must be 1 or more")
         for name, size, ranks in (
             ("attention heads", model.num_attention_heads, parallel.tensor),
             ("rows of an MLP", model.ffn_hidden_size, parallel.tensor),
-            ("tokens of a sequence", training.sequence, self._sequence_divisor),
+            ("tokens of a sequence", training.sequence, parallel.context * parallel.sequence_parts),
         ):
             if size % ranks:
                 raise ValueError(f"{size} {name} cannot be divided over {ranks} ranks")
@@ -283,10 +276,6 @@ class Setting:
                 f"{model.mixture.num_experts} experts cannot be divided over {parallel.expert} ranks: "
                 "give --expert-model-parallel-size a divisor of them"
             )
-
-    @property
-    def _sequence_divisor(self) -> int:
-        return self.parallel.context * self.parallel.sequence_parts
 
     @cached_property
     def padded_vocab_size(self) -> int:

@@ -22,9 +22,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.distillation import TeacherChunk
+from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics, SoftTargets, TileStatistics
 from megatron_fused_ce.loss import PLAIN, LossForm, TokenTerms, Upstream
+from megatron_fused_ce.parallel import DONE, VocabParallel, Work
 
 
 class ChunkTargets(NamedTuple):
@@ -38,12 +39,24 @@ class ChunkTargets(NamedTuple):
     #: whether this shard is the whole vocabulary
     alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
-    teacher: TeacherChunk | None = None
+    #: its hidden states of the chunk, [C, H_t] or to be gathered, and its label_weights [C]
+    teacher: Teacher | None = None
+    #: over which those are gathered, [C / R, H_t] of each rank
+    teacher_over: VocabParallel | None = None
 
     @property
     def labels(self) -> Tensor:
         assert self.labels_if_read is not None
         return self.labels_if_read
+
+    def start_teacher(self) -> tuple[Tensor, Work]:
+        """The teacher's hidden states ``[C, H_t]``, to be waited for.
+
+        Collectives: starts one all-gather of them, with sequence parallelism.
+        """
+        assert self.teacher is not None
+        part, over = self.teacher.hidden, self.teacher_over
+        return (part, DONE) if over is None else over.gathered(part)
 
 
 class Scores(NamedTuple):
@@ -141,10 +154,4 @@ class LogitsBackend(Protocol):
     ) -> LogitsGrad:
         """Gradients of the logits from the GEMM again, into ``out`` ``[C, V]``; ``logits``, of
         :attr:`logits_dtype`, may be the same buffer.
-        """
-
-    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
-        """``out = (row_scale * factor)[:, None] * x`` in fp32; for gradients with a row scale alone.
-
-        ``x``: ``[C, H]``; ``row_scale`` and ``factor``: fp32 ``[C]``, or ``[]`` for one number.
         """

@@ -44,6 +44,7 @@ from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
 from megatron_fused_ce.loss import PLAIN, LossForm, TokenOutputs, TokenTerms, Upstream
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
+from megatron_fused_ce.scaling import scale_rows
 
 #: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
 #: ``2**FP16_BITS`` at most, so that small probabilities do not underflow.
@@ -52,13 +53,6 @@ FP16_BITS = 8
 BOUND_AHEAD = 64.0
 #: So many nats below the teacher's largest logit one of -inf is taken to be: exp(-88) is next to nothing.
 FAR = 88.0
-
-
-class _Settled(NamedTuple):
-    """A chunk after its exchanges."""
-
-    merged: Merged  # terms: _Terms.stacked()
-    outputs: TokenOutputs  # fp32 [C]; the divergence: this shard's part
 
 
 class _Terms(NamedTuple):
@@ -88,6 +82,9 @@ class Divergence:
     """:class:`.LogitsBackend` of a student beside its teacher."""
 
     base: LogitsBackend  # of both sides
+    name: str  # of the base, and the next two
+    saves_logits: bool
+    token_ops: ModuleType
     statistics: ModuleType  # kernels.row_kernels or rows_torch
     rows: ModuleType  # kernels.divergence or divergence_torch
     kind: str
@@ -102,18 +99,6 @@ class Divergence:
 
     needs_logits_buffer = True
     logits_dtype: torch.dtype | None = None  # of the gradient: the hidden states'
-
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def saves_logits(self) -> bool:
-        return self.base.saves_logits
-
-    @property
-    def token_ops(self) -> ModuleType:
-        return self.base.token_ops
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
         return self.base.sample_rows(weight, num_ranks, form)
@@ -130,10 +115,10 @@ class Divergence:
         """Logits of both sides, and their statistics side by side: ``[4, 2 * C]``, or ``4 * C`` columns with
         labels at another temperature, whose cross-entropies are at temperature 1.
 
-        Collectives: those of :meth:`.TeacherChunk.start`, under the student's GEMM.
+        Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM.
         """
         assert targets.teacher is not None and out is not None
-        (teacher_hidden, gathered), teacher = targets.teacher.start(), targets.teacher
+        (teacher_hidden, gathered), teacher = targets.start_teacher(), targets.teacher
         targets = targets._replace(teacher=None, form=replace(targets.form, with_rest=True))
         of_teacher = self._of_teacher(targets)
         sides = [self._side(hidden, weight, targets, sample, self._in_precision(out))]
@@ -237,8 +222,9 @@ class Divergence:
         matrix: Tensor | None,  # [C, V]: for the gradient, where it is made now
         comm: VocabParallel,
         needs_grad: bool,
-    ) -> _Settled:
-        """The divergence of a chunk, and its gradient.
+    ) -> tuple[Merged, TokenOutputs]:
+        """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`_Terms.stacked`) in
+        ``merged``, and its outputs, of the divergence this shard's part.
 
         Collectives: one SUM all-reduce ``[C]`` for reverse_kl and jsd, where a gradient is needed.
         """
@@ -277,7 +263,7 @@ class Divergence:
             divergence=sums,
             teacher_log_prob=teacher_log_prob,
         )
-        return _Settled(merged._replace(terms=of_token.stacked()), outputs)
+        return merged._replace(terms=of_token.stacked()), outputs
 
     def whole(self, outputs: TokenOutputs, label_weights: Tensor | None, comm: VocabParallel) -> TokenOutputs:
         """The outputs of all tokens ``[parts, n]``. Collectives: one SUM all-reduce of them."""
@@ -432,7 +418,7 @@ class Divergence:
         if self.saves_e:
             return LogitsGrad(matrix, row_scale, upstream.loss)
         assert out is not None
-        self.scale_rows(matrix, row_scale, out, upstream.loss)
+        scale_rows(matrix, row_scale, out, upstream.loss)
         return LogitsGrad(out)
 
     def grad_recomputed(
@@ -445,9 +431,9 @@ class Divergence:
         logits: Tensor,
         out: Tensor,
     ) -> LogitsGrad:
-        """Collectives: those of :meth:`.TeacherChunk.start`, under the student's GEMM."""
+        """Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM."""
         assert targets.teacher is not None and terms.of_divergence is not None
-        teacher_hidden, gathered = targets.teacher.start()
+        teacher_hidden, gathered = targets.start_teacher()
         student_out, teacher_weight = self._in_precision(logits), targets.teacher.weight
         self._logits_again(hidden, weight, targets, student_out)
         gathered.wait()
@@ -458,15 +444,6 @@ class Divergence:
         student, teacher = self._sides(both, targets, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)
         return self.grad_from_saved(out, of_token.row_scale, targets, None, upstream, out)
-
-    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
-        if x.is_cuda:
-            from megatron_fused_ce.kernels import scaled_exp_rows
-
-            scaled_exp_rows.scale_rows(x, row_scale, out, factor)
-            return
-        scale = row_scale if factor is None else row_scale * factor
-        torch.mul(x.float(), scale.view(-1, 1) if scale.dim() else scale, out=out)
 
 
 def _put_label_logits(logits: Tensor, targets: ChunkTargets, stats: RowStatistics) -> None:

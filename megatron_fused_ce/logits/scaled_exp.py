@@ -54,7 +54,7 @@ class ScaledExp:
         with_argmax: bool,
     ) -> Scores:
         assert sample is not None
-        _, logit_scale, form, _, alone, inv_temperature, _ = targets
+        _, logit_scale, form, _, alone, inv_temperature, *_ = targets
         labels = targets.labels
         num_columns = weight.shape[0]
         with phase("logits"):
@@ -150,9 +150,6 @@ class ScaledExp:
             targets.inv_temperature,
         )
         return LogitsGrad(out)
-
-    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
-        scaled_exp_rows.scale_rows(x, row_scale, out, factor)
 
 
 def _with_rest(

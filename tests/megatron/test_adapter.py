@@ -407,7 +407,7 @@ def test_flags_in_a_group_of_their_own():
     ],
 )
 def test_config_from_a_command_line(line, expected):
-    assert arguments.config_from_argv(line.split()) == expected
+    assert arguments.config_from_args(arguments.args_from_argv(line.split())) == expected
 
 
 def test_masked_padding_begins_where_the_tokenizer_ends(monkeypatch):
@@ -415,8 +415,8 @@ def test_masked_padding_begins_where_the_tokenizer_ends(monkeypatch):
     name = "megatron.training.global_vars"
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(_GLOBAL_TOKENIZER=tokenizer))
     words = ["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"]
-    assert arguments.config_from_argv(words) == FusedCEConfig(true_vocab_size=50257)
-    assert arguments.config_from_argv(words[:1]) == FusedCEConfig()
+    assert arguments.config_from_args(arguments.args_from_argv(words)) == FusedCEConfig(true_vocab_size=50257)
+    assert arguments.config_from_args(arguments.args_from_argv(words[:1])) == FusedCEConfig()
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ def test_masked_padding_begins_where_the_tokenizer_ends(monkeypatch):
 def test_bad_flags_end_with_status_2(line, words, capsys):
     """One line after argparse's usage, with the flag and what was expected."""
     with pytest.raises(SystemExit) as end:
-        arguments.config_from_argv(["--fused-chunked-ce", *line.split()])
+        arguments.config_from_args(arguments.args_from_argv(["--fused-chunked-ce", *line.split()]))
     said = capsys.readouterr().err.splitlines()[-1]
     assert end.value.code == 2
     assert re.split("[ =]", line)[0] in said and words in said

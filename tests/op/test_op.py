@@ -238,7 +238,7 @@ def test_auto_within_a_budget_mixes(device):
         wgrad_accumulator="returned",
     )
     config = FusedCEConfig(chunk_tokens=128, memory_mb=16, logits_backend="gemm_rows")
-    plan = planner.plan(planner.PlanInputs.of(config, device="cpu", **facts))
+    plan = planner.plan(planner.PlanInputs(config=config, device="cpu", **facts))
     assert plan.strategy == "mixed" and 0 < plan.stored_chunks < 8
     assert_close(run(inputs, config), inputs)
 

@@ -361,8 +361,8 @@ def test_memory_is_the_plans(strategy):
             made = token_log_probs(*operands, labels, entropy="differentiable", config=config).log_prob
             made.backward(torch.ones_like(made))
         peaks.append(live.peak)
-        inputs = planner.PlanInputs.of(
-            config,
+        inputs = planner.PlanInputs(
+            config=config,
             num_tokens=num_tokens,
             hidden_size=size,
             num_rows=vocab,

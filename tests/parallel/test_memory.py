@@ -23,6 +23,7 @@ from megatron_fused_ce import (
     wgrad,
 )
 from megatron_fused_ce.call import Call
+from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.op import linear_cross_entropy
 from tests.support.head import column_plans
@@ -221,8 +222,8 @@ def peaks_are_as_predicted(
         merge=merge,
         logit_precision=logit_precision,
     )
-    inputs = planner.PlanInputs.of(
-        config,
+    inputs = planner.PlanInputs(
+        config=config,
         num_tokens=num_tokens,
         hidden_size=H,
         num_rows=V,
@@ -237,7 +238,7 @@ def peaks_are_as_predicted(
         teacher_itemsize=dtype.itemsize if divergence else 0,
     )
     stored = num_chunks if strategy == "store" else 0
-    cut = (num_chunks, C, stored, stored * C)
+    cut = Cut.of_length(num_tokens // parts, C // parts), stored
     # Row scales stand for them in what the scaled-exp GEMM saves, and beside a teacher.
     saves_e = inputs.saves_e
     saves_terms = strategy != "store" or not saves_e
@@ -289,7 +290,7 @@ def peaks_are_as_predicted(
         gc.collect()  # as above
         seen.reset()
         loss.backward(weights.square())
-    again = planner.remade_memory(inputs, num_chunks, C)
+    again = planner.remade_memory(inputs, cut[0])
     compare("backward", inputs, merge, seen.peak, again, alike)
     assert seen.peak[torch.float32, V, H] == trained
 

@@ -558,7 +558,9 @@ def test_options_of_the_loss(rank: Rank):
                 build(Model(), rank)
     megatron_fused_ce.disable()
     with pytest.raises(ValueError, match="takes the vocabulary size from Megatron's tokenizer"):
-        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
+        arguments.config_from_args(
+            arguments.args_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
+        )
 
 
 @on_ranks(of_core(2, NEWEST), of_core(2, INSTALLED))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.estimate import advice, blocks, heads, static
 from megatron_fused_ce.estimate.advice import Gpu, advise
 from megatron_fused_ce.estimate.command import plan_of, setting_of
@@ -413,7 +413,7 @@ def test_the_plugins_heads_are_the_planners():
         head = heads.plugin_head(one, "NVIDIA H200", strategy, exp_serves=True)
         chosen = plan(
             PlanInputs(32768, 4096, 32064, num_parts=4, tp_size=4, token_weights_known=True,
-                       device="NVIDIA H200", strategy=strategy)
+                       device="NVIDIA H200", config=FusedCEConfig(strategy=strategy))
         )  # fmt: skip
         assert head.predicted == chosen.predicted_peak_bytes
         grad_hidden = 2 * 32768 * 4096 // 4

@@ -73,7 +73,7 @@ torchrun ${DISTRIBUTED_ARGS} \
 
 def test_a_script_with_variables_arrays_and_continued_lines():
     launch = launch_script.of_script(SCRIPT, {}, READ)
-    assert (launch.script, launch.gpus) == ("pretrain_gpt.py", 16)
+    assert launch.gpus == 16
     assert launch.arguments[:16] == (
         *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
         *("--seq-length", "128", "--vocab-size", "256", "--swiglu"),
