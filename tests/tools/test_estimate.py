@@ -529,13 +529,6 @@ def test_the_longest_sequence_fits_and_the_next_does_not(sizes, mib):
 # --- advice ----------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_between_the_peaks():
-    found = plan_of(["--model", "llama-3.2-1b", "--seq-length", "32768"]).advice
-    assert found.baseline.head.name == "unfused"
-    assert found.saved == found.baseline.peak - found.recommended.peak > 0
-    assert found.recommended.longest > found.baseline.longest
-
-
 def test_the_launchs_own_loss_is_the_baseline():
     words = ["--model", "llama-3.2-1b", "--seq-length", "8192", "--cross-entropy-loss-fusion"]
     assert plan_of(words).advice.baseline.head.name == "native"
