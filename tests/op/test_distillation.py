@@ -480,7 +480,7 @@ def test_a_budget(device):
         hidden, weight, problem.labels, config=config, distillation=distillation, outputs=("divergence",)
     )
     # Row passes in plain PyTorch work in copies of fewer rows than a chunk has.
-    with patch.object(rows_torch, "BLOCK_ELEMENTS", 64 * 331), LiveStorages() as live:
+    with patch.object(rows_torch, "BLOCK_ELEMENTS", 16 * 331), LiveStorages() as live:
         made = linear_cross_entropy(call)
         made.loss.backward(problem.upstream)
     assert made.plan.strategy == "mixed" and made.plan.predicted_peak_bytes <= 6 * 2**20

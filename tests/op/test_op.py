@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_fused_ce
-from megatron_fused_ce import FusedCEConfig, forward, fused_linear_cross_entropy, planner
+from megatron_fused_ce import FusedCEConfig, forward, fused_linear_cross_entropy
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.lib.reference import (
@@ -211,24 +211,6 @@ def test_mixed_saves_the_first_chunks(stored, dtype, device):
     assert_close(result, inputs)
     for part, plain in zip(result, run(inputs, config), strict=True):
         assert torch.equal(part, plain)
-
-
-def test_auto_within_a_budget_mixes(device):
-    """The planner's choice reaches the op: as many chunks stored as the budget allows."""
-    inputs = make_inputs(
-        "plain", s=1024, b=1, hidden_size=16, vocab=8192, dtype=torch.bfloat16, device=device
-    )
-    facts = dict(
-        num_tokens=1024,
-        hidden_size=16,
-        num_rows=8192,
-        logits_backend="gemm_rows",
-        wgrad_accumulator="returned",
-    )
-    config = FusedCEConfig(chunk_tokens=128, memory_mb=16, logits_backend="gemm_rows")
-    plan = planner.plan(planner.PlanInputs.of(config, device="cpu", **facts))
-    assert plan.strategy == "mixed" and 0 < plan.stored_chunks < 8
-    assert_close(run(inputs, config), inputs)
 
 
 def test_grad_weight_does_not_lose_precision_with_chunks(device):

@@ -360,32 +360,6 @@ def test_evaluation_says_nothing(rank: Rank):
     assert notes(said) == []
 
 
-@on_ranks(*RANKS)
-def test_two_models(rank: Rank):
-    """Two models with an optimizer each in one process: one's wrong loss costs the other nothing."""
-    have_groups(rank.size)
-    wrong, right = Training(rank, Setup()), Training(rank, Setup())
-    for remade in (1, 0):
-        for training in (wrong, right):
-            training.zero_grad()
-        with promises(0, remade):
-            wrong.backward(right=False)
-        with promises(1):
-            right.backward()
-        right.assert_steps()
-        wrong.assert_steps()
-
-
-@on_ranks(*RANKS)
-@pytest.mark.parametrize("strategy", ["recompute", "store"])
-def test_other_strategies_take_any_loss(rank: Rank, strategy):
-    have_groups(rank.size)
-    training = Training(rank, Setup(strategy=strategy))
-    training.zero_grad()
-    training.backward(right=False)
-    training.assert_steps()
-
-
 MODES = ("disabled", "validate_results", "report_determinism_stats")
 TO_THE_BIT = {
     "store": Setup(strategy="store"),

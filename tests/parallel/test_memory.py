@@ -29,8 +29,8 @@ from tests.support.head import column_plans
 from tests.support.problems import open_main_grad
 from tests.support.ranks import Rank, on_ranks
 
-#: A shard and a chunk whose buffers differ in shape, from each other and from samples and merges: seven tiles of
-#: columns on a GPU, on a CPU six, by one of tokens: the interpreter takes a moment for each.
+#: A shard and a chunk whose buffers differ in shape, also from samples and merges: seven tiles of columns on
+#: a GPU; on a CPU six, by one of tokens, as the interpreter takes a moment for each.
 H, V, C = (16, 1600, 40) if torch.cuda.is_available() else (16, 384, 24)
 #: Of a teacher.
 H_T = 20

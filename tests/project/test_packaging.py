@@ -274,12 +274,3 @@ def test_an_unmodified_launch_knows_the_flag(python, tmp_path, way):
     finally:
         run(python, "-m", "megatron_fused_ce", "autoload", "remove")
     assert "RAN True 6 True" in done.stdout
-
-
-def test_looking_for_the_tools_leaves_distutils_alone():
-    """Builds of torch's and Megatron's extensions import setuptools later in the same process."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from tests.project import test_packaging; "
-        "test_packaging.missing_tools(); import setuptools, distutils.core; print(distutils.core.__file__)"
-    )
-    assert "setuptools" in run(sys.executable, "-c", code, ROOT).stdout
