@@ -43,7 +43,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_fused_ce.command_line import UsageError, command, writable_file
+from megatron_fused_ce.command_line import UsageError, command, require_gpus, writable_file
 from megatron_fused_ce.scripts.bench import cases, report
 from megatron_fused_ce.scripts.lib import gloo, results
 
@@ -62,7 +62,8 @@ def main(words: list[str]) -> int:
     given.path = None
     if given.out or given.name:
         given.path = writable_file(given.out or given.results_dir / "-")
-    cases.require_device(given)
+    if given.device == "cuda":
+        require_gpus(1 if given.ghost else cases.world_size(), "--device cpu tries it without, slowly")
     import torch
 
     from megatron_fused_ce.scripts.bench.problem import World

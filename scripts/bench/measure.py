@@ -56,10 +56,6 @@ class Outcome:
     peak_mib: float | None = None
     samples: list[list[float]] = field(default_factory=list)  # of each block what `turn` gives
 
-    @property
-    def is_ours(self) -> bool:
-        return self.case.family == OURS
-
 
 def say(world: World, text: str) -> None:
     if world.rank == 0:
@@ -95,7 +91,7 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
     outcome.reason = world.first_word(reason)
     if outcome.reason is None:
         return result
-    if outcome.is_ours and outcome.reason != OUT_OF_MEMORY:
+    if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
         raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
     result = None
     give_back(world)
@@ -197,7 +193,7 @@ def _check_one(
     if found is None:
         return
     outcome.errors = dict(zip(found, world.slowest(list(found.values())), strict=True))
-    if outcome.is_ours:
+    if outcome.case.family == OURS:
         pairs = [(k, e, _bound(outcome.case, problem.dtype, k, eager[k])) for k, e in outcome.errors.items()]
         if wrong := [f"{k} {e:.2e} (bound {most:.2e})" for k, e, most in pairs if not e <= most]:
             raise WrongResult(f"{name} is wrong: {', '.join(wrong)}")
