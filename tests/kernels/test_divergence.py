@@ -205,9 +205,11 @@ OF_WHOLE_ROWS = {
 @EVERY
 @pytest.mark.parametrize("sides", distillation.CONFIDENT)
 @pytest.mark.parametrize("kind", distillation.KINDS)
-def test_confident_sides(rows, kind, sides, device):
-    """The rest of the table is the op's: tests/op/test_distillation.py."""
+def test_confident_sides(rows, kind, sides, device, monkeypatch):
+    """Over ranks: tests/parallel/test_distillation.py."""
     slow = rows is divergence and device.type == "cpu"
+    if slow:  # a block takes the interpreter as long, whatever its size
+        monkeypatch.setattr(divergence, "FP32_BLOCK", 2**14)
     of_kind = distillation.KINDS[kind]
     cells = [
         (512, 2, slice(None), raised, temperature)
