@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,21 +37,15 @@ def triton_lacks() -> str:
     return ""
 
 
-class Compiled(NamedTuple):
-    """Result of compiling a device's variants."""
-
-    gemm: ModuleType | None  # the first variant that compiles
-    failure: str  # why none compiles; empty if one does
-
-
 def gemm_for(device: torch.device) -> ModuleType | None:
     """The Hopper variant if it fits chip and triton and compiles, else the portable one, else None."""
-    return compiled(device).gemm
+    return compiled(device)[0]
 
 
 @lru_cache(maxsize=8)
-def compiled(device: torch.device) -> Compiled:
-    """Compile this device's variants on a small chunk, once a process, and take the first that compiles.
+def compiled(device: torch.device) -> tuple[ModuleType | None, str]:
+    """Compile this device's variants on a small chunk, once a process: the first that compiles, or why none
+    does.
 
     A compiler's error then leads to the next variant and does not end the first training step.
     """
@@ -69,8 +63,8 @@ def compiled(device: torch.device) -> Compiled:
             if failure:
                 name = gemm.__name__.rpartition(".")[2]
                 warnings.warn(f"{failure}; {name} serves", RuntimeWarning, stacklevel=2)
-            return Compiled(gemm, "")
-    return Compiled(None, failure)
+            return gemm, ""
+    return None, failure
 
 
 def _candidates(device: torch.device) -> tuple[ModuleType, ...]:

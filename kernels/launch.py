@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache, reduce
 from operator import or_
+from threading import Lock
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ class Bound:
         """Launch it as Triton does, and remember the compiled kernel where it can be called directly."""
         kernel, constants = self._launch.kernel, self._constants
         options = self._launch.options
-        made = kernel[self._grid](*descriptors, *tensors, *self._numbers, **constants, **options)
+        with _one_thread:
+            made = kernel[self._grid](*descriptors, *tensors, *self._numbers, **constants, **options)
         if _unaligned(addresses) or made is None or not _called_directly():
             return
         assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants)
@@ -105,6 +107,8 @@ class Bound:
         self._compiled[key] = made.run, before, (*self._numbers, *constants.values())
 
 
+#: Triton loads a kernel at its first launch, and lets a second thread launch what is half loaded (3.9).
+_one_thread = Lock()
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 

@@ -135,7 +135,8 @@ def _targets(
     TARGETS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """A row's soft targets in columns ``first`` to ``last``: id (-1: not there), share (0), logit."""
+    """A row's soft targets in columns ``first`` to ``last``: id (-1: not there), share (0), logit, and the
+    softcap's gradient."""
     k = tl.arange(0, TARGETS)
     at = k.to(tl.int64) * num_rows + row
     real = k < num_targets
@@ -144,10 +145,11 @@ def _targets(
     ids = tl.where(here, ids, -1)
     probs = tl.load(target_prob_ptr + at, mask=here, other=0.0)
     z = tl.load(row_ptr + ids, mask=here, other=0.0).to(tl.float32) * logit_scale
+    slope = 1.0
     if SOFTCAP:
-        tanh, _ = tanh_and_grad(z / softcap)
+        tanh, slope = tanh_and_grad(z / softcap)
         z = softcap * tanh
-    return ids, probs, z
+    return ids, probs, z, slope
 
 
 @triton.jit
@@ -336,7 +338,7 @@ def _row_statistics_kernel(
     if SQUARES:
         tl.store(squares_ptr + row, tl.sum(squares, axis=0))
     if TARGETS > 0:
-        _, probs, t = _targets(
+        _, probs, t, _ = _targets(
             row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, num_columns, num_targets,
             logit_scale, softcap, 0, num_columns, TARGETS, SOFTCAP,
         )  # fmt: skip
@@ -417,13 +419,10 @@ def _row_gradients_kernel(
         valid_columns = tl.load(valid_columns_ptr)
         gradient = tl.where(columns < valid_columns, gradient, 0.0)
     if TARGETS > 0:
-        ids, probs, t = _targets(
+        ids, probs, t, target_softcap_grad = _targets(
             row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, valid_columns, num_targets,
-            logit_scale, 1.0, start, start + BLOCK, TARGETS, False,
+            logit_scale, softcap, start, start + BLOCK, TARGETS, SOFTCAP,
         )  # fmt: skip
-        if SOFTCAP:
-            tanh_target, target_softcap_grad = tanh_and_grad(t / softcap)
-            t = softcap * tanh_target
         e_target = _exp(t - row_max, logits_ptr.dtype.element_ty == tl.float32)
         at_target = factor * (e_target * scale - probs)
         if SOFTCAP:

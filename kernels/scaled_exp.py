@@ -113,11 +113,11 @@ def _scaled_exp_kernel(
     LOGITS: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SQUARES: tl.constexpr,
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ROUNDED: tl.constexpr,
     TEMPERATURE: tl.constexpr,
-    SQUARES: tl.constexpr,
 ):
     valid_columns = tl.load(valid_columns_ptr) if MASKED else num_columns
     num_m = tl.cdiv(num_rows, BLOCK_M)
@@ -273,6 +273,53 @@ def _launch_shape(device: torch.device) -> tuple[Tiling, int]:
     return TILING, num_sms(device)
 
 
+def _launch(
+    kernels: dict[Tiling, Launch],
+    tokens: Tensor,
+    weight: Tensor,
+    out: Tensor | None,
+    of_rows: tuple[Tensor, ...],  # labels [C] int64, and others, which begin with [C] fp32
+    logit_scale: float,
+    form: RowOptions,
+    inv_temperature: Tensor | None,
+    **constants: bool,
+) -> None:
+    labels, unused, *_ = of_rows
+    tiling, num_programs = _launch_shape(tokens.device)
+    tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
+    kernels[tiling](
+        (num_programs,),
+        (
+            *of_rows,
+            labels if form.valid_columns is None else form.valid_columns,
+            unused if inv_temperature is None else inv_temperature,
+        ),
+        (
+            tokens.shape[0],
+            weight.shape[0],
+            tokens.shape[1],
+            logit_scale,
+            logit_scale * LOG2_E,
+            form.softcap or 1.0,
+        ),
+        descriptors=(
+            tokens_desc,
+            _descriptor(weight, (tiling.block_n, tiling.block_k)),
+            tokens_desc if out is None else _descriptor(out, (tiling.block_m, tiling.block_n)),
+        ),
+        NUM_PROGRAMS=num_programs,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k,
+        GROUP_M=tiling.group_m,
+        **constants,
+        MASKED=form.valid_columns is not None,
+        SOFTCAP=form.softcap is not None,
+        ROUNDED=form.rounded,
+        TEMPERATURE=inv_temperature is not None,
+    )
+
+
 def scaled_exp_gemm(
     tokens: Tensor,  # [C, H]
     weight: Tensor,  # [V, H]
@@ -294,49 +341,21 @@ def scaled_exp_gemm(
     ``logits``: ``out`` gets the logits instead, before ``logit_scale`` and softcap; undefined at labels and
     in masked columns.
     """
-    num_rows, hidden_size = tokens.shape
-    num_columns = weight.shape[0]
-    tiling, num_programs = _launch_shape(tokens.device)
-    tiles = TileStatistics.empty(row_shift2, num_columns, tiling.block_n, with_argmax, form)
-    tokens_desc = _descriptor(tokens, (tiling.block_m, tiling.block_k))
-    out_desc = tokens_desc
-    if out is not None:
-        out_desc = _descriptor(out, (tiling.block_m, tiling.block_n))
-    _scaled_exp[tiling](
-        (num_programs,),
-        (
-            labels,
-            row_shift2,
-            *(tiles.tile_max if each is None else each for each in tiles[1:]),
-            labels if form.valid_columns is None else form.valid_columns,
-            row_shift2 if inv_temperature is None else inv_temperature,
-        ),
-        (
-            num_rows,
-            num_columns,
-            hidden_size,
-            logit_scale,
-            logit_scale * LOG2_E,
-            form.softcap or 1.0,
-        ),
-        descriptors=(
-            tokens_desc,
-            _descriptor(weight, (tiling.block_n, tiling.block_k)),
-            out_desc,
-        ),
-        NUM_PROGRAMS=num_programs,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        GROUP_M=tiling.group_m,
+    tiling, _ = _launch_shape(tokens.device)
+    tiles = TileStatistics.empty(row_shift2, weight.shape[0], tiling.block_n, with_argmax, form)
+    _launch(
+        _scaled_exp,
+        tokens,
+        weight,
+        out,
+        (labels, row_shift2, *(tiles.tile_max if each is None else each for each in tiles[1:])),
+        logit_scale,
+        form,
+        inv_temperature,
         WRITE=out is not None and not logits,
         LOGITS=out is not None and logits,
         WITH_ARGMAX=with_argmax,
         WEIGHTED=form.with_weighted,
-        MASKED=form.valid_columns is not None,
-        SOFTCAP=form.softcap is not None,
-        ROUNDED=form.rounded,
-        TEMPERATURE=inv_temperature is not None,
         SQUARES=form.with_squares,
     )
     return tiles
@@ -352,44 +371,9 @@ def grad_logits_gemm(
     out: Tensor,  # [C, V]
     form: RowOptions = NO_OPTIONS,
     inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
-) -> Tensor:
+) -> None:
     """Gradients of the logits into ``out``."""
-    num_rows, hidden_size = tokens.shape
-    num_columns = weight.shape[0]
-    tiling, num_programs = _launch_shape(tokens.device)
-    _grad_logits[tiling](
-        (num_programs,),
-        (
-            labels,
-            gradient.max2,
-            gradient.factor,
-            gradient.at_label,
-            gradient.factor if gradient.entropy_factor is None else gradient.entropy_factor,
-            labels if form.valid_columns is None else form.valid_columns,
-            gradient.max2 if inv_temperature is None else inv_temperature,
-        ),
-        (
-            num_rows,
-            num_columns,
-            hidden_size,
-            logit_scale,
-            logit_scale * LOG2_E,
-            form.softcap or 1.0,
-        ),
-        descriptors=(
-            _descriptor(tokens, (tiling.block_m, tiling.block_k)),
-            _descriptor(weight, (tiling.block_n, tiling.block_k)),
-            _descriptor(out, (tiling.block_m, tiling.block_n)),
-        ),
-        NUM_PROGRAMS=num_programs,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k,
-        GROUP_M=tiling.group_m,
-        ENTROPY=gradient.entropy_factor is not None,
-        MASKED=form.valid_columns is not None,
-        SOFTCAP=form.softcap is not None,
-        ROUNDED=form.rounded,
-        TEMPERATURE=inv_temperature is not None,
-    )
-    return out
+    rows = tuple(gradient.factor if row is None else row for row in gradient)
+    entropy = gradient.entropy_factor is not None
+    args = tokens, weight, out, (labels, *rows), logit_scale, form, inv_temperature
+    _launch(_grad_logits, *args, ENTROPY=entropy)

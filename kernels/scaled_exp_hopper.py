@@ -861,22 +861,20 @@ def _gemm_kernel(
     ring = _Ring(weight_slots, tile_ids, full, empty, empty_in_cluster)
     sizes = _Sizes(num_rows, valid_columns, num_m, num_n, num_k)
     scales = _Scales(logit_scale, scale2, softcap)
+    kind: gl.constexpr = _Kind(
+        GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY,
+        MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
+    )  # fmt: skip
     # fmt: off
     gl.warp_specialize(
         [
             (_consumer, (
                 out_desc, of_rows, of_tiles, upper_slots, upper_staging, ring, sizes, scales, 0,
-                _Kind(
-                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY,
-                    MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
-                ),
+                kind,
             )),
             (_consumer, (
                 out_desc, of_rows, of_tiles, lower_slots, lower_staging, ring, sizes, scales, HALF_M,
-                _Kind(
-                    GROUP_M, MODE, WRITE, LOGITS, WITH_ARGMAX, WEIGHTED, ENTROPY,
-                    MASKED, SOFTCAP, ROUNDED, TEMPERATURE, SQUARES,
-                ),
+                kind,
             )),
             (_loader, (
                 tokens_desc, weight_desc, table_ptr, upper_slots, lower_slots, ring, sizes, GROUP_M,
@@ -1047,7 +1045,7 @@ def grad_logits_gemm(
     out: Tensor,  # [C, V] bf16
     form: RowOptions = NO_OPTIONS,
     inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
-) -> Tensor:
+) -> None:
     """Gradients of the logits into ``out``."""
     _launch(
         tokens,
@@ -1063,4 +1061,3 @@ def grad_logits_gemm(
         form,
         inv_temperature=inv_temperature,
     )
-    return out

@@ -167,24 +167,6 @@ def _row_prologue_kernel(
     tl.store(row_shift_ptr + rows, row_shift * inv_temperature * _LOG2_E, mask=inside)
 
 
-@triton.jit
-def _tile_table_kernel(
-    label_ptr,
-    table_ptr,
-    num_rows,
-    num_columns,
-    halves,
-    num_tiles,
-    HALF_TILE: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
-):
-    _fill_table(
-        label_ptr, table_ptr, num_rows, num_columns, halves, num_tiles,
-        HALF_TILE, TILE, BLOCK_TILES,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_rows"])  # a row's order of summation would depend on it
 def _combine_tiles_kernel(
     row_shift_ptr,  # [C] fp32, base 2: RowPrologue.row_shift2
@@ -460,7 +442,7 @@ def _scaled_copy_kernel(x_ptr, scale_ptr, out_ptr, numel, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-_tile_table = Launch(_tile_table_kernel, num_warps=4)
+_tile_table = Launch(_fill_table, num_warps=4)
 _row_prologue = Launch(_row_prologue_kernel, num_warps=4, num_stages=4)
 _combine_tiles = Launch(_combine_tiles_kernel, num_warps=8)
 _finalize_rows = Launch(_finalize_rows_kernel, num_warps=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce import autocast, masked_tokens, promise
-from megatron_fused_ce.backward import PrecomputedGrads, backward, scale_precomputed
+from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, backward, scale_precomputed
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.forward import forward
@@ -121,9 +122,12 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             # Saved tensors go through autograd, which frees them with the graph; gradients made in the
             # forward are used up by the first backward.
             ctx.context, ctx.gradients = context, out.gradients
-            tensors: list[Tensor | None] = []
-            saved = out.saved._replace(soft=_soft(targets, spec), inv_temperature=targets.inv_temperature)
-            ctx.structure = take_apart((saved, targets.ignored, kept), tensors)
+            saved = out.saved
+            tensors: list[Tensor | None] = [*chain.from_iterable(saved.chunks)]
+            ctx.num_of_chunks = len(tensors)
+            soft, inv_temperature = _soft(targets, spec), targets.inv_temperature
+            of_call = saved.last_hidden, saved.matrix, soft, inv_temperature, targets.ignored, kept
+            ctx.structure = take_apart(of_call, tensors)
             # The input itself where it can be, which autograd knows.
             ctx.saves_input = kept is None and not copies_hidden
             ctx.save_for_backward(hidden if ctx.saves_input else flat, weight, *tensors)
@@ -157,7 +161,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             return None, None, *no_others
         hidden, weight, *tensors = ctx.saved_tensors
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        saved, ignored, kept = put_together(ctx.structure, iter(tensors))
+        saved_chunks = zip(*[iter(tensors[: ctx.num_of_chunks])] * len(SavedChunk._fields), strict=True)
+        *rest, ignored, kept = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))
         device, spec = weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
         upstream = _upstream(grad_outputs, spec, ignored)
@@ -183,6 +188,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
                 if spec.plan.strategy == "grad_in_forward":
                     promise.count(result is not None)
                 if result is None:
+                    saved = Saved(tuple(map(SavedChunk._make, saved_chunks)), *rest)
                     of_call = context, hidden, weight, saved, upstream, needs_grad
                     result = backward_of_nonzero(*of_call) if spec.skip_zero_upstream else backward(*of_call)
         except BaseException:

@@ -105,9 +105,10 @@ class ChunkGradients:
     ) -> None:
         """Collectives: those of :meth:`start_hidden`, under the chunk's ``grad_weight``."""
         self.start_hidden(chunk, grad)
-        self.put_row_scales(chunk, grad)
         if grad.row_scale is None:  # no small kernel follows
             delay_next_gemm(self._context, self._weight.device)
+        else:
+            self.put_row_scales(chunk, grad)
         if grad_weight is not None:
             assert x is not None
             with phase("grad-weight"):

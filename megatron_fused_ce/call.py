@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_fused_ce import autocast, distillation, planner
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
-from megatron_fused_ce.distillation import Distillation, Teacher, TeacherChunk
+from megatron_fused_ce.distillation import Distillation, Teacher
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
@@ -193,20 +193,12 @@ class CallSpec(NamedTuple):
     def gradients_in_forward(self) -> bool:
         return self.plan.strategy == "grad_in_forward" and any(self.needs_grad)
 
-    @property
-    def backward_reads_labels(self) -> bool:
-        return not (self.plan.strategy == "store" and self.logits.saves_e)
-
     def stores(self, chunk: Chunk) -> bool:
         """Whether the forward saves the chunk's logits, or ``E``."""
         return chunk.index < self.plan.stored_chunks and any(self.needs_grad)
 
     def backward_reads_hidden(self, chunk: Chunk, needs_grad: NeedsGrad) -> bool:
         return needs_grad.weight or (needs_grad.hidden and not self.stores(chunk))
-
-    @property
-    def needs_argmax(self) -> bool:
-        return self.with_argmax or "predicted" in self.form.outputs
 
 
 class Context(NamedTuple):
@@ -257,24 +249,19 @@ class Context(NamedTuple):
         """What the logits backend takes of one chunk beside hidden states and weight."""
         spec = self.spec
         if isinstance(soft, Teacher):
-            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=self._teacher_of(chunk, soft))
+            comm, weights, flat = spec.comm, soft.label_weights, soft.hidden.dim() == 2
+            soft = soft._replace(
+                hidden=soft.hidden[..., chunk.start : chunk.stop, :].reshape(-1, soft.hidden.shape[-1]),
+                label_weights=None if weights is None else self.split(weights, chunk),
+            )
+            over = comm if comm.sequence_parallel and flat else None
+            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=soft, teacher_over=over)
         if soft is not None:
             soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
         if inv_temperature is not None:
             inv_temperature = self.split(inv_temperature, chunk)
         alone = spec.comm.size == 1
         return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)
-
-    def _teacher_of(self, chunk: Chunk, teacher: Teacher) -> TeacherChunk:
-        weights, comm = teacher.label_weights, self.spec.comm
-        part = teacher.hidden[..., chunk.start : chunk.stop, :].reshape(-1, teacher.hidden.shape[-1])
-        return TeacherChunk(
-            part,
-            comm if comm.sequence_parallel and teacher.hidden.dim() == 2 else None,
-            teacher.weight,
-            teacher.sample,
-            None if weights is None else self.split(weights, chunk),
-        )
 
 
 def spec_of(call: Call) -> CallSpec:
@@ -424,6 +411,9 @@ def _divergence_of(call: Call, given: Distillation, base: LogitsBackend) -> Dive
     rows, statistics = divergence_rows(call.hidden.device, call.config.row_backend)
     return Divergence(
         base,
+        base.name,
+        base.saves_logits,
+        base.token_ops,
         statistics,
         rows,
         given.divergence,
@@ -557,7 +547,6 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
 def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
     beside = call.distillation
     requested = RequestedOutputs(
-        call.outputs,
         call.differentiable,
         soft=call.teacher is not None,
         divergence=beside is not None,
@@ -590,8 +579,8 @@ def _plan(
     in_forward = not (config.z_loss and call.hidden.dtype == torch.float16)
     if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
-    inputs = planner.PlanInputs.of(
-        config,
+    inputs = planner.PlanInputs(
+        config=config,
         num_tokens=call.hidden.shape[:-1].numel() * comm.num_parts,
         hidden_size=call.hidden.shape[-1],
         # Of the largest shard: ranks with unequal ones cut their tokens alike.

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_fused_ce.config import FP32_LIMIT, FusedCEConfig
 from megatron_fused_ce.kernels.records import DIVERGENCES
 from megatron_fused_ce.masked_tokens import Kept
-from megatron_fused_ce.parallel import DONE, VocabParallel, Work
+from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.validation import DTYPES
 
 
@@ -64,23 +64,6 @@ class Teacher(NamedTuple):
         return self._replace(
             hidden=hidden, label_weights=None if weights is None else kept.of_tokens(weights)
         )
-
-
-class TeacherChunk(NamedTuple):
-    """The teacher of one chunk."""
-
-    part: Tensor  # [C / parts, H_t], where it is gathered; else [C, H_t]
-    comm: VocabParallel | None  # over which it is gathered
-    weight: Tensor  # [V', H_t]
-    sample: Tensor | None  # [S, H_t]
-    label_weights: Tensor | None  # [C] fp32
-
-    def start(self) -> tuple[Tensor, Work]:
-        """Its hidden states ``[C, H_t]``, to be waited for.
-
-        Collectives: starts one all-gather of them, with sequence parallelism.
-        """
-        return (self.part, DONE) if self.comm is None else self.comm.gathered(self.part)
 
 
 def check(

@@ -74,19 +74,6 @@ class _Scored(NamedTuple):
     hidden: Tensor | None  # [C, H]: X, for grad_in_forward
     merge: Merge
 
-    @staticmethod
-    def of(
-        chunk: Chunk,
-        targets: ChunkTargets,
-        scores: Scores,
-        logits: Tensor | None,
-        hidden: Tensor | None,
-        merge: Merge,
-    ) -> _Scored:
-        """Without tile statistics that ``finalize`` will not read: they must not live through a GEMM."""
-        scores = scores if logits is not None else scores._replace(tiles=None)
-        return _Scored(chunk, targets, scores, logits, hidden, merge)
-
 
 def forward(
     context: Context,
@@ -109,6 +96,7 @@ def forward(
     # The logits of two sides live until their merge: of one chunk at a time.
     lag = 1 if spec.comm.size > 1 and spec.divergence is None else 0
     differentiates = spec.gradients_in_forward
+    with_argmax = spec.with_argmax or "predicted" in spec.form.outputs
     hidden_states = HiddenStates(context, hidden, chunks, depth=3 if differentiates else 2)
     results = _Results(context)
     strategy: _Save | _Differentiate
@@ -136,13 +124,15 @@ def forward(
         labels = context.split(targets.labels, chunk)
         of_chunk = context.targets(chunk, labels, soft, targets.inv_temperature)
         p = strategy.buffer(chunk)
-        scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, spec.needs_argmax)
+        scores = spec.logits.logits_gemm(x, weight, of_chunk, sample, p, with_argmax)
         # 3. The merge begins; over several ranks it ends after the next chunk's GEMM.
         with spec.comm.coalesced(weight.device):
             merge = _start_merge(context, scores.stats)
             if not differentiates or chunk.index == 0:
                 hidden_states.start()
-        waiting.append(_Scored.of(chunk, of_chunk, scores, p, x if differentiates else None, merge))
+        if p is None:  # tile statistics that finalize will not read must not live through a GEMM
+            scores = scores._replace(tiles=None)
+        waiting.append(_Scored(chunk, of_chunk, scores, p, x if differentiates else None, merge))
         del scores, merge  # tile statistics must not outlive their chunk
         # 3 to 5. Merged statistics, losses, and what follows of the strategy.
         if len(waiting) > lag:

@@ -28,10 +28,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_fused_ce.chunking import Cut
-from megatron_fused_ce.config import LOGIT_PRECISION_CHOICES, STRATEGY_CHOICES, FusedCEConfig
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.sizes import HALF_TILE_ROWS, SAMPLED_ROWS, TILE_COLUMNS
 
 MIB = 2**20
@@ -146,14 +146,8 @@ class PlanInputs:
     saves_logits: bool = False
     #: "cpu", or a GPU's name, of which a word may be one of :data:`HOPPER`
     device: str = ""
-    #: the user's choices, as in :class:`FusedCEConfig`
-    logit_precision: str = "auto"
-    strategy: str = "auto"
-    num_chunks: int | None = None
-    chunk_tokens: int | None = None
-    #: MiB, beside inputs, ``grad_hidden`` and the wgrad accumulator
-    memory_mb: int | None = None
-    skip_zero_upstream: bool = False
+    #: the user's choices
+    config: FusedCEConfig = field(default_factory=FusedCEConfig)
     #: uses of the head whose forwards all come before the backwards: 1, and one for each depth of multi-token
     #: prediction
     uses_in_flight: int = 1
@@ -168,8 +162,6 @@ class PlanInputs:
             "dtype": tuple(ITEMSIZES),
             "wgrad_accumulator": WGRAD_ACCUMULATORS,
             "logits_backend": LOGITS_BACKENDS,
-            "strategy": STRATEGY_CHOICES,
-            "logit_precision": LOGIT_PRECISION_CHOICES,
         }
         for name, choices in allowed.items():
             if getattr(self, name) not in choices:
@@ -180,34 +172,19 @@ class PlanInputs:
             "num_rows",
             "num_parts",
             "tp_size",
-            "memory_mb",
             "uses_in_flight",
             "labels_per_token",
             "teacher_hidden_size",
         ):
             value = getattr(self, name)
             smallest = 0 if name in ("num_tokens", "labels_per_token", "teacher_hidden_size") else 1
-            if value is not None and value < smallest:
+            if value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")
         if self.num_parts not in (1, self.tp_size):
             raise ValueError(
                 f"num_parts is {self.num_parts} with tp_size {self.tp_size}; expected tp_size with "
                 "sequence parallelism, else 1"
             )
-        FusedCEConfig(num_chunks=self.num_chunks, chunk_tokens=self.chunk_tokens)  # its checks of the two
-
-    @classmethod
-    def of(cls, config: FusedCEConfig, **facts: Any) -> PlanInputs:
-        """The inputs with ``config``'s choices; all other fields by keyword."""
-        return cls(
-            strategy=config.strategy,
-            logit_precision=config.logit_precision,
-            num_chunks=config.num_chunks,
-            chunk_tokens=config.chunk_tokens,
-            memory_mb=config.memory_mb,
-            skip_zero_upstream=config.skip_zero_upstream,
-            **facts,
-        )
 
     @property
     def itemsize(self) -> int:
@@ -220,7 +197,7 @@ class PlanInputs:
 
     @property
     def _in_fp32(self) -> bool:
-        return self.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
+        return self.config.logit_precision == "fp32" and self.logits_backend == "gemm_rows"
 
     @property
     def teacher_bytes(self) -> int:
@@ -253,7 +230,7 @@ class PlanInputs:
 
     @property
     def chunks_asked(self) -> bool:
-        return self.num_chunks is not None or self.chunk_tokens is not None
+        return self.config.num_chunks is not None or self.config.chunk_tokens is not None
 
     def longest_chunk(self, strategy: str) -> int:
         """Tokens of a chunk, if memory does not ask for fewer."""
@@ -401,7 +378,7 @@ def plan(inputs: PlanInputs) -> Plan:
     """
     if inputs.promise_broken:
         return _after_a_broken_promise(inputs)
-    if inputs.strategy != "auto":
+    if inputs.config.strategy != "auto":
         return _by_name(inputs)
     budget = budget_bytes(inputs)
     chosen = _fastest(inputs, budget) or min(
@@ -453,7 +430,8 @@ def alternatives(inputs: PlanInputs) -> tuple[Plan, ...]:
 
     Of ``recompute`` the best by chunks and the best by columns.
     """
-    inputs = replace(inputs, strategy="auto", token_weights_known=True)
+    config = replace(inputs.config, strategy="auto")
+    inputs = replace(inputs, config=config, token_weights_known=True)
     budget = budget_bytes(inputs)
     options = _options(inputs, budget)
     if inputs.shows_the_wait:
@@ -489,7 +467,7 @@ def peak_memory(
         backward = columns_memory(inputs, block_columns)
     else:
         backward = backward_memory(inputs, cut, stored_chunks, wgrad_at_once)
-        if inputs.skip_zero_upstream:
+        if inputs.config.skip_zero_upstream:
             shortened = backward_memory(inputs, cut, stored_chunks, picks=True)
             backward = max(backward, shortened, key=lambda memory: memory.total)
     return max(forward, backward, key=lambda memory: memory.total)
@@ -600,7 +578,7 @@ def columns_memory(inputs: PlanInputs, block_columns: int) -> Memory:
         chunk_logits=block.logits + block.gradients,
         grad_weight_sum=sums,
         grad_hidden_sum=4 * inputs.num_tokens * inputs.hidden_size,
-        picked_hidden=_own_hidden_bytes(inputs) if inputs.skip_zero_upstream else 0,
+        picked_hidden=_own_hidden_bytes(inputs) if inputs.config.skip_zero_upstream else 0,
         tile_statistics=block.marks,
         **_always(inputs, inputs.num_tokens, block, 0, 1),
     )
@@ -724,11 +702,11 @@ def _sums_grad_weight(inputs: PlanInputs, count: int) -> bool:
 def _cuts(inputs: PlanInputs, strategy: str, shortest: int) -> Iterator[Cut]:
     """Ways to cut the tokens, longest chunks first: the user's, or from the longest downwards."""
     tokens_per_rank = -(-inputs.num_tokens // inputs.num_parts)
-    if inputs.num_chunks is not None:
-        yield Cut.into(tokens_per_rank, inputs.num_chunks)
+    if inputs.config.num_chunks is not None:
+        yield Cut.into(tokens_per_rank, inputs.config.num_chunks)
         return
-    if inputs.chunk_tokens is not None:
-        yield Cut.of_length(tokens_per_rank, max(1, inputs.chunk_tokens // inputs.num_parts))
+    if inputs.config.chunk_tokens is not None:
+        yield Cut.of_length(tokens_per_rank, max(1, inputs.config.chunk_tokens // inputs.num_parts))
         return
     longest = inputs.longest_chunk(strategy)
     if (
@@ -859,27 +837,27 @@ def _rank(option: Plan) -> tuple[float, int, int]:
 
 
 def budget_bytes(inputs: PlanInputs) -> int:
-    if inputs.memory_mb is not None:
-        return inputs.memory_mb * MIB
+    if inputs.config.memory_mb is not None:
+        return inputs.config.memory_mb * MIB
     return next(_pure_options(inputs, "grad_in_forward")).predicted_peak_bytes
 
 
 def _by_name(inputs: PlanInputs) -> Plan:
-    options = _pure_options(inputs, inputs.strategy, SHORTEST_CHUNK)
-    by_columns = _column_options(inputs) if inputs.strategy == "recompute" else iter(())
-    if inputs.memory_mb is None:
+    options = _pure_options(inputs, inputs.config.strategy, SHORTEST_CHUNK)
+    by_columns = _column_options(inputs) if inputs.config.strategy == "recompute" else iter(())
+    if inputs.config.memory_mb is None:
         first = [option for option in (next(options), next(by_columns, None)) if option is not None]
         return replace(min(first, key=_rank), chosen_for=inputs)
     every = [*options, *by_columns]
-    fitting = [o for o in every if o.predicted_peak_bytes <= inputs.memory_mb * MIB]
+    fitting = [o for o in every if o.predicted_peak_bytes <= inputs.config.memory_mb * MIB]
     if fitting:
         return replace(min(fitting, key=_rank), chosen_for=inputs)
     least = min(every, key=lambda option: option.predicted_peak_bytes)
     needed = -(-least.predicted_peak_bytes // MIB)
     shorter = ", ask for shorter chunks" if inputs.chunks_asked else ""
     raise OverBudget(
-        f"strategy {inputs.strategy!r} in {least.chunks_in_words} needs {needed} MiB beside its "
-        f"inputs and gradients, and the budget is {inputs.memory_mb} MiB: give memory_mb "
+        f"strategy {inputs.config.strategy!r} in {least.chunks_in_words} needs {needed} MiB beside its "
+        f"inputs and gradients, and the budget is {inputs.config.memory_mb} MiB: give memory_mb "
         f"(--fused-ce-memory-mb) {needed} or more{shorter}, or choose strategy 'auto'",
         least,
     )
@@ -888,8 +866,9 @@ def _by_name(inputs: PlanInputs) -> Plan:
 def _why(inputs: PlanInputs, chosen: Plan) -> str:
     if inputs.promise_broken:
         return "the loss is not what grad_in_forward was promised"
-    if inputs.strategy != "auto":
-        within = "" if inputs.memory_mb is None else f", within the budget of {inputs.memory_mb} MiB"
+    if inputs.config.strategy != "auto":
+        budget_mb = inputs.config.memory_mb
+        within = "" if budget_mb is None else f", within the budget of {budget_mb} MiB"
         waits = f"; {WAITS_IN_WORDS}" if chosen.waits_for_host else ""
         return f"asked for by name{within}{waits}"
     budget = budget_bytes(inputs)
@@ -901,15 +880,15 @@ def _why(inputs: PlanInputs, chosen: Plan) -> str:
 def _why_nothing_fits(inputs: PlanInputs, least: Plan) -> str:
     how = " with the chunks asked for" if inputs.chunks_asked else ""
     budget = "the default budget (what grad_in_forward needs)"
-    if inputs.memory_mb is not None:
-        budget = f"the budget of {inputs.memory_mb} MiB"
+    if inputs.config.memory_mb is not None:
+        budget = f"the budget of {inputs.config.memory_mb} MiB"
     needed = _size(inputs, least.predicted_peak_bytes)
     return f"{budget} cannot be met{how}; {least.strategy} needs the least, {needed}"
 
 
 def _why_best(inputs: PlanInputs, budget: int, options: list[Plan], best: Plan) -> str:
-    if inputs.memory_mb is not None:
-        within = f"the budget of {inputs.memory_mb} MiB"
+    if inputs.config.memory_mb is not None:
+        within = f"the budget of {inputs.config.memory_mb} MiB"
     else:
         within = f"the default budget of {size_in_words(budget)} (what grad_in_forward needs)"
     others = []
@@ -938,4 +917,4 @@ def size_in_words(num_bytes: int) -> str:
 
 def _size(inputs: PlanInputs, num_bytes: int) -> str:
     """In whole MiB, as a budget names it, if a budget was given."""
-    return size_in_words(num_bytes) if inputs.memory_mb is None else f"{-(-num_bytes // MIB)} MiB"
+    return size_in_words(num_bytes) if inputs.config.memory_mb is None else f"{-(-num_bytes // MIB)} MiB"

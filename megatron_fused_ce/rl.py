@@ -121,14 +121,12 @@ def token_log_probs(
         _sequence_first(hidden, batch_first),
         weight,
         labels,
-        {
-            "temperature": temperature,
-            "entropy": entropy,
-            "sum_p_squared": sum_p_squared,
-            "zero_unknown": zero_unknown,
-            "active_mask": active_mask,
-            "config": config,
-        },
+        temperature=temperature,
+        entropy=entropy,
+        sum_p_squared=sum_p_squared,
+        zero_unknown=zero_unknown,
+        active_mask=active_mask,
+        config=config,
         reduce_grad_hidden=reduce_grad_hidden,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
@@ -137,16 +135,21 @@ def token_log_probs(
 
 
 def log_probs_of_head(
-    hidden: Tensor, weight: Tensor, labels: Tensor, options: LogProbOptions, **of_head: Any
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    entropy: str = "none",
+    sum_p_squared: bool = False,
+    active_mask: Tensor | None = None,
+    config: FusedCEConfig | None = None,
+    **of_call: Any,
 ) -> TokenLogProbs:
-    """:func:`token_log_probs` with fields of :class:`.call.Call` that say whose head it is."""
-    entropy, sum_p_squared = options.get("entropy", "none"), options.get("sum_p_squared", False)
-    config = options.get("config")
-    mask = options.get("active_mask")
+    """:func:`token_log_probs` with fields of :class:`.call.Call`, such as those that say whose head it is."""
     several = all(isinstance(x, Tensor) for x in (hidden, labels)) and labels.dim() == hidden.dim()
     if entropy == "differentiable" and not several:
         config = unrounded(config)
-    active, wrong = _active(labels, mask, config, several)
+    active, wrong = _active(labels, active_mask, config, several)
     if active is not None:
         config = _changed(DEFAULT_CONFIG if config is None else config, skip_masked=True)
     call = Call(
@@ -158,10 +161,8 @@ def log_probs_of_head(
         config=DEFAULT_CONFIG if config is None else config,
         outputs=_outputs(entropy, sum_p_squared),
         differentiable=_with_grad(entropy),
-        temperature=options.get("temperature", 1.0),
-        zero_unknown=options.get("zero_unknown", False),
         caller_error=_wrong_entropy(entropy) or wrong,
-        **of_head,
+        **of_call,
     )
     if several:
         return several_log_probs(call)
@@ -371,9 +372,8 @@ def masked_token_log_probs(
         if config.ignore_index is not None:
             active = mask_offsets.diff().ne(0).view(labels.shape) | labels.ne(config.ignore_index)
         config = _changed(config, ignore_index=None, skip_masked=False)
-    options: LogProbOptions = {"temperature": temperature, "entropy": entropy, "config": config}
-    options["active_mask"] = active
+    options: Any = {"temperature": temperature, "entropy": entropy, "config": config, **head}
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "differentiable"):
-        of_all = log_probs_of_head(hidden, weight, labels, options, **head).entropy
+        of_all = log_probs_of_head(hidden, weight, labels, active_mask=active, **options).entropy
     assert of_all is not None
     return made._replace(entropy=of_all if active is None else of_all.masked_fill(~active, 0.0))

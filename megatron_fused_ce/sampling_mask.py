@@ -162,14 +162,15 @@ class MaskedCall(NamedTuple):
     pairs: Pairs
     logit_scale: float
     inv_temperature: Tensor | None  # [T] fp32
-    form: LossForm  # whose softcap is applied here
+    softcap: float | None
+    form: LossForm  # without the softcap, which is applied here
 
     def logits(self, tokens: Tensor, sets: _Sets, product: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[B, K]`` fp32, -inf in the padding, and the softcap's derivatives.
 
         ``product``: ``hidden @ weight.T`` at the kept ids.
         """
-        cap = self.form.softcap
+        cap = self.softcap
         z = rows_torch.scaled_logits(product, self.logit_scale, cap)
         softcap_grad = z.new_ones(())
         if cap is not None:
@@ -177,10 +178,6 @@ class MaskedCall(NamedTuple):
         if self.inv_temperature is not None:
             z = z * self.inv_temperature[tokens].unsqueeze(-1)
         return z.masked_fill(~sets.real, -torch.inf), softcap_grad
-
-    @property
-    def plain(self) -> LossForm:
-        return replace(self.form, softcap=None)
 
 
 class MaskedLogProbs(torch.autograd.Function):
@@ -197,12 +194,14 @@ class MaskedLogProbs(torch.autograd.Function):
         weight: Tensor,  # [V, H]
         call: MaskedCall,
     ) -> tuple[Tensor | None, ...]:
-        pairs, form = call.pairs, call.plain
+        pairs, form = call.pairs, call.form
         num_tokens = len(pairs.labels)
         shard = torch.zeros(4, num_tokens, dtype=torch.float32, device=hidden.device)
         shard[:2], shard[3] = -torch.inf, NOT_HERE
-        weighted = torch.zeros_like(shard[0]) if form.with_weighted else None
-        squares = torch.zeros_like(shard[0]) if form.with_squares else None
+        extra = ExtraStatistics(
+            weighted=torch.zeros_like(shard[0]) if form.with_weighted else None,
+            squares=torch.zeros_like(shard[0]) if form.with_squares else None,
+        )
         products = shard.new_empty(len(pairs.columns))  # of every pair
         with autocast.off(hidden.device):
             all_hidden = _gathered(call.comm, hidden)
@@ -216,13 +215,10 @@ class MaskedLogProbs(torch.autograd.Function):
                 z, _ = call.logits(block.tokens, sets, product)
                 stats = rows_torch.row_statistics(z, sets.label, 1.0, form=form)
                 shard[:, block.tokens] = stats.shard
-                if weighted is not None and stats.extra.weighted is not None:
-                    weighted[block.tokens] = stats.extra.weighted
-                if squares is not None and stats.extra.squares is not None:
-                    squares[block.tokens] = stats.extra.squares
+                for of_all, of_block in zip(extra.rows(), stats.extra.rows(), strict=True):
+                    of_all[block.tokens] = of_block
             del buffer
-            stats = RowStatistics(shard, extra=ExtraStatistics(weighted=weighted, squares=squares))
-            merged = call.comm.start_merge(stats, loss).finish()
+            merged = call.comm.start_merge(RowStatistics(shard, extra=extra), loss).finish()
             made = form.finish(merged)
         assert made.log_prob is not None and merged.terms is not None
         known = merged.terms[3] != NOT_HERE
@@ -245,10 +241,10 @@ class MaskedLogProbs(torch.autograd.Function):
         grad_loss = torch.zeros_like(merged_terms[0])
         if of_log_prob is not None:
             grad_loss = torch.where(known, -of_log_prob, 0.0)
-        terms, plain = TokenTerms.of(merged_terms, entropy=entropy), call.plain
+        terms = TokenTerms.of(merged_terms, entropy=entropy)
         upstream = Upstream(grad_loss, None, None, of_entropy)
         upstream, inv_scale = scaled_upstream(upstream, call.logit_scale, call.inv_temperature, weight)
-        coefficients = plain.grad_coefficients(terms, upstream)
+        coefficients = call.form.grad_coefficients(terms, upstream)
         comm, pairs = call.comm, call.pairs
         with autocast.off(hidden.device):
             all_hidden = _gathered(comm, hidden)
@@ -287,7 +283,7 @@ def _write_gradients(
     of_block = coefficients._replace(
         **{name: value[tokens] for name, value in coefficients._asdict().items() if value is not None}
     )
-    grad = rows_torch.row_gradients(z, sets.label, of_block, 1.0, z, call.plain) * softcap_grad
+    grad = rows_torch.row_gradients(z, sets.label, of_block, 1.0, z, call.form) * softcap_grad
     # Padding writes what the token's last id writes.
     out.scatter_(1, sets.columns, grad.gather(1, sets.place).to(out.dtype))
 
@@ -346,9 +342,9 @@ def _among_kept(call: Call, mask: Mask, comm: VocabParallel, vocab_start: int) -
     inv_temperature = inv_temperature_of(call.temperature, labels, comm)
     logit_scale, softcap = at_temperature(call)
     pairs = Pairs.of(mask, order, in_order, vocab_start, call.weight.shape[0])
-    form = LossForm.of_outputs(call.outputs, softcap=softcap, differentiable=call.differentiable)
+    form = LossForm.of_outputs(call.outputs, differentiable=call.differentiable)
     flat = None if inv_temperature is None else inv_temperature.flatten()
-    masked = MaskedCall(comm, pairs, logit_scale, flat, form)
+    masked = MaskedCall(comm, pairs, logit_scale, flat, softcap, form)
     made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), call.weight, masked)
     b_s = tuple(labels.shape) if labels.dim() == 2 else None
     in_layout = (None if x is None else in_labels_layout(x, b_s) for x in made)

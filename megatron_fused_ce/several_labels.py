@@ -48,16 +48,10 @@ LOWEST_FINITE = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WithLabels(GemmThenRows):
-    """:class:`.GemmThenRows` whose ``targets.labels`` holds token positions, which index ``columns``."""
+class _Gathering(GemmThenRows):
+    """The forward's. ``targets.labels`` holds token positions, which index ``columns``."""
 
     columns: Tensor  # int32 [T, K], in the order of the caller's labels
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Gathering(_WithLabels):
-    """The forward's."""
-
     comm: VocabParallel
     label_logits: Tensor  # fp32 [T, K], written: of any shard; -inf for a label that no shard has
     row_max: Tensor  # fp32 [T], written: of this shard
@@ -80,9 +74,10 @@ class _Gathering(_WithLabels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Scattering(_WithLabels):
+class _Scattering(GemmThenRows):
     """The backward's. ``upstream.loss`` of a token is the sum of its ``|u_k|``: what fp16 must hold."""
 
+    columns: Tensor  # as the forward's
     log_probs: Tensor  # fp32 [T, K]
     shares: Tensor | None  # fp32 [T, K]: u_k over that sum; None without upstream gradients
 
@@ -216,7 +211,7 @@ class LabelLogProbs(FusedLinearCrossEntropy):
         return FusedLinearCrossEntropy.backward(node, *of_outputs, None, None)
 
 
-def _with(context: Context, logits: _WithLabels) -> Context:
+def _with(context: Context, logits: GemmThenRows) -> Context:
     return context._replace(spec=context.spec._replace(logits=logits))
 
 

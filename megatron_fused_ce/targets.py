@@ -108,10 +108,11 @@ def _in_columns(
     labels, config = call.labels, call.config
     ids = in_token_order(labels, labels, spec.comm.num_parts).to(torch.int64)
     local, ignored = columns_of(ids, spec, config), None
+    reads_labels = spec.plan.strategy != "store" or not spec.logits.saves_e  # in a backward
     if config.ignore_index is not None:
         ignored = ids == config.ignore_index
         local = local.masked_fill(ignored, -1)
-    elif any(spec.needs_grad) and spec.backward_reads_labels and local.data_ptr() == labels.data_ptr():
+    elif any(spec.needs_grad) and reads_labels and local.data_ptr() == labels.data_ptr():
         local = local.clone()  # whose caller may refill its buffer before the backward
     soft: SoftTargets | Teacher | None = None
     if call.teacher is not None:

@@ -284,11 +284,6 @@ def args_from_argv(argv: Sequence[str]) -> argparse.Namespace | None:
     return parser.parse_known_args(list(argv))[0]
 
 
-def config_from_argv(argv: Sequence[str]) -> FusedCEConfig | None:
-    """The config from a raw command line; None without the flag."""
-    return config_from_args(args_from_argv(argv))
-
-
 def megatron_args() -> Any:
     """Megatron's own parsed arguments, None where there are none (yet)."""
     global_vars = sys.modules.get("megatron.training.global_vars")

@@ -218,7 +218,8 @@ def form_of(key: str, function: Any, module: str = "") -> Form:
     inner, wrappers = _inner(function)
     module = module or key.partition(":")[0]
     plain = type(inner) is FunctionType and set(inner.__code__.co_freevars) <= {"__class__"}
-    if not plain or not _is_of(inner, module) or hasattr(inner, "__wrapped__"):
+    own = plain and inner.__globals__ is vars(sys.modules.get(module, sys))
+    if not own or hasattr(inner, "__wrapped__"):
         return Form(key, f"{where(function)} stands in its place")
     try:
         node = _written(inner.__code__)
@@ -245,10 +246,6 @@ def _inner(function: Any) -> tuple[Any, int]:
     ):
         function, wrappers = function.__wrapped__, wrappers + 1
     return function, wrappers
-
-
-def _is_of(function: FunctionType, module: str) -> bool:
-    return function.__globals__ is vars(sys.modules.get(module, sys))
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,13 +30,6 @@ from megatron_fused_ce.adapter.consumer import name_of
 from megatron_fused_ce.adapter.deferred_logits import DeferredLogits
 from megatron_fused_ce.adapter.import_hook import replace_everywhere
 from megatron_fused_ce.adapter.switch import active_config, logs_accuracy
-
-
-class KnownDivergence(NamedTuple):
-    """What a loss of ModelOpt's computes, in the words of :func:`.op.fused_linear_distillation`."""
-
-    kind: str
-    temperature: float
 
 
 def patch(module: Any) -> None:
@@ -64,7 +57,7 @@ def patch(module: Any) -> None:
             else:
                 why = _why_not_comparable(student, teacher)
                 if not why:
-                    loss = student.divergence(teacher, known.kind, known.temperature)
+                    loss = student.divergence(teacher, *known)
                     # Whole on every rank, where ModelOpt's own is this rank's part of a sum.
                     return self.post_forward(loss.t(), tp_reduce=False)
             tp_rank = student.head.tp_group.rank()
@@ -142,8 +135,9 @@ def _why_not_joined(model: Any, loss_class: Any, stock_forward: Callable[..., An
     return None
 
 
-def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> KnownDivergence | None:
-    """What ``LogitsKLLoss`` computes, by what it makes of numbers, so that it is known to do nothing else.
+def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any]) -> tuple[str, float] | None:
+    """What ``LogitsKLLoss`` computes, by what it makes of numbers, so that it is known to do nothing else:
+    kind and temperature, as :func:`.op.fused_linear_distillation` has them.
 
     Tried at every call: a temperature may be a tensor, and what the loss does can be changed after the build.
     """
@@ -171,5 +165,5 @@ def divergence_of(loss: Any, loss_class: Any, stock_forward: Callable[..., Any])
         return None
     for kind, values in expected.items():
         if made.shape == values.shape and torch.allclose(made.double(), values, rtol=1e-4, atol=1e-6):
-            return KnownDivergence(kind, temperature)
+            return kind, temperature
     return None

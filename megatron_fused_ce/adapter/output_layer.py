@@ -287,7 +287,7 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             sequence_parallel=self.sequence_parallel,
             token_weights=token_weights.values,
             vocab_start=self.tp_group.rank() * self.output_size_per_partition,
-            unmasked=token_weights.unmasked,
+            unmasked=token_weights.unmasked(),
             open_grad_weight=open_grad_weight_for(weight, self.gradient_accumulation_fusion),
             **more,
         )

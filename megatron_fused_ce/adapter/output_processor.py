@@ -99,7 +99,7 @@ def output_processor(
             input_,
             used,
             labels,
-            options,
+            **options,
             tp_group=output_layer.tp_group,
             sequence_parallel=output_layer.sequence_parallel,
             vocab_start=output_layer.tp_group.rank() * output_layer.output_size_per_partition,

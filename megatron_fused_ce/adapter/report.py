@@ -114,8 +114,8 @@ def adopted(model: Any, megatron_args: Any, has_plan: bool = True) -> None:
         rows = hidden.expand(layer.output_size_per_partition, -1)
         backend, why = choose(layer.fused_ce_config, hidden, rows)
         tp_size = layer.tp_group.size()
-        inputs = PlanInputs.of(
-            layer.fused_ce_config,
+        inputs = PlanInputs(
+            config=layer.fused_ce_config,
             num_tokens=tokens,
             hidden_size=layer.input_size,
             num_rows=layer.output_size_per_partition,

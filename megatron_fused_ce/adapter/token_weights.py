@@ -33,7 +33,12 @@ class TokenWeights(NamedTuple):
 
     values: Tensor | None
     unknown: str = ""
-    unmasked: HostCopy | None = None  # where masked tokens are skipped
+    call: _Call | None = None
+
+    def unmasked(self) -> HostCopy | None:
+        """What was counted where masked tokens are skipped; counted again if the mask was changed since."""
+        call = self.call
+        return call.unmasked if call is not None and _version(call.loss_mask) == call.version else None
 
 
 class _Call(NamedTuple):
@@ -185,8 +190,6 @@ def of_loss(model: Any, labels: Tensor) -> TokenWeights:
             f"the loss_mask is {tuple(mask.shape)} on {mask.device}, the labels are "
             f"{tuple(labels.shape)} on {labels.device}",
         )
-    # Counted again where the mask was changed in place since.
-    unmasked = call.unmasked if _version(mask) == call.version else None
     mask = mask.detach()
     values = mask if mask.is_floating_point() else mask.to(torch.float32)
-    return TokenWeights(values, unmasked=unmasked)
+    return TokenWeights(values, call=call)

@@ -226,7 +226,7 @@ def _launch(given: argparse.Namespace, words: Sequence[str]) -> TrainingLaunch |
             raise ValueError(f"a log does not say the GPU: give --gpu, one of {', '.join(GPUS)}")
         actions = _parser(own=False)._actions
         try:
-            return megatron_log.of_log(text, str(given.from_log), actions)
+            return megatron_log.of_log(text, actions)
         except ValueError as error:
             raise ValueError(f"{given.from_log}: {error}") from None
     if given.from_launch is None:

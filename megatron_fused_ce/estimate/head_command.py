@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_fused_ce.command_line import Parser, UsageError, command, whole
-from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.planner import (
     ITEMSIZES,
     LOGITS_BACKENDS,
@@ -73,10 +73,12 @@ def main(words: list[str]) -> int:
             token_weights_known=not given.no_token_weights,
             logits_backend=backend,
             device=given.device,
-            strategy=given.strategy,
-            num_chunks=given.num_chunks,
-            chunk_tokens=given.chunk_tokens,
-            memory_mb=given.memory_mb,
+            config=FusedCEConfig(
+                strategy=given.strategy,
+                num_chunks=given.num_chunks,
+                chunk_tokens=given.chunk_tokens,
+                memory_mb=given.memory_mb,
+            ),
             uses_in_flight=1 + given.mtp_num_layers,
             **_teacher(given.teacher_hidden, DTYPES[given.dtype], backend),
         )
@@ -97,7 +99,7 @@ def main(words: list[str]) -> int:
             f"{option.relative_time:6.3f}{_remark(inputs, option)}"
         )
     budget = f"{budget_bytes(inputs) // MIB} MiB" + (
-        "" if inputs.memory_mb else ", what grad_in_forward needs"
+        "" if given.memory_mb else ", what grad_in_forward needs"
     )
     print("\n*: chosen; tokens: of a chunk; stored: chunks whose logits are kept; MiB: the predicted peak,")
     print(f"budget {budget}; time: over {_gemms(inputs)}, predicted for {inputs.device} (--device)")

@@ -134,8 +134,8 @@ def plugin_head(
         and not (setting.model.hidden_size % 8 or setting.vocab_rows % 8)
         and not (config.label_smoothing and (config.logit_softcap or config.logit_precision == "activations"))
     )
-    inputs = PlanInputs.of(
-        config,
+    inputs = PlanInputs(
+        config=config,
         num_tokens=setting.num_tokens,
         hidden_size=setting.model.hidden_size,
         num_rows=setting.vocab_rows,

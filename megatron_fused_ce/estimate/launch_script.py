@@ -41,8 +41,6 @@ _SLURM = {
 class TrainingLaunch:
     """One training's arguments."""
 
-    #: of a log, its path
-    script: str
     arguments: tuple[str, ...]
     #: processes over all nodes; None if the launcher's arguments do not say
     gpus: int | None
@@ -69,7 +67,7 @@ def of_string(text: str, count_gpus: bool = True) -> TrainingLaunch:
     words = shlex.split(text)
     place = _script(words)
     if place is None:
-        return TrainingLaunch("", tuple(words), None, "since no launcher is named")
+        return TrainingLaunch(tuple(words), None, "since no launcher is named")
     return _launch(words, place, [], count_gpus)
 
 
@@ -166,7 +164,7 @@ def _script(words: Sequence[str]) -> int | None:
 
 def _launch(words: Sequence[str], place: int, slurm: Sequence[str], count_gpus: bool) -> TrainingLaunch:
     gpus, why = _gpus(words[:place], slurm) if count_gpus else (None, "")
-    return TrainingLaunch(words[place], tuple(words[place + 1 :]), gpus, why)
+    return TrainingLaunch(tuple(words[place + 1 :]), gpus, why)
 
 
 def _launcher(words: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -322,12 +322,13 @@ def _model(given: argparse.Namespace) -> DecoderSizes:
     pattern, *predicted = (given.hybrid_layer_pattern or "").replace("|", "").split("/")
     if unknown := set(pattern + "".join(predicted)) - set("M*-E"):
         raise ValueError(f"the hybrid pattern has {''.join(sorted(unknown))!r}; known are M * - E")
-    gated, rotary = given.swiglu, _is_rotary(given)
+    gated, embedding = given.swiglu, given.position_embedding_type
+    rotary = embedding in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
     ffn = given.ffn_hidden_size
     if ffn is None:
         ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
     positions = 0
-    if given.position_embedding_type == "learned_absolute" and not rotary:
+    if embedding == "learned_absolute" and not rotary:
         positions = given.max_position_embeddings or _needed(given, "seq_length")
     layers = len(pattern) or _needed(given, "num_layers")
     return DecoderSizes(
@@ -354,10 +355,6 @@ def _model(given: argparse.Namespace) -> DecoderSizes:
         mixture=_mixture(given, layers, ffn),
         state_space=_state_space(given, hidden) if "M" in pattern else None,
     )
-
-
-def _is_rotary(given: argparse.Namespace) -> bool:
-    return given.position_embedding_type in ("rope", "yarn", "mrope") or given.use_rotary_position_embeddings
 
 
 def _latent(given: argparse.Namespace) -> Latent | None:

@@ -45,7 +45,7 @@ class _Run:
     out_of_memory: bool = False
 
 
-def of_log(text: str, name: str, actions: Sequence[Action]) -> TrainingLaunch:
+def of_log(text: str, actions: Sequence[Action]) -> TrainingLaunch:
     """The launch that wrote a log; of several in one file, the last that printed all its arguments.
 
     Args:
@@ -76,7 +76,6 @@ def of_log(text: str, name: str, actions: Sequence[Action]) -> TrainingLaunch:
         value = values.get(_DESTINATIONS.get(flag) or flag.strip("-").replace("-", "_"), "")
         words += [f"{flag}={value}"] if value not in NOTHING else []
     return TrainingLaunch(
-        name,
         tuple(words),
         int(values["world_size"]),
         notes=(*notes, *_of_yaml(values, wanted)),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_fused_ce.adapter.arguments import FLAG
 from megatron_fused_ce.estimate.advice import Way
 from megatron_fused_ce.estimate.answer import LOSSES, Result, gib, sentences, tokens
-from megatron_fused_ce.estimate.peaks import Moment
 from megatron_fused_ce.estimate.search import Found
 from megatron_fused_ce.estimate.setting import Setting
 from megatron_fused_ce.estimate.static import parameters, stages, static
@@ -189,12 +188,9 @@ def _moments_table(title: str, way: Way) -> Table:
     if any(moment.stage for moment in moments):
         table.add_row("pipeline stage", *(str(moment.stage) for moment in moments))
     for part in dict.fromkeys(part for moment in moments for part in moment.parts):
-        if any(moment.parts.get(part) for moment in moments):
-            table.add_row(part, *(_cell(moment, part) for moment in moments))
+        sizes = [moment.parts.get(part) for moment in moments]
+        if any(sizes):
+            table.add_row(part, *(gib(size) if size else "" for size in sizes))
     table.add_section()
     table.add_row("sum", *(gib(moment.total) for moment in moments))
     return table
-
-
-def _cell(moment: Moment, part: str) -> str:
-    return gib(moment.parts[part]) if moment.parts.get(part) else ""

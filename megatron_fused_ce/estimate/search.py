@@ -42,8 +42,6 @@ COSTS = {
 NODE = 8
 #: The search for a number of GPUs ends here.
 MOST_GPUS = 4096
-#: Parts of a setting that may be fixed: where flags added to the launch would not change them.
-FIXABLE = ("optimizer", "recompute", "expert_tensor")
 
 MakeWay = Callable[[Setting], Way]
 
@@ -76,7 +74,8 @@ class Search:
 
     asked: Setting
     gpu: Gpu
-    #: of :data:`FIXABLE`, what stays as asked
+    #: of optimizer, recompute and expert_tensor, what stays as asked: flags added to the launch would not
+    #: change it
     fixed: frozenset[str] = frozenset()
     #: GPUs that NVLink connects: the largest tensor-parallel size
     node: int = NODE

@@ -263,7 +263,7 @@ class Setting:
         for name, size, ranks in (
             ("attention heads", model.num_attention_heads, parallel.tensor),
             ("rows of an MLP", model.ffn_hidden_size, parallel.tensor),
-            ("tokens of a sequence", training.sequence, self._sequence_divisor),
+            ("tokens of a sequence", training.sequence, parallel.context * parallel.sequence_parts),
         ):
             if size % ranks:
                 raise ValueError(f"{size} {name} cannot be divided over {ranks} ranks")
@@ -276,10 +276,6 @@ class Setting:
                 f"{model.mixture.num_experts} experts cannot be divided over {parallel.expert} ranks: "
                 "give --expert-model-parallel-size a divisor of them"
             )
-
-    @property
-    def _sequence_divisor(self) -> int:
-        return self.parallel.context * self.parallel.sequence_parts
 
     @cached_property
     def padded_vocab_size(self) -> int:

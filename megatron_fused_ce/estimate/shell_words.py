@@ -112,7 +112,7 @@ class Reader:
     def _parse(self, text: str) -> Node:
         lines = (text.rstrip().rstrip("\\") + "\n").split("\n")
         while (root := Parser(_LANGUAGE).parse("\n".join(lines).encode()).root_node).has_error:
-            error = _first_error(root)
+            error = next(node for node in _nodes(root) if node.type == "ERROR" or node.is_missing)
             row = first = error.start_point[0]
             while not _PLACEHOLDER.search(lines[row]) and lines[row].endswith("\\"):
                 row += 1
@@ -592,11 +592,6 @@ def _nodes(node: Node) -> Iterator[Node]:
     yield node
     for part in node.children:
         yield from _nodes(part)
-
-
-def _first_error(root: Node) -> Node:
-    """The first place that tree-sitter could not parse."""
-    return next(node for node in _nodes(root) if node.type == "ERROR" or node.is_missing)
 
 
 def _ends_line(whole: Node, part: Node, following: Node) -> bool:

@@ -174,7 +174,10 @@ def gathered(setting: Setting, stage: Stage) -> int:
         return 0
     model = setting.model
     tables = setting.vocab_rows * model.hidden_size * (1 if model.tied else 2)
-    largest = max(_local_layer(setting, layer) for layer in stage.layers)
+    largest = max(
+        sum(weight.local_count(setting) for block in layer for weight in block.weights())
+        for layer in stage.layers
+    )
     return setting.itemsize * (tables + 2 * largest)
 
 
@@ -183,10 +186,6 @@ def gathered_gradient(setting: Setting, stage: Stage) -> int:
     if setting.training.optimizer.sharding != "full" or not stage.last:
         return 0
     return setting.itemsize * setting.vocab_rows * setting.model.hidden_size
-
-
-def _local_layer(setting: Setting, layer: Layer) -> int:
-    return sum(weight.local_count(setting) for block in layer for weight in block.weights())
 
 
 def libraries(setting: Setting, *, stock_head: bool) -> int:

@@ -22,10 +22,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.distillation import TeacherChunk
+from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics, SoftTargets, TileStatistics
 from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses.form import PLAIN, LossForm
+from megatron_fused_ce.parallel import DONE, VocabParallel, Work
 
 
 class ChunkTargets(NamedTuple):
@@ -39,12 +40,24 @@ class ChunkTargets(NamedTuple):
     #: whether this shard is the whole vocabulary
     alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
-    teacher: TeacherChunk | None = None
+    #: its hidden states of the chunk, [C, H_t] or to be gathered, and its label_weights [C]
+    teacher: Teacher | None = None
+    #: over which those are gathered, [C / R, H_t] of each rank
+    teacher_over: VocabParallel | None = None
 
     @property
     def labels(self) -> Tensor:
         assert self.labels_if_read is not None
         return self.labels_if_read
+
+    def start_teacher(self) -> tuple[Tensor, Work]:
+        """The teacher's hidden states ``[C, H_t]``, to be waited for.
+
+        Collectives: starts one all-gather of them, with sequence parallelism.
+        """
+        assert self.teacher is not None
+        part, over = self.teacher.hidden, self.teacher_over
+        return (part, DONE) if over is None else over.gathered(part)
 
 
 class Scores(NamedTuple):

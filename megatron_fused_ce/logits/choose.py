@@ -18,7 +18,6 @@ from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
 class RequestedOutputs(NamedTuple):
     """Requested outputs that affect the choice of backend."""
 
-    outputs: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
     soft: bool = False
     divergence: bool = False
@@ -133,7 +132,7 @@ def why_not_here(config: FusedCEConfig, tokens: Tensor, weight: Tensor) -> str:
         return "TMA needs rows of weight that are contiguous and begin at multiples of 16 bytes"
     compiles = tokens.dtype == torch.bfloat16 or interpreted  # else nothing is served
     if compiles and gemm_variants.gemm_for(tokens.device) is None:
-        return gemm_variants.compiled(tokens.device).failure
+        return gemm_variants.compiled(tokens.device)[1]
     return ""
 
 

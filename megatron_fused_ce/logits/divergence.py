@@ -85,6 +85,9 @@ class Divergence:
     """:class:`.LogitsBackend` of a student beside its teacher."""
 
     base: LogitsBackend  # of both sides
+    name: str  # of the base, and the next two
+    saves_logits: bool
+    token_ops: ModuleType
     statistics: ModuleType  # kernels.row_kernels or rows_torch
     rows: ModuleType  # kernels.divergence or divergence_torch
     kind: str
@@ -99,18 +102,6 @@ class Divergence:
 
     needs_logits_buffer = True
     logits_dtype: torch.dtype | None = None  # of the gradient: the hidden states'
-
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def saves_logits(self) -> bool:
-        return self.base.saves_logits
-
-    @property
-    def token_ops(self) -> ModuleType:
-        return self.base.token_ops
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
         return self.base.sample_rows(weight, num_ranks, form)
@@ -127,10 +118,10 @@ class Divergence:
         """Logits of both sides, and their statistics side by side: ``[4, 2 * C]``, or ``4 * C`` columns with
         labels at another temperature, whose cross-entropies are at temperature 1.
 
-        Collectives: those of :meth:`.TeacherChunk.start`, under the student's GEMM.
+        Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM.
         """
         assert targets.teacher is not None and out is not None
-        (teacher_hidden, gathered), teacher = targets.teacher.start(), targets.teacher
+        (teacher_hidden, gathered), teacher = targets.start_teacher(), targets.teacher
         targets = targets._replace(teacher=None, form=replace(targets.form, with_rest=True))
         of_teacher = self._of_teacher(targets)
         sides = [self._side(hidden, weight, targets, sample, self._in_precision(out))]
@@ -443,9 +434,9 @@ class Divergence:
         logits: Tensor,
         out: Tensor,
     ) -> LogitsGrad:
-        """Collectives: those of :meth:`.TeacherChunk.start`, under the student's GEMM."""
+        """Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM."""
         assert targets.teacher is not None and terms.of_divergence is not None
-        teacher_hidden, gathered = targets.teacher.start()
+        teacher_hidden, gathered = targets.start_teacher()
         student_out, teacher_weight = self._in_precision(logits), targets.teacher.weight
         self._logits_again(hidden, weight, targets, student_out)
         gathered.wait()

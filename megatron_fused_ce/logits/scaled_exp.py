@@ -55,7 +55,7 @@ class ScaledExp:
         with_argmax: bool,
     ) -> Scores:
         assert sample is not None
-        _, logit_scale, form, _, alone, inv_temperature, _ = targets
+        _, logit_scale, form, _, alone, inv_temperature, *_ = targets
         labels = targets.labels
         num_columns = weight.shape[0]
         with phase("logits"):

@@ -43,7 +43,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_fused_ce.command_line import UsageError, command, writable_file
+from megatron_fused_ce.command_line import UsageError, command, require_gpus, writable_file
 from megatron_fused_ce.scripts.bench import cases, report
 from megatron_fused_ce.scripts.lib import gloo, results
 
@@ -62,7 +62,8 @@ def main(words: list[str]) -> int:
     given.path = None
     if given.out or given.name:
         given.path = writable_file(given.out or given.results_dir / "-")
-    cases.require_device(given)
+    if given.device == "cuda":
+        require_gpus(1 if given.ghost else cases.world_size(), "--device cpu tries it without, slowly")
     import torch
 
     from megatron_fused_ce.scripts.bench.problem import World
@@ -80,41 +81,29 @@ def main(words: list[str]) -> int:
 
 def run(given: argparse.Namespace, world: World, source: dict[str, Any], started: float) -> int:
     from megatron_fused_ce.scripts.bench import distill, loss, measure, profile, rl
-    from megatron_fused_ce.scripts.bench.problem import DTYPES
 
     op = {"options": loss.OPTIONS, "rl": rl.OP, "distill": distill.OP}.get(given.preset, loss.OP)
     if world.size > 1 and not op.over_ranks:
         raise UsageError(f"--preset {given.preset} knows no tensor parallelism: leave out --tp")
-    of_cells = op.chosen(given, given.cells, world)
-    settings = measure.Settings(
-        dtype=DTYPES[given.dtype],
-        wgrad_accumulator=op.wgrad_accumulator,
-        blocks=given.blocks,
-        sample_ms=given.sample_ms,
-    )
+    rows_of = profile.measure if given.preset == "profile" else measure.measure
     facts = {**source, "dtype": given.dtype, "tp": world.size, "ghost": given.ghost}
     rows: list[results.Row] = []
-    texts = ""
-    for cell, own in zip(given.cells, of_cells, strict=True):
+    for cell, cases_of_it in zip(given.cells, op.chosen(given, given.cells, world), strict=True):
         elapsed = time.monotonic() - started
         if world.slowest([elapsed])[0] > given.time_limit:
             measure.say(world, f"{cell}: not started, {elapsed:.0f} of {given.time_limit:.0f} s are gone")
             continue
-        text = ""
         try:
-            if given.preset == "profile":
-                found, text = profile.measure(op, cell, own, given, world, facts)
-            else:
-                found = measure.measure(op, cell, own, settings, world, facts)
+            found = rows_of(op, cell, cases_of_it, given, world, facts)
         except measure.WrongResult as wrong:
             measure.say(world, f"{cell}: {wrong}: nothing of this cell is printed")
             return 1
-        rows, texts = rows + found, texts + text
+        rows += found
         measure.give_back(world)
         if world.rank == 0:
-            print(f"## {report.title(found[0])}\n\n{report.table(found)}{text}", flush=True)
+            print(f"## {report.title(found[0])}\n\n{report.table(found)}", flush=True)
             if given.path is not None:  # a run that is cut short keeps its cells
-                report.write(given.path, rows, source, texts)
+                report.write(given.path, rows, source)
     if world.rank == 0 and rows and given.path is not None:
         print(f"written: {given.path} and {given.path.with_suffix('.md').name}")
     world.slowest([0.0])  # nobody leaves before rank 0 has written

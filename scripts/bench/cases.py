@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, number, require_gpus, seconds, whole
+from megatron_fused_ce.command_line import NO_LIMIT, Parser, UsageError, number, seconds, whole
 from megatron_fused_ce.config import LOGITS_BACKEND_CHOICES, MERGE_CHOICES, STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.estimate.named_models import MODELS, head_sizes, known_name
 from megatron_fused_ce.scripts.lib.results import RESULTS
@@ -194,12 +194,6 @@ def parse_arguments(text: str, words: Sequence[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     return given
-
-
-def require_device(given: argparse.Namespace) -> None:
-    """Raises UsageError where --device cuda finds too few GPUs; before torch is imported."""
-    if given.device == "cuda":
-        require_gpus(1 if given.ghost else world_size(), "--device cpu tries it without, slowly")
 
 
 def cells_of(given: argparse.Namespace, preset: Sequence[tuple[Any, ...]]) -> list[Cell]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import statistics
 import sys
 from functools import partial
@@ -26,8 +27,8 @@ import torch
 from megatron_fused_ce.command_line import Parser, UsageError, command, whole, writable_file
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy, world_size
 from megatron_fused_ce.scripts.bench.measure import interleave
-from megatron_fused_ce.scripts.bench.op import Mark, turn
-from megatron_fused_ce.scripts.bench.problem import Problem, World
+from megatron_fused_ce.scripts.bench.op import Case, turn
+from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gloo, results
 
 PACKAGE = "megatron_fused_ce"
@@ -58,12 +59,10 @@ class Checkout:
 
     def turn(self, problem: Problem, strategy: str, steps: int) -> list[float]:
         """``[forward, backward, both, host]`` ms of a step, the first ones untimed."""
-        world = problem.world
         config = self._config(**parse_strategy(strategy))
 
-        def step(mark: Mark) -> None:
-            problem.reset()
-            mark()
+        def run(problem: Problem) -> Outputs:
+            world = problem.world
             loss = self._op(
                 problem.hidden,
                 problem.weight,
@@ -73,12 +72,10 @@ class Checkout:
                 token_weights=problem.token_weights,
                 config=config,
             )
-            mark()
-            loss.backward(problem.grad_loss)
-            mark()
+            return {"loss": loss}
 
         with self:
-            return turn(step, world, warm=4, steps=steps)
+            return turn(partial(Case("", run=run).step, problem), problem.world, warm=4, steps=steps)
 
 
 def difference(old: list[float], new: list[float]) -> tuple[float, float]:
@@ -88,14 +85,10 @@ def difference(old: list[float], new: list[float]) -> tuple[float, float]:
     return statistics.mean(ratios), 1.96 * spread / math.sqrt(len(ratios))
 
 
-def shape_of(text: str) -> tuple[int, int, int]:
-    try:
-        tokens, hidden_size, rows = map(whole(), text.split("x"))
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(
-            f"expected TxHxV, such as 4096x1024x32064, got {text[:40]!r}"
-        ) from None
-    return tokens, hidden_size, rows
+def shape_of(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8}){2}", text):
+        raise argparse.ArgumentTypeError(f"expected TxHxV, such as 4096x1024x32064, got {text[:40]!r}")
+    return tuple(map(int, text.split("x")))
 
 
 def compared(text: str, strategy: str, samples: dict[str, list[list[float]]], tell: bool) -> results.Row:

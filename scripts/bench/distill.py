@@ -22,7 +22,7 @@ from megatron_fused_ce.kernels.records import DIVERGENCES
 from megatron_fused_ce.op import fused_linear_distillation
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
 from megatron_fused_ce.scripts.bench.loss import config_of, wide
-from megatron_fused_ce.scripts.bench.op import PEER, Bare, Case, Op, why_not
+from megatron_fused_ce.scripts.bench.op import PEER, Case, Op, bare, why_not
 from megatron_fused_ce.scripts.bench.peers import dynamo_for_many_shapes
 from megatron_fused_ce.scripts.bench.problem import UPSTREAM_SCALAR, Outputs, Problem, World
 
@@ -154,4 +154,4 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return found
 
 
-OP = Op(Distillation, cases_of, {GEMMS: Bare(4)}, wgrad_accumulator="returned")
+OP = Op(Distillation, cases_of, (bare(GEMMS, 4),), wgrad_accumulator="returned")

@@ -23,7 +23,7 @@ from megatron_fused_ce.loss import TeacherTargets
 from megatron_fused_ce.losses.outputs import differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
-from megatron_fused_ce.scripts.bench.op import MEGATRON, Bare, Case, Op, why_not
+from megatron_fused_ce.scripts.bench.op import MEGATRON, Case, Op, bare, why_not
 from megatron_fused_ce.scripts.bench.peers import dynamo_for_many_shapes, peers, te_cross_entropy
 from megatron_fused_ce.scripts.bench.problem import MIB, UPSTREAM_SCALAR, Outputs, Problem, World
 
@@ -277,5 +277,5 @@ def option_cases(given: argparse.Namespace, cell: Cell, world: World) -> list[Ca
     ]
 
 
-OP = Op(Loss, cases_of, {"roof": Bare(3), "roof-4": Bare(4, again=True)}, over_ranks=True)
+OP = Op(Loss, cases_of, (bare("roof", 3), bare("roof-4", 4, again=True)), over_ranks=True)
 OPTIONS = Op(WithOptions, option_cases)

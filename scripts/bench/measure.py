@@ -9,6 +9,7 @@ two. A ratio is the median of the blocks' own ratios.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
 import random
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from megatron_fused_ce import promise
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.op import OURS, Case, Op, bare_turn, one_line, turn
+from megatron_fused_ce.scripts.bench.op import BASE, OURS, Case, Op, one_line, turn
 from megatron_fused_ce.scripts.bench.problem import MIB, Outputs, Problem, World
 from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, relative_error
@@ -45,17 +46,6 @@ class WrongResult(RuntimeError):
     """A case of this package failed its check: nothing is printed."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a cell is measured."""
-
-    dtype: torch.dtype = torch.bfloat16
-    wgrad_accumulator: str = "main_grad"
-    blocks: int = 5
-    sample_ms: float = 100.0
-    bases: bool = True  # the bare products too
-
-
 @dataclass
 class Outcome:
     """What is known of one case at one cell."""
@@ -65,10 +55,6 @@ class Outcome:
     errors: dict[str, float] = field(default_factory=dict)  # norm-relative, of each output and gradient
     peak_mib: float | None = None
     samples: list[list[float]] = field(default_factory=list)  # of each block what `turn` gives
-
-    @property
-    def is_ours(self) -> bool:
-        return self.case.family == OURS
 
 
 def say(world: World, text: str) -> None:
@@ -105,7 +91,7 @@ def attempt(action: Callable[[], Any], outcome: Outcome, world: World) -> Any:
     outcome.reason = world.first_word(reason)
     if outcome.reason is None:
         return result
-    if outcome.is_ours and outcome.reason != OUT_OF_MEMORY:
+    if outcome.case.family == OURS and outcome.reason != OUT_OF_MEMORY:
         raise WrongResult(f"{outcome.case.name} failed: {outcome.reason}")
     result = None
     give_back(world)
@@ -207,7 +193,7 @@ def _check_one(
     if found is None:
         return
     outcome.errors = dict(zip(found, world.slowest(list(found.values())), strict=True))
-    if outcome.is_ours:
+    if outcome.case.family == OURS:
         pairs = [(k, e, _bound(outcome.case, problem.dtype, k, eager[k])) for k, e in outcome.errors.items()]
         if wrong := [f"{k} {e:.2e} (bound {most:.2e})" for k, e, most in pairs if not e <= most]:
             raise WrongResult(f"{name} is wrong: {', '.join(wrong)}")
@@ -270,23 +256,19 @@ def interleave(
     return samples
 
 
-def time_cases(
-    outcomes: dict[str, Outcome],
-    problem: Problem,
-    op: Op,
-    settings: Settings,
-    world: World,
-) -> None:
+def time_cases(outcomes: dict[str, Outcome], problem: Problem, given: argparse.Namespace) -> None:
     """Interleaved blocks of those that have no reason not to run; their samples are added."""
+    world = problem.world
+
+    def turn_of(case: Case, warm: int, steps: int) -> list[float]:
+        with case.ready(problem) as step:
+            return turn(step, world, warm, steps)
 
     def take(name: str, warm: int, steps: int) -> list[float] | None:
         outcome = outcomes[name]
         if outcome.reason is not None:
             return None
-        action = partial(turn, partial(outcome.case.step, problem), world)
-        if name in op.bases:
-            action = partial(bare_turn, problem, op.bases[name])
-        sample = attempt(partial(action, warm, steps), outcome, world)
+        sample = attempt(partial(turn_of, outcome.case, warm, steps), outcome, world)
         problem.reset()
         return None if sample is None else world.slowest(sample)
 
@@ -294,10 +276,10 @@ def time_cases(
     for name in outcomes:
         if (first := take(name, 1, 1)) is not None:
             step_ms = max(first[2], 1e-3)
-            steps = max(1, min(MOST_STEPS, math.ceil(settings.sample_ms / step_ms)))
+            steps = max(1, min(MOST_STEPS, math.ceil(given.sample_ms / step_ms)))
             turns[name] = partial(take, name, 4 if step_ms < SHORT_STEP_MS else 1, steps)
     bases = [name for name in dict.fromkeys(outcomes[name].case.base for name in turns) if name in turns]
-    for name, samples in interleave(turns, bases, settings.blocks).items():
+    for name, samples in interleave(turns, bases, given.blocks).items():
         outcomes[name].samples += samples
 
 
@@ -342,27 +324,26 @@ def row_of(outcome: Outcome, outcomes: dict[str, Outcome], size: int) -> Row:
 
 
 def measure(
-    op: Op, cell: Cell, cases: Sequence[Case], settings: Settings, world: World, facts: Row
+    op: Op, cell: Cell, cases: Sequence[Case], given: argparse.Namespace, world: World, facts: Row
 ) -> list[Row]:
     """The rows of one cell, each with ``facts``: the bare products first, then the cases in their order.
 
-    Raises WrongResult before anything was timed where a case of this package is wrong.
+    Of ``given`` its dtype, blocks and sample_ms. Raises WrongResult before anything was timed where a case of
+    this package is wrong.
     """
     world.sequence_parallel = cell.sequence_parallel
-    problem = op.problem(cell, world, dtype=settings.dtype, wgrad_accumulator=settings.wgrad_accumulator)
-    wanted = {case.base for case in cases if case.why_not is None} if settings.bases else set()
-    bare = [(name, of_base.products) for name, of_base in op.bases.items() if name in wanted]
-    of_bases = [Case(name, "base", base=name, products=products) for name, products in bare]
-    outcomes = {case.name: Outcome(case, case.why_not) for case in (*of_bases, *cases)}
+    dtype: torch.dtype = getattr(torch, given.dtype)
+    problem = op.problem(cell, world, dtype=dtype, wgrad_accumulator=op.wgrad_accumulator)
+    outcomes = {case.name: Outcome(case, case.why_not) for case in op.rows(cases)}
     eager = {} if world.ghost else check([outcomes[case.name] for case in cases], problem, world)
     del problem.all_weight
     give_back(world)
     for outcome in outcomes.values():
-        if outcome.reason is None and outcome.case.run is not None:
+        if outcome.reason is None and outcome.case.family != BASE:
             peak = attempt(partial(peak_mib, outcome.case, problem, world), outcome, world)
             outcome.peak_mib = None if peak is None else world.slowest([peak])[0]
-    time_cases(outcomes, problem, op, settings, world)
+    time_cases(outcomes, problem, given)
     T, H, V = cell.num_tokens, cell.hidden_size, problem.num_rows
     facts = {**facts, "shape": cell.shape, "T": T, "H": H, "V": V, "sp": cell.sequence_parallel}
-    facts |= {"wgrad_accumulator": settings.wgrad_accumulator, "eager_errors": eager}
+    facts |= {"wgrad_accumulator": op.wgrad_accumulator, "eager_errors": eager}
     return [facts | row_of(outcome, outcomes, T * H * V) for outcome in outcomes.values()]

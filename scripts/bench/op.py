@@ -8,23 +8,23 @@ case's does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_fused_ce.command_line import UsageError
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.problem import Clock, Outputs, Problem, World
 from megatron_fused_ce.wgrad import accumulate_
 
-OURS, MEGATRON, PEER = "ours", "megatron", "peer"
+OURS, MEGATRON, PEER, BASE = "ours", "megatron", "peer", "base"
 
 #: Longest reason that still fits a cell of the result table.
 REASON_CHARS = 160
@@ -103,14 +103,55 @@ class Case:
         mark()
         return {name: value.detach() for name, value in outputs.items()}
 
+    @contextlib.contextmanager
+    def ready(self, problem: Problem) -> Iterator[Callable[[Mark], Outputs]]:
+        """Its step, while what that needs beside the problem is there."""
+        yield partial(self.step, problem)
+
 
 @dataclass(frozen=True)
-class Bare:
+class Bare(Case):
     """Matrix products alone: each side's logits, then ``grad_hidden`` and ``grad_weight``."""
 
-    products: int
     backward: bool = True
     again: bool = False  # the logits once more, as `recompute` makes them
+
+    @contextlib.contextmanager
+    def ready(self, problem: Problem) -> Iterator[Callable[[Mark], Outputs]]:
+        """With its logits ``[T, V]`` and a true gradient of them."""
+        grad = logits = problem.hidden.new_empty(problem.num_tokens, problem.num_rows)
+        sides, main_grad = problem.sides(), problem.main_grad
+        hidden, weight = sides[-1]
+        with torch.no_grad():
+            if self.backward:
+                grad = torch.empty_like(logits)
+                for part in problem.blocks():
+                    grad[part] = problem.grad_logits(part)
+            of_hidden = torch.empty_like(hidden)
+            of_weight = torch.empty_like(problem.weight) if main_grad is None else main_grad
+
+            def step(mark: Mark) -> Outputs:
+                mark()
+                for of_side, rows in sides:
+                    torch.mm(of_side, rows.t(), out=logits)
+                mark()
+                if self.again:
+                    torch.mm(hidden, weight.t(), out=logits)
+                if self.backward:
+                    torch.mm(grad, weight, out=of_hidden)
+                    if main_grad is None:
+                        torch.mm(grad.t(), hidden, out=of_weight)
+                    else:
+                        accumulate_(main_grad, grad, hidden)
+                mark()
+                return {"grad_hidden": of_hidden, "grad_weight": of_weight}
+
+            yield step
+
+
+def bare(name: str, products: int, **how: Any) -> Bare:
+    """The base of that name, and its own."""
+    return Bare(name, BASE, base=name, products=products, **how)
 
 
 @dataclass(frozen=True)
@@ -119,9 +160,14 @@ class Op:
 
     problem: type[Problem]
     cases_of: Callable[[argparse.Namespace, Cell, World], list[Case]]
-    bases: dict[str, Bare] = field(default_factory=dict)
+    bases: tuple[Bare, ...] = ()
     over_ranks: bool = False  # knows tensor parallelism
     wgrad_accumulator: str = "main_grad"
+
+    def rows(self, cases: Sequence[Case]) -> list[Case]:
+        """The bases that these need, then they."""
+        wanted = {case.base for case in cases if case.why_not is None}
+        return [*(base for base in self.bases if base.name in wanted), *cases]
 
     def chosen(self, given: argparse.Namespace, cells: Sequence[Cell], world: World) -> list[list[Case]]:
         """Each cell's cases but for ``--skip``; of ``--options`` alone, and what they are over.
@@ -164,45 +210,3 @@ def turn(step: Callable[[Mark], object], world: World, warm: int, steps: int) ->
     spans = [clock.spans_ms() for clock in clocks]
     columns = [*zip(*spans, strict=True), [sum(span) for span in spans], host[-3:]]
     return [statistics.median(column) for column in columns]
-
-
-@torch.no_grad()
-def bare_turn(
-    problem: Problem, bare: Bare, warm: int, steps: int, run: Callable[..., list[float]] = turn
-) -> list[float]:
-    """As :func:`turn`, of bare products; their logits ``[T, V]`` and the gradient of these exist before."""
-    grad = logits = problem.hidden.new_empty(problem.num_tokens, problem.num_rows)
-    if bare.backward:
-        grad = torch.empty_like(logits)
-        for part in problem.blocks():
-            grad[part] = problem.grad_logits(part)
-    sides, main_grad = problem.sides(), problem.main_grad
-    of_weight = torch.empty_like(problem.weight) if main_grad is None else main_grad
-    ends = (torch.empty_like(sides[-1][0]), of_weight)
-    step = partial(_products, bare, sides, logits, grad, ends, main_grad is not None)
-    return run(step, problem.world, warm, steps)
-
-
-def _products(
-    bare: Bare,
-    sides: list[tuple[Tensor, Tensor]],  # [t, H], [V, H]: the last one has gradients
-    logits: Tensor,  # [t, V]
-    grad: Tensor,  # [t, V]
-    ends: tuple[Tensor, Tensor],  # grad_hidden [t, H], grad_weight [V, H]
-    accumulates: bool,
-    mark: Mark,
-) -> None:
-    hidden, weight = sides[-1]
-    mark()
-    for of_side, rows in sides:
-        torch.mm(of_side, rows.t(), out=logits)
-    mark()
-    if bare.again:
-        torch.mm(hidden, weight.t(), out=logits)
-    if bare.backward:
-        torch.mm(grad, weight, out=ends[0])
-        if accumulates:
-            accumulate_(ends[1], grad, hidden)
-        else:
-            torch.mm(grad.t(), hidden, out=ends[1])
-    mark()

@@ -33,7 +33,7 @@ from torch import Tensor
 from megatron_fused_ce.command_line import Parser, UsageError, command
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.op import PEER, Case, limits, why_not
-from megatron_fused_ce.scripts.bench.problem import DTYPES, Outputs, Problem, World
+from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
 from megatron_fused_ce.scripts.lib import gloo
 from megatron_fused_ce.scripts.lib.results import version
 
@@ -299,7 +299,7 @@ def main(words: list[str]) -> int:
 
     world = World(use_gpu=None if given.device is None else given.device == "cuda")
     # A size that suits every peer; the first step compiles, which takes seconds.
-    problem = loss.Loss(Cell.of("256x1536", 384), world, dtype=DTYPES["bfloat16"])
+    problem = loss.Loss(Cell.of("256x1536", 384), world, dtype=BF16)
     for one in PEERS.values() if given.names is None else (PEERS[name] for name in given.names):
         case = one.case(world)
         outcome = measure.Outcome(case, case.why_not)

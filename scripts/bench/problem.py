@@ -21,7 +21,6 @@ from megatron_fused_ce.wgrad import GradWeight, InPlaceGradWeight, OpenGradWeigh
 
 MIB = 1024 * 1024
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: The upstream gradient is this times the token weights: no power of two, so that a strategy that
 #: forgets it, or rounds it away, shows.
 UPSTREAM_SCALAR = 0.3

@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as profiled
 
 from megatron_fused_ce.scripts.bench.cases import Cell
-from megatron_fused_ce.scripts.bench.op import Case, Op, bare_turn, nothing
-from megatron_fused_ce.scripts.bench.problem import DTYPES, World
+from megatron_fused_ce.scripts.bench.op import Case, Op, nothing
+from megatron_fused_ce.scripts.bench.problem import World
 from megatron_fused_ce.scripts.lib.results import Row
 
 TRACES = Path("build/profile")
@@ -151,34 +152,24 @@ def steps_of_trace(events: Iterable[Row], on_gpu: bool) -> list[list[Span]]:
 
 def measure(
     op: Op, cell: Cell, cases: Sequence[Case], given: argparse.Namespace, world: World, facts: Row
-) -> tuple[list[Row], str]:
-    """A row of each base, case and rank, and torch's tables of rank 0. Collectives: an all-gather of rows."""
+) -> list[Row]:
+    """A row of each base, case and rank; rank 0's with torch's table. Collectives: an all-gather of rows."""
     world.sequence_parallel = cell.sequence_parallel
-    problem = op.problem(cell, world, dtype=DTYPES[given.dtype])
+    problem = op.problem(cell, world, dtype=getattr(torch, given.dtype))
     del problem.all_weight
     facts = {**facts, "sp": cell.sequence_parallel, "shape": cell.shape, "T": cell.num_tokens}
     rows: list[Row] = []
-    text = ""
-
-    def record(name: str, step: Callable[[], Any]) -> None:
-        nonlocal text
-        words = (cell.shape, cell.num_tokens, "sp" * cell.sequence_parallel, name, f"rank{world.rank}")
+    for case in op.rows(cases):
+        if case.why_not is not None:
+            if world.rank == 0:
+                print(f"bench: {case.name}: {case.why_not}", file=sys.stderr)
+            continue
+        words = (cell.shape, cell.num_tokens, "sp" * cell.sequence_parallel, case.name, f"rank{world.rank}")
         path = TRACES / (re.sub(r"[^\w.-]+", "-", "-".join(map(str, filter(None, words)))) + ".json")
-        steps, table = recorded(step, given.steps, world, path)
-        own = {**facts, "variant": name, "rank": world.rank, **summarise(steps)}
-        rows.extend(world.everyone({**own, "time_ms": round(own["step_ms"], 3)}))
-        text += f"\n{cell}, {name}, rank 0:\n\n```text\n{table}\n```\n"
+        with case.ready(problem) as step:  # what it reads is made outside of the trace
+            steps, table = recorded(partial(step, nothing), given.steps, world, path)
+        own = {**facts, "variant": case.name, "rank": world.rank, **summarise(steps)}
+        own |= {"table": table} if world.rank == 0 else {}
+        rows += world.everyone({**own, "time_ms": round(own["step_ms"], 3)})
         problem.reset()
-
-    def record_bare(name: str, step: Callable[..., Any], *_: object) -> list[float]:
-        record(name, partial(step, nothing))  # what it reads was made outside of the trace
-        return []
-
-    for name in dict.fromkeys(case.base for case in cases if case.why_not is None):
-        bare_turn(problem, op.bases[name], 0, 1, partial(record_bare, name))
-    for case in cases:
-        if case.why_not is None:
-            record(case.name, partial(case.step, problem))
-        elif world.rank == 0:
-            print(f"bench: {case.name}: {case.why_not}", file=sys.stderr)
-    return rows, text
+    return rows

@@ -70,11 +70,12 @@ def _value(row: Row, key: str, form: str) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One cell's rows as a Markdown table."""
+    """One cell's rows as a Markdown table, and the profiler's own tables."""
     columns = [[_value(row, key, form) for row in rows] for _, key, form in COLUMNS]
     shown = [at for at, column in enumerate(columns) if any(column)]
     lines = [[row["variant"], *(columns[at][number] for at in shown)] for number, row in enumerate(rows)]
-    return tables.markdown(["", *(COLUMNS[at][0] for at in shown)], lines) + "\n"
+    profiles = [f"\n{row['variant']}:\n\n```text\n{row['table']}\n```\n" for row in rows if row.get("table")]
+    return tables.markdown(["", *(COLUMNS[at][0] for at in shown)], lines) + "\n" + "".join(profiles)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -102,12 +103,12 @@ def page(rows: Sequence[Row]) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n\n".join(lines)).rstrip() + "\n"
 
 
-def write(path: Path, rows: Sequence[Row], source: Row, more: str = "") -> None:
-    """The result file, and the page beside it; ``more`` ends the page."""
+def write(path: Path, rows: Sequence[Row], source: Row) -> None:
+    """The result file, and the page beside it."""
     own = [{k: v for k, v in row.items() if k not in source or source[k] != v} for row in rows]
     results.write(path, own, source)
-    write_page(path, [{**source, **row} for row in rows], more)
+    write_page(path, [{**source, **row} for row in rows])
 
 
-def write_page(path: Path, rows: Sequence[Row], more: str = "") -> None:
-    results.write_whole(path.with_suffix(".md"), page(rows) + more)
+def write_page(path: Path, rows: Sequence[Row]) -> None:
+    results.write_whole(path.with_suffix(".md"), page(rows))

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
 from megatron_fused_ce.scripts.bench.cases import Cell
 from megatron_fused_ce.scripts.bench.loss import config_of, wide
-from megatron_fused_ce.scripts.bench.op import PEER, Bare, Case, Op, why_not
+from megatron_fused_ce.scripts.bench.op import PEER, Case, Op, bare, why_not
 from megatron_fused_ce.scripts.bench.peers import PEERS
 from megatron_fused_ce.scripts.bench.problem import Outputs, Problem, World
 
@@ -162,4 +162,4 @@ def cases_of(given: argparse.Namespace, cell: Cell, world: World) -> list[Case]:
     return found + [case(f"{K} kept ids", partial(_masked, K), Kind(kept=K), BOTH) for K in kept]
 
 
-OP = Op(Rl, cases_of, {PRODUCT: Bare(1, backward=False)}, wgrad_accumulator="returned")
+OP = Op(Rl, cases_of, (bare(PRODUCT, 1, backward=False),), wgrad_accumulator="returned")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_fused_ce import planner
-from megatron_fused_ce.config import STRATEGY_CHOICES
+from megatron_fused_ce.config import STRATEGY_CHOICES, FusedCEConfig
 from megatron_fused_ce.estimate import command, heads
 from megatron_fused_ce.estimate.advice import Gpu
 from megatron_fused_ce.estimate.heads import HeadMemory, plugin_head, stock_heads
@@ -151,9 +151,9 @@ def compare_head(name: str, row: dict[str, Any]) -> Compared:
         grad_hidden = setting.itemsize * row["T"] * row["H"] // setting.parallel.sequence_parts
         planned = found.peak - grad_hidden - CUBLAS_WORKSPACE
     else:
-        asked = {"strategy": row["variant"], "chunk_tokens": int(row["chunk_tokens"])}
+        asked = FusedCEConfig(strategy=row["variant"], chunk_tokens=int(row["chunk_tokens"]))
         ranks = {"tp_size": row["tp"], "num_parts": row["tp"] if row["sp"] else 1}
-        inputs = PlanInputs(row["T"], row["H"], row["V"], device=h200().device, **asked, **ranks)
+        inputs = PlanInputs(row["T"], row["H"], row["V"], device=h200().device, config=asked, **ranks)
         planned = chunk_by_chunk(inputs).predicted_peak_bytes
     sp = ", SP" if row["sp"] else ""
     what = f"{name}: {row['shape']}, {row['T']}, TP {row['tp']}{sp}"

@@ -29,6 +29,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,18 +179,12 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Sweep
 
     from megatron_fused_ce import FusedCEConfig
     from megatron_fused_ce.scripts.bench import loss, measure
-    from megatron_fused_ce.scripts.bench.problem import DTYPES, World
+    from megatron_fused_ce.scripts.bench.problem import World
 
     world = World(given.sequence_parallel, use_gpu=given.device == "cuda")
     cells = cells_of(given.strategies, given.chunks)
     shape = Shape("head", given.tokens, given.hidden, given.vocab, world.sequence_parallel)
-    settings = measure.Settings(
-        dtype=DTYPES[given.dtype],
-        wgrad_accumulator=given.wgrad_accumulator,
-        blocks=given.blocks,
-        sample_ms=given.sample_ms,
-        bases=False,
-    )
+    op = replace(loss.OP, bases=(), wgrad_accumulator=given.wgrad_accumulator)
     device = f"{source['device']}, {torch.get_num_threads()} threads"
     facts = source | {
         "what": "head",
@@ -205,7 +200,7 @@ def sweep_head_alone(given: argparse.Namespace, source: dict[str, Any]) -> Sweep
         for cell in cells
     ]
     try:
-        measured = measure.measure(loss.OP, shape, cases, settings, world, facts)
+        measured = measure.measure(op, shape, cases, given, world, facts)
     except measure.WrongResult as error:
         raise Failed(str(error)) from None
     except RuntimeError as error:

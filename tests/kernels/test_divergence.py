@@ -205,9 +205,11 @@ OF_WHOLE_ROWS = {
 @EVERY
 @pytest.mark.parametrize("sides", distillation.CONFIDENT)
 @pytest.mark.parametrize("kind", distillation.KINDS)
-def test_confident_sides(rows, kind, sides, device):
-    """The rest of the table is the op's: tests/op/test_distillation.py."""
+def test_confident_sides(rows, kind, sides, device, monkeypatch):
+    """Over ranks: tests/parallel/test_distillation.py."""
     slow = rows is divergence and device.type == "cpu"
+    if slow:  # a block takes the interpreter as long, whatever its size
+        monkeypatch.setattr(divergence, "FP32_BLOCK", 2**14)
     of_kind = distillation.KINDS[kind]
     cells = [
         (512, 2, slice(None), raised, temperature)
@@ -228,15 +230,6 @@ def test_confident_sides(rows, kind, sides, device):
         rows.divergence_gradients(*args, rows.divergence_sums(*args)[1], out)
         error = distillation.worst_row(out / temperature, distillation.exact_rows(problem)[kept])
         assert error <= 2e-6, f"temperature {temperature}, raised by {raised}: {error}"
-
-
-@OF_KIND
-def test_the_definition_has_its_own_gradient(kind, beta):
-    s, t = (side.double() for side in pair("related", "cpu", 50))
-    s.requires_grad_()
-    exact = definition(s, t, kind, beta)
-    exact.divergence.sum().backward()
-    torch.testing.assert_close(s.grad, exact.gradient.detach(), rtol=1e-9, atol=1e-12)
 
 
 @of_every()
@@ -473,20 +466,3 @@ def test_single_terms_keep_their_digits(rows, kind, beta, dtype, device):
         error = (made.double() - expected).abs()
         bound = relative * expected.abs() + absolute
         assert (error <= bound).all(), (error / bound).max()
-
-
-@OF_KIND
-@pytest.mark.parametrize("what", ["apart", "nearly equal", "peaked at two classes"])
-def test_triton_and_plain_pytorch_agree(kind, beta, what, device):
-    student, teacher = as_sides(*pair(what, device))
-    sums = [
-        module.divergence_sums(student, teacher, kind, beta, None)
-        for module in (divergence, divergence_torch)
-    ]
-    torch.testing.assert_close(*sums, rtol=4e-6, atol=1e-7)
-    outs = []
-    for module in (divergence, divergence_torch):
-        out = torch.empty_like(student.logits)
-        module.divergence_gradients(student, teacher, kind, beta, None, sums[0][1], out)
-        outs.append(out)
-    torch.testing.assert_close(*outs, rtol=4e-6, atol=1e-7)

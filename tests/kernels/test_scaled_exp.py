@@ -110,12 +110,6 @@ def test_rescaling_at_odd_sizes(device):
     torch.testing.assert_close(copy, (factor[3] * x).bfloat16())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_logit_scale(strategy, product, device):
-    inputs = make_inputs("plain", dtype=EXP_DTYPE, device=device, logit_scale=0.25, **SIZES)
-    assert_close(run(inputs, exp_config(strategy, num_chunks=3, logit_scale=0.25)), inputs)
-
-
 @pytest.mark.sanitize
 @pairs.parametrize("options by the scaled-exp GEMM")
 def test_against_fp64(option, kind, strategy, product, device):

@@ -235,7 +235,7 @@ def test_first_evaluation_tells_where_the_launch_could_not(said, sequence_parall
     """No Megatron arguments: Bridge, NeMo, own scripts."""
     layer = megatron_head().output_layer
     layer.sequence_parallel = sequence_parallel
-    ran = plan(PlanInputs.of(layer.fused_ce_config, num_tokens=200, hidden_size=16, num_rows=1000))
+    ran = plan(PlanInputs(config=layer.fused_ce_config, num_tokens=200, hidden_size=16, num_rows=1000))
     for _ in range(2):
         evaluated(layer, ran, hidden=50)
     assert len(said) == 2 and "on: strategy recompute (asked for), 4 chunks of 50 tokens" in said[0]

@@ -341,24 +341,6 @@ def test_gathered_logits_look_as_megatrons():
         assert model._postprocess(hidden, labels=True)[0].shape == (6, 1, 5)
 
 
-def test_a_call_on_the_stock_path_is_counted_and_told(monkeypatch):
-    from megatron_fused_ce.adapter import output_layer, report
-    from megatron_fused_ce.adapter.switch import counters
-
-    layer, told = GPTModel().output_layer, []
-    layer.__class__ = output_layer.ColumnParallelLinear
-    layer.sequence_parallel = layer.fused_ce_sequence_parallel = False
-    layer.fused_ce_config = FusedCEConfig()
-    layer.weight = torch.nn.Parameter(torch.zeros(5, 4))
-    monkeypatch.setattr(ColumnParallelLinear, "forward", lambda self, input_, **others: (input_, others))
-    monkeypatch.setattr(report, "stock_path_once", lambda layer, reason: told.append(reason))
-    before = counters().stock
-    _, arguments = layer(torch.zeros(2, 1, 4), runtime_gather_output=True)
-    assert arguments == {"weight": None, "runtime_gather_output": True}
-    assert counters().stock == before + 1
-    assert told == ["the caller gathers the logits (runtime_gather_output)"]
-
-
 def test_modelopts_hooks_are_known_on_joined_heads_alone(monkeypatch):
     def capture(*arguments): ...
 

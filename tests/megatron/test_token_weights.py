@@ -82,10 +82,19 @@ def nothing_stays():
     assert token_weights._calls.stack == []
 
 
-@pytest.mark.parametrize("model_class", [GPT, Hybrid])
-def test_the_mask_is_found(model_class):
-    model, mask = model_class(), torch.rand(B, S)
-    model(torch.ones(3), labels=labels(), loss_mask=mask)
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [
+        (GPT(), lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
+        (Hybrid(), lambda model, mask: model(torch.ones(3), labels=labels(), loss_mask=mask)),
+        (Hybrid(), lambda model, mask: model(torch.ones(3), labels(), mask)),
+        # Combined 1F1B never calls ``forward``.
+        (GPT(), lambda model, mask: model._postprocess(torch.ones(1), labels=labels(), loss_mask=mask)),
+    ],
+)
+def test_the_mask_is_found(model, call):
+    mask = torch.rand(B, S)
+    call(model, mask)
     (found,) = model.found
     assert found.values.data_ptr() == mask.data_ptr() and found.values.shape == (B, S)
 
@@ -100,19 +109,6 @@ def test_no_mask_can_reach_the_head():
         forward = OldMamba.forward
 
     assert not token_weights.remember_calls(Alone)
-
-
-def test_by_position():
-    model, mask = Hybrid(), torch.rand(B, S)
-    model(torch.ones(3), labels(), mask)
-    assert torch.equal(model.found[0].values, mask)
-
-
-def test_by_the_schedules_entry():
-    """Combined 1F1B calls ``_postprocess`` and never ``forward``."""
-    model, mask = GPT(), torch.rand(B, S)
-    model._postprocess(hidden=torch.ones(1), labels=labels(), loss_mask=mask)
-    assert torch.equal(model.found[0].values, mask)
 
 
 def test_only_the_main_loss_gets_it():

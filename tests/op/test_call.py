@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,6 @@ from megatron_fused_ce.promise import Head
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.op import (
-    DTYPES,
     EXP_DTYPE,
     HAS_EXP,
     STRATEGIES,
@@ -223,46 +221,7 @@ OPTIONS = (
     ("row_backend", "triton"),
 )
 OUTPUTS = (("lse",), ("log_prob", "entropy"), ("entropy", "log_prob"), ("predicted", "correct"))
-#: Of tokens that grad_in_forward is chosen for.
-MANY = Kind(strategy="auto", tokens=(64, 2), dtype=torch.bfloat16)
 EXP = Kind(backend="scaled_exp", dtype=EXP_DTYPE, mode="no_grad", cut=("num_chunks", 1))
-#: What a spec depends on -> calls that differ in it alone.
-DIFFER_IN = {
-    "lengths": [replace(Kind(), tokens=tokens) for tokens in ((6, 2), (12, 1), (4, 2), (0, 2))],
-    "layout": [replace(Kind(), flat=flat, tokens=(12, 1)) for flat in (True, False)],
-    "vocabulary": [replace(Kind(), vocab=vocab) for vocab in (24, 32)],
-    "hidden size": [replace(Kind(), hidden_size=size) for size in (16, 8)],
-    "dtype": [replace(Kind(), dtype=dtype) for dtype in (*DTYPES, torch.float64)],
-    "labels": [replace(Kind(), labels=of) for of in (torch.int64, torch.int32, torch.float32)],
-    "class": [replace(Kind(), sharded=name) for name in ("", "hidden", "weight", "labels")],
-    "number of tokens": [replace(Kind(), shorter=name) for name in ("", "hidden", "labels")],
-    "config": [replace(Kind(), options=(option,)) for option in OPTIONS[:-1]],
-    "gradients": [
-        replace(Kind(), strategy=strategy, needs_grad=needs_grad)
-        for strategy in STRATEGIES
-        for needs_grad in itertools.product((True, False), repeat=2)
-    ],
-    "grad mode": [replace(Kind(), strategy=strategy, mode=mode) for strategy in STRATEGIES for mode in MODES],
-    "autocast": [replace(Kind(), autocast=autocast) for autocast in (True, False)],
-    "token weights": [replace(MANY, token_weights=kind) for kind in ("given", "none", "short")],
-    "head": [replace(MANY, head=of) for of in (0, 1)],
-    "outstanding forwards": [replace(MANY, uses_in_flight=number) for number in (1, 3)],
-    "vocab_start": [replace(Kind(), vocab_start=start) for start in (None, 0, 3, True)],
-    "outputs": [replace(Kind(), outputs=outputs) for outputs in ((), *OUTPUTS)],
-    "gradients of outputs": [replace(Kind(), outputs=("lse",), differentiable=of) for of in (0, 1)],
-    "teacher": [replace(Kind(), teacher=k) for k in (0, 2, 3)],
-    "temperature": [replace(Kind(), temperature=of) for of in (1.0, 2, 0.5, "per token", "short", -1.0)],
-    "unknown labels": [replace(Kind(), outputs=("log_prob",), zero_unknown=of) for of in (0, 1)],
-    "argmax": [replace(Kind(), with_argmax=argmax) for argmax in (True, False)],
-    "accumulator": [
-        replace(Kind(), main_grad=of, dtype=torch.bfloat16) for of in (None, torch.float32, torch.bfloat16)
-    ],
-}
-
-
-@pytest.mark.parametrize("what", DIFFER_IN)
-def test_calls_that_differ_in(what, device):
-    check(DIFFER_IN[what], device)
 
 
 @needs_exp

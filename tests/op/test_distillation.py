@@ -24,7 +24,6 @@ from tests.support.distillation import (
     KINDS,
     OPTIONS,
     RAISED,
-    TEMPERATURES,
     DistillationProblem,
     DistillationResult,
     assert_right,
@@ -183,20 +182,6 @@ def test_a_divergence_of_a_billionth(size, kind, backend, device):
     assert ((made.outputs.divergence.double() - true).abs() / true).max() < 1e-2
     assert made.grad_weight is not None and exact.grad_weight is not None
     assert (made.grad_weight - exact.grad_weight).norm() < 1e-2 * exact.grad_weight.norm()
-
-
-@pytest.mark.parametrize("vocab", [512, pytest.param(128256, marks=pytest.mark.rest)])
-@pytest.mark.parametrize("sides", CONFIDENT)
-@pytest.mark.parametrize("kind", KINDS)
-def test_confident_rows(kind, sides, vocab, device):
-    """Gradients of given fp32 logits, where eager PyTorch's are 1.0 off at 30."""
-    for temperature in TEMPERATURES:
-        for raised in RAISED:
-            problem = confident(vocab, raised, sides, device=device, kind=kind, temperature=temperature)
-            made = run(problem, num_chunks=1).grad_weight
-            assert made is not None
-            error = worst_row(made.t(), exact_rows(problem))
-            assert error <= 2e-6, f"temperature {temperature}, raised by {raised}: {error}"
 
 
 @pytest.mark.parametrize(
@@ -495,7 +480,7 @@ def test_a_budget(device):
         hidden, weight, problem.labels, config=config, distillation=distillation, outputs=("divergence",)
     )
     # Row passes in plain PyTorch work in copies of fewer rows than a chunk has.
-    with patch.object(rows_torch, "BLOCK_ELEMENTS", 8 * 331), LiveStorages() as live:
+    with patch.object(rows_torch, "BLOCK_ELEMENTS", 16 * 331), LiveStorages() as live:
         made = linear_cross_entropy(call)
         made.loss.backward(problem.upstream)
     assert made.plan.strategy == "mixed" and made.plan.predicted_peak_bytes <= 6 * 2**20

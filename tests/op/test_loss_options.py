@@ -206,10 +206,21 @@ def test_z_loss_stationary_point(device):
         ({"true_vocab_size": 0}, "true_vocab_size must be 1 or more"),
         ({"true_vocab_size": 1, "label_smoothing": 0.1}, "two classes"),
         ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
+        ({"num_chunks": 0}, "1 or more"),
+        ({"chunk_tokens": -3}, "1 or more"),
+        ({"num_chunks": 2.5}, "whole number"),
+        ({"num_chunks": 2, "chunk_tokens": 8}, "give one of them"),
+        ({"strategy": "fastest"}, "choose one of"),
+        ({"row_backend": "cuda"}, "choose one of"),
+        ({"logit_scale": 0.0}, "not 0"),
+        *(
+            ({name: "yes"}, f"{name} must be True or False, got 'yes'")
+            for name in ("skip_masked", "skip_zero_upstream", "debug_checks")
+        ),
     ],
     ids=str,
 )
-def test_bad_options(options, words):
+def test_bad_config(options, words):
     with pytest.raises(ValueError, match=words):
         FusedCEConfig(**options)
 

@@ -37,14 +37,6 @@ def test_an_entropy_with_a_gradient_rounds_nothing():
         assert unrounded(config) is config
 
 
-def test_without_gradients_nothing_is_saved(device):
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    hidden = inputs.hidden.clone().requires_grad_()
-    with torch.no_grad():
-        made = token_log_probs(hidden, inputs.weight, inputs.labels, entropy="differentiable")
-    assert not made.log_prob.requires_grad and not made.entropy.requires_grad
-
-
 def test_skip_masked_leaves_ignored_tokens_out(device):
     """Their entropy is 0 too; the others' results and gradients are those of a call without them."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, fused_linear_topk_distillation, planner
+from megatron_fused_ce import FusedCEConfig, planner
 from megatron_fused_ce.logits import rows_torch
 from megatron_fused_ce.rl import token_log_probs
+from megatron_fused_ce.scripts.lib.live_storages import LiveStorages
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_several, relative_error
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
@@ -139,28 +137,6 @@ def test_digits_of_a_sure_token(device):
         assert relative_error(made.log_prob.detach(), true[[2, 1, 1]].unsqueeze(0)) < 1e-6
         assert abs(made.log_prob[0, 1].item() / true[1].item() - 1) < 1e-5 and true[1] > -3e-9
         assert relative_error(weight.grad.flatten(), torch.eye(3)[1].to(device) - true.exp()) < 1e-5
-
-
-@pytest.mark.parametrize("strategy", ["store", "recompute"])
-def test_topk_distillation_is_a_weighted_sum(strategy, device):
-    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    labels = several(inputs, 6)
-    labels[labels >= 53] = -1
-    labels[labels == -100] = -1
-    log_q = torch.randn(labels.shape, device=device).log_softmax(-1)
-    config = FusedCEConfig(strategy=strategy, num_chunks=2)
-    results = []
-    for fused in (True, False):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-        if fused:
-            loss = fused_linear_topk_distillation(hidden, weight, labels, log_q, config=config)
-        else:
-            log_p = token_log_probs(hidden, weight, labels, config=config).log_prob
-            loss = -torch.where(labels >= 0, log_q.exp() * log_p, 0.0).sum(-1)
-        loss.backward(inputs.grad_loss)
-        results.append((loss.detach(), hidden.grad, weight.grad))
-    for one, other in zip(*results, strict=True):
-        assert relative_error(other, one) < FLOOR[torch.float32]
 
 
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
@@ -319,34 +295,6 @@ def test_bad_arguments(what, device):
         token_log_probs(hidden, hidden, change(labels), config=FusedCEConfig(**options))
 
 
-class _Live(TorchDispatchMode):
-    """Bytes of storages made inside: now, and the most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-        given = {x.untyped_storage()._cdata for x in flat if isinstance(x, torch.Tensor)}
-        for tensor in torch.utils._pytree.tree_flatten(result)[0]:
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._seen and key not in given:
-                self._seen[key] = weakref.ref(storage, functools.partial(self._gone, key, size))
-                self.now += size
-                self.peak = max(self.peak, self.now)
-        return result
-
-    def _gone(self, key: int, size: int, _: object) -> None:
-        del self._seen[key]
-        self.now -= size
-
-
 @pytest.mark.parametrize("strategy", ["store", "recompute"])
 def test_memory_is_the_plans(strategy):
     """Bytes a label, beyond a call with one: at most what the planner counts, and not half of it less."""
@@ -357,12 +305,12 @@ def test_memory_is_the_plans(strategy):
         hidden, weight = torch.randn(num_tokens, size), torch.randn(vocab, size)
         labels = torch.randint(0, vocab, (num_tokens, k))
         operands = hidden.requires_grad_(), weight.requires_grad_()
-        with patch.object(rows_torch, "BLOCK_ELEMENTS", vocab), _Live() as live:
+        with patch.object(rows_torch, "BLOCK_ELEMENTS", vocab), LiveStorages() as live:
             made = token_log_probs(*operands, labels, entropy="differentiable", config=config).log_prob
             made.backward(torch.ones_like(made))
-        peaks.append(live.peak)
-        inputs = planner.PlanInputs.of(
-            config,
+        peaks.append(live.peak_bytes)
+        inputs = planner.PlanInputs(
+            config=config,
             num_tokens=num_tokens,
             hidden_size=size,
             num_rows=vocab,

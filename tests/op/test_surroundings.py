@@ -441,21 +441,6 @@ def test_outputs_as_a_string(device):
         fused_linear_token_outputs(inputs.hidden, inputs.weight, inputs.labels, "lse")
 
 
-@pytest.mark.parametrize("name", ["skip_masked", "skip_zero_upstream", "debug_checks"])
-def test_switches_are_true_or_false(name):
-    with pytest.raises(ValueError, match=f"{name} must be True or False, got 'yes'"):
-        FusedCEConfig(**{name: "yes"})
-
-
-@pytest.mark.parametrize("shape", [(2, 6), (12, 2)])
-def test_a_teachers_ids_are_named(shape, device):
-    """Not the labels, which the caller never gave."""
-    inputs = problem(device)
-    ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match=r"teacher_ids are .* for hidden \(6, 2, 16\)"):
-        fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, ids.float())
-
-
 def test_smoothing_over_one_class(device):
     hidden, labels = torch.ones(3, 4, device=device), torch.zeros(3, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="weight has one row"):

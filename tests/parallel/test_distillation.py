@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -39,6 +38,7 @@ from tests.support.distillation import (
 from tests.support.head import (
     AtItsStart,
     AtItsWait,
+    fresh_group,
     rows_of,
     same_on_all_ranks,
     scaled_exp_dtype,
@@ -288,14 +288,6 @@ def test_collectives_in_order(rank: Rank, order):
 
 
 # --- ranks that disagree ------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def fresh_group(rank: Rank):
-    """A group that has had no call."""
-    group = dist.new_group(list(range(rank.size)))
-    yield group
-    dist.destroy_process_group(group)
 
 
 def one_call(rank: Rank, group, **changes):

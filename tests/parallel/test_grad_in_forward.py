@@ -317,32 +317,6 @@ def test_an_all_masked_micro_batch(rank: Rank):
 
 
 @on_ranks(*RANKS)
-def test_masks_of_other_dtypes(rank: Rank):
-    have_groups(rank.size)
-    training = Training(rank, Setup())
-    for dtype in (torch.bfloat16, torch.bool, torch.int64, torch.float64):
-        training.zero_grad()
-        mask = training.mask().to(dtype)
-        training.backward_of(training.losses(loss_mask=mask), mask)
-        training.assert_steps()
-
-
-@on_ranks(*RANKS)
-def test_weights_between_0_and_1(rank: Rank):
-    have_groups(rank.size)
-    pair = Pair(rank, Setup())
-
-    def micro_batch(training: Training, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        weights = torch.rand(BATCH, SEQUENCE, generator=training.generator).to(rank.device)
-        training.backward_of(training.losses(loss_mask=weights), change(weights))
-
-    for change, remade in ((lambda weights: weights, 0), (lambda weights: (weights > 0).float(), 1)):
-        pair.zero_grad()
-        pair.accumulate(lambda training, change=change: micro_batch(training, change), 1 - remade, remade)
-        pair.assert_same_steps()
-
-
-@on_ranks(*RANKS)
 def test_multi_token_prediction(rank: Rank):
     """MTP's heads rely on no mask, and get their scales; the main head does. Told once."""
     have_groups(rank.size)
@@ -384,32 +358,6 @@ def test_evaluation_says_nothing(rank: Rank):
             training.losses()
             training.losses(loss_mask=training.mask())
     assert notes(said) == []
-
-
-@on_ranks(*RANKS)
-def test_two_models(rank: Rank):
-    """Two models with an optimizer each in one process: one's wrong loss costs the other nothing."""
-    have_groups(rank.size)
-    wrong, right = Training(rank, Setup()), Training(rank, Setup())
-    for remade in (1, 0):
-        for training in (wrong, right):
-            training.zero_grad()
-        with promises(0, remade):
-            wrong.backward(right=False)
-        with promises(1):
-            right.backward()
-        right.assert_steps()
-        wrong.assert_steps()
-
-
-@on_ranks(*RANKS)
-@pytest.mark.parametrize("strategy", ["recompute", "store"])
-def test_other_strategies_take_any_loss(rank: Rank, strategy):
-    have_groups(rank.size)
-    training = Training(rank, Setup(strategy=strategy))
-    training.zero_grad()
-    training.backward(right=False)
-    training.assert_steps()
 
 
 MODES = ("disabled", "validate_results", "report_determinism_stats")

@@ -4,14 +4,12 @@ outputs, ranks that disagree, collectives that end late.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_fused_ce import (
     FusedCEConfig,
@@ -40,6 +38,7 @@ from tests.support import pairs
 from tests.support.head import (
     AtItsStart,
     AtItsWait,
+    fresh_group,
     plain_inputs,
     rows_of,
     same_on_all_ranks,
@@ -342,14 +341,6 @@ def test_two_gathers_are_ahead(rank: Rank, strategy):
 
 
 # --- ranks that disagree ---------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def fresh_group(rank: Rank):
-    """A group that has had no call."""
-    group = dist.new_group(list(range(rank.size)))
-    yield group
-    dist.destroy_process_group(group)
 
 
 def one_call(rank: Rank, group, **changes):

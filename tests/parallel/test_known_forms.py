@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import inspect
@@ -320,10 +321,12 @@ def modules_of_the_loss() -> Any:
     from megatron.core import tensor_parallel
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.models.common.language_module import language_module
+    from megatron.core.models.gpt import gpt_model
 
     return types.SimpleNamespace(
         parallel=tensor_parallel, in_parts=tensor_parallel.cross_entropy, layers=tensor_parallel.layers,
         native=fused_cross_entropy, loss=language_module, parts=tensor_parallel.utils,
+        gpt=gpt_model,
     )  # fmt: skip
 
 
@@ -405,6 +408,79 @@ def test_what_the_loss_reads_is_looked_at(rank: Rank, name, when):
     )
     words = "calls the output layer in torch's place" if name == "torch's call" else words
     assert rank.rank or words in said, said
+
+
+# --- what a model has of its own -------------------------------------------------------------------
+
+#: Done before the model is built, and to the built one.
+Own = tuple[Any, Any, str]
+
+
+def forks_layer(name: str) -> Own:
+    """A class of a fork's in the core's own package, whose product is another."""
+
+    def before(patch: pytest.MonkeyPatch, modules: Any) -> None:
+        module = types.ModuleType(f"{modules.layers.__package__}.own_layers")
+
+        def _forward_impl(self: Any, *given: Any, **named: Any) -> Any:
+            return 2 * modules.layers.ColumnParallelLinear._forward_impl(self, *given, **named)
+
+        body = {"_forward_impl": _forward_impl, "__module__": module.__name__}
+        layer = type(name, (modules.layers.ColumnParallelLinear,), body)
+        setattr(module, name, layer)
+        patch.setitem(sys.modules, module.__name__, module)
+        patch.setattr(modules.gpt, "tensor_parallel", Space(modules.parallel, ColumnParallelLinear=layer))
+
+    return before, None, "_forward_impl stands in the place of one of Megatron's functions"
+
+
+def natives_loss(patch: pytest.MonkeyPatch, modules: Any) -> None:
+    name = "fused_vocab_parallel_cross_entropy"
+    patch.setattr(modules.loss, name, doubled(getattr(modules.native, name)))
+
+
+def with_another_config(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
+    built.config = copy.copy(built.config)
+    vars(built.config).update(NATIVE)
+
+
+def before_another_is_built(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
+    _, owner_of, name, make = READ["the ranges"]
+    patch.setattr(owner_of(modules_of_the_loss()), name, staticmethod(make(None)))
+    build(Model(), rank)
+
+
+def casts_what_is_returned(rank: Rank, patch: pytest.MonkeyPatch, built: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    fully_shard(built.output_layer, mp_policy=policy)
+
+
+OF_A_MODEL: dict[str, Own] = {
+    "a fork's layer": forks_layer("OwnLinear"),
+    "a fork's layer with the core's name": forks_layer("ColumnParallelLinear"),
+    "another config later": (natives_loss, with_another_config, "is not Megatron's own"),
+    "another model later": (None, before_another_is_built, "was replaced or edited after"),
+    "FSDP2 that casts": (None, casts_what_is_returned, "FSDP casts what the output layer returns"),
+}
+
+
+@on_ranks(of_core(1, INSTALLED), of_core(1, NEWEST))
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_what_a_model_has_of_its_own(rank: Rank, name):
+    have_groups(rank.size)
+    before, after, words = OF_A_MODEL[name]
+    made, counted, said = {}, {}, {}
+    for on in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if before is not None:
+                before(patch, modules_of_the_loss())
+            change = functools.partial(after, rank, patch) if after else None
+            made[on], counted[on], said[on] = run(rank, on, change)
+    assert counted[True] == (0, 0), said[True]
+    assert words in said[True], said[True]
+    assert_same(made[True], made[False])
 
 
 # --- a Megatron that is newer than the table -------------------------------------------------------

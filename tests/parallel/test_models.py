@@ -239,83 +239,6 @@ def test_checkpoint_moves_between_flag_off_and_on(rank: Rank):
     assert sorted(on.sharded_state_dict()) == sorted(off.sharded_state_dict())
 
 
-@on_ranks(*MODELS)
-def test_other_uses_get_real_logits(rank: Rank):
-    """No labels, gathered logits, inference mode, a hook that reads the output, evaluation."""
-    import megatron_fused_ce
-
-    counters = megatron_fused_ce.counters()
-    have_groups(rank.size)
-    off, on = built_off_and_on(rank)
-
-    counters.reset()
-    assert torch.equal(forward(on, rank, False), forward(off, rank, False))
-    assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 1)
-
-    counters.reset()
-    gathered = forward(on, rank, False, runtime_gather_output=True)
-    assert gathered.shape == (BATCH, SEQUENCE, VOCAB)
-    with torch.inference_mode():
-        forward(on, rank, False)
-    assert (counters.fused, counters.materialised, counters.stock) == (0, 0, 2)
-
-    counters.reset()
-    seen = []
-    hook = on.output_layer.register_forward_hook(lambda *a: seen.append(a[2][0].shape))
-    loss = forward(on, rank, True)
-    hook.remove()
-    assert seen == [(SEQUENCE, BATCH, VOCAB // rank.size)]
-    assert (counters.fused, counters.stock) == (0, 1)
-
-    counters.reset()
-    on.eval(), off.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(forward(on, rank, True), forward(off, rank, True))
-        torch.testing.assert_close(forward(on, rank, True), loss.detach())
-    assert (counters.fused, counters.materialised, counters.stock) == (2, 0, 0)
-
-
-@on_ranks(*MODELS)
-def test_hooks_fire_around_the_loss(rank: Rank):
-    """Pre-hooks (DDP's wait for gathered parameters) run before the loss, inside the layer's call."""
-    import megatron_fused_ce
-
-    have_groups(rank.size)
-    megatron_fused_ce.enable()
-    on = build(Model(), rank)
-    megatron_fused_ce.disable()
-    fired = []
-    on.output_layer.register_forward_pre_hook(lambda *a: fired.append("before"))
-    forward(on, rank, True)
-    assert fired == ["before"]
-
-
-@on_ranks(*MODELS)
-def test_heads_left_to_megatron(rank: Rank):
-    """What the stock path keeps is not adopted."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
-    import megatron_fused_ce
-
-    have_groups(rank.size)
-    megatron_fused_ce.enable()
-    normal = build(Model(), rank)
-    megatron_fused_ce.disable()
-    from megatron_fused_ce.adapter import stock_path
-
-    assert type(normal.output_layer) is not ColumnParallelLinear
-    normal.output_layer.__class__ = ColumnParallelLinear
-    assert stock_path.reason_at_build(normal, None) is None
-    normal.output_layer.gather_output = True
-    assert "gathers" in stock_path.reason_at_build(normal, None)
-    normal.output_layer.gather_output = False
-    normal.config.defer_embedding_wgrad_compute = True
-    assert "defer" in stock_path.reason_at_build(normal, None)
-    normal.config.defer_embedding_wgrad_compute = False
-    normal.output_layer.disable_grad_reduce = True
-    assert "LoRA" in stock_path.reason_at_build(normal, None)
-
-
 #: Megatron's low-precision settings. MXFP8 with its output projection: see the test below.
 LOW_PRECISION: dict[str, dict[str, Any]] = {
     "delayed": {"fp8": "hybrid"},
@@ -472,12 +395,11 @@ def test_a_loss_of_the_models_own(rank: Rank):
 
 @on_ranks(*MODELS)
 def test_start_up_line(rank: Rank):
-    """One rank names strategy, chunks and bytes; a YAML launch leaves params_dtype unset."""
+    """One rank names strategy, chunks and bytes: those of tests/megatron/test_report.py."""
     import argparse
 
     import megatron_fused_ce
     from megatron_fused_ce.adapter import arguments, report
-    from megatron_fused_ce.planner import size_in_words
 
     sizes = argparse.Namespace(seq_length=SEQUENCE, micro_batch_size=BATCH, perform_rl_step=True)
     said = io.StringIO()
@@ -495,16 +417,10 @@ def test_start_up_line(rank: Rank):
     if rank.rank > 0:
         assert lines == []
         return
-    rows, tokens, chunk = VOCAB // rank.size, SEQUENCE * BATCH, SEQUENCE * BATCH // 3
-    peak_bytes = 4 * rows * chunk + 32 * tokens + 40 * chunk
-    if rank.size > 1:
-        peak_bytes += 2 * 16 * chunk * (1 + rank.size)  # two merges of the statistics under way
-    if rank.device.type == "cuda":
-        peak_bytes += 64 * 2**20  # cuBLAS, forward and backward
-    expected = f"strategy recompute (asked for), 3 chunks of {tokens // 3} tokens; "
-    expected += f"about {size_in_words(peak_bytes)} for the head"
+    expected = f"strategy recompute (asked for), 3 chunks of {SEQUENCE * BATCH // 3} tokens; about "
     assert len(lines) == 4
-    assert all(expected in line for line in (*lines[:2], lines[3])), (expected, lines)
+    assert all(expected in line for line in lines), (expected, lines)
+    assert lines[0] == lines[1], "a YAML launch leaves params_dtype unset"
     for dtype in ("float32", "bfloat16"):  # of train_rl.py, once each
         words = f"get_logprobs makes no logits; its log-probabilities are {dtype} on every pipeline stage"
         assert said.getvalue().count(words) == 1
@@ -558,7 +474,9 @@ def test_options_of_the_loss(rank: Rank):
                 build(Model(), rank)
     megatron_fused_ce.disable()
     with pytest.raises(ValueError, match="takes the vocabulary size from Megatron's tokenizer"):
-        arguments.config_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
+        arguments.config_from_args(
+            arguments.args_from_argv(["--fused-chunked-ce", "--fused-ce-mask-padded-vocab"])
+        )
 
 
 @on_ranks(of_core(2, NEWEST), of_core(2, INSTALLED))

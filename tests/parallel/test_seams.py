@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import io
+import pkgutil
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -155,8 +156,13 @@ def having(owner: Any, name: str, value: Any):
             own.__setattr__(owner, name, before)
 
 
-def method(name: str, function: Callable[..., Any], of_class: bool = False) -> Callable[[Use], Use]:
-    """The model, or its class, has another method of this name: ``function(stock, *args)``."""
+def method(
+    name: str, function: Callable[..., Any], of_class: bool = False, wraps: bool = False
+) -> Callable[[Use], Use]:
+    """The model, or its class, has another method of this name: ``function(stock, *args)``.
+
+    ``wraps``: by ``functools.wraps``, which copies attributes.
+    """
 
     def around(use: Use) -> Use:
         def used(step: Step) -> Tensor:
@@ -165,6 +171,7 @@ def method(name: str, function: Callable[..., Any], of_class: bool = False) -> C
             def own(self: Any, *args: Any, **kwargs: Any) -> Any:
                 return function(functools.partial(stock, self), *args, **kwargs)
 
+            own = functools.wraps(stock)(own) if wraps else own
             owner = type(step.model) if of_class else step.model
             with having(owner, name, own if of_class else types.MethodType(own, step.model)):
                 return use(step)
@@ -174,17 +181,18 @@ def method(name: str, function: Callable[..., Any], of_class: bool = False) -> C
     return around
 
 
-def in_class(make: Callable[[type], type]) -> Callable[[Use], Use]:
-    """The model's class is replaced by a subclass of it, as if it had been built of that."""
+def in_class(make: Callable[[type], type], of_layer: bool = False) -> Callable[[Use], Use]:
+    """The class of the model, or of its output layer, is replaced by a subclass, as if built of that."""
 
     def around(use: Use) -> Use:
         def used(step: Step) -> Tensor:
-            stock = type(step.model)
-            step.model.__class__ = make(stock)
+            owner = step.model.output_layer if of_layer else step.model
+            stock = type(owner)
+            owner.__class__ = make(stock)
             try:
                 return use(step)
             finally:
-                step.model.__class__ = stock
+                owner.__class__ = stock
 
         return used
 
@@ -198,21 +206,31 @@ def own_postprocess(stock: functools.partial, hidden_states: Tensor, *given: Any
     return vocab_parallel(model, named["labels"], logits)
 
 
-def own_head(loss: Callable[[Any, Tensor, Tensor], Tensor]) -> Callable[[type], type]:
+def own_head(
+    loss: Callable[[Any, Tensor, Tensor], Tensor],
+    head: Callable[[Any, Tensor], Any] = lambda self, hidden: self.output_layer(hidden),
+) -> Callable[[type], type]:
     """A ``_postprocess`` of one's own: it calls the head, and ``loss(self, labels, logits)``."""
 
     def make(base: type) -> type:
         class Own(base):  # type: ignore[misc, valid-type]
             def _postprocess(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-                weight = None
-                if self.share_embeddings_and_output_weights:
-                    weight = self.shared_embedding_or_output_weight()
-                logits, _ = self.output_layer(hidden_states, weight=weight)
+                logits, _ = head(self, hidden_states)
                 return loss(self, named["labels"], logits)
 
         return Own
 
     return make
+
+
+def megatrons(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
+    return self.compute_language_model_loss(labels, logits)
+
+
+def detached_head(self: Any, hidden: Tensor) -> Any:
+    """As miles detaches the weight of multi-token prediction."""
+    detached = {"weight": self.output_layer.weight.detach()}
+    return torch.func.functional_call(self.output_layer, detached, (hidden,))
 
 
 def vocab_parallel(self: Any, labels: Tensor, logits: Tensor) -> Tensor:
@@ -271,17 +289,11 @@ class Identity(nn.Module):
 def extended(mixin: type, cap: float | None = None) -> Callable[[Use], Use]:
     def around(use: Use) -> Use:
         def used(step: Step) -> Tensor:
-            layer = step.model.output_layer
-            stock = layer.__class__
-            layer.__class__ = type(stock.__name__, (mixin, stock), {})
-            layer.config.final_logit_softcapping = cap
+            step.model.output_layer.config.final_logit_softcapping = cap
             with known_mixins():
-                try:
-                    return use(step)
-                finally:
-                    layer.__class__ = stock
+                return use(step)
 
-        return used
+        return in_class(lambda stock: type(stock.__name__, (mixin, stock), {}), of_layer=True)(used)
 
     return around
 
@@ -350,24 +362,6 @@ def functional(step: Step) -> Tensor:
     return step.masked(step(call))
 
 
-def functional_head(step: Step) -> Tensor:
-    """The head alone with a detached weight, as miles detaches that of multi-token prediction."""
-
-    def loss(self: Any, labels: Tensor, hidden: Tensor) -> Tensor:
-        detached = {"weight": self.output_layer.weight.detach()}
-        logits, _ = torch.func.functional_call(self.output_layer, detached, (hidden,))
-        return self.compute_language_model_loss(labels, logits)
-
-    def make(base: type) -> type:
-        class Own(base):  # type: ignore[misc, valid-type]
-            def _postprocess(self, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-                return loss(self, named["labels"], hidden_states)
-
-        return Own
-
-    return in_class(make)(labels)(step)
-
-
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2.0 * weight
@@ -414,10 +408,7 @@ def of_copy(step: Step) -> Tensor:
     groups = [v for values in groups for v in values if isinstance(v, torch.distributed.ProcessGroup)]
     collections = [getattr(module, "pg_collection", None) for module in step.model.modules()]
     twin = copy.deepcopy(step.model, {id(kept): kept for kept in [*groups, *collections] if kept is not None})
-    loss = step.masked(step(twin))
-    gradients = torch.autograd.grad(loss, list(twin.parameters()))
-    pairs = zip(step.model.parameters(), gradients, strict=True)
-    return loss.detach() + sum(((p - p.detach()) * g).sum() for p, g in pairs)
+    return backward_now(step, step.masked(step(twin)), twin)
 
 
 def in_float16_module(step: Step) -> Tensor:
@@ -498,59 +489,15 @@ def a_layer_hooked_by_name(step: Step) -> Tensor:
         return labels(step)
 
 
-def another_class(step: Step) -> Tensor:
-    """As FSDP2 puts a class of its own around a layer's."""
-    layer = step.model.output_layer
-    stock = layer.__class__
-    layer.__class__ = type(f"Sharded{stock.__name__}", (stock,), {})
-    try:
-        return labels(step)
-    finally:
-        layer.__class__ = stock
-
-
-def two_micro_batches(step: Step) -> Tensor:
-    other = replace(step, ids=step.ids.roll(1, 1), labels=step.labels.roll(1, 1))
-    return labels(step) + 0.5 * labels(other)
-
-
 def loss_used_twice(step: Step) -> Tensor:
     losses = step()
     return step.masked(losses) + losses.square().mean()
-
-
-def in_ddp(step: Step) -> Tensor:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    ddp = DistributedDataParallel(step.model.config, DistributedDataParallelConfig(), step.model)
-    ddp.zero_grad_buffer()
-    return step.masked(step(ddp))
 
 
 def gathered(step: Step) -> Tensor:
     logits = step(labels=False, runtime_gather_output=True)
     log_probs = logits.float().log_softmax(-1).gather(-1, step.labels.unsqueeze(-1)).squeeze(-1)
     return step.masked(-log_probs)
-
-
-def decorated(name: str, edit: Callable[[Any], Any]) -> Callable[[Use], Use]:
-    """A method of the model, in ``functools.wraps``, which copies attributes; ``edit`` sees logits first."""
-
-    def around(use: Use) -> Use:
-        def used(step: Step) -> Tensor:
-            stock = getattr(step.model, name).__func__
-
-            @functools.wraps(stock)
-            def own(self: Any, *args: Any) -> Any:
-                edit(args[-1])
-                return stock(self, *args)
-
-            with having(step.model, name, types.MethodType(own, step.model)):
-                return use(step)
-
-        return used
-
-    return around
 
 
 def spectrally_normed(step: Step) -> Tensor:
@@ -580,19 +527,21 @@ def hooked_everywhere(kind: str, hook: Callable[..., Any]) -> Use:
     return use
 
 
-def backward_now(step: Step, loss: Tensor) -> Tensor:
-    """A loss with the gradients that this one gave."""
-    parameters = [p for p in step.model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters)
-    pairs = zip(parameters, gradients, strict=True)
+def backward_now(step: Step, loss: Tensor, twin: Any = None) -> Tensor:
+    """A loss with the gradients that this one, of the model or of a twin, gave."""
+    gradients = torch.autograd.grad(loss, [p for p in (twin or step.model).parameters() if p.requires_grad])
+    pairs = zip([p for p in step.model.parameters() if p.requires_grad], gradients, strict=True)
     return loss.detach() + sum(((p - p.detach()).float() * g.float()).sum() for p, g in pairs)
 
 
-def replaced(find: Callable[[Step], tuple[Any, str]], function: Callable[..., Any]) -> Use:
-    """One of Megatron's functions has another in its place: ``function(stock, *args)``."""
+TENSOR_PARALLEL = "megatron.core.tensor_parallel"
+
+
+def replaced(where: str, name: str, function: Callable[..., Any]) -> Use:
+    """A function of Megatron's, or the output layer's, gives way to ``function(stock, *args)``."""
 
     def use(step: Step) -> Tensor:
-        owner, name = find(step)
+        owner = pkgutil.resolve_name(where) if where else step.model.output_layer
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, functools.partial(function, getattr(owner, name)))
             if isinstance(owner, type):
@@ -603,18 +552,6 @@ def replaced(find: Callable[[Step], tuple[Any, str]], function: Callable[..., An
             return labels(step)
 
     return use
-
-
-def forward_of_megatrons_class(step: Step) -> tuple[Any, str]:
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
-    return ColumnParallelLinear, "forward"
-
-
-def cross_entropy(step: Step) -> tuple[Any, str]:
-    from megatron.core import tensor_parallel
-
-    return tensor_parallel, "vocab_parallel_cross_entropy"
 
 
 def with_a_bias(step: Step) -> Tensor:
@@ -660,19 +597,24 @@ def part_of_cross_entropy_replaced(step: Step) -> Tensor:
         return labels(step)
 
 
-def copy_to_region(step: Step) -> tuple[Any, str]:
-    from megatron.core.tensor_parallel import layers
-
-    return layers, "copy_to_tensor_model_parallel_region"
-
-
-def mask_changed_meanwhile(step: Step) -> Tensor:
+def mask_changed(module: Callable[[Any], Any]) -> Use:
     """Tokens that were masked when the model was called count when its loss is computed."""
-    block = next(step.model.decoder.children())
-    handle = block.register_forward_pre_hook(lambda *given: step.mask.fill_(1.0) and None)
-    loss = labels(step)
-    handle.remove()
-    return loss
+
+    def changed(step: Step) -> Tensor:
+        from megatron_fused_ce import masked_tokens
+
+        def unmask(*_: Any) -> None:
+            assert step.mask.min() == 0
+            step.mask.fill_(1.0)
+
+        handle = module(step.model).register_forward_pre_hook(unmask)
+        with having(masked_tokens, "ROUND_TO", 1):  # so few tokens would all be kept
+            loss = labels(step)
+        handle.remove()
+        assert step.mask.min() == 1
+        return loss
+
+    return changed
 
 
 def compiled(step: Step) -> Tensor:
@@ -713,10 +655,6 @@ def in_eval_mode(use: Use) -> Use:
     return evaluated
 
 
-def mtp_under_a_processor(step: Step, head: Any, given: Any) -> Tensor:
-    return step.of_logits(head())
-
-
 def halved(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     made = stock(*args, **kwargs)
     return (made[0] * 0.5, *made[1:]) if isinstance(made, tuple) else made * 0.5
@@ -731,6 +669,7 @@ def shrunk_by_the_logits(layer: Any, given: tuple[Tensor], made: tuple[Tensor, A
 
 
 BF16 = {"dtype": torch.bfloat16}
+of_head = processor(lambda step, head, given: step.of_logits(head()))
 CALLED_HERE = f"is called by {__name__}"
 
 ROWS = {
@@ -738,17 +677,9 @@ ROWS = {
     "labels": Row(labels),
     "labels, loss used twice": Row(loss_used_twice),
     "labels, changed in place": Row(in_place),
-    "labels, two micro-batches": Row(two_micro_batches, fused=2),
     "labels, another mask's dtype": Row(another_dtype_of_the_mask),
-    "sequence parallelism": Row(labels, model={"sequence_parallel": True}),
-    "tied": Row(labels, model={"tied": True}),
-    "fused wgrad": Row(in_ddp, model={"fused_wgrad": True}),
-    "mtp 2": Row(labels, fused=3, model={"mtp": 2}, families=GPT),
-    "mtp of a hybrid": Row(labels, fused=2, model={"mtp": 1}, families=("hybrid",), since=(0, 19)),
-    "mup": Row(labels, model={"mup": True}, since=(0, 19)),
     "a schedule's _postprocess": Row(postprocess_alone, families=GPT),
     "bf16 wrapped": Row(in_float16_module, model={"dtype": torch.bfloat16}, bound=3e-2),
-    "ddp": Row(in_ddp),
     "checkpoint, reentrant": Row(checkpointed(True), fused=2),
     "checkpoint": Row(checkpointed(False), fused=2),
     "evaluations between steps": Row(between_evaluations, fused=3),
@@ -760,7 +691,9 @@ ROWS = {
     "grad_in_forward": Row(loss_used_twice, options={"strategy": "grad_in_forward"}),
     "functional_call of the model": Row(functional),
     "a parametrized weight": Row(parametrized, 0, 1, "parametrization of its output layer"),
-    "a sharding's class": Row(another_class),
+    "a sharding's class": Row(  # as FSDP2 puts around a layer's
+        in_class(lambda stock: type(f"Sharded{stock.__name__}", (stock,), {}), of_layer=True)(labels)
+    ),
     "set up twice": Row(twice_set_up),
     # Models of other people around Megatron's.
     "a forward around Megatron's": Row(in_class(outer_forward)(labels)),
@@ -769,7 +702,7 @@ ROWS = {
         in_class(own_head(vocab_parallel))(labels), 0, 1, CALLED_HERE, families=GPT
     ),
     "a _postprocess of one's own, Megatron's loss": Row(
-        in_class(own_head(lambda self, y, z: self.compute_language_model_loss(y, z)))(labels),
+        in_class(own_head(megatrons))(labels),
         0, 1, CALLED_HERE, families=GPT,
     ),
     "a wrapper around Megatron's _postprocess": Row(
@@ -793,8 +726,7 @@ ROWS = {
     ),
     # Logits in other hands.
     "an output processor, Megatron's autograd function": Row(
-        processor(lambda step, head, given: step.of_logits(head())),
-        0, 1, CALLED_HERE, families=GPT, since=(0, 18),
+        of_head, 0, 1, CALLED_HERE, families=GPT, since=(0, 18),
     ),
     "an output processor, the native fusion": Row(
         processor(lambda step, head, given: step.by_native_fusion(head())),
@@ -811,7 +743,7 @@ ROWS = {
         0, 1, CALLED_HERE, families=GPT, since=(0, 18),
     ),
     "an output processor behind mtp": Row(
-        processor(mtp_under_a_processor), 2, 1, CALLED_HERE,
+        of_head, 2, 1, CALLED_HERE,
         model={"mtp": 2}, families=GPT, since=(0, 18),
     ),
     "no labels, Megatron's autograd function": Row(
@@ -834,7 +766,9 @@ ROWS = {
     "extended by a known softcap, changed": Row(extended(OtherMixin, 2.0)(labels), 0, 1, "its forward is"),
     "an instance's own forward": Row(a_layer_hooked_by_name, 0, 1, "its forward is"),
     "wrapped by LoRA": Row(wrapped, 0, 1, f"is called by {__name__}.forward"),
-    "functional_call of the head, detached": Row(functional_head, 0, 1, "is called by torch", families=GPT),
+    "functional_call of the head, detached": Row(
+        in_class(own_head(megatrons, detached_head))(labels), 0, 1, "is called by torch", families=GPT
+    ),
     "a forward hook": Row(
         hooked("register_forward_hook", lambda layer, given, made: (made[0] * 0.5, made[1])),
         0, 1, "a forward hook",
@@ -862,27 +796,32 @@ ROWS = {
         0, 1, "a backward hook", model=BF16, bound=3e-2,
     ),
     "a decorated loss": Row(
-        decorated("compute_language_model_loss", lambda z: z.div_(3.0))(labels),
+        method("compute_language_model_loss", lambda stock, y, z: stock(y, z.div_(3.0)), wraps=True)(labels),
         0, 1, "the loss of this call is",
     ),
     "a decorated scale": Row(
-        decorated("_scale_logits", lambda z: z.mul_(0.3))(labels), 0, 1, "are scaled by", since=(0, 19)
+        method("_scale_logits", lambda stock, z: stock(z.mul_(0.3)), wraps=True)(labels),
+        0, 1, "are scaled by", since=(0, 19),
     ),
     "Megatron's forward replaced": Row(
-        replaced(forward_of_megatrons_class, halved), 0, 1, "stands in the place of"
+        replaced(f"{TENSOR_PARALLEL}.ColumnParallelLinear", "forward", halved), 0, 1, "stands in the place of"
     ),
     "Megatron's product replaced": Row(
-        replaced(lambda step: (step.model.output_layer, "_forward_impl"), halved),
+        replaced("", "_forward_impl", halved),
         0, 1, "stands in the place of",
     ),
     "Megatron's cross entropy replaced": Row(
-        replaced(cross_entropy, halved), 0, 1, "was replaced"
+        replaced(TENSOR_PARALLEL, "vocab_parallel_cross_entropy", halved), 0, 1, "was replaced"
     ),
     "a part of Megatron's cross entropy replaced": Row(
         part_of_cross_entropy_replaced, 0, 1, "was replaced"
     ),
     "a function beneath Megatron's product replaced": Row(
-        replaced(copy_to_region, lambda stock, *a, **k: 2 * stock(*a, **k)), 0, 1, "was replaced"
+        replaced(
+            f"{TENSOR_PARALLEL}.layers", "copy_to_tensor_model_parallel_region",
+            lambda stock, *a, **k: 2 * stock(*a, **k),
+        ),
+        0, 1, "was replaced",
     ),
     "a bias given later": Row(with_a_bias, 0, 1, "a bias"),
     "grad_hidden not reduced any more": Row(
@@ -892,7 +831,12 @@ ROWS = {
     "fewer rows than the layer was built for": Row(with_fewer_rows, 0, 1, "its layer was built for"),
     "compiled": Row(compiled, 0, 1, "within torch.compile"),
     "float64": Row(in_float64, 0, 1, "are float64"),
-    "a mask changed meanwhile": Row(mask_changed_meanwhile, options={"skip_masked": True}, families=GPT),
+    "a mask changed meanwhile": Row(
+        mask_changed(lambda model: model.decoder.layers[0]), options={"skip_masked": True}, families=GPT
+    ),
+    "a mask changed before the head": Row(
+        mask_changed(lambda model: model.output_layer), options={"skip_masked": True}, families=GPT
+    ),
     "a known softcap and mup": Row(extended(KnownMixin, 0.5)(labels), model={"mup": True}, since=(0, 19)),
     "a known softcap, called within itself": Row(
         extended(KnownMixin, 0.05)(within_its_own_evaluation), fused=2
@@ -910,7 +854,7 @@ ROWS = {
         wrapped, 0, 1, raises="z_loss: Megatron's own loss", options={"z_loss": 1e-3}
     ),
     "an output processor and an option": Row(
-        processor(lambda step, head, given: step.of_logits(head())), 0, 1,
+        of_head, 0, 1,
         raises="ignore_index: Megatron's own loss", options={"ignore_index": -100},
         families=GPT, since=(0, 18),
     ),

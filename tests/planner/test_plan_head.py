@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.estimate import head_command
 from megatron_fused_ce.planner import PlanInputs, plan
 
@@ -19,7 +20,8 @@ LINE = "--tokens 32768 --hidden 4096 --vocab 128256 --device H200"
 def test_command_line(capsys):
     line = f"{LINE} --tp 4 --sequence-parallel --dtype bf16 --memory-mb 1000 --no-token-weights"
     assert head_command.main(line.split()) == 0
-    chosen = plan(PlanInputs(32768, 4096, 32064, tp_size=4, num_parts=4, memory_mb=1000, device="H200"))
+    budget = FusedCEConfig(memory_mb=1000)
+    chosen = plan(PlanInputs(32768, 4096, 32064, tp_size=4, num_parts=4, config=budget, device="H200"))
     said = capsys.readouterr().out
     assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: {chosen.why}\n")
     assert f"{chosen.predicted_peak_bytes / MIB:.1f} MiB" in said
@@ -55,7 +57,7 @@ def test_a_teacher_beside_the_head(capsys):
     """As the op plans a divergence by the scaled-exp GEMM, which saves gradients of logits."""
     assert head_command.main(f"{LINE} --teacher-hidden 8192 --memory-mb 5000".split()) == 0
     beside = {"teacher_hidden_size": 8192, "teacher_itemsize": 2, "saves_logits": True}
-    facts = {"memory_mb": 5000, "device": "H200", "token_weights_known": True}
+    facts = {"config": FusedCEConfig(memory_mb=5000), "device": "H200", "token_weights_known": True}
     chosen = plan(PlanInputs(32768, 4096, 128256, **beside, **facts))
     said = capsys.readouterr().out
     assert said.startswith(f"{chosen.strategy}, {chosen.chunks_in_words}: ")

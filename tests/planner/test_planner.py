@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,24 @@ from megatron_fused_ce.scripts.lib import results as committed_results
 ROOT = Path(__file__).resolve().parents[2]
 
 MIB = 2**20
+CHOICES = {field.name for field in fields(FusedCEConfig)} - {"logits_backend"}
+SIZES = {"num_tokens", "hidden_size", "num_rows"}
+
+
+def inputs_of(*sizes, **given) -> PlanInputs:
+    """Of a plan; the config's fields among the others."""
+    return changed(PlanInputs(*sizes, **{name: given.pop(name) for name in SIZES & given.keys()}), **given)
+
+
+def changed(inputs: PlanInputs, **given) -> PlanInputs:
+    choices = {name: given.pop(name) for name in CHOICES & given.keys()}
+    return replace(inputs, config=replace(inputs.config, **choices), **given)
 
 
 def llama(num_tokens: int, memory_mb: int | None = None, **others) -> PlanInputs:
     """A head of H = 4096 and V = 128256: 1002 MiB of bf16 logits are 4096 tokens."""
     facts = {"token_weights_known": True, "device": "NVIDIA H200", **others}
-    return PlanInputs(num_tokens, 4096, 128256, memory_mb=memory_mb, **facts)
+    return inputs_of(num_tokens, 4096, 128256, memory_mb=memory_mb, **facts)
 
 
 def small(of_the_crossing: float, **others) -> PlanInputs:
@@ -32,7 +44,7 @@ def small(of_the_crossing: float, **others) -> PlanInputs:
     hidden."""
     tokens, hidden_size = 16384, 1024
     rows = of_the_crossing * planner.SMALLEST_FLOP_TO_WAIT / (6 * tokens * hidden_size)
-    return replace(llama(tokens, **others), hidden_size=hidden_size, num_rows=int(rows))
+    return changed(llama(tokens, **others), hidden_size=hidden_size, num_rows=int(rows))
 
 
 UNWEIGHTED = {"token_weights_known": False}
@@ -186,8 +198,8 @@ RETURNED = {"wgrad_accumulator": "returned"}
         (llama(32768, 1000), 6272),
         (llama(32768, 600, strategy="recompute"), 0),
         # Whole rounds of 132 tiles of 128 x 256, at 4096, 3584 and 2304 hidden values 16, 14 and 9 across.
-        (replace(llama(8192, 1000, strategy="recompute"), hidden_size=3584), 8448),
-        (replace(llama(8192, 1000, strategy="recompute"), hidden_size=2304), 7424),
+        (changed(llama(8192, 1000, strategy="recompute"), hidden_size=3584), 8448),
+        (changed(llama(8192, 1000, strategy="recompute"), hidden_size=2304), 7424),
         (llama(8192, 310, strategy="recompute"), 7296),
         # Chunks by name; several ranks; the row kernels; a frozen weight; nothing to do.
         (llama(8192, strategy="recompute", memory_mb=1000, chunk_tokens=2048), 0),
@@ -197,7 +209,7 @@ RETURNED = {"wgrad_accumulator": "returned"}
         (llama(0, strategy="recompute"), 0),
         (llama(8192, strategy="store"), 0),
         # No more columns than a block.
-        (replace(llama(8192, 1000, strategy="recompute"), num_rows=1024), 0),
+        (changed(llama(8192, 1000, strategy="recompute"), num_rows=1024), 0),
     ],
 )
 def test_blocks_of_columns(inputs, block_columns):
@@ -214,7 +226,7 @@ def test_blocks_of_columns(inputs, block_columns):
     ],
 )
 def test_a_hopper_is_known_by_a_word_of_its_name(device, expected):
-    inputs = PlanInputs(1, 1, 1, device=device)
+    inputs = inputs_of(1, 1, 1, device=device)
     assert inputs.longest_chunk("store") == 8192
     for strategy in ("recompute", "mixed", "grad_in_forward"):
         assert inputs.longest_chunk(strategy) == expected
@@ -265,7 +277,7 @@ SKIPS = {"skip_zero_upstream": True}
     ],
 )
 def test_predicted_bytes_of_worked_examples(strategy, others, expected):
-    asked = PlanInputs(5000, 64, 1000, strategy=strategy, chunk_tokens=2000, **others)
+    asked = inputs_of(5000, 64, 1000, strategy=strategy, chunk_tokens=2000, **others)
     assert plan(asked).predicted_peak_bytes == expected + 32 * 5000 + 40 * 2000 + 64 * MIB
 
 
@@ -299,7 +311,7 @@ COPY = 2 * 32 * 5000
 )
 def test_predicted_bytes_beside_a_teacher(strategy, others, expected):
     sizes = {"num_tokens": 5000, "hidden_size": 64, "num_rows": 1000, "chunk_tokens": 2000}
-    asked = PlanInputs(**{"strategy": strategy, **sizes, **BESIDE, **others})
+    asked = inputs_of(**{"strategy": strategy, **sizes, **BESIDE, **others})
     assert plan(asked).predicted_peak_bytes == expected + 32 * 5000 + 40 * 2000 + 64 * MIB
 
 
@@ -365,7 +377,7 @@ SUM, SAMPLE = 4 * 1000 * 64, 2 * 64 * 64
 )  # fmt: skip
 def test_predicted_bytes_over_ranks(strategy, others, expected):
     facts = {"num_tokens": 5000, "hidden_size": 64, "tp_size": 2, "chunk_tokens": 2000, **others}
-    asked = PlanInputs(num_rows=1000, strategy=strategy, **facts)
+    asked = inputs_of(num_rows=1000, strategy=strategy, **facts)
     each = 32 * 5000 + 40 * plan(asked).capacity + 64 * MIB
     assert plan(asked).predicted_peak_bytes == expected + each
 
@@ -375,7 +387,7 @@ def heads(draw) -> PlanInputs:
     """Any head that a run could have, with nothing asked for and no budget."""
     tp_size = draw(st.sampled_from([1, 2, 4, 8]))
     num_parts = draw(st.sampled_from([1, tp_size]))
-    return PlanInputs(
+    return inputs_of(
         num_tokens=num_parts * draw(st.integers(0, 70000 // num_parts)),
         hidden_size=draw(st.integers(1, 16384)),
         num_rows=draw(st.integers(1, 300000)),
@@ -405,7 +417,7 @@ many = settings(max_examples=300, deadline=None)
 @given(heads(), st.none() | budgets, CHUNKINGS)
 def test_planned_chunks_are_those_that_will_run(inputs, memory_mb, chunking):
     """Chunks cover each part in order, none is empty, the longest is the one that bytes are predicted for."""
-    inputs = replace(inputs, memory_mb=memory_mb, **chunking)
+    inputs = changed(inputs, memory_mb=memory_mb, **chunking)
     part = inputs.num_tokens // inputs.num_parts
     for chosen in (plan(inputs), *alternatives(inputs)):
         chunks = chosen.cut.chunks
@@ -428,7 +440,7 @@ def test_planned_chunks_are_those_that_will_run(inputs, memory_mb, chunking):
 @many
 @given(heads(), budgets)
 def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
-    chosen = plan(replace(inputs, memory_mb=memory_mb))
+    chosen = plan(changed(inputs, memory_mb=memory_mb))
     needed = chosen.predicted_peak_bytes
     assert ("cannot be met" in chosen.why) == (needed > memory_mb * MIB)
     if needed <= memory_mb * MIB:
@@ -442,14 +454,14 @@ def test_within_the_budget_wherever_anything_fits(inputs, memory_mb):
     ):
         # The others are never cut shorter than is fast, whatever a few rows or a frozen weight would save.
         for size in sizes if strategy == "recompute" else {1024, 8192, max(256, inputs.num_tokens)}:
-            asked = replace(inputs, strategy=strategy, chunk_tokens=size)
+            asked = changed(inputs, strategy=strategy, chunk_tokens=size)
             assert plan(asked).predicted_peak_bytes >= needed, (strategy, size)
 
 
 @many
 @given(heads(), budgets, budgets, CHUNKINGS)
 def test_more_budget_is_never_slower(inputs, one, other, chunking):
-    low, high = (plan(replace(inputs, memory_mb=memory_mb, **chunking)) for memory_mb in sorted((one, other)))
+    low, high = (plan(changed(inputs, memory_mb=memory_mb, **chunking)) for memory_mb in sorted((one, other)))
     assert high.relative_time <= low.relative_time
 
 
@@ -457,14 +469,14 @@ def test_more_budget_is_never_slower(inputs, one, other, chunking):
 @given(heads(), budgets)
 def test_no_strategy_by_name_is_faster(inputs, memory_mb):
     """With every chunk size that the table allows, in the same budget."""
-    chosen = plan(replace(inputs, memory_mb=memory_mb))
+    chosen = plan(changed(inputs, memory_mb=memory_mb))
     for strategy in (
         "store",
         "recompute",
         *(["grad_in_forward"] if inputs.token_weights_known and not inputs.shows_the_wait else []),
     ):
         try:
-            named = plan(replace(inputs, memory_mb=memory_mb, strategy=strategy))
+            named = plan(changed(inputs, memory_mb=memory_mb, strategy=strategy))
         except ValueError:
             continue
         if named.capacity >= 1024 or strategy == "recompute":
@@ -475,8 +487,8 @@ def test_no_strategy_by_name_is_faster(inputs, memory_mb):
 @given(heads(), st.none() | budgets)
 def test_one_answer(inputs, memory_mb):
     """Cached or not, whoever asks: the ranks decide each for itself."""
-    inputs = replace(inputs, memory_mb=memory_mb)
-    assert plan(inputs) is plan(replace(inputs))
+    inputs = changed(inputs, memory_mb=memory_mb)
+    assert plan(inputs) is plan(changed(inputs))
     assert plan.__wrapped__(inputs) == plan(inputs)
 
 
@@ -485,7 +497,7 @@ def test_one_answer(inputs, memory_mb):
 def test_no_budget_is_what_grad_in_forward_needs(inputs):
     chosen = plan(inputs)
     may_differentiate = inputs.token_weights_known and not inputs.shows_the_wait
-    grad_in_forward = plan(replace(inputs, strategy="grad_in_forward"))
+    grad_in_forward = plan(changed(inputs, strategy="grad_in_forward"))
     if "cannot be met" in chosen.why:
         # A few tokens or rows, whose hidden states outweigh their logits: they wait for the backward.
         few_rows = inputs.num_rows < max(4 * inputs.hidden_size, 64)
@@ -499,7 +511,7 @@ def test_no_budget_is_what_grad_in_forward_needs(inputs):
 @given(heads(), st.none() | budgets)
 def test_chunks_no_longer_than_the_table(inputs, memory_mb):
     """But for one chunk of all tokens where that saves the fp32 sum of grad_weight."""
-    chosen = plan(replace(inputs, memory_mb=memory_mb))
+    chosen = plan(changed(inputs, memory_mb=memory_mb))
     longest = inputs.longest_chunk(chosen.strategy)
     if chosen.capacity > longest:
         assert chosen.count == 1 and inputs.wgrad_accumulator == "returned"
@@ -510,12 +522,12 @@ def test_chunks_no_longer_than_the_table(inputs, memory_mb):
 
 def test_a_budget_met_to_the_byte():
     """8 MiB of chunk logits and 40 bytes of each of their tokens, 1 MiB of statistics."""
-    exactly = PlanInputs(
+    exactly = inputs_of(
         32768, 8, 1024 - 20, logits_backend="gemm_rows", device="cpu", num_chunks=8, memory_mb=9
     )
     assert plan(exactly).predicted_peak_bytes == 9 * MIB
-    assert plan(replace(exactly, strategy="recompute")).predicted_peak_bytes == 9 * MIB
-    free = replace(exactly, num_chunks=None)
+    assert plan(changed(exactly, strategy="recompute")).predicted_peak_bytes == 9 * MIB
+    free = changed(exactly, num_chunks=None)
     recompute = [option for option in alternatives(free) if option.strategy == "recompute"]
     assert recompute[0].capacity == 4096
 
@@ -535,7 +547,7 @@ def measured_rows(*names: str):
                 sizes = (row["T"], row["H"], row["V"])
                 asked = {"strategy": strategy, "chunk_tokens": int(row["chunk_tokens"])}
                 ranks = {"tp_size": row["tp"], "num_parts": row["tp"] if row["sp"] else 1}
-                yield PlanInputs(*sizes, device="NVIDIA H200", **asked, **ranks), row
+                yield inputs_of(*sizes, device="NVIDIA H200", **asked, **ranks), row
 
 
 @pytest.mark.parametrize(("inputs", "row"), list(measured_rows(*OVER_RANKS)))
@@ -550,11 +562,11 @@ def test_predictions_against_an_h200(inputs, row):
     """Bytes never below and hardly above; time as close as clocks are from run to run."""
     predicted = chunk_by_chunk(inputs)
     peak_mib = predicted.predicted_peak_bytes / MIB
-    if inputs.strategy == "grad_in_forward" and predicted.count > 1:
+    if inputs.config.strategy == "grad_in_forward" and predicted.count > 1:
         # That commit held the tile statistics of two chunks.
         peak_mib += predicted.memory.tile_statistics / MIB
     assert row["peak_mib"] - 0.1 <= peak_mib <= row["peak_mib"] + 34
-    over_products = row["ratio"] * (4 / 3 if inputs.strategy == "recompute" else 1)
+    over_products = row["ratio"] * (4 / 3 if inputs.config.strategy == "recompute" else 1)
     assert predicted.relative_time == pytest.approx(over_products, abs=0.025)
 
 
@@ -608,14 +620,14 @@ def test_no_blocks_of_columns_beside_a_teacher():
     """Whose logits would be made again for each of them."""
     for memory_mb in (None, 6000):
         alone = llama(32768, memory_mb, strategy="recompute", **RETURNED)
-        beside = replace(alone, teacher_hidden_size=4096, teacher_itemsize=2)
+        beside = changed(alone, teacher_hidden_size=4096, teacher_itemsize=2)
         assert plan(alone).block_columns and not plan(beside).block_columns
         assert not [option for option in alternatives(beside) if option.block_columns]
 
 
 def test_a_head_of_one_row_needs_more_than_grad_in_forward():
     """Its last hidden states wait in three heads, and are more than three sums of one row."""
-    few = PlanInputs(12, 64, 1, uses_in_flight=3, **SP4)
+    few = inputs_of(12, 64, 1, uses_in_flight=3, **SP4)
     assert plan(few).why.startswith(
         "the default budget (what grad_in_forward needs) cannot be met; recompute needs the least"
     )
@@ -657,13 +669,7 @@ def test_a_named_strategy_that_cannot_fit(others, advice):
 )
 def test_inputs_that_do_not_fit(field, value, words):
     with pytest.raises(ValueError, match=words):
-        replace(llama(100), **{field: value})
-
-
-def test_inputs_of_a_config():
-    config = FusedCEConfig(strategy="store", chunk_tokens=7, memory_mb=9, **SKIPS)
-    inputs = PlanInputs.of(config, num_tokens=10, hidden_size=2, num_rows=3, tp_size=2)
-    assert inputs == PlanInputs(10, 2, 3, tp_size=2, strategy="store", chunk_tokens=7, memory_mb=9, **SKIPS)
+        changed(llama(100), **{field: value})
 
 
 def test_its_sizes_are_those_of_the_kernels():
@@ -673,13 +679,13 @@ def test_its_sizes_are_those_of_the_kernels():
 
 def test_no_size_is_the_reason_against_its_equal():
     """65 MiB were the reason against 65 MiB; whole MiB of a budget tell any two apart."""
-    close = PlanInputs(4288, 1024, 50304, token_weights_known=True, device="cpu")
+    close = inputs_of(4288, 1024, 50304, token_weights_known=True, device="cpu")
     assert plan(close).why == (
         "the fastest within the default budget of 413 MiB (what grad_in_forward needs); "
         "store needs slightly more"
     )
-    whys = [plan(replace(close, num_tokens=n)).why for n in range(3000, 5000, 100)]
-    whys += [plan(replace(close, num_tokens=n, memory_mb=413)).why for n in range(3000, 5000, 100)]
+    whys = [plan(changed(close, num_tokens=n)).why for n in range(3000, 5000, 100)]
+    whys += [plan(changed(close, num_tokens=n, memory_mb=413)).why for n in range(3000, 5000, 100)]
     for why in whys:
         sizes = re.findall(r"[\d.]+ [MG]iB", why)
         assert len(set(sizes)) == len(sizes), why

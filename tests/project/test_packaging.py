@@ -233,33 +233,16 @@ def test_the_stand_ins_for_cuda_from_elsewhere(python, tmp_path):
     assert done.stdout.splitlines()[-1] == "['script.py', '--distributed-backend', 'gloo'] True"
 
 
-def test_the_op_from_elsewhere(python, tmp_path):
-    """Loss and both gradients of every strategy against fp64; by the Triton kernels, interpreted, too."""
+def test_the_kernels_from_elsewhere(python, tmp_path):
+    """Triton reads their source. The op beside them is run by the sweep above, checked against fp64."""
     code = """
 import torch, megatron_fused_ce as m
-torch.manual_seed(0)
-base = torch.randn(37, 24), torch.randn(101, 24)
-labels, upstream = torch.randint(0, 101, (37,)), torch.rand(37)
-def ran(loss_of, dtype):
-    hidden, weight = (t.clone().to(dtype).requires_grad_() for t in base)
-    loss = loss_of(hidden, weight)
-    (loss * upstream.to(dtype)).sum().backward()
-    return [t.double() for t in (loss.detach(), hidden.grad, weight.grad)]
-def reference(hidden, weight):
-    return torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
-want = ran(reference, torch.float64)
-ways = ("store", "torch"), ("recompute", "torch"), ("grad_in_forward", "torch"), ("store", "triton")
-for strategy, backend in ways:
-    config = m.FusedCEConfig(strategy=strategy, num_chunks=3, row_backend=backend)
-    weights = upstream if strategy == "grad_in_forward" else None
-    def ours(hidden, weight):
-        return m.fused_linear_cross_entropy(hidden, weight, labels, token_weights=weights, config=config)
-    for got, expected in zip(ran(ours, torch.float32), want):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    print(strategy, backend)
+hidden, weight, labels = torch.randn(37, 24), torch.randn(101, 24), torch.randint(0, 101, (37,))
+loss = m.fused_linear_cross_entropy(hidden, weight, labels, config=m.FusedCEConfig(row_backend="triton"))
+true = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+torch.testing.assert_close(loss, true)
 """
-    done = run(python, "-c", code, cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
-    assert done.stdout.splitlines()[-1] == "store triton"
+    run(python, "-c", code, cwd=tmp_path, env={"TRITON_INTERPRET": "1"})
 
 
 #: Parses as pretrain_gpt.py does, and says whether the seams in the model are patched.
@@ -291,12 +274,3 @@ def test_an_unmodified_launch_knows_the_flag(python, tmp_path, way):
     finally:
         run(python, "-m", "megatron_fused_ce", "autoload", "remove")
     assert "RAN True 6 True" in done.stdout
-
-
-def test_looking_for_the_tools_leaves_distutils_alone():
-    """Builds of torch's and Megatron's extensions import setuptools later in the same process."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from tests.project import test_packaging; "
-        "test_packaging.missing_tools(); import setuptools, distutils.core; print(distutils.core.__file__)"
-    )
-    assert "setuptools" in run(sys.executable, "-c", code, ROOT).stdout

@@ -63,6 +63,14 @@ def shard_of(
     return hidden.clone().requires_grad_(), weight.clone().requires_grad_(), group
 
 
+@contextlib.contextmanager
+def fresh_group(rank: Rank) -> Iterator[dist.ProcessGroup]:
+    """A group that has had no call."""
+    group = dist.new_group(list(range(rank.size)))
+    yield group
+    dist.destroy_process_group(group)
+
+
 def gathered(rank: Rank, part: Tensor) -> list[Tensor]:
     """Every rank's part, on every rank."""
     parts: list[Any] = [None] * rank.size

@@ -410,3 +410,12 @@ def check_accuracy(
         expected = torch.stack([(mask * correct).sum(), mask.sum()])
         assert 0 < expected[0] < expected[1] - 5
         assert torch.equal(reported["lm accuracy"], expected), (reported, expected)
+
+
+def assert_same_gradients(got: dict[str, Any], expected: dict[str, Any], in_half: bool = False) -> None:
+    """By name, within rounding; none of them zero."""
+    for name, right in expected.items():
+        norm = right.double().norm()
+        assert norm > 0, f"{name} is zero: the case tests nothing"
+        difference = (got[name].double() - right.double()).norm() / norm
+        assert difference <= (2e-2 if in_half else GRADIENT_BOUND), f"{name}: differs by {difference:.2e}"

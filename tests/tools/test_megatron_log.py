@@ -101,7 +101,7 @@ def test_a_log_is_planned_as_its_launch(name, tmp_path):
 )
 def test_a_log_without_its_arguments_is_refused(log, said):
     with pytest.raises(ValueError, match=said):
-        launch = megatron_log.of_log(log, "train.log", ACTIONS)
+        launch = megatron_log.of_log(log, ACTIONS)
         setting_of(["--from-launch", shlex.join(launch.arguments)])
 
 
@@ -156,7 +156,7 @@ def test_with_the_flag_the_peak_is_beside_the_flags(tmp_path, capsys):
 
 def test_what_a_log_does_not_count_is_said(tmp_path):
     more = {"fp8": "hybrid", "cuda_graph_impl": "none", "optimizer": "sgd", "cpu_offloading_num_layers": 0}
-    launch = megatron_log.of_log(block(**more), "train.log", ACTIONS)
+    launch = megatron_log.of_log(block(**more), ACTIONS)
     assert launch.arguments[-2:] == ("--fp8-format=hybrid", "--optimizer=sgd")
 
 
@@ -172,7 +172,7 @@ def test_a_launch_from_a_yaml_file():
     values = {"seq_length": 128, "micro_batch_size": 2, "world_size": 4, "vocab_size": 250, **namespaces}
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
     first, *_, last = BLOCK.splitlines()
-    launch = megatron_log.of_log("\n".join([first, *lines, last]), "train.log", ACTIONS)
+    launch = megatron_log.of_log("\n".join([first, *lines, last]), ACTIONS)
     words = (
         "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2"
         " --swiglu --num-experts 8 --moe-layer-freq '[0, 1, 1, 1]'"
@@ -225,7 +225,7 @@ def test_what_megatron_itself_prints(checkout):
     assert done.returncode == 0, done.stderr[-2000:]
     logs = done.stdout.split(" end of arguments ")
     for more, log in zip(REAL, logs[:-1], strict=True):
-        launch = megatron_log.of_log(f"{log} end of arguments ---------------------", "train.log", ACTIONS)
+        launch = megatron_log.of_log(f"{log} end of arguments ---------------------", ACTIONS)
         size = launch.arguments[launch.arguments.index("--vocab-size") + 1]
         assert launch.gpus == 8 and size in ("250", "251")  # before 0.18, one more
         found = setting_of(["--from-launch", shlex.join(launch.arguments), "--gpus", "8"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fused_ce import FusedCEConfig
-from megatron_fused_ce.adapter.arguments import config_from_argv
+from megatron_fused_ce.adapter.arguments import args_from_argv, config_from_args
 from megatron_fused_ce.scripts.bench import loss
 from megatron_fused_ce.scripts.runs import sweep as sweep_chunks
 from megatron_fused_ce.scripts.runs import sweep_report
@@ -110,7 +110,7 @@ def test_another_tolerance_chooses_another_row():
 @pytest.mark.parametrize("strategy", ["store", "grad_in_forward", "recompute", "auto"])
 @pytest.mark.parametrize("num_chunks", [None, 4])
 def test_the_flags_ask_for_what_was_measured(strategy, num_chunks):
-    asked = config_from_argv(shlex.split(Cell(strategy, num_chunks).flags))
+    asked = config_from_args(args_from_argv(shlex.split(Cell(strategy, num_chunks).flags)))
     assert asked == FusedCEConfig(strategy=strategy, num_chunks=num_chunks)
 
 
