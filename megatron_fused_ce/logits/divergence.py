@@ -258,7 +258,7 @@ class Divergence:
             log_prob, teacher_log_prob = -loss[at], -loss[at + 1]
         if merged.extra.weighted is not None:
             extra = NO_EXTRA._replace(weighted=merged.extra.weighted.view(-1, num_tokens)[0])
-            entropy = OUTPUTS["entropy"].value(Rows.of(Merged(loss[0], terms[:, 0], None, extra)))
+            entropy = OUTPUTS["entropy"].value(Rows(Merged(loss[0], terms[:, 0], None, extra)))
         outputs = TokenOutputs(
             sums,
             log_prob=log_prob,

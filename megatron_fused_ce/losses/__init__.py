@@ -31,15 +31,18 @@ Coefficient = Tensor | float
 
 
 class Rows:
-    """Tokens' statistics over the whole vocabulary, fp32 ``[C]``. A backward has ``terms`` alone."""
+    """Tokens' statistics over the whole vocabulary, fp32 ``[C]``: all of them, or what a backward has."""
 
-    def __init__(self, terms: TokenTerms, merged: Merged | None = None) -> None:
-        self.terms = terms
-        self._merged = merged
+    def __init__(self, merged: Merged | None = None, saved: TokenTerms | None = None) -> None:
+        """``saved``: of a backward, without ``merged``."""
+        self._merged, self._saved = merged, saved
 
-    @staticmethod
-    def of(merged: Merged) -> Rows:
-        return Rows(TokenTerms.of(merged.terms), merged)
+    @cached_property
+    def terms(self) -> TokenTerms:
+        if self._saved is not None:
+            return self._saved
+        assert self._merged is not None
+        return TokenTerms.of(self._merged.terms)
 
     @property
     def loss(self) -> Tensor:

@@ -113,7 +113,7 @@ class LossForm(RowOptions):
 
     def finish(self, merged: Merged) -> TokenOutputs:
         """The loss in this form and the requested outputs, fp32 ``[C]``."""
-        rows = Rows.of(merged)
+        rows = Rows(merged)
         return TokenOutputs(self.loss.value(rows), **{name: term.value(rows) for name, term in self.beside})
 
     def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
@@ -122,7 +122,7 @@ class LossForm(RowOptions):
         Args:
             upstream: upstream gradients of a chunk, times the factor of all gradients (the logit scale).
         """
-        rows = Rows(terms)
+        rows = Rows(saved=terms)
         if upstream.is_of_loss_alone:
             return self.loss.pull(rows, 1.0).coefficients(rows, upstream.loss)
         pull = self.loss.pull(rows, upstream.loss)
@@ -148,7 +148,7 @@ class LossForm(RowOptions):
         Args:
             of_chunks: their saved :class:`.TokenTerms`, as one tensor each.
         """
-        bounds = [self.loss.bound(Rows(TokenTerms.of(of))) for of in of_chunks if of is not None]
+        bounds = [self.loss.bound(Rows(saved=TokenTerms.of(of))) for of in of_chunks if of is not None]
         largest = [bound.amax() for bound in bounds if bound is not None]
         return 1 + torch.stack(largest).amax() if largest else None
 
