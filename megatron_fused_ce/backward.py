@@ -32,11 +32,11 @@ from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad
 from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.overlap import GradHidden, HiddenStates, Workspace, delay_next_gemm
+from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace, delay_next_gemm
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.promise import Verdict
-from megatron_fused_ce.scaling import scale_for_fp16, scale_rows
-from megatron_fused_ce.wgrad import GradWeight, HeldGradWeight, accumulate_
+from megatron_fused_ce.scaling import scale_, scale_for_fp16
+from megatron_fused_ce.wgrad import accumulate_
 
 #: ``grad_hidden`` of this rank's tokens, and what autograd gets for the weight.
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -72,94 +72,6 @@ class Saved(NamedTuple):
     matrix: Tensor | None = None
     soft: SoftTargets | Teacher | None = None  # the call's, as the next
     inv_temperature: Tensor | None = None  # [parts, n] fp32
-
-
-class ChunkGradients:
-    """Steps 3 to 5 of every chunk: of a backward over chunks, and of ``grad_in_forward``.
-
-    The rows of ``grad_hidden`` get their scales once, after the last chunk and its reduction. All ranks of
-    the group share these, so that over several ranks they run over this rank's tokens only.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        weight: Tensor,
-        hidden_states: HiddenStates,
-        inv_scale: Tensor | None,  # fp32 []: undoes a scale of all gradients
-        with_hidden: bool,  # whether there is a grad_hidden
-        depth: int = 1,
-    ) -> None:
-        self._context, self._weight, self._hidden_states = context, weight, hidden_states
-        self._inv_scale = inv_scale
-        self._grad_hidden = GradHidden(context, weight, depth) if with_hidden else None
-        #: [n] fp32: whose product scales the rows; none for 1
-        self.row_scales: tuple[Tensor, ...] = ()
-
-    def add(
-        self,
-        chunk: Chunk,
-        grad: LogitsGrad,
-        x: Tensor | None,  # [C, H]; not read without the next
-        grad_weight: GradWeight | HeldGradWeight | None,
-    ) -> None:
-        """Collectives: those of :meth:`start_hidden`, under the chunk's ``grad_weight``."""
-        self.start_hidden(chunk, grad)
-        if grad.row_scale is None:  # no small kernel follows
-            delay_next_gemm(self._context, self._weight.device)
-        else:
-            self.put_row_scales(chunk, grad)
-        if grad_weight is not None:
-            assert x is not None
-            with phase("grad-weight"):
-                grad_weight.add(grad.matrix, x if grad.row_scale is None else self.scaled(chunk, grad, x))
-
-    def start_hidden(self, chunk: Chunk, grad: LogitsGrad) -> None:
-        """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
-        if self._grad_hidden is None:
-            return
-        dh = self._grad_hidden.unreduced(chunk)
-        with phase("grad-hidden"):
-            torch.mm(grad.matrix, self._weight, out=dh)
-            if self._inv_scale is not None:
-                scale_rows(dh, self._inv_scale, dh)
-        self._grad_hidden.reduce(chunk, dh)
-
-    def put_row_scales(self, chunk: Chunk, grad: LogitsGrad) -> None:
-        """Record those of one chunk."""
-        if self._grad_hidden is None or grad.row_scale is None:
-            return
-        assert grad.upstream is not None
-        row_scale, upstream = map(self._context.own_part, (grad.row_scale, grad.upstream))
-        if len(self._context.chunks) == 1:
-            self.row_scales = row_scale, upstream  # the launch that scales the rows multiplies them
-            return
-        if not self.row_scales:
-            self.row_scales = (row_scale.new_ones(self._context.num_tokens),)
-        torch.mul(row_scale, upstream, out=self.row_scales[0][chunk.start : chunk.stop])
-
-    def scaled(self, chunk: Chunk, grad: LogitsGrad, x: Tensor) -> Tensor:
-        """The chunk's hidden states ``[C, H]`` with its row scales, in their buffer."""
-        assert grad.row_scale is not None
-        out = self._hidden_states.buffer(chunk)
-        scale_rows(x, grad.row_scale, out, grad.upstream)
-        return out
-
-    def reduced(self) -> Tensor | None:
-        """``grad_hidden`` ``[n, H]``, reduced, its rows not scaled yet."""
-        if self._grad_hidden is None:
-            return None
-        self._grad_hidden.wait()
-        return self._grad_hidden.rows
-
-    def hidden(self) -> Tensor | None:
-        """``grad_hidden`` ``[n, H]``."""
-        rows = self.reduced()
-        if rows is not None and self.row_scales:
-            row_scale, *upstream = self.row_scales
-            with phase("grad-hidden"):
-                scale_rows(rows, row_scale, rows, *upstream)
-        return rows
 
 
 def backward(
@@ -212,7 +124,7 @@ def _by_chunks(
     read = [chunk for chunk in chunks if spec.backward_reads_hidden(chunk, needs_grad)]
     hidden_states = HiddenStates(context, hidden, read, depth=2, first=saved.last_hidden)
     workspace = Workspace(context, weight)
-    gradients = ChunkGradients(context, weight, hidden_states, inv_scale, needs_grad.hidden)
+    gradients = ChunkGradients(context, weight, inv_scale, needs_grad.hidden)
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
         x = hidden_states.take(chunk) if chunk in read else None  # [C, H]
         if hidden_states.start():
@@ -228,7 +140,7 @@ def _by_chunks(
                 assert terms is not None
                 logits, out = workspace.logits(chunk), workspace.grad_logits(chunk)
                 grad = spec.logits.grad_recomputed(x, weight, targets, terms, of_tokens, logits, out)
-        gradients.add(chunk, grad, x, accumulator)
+        gradients.add(chunk, grad, x, hidden_states, accumulator)
     rows = gradients.hidden()
     if accumulator is None:
         return rows, None
@@ -255,7 +167,7 @@ def _at_once(
     assert every_e is not None
     accumulator = context.open_grad_weight(weight, 1, inv_scale is not None)
     hidden_states = HiddenStates(context, hidden, chunks, depth=None, first=saved.last_hidden)
-    gradients = ChunkGradients(context, weight, hidden_states, inv_scale, needs_grad.hidden, depth=2)
+    gradients = ChunkGradients(context, weight, inv_scale, needs_grad.hidden, depth=2)
     for chunk, of_chunk in zip(chunks, reversed(saved.chunks), strict=True):
         targets = context.targets(chunk, of_chunk.labels, None, saved.inv_temperature)
         of_tokens = upstream.map(partial(context.split, chunk=chunk))
@@ -266,8 +178,9 @@ def _at_once(
             hidden_states.start()
         gradients.put_row_scales(chunk, grad)
         x = hidden_states.take(chunk)
+        assert grad.row_scale is not None
         with phase("grad-weight"):
-            gradients.scaled(chunk, grad, x)
+            spec.logits.scale_rows(x, grad.row_scale, hidden_states.buffer(chunk), grad.upstream)
     if hidden_states.all_tokens is not None:
         with phase("grad-weight"):
             accumulator.add(every_e, hidden_states.all_tokens)
@@ -378,9 +291,9 @@ def scale_precomputed(
     if grad_hidden is not None:
         with phase("grad-hidden"):
             if made.row_scale is not None:
-                scale_rows(grad_hidden, made.row_scale, grad_hidden, scale)
+                context.spec.logits.scale_rows(grad_hidden, made.row_scale, grad_hidden, scale)
             else:
-                scale_rows(grad_hidden, scale, grad_hidden)
+                scale_(grad_hidden, scale)
     if made.grad_weight is None or not needs_grad.weight:
         return (grad_hidden, None) if verdict.kept else None
     with phase("grad-weight"):

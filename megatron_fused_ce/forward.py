@@ -36,14 +36,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.backward import ChunkGradients, PrecomputedGrads, Saved, SavedChunk, scaled_upstream
+from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, scaled_upstream
 from megatron_fused_ce.call import Context
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
 from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
-from megatron_fused_ce.overlap import HiddenStates, Workspace
+from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace
 from megatron_fused_ce.parallel import DONE, Merge, Work
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.scaling import scale_token_weights
@@ -288,7 +288,7 @@ class _Differentiate:
     ) -> None:
         assert targets.token_weights is not None
         spec = context.spec
-        self._context = context
+        self._context, self._hidden_states = context, hidden_states
         bound = None
         if spec.divergence is not None:
             assert isinstance(targets.soft, Teacher)
@@ -300,9 +300,7 @@ class _Differentiate:
             upstream, spec.logit_scale, inv_temperature, weight, bound
         )
         self._grad_weight = HeldGradWeight(weight) if spec.needs_grad.weight else None
-        self._gradients = ChunkGradients(
-            context, weight, hidden_states, self._inv_scale, spec.needs_grad.hidden
-        )
+        self._gradients = ChunkGradients(context, weight, self._inv_scale, spec.needs_grad.hidden)
         self._workspace = Workspace(context, weight, depth)
         self._saved: list[SavedChunk] = []
 
@@ -322,7 +320,7 @@ class _Differentiate:
             terms = TokenTerms.of(merged.terms, mass) if row_scale is None else None
             out = self._workspace.grad_logits(chunk)
             grad = logits.grad_from_saved(p, row_scale, targets, terms, upstream, out)
-        self._gradients.add(chunk, grad, x, self._grad_weight)
+        self._gradients.add(chunk, grad, x, self._hidden_states, self._grad_weight)
         self._saved.append(SavedChunk(targets.labels, None, None, merged.terms, mass, None))
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, PrecomputedGrads]:

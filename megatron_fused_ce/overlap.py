@@ -1,4 +1,4 @@
-"""Which collective runs under which GEMM, and the buffers that this takes. No maths.
+"""Which collective runs under which GEMM, and the buffers that this takes.
 
 Over one rank there is nothing to hide and every buffer is there once. Over several, ``X(c)`` being a
 chunk's hidden states, ``P(c)`` the GEMM that makes its logits or ``E``, ``dH`` and ``dW`` the two after
@@ -42,8 +42,11 @@ from torch import Tensor
 
 from megatron_fused_ce.call import Context
 from megatron_fused_ce.chunking import Chunk
+from megatron_fused_ce.logits import LogitsGrad
 from megatron_fused_ce.parallel import DONE, Work
 from megatron_fused_ce.phases import phase
+from megatron_fused_ce.scaling import scale_
+from megatron_fused_ce.wgrad import GradWeight, HeldGradWeight
 
 
 def delay_next_gemm(context: Context, device: torch.device) -> None:
@@ -197,6 +200,90 @@ class GradHidden:
             with phase("reduce"):
                 while len(self._pending) > but:
                     self._pending.popleft().wait()
+
+
+class ChunkGradients:
+    """Steps 3 to 5 of every chunk: of a backward over chunks, and of ``grad_in_forward``.
+
+    The rows of ``grad_hidden`` get their scales once, after the last chunk and its reduction. All ranks of
+    the group share these, so that over several ranks they run over this rank's tokens only.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        weight: Tensor,
+        inv_scale: Tensor | None,  # fp32 []: undoes a scale of all gradients
+        with_hidden: bool,  # whether there is a grad_hidden
+        depth: int = 1,
+    ) -> None:
+        self._context, self._weight, self._inv_scale = context, weight, inv_scale
+        self._grad_hidden = GradHidden(context, weight, depth) if with_hidden else None
+        #: [n] fp32: whose product scales the rows; none for 1
+        self.row_scales: tuple[Tensor, ...] = ()
+
+    def add(
+        self,
+        chunk: Chunk,
+        grad: LogitsGrad,
+        x: Tensor | None,  # [C, H]; not read without grad_weight
+        hidden_states: HiddenStates,  # x is of
+        grad_weight: GradWeight | HeldGradWeight | None,
+    ) -> None:
+        """Collectives: those of :meth:`start_hidden`, under the chunk's ``grad_weight``."""
+        self.start_hidden(chunk, grad)
+        if grad.row_scale is None:  # no small kernel follows
+            delay_next_gemm(self._context, self._weight.device)
+        else:
+            self.put_row_scales(chunk, grad)
+        if grad_weight is not None:
+            assert x is not None
+            with phase("grad-weight"):
+                if grad.row_scale is not None:
+                    scaled = hidden_states.buffer(chunk)
+                    self._context.spec.logits.scale_rows(x, grad.row_scale, scaled, grad.upstream)
+                    x = scaled
+                grad_weight.add(grad.matrix, x)
+
+    def start_hidden(self, chunk: Chunk, grad: LogitsGrad) -> None:
+        """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
+        if self._grad_hidden is None:
+            return
+        dh = self._grad_hidden.unreduced(chunk)
+        with phase("grad-hidden"):
+            torch.mm(grad.matrix, self._weight, out=dh)
+            if self._inv_scale is not None:
+                scale_(dh, self._inv_scale)
+        self._grad_hidden.reduce(chunk, dh)
+
+    def put_row_scales(self, chunk: Chunk, grad: LogitsGrad) -> None:
+        """Record those of one chunk."""
+        if self._grad_hidden is None or grad.row_scale is None:
+            return
+        assert grad.upstream is not None
+        row_scale, upstream = map(self._context.own_part, (grad.row_scale, grad.upstream))
+        if len(self._context.chunks) == 1:
+            self.row_scales = row_scale, upstream  # the launch that scales the rows multiplies them
+            return
+        if not self.row_scales:
+            self.row_scales = (row_scale.new_ones(self._context.num_tokens),)
+        torch.mul(row_scale, upstream, out=self.row_scales[0][chunk.start : chunk.stop])
+
+    def reduced(self) -> Tensor | None:
+        """``grad_hidden`` ``[n, H]``, reduced, its rows not scaled yet."""
+        if self._grad_hidden is None:
+            return None
+        self._grad_hidden.wait()
+        return self._grad_hidden.rows
+
+    def hidden(self) -> Tensor | None:
+        """``grad_hidden`` ``[n, H]``."""
+        rows = self.reduced()
+        if rows is not None and self.row_scales:
+            row_scale, *upstream = self.row_scales
+            with phase("grad-hidden"):
+                self._context.spec.logits.scale_rows(rows, row_scale, rows, *upstream)
+        return rows
 
 
 def _chunk_buffer(

@@ -32,7 +32,7 @@ from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.op import linear_cross_entropy, uncompiled
 from megatron_fused_ce.parallel import VocabParallel, check_true_vocab_size
-from megatron_fused_ce.scaling import scale_rows
+from megatron_fused_ce.scaling import scale_
 from megatron_fused_ce.targets import in_token_order, inv_temperature_of
 from megatron_fused_ce.wgrad import ReturnedGradWeight
 
@@ -264,7 +264,7 @@ class MaskedLogProbs(torch.autograd.Function):
             grad_hidden = None
             if partial is not None:
                 if inv_scale is not None:
-                    scale_rows(partial, inv_scale, partial)
+                    scale_(partial, inv_scale)
                 grad_hidden = hidden.new_empty(hidden.shape) if comm.num_parts > 1 else partial
                 comm.reduce_grad_hidden(partial, grad_hidden).wait()
         return grad_hidden, accumulator.close(inv_scale) if wants_grad_weight else None, None

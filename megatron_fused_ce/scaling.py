@@ -39,19 +39,17 @@ def scale_for_fp16(
     return _power_of_two(shift), _power_of_two(-shift)
 
 
-def scale_rows(x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
-    """``out = (row_scale * factor)[:, None] * x``, multiplied in fp32.
+def scale_(rows: Tensor, scale: Tensor) -> None:
+    """``rows *= scale`` in place, multiplied in fp32: ``[n, H]``, unit column stride, times fp32 ``[]``.
 
-    ``x``: ``[C, H]``, unit column stride, perhaps ``out`` itself; ``row_scale`` and ``factor``: fp32 ``[C]``,
-    or ``[]`` for one number, which on a GPU torch would first round to the rows' dtype.
+    On a GPU ``mul_`` would first round a factor without dimensions to the rows' dtype.
     """
-    if x.is_cuda:
+    if rows.is_cuda:
         from megatron_fused_ce.kernels import scaled_exp_rows
 
-        scaled_exp_rows.scale_rows(x, row_scale, out, factor)
-        return
-    scale = row_scale if factor is None else row_scale * factor
-    torch.mul(x.float(), scale.view(-1, 1), out=out)
+        scaled_exp_rows.scale_rows(rows, scale, rows)
+    else:
+        rows.mul_(scale.view(1, 1))
 
 
 def scale_token_weights(

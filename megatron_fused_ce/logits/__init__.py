@@ -156,3 +156,9 @@ class LogitsBackend(Protocol):
         """Gradients of the logits from the GEMM again, into ``out`` ``[C, V]``; ``logits``, of
         :attr:`logits_dtype`, may be the same buffer.
         """
+
+    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
+        """``out = (row_scale * factor)[:, None] * x`` in fp32; for gradients with a row scale alone.
+
+        ``x``: ``[C, H]``; ``row_scale`` and ``factor``: fp32 ``[C]``, or ``[]`` for one number.
+        """

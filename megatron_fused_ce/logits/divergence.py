@@ -47,7 +47,6 @@ from megatron_fused_ce.losses.form import PLAIN, LossForm
 from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.phases import phase
-from megatron_fused_ce.scaling import scale_rows
 
 #: fp16 gradients are saved times a power of two that brings their bound (:meth:`Divergence._row_scale`) to
 #: ``2**FP16_BITS`` at most, so that small probabilities do not underflow.
@@ -421,7 +420,7 @@ class Divergence:
         if self.saves_e:
             return LogitsGrad(matrix, row_scale, upstream.loss)
         assert out is not None
-        scale_rows(matrix, row_scale, out, upstream.loss)
+        self.scale_rows(matrix, row_scale, out, upstream.loss)
         return LogitsGrad(out)
 
     def grad_recomputed(
@@ -447,6 +446,15 @@ class Divergence:
         student, teacher = self._sides(both, targets, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)
         return self.grad_from_saved(out, of_token.row_scale, targets, None, upstream, out)
+
+    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
+        if x.is_cuda:
+            from megatron_fused_ce.kernels import scaled_exp_rows
+
+            scaled_exp_rows.scale_rows(x, row_scale, out, factor)
+            return
+        scale = row_scale if factor is None else row_scale * factor
+        torch.mul(x.float(), scale.view(-1, 1) if scale.dim() else scale, out=out)
 
 
 def _put_label_logits(logits: Tensor, targets: ChunkTargets, stats: RowStatistics) -> None:

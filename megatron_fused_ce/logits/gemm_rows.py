@@ -88,6 +88,9 @@ class GemmThenRows:
         write_logits(hidden, weight, logits)
         return self.grad_from_saved(logits, None, targets, terms, upstream, out)
 
+    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
+        raise NotImplementedError("its gradients have no row scale")
+
 
 def row_gradients(
     rows: ModuleType,  # kernels.row_kernels or rows_torch

@@ -152,6 +152,9 @@ class ScaledExp:
         )
         return LogitsGrad(out)
 
+    def scale_rows(self, x: Tensor, row_scale: Tensor, out: Tensor, factor: Tensor | None = None) -> None:
+        scaled_exp_rows.scale_rows(x, row_scale, out, factor)
+
 
 def _with_rest(
     stats: RowStatistics,
