@@ -1,4 +1,4 @@
-"""One token's maths: its loss, other outputs and their gradients, from statistics of its logits.
+"""One token's statistics, merged over the shards, and its plain loss; :mod:`.losses` has every other one.
 
 :mod:`.logits` makes the statistics, :mod:`.parallel` merges those of the shards; here is ``[C]``-sized
 arithmetic in plain PyTorch. :mod:`.kernels.token_kernels` has ``merge_shards``, ``shard_addends`` and
