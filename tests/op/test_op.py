@@ -130,7 +130,7 @@ def test_evaluation_is_the_forward_alone(strategy, device, monkeypatch):
     """One product a chunk and no buffer of a gradient; the token weights need not be known."""
     inputs = make_inputs("plain", s=32, b=2, hidden_size=16, vocab=50, dtype=torch.float32, device=device)
     hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
-    for made_for_gradients in ("HeldGradWeight", "GradHidden"):
+    for made_for_gradients in ("HeldGradWeight", "ChunkGradients"):
         monkeypatch.delattr(forward, made_for_gradients)
     config = FusedCEConfig(strategy=strategy, num_chunks=4, logits_backend="gemm_rows")
     with (
