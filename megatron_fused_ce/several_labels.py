@@ -92,10 +92,10 @@ class _Scattering(GemmThenRows):
     ) -> LogitsGrad:
         assert terms is not None and out is not None
         tokens = targets.labels
-        form = replace(targets.form, loss=SoftTargets())
-        targets = targets._replace(labels_if_read=torch.full_like(tokens, NO_COLUMN), form=form)
+        targets = targets._replace(labels_if_read=torch.full_like(tokens, NO_COLUMN))
         if self.shares is None:
             return row_gradients(self.rows, matrix, targets, terms, upstream, out)
+        targets = targets._replace(form=replace(targets.form, loss=SoftTargets()))
         shares = self.shares[tokens]
         of_all = shares.sum(1)
         columns, place = _stand_ins(self.columns[tokens])

@@ -199,7 +199,8 @@ def test_first_evaluation_tells_what_differs(said):
     layer = model.output_layer
     report.adopted(model, LAUNCH)
     expected = layer._fused_ce_expected
-    by_name = replace(expected.chosen_for, strategy="recompute")
+    asked = FusedCEConfig(strategy="recompute")
+    by_name = replace(expected.chosen_for, config=asked)
     other = replace(expected, strategy="recompute", stored_chunks=0, chosen_for=by_name)
     evaluated(layer, other)
     assert len(said) == 4

@@ -334,7 +334,7 @@ def compare(
     }
     if beside:
         # A copy of a single chunk, made at the end of the forward, has that shape too.
-        copies = inputs.strategy != "store" and inputs.num_tokens == C * inputs.num_parts
+        copies = inputs.config.strategy != "store" and inputs.num_tokens == C * inputs.num_parts
         chunks_of_it = of_teacher // (e * C * H_T) if predicted.teacher else 0
         alone = when == "forward" and not chunks_of_it
         expected = max(chunks_of_it, int(copies)) if alone else chunks_of_it + copies * (when != "forward")
