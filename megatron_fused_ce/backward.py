@@ -90,10 +90,11 @@ def backward(
     and the last reduction under ``grad_weight``.
     """
     spec = context.spec
-    factor = None
-    if weight.dtype == torch.float16 and spec.divergence is None:
+    if weight.dtype != torch.float16:
+        factor = None
+    elif spec.divergence is None:
         factor = spec.form.largest_factor([chunk.terms for chunk in saved.chunks])
-    elif weight.dtype == torch.float16 and spec.divergence is not None:
+    else:
         factor = torch.empty_like(upstream.loss)
         for chunk, of_chunk in zip(context.chunks, saved.chunks, strict=True):
             bound = spec.divergence.bound_of(of_chunk.row_scale, of_chunk.terms)

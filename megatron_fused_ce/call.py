@@ -411,9 +411,6 @@ def _divergence_of(call: Call, given: Distillation, base: LogitsBackend) -> Dive
     rows, statistics = divergence_rows(call.hidden.device, call.config.row_backend)
     return Divergence(
         base,
-        base.name,
-        base.saves_logits,
-        base.token_ops,
         statistics,
         rows,
         given.divergence,

@@ -84,9 +84,6 @@ class Divergence:
     """:class:`.LogitsBackend` of a student beside its teacher."""
 
     base: LogitsBackend  # of both sides
-    name: str  # of the base, and the next two
-    saves_logits: bool
-    token_ops: ModuleType
     statistics: ModuleType  # kernels.row_kernels or rows_torch
     rows: ModuleType  # kernels.divergence or divergence_torch
     kind: str
@@ -101,6 +98,18 @@ class Divergence:
 
     needs_logits_buffer = True
     logits_dtype: torch.dtype | None = None  # of the gradient: the hidden states'
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def saves_logits(self) -> bool:
+        return self.base.saves_logits
+
+    @property
+    def token_ops(self) -> ModuleType:
+        return self.base.token_ops
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> Tensor | None:
         return self.base.sample_rows(weight, num_ranks, form)

@@ -96,16 +96,16 @@ class Pull(NamedTuple):
     at: Coefficient | None = None
     alpha: Coefficient | None = None
     eps: Coefficient | None = None
-    delta: Coefficient | None = None
+    delta: Tensor | None = None
 
     def __add__(self, other: Pull) -> Pull:  # type: ignore[override]
-        return Pull(*map(_sum, self, other))
+        return Pull(*map(_sum, self, other))  # type: ignore[arg-type]  # of tensors a tensor
 
     def coefficients(self, rows: Rows, factor: Tensor) -> GradCoefficients:
         """For the kernels. ``factor``: fp32 ``[C]``, of all of it."""
         terms = rows.terms
         at, alpha, eps, delta = self
-        at_label = _times(terms.one_minus_p_label, at)
+        at_label = times(terms.one_minus_p_label, at)
         if alpha is not None:
             at_label = at_label - rows.p_label * alpha
         entropy_scale = None
@@ -114,25 +114,19 @@ class Pull(NamedTuple):
             at_label = at_label - rows.weighted_label * eps
         if delta is not None:
             at_label = at_label + delta
-        scale = _times(terms.inv_sum, _sum(at, alpha))
-        if delta is not None and not isinstance(delta, Tensor):
-            delta = torch.full_like(factor, delta)
+        scale = times(terms.inv_sum, _sum(at, alpha))
         return GradCoefficients(terms.row_max, scale, at_label, factor, entropy_scale, delta)
-
-
-def _times(one: Tensor, other: Coefficient | None) -> Tensor:
-    made = times(one, 0.0 if other is None else other)
-    assert isinstance(made, Tensor)
-    return made
 
 
 def _sum(one: Coefficient | None, other: Coefficient | None) -> Coefficient | None:
     return other if one is None else one if other is None else one + other
 
 
-def times(one: Coefficient, other: Coefficient) -> Coefficient:
-    """Their product, without an operator for 1."""
-    return one if isinstance(other, float) and other == 1.0 else one * other
+def times(one: Tensor, other: Coefficient | None) -> Tensor:
+    """Their product, without an operator for 1; None is 0."""
+    if isinstance(other, float) and other == 1.0:
+        return one
+    return one * (0.0 if other is None else other)
 
 
 class Term:
@@ -156,13 +150,13 @@ class Term:
     def __add__(self, other: Term) -> Term:
         return Sum((*_summands(self), *_summands(other)))
 
-    def __rmul__(self, factor: Coefficient) -> Term:
+    def __rmul__(self, factor: Tensor) -> Term:
         return Scaled(factor, self)
 
 
 @dataclass(frozen=True)
 class Scaled(Term):
-    factor: Coefficient
+    factor: Tensor  # fp32 [C], or [] for all tokens
     term: Term
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class LossForm(RowOptions):
     #: the requested outputs that may get upstream gradients
     differentiable: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[str, ...]:
         """Names of those beside the loss."""
         return tuple(name for name, _ in self.beside)
@@ -148,6 +148,8 @@ class LossForm(RowOptions):
         Args:
             of_chunks: their saved :class:`.TokenTerms`, as one tensor each.
         """
+        if self.is_plain:
+            return None
         bounds = [self.loss.bound(Rows(saved=TokenTerms.of(of))) for of in of_chunks if of is not None]
         largest = [bound.amax() for bound in bounds if bound is not None]
         return 1 + torch.stack(largest).amax() if largest else None
