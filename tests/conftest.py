@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -13,6 +14,8 @@ if torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", 1)):
 # Before triton is imported anywhere.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    with contextlib.suppress(ImportError):  # no Triton: the tests that need it say so
+        import tests.support.interpreter  # noqa: F401
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import hypothesis

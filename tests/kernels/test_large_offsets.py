@@ -7,11 +7,14 @@ one chunk's logits, and the weight, really are that large.
 from __future__ import annotations
 
 import mmap
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from megatron_fused_ce import FusedCEConfig
 from megatron_fused_ce.kernels import divergence, gemm_variants, records, row_kernels, scaled_exp_rows
@@ -45,6 +48,21 @@ def far_rows(rows, device):
     far = flat.as_strided(rows.shape, (stride, 1))
     far.copy_(rows)
     return far
+
+
+@triton.jit
+def _times_kernel(address, factor):
+    tl.store(address, tl.load(address) * factor)
+
+
+@pytest.mark.parametrize("value, overflows", [(2**30 - 1, False), (2**30, True)])
+def test_the_interpreter_sees_an_overflow(value, overflows, device):
+    """Which is how the CPU's tests find an offset in int32."""
+    if device.type == "cuda":
+        pytest.skip("compiled, it wraps")
+    number = torch.full((1,), value, dtype=torch.int32)
+    with pytest.raises(Exception, match="int32 overflow") if overflows else nullcontext():
+        _times_kernel[(1,)](number, 2)
 
 
 @pytest.fixture

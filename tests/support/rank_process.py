@@ -42,7 +42,12 @@ class Environment:
     #: ``module:function``, called with the device before anything else is imported.
     prepare: str = ""
     #: Modules that every rank finds imported.
-    preload: tuple[str, ...] = ("pytest", "torch", "megatron_fused_ce.kernels.scaled_exp_rows")
+    preload: tuple[str, ...] = (
+        "pytest",
+        "torch",
+        "megatron_fused_ce.kernels.scaled_exp_rows",
+        "tests.support.interpreter",
+    )
 
     def load(self, on_gpus: bool) -> None:
         import torch
