@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         DistillationOutputs,
         fused_linear_cross_entropy,
         fused_linear_distillation,
+        fused_linear_loss,
         fused_linear_token_outputs,
         fused_linear_topk_distillation,
     )
@@ -49,8 +50,10 @@ __all__ = [
     "enable",
     "fused_linear_cross_entropy",
     "fused_linear_distillation",
+    "fused_linear_loss",
     "fused_linear_token_outputs",
     "fused_linear_topk_distillation",
+    "losses",
     "output_processor",
 ]
 
@@ -64,6 +67,7 @@ _HOMES = {
     "DistillationOutputs": "op",
     "fused_linear_cross_entropy": "op",
     "fused_linear_distillation": "op",
+    "fused_linear_loss": "op",
     "fused_linear_topk_distillation": "op",
     "fused_linear_token_outputs": "op",
     "output_processor": "adapter.output_processor",
@@ -71,6 +75,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "losses":
+        return import_module(f"{__name__}.losses")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _HOMES[name] == "op":

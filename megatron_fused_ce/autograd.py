@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.forward import forward
 from megatron_fused_ce.kernels.records import SoftTargets
-from megatron_fused_ce.loss import TokenOutputs, Upstream
+from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.promise import Verdict
 from megatron_fused_ce.targets import Targets
@@ -100,7 +100,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         kept: Kept | None,  # the tokens to work on, where others are skipped
         in_batch: tuple[int, int] | None,  # (b, s) for outputs [b, s]; None for [T]
     ) -> tuple[Tensor | None, ...]:
-        """:class:`.TokenOutputs`, then this shard's largest logits and their columns, each ``[T]``."""
+        """The outputs that :attr:`.LossForm.outputs` names, then this shard's largest logits and their
+        columns, each ``[T]``."""
         spec, device = context.spec, hidden.device
         ctx.hidden_shape = hidden.shape
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -134,18 +135,21 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         outputs, row_max, argmax = out.outputs, out.row_max, out.argmax
         local_max = None if row_max is None else _of_all_tokens(row_max, kept)
         local_argmax = None if argmax is None else _of_all_tokens(argmax, kept)
-        if kept is not None:
-            outputs = outputs.map(kept.put_back)
-        outputs = _fill_ignored(outputs, targets.ignored)
-        outputs = outputs.map(lambda whole: _returned(whole, in_batch))
-        if spec.form.outputs or spec.with_argmax:
+        made: list[Tensor | None] = []
+        for name in spec.form.outputs:
+            output = outputs[name] if kept is None else kept.put_back(outputs[name])
+            if targets.ignored is not None and name in spec.form.of_label:
+                output.masked_fill_(targets.ignored.reshape(output.shape), 0.0)
+            made.append(_returned(output, in_batch))
+        made += local_max, local_argmax
+        if len(made) > 3 or spec.with_argmax:
             with_grad = {"loss", *spec.form.differentiable}
             if isinstance(targets.soft, Teacher) and targets.soft.label_weights is None:
                 with_grad.add("divergence")  # the loss
-            without = [each for name, each in outputs._asdict().items() if name not in with_grad]
-            without += local_max, local_argmax
+            names = (*spec.form.outputs, "", "")
+            without = [each for name, each in zip(names, made, strict=True) if name not in with_grad]
             ctx.mark_non_differentiable(*(each for each in without if each is not None))
-        return *outputs, local_max, local_argmax
+        return tuple(made)
 
     @staticmethod
     @differentiated_once
@@ -154,10 +158,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         tokens were skipped; then :func:`.backward.backward`'s, or
         :func:`.zero_upstream.backward_of_nonzero`'s."""
         *of_outputs, _, _ = grads
-        grad_outputs = TokenOutputs(*of_outputs)  # type: ignore[arg-type]  # None for 0
         wants_hidden, wants_weight, *others = ctx.needs_input_grad
         no_others = (None,) * len(others)
-        if all(grad is None for grad in grad_outputs):
+        if all(grad is None for grad in of_outputs):
             return None, None, *no_others
         hidden, weight, *tensors = ctx.saved_tensors
         hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -165,7 +168,9 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         *rest, ignored, kept = put_together(ctx.structure, iter(tensors[ctx.num_of_chunks :]))
         device, spec = weight.device, ctx.context.spec
         made, ctx.gradients = ctx.gradients, None
-        upstream = _upstream(grad_outputs, spec, ignored)
+        upstream = _upstream(of_outputs, spec, ignored)
+        if upstream.beside:  # the promise is of the loss alone
+            made = None
         accumulators = OpenedAccumulators(ctx.context.open_grad_weight)
         context: Context = ctx.context._replace(open_grad_weight=accumulators)
         needs_grad = NeedsGrad(wants_hidden, wants_weight)
@@ -245,16 +250,6 @@ def _returned(result: Tensor, in_batch: tuple[int, int] | None) -> Tensor:
     return result.data if result._is_view() else result
 
 
-def _fill_ignored(outputs: TokenOutputs, ignored: Tensor | None) -> TokenOutputs:
-    """Loss 0 of ignored tokens."""
-    if ignored is not None:
-        of_labels = outputs.loss, outputs.log_prob, outputs.divergence, outputs.teacher_log_prob
-        for of_label in of_labels:
-            if of_label is not None:
-                of_label.masked_fill_(ignored.reshape(of_label.shape), 0.0)
-    return outputs
-
-
 def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Tensor:
     """Results of all tokens, in s-major order, as ``[T]`` or ``[b, s]``."""
     if in_batch is None:
@@ -263,28 +258,25 @@ def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Ten
     return per_token.reshape(b, s) if b == 1 else per_token.reshape(s, b).t().contiguous()
 
 
-def _upstream(grads: TokenOutputs, spec: CallSpec, ignored: Tensor | None) -> Upstream:
+def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | None) -> Upstream:
     """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32.
 
     That of ``log_prob`` is taken into the loss's, where the loss is plain, and that of the divergence.
     """
-
-    def in_order(grad: Tensor | None, without: Tensor | None = None) -> Tensor | None:
-        if grad is None:
-            return None
+    loss, beside = None, []
+    for name, grad in zip(spec.form.outputs, grads, strict=True):
+        if grad is None:  # for 0
+            continue
         # Contiguous: that of a sum() is one number, seen as many.
         if grad.dim() == 2 and grad.shape[0] > 1:
             grad = grad.t()
         grad = grad.float().reshape(spec.comm.num_parts, -1).contiguous()
-        return grad if without is None else grad.masked_fill(without, 0.0)
-
-    loss, log_prob = in_order(grads.loss, ignored), in_order(grads.log_prob, ignored)
-    lse, entropy = in_order(grads.lse), in_order(grads.entropy)
-    divergence = in_order(grads.divergence, ignored)
-    if divergence is not None:
-        loss = divergence if loss is None else loss + divergence
-    if log_prob is not None and spec.form.is_plain:
-        loss, log_prob = -log_prob if loss is None else loss - log_prob, None
-    if loss is None:
-        loss = torch.zeros_like(next(grad for grad in (log_prob, lse, entropy) if grad is not None))
-    return Upstream(loss, log_prob, lse, entropy)
+        if ignored is not None and name in spec.form.of_label:
+            grad = grad.masked_fill(ignored, 0.0)
+        if name == "log_prob" and spec.form.is_plain:
+            loss = -grad if loss is None else loss - grad
+        elif name in ("loss", "divergence"):
+            loss = grad if loss is None else loss + grad
+        else:
+            beside.append((name, grad))
+    return Upstream(torch.zeros_like(beside[0][1]) if loss is None else loss, tuple(beside))

@@ -32,6 +32,7 @@ from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad
 from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace, delay_next_gemm
 from megatron_fused_ce.phases import phase
 from megatron_fused_ce.promise import Verdict
@@ -50,16 +51,11 @@ class SavedChunk(NamedTuple):
     matrix: Tensor | None
     #: [C] fp32: see LogitsBackend.finalize. Where it is there, neither labels nor terms are needed.
     row_scale: Tensor | None
-    terms: Tensor | None  # [4, C] fp32: Merged.terms
-    target_mass: Tensor | None  # [C] fp32, of soft targets
-    entropy: Tensor | None  # [C] fp32, where it has a gradient
+    terms: Tensor | None  # [4, C] fp32 or more rows: LossForm.saved
     rows: Tensor | None = None  # [C] int64: the chunk's rows of the matrix; None: all of them
 
-    @property
-    def token_terms(self) -> TokenTerms | None:
-        if self.terms is None:
-            return None
-        return TokenTerms.of(self.terms, self.target_mass, self.entropy)
+    def token_terms(self, form: LossForm) -> TokenTerms | None:
+        return None if self.terms is None else TokenTerms.of(self.terms, form.kept)
 
 
 class Saved(NamedTuple):
@@ -137,7 +133,7 @@ def _by_chunks(
                 grad = _from_saved(context, chunk, of_chunk, saved.matrix, targets, of_tokens, workspace)
             else:
                 assert x is not None
-                terms = of_chunk.token_terms
+                terms = of_chunk.token_terms(spec.form)
                 assert terms is not None
                 logits, out = workspace.logits(chunk), workspace.grad_logits(chunk)
                 grad = spec.logits.grad_recomputed(x, weight, targets, terms, of_tokens, logits, out)
@@ -208,11 +204,8 @@ def _by_columns(
     everything = Chunk(0, 0, num_tokens)
     context = context._replace(chunks=(everything,))
     labels = torch.cat([chunk.labels for chunk in saved.chunks if chunk.labels is not None])
-    entropies = [chunk.entropy for chunk in saved.chunks if chunk.entropy is not None]
-    terms = TokenTerms.of(
-        torch.cat([chunk.terms for chunk in saved.chunks if chunk.terms is not None], -1),
-        entropy=torch.cat(entropies) if entropies else None,
-    )
+    saved_terms = [chunk.terms for chunk in saved.chunks if chunk.terms is not None]
+    terms = TokenTerms.of(torch.cat(saved_terms, -1), spec.form.kept)
     upstream = upstream.map(partial(context.split, chunk=everything))
     accumulator = total = None
     if needs_grad.weight:
@@ -260,7 +253,8 @@ def _from_saved(
     if not logits.saves_e:
         assert workspace is not None
         out = workspace.grad_logits(chunk)
-    return logits.grad_from_saved(matrix, saved.row_scale, targets, saved.token_terms, upstream, out)
+    terms = saved.token_terms(targets.form)
+    return logits.grad_from_saved(matrix, saved.row_scale, targets, terms, upstream, out)
 
 
 class PrecomputedGrads(NamedTuple):

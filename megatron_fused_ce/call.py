@@ -30,7 +30,8 @@ from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
 from megatron_fused_ce.logits.divergence import Divergence, divergence_rows
 from megatron_fused_ce.loss import TeacherTargets
-from megatron_fused_ce.losses.form import LossForm
+from megatron_fused_ce.losses import Term
+from megatron_fused_ce.losses.form import MADE_ELSEWHERE, LossForm, loss_of
 from megatron_fused_ce.parallel import (
     GroupHistory,
     HeadOfGroup,
@@ -71,6 +72,8 @@ class Call(NamedTuple):
     #: see :func:`.op.fused_linear_token_outputs`
     outputs: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
+    #: see :func:`.op.fused_linear_loss`: of ``loss`` and of outputs, by their names
+    terms: tuple[tuple[str, Term], ...] = ()
     #: see :func:`.op.fused_linear_topk_distillation`; the labels are then outside the vocabulary
     teacher: TeacherTargets | None = None
     #: see :func:`.op.fused_linear_distillation`
@@ -359,7 +362,7 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
     if call.distillation is not None:
         logits = _divergence_of(call, call.distillation, logits)
     needs_grad = torch.is_grad_enabled()
-    vocab_start = _vocab_start(call, comm, settled)
+    vocab_start, num_classes = _vocab_start(call, comm, settled), _num_classes(call, comm, settled)
     logit_scale, softcap = at_temperature(call)
     return CallSpec(
         comm=replace(comm, beside=plan.count > 1),
@@ -368,16 +371,17 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
         logits=logits,
         why_not_scaled_exp=why_not,
         copies=choose.must_copy(logits, call.hidden, call.weight),
-        form=LossForm.of(
+        form=LossForm.of_shard(
             replace(call.config, logit_softcap=softcap),
             num_rows=call.weight.shape[0],
-            vocab_size=_vocab_size(call, comm, settled),
             vocab_start=vocab_start,
             device=call.hidden.device,
-            outputs=call.outputs,
             saves_logits=logits.saves_logits,
+            loss=_loss_of(call, num_classes),
+            outputs=call.outputs,
+            terms=dict(call.terms),
             differentiable=call.differentiable,
-            soft=call.teacher is not None or call.distillation is not None,
+            num_classes=num_classes,
             zero_unknown=call.zero_unknown,
         ),
         logit_scale=logit_scale,
@@ -521,6 +525,7 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
         comm.size,
         call.outputs,
         call.differentiable,
+        dict(call.terms),
         call.labels,
         call.teacher,
         call.distillation is not None,
@@ -549,6 +554,7 @@ def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
         divergence=beside is not None,
         teacher_fits=beside is None
         or choose.teacher_fits(beside.hidden, beside.logit_scale, beside.logit_softcap),
+        terms=call.terms,
     )
     return choose.choose(call.config, call.hidden, call.weight, requested, why_not_here)
 
@@ -572,8 +578,8 @@ def _plan(
     call: Call, comm: VocabParallel, settled: Settled, logits: LogitsBackend, promise_broken: bool
 ) -> planner.Plan:
     config = call.config
-    # How large z-loss makes fp16's gradients is known after the forward.
-    in_forward = not (config.z_loss and call.hidden.dtype == torch.float16)
+    # How large z-loss or a user's terms make fp16's gradients is known after the forward.
+    in_forward = not ((config.z_loss or call.terms) and call.hidden.dtype == torch.float16)
     if config.strategy == "grad_in_forward" and not in_forward:
         config = replace(config, strategy="auto")
     inputs = planner.PlanInputs(
@@ -607,11 +613,19 @@ def _vocab_start(call: Call, comm: VocabParallel, settled: Settled) -> int:
     return sum(_all_sizes(comm, settled, "vocab_start")[: comm.rank])
 
 
-def _vocab_size(call: Call, comm: VocabParallel, settled: Settled) -> int | None:
-    """Rows of all shards; None where nothing asks for them."""
-    if not call.config.label_smoothing or call.config.true_vocab_size is not None:
+def _num_classes(call: Call, comm: VocabParallel, settled: Settled) -> int:
+    """Classes of the whole vocabulary; 0 where nothing asks for them."""
+    if call.config.true_vocab_size is not None:
         return call.config.true_vocab_size
+    if not (call.config.label_smoothing or call.terms):
+        return 0
     return sum(_all_sizes(comm, settled, "config.true_vocab_size"))
+
+
+def _loss_of(call: Call, num_classes: int) -> Term:
+    if call.distillation is not None:
+        return MADE_ELSEWHERE
+    return dict(call.terms).get("loss") or loss_of(call.config, call.teacher is not None, num_classes)
 
 
 def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
-from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.loss import Upstream
 from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace
 from megatron_fused_ce.parallel import DONE, Merge, Work
 from megatron_fused_ce.phases import phase
@@ -57,7 +57,7 @@ class Forward(NamedTuple):
     ``parts`` is ``R`` with sequence parallelism, else 1.
     """
 
-    outputs: TokenOutputs
+    outputs: dict[str, Tensor]
     row_max: Tensor | None  # fp32, this shard's largest logit, with argmax only
     argmax: Tensor | None  # int64, its column in this shard
     saved: Saved
@@ -96,7 +96,7 @@ def forward(
     # The logits of two sides live until their merge: of one chunk at a time.
     lag = 1 if spec.comm.size > 1 and spec.divergence is None else 0
     differentiates = spec.gradients_in_forward
-    with_argmax = spec.with_argmax or "predicted" in spec.form.outputs
+    with_argmax = spec.with_argmax or "best" in spec.form.needs
     hidden_states = HiddenStates(context, hidden, chunks, depth=3 if differentiates else 2)
     results = _Results(context)
     strategy: _Save | _Differentiate
@@ -158,7 +158,7 @@ def _start_sample(context: Context, weight: Tensor) -> tuple[Tensor | None, Work
 def _start_merge(context: Context, stats: RowStatistics) -> Merge:
     """Collectives: starts those of :meth:`.VocabParallel.start_merge`."""
     spec = context.spec
-    if "predicted" in spec.form.outputs:
+    if "best" in spec.form.needs:
         assert stats.argmax is not None
         best = (stats.argmax + spec.vocab_start).float()
         stats = stats._replace(extra=stats.extra._replace(best=best))
@@ -178,7 +178,11 @@ def _finish(context: Context, scored: _Scored, results: _Results, strategy: _Sav
                 scored.scores, scored.targets, merged, matrix, spec.comm, any(spec.needs_grad)
             )
         results.put(scored.chunk, outputs, scored.scores.stats)
-    strategy.after_merge(scored, merged, outputs)
+    strategy.after_merge(scored, merged)
+
+
+#: Of this shard, beside the outputs.
+_ROW_MAX, _ARGMAX = "row_max of this shard", "argmax of this shard"
 
 
 class _Results:
@@ -186,31 +190,29 @@ class _Results:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._whole: list[Tensor | None] = [None] * (len(TokenOutputs._fields) + 2)
+        self._whole: dict[str, Tensor] = {}
 
-    def put(self, chunk: Chunk, outputs: TokenOutputs, stats: RowStatistics) -> None:
+    def put(self, chunk: Chunk, outputs: dict[str, Tensor], stats: RowStatistics) -> None:
         """A chunk's outputs ``[C]``."""
         context = self._context
-        row_max = argmax = None
         if context.spec.with_argmax:
-            row_max, argmax = stats.row_max, stats.argmax
-        for at, of_chunk in enumerate((*outputs, row_max, argmax)):
-            if of_chunk is None:
-                continue
-            if len(context.chunks) == 1:
-                self._whole[at] = of_chunk
-                continue
-            parts, whole = context.spec.comm.num_parts, self._whole[at]
-            if whole is None:
-                whole = self._whole[at] = of_chunk.new_empty(parts, context.num_tokens)
-            whole[:, chunk.start : chunk.stop] = of_chunk.view(parts, -1)
+            assert stats.argmax is not None
+            outputs = {**outputs, _ROW_MAX: stats.row_max, _ARGMAX: stats.argmax}
+        if len(context.chunks) == 1:
+            self._whole = outputs
+            return
+        parts = context.spec.comm.num_parts
+        for name, of_chunk in outputs.items():
+            if name not in self._whole:
+                self._whole[name] = of_chunk.new_empty(parts, context.num_tokens)
+            self._whole[name][:, chunk.start : chunk.stop] = of_chunk.view(parts, -1)
 
     def whole(self, saved: Saved, gradients: PrecomputedGrads | None, targets: Targets) -> Forward:
         """All tokens'. Collectives: those of :meth:`.Divergence.whole`."""
         if not self._context.chunks:
             self._put_nothing(targets.labels)
-        *of_all, row_max, argmax = self._whole
-        outputs, spec = TokenOutputs(*of_all), self._context.spec  # type: ignore[arg-type]
+        outputs, spec = self._whole, self._context.spec
+        row_max, argmax = outputs.pop(_ROW_MAX, None), outputs.pop(_ARGMAX, None)
         if spec.divergence is not None:
             assert isinstance(targets.soft, Teacher)
             outputs = spec.divergence.whole(outputs, targets.soft.label_weights, spec.comm)
@@ -220,12 +222,9 @@ class _Results:
         """Results for an empty batch."""
         spec = self._context.spec
         empty = labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
-        dtypes = {"predicted": torch.int64, "correct": torch.bool}
-        for at, name in enumerate(TokenOutputs._fields):
-            if name == "loss" or name in spec.form.outputs:
-                self._whole[at] = empty.to(dtypes.get(name))
-        if spec.with_argmax:
-            self._whole[-2:] = empty, empty.to(torch.int64)
+        dtypes = {"predicted": torch.int64, "correct": torch.bool, _ARGMAX: torch.int64}
+        of_shard = (_ROW_MAX, _ARGMAX) if spec.with_argmax else ()
+        self._whole = {name: empty.to(dtypes.get(name)) for name in (*spec.form.outputs, *of_shard)}
 
 
 class _Save:
@@ -250,23 +249,19 @@ class _Save:
             self._matrix = self._weight.new_empty(parts * context.num_tokens, num_columns)
         return context.chunk_of_all(self._matrix, chunk)
 
-    def after_merge(self, scored: _Scored, merged: Merged, outputs: TokenOutputs) -> None:
-        context, spec = self._context, self._context.spec
+    def after_merge(self, scored: _Scored, merged: Merged) -> None:
+        spec = self._context.spec
         if not any(spec.needs_grad):
             return
-        row_scale = matrix = entropy = None
+        row_scale = matrix = None
         if spec.stores(scored.chunk):
             assert scored.logits is not None
             with phase("statistics"):
                 row_scale = spec.logits.finalize(scored.logits, scored.targets, scored.scores, merged)
             matrix = scored.logits if self._matrix is None else None  # else saved with all others
-        if "entropy" in spec.form.differentiable and outputs.entropy is not None:
-            # A single chunk's is the caller's, too, who may change it.
-            entropy = outputs.entropy.clone() if len(context.chunks) == 1 else outputs.entropy
-        terms = None if row_scale is not None else merged.terms
+        terms = None if row_scale is not None else spec.form.saved(merged)
         labels = None if row_scale is not None else scored.targets.labels
-        mass = merged.extra.target_mass
-        self._saved.append(SavedChunk(labels, matrix, row_scale, terms, mass, entropy))
+        self._saved.append(SavedChunk(labels, matrix, row_scale, terms))
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, None]:
         chunks, spec = self._context.chunks, self._context.spec
@@ -308,20 +303,20 @@ class _Differentiate:
         """``[C, V]`` for the chunk's logits."""
         return self._workspace.logits(chunk)
 
-    def after_merge(self, scored: _Scored, merged: Merged, outputs: TokenOutputs) -> None:
+    def after_merge(self, scored: _Scored, merged: Merged) -> None:
         """Collectives: starts the reduction of the chunk's ``grad_hidden``."""
         context, logits = self._context, self._context.spec.logits
         chunk, targets, p, x = scored.chunk, scored.targets, scored.logits, scored.hidden
         assert p is not None and x is not None
         upstream = self._upstream.map(partial(context.split, chunk=chunk))
-        mass = merged.extra.target_mass
+        saved = SavedChunk(targets.labels, None, None, targets.form.saved(merged))
         with phase("grad-logits"):
             row_scale = logits.finalize(p, targets, scored.scores, merged)
-            terms = TokenTerms.of(merged.terms, mass) if row_scale is None else None
+            terms = saved.token_terms(targets.form) if row_scale is None else None
             out = self._workspace.grad_logits(chunk)
             grad = logits.grad_from_saved(p, row_scale, targets, terms, upstream, out)
         self._gradients.add(chunk, grad, x, self._hidden_states, self._grad_weight)
-        self._saved.append(SavedChunk(targets.labels, None, None, merged.terms, mass, None))
+        self._saved.append(saved)
 
     def finish(self, last_hidden: Tensor | None) -> tuple[Saved, PrecomputedGrads]:
         rows, total = self._gradients.reduced(), None

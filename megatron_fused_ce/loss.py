@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import (
+    NO_EXTRA,
     NOT_HERE,
     ROW_MAX,
     ROW_SHIFT,
@@ -57,10 +58,6 @@ class TokenOutputs(NamedTuple):
     divergence: Tensor | None = None
     teacher_log_prob: Tensor | None = None  # the teacher's of the label, at temperature 1
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> TokenOutputs:
-        """Apply a function to every result that is there."""
-        return TokenOutputs(*[None if given is None else change(given) for given in self])  # type: ignore[arg-type]
-
 
 class TokenLogProbs(NamedTuple):
     """Log-probabilities of given tokens, fp32, in the labels' shape; None if not requested."""
@@ -71,24 +68,19 @@ class TokenLogProbs(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk ``[C]``; None stands for 0."""
+    """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk ``[C]``."""
 
     loss: Tensor
-    log_prob: Tensor | None = None
-    lse: Tensor | None = None
-    entropy: Tensor | None = None
+    #: those of other outputs, by name; 0 for others
+    beside: tuple[tuple[str, Tensor], ...] = ()
 
     @property
     def given(self) -> list[Tensor]:
-        return [grad for grad in self if grad is not None]
-
-    @property
-    def is_of_loss_alone(self) -> bool:
-        return self.log_prob is None and self.lse is None and self.entropy is None
+        return [self.loss, *(grad for _, grad in self.beside)]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Upstream:
         """Apply a function to each gradient."""
-        return Upstream(*[None if grad is None else change(grad) for grad in self])  # type: ignore[arg-type]
+        return Upstream(change(self.loss), tuple((name, change(grad)) for name, grad in self.beside))
 
     def scaled(self, scale: Tensor | float) -> Upstream:
         return self.map(lambda grad: grad * scale)
@@ -102,16 +94,15 @@ class TokenTerms(NamedTuple):
     inv_sum: Tensor  # 1 / (sum_exp_nonlabel + label)
     one_minus_p_label: Tensor  # sum_exp_nonlabel / (sum_exp_nonlabel + label) = 1 - p_y
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
-    mass: Tensor | None = None  # of soft targets
-    entropy: Tensor | None = None  # where it has an upstream gradient
-    of_divergence: Tensor | None = None  # all rows, where a teacher's follow
+    extra: ExtraStatistics = NO_EXTRA  # those that a gradient needs
+    all_rows: Tensor | None = None  # as saved: of a divergence
 
     @staticmethod
-    def of(merged: Tensor, mass: Tensor | None = None, entropy: Tensor | None = None) -> TokenTerms:
-        """Name the rows of :attr:`Merged.terms`."""
-        of_divergence = merged if merged.shape[0] > 4 else None
-        row_max, inv_sum, one_minus_p_label, label_shift = merged[:4].unbind(0)
-        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, mass, entropy, of_divergence)
+    def of(saved: Tensor, extra: tuple[str, ...] = ()) -> TokenTerms:
+        """Name the rows of :attr:`Merged.terms`, and of the extra statistics that follow them."""
+        row_max, inv_sum, one_minus_p_label, label_shift, *more = saved.unbind(0)
+        of_extra = ExtraStatistics.of(extra, more) if extra else NO_EXTRA
+        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, of_extra, saved)
 
 
 def shard_addends(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -16,7 +16,8 @@ from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.loss import TeacherTargets, TokenOutputs
-from megatron_fused_ce.losses.outputs import differentiable_of
+from megatron_fused_ce.losses import Term
+from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.parallel import VocabParallel
 from megatron_fused_ce.targets import Targets
 
@@ -27,7 +28,7 @@ R = TypeVar("R")
 class HeadOutputs(NamedTuple):
     """Results of :func:`linear_cross_entropy`."""
 
-    outputs: TokenOutputs  # the labels' shape
+    outputs: dict[str, Tensor]  # the labels' shape
     local_max: Tensor | None  # fp32 [T] in token order (s-major): this shard's largest logit
     local_argmax: Tensor | None  # int64 [T]: its row in this shard
     plan: planner.Plan  # strategy and chunks of this call
@@ -36,7 +37,7 @@ class HeadOutputs(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        return self.outputs.loss
+        return self.outputs["loss"]
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -180,7 +181,110 @@ def fused_linear_token_outputs(
             caller_error=_wrong_outputs(outputs),
         )
     )
-    return head.outputs
+    return TokenOutputs(**head.outputs)
+
+
+@takes_config
+def fused_linear_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    terms: Mapping[str, Term],
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    token_weights: Tensor | None = None,
+    vocab_start: int | None = None,
+    config: FusedCEConfig | None = None,
+) -> dict[str, Tensor]:
+    """Losses and other outputs that are sums of terms, each for every token, without the logits.
+
+    ::
+
+        out = fused_linear_loss(
+            hidden,
+            weight,
+            labels,
+            {"loss": losses.CrossEntropy() + losses.ZLoss(1e-4), "entropy": losses.Entropy()},
+        )
+        (out["loss"] - 0.01 * out["entropy"]).mean().backward()
+
+    Args:
+        terms: output's name -> :class:`.losses.Term`; :mod:`megatron_fused_ce.losses` has those of the
+            package, docs/losses.md how to write another. Outputs whose term ``gives`` coefficients are
+            differentiable, each for any upstream gradient of its own. The first one is what
+            ``token_weights`` are promised of; where another has an upstream gradient too,
+            ``grad_in_forward`` makes its gradients again in the backward, and ``auto`` never takes it.
+        config: ``z_loss`` and ``label_smoothing`` are terms here, and refused. Outputs of the label are 0
+            without a gradient for tokens labelled ``ignore_index``.
+
+    The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; each
+    statistic that a term ``needs`` adds a float a token to the merge.
+
+    Returns:
+        the outputs by their names, in the labels' shape; fp32, but int64 ids of ``Predicted`` and bools of
+        ``Correct``.
+
+    Raises:
+        TypeError, ValueError, beside those: what is no term, a term that cannot be hashed, statistics or
+            coefficients that there are not, a first output without a gradient.
+
+    Source: the row gradient of a sum of terms: docs/math.md.
+    """
+    config = DEFAULT_CONFIG if config is None else config
+    wrong = _wrong_terms(terms, config)
+    by_name = {} if wrong else _internal_names(terms)
+    beside = tuple(name for name in by_name if name != "loss")
+    head = linear_cross_entropy(
+        Call(
+            hidden,
+            weight,
+            labels,
+            tp_group=tp_group,
+            sequence_parallel=sequence_parallel,
+            token_weights=token_weights,
+            vocab_start=vocab_start,
+            config=config,
+            outputs=beside,
+            differentiable=tuple(name for name in beside if by_name[name].gives),
+            terms=tuple(by_name.items()),
+            caller_error=wrong,
+        )
+    )
+    return dict(zip(terms, map(head.outputs.__getitem__, by_name), strict=True))
+
+
+def _internal_names(terms: Mapping[str, Term]) -> dict[str, Term]:
+    """``loss`` for the first; the name of :data:`.OUTPUTS` for what is one of them, else one that is not."""
+    of_package = {term: name for name, term in OUTPUTS.items()}
+    named: dict[str, Term] = {}
+    for name, term in terms.items():
+        known = of_package.get(term, "")
+        named["loss" if not named else known if known and known not in named else f"output {name}"] = term
+    return named
+
+
+def _wrong_terms(terms: object, config: object) -> TypeError | ValueError | None:
+    if not isinstance(terms, Mapping) or not terms:
+        return TypeError(f"terms is {terms!r:.80}; expected a dict of an output's name and its term")
+    for name, term in terms.items():
+        if not isinstance(name, str) or not isinstance(term, Term):
+            kinds = type(name).__name__, type(term).__name__
+            return TypeError(
+                f"terms has a {kinds[0]} and a {kinds[1]}; expected names and losses.Term objects"
+            )
+        if wrong := term.why_wrong():
+            return TypeError(f"the term of {name!r}, {term!r:.80}, {wrong}")
+    first = next(iter(terms.values()))
+    if not first.gives:
+        return ValueError(f"the first output is the loss, and {first} has no gradient: put it behind another")
+    options = [name for name in ("z_loss", "label_smoothing") if getattr(config, name, 0)]
+    if options:
+        return ValueError(
+            f"config has {' and '.join(options)}, which are terms here: add losses.ZLoss(weight), or "
+            "(1 - share) * losses.CrossEntropy() + share * losses.Uniform()"
+        )
+    return None
 
 
 class DistillationOutputs(NamedTuple):
@@ -326,14 +430,13 @@ def fused_linear_distillation(
             caller_error=wrong,
         )
     ).outputs
-    assert outputs.divergence is not None
-    loss, weighted = outputs.loss, label_weights is not None
+    loss, made = outputs["loss"], outputs["divergence"]
     return DistillationOutputs(
         loss,
-        _Constant.apply(loss, "divergence", outputs.divergence) if weighted else outputs.divergence,
-        None if outputs.log_prob is None else _Constant.apply(loss, "cross_entropy", -outputs.log_prob),
-        None if outputs.teacher_log_prob is None else -outputs.teacher_log_prob,
-        None if outputs.entropy is None else _Constant.apply(loss, "entropy", outputs.entropy),
+        made if label_weights is None else _Constant.apply(loss, "divergence", made),
+        _Constant.apply(loss, "cross_entropy", -outputs["log_prob"]) if of_labels else None,
+        -outputs["teacher_log_prob"] if of_labels else None,
+        _Constant.apply(loss, "entropy", outputs["entropy"]) if entropy else None,
     )
 
 
@@ -453,5 +556,5 @@ def linear_cross_entropy(call: Call) -> HeadOutputs:
         *per_token, local_max, local_argmax = FusedLinearCrossEntropy.apply(
             call.hidden, call.weight, targets, context, kept, in_batch
         )
-    outputs = TokenOutputs(*per_token)
+    outputs = dict(zip(spec.form.outputs, per_token, strict=True))
     return HeadOutputs(outputs, local_max, local_argmax, spec.plan, spec.logits.name, spec.why_not_scaled_exp)

@@ -167,8 +167,7 @@ def log_probs_of_head(
     if several:
         return several_log_probs(call)
     made = linear_cross_entropy(call).outputs
-    assert made.log_prob is not None
-    return TokenLogProbs(made.log_prob, made.entropy, made.sum_p_squared)
+    return TokenLogProbs(made["log_prob"], made.get("entropy"), made.get("sum_p_squared"))
 
 
 def _active(

@@ -220,29 +220,29 @@ class MaskedLogProbs(torch.autograd.Function):
             del buffer
             merged = call.comm.start_merge(RowStatistics(shard, extra=extra), loss).finish()
             made = form.finish(merged)
-        assert made.log_prob is not None and merged.terms is not None
         known = merged.terms[3] != NOT_HERE
         ctx.call = call
-        ctx.save_for_backward(hidden, weight, products, merged.terms, known, made.entropy)
+        ctx.save_for_backward(hidden, weight, products, form.saved(merged), known)
         ctx.set_materialize_grads(False)
-        entropy = None if "entropy" in call.form.differentiable else made.entropy
+        with_grad = ("log_prob", *form.differentiable)
         # One call: a second would take the place of the first.
-        ctx.mark_non_differentiable(*(each for each in (entropy, made.sum_p_squared) if each is not None))
-        return torch.where(known, made.log_prob, -torch.inf), made.entropy, made.sum_p_squared
+        ctx.mark_non_differentiable(*(each for name, each in made.items() if name not in with_grad))
+        log_prob = torch.where(known, made["log_prob"], -torch.inf)
+        return log_prob, made.get("entropy"), made.get("sum_p_squared")
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight, products, merged_terms, known, entropy = ctx.saved_tensors
+        hidden, weight, products, saved, known = ctx.saved_tensors
         call, (of_log_prob, of_entropy, _) = ctx.call, grads
         wants_grad_hidden, wants_grad_weight, _ = ctx.needs_input_grad
         if of_log_prob is None and of_entropy is None:
             return None, None, None
-        grad_loss = torch.zeros_like(merged_terms[0])
+        grad_loss = torch.zeros_like(saved[0])
         if of_log_prob is not None:
             grad_loss = torch.where(known, -of_log_prob, 0.0)
-        terms = TokenTerms.of(merged_terms, entropy=entropy)
-        upstream = Upstream(grad_loss, None, None, of_entropy)
+        terms = TokenTerms.of(saved, call.form.kept)
+        upstream = Upstream(grad_loss, () if of_entropy is None else (("entropy", of_entropy),))
         upstream, inv_scale = scaled_upstream(upstream, call.logit_scale, call.inv_temperature, weight)
         coefficients = call.form.grad_coefficients(terms, upstream)
         comm, pairs = call.comm, call.pairs
@@ -342,7 +342,7 @@ def _among_kept(call: Call, mask: Mask, comm: VocabParallel, vocab_start: int) -
     inv_temperature = inv_temperature_of(call.temperature, labels, comm)
     logit_scale, softcap = at_temperature(call)
     pairs = Pairs.of(mask, order, in_order, vocab_start, call.weight.shape[0])
-    form = LossForm.of_outputs(call.outputs, differentiable=call.differentiable)
+    form = LossForm.of(outputs=call.outputs, differentiable=call.differentiable)
     flat = None if inv_temperature is None else inv_temperature.flatten()
     masked = MaskedCall(comm, pairs, logit_scale, flat, softcap, form)
     made = MaskedLogProbs.apply(hidden.reshape(-1, hidden.shape[-1]), call.weight, masked)
@@ -369,7 +369,7 @@ def _with_unfiltered(call: Call, mask: Mask, among_kept: TokenLogProbs) -> Token
             return None
         return torch.where(counts, of_all, of_kept).masked_fill(ignored, 0.0)
 
-    of_head = head.log_prob, head.entropy, head.sum_p_squared
+    of_head = map(head.get, TokenLogProbs._fields)
     return TokenLogProbs(*map(filled, of_head, among_kept))  # type: ignore[arg-type]  # the first is there
 
 

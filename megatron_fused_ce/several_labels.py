@@ -32,7 +32,8 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, rows_torch
 from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients
-from megatron_fused_ce.loss import TokenLogProbs, TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
+from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.label import SoftTargets
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
@@ -105,16 +106,19 @@ class _Scattering(GemmThenRows):
             out.scatter_(1, columns, products)  # which the places have overwritten
         # The row kernel's loss is (sum q) lse - sum q s: -U p is its gradient for q of -U in all, without the
         # entries of q.
-        row_gradients(self.rows, matrix, targets, terms._replace(mass=-of_all), upstream, out)
+        terms = terms._replace(extra=terms.extra._replace(target_mass=-of_all))
+        row_gradients(self.rows, matrix, targets, terms, upstream, out)
         # u - U p = -u expm1(log p) - (U - u) p at the entries.
         log_p = self.log_probs[tokens].gather(1, place)
         p = log_p.exp()
         rest = (of_all.unsqueeze(1) - shares).mul_(p)
         grad = shares.mul_(torch.expm1(log_p)).add_(rest).mul_(-upstream.loss.unsqueeze(1))
-        if upstream.entropy is not None:
-            assert terms.entropy is not None
-            pull = (log_p + terms.entropy.unsqueeze(1)).mul_(p).masked_fill_(p == 0, 0.0)
-            grad.sub_(pull.mul_(upstream.entropy.unsqueeze(1)))
+        of_entropy = dict(upstream.beside).get("entropy")
+        if of_entropy is not None:
+            rows = Rows(saved=terms)
+            entropy = rows.log_sum - rows.mean_shift
+            pull = (log_p + entropy.unsqueeze(1)).mul_(p).masked_fill_(p == 0, 0.0)
+            grad.sub_(pull.mul_(of_entropy.unsqueeze(1)))
         if targets.form.softcap is not None:
             bent = rows_torch.softcap_gradient(products, targets.logit_scale, targets.form.softcap)
             grad.mul_(bent)
@@ -175,10 +179,11 @@ class LabelLogProbs(FusedLinearCrossEntropy):
         *of_tokens, _, _ = FusedLinearCrossEntropy.forward(
             ctx, hidden, weight, targets, _with(context, gathering), kept, in_batch
         )
-        outputs = TokenOutputs(*of_tokens)  # type: ignore[arg-type]
+        outputs = dict(zip(context.spec.form.outputs, of_tokens, strict=True))
         comm.take_largest_(row_max)
-        assert outputs.log_prob is not None
-        log_probs = _log_probs(label_logits, outputs.log_prob.flatten(), row_max)
+        log_prob = outputs["log_prob"]
+        assert log_prob is not None
+        log_probs = _log_probs(label_logits, log_prob.flatten(), row_max)
         if zero_unknown:
             log_probs.masked_fill_(label_logits == -torch.inf, 0.0)
         log_probs.masked_fill_(flat == EMPTY, -torch.inf)
@@ -189,7 +194,7 @@ class LabelLogProbs(FusedLinearCrossEntropy):
         if any(context.spec.needs_grad):
             ctx.context = context
             ctx.save_for_backward(*ctx.to_save, flat, log_probs)
-        return log_probs.view(columns.shape).clone(), outputs.entropy, outputs.sum_p_squared
+        return log_probs.view(columns.shape).clone(), outputs.get("entropy"), outputs.get("sum_p_squared")
 
     @staticmethod
     @differentiated_once
@@ -207,7 +212,8 @@ class LabelLogProbs(FusedLinearCrossEntropy):
         node = SimpleNamespace(**vars(ctx))
         node.context, node.saved_tensors = _with(ctx.context, scattering), of_head
         node.needs_input_grad = ctx.needs_input_grad
-        of_outputs = TokenOutputs(size, entropy=of_entropy)  # type: ignore[arg-type]  # None for 0
+        given = {"loss": size, "entropy": of_entropy}  # None for 0
+        of_outputs = map(given.get, ctx.context.spec.form.outputs)
         return FusedLinearCrossEntropy.backward(node, *of_outputs, None, None)
 
 

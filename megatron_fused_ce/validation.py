@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.outputs import OUTPUTS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -140,6 +143,7 @@ def check_requested(
     tp_size: int,
     outputs: tuple[str, ...],
     differentiable: tuple[str, ...],
+    terms: Mapping[str, Term],
     labels: Tensor,
     teacher: TeacherTargets | None,
     with_teacher: bool = False,
@@ -152,17 +156,19 @@ def check_requested(
     """
     if config.label_smoothing and weight.shape[0] == 1 and tp_size == 1:
         raise ValueError("label_smoothing needs two classes or more, and weight has one row")
+    known = {**OUTPUTS, **terms}
     for name in () if with_teacher else outputs:
-        if name not in OUTPUTS:
+        if name not in known:
             raise ValueError(f"no such output: {name!r}; choose of {', '.join(OUTPUTS)}")
     if len(set(outputs)) < len(outputs):
         raise ValueError(f"outputs are {outputs}; name each once")
-    if "predicted" in outputs and weight.shape[0] * tp_size > LARGEST_ID:
+    with_ids = any("best" in known[name].needs for name in outputs if name in known)
+    if with_ids and weight.shape[0] * tp_size > LARGEST_ID:
         raise ValueError(
             f"predicted ids are exact below {LARGEST_ID}; {weight.shape[0]} rows on each of {tp_size} "
             "ranks are more"
         )
-    if differentiable and config.strategy == "grad_in_forward":
+    if differentiable and config.strategy == "grad_in_forward" and not terms:
         raise ValueError(
             "strategy 'grad_in_forward' makes the gradients in the forward and cannot know the upstream "
             f"gradients of {', '.join(differentiable)}; use 'store', 'recompute' or 'auto', or "

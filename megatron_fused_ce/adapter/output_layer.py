@@ -267,8 +267,8 @@ class ColumnParallelLinear(layers.ColumnParallelLinear):  # type: ignore[misc]
             )
         )
         report.evaluation_once(self, input_, out.plan, out.why_not_scaled_exp)
-        fused_ce_request.correct = out.outputs.correct
-        fused_ce_request.made_entropy = out.outputs.entropy
+        fused_ce_request.correct = out.outputs.get("correct")
+        fused_ce_request.made_entropy = out.outputs.get("entropy")
         if out.local_max is not None and out.local_argmax is not None:
             in_sequence = labels.t().shape  # [s, b]
             fused_ce_request.local_max = out.local_max.view(in_sequence)

@@ -13,6 +13,9 @@ from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels import gemm_variants
 from megatron_fused_ce.logits import LogitsBackend
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows
+from megatron_fused_ce.losses import Term
+from megatron_fused_ce.losses.form import CROSS_ENTROPY
+from megatron_fused_ce.losses.label import CrossEntropy
 
 
 class RequestedOutputs(NamedTuple):
@@ -23,6 +26,8 @@ class RequestedOutputs(NamedTuple):
     divergence: bool = False
     #: whether the teacher's logits can be made as the student's are
     teacher_fits: bool = True
+    #: of the loss, where it is not the config's, and of outputs that are a user's
+    terms: tuple[tuple[str, Term], ...] = ()
 
 
 LOSS_ONLY = RequestedOutputs()
@@ -176,9 +181,11 @@ def _loads(matrix: Tensor) -> bool:
 
 def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> str:
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
+    own = [name for name, term in requested.terms if "delta" in term.gives]
     names = [
         (requested.soft, "the loss of a teacher's targets"),
         (config.label_smoothing > 0, "label_smoothing"),
+        (bool(own), f"the delta of {' and '.join(own)}"),
         (not requested.teacher_fits, "the teacher's logits"),
     ]
     saved_as_logits = _saved_as_logits(config, requested)
@@ -191,17 +198,16 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
 def _saved_as_logits(config: FusedCEConfig, requested: RequestedOutputs) -> list[str]:
     """Names of options whose gradient is no multiple of ``E``, so that logits are saved instead.
 
-    lse, entropy, and log_prob beside a z_loss have their own upstream gradients. None for
+    Outputs beside the loss have their own upstream gradients, but for the log_prob of a plain loss. None for
     ``recompute``, which saves neither.
     """
     if requested.divergence:
         return ["a divergence"]
     if config.strategy == "recompute":
         return []
-    with_grad = requested.differentiable
-    names = (
-        ("lse" in with_grad, "lse with a gradient"),
-        ("log_prob" in with_grad and config.z_loss > 0, "log_prob with a gradient beside z_loss"),
-        ("entropy" in with_grad, "entropy with a gradient"),
-    )
-    return [name for applies, name in names if applies]
+    loss = dict(requested.terms).get("loss", CROSS_ENTROPY)
+    names = [f"{name} with a gradient" for name in requested.differentiable if name != "log_prob"]
+    if "log_prob" in requested.differentiable:
+        beside = "z_loss" if config.z_loss else "" if type(loss) is CrossEntropy else "another loss"
+        names += [f"log_prob with a gradient beside {beside}"] if beside else []
+    return names + ([] if {"at", "alpha"}.issuperset(loss.gives) else ["the eps of loss"])

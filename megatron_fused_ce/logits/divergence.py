@@ -41,7 +41,7 @@ from megatron_fused_ce.logits import (
     rows_torch,
 )
 from megatron_fused_ce.logits.gemm_rows import gemm_then_rows, write_logits
-from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.form import PLAIN, LossForm
 from megatron_fused_ce.losses.outputs import OUTPUTS
@@ -233,7 +233,7 @@ class Divergence:
         matrix: Tensor | None,  # [C, V]: for the gradient, where it is made now
         comm: VocabParallel,
         needs_grad: bool,
-    ) -> tuple[Merged, TokenOutputs]:
+    ) -> tuple[Merged, dict[str, Tensor]]:
         """A chunk after its exchanges, with the gradient in ``matrix``: its terms (:meth:`_Terms.stacked`) in
         ``merged``, and its outputs, of the divergence this shard's part.
 
@@ -260,30 +260,24 @@ class Divergence:
                 made = self._gradient(student, teacher, of_token, targets, matrix, sums is None)
             sums = made if sums is None else sums
         assert sums is not None
-        entropy = log_prob = teacher_log_prob = None
+        outputs = {"loss": sums, "divergence": sums}
         if self.with_labels:
             at = 2 if self._labels_apart else 0
-            log_prob, teacher_log_prob = -loss[at], -loss[at + 1]
+            outputs |= {"log_prob": -loss[at], "teacher_log_prob": -loss[at + 1]}
         if merged.extra.weighted is not None:
             extra = NO_EXTRA._replace(weighted=merged.extra.weighted.view(-1, num_tokens)[0])
-            entropy = OUTPUTS["entropy"].value(Rows(Merged(loss[0], terms[:, 0], None, extra)))
-        outputs = TokenOutputs(
-            sums,
-            log_prob=log_prob,
-            entropy=entropy,
-            divergence=sums,
-            teacher_log_prob=teacher_log_prob,
-        )
+            outputs["entropy"] = OUTPUTS["entropy"].value(Rows(Merged(loss[0], terms[:, 0], None, extra)))
         return merged._replace(terms=of_token.stacked()), outputs
 
-    def whole(self, outputs: TokenOutputs, label_weights: Tensor | None, comm: VocabParallel) -> TokenOutputs:
+    def whole(
+        self, outputs: dict[str, Tensor], label_weights: Tensor | None, comm: VocabParallel
+    ) -> dict[str, Tensor]:
         """The outputs of all tokens ``[parts, n]``. Collectives: one SUM all-reduce of them."""
-        assert outputs.divergence is not None
-        divergence = comm.sum_over_shards(outputs.divergence.contiguous())
+        divergence = comm.sum_over_shards(outputs["divergence"].contiguous())
         loss = divergence.clone()
-        if label_weights is not None and outputs.log_prob is not None:
-            loss = loss - label_weights.view(loss.shape) * outputs.log_prob.view(loss.shape)
-        return outputs._replace(loss=loss, divergence=divergence)
+        if label_weights is not None and "log_prob" in outputs:
+            loss = loss - label_weights.view(loss.shape) * outputs["log_prob"].view(loss.shape)
+        return {**outputs, "loss": loss, "divergence": divergence}
 
     def _terms(
         self,
@@ -443,14 +437,14 @@ class Divergence:
         out: Tensor,
     ) -> LogitsGrad:
         """Collectives: those of :meth:`.ChunkTargets.start_teacher`, under the student's GEMM."""
-        assert targets.teacher is not None and terms.of_divergence is not None
+        assert targets.teacher is not None and terms.all_rows is not None
         teacher_hidden, gathered = targets.start_teacher()
         student_out, teacher_weight = self._in_precision(logits), targets.teacher.weight
         self._logits_again(hidden, weight, targets, student_out)
         gathered.wait()
         teacher_out = self._teacher_buffer(teacher_hidden, teacher_weight)
         self._logits_again(teacher_hidden, teacher_weight, self._of_teacher(targets), teacher_out)
-        of_token = _Terms.of(terms.of_divergence)
+        of_token = _Terms.of(terms.all_rows)
         both = student_out, teacher_out
         student, teacher = self._sides(both, targets, of_token)
         self._gradient(student, teacher, of_token, targets, out, False)

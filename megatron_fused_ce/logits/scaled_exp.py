@@ -111,7 +111,7 @@ class ScaledExp:
             scores.tiles,
             scores.stats,
             merged.row_shift,
-            targets.form.own_coefficients(merged.terms),
+            targets.form.own_coefficients(merged),
             targets.form,
         )
 

@@ -10,15 +10,17 @@ Cross-entropy is ``at = 1``, z-loss ``alpha = 2 z lse``; label smoothing has a `
 where a token is confident.
 
 :mod:`.label` has the terms of a loss, :mod:`.outputs` what may be asked for beside it; :mod:`.form` puts
-those of one call together. Derivations: docs/math.md.
+those of one call together; :mod:`.checking` compares a term with autograd. Derivations: docs/math.md. Terms
+of your own: docs/losses.md.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +28,36 @@ from torch import Tensor
 from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, GradCoefficients, Merged
 from megatron_fused_ce.loss import TokenTerms
 
-#: A coefficient: fp32 [C], [] for all tokens, or a number.
+#: Names of this package by their modules.
+_NAMES = {
+    **dict.fromkeys(("CrossEntropy", "ZLoss", "Uniform"), "label"),
+    **dict.fromkeys(("LogProb", "Lse", "Entropy", "Predicted", "Correct", "SumSquares"), "outputs"),
+    "check": "checking",
+}
+
+#: Statistics that a term may ask for: fields of :class:`.ExtraStatistics`.
+NEEDS = ("logit_sum", "weighted", "squares", "best")
+
+#: A coefficient: fp32 [C], or a number for all tokens.
 Coefficient = Tensor | float
 
 
-class Rows:
-    """Tokens' statistics over the whole vocabulary, fp32 ``[C]``: all of them, or what a backward has."""
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
 
-    def __init__(self, merged: Merged | None = None, saved: TokenTerms | None = None) -> None:
-        """``saved``: of a backward, without ``merged``."""
+
+class Rows:
+    """Tokens' statistics over the whole vocabulary, fp32 ``[C]``; of a forward, or of a backward."""
+
+    def __init__(
+        self, merged: Merged | None = None, saved: TokenTerms | None = None, num_classes: int = 0
+    ) -> None:
+        """One of ``merged``, of a forward, and ``saved``, of a backward."""
         self._merged, self._saved = merged, saved
+        #: classes of the whole vocabulary, without masked padding
+        self.num_classes = num_classes
 
     @cached_property
     def terms(self) -> TokenTerms:
@@ -44,16 +66,24 @@ class Rows:
         assert self._merged is not None
         return TokenTerms.of(self._merged.terms)
 
-    @property
+    @cached_property
     def loss(self) -> Tensor:
-        """``-log p_y``, with all its digits."""
-        assert self._merged is not None
-        return self._merged.loss
+        """``-log p_y``, with all its digits; ``lse - m`` of a label outside the vocabulary."""
+        if self._merged is not None:
+            return self._merged.loss
+        of_label = torch.where(self.known, self.label_shift, 0.0)
+        near = -torch.log1p(-self.one_minus_p)
+        return torch.where(self.one_minus_p < 0.5, near, self.log_sum - of_label)
 
     @property
     def extra(self) -> ExtraStatistics:
-        assert self._merged is not None
-        return self._merged.extra
+        """Those that a term ``needs``; in a backward, those that it ``keeps``."""
+        return self.terms.extra if self._merged is None else self._merged.extra
+
+    @property
+    def one_minus_p(self) -> Tensor:
+        """``1 - p_y``, with all its digits; 1 for a label outside the vocabulary."""
+        return self.terms.one_minus_p_label
 
     @cached_property
     def label_shift(self) -> Tensor:
@@ -77,17 +107,25 @@ class Rows:
 
     @cached_property
     def lse(self) -> Tensor:
+        """``log sum exp s``."""
         return self.terms.row_max + self.log_sum
 
     @cached_property
     def p_label(self) -> Tensor:
-        """Undefined for a label outside the vocabulary, whose entry nobody writes."""
+        """``p_y``. Undefined for a label outside the vocabulary, whose entry nobody writes."""
         return self.label_shift.exp() * self.terms.inv_sum
 
     @cached_property
     def weighted_label(self) -> Tensor:
         """``p_y * (s_y - m)``, 0 where ``p_y`` is: the limit for a logit of -inf."""
         return torch.where(self.p_label > 0, self.p_label * self.label_shift, 0.0)
+
+    @cached_property
+    def mean_shift(self) -> Tensor:
+        """``sum p_j (s_j - m)``, which is ``log_sum`` less the entropy; needs ``weighted``."""
+        assert self.extra.weighted is not None
+        of_label = torch.where(self.known, self.weighted_label, 0.0)
+        return torch.addcmul(of_label, self.extra.weighted, self.terms.inv_sum)
 
 
 class Pull(NamedTuple):
@@ -96,10 +134,10 @@ class Pull(NamedTuple):
     at: Coefficient | None = None
     alpha: Coefficient | None = None
     eps: Coefficient | None = None
-    delta: Tensor | None = None
+    delta: Coefficient | None = None
 
     def __add__(self, other: Pull) -> Pull:  # type: ignore[override]
-        return Pull(*map(_sum, self, other))  # type: ignore[arg-type]  # of tensors a tensor
+        return Pull(*map(_sum, self, other))
 
     def coefficients(self, rows: Rows, factor: Tensor) -> GradCoefficients:
         """For the kernels. ``factor``: fp32 ``[C]``, of all of it."""
@@ -114,8 +152,18 @@ class Pull(NamedTuple):
             at_label = at_label - rows.weighted_label * eps
         if delta is not None:
             at_label = at_label + delta
+            delta = delta if isinstance(delta, Tensor) else torch.full_like(at_label, delta)
         scale = times(terms.inv_sum, _sum(at, alpha))
         return GradCoefficients(terms.row_max, scale, at_label, factor, entropy_scale, delta)
+
+    @property
+    def bound(self) -> Coefficient:
+        """No entry of the row gradient is larger: ``p`` and ``p |s - m|`` are 1 at most."""
+        largest: Coefficient = 0.0
+        for given in self:
+            if given is not None:
+                largest = largest + (given.abs() if isinstance(given, Tensor) else abs(given))
+        return largest
 
 
 def _sum(one: Coefficient | None, other: Coefficient | None) -> Coefficient | None:
@@ -130,67 +178,116 @@ def times(one: Tensor, other: Coefficient | None) -> Tensor:
 
 
 class Term:
-    """One summand of a loss, or an output beside it."""
+    """One summand of a loss, or an output beside it. Terms add up and can be multiplied by numbers.
 
-    #: Statistics beyond the maximum, the sum and the label's logit: fields of :class:`.ExtraStatistics`.
+    A subclass has ``value`` and ``pull``, and says what is not the default of the attributes. Terms of one
+    kind must be equal if they compute the same (a frozen dataclass), and never change: a head keeps what it
+    has found out about them.
+    """
+
+    #: Statistics beyond the maximum, the sum and the label's logit, among :data:`NEEDS`.
     needs: tuple[str, ...] = ()
+    #: Those of them that ``pull`` reads, at 4 bytes a token each; None: all.
+    keeps: tuple[str, ...] | None = None
+    #: Coefficients that ``pull`` can give; none: an output without a gradient. Those beyond ``at`` and
+    #: ``alpha`` of the loss itself, and any of an output beside it, cost a pass over the logits.
+    gives: tuple[str, ...] = ("at", "alpha", "eps", "delta")
+    #: Whether it is 0, without a gradient, for a token labelled ``config.ignore_index``.
+    of_label: bool = True
 
     def value(self, rows: Rows) -> Tensor:
         """``[C]``, fp32 where it can have a gradient."""
         raise NotImplementedError
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        """Its row gradient, linear in ``upstream``; of ``rows`` only what a backward has."""
+        """Its row gradient, linear in ``upstream``: fp32 ``[C]``, or the number 1."""
         raise NotImplementedError
 
-    def bound(self, rows: Rows) -> Tensor | None:
-        """By how much its gradient may exceed its upstream one, as a factor ``[C]``; None: by nothing."""
-        return None
+    @property
+    def kept(self) -> tuple[str, ...]:
+        return self.needs if self.keeps is None else self.keeps
+
+    def why_wrong(self) -> str:
+        """What a head cannot do for it, in words; or empty."""
+        try:
+            hash(self)
+        except TypeError:
+            return "cannot be hashed: write it as a @dataclass(frozen=True) whose fields are numbers and text"
+        for name, known in (("needs", NEEDS), ("keeps", self.needs), ("gives", Pull._fields)):
+            given = getattr(self, name)
+            if name == "keeps" and given is None:
+                continue
+            if not isinstance(given, tuple) or not set(given) <= set(known):
+                return f"has {name} = {given!r}; expected a tuple of {', '.join(known) or 'nothing'}"
+        return ""
+
+    def __repr__(self) -> str:  # the same on every rank
+        return f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
 
     def __add__(self, other: Term) -> Term:
+        if not isinstance(other, Term):
+            return NotImplemented
         return Sum((*_summands(self), *_summands(other)))
 
-    def __rmul__(self, factor: Tensor) -> Term:
-        return Scaled(factor, self)
+    def __sub__(self, other: Term) -> Term:
+        return self + -1.0 * other
+
+    def __mul__(self, factor: float) -> Term:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise TypeError(
+                f"a term is multiplied by {type(factor).__name__}; expected a number: multiply the output by "
+                "the tensor"
+            )
+        return Scaled(float(factor), self)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Term:
+        return -1.0 * self
 
 
 @dataclass(frozen=True)
 class Scaled(Term):
-    factor: Tensor  # fp32 [C], or [] for all tokens
+    factor: float
     term: Term
 
-    @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.term.needs
+    def __post_init__(self) -> None:
+        _take_over(self, (self.term,))
 
     def value(self, rows: Rows) -> Tensor:
         return self.term.value(rows) * self.factor
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        return self.term.pull(rows, times(self.factor, upstream))
-
-    def bound(self, rows: Rows) -> Tensor | None:
-        of_term = self.term.bound(rows)
-        return None if of_term is None else (of_term * self.factor).abs()
+        return self.term.pull(rows, self.factor * upstream)
 
 
 @dataclass(frozen=True)
 class Sum(Term):
     terms: tuple[Term, ...]
 
-    @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(name for term in self.terms for name in term.needs)
+    def __post_init__(self) -> None:
+        _take_over(self, self.terms)
 
     def value(self, rows: Rows) -> Tensor:
         return reduce(add, [term.value(rows) for term in self.terms])
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        return reduce(add, [term.pull(rows, upstream) for term in self.terms])
+        return reduce(add, [term.pull(rows, upstream) for term in self.terms if term.gives])
 
-    def bound(self, rows: Rows) -> Tensor | None:
-        given = [bound for term in self.terms if (bound := term.bound(rows)) is not None]
-        return reduce(add, given) if given else None
+
+def _take_over(made: Term, terms: tuple[Term, ...]) -> None:
+    """Attributes of what is made of ``terms``.
+
+    Raises:
+        TypeError: one without a gradient, whose part would be missing from that of the others.
+    """
+    for term in terms:
+        if not term.gives:
+            raise TypeError(f"{term} has no gradient and cannot be part of a sum: ask for it as an output")
+    for name in ("needs", "kept", "gives"):
+        of_all = dict.fromkeys(each for term in terms for each in getattr(term, name))
+        object.__setattr__(made, "keeps" if name == "kept" else name, tuple(of_all))
+    object.__setattr__(made, "of_label", any(term.of_label for term in terms))
 
 
 def _summands(term: Term) -> tuple[Term, ...]:

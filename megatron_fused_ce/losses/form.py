@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import GradCoefficients, Merged, RowOptions
-from megatron_fused_ce.loss import TokenOutputs, TokenTerms, Upstream
+from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses import Rows, Term
 from megatron_fused_ce.losses.label import CrossEntropy, SoftTargets, Uniform, ZLoss
 from megatron_fused_ce.losses.outputs import OUTPUTS, LogProb
 
 CROSS_ENTROPY = CrossEntropy()
+#: Of a divergence, whose backend makes the outputs itself.
+MADE_ELSEWHERE = Term()
+
+
+def loss_of(config: FusedCEConfig, soft: bool, num_classes: int | None) -> Term:
+    """The loss that ``config`` describes; ``num_classes`` of the whole vocabulary, for label smoothing."""
+    loss: Term = SoftTargets() if soft else CROSS_ENTROPY
+    if config.label_smoothing:
+        assert num_classes is not None
+        sigma = config.label_smoothing
+        if config.label_smoothing_form == "megatron":
+            sigma *= num_classes / (num_classes - 1)
+        loss = (1 - sigma) * loss + sigma * Uniform()
+    return loss + ZLoss(config.z_loss) if config.z_loss else loss
 
 
 @dataclass(frozen=True)
@@ -29,80 +42,84 @@ class LossForm(RowOptions):
     beside: tuple[tuple[str, Term], ...] = ()
     #: the requested outputs that may get upstream gradients
     differentiable: tuple[str, ...] = ()
+    #: classes of the whole vocabulary; 0 where no term asks
+    num_classes: int = 0
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
-        """Names of those beside the loss."""
-        return tuple(name for name, _ in self.beside)
+        """Names of all outputs."""
+        return ("loss", *(name for name, _ in self.beside))
 
     @property
     def is_plain(self) -> bool:
         """Whether the loss is ``-log_prob`` of each label, so that one upstream gradient serves both."""
-        return self.loss is CROSS_ENTROPY
+        return type(self.loss) is CrossEntropy
+
+    @cached_property
+    def needs(self) -> frozenset[str]:
+        return frozenset(name for term in (self.loss, *dict(self.beside).values()) for name in term.needs)
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """Extra statistics that the backward reads."""
+        with_grad = [term for name, term in self.beside if name in self.differentiable]
+        return tuple(dict.fromkeys(name for term in (self.loss, *with_grad) for name in term.kept))
+
+    @cached_property
+    def of_label(self) -> frozenset[str]:
+        """Outputs that are 0 for an ignored label."""
+        return frozenset({"loss", *(name for name, term in self.beside if term.of_label)})
 
     @staticmethod
-    def of_outputs(
-        outputs: Sequence[str] = (), zero_unknown: bool = False, loss: Term = CROSS_ENTROPY, **more: Any
+    def of(
+        loss: Term = CROSS_ENTROPY,
+        outputs: Sequence[str] = (),
+        terms: Mapping[str, Term] | None = None,
+        zero_unknown: bool = False,
+        **more: object,
     ) -> LossForm:
         """With these outputs beside ``loss``; ``more``: other fields.
 
         Args:
+            terms: those of outputs that are not among :data:`.OUTPUTS`.
             zero_unknown: ``log_prob`` is 0 for a label outside the vocabulary; its gradient is the same.
         """
-        # Those of a teacher beside the student are made by the logits backend itself.
-        beside = {name: OUTPUTS.get(name, Term()) for name in outputs}
+        known = {**OUTPUTS, **(terms or {})}
+        beside = {name: known.get(name, MADE_ELSEWHERE) for name in outputs}
         if zero_unknown and "log_prob" in beside:
             beside["log_prob"] = LogProb(zero_unknown=True)
-        needs = {name for term in (loss, *beside.values()) for name in term.needs}
-        return LossForm(
-            loss=loss,
-            beside=tuple(beside.items()),
-            with_logit_sum="logit_sum" in needs,
-            with_weighted="weighted" in needs,
-            with_squares="squares" in needs,
-            **more,
+        form = LossForm(loss=loss, beside=tuple(beside.items()), **more)  # type: ignore[arg-type]
+        return replace(
+            form,
+            with_logit_sum="logit_sum" in form.needs,
+            with_weighted="weighted" in form.needs,
+            with_squares="squares" in form.needs,
         )
 
     @staticmethod
-    def of(
+    def of_shard(
         config: FusedCEConfig,
         num_rows: int,
-        vocab_size: int | None,
         vocab_start: int,
         device: torch.device,
         saves_logits: bool = False,
-        soft: bool = False,
-        **requested: Any,
+        **terms: object,
     ) -> LossForm:
-        """The form that ``config`` describes, for this rank's ``num_rows`` columns from ``vocab_start``.
+        """The form of this rank's ``num_rows`` columns from ``vocab_start``.
 
         Args:
-            vocab_size: valid classes over all ranks; needed with label smoothing.
             saves_logits: the backend's; its statistics must be those of the rounded logits that it saves.
-            soft: whether there are soft targets instead of labels.
-            requested: see :meth:`of_outputs`.
+            terms: see :meth:`of`.
         """
         valid_columns = None
         if config.true_vocab_size is not None:
             real_columns = min(max(config.true_vocab_size - vocab_start, 0), num_rows)
             valid_columns = torch.full((1,), real_columns, dtype=torch.int64, device=device)
-        loss: Term = SoftTargets() if soft else CROSS_ENTROPY
-        if config.label_smoothing:
-            assert vocab_size is not None
-            # Not in torch's default dtype, which others may set.
-            fp32 = partial(torch.full, (), dtype=torch.float32, device=device)
-            num_classes, sigma = fp32(float(vocab_size)), fp32(config.label_smoothing)
-            if config.label_smoothing_form == "megatron":
-                sigma = sigma * num_classes / (num_classes - 1)
-            loss = (1 - sigma) * loss + Uniform.of(sigma, num_classes)
-        if config.z_loss:
-            loss = loss + ZLoss(config.z_loss)
-        return LossForm.of_outputs(
-            loss=loss,
+        return LossForm.of(
             softcap=config.logit_softcap,
             valid_columns=valid_columns,
             rounded=config.logit_precision == "activations" or saves_logits,
-            **requested,
+            **terms,  # type: ignore[arg-type]
         )
 
     def from_column(self, start: int) -> LossForm:
@@ -111,10 +128,24 @@ class LossForm(RowOptions):
             return self
         return replace(self, valid_columns=(self.valid_columns - start).clamp_(min=0))
 
-    def finish(self, merged: Merged) -> TokenOutputs:
-        """The loss in this form and the requested outputs, fp32 ``[C]``."""
-        rows = Rows(merged)
-        return TokenOutputs(self.loss.value(rows), **{name: term.value(rows) for name, term in self.beside})
+    def finish(self, merged: Merged) -> dict[str, Tensor]:
+        """The loss in this form and the requested outputs, ``[C]``."""
+        rows = Rows(merged, num_classes=self.num_classes)
+        made = {"loss": self.loss.value(rows)}
+        for name, term in self.beside:
+            made[name] = term.value(rows)
+        return made
+
+    def saved(self, merged: Merged) -> Tensor:
+        """What a backward reads of them: the :class:`.TokenTerms`, fp32 ``[4, C]`` or more rows."""
+        if not self.kept:
+            return merged.terms
+        extra = [getattr(merged.extra, name).unsqueeze(0) for name in self.kept]
+        return torch.cat((merged.terms, *extra))
+
+    def rows(self, saved: Tensor) -> Rows:
+        """Those of :meth:`saved`."""
+        return Rows(saved=TokenTerms.of(saved, self.kept), num_classes=self.num_classes)
 
     def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
         """Coefficients of the gradient of the logits, fp32 ``[C]``.
@@ -122,37 +153,44 @@ class LossForm(RowOptions):
         Args:
             upstream: upstream gradients of a chunk, times the factor of all gradients (the logit scale).
         """
-        rows = Rows(saved=terms)
-        if upstream.is_of_loss_alone:
+        rows = Rows(saved=terms, num_classes=self.num_classes)
+        if not upstream.beside:
             return self.loss.pull(rows, 1.0).coefficients(rows, upstream.loss)
-        pull = self.loss.pull(rows, upstream.loss)
-        for name, term in self.beside:
-            given = getattr(upstream, name, None)
-            if given is not None:
-                pull = pull + term.pull(rows, given)
+        pull, terms_beside = self.loss.pull(rows, upstream.loss), dict(self.beside)
+        for name, given in upstream.beside:
+            pull = pull + terms_beside[name].pull(rows, given)
         return pull.coefficients(rows, torch.ones_like(upstream.loss))
 
-    def own_coefficients(self, merged_terms: Tensor) -> Tensor:
+    def own_coefficients(self, merged: Merged) -> Tensor:
         """``row_max, scale, neg_label_grad`` for an upstream gradient of 1: fp32 ``[3, C]`` or more rows.
 
-        Not with label smoothing, which subtracts a constant on every column beside them.
+        Where the loss gives ``at`` and ``alpha`` alone.
         """
         if self.is_plain:
-            return merged_terms
-        made = self.grad_coefficients(TokenTerms.of(merged_terms), Upstream(merged_terms[0]))
+            return merged.terms
+        rows = Rows(merged, num_classes=self.num_classes)
+        made = self.loss.pull(rows, 1.0).coefficients(rows, merged.terms[0])
         return torch.stack(made[:3])
 
     def largest_factor(self, of_chunks: Sequence[Tensor | None]) -> Tensor | None:
         """By how much gradients may exceed their upstream gradients, fp32 []; None: by nothing.
 
         Args:
-            of_chunks: their saved :class:`.TokenTerms`, as one tensor each.
+            of_chunks: what was :meth:`saved` of them.
         """
-        if self.is_plain:
+        given = [term for name, term in self.beside if name in self.differentiable and name not in OUTPUTS]
+        terms = given if self.is_plain else [self.loss, *given]
+        if not terms:
             return None
-        bounds = [self.loss.bound(Rows(saved=TokenTerms.of(of))) for of in of_chunks if of is not None]
-        largest = [bound.amax() for bound in bounds if bound is not None]
-        return 1 + torch.stack(largest).amax() if largest else None
+        bounds, most = [], 1.0
+        for rows in (self.rows(saved) for saved in of_chunks if saved is not None):
+            for bound in (term.pull(rows, 1.0).bound for term in terms):
+                if isinstance(bound, Tensor):
+                    bounds.append(bound.amax())
+                else:
+                    most = max(most, bound)
+            bounds.append(torch.full_like(rows.terms.row_max[0], most))
+        return torch.stack(bounds).amax() if bounds else None
 
 
 PLAIN = LossForm()

@@ -13,6 +13,8 @@ from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term, times
 class CrossEntropy(Term):
     """``-log p_y``; of a label outside the vocabulary ``lse - m``, as Megatron's unfused loss gives."""
 
+    gives = ("at",)
+
     def value(self, rows: Rows) -> Tensor:
         return rows.loss
 
@@ -25,6 +27,7 @@ class ZLoss(Term):
     """``weight * lse**2``."""
 
     weight: float
+    gives = ("alpha",)
 
     def value(self, rows: Rows) -> Tensor:
         return self.weight * rows.lse * rows.lse
@@ -32,34 +35,30 @@ class ZLoss(Term):
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
         return Pull(alpha=times(2 * self.weight * rows.lse, upstream))
 
-    def bound(self, rows: Rows) -> Tensor:
-        return (2 * self.weight * rows.lse).abs()
-
 
 @dataclass(frozen=True)
 class Uniform(Term):
-    """``weight * (lse - mean s)``: cross-entropy with all classes alike, of label smoothing. fp32 [] each."""
+    """``lse - mean s``: cross-entropy with all classes alike, of label smoothing."""
 
-    weight: Tensor
-    num_classes: Tensor
-    weight_per_class: Tensor
     needs = ("logit_sum",)
-
-    @staticmethod
-    def of(weight: Tensor, num_classes: Tensor) -> Uniform:
-        return Uniform(weight, num_classes, weight / num_classes)
+    keeps = ()
+    gives = ("alpha", "delta")
 
     def value(self, rows: Rows) -> Tensor:
         assert rows.extra.logit_sum is not None
-        return self.weight * (rows.lse - rows.extra.logit_sum / self.num_classes)
+        return rows.lse - rows.extra.logit_sum / rows.num_classes
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        return Pull(alpha=times(self.weight, upstream), delta=times(self.weight_per_class, upstream))
+        return Pull(alpha=upstream, delta=upstream / rows.num_classes)
 
 
 @dataclass(frozen=True)
 class SoftTargets(Term):
     """``sum q_i (lse - s_i)`` over given classes; the row kernels take ``q`` out of the gradient."""
+
+    needs = ("target_mass", "target_sum")
+    keeps = ("target_mass",)
+    gives = ("at",)
 
     def value(self, rows: Rows) -> Tensor:
         mass, target_sum = rows.extra.target_mass, rows.extra.target_sum
@@ -67,5 +66,5 @@ class SoftTargets(Term):
         return mass * rows.log_sum - target_sum
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        assert rows.terms.mass is not None
-        return Pull(at=times(rows.terms.mass, upstream))
+        assert rows.extra.target_mass is not None
+        return Pull(at=times(rows.extra.target_mass, upstream))

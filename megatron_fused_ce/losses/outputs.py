@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term, times
+from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class LogProb(Term):
     """``log p_y``; of a label outside the vocabulary ``m - lse``, or 0 with the same gradient."""
 
     zero_unknown: bool = False
+    gives = ("at",)
 
     def value(self, rows: Rows) -> Tensor:
         log_prob = -rows.loss
@@ -29,6 +30,9 @@ class LogProb(Term):
 class Lse(Term):
     """``log sum exp s``."""
 
+    gives = ("alpha",)
+    of_label = False
+
     def value(self, rows: Rows) -> Tensor:
         return rows.lse
 
@@ -41,17 +45,14 @@ class Entropy(Term):
     """``-sum p log p``."""
 
     needs = ("weighted",)
+    gives = ("alpha", "eps")
+    of_label = False
 
     def value(self, rows: Rows) -> Tensor:
-        assert rows.extra.weighted is not None
-        own = rows.label_shift.exp() * rows.label_shift
-        own = torch.where(rows.known & (own < 0), own, 0.0)  # the limit of exp(t) * t for t -> -inf is 0
-        return rows.log_sum - (rows.extra.weighted + own) * rows.terms.inv_sum
+        return rows.log_sum - rows.mean_shift
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        assert rows.terms.entropy is not None
-        log_p_max = rows.terms.inv_sum.log()
-        return Pull(alpha=-times(log_p_max + rows.terms.entropy, upstream), eps=-upstream)
+        return Pull(alpha=rows.mean_shift * upstream, eps=-upstream)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Predicted(Term):
     """The class with the largest logit, the lowest on a tie; -1 with NaN. int64, without a gradient."""
 
     needs = ("best",)
+    gives = ()
+    of_label = False
 
     def value(self, rows: Rows) -> Tensor:
         best = rows.extra.best
@@ -72,6 +75,9 @@ class Predicted(Term):
 class Correct(Term):
     """bool: no logit is larger than the label's. Without a gradient."""
 
+    gives = ()
+    of_label = False
+
     def value(self, rows: Rows) -> Tensor:
         return (rows.label_shift == 0) & (rows.loss == rows.loss)
 
@@ -81,6 +87,8 @@ class SumSquares(Term):
     """``sum p**2``, without a gradient: it is not of the form that :mod:`.losses` has."""
 
     needs = ("squares",)
+    gives = ()
+    of_label = False
 
     def value(self, rows: Rows) -> Tensor:
         assert rows.extra.squares is not None
@@ -88,8 +96,6 @@ class SumSquares(Term):
         return (rows.extra.squares + own.square()) * rows.terms.inv_sum.square()
 
 
-#: Outputs that may carry a gradient.
-DIFFERENTIABLE = ("log_prob", "lse", "entropy")
 OUTPUTS: dict[str, Term] = {
     "log_prob": LogProb(),
     "lse": Lse(),
@@ -102,4 +108,4 @@ OUTPUTS: dict[str, Term] = {
 
 def differentiable_of(outputs: Sequence[str]) -> tuple[str, ...]:
     """The names among ``outputs`` that can carry a gradient."""
-    return tuple(name for name in outputs if name in DIFFERENTIABLE)
+    return tuple(name for name in outputs if name in OUTPUTS and OUTPUTS[name].gives)

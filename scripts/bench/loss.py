@@ -104,7 +104,7 @@ def loss_of(
         plan, peak = made.plan, round(made.plan.predicted_peak_bytes / MIB, 1)
         told |= {"chunk_tokens": plan.capacity, "logits_backend": made.logits_backend}
         told |= {"plan": plan.strategy, "predicted_peak_mib": peak}
-    return {name: value for name, value in made.outputs._asdict().items() if value is not None}
+    return made.outputs
 
 
 # --- Megatron --------------------------------------------------------------------------------------

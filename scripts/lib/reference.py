@@ -306,7 +306,8 @@ def plain_outputs(
         predicted=z.argmax(-1),
         correct=(known & (label_logit >= z.amax(-1, keepdim=True))).squeeze(-1),
     )
-    return outputs.map(lambda given: given.detach().t()), hidden.grad, weight.grad
+    in_layout = {name: given.detach().t() for name, given in outputs._asdict().items() if given is not None}
+    return TokenOutputs(**in_layout), hidden.grad, weight.grad
 
 
 def plain_distillation(

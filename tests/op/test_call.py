@@ -17,7 +17,9 @@ from torch import Tensor
 from megatron_fused_ce import FusedCEConfig, call, parallel
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.loss import TeacherTargets
-from megatron_fused_ce.losses.outputs import DIFFERENTIABLE
+from megatron_fused_ce.losses import Term
+from megatron_fused_ce.losses.label import CrossEntropy, ZLoss
+from megatron_fused_ce.losses.outputs import Lse, differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.scripts.lib.reference import make_inputs, make_teacher
@@ -71,6 +73,7 @@ class Kind:
     vocab_start: int | None = None
     outputs: tuple[str, ...] = ()
     differentiable: bool = False
+    terms: tuple[tuple[str, Term], ...] = ()
     teacher: int = 0
     with_argmax: bool = False
     main_grad: torch.dtype | None = None
@@ -85,7 +88,7 @@ class Kind:
 
     @property
     def outputs_with_grad(self) -> tuple[str, ...]:
-        return tuple(name for name in self.outputs if self.differentiable and name in DIFFERENTIABLE)
+        return differentiable_of(self.outputs) if self.differentiable else ()
 
     @property
     def is_interpreted(self) -> bool:
@@ -139,6 +142,7 @@ class Kind:
                     vocab_start=self.vocab_start,
                     outputs=self.outputs,
                     differentiable=self.outputs_with_grad,
+                    terms=self.terms,
                     teacher=teacher,
                     temperature=temperature,
                     zero_unknown=self.zero_unknown,
@@ -151,10 +155,8 @@ class Kind:
         if head.loss.requires_grad:
             # As grad_in_forward was promised; 0 where tokens are skipped.
             names = ["loss", *self.outputs_with_grad]
-            torch.autograd.backward(
-                [getattr(head.outputs, name) for name in names], [1.5 * weights] * len(names)
-            )
-        made = [*head.outputs, head.local_max, head.local_argmax, main_grad]
+            torch.autograd.backward([head.outputs[name] for name in names], [1.5 * weights] * len(names))
+        made = [*head.outputs.values(), head.local_max, head.local_argmax, main_grad]
         return [head.logits_backend, head.plan, hidden.grad, weight.grad, *made]
 
 
@@ -221,6 +223,12 @@ OPTIONS = (
     ("row_backend", "triton"),
 )
 OUTPUTS = (("lse",), ("log_prob", "entropy"), ("entropy", "log_prob"), ("predicted", "correct"))
+#: Of the loss; and of an output, in the place of another of that name.
+TERMS = (
+    (),
+    (("loss", CrossEntropy() + ZLoss(1e-2)),),
+    (("loss", CrossEntropy() + ZLoss(2e-2)), ("lse", -1.0 * Lse())),
+)
 EXP = Kind(backend="scaled_exp", dtype=EXP_DTYPE, mode="no_grad", cut=("num_chunks", 1))
 
 
@@ -270,6 +278,7 @@ FIELDS = {
     "vocab_start": st.sampled_from([None, 0, 3]),
     "outputs": st.sampled_from([(), *OUTPUTS]),
     "differentiable": st.booleans(),
+    "terms": st.sampled_from(TERMS),
     "teacher": st.sampled_from([0, 2, 3]),
     "with_argmax": st.booleans(),
     "main_grad": st.sampled_from([None, torch.float32, torch.bfloat16]),

@@ -10,6 +10,7 @@ import torch
 
 from megatron_fused_ce import (
     FusedCEConfig,
+    TokenOutputs,
     fused_linear_token_outputs,
     fused_linear_topk_distillation,
     masked_tokens,
@@ -103,7 +104,7 @@ def outputs_of(inputs, weights, strategy, names=(), **options):
     """The loss and other outputs, differentiable; operands that end in nothing else."""
     hidden = inputs.hidden.clone().requires_grad_()
     weight = inputs.weight.clone().requires_grad_()
-    made = linear_cross_entropy(
+    head = linear_cross_entropy(
         Call(
             hidden,
             weight,
@@ -113,8 +114,8 @@ def outputs_of(inputs, weights, strategy, names=(), **options):
             outputs=names,
             differentiable=names,
         )
-    ).outputs
-    return made, hidden, weight
+    )
+    return TokenOutputs(**head.outputs), hidden, weight
 
 
 @pytest.mark.parametrize("rounded_to", [4, 128], ids=["", "all of them in the GEMMs"])

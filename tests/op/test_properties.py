@@ -276,7 +276,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
     """Of any finite logits, -inf among them: the loss, and what its gradient is made of."""
     logits, labels, shards = drawn
     TRIED["merging of shards"] += 1
-    form = LossForm.of_outputs(("entropy",) if entropy else ())
+    form = LossForm.of(outputs=("entropy",) if entropy else ())
     edges = [sum(shards[:i]) for i in range(len(shards) + 1)]
     stats = [
         rows_torch.row_statistics(logits[:, a:b].contiguous(), labels - a, 1.0, form=form)
@@ -412,4 +412,4 @@ def neg_log_prob(*args, **options):
     made = linear_cross_entropy(
         Call(*args, outputs=("log_prob",), differentiable=("log_prob",), **options)
     ).outputs
-    return {"loss": -1.5 * made.log_prob - 0.5 * made.loss}
+    return {"loss": -1.5 * made["log_prob"] - 0.5 * made["loss"]}

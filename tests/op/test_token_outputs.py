@@ -17,7 +17,7 @@ from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.logits import choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
 from megatron_fused_ce.loss import merge_duplicates
-from megatron_fused_ce.losses.outputs import DIFFERENTIABLE, OUTPUTS
+from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
     KINDS,
@@ -37,6 +37,7 @@ from tests.support import pairs
 from tests.support.op import EXP_DTYPE, HAS_EXP
 
 #: Options that every output follows.
+DIFFERENTIABLE = differentiable_of(OUTPUTS)
 OPTIONS = {
     name: options
     for name, options in LOSS_OPTIONS.items()

@@ -9,6 +9,7 @@ import torch
 
 from megatron_fused_ce import (
     FusedCEConfig,
+    TokenOutputs,
     fused_linear_distillation,
     fused_linear_topk_distillation,
     masked_tokens,
@@ -62,7 +63,7 @@ def outputs_of(inputs, names=("log_prob", "entropy"), **call):
     weight = inputs.weight.clone().requires_grad_()
     call = {"config": inputs.config, "outputs": names, "differentiable": names, **call}
     outputs = linear_cross_entropy(Call(hidden, weight, inputs.labels, **call)).outputs
-    return outputs, hidden, weight
+    return TokenOutputs(**outputs), hidden, weight
 
 
 def assert_exact(grads, inputs, upstreams, dtype):

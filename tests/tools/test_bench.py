@@ -180,7 +180,7 @@ def test_a_wrong_strategy_prints_nothing(tmp_path, monkeypatch, capsys, wrong):
             value = value.index_fill(0, torch.tensor([95]), 0.0)
         else:
             raise RuntimeError("a bug")
-        return outputs._replace(outputs=outputs.outputs._replace(loss=value))
+        return outputs._replace(outputs={**outputs.outputs, "loss": value})
 
     monkeypatch.setattr(loss, "linear_cross_entropy", off)
     assert bench(tmp_path, *TINY, "--strategies", "store") == (1, {})

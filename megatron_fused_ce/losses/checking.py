@@ -1,0 +1,178 @@
+"""Whether a term is what it says: its coefficients are its value's gradient, and a head can rely on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, Merged
+from megatron_fused_ce.loss import TokenTerms
+from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term
+
+#: Tokens and classes of the rows that a term is tried on.
+NUM_TOKENS, NUM_CLASSES = 12, 33
+#: Of numbers in fp64, relative to 1 or to the largest of them; and of differences of values over two steps.
+TOLERANCE, SLOPE_TOLERANCE, STEP = 1e-9, 1e-6, 1e-5
+
+
+def check(term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+    """Try a term on rows in fp64: random, flat and peaked ones, ties, logits of -inf, labels of no class.
+
+    Compared are the row gradient of :meth:`.Term.pull` with differences of :meth:`.Term.value`, a pull from
+    what a backward has with one from what the forward had, the sum of two pulls with that of their sum
+    (linear in the upstream gradient), and rows alone with rows together (chunks). Where the value of a row is
+    not finite, its gradient is not compared. CPU only; no collectives.
+
+    Args:
+        term: one that has a gradient.
+        reference: the plain definition, ``(logits [C, V], labels [C]) -> [C]``; labels may be outside of 0 to
+            V - 1. Without it the value itself is compared with nothing.
+
+    Raises:
+        AssertionError: with all that is wrong.
+        TypeError: a term that no head takes (:meth:`.Term.why_wrong`), or without a gradient.
+    """
+    if wrong := term.why_wrong() or ("" if term.gives else "has no gradient"):
+        raise TypeError(f"{term!r:.80} {wrong}")
+    found = [f"{name}: {words}" for name, *rows in _rows() for words in _wrong_of(term, reference, *rows)]
+    assert not found, f"{term!r:.80} is wrong\n" + "\n".join(found)
+
+
+def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(NUM_TOKENS, NUM_CLASSES, dtype=torch.float64, generator=generator) * 3
+    labels = torch.randint(NUM_CLASSES, (NUM_TOKENS,), generator=generator)
+    at_label = torch.nn.functional.one_hot(labels, NUM_CLASSES).double()
+    yield "random rows", logits, labels
+    yield "flat rows", torch.zeros_like(logits), labels
+    yield "a label that is sure", logits + 30 * at_label, labels
+    yield "another class that is sure", logits + 30 * at_label.roll(1, 1), labels
+    tied = logits.amax(1, keepdim=True) + 1
+    yield (
+        "a tie of the label with another",
+        torch.where(at_label + at_label.roll(1, 1) > 0, tied, logits),
+        labels,
+    )
+    yield "logits of -inf", logits.masked_fill(at_label.roll(2, 1) > 0, -torch.inf), labels
+    yield "a label of no class", logits, torch.where(labels % 2 == 0, -100, labels)
+
+
+def _wrong_of(
+    term: Term, reference: Callable[..., Tensor] | None, s: Tensor, labels: Tensor
+) -> Iterator[str]:
+    rows = _merged(term, s, labels)
+    value = term.value(rows)
+    if value.shape != labels.shape:
+        yield f"its value is {tuple(value.shape)}; expected one for each token, {tuple(labels.shape)}"
+        return
+    counts = torch.isfinite(value)
+    if reference is not None:
+        expected = reference(s, labels)
+        if not torch.equal(counts, torch.isfinite(expected)) or _differ(value[counts], expected[counts]):
+            yield "its value is not the reference's"
+    upstream = torch.linspace(-2.0, 3.0, len(labels), dtype=s.dtype)
+    saved = _saved(term, rows)
+    pull = _pull(term, saved, upstream)
+    of_backward = _stack(pull, labels)
+    beyond = {name for name, given in pull._asdict().items() if given is not None}.difference(term.gives)
+    if beyond:
+        yield f"its pull has {' and '.join(sorted(beyond))}, not among its gives, {term.gives}"
+    slope = upstream.unsqueeze(1) * _slope(term, s, labels)
+    if _differ(_gradient(pull, s, saved, labels)[counts], slope[counts], SLOPE_TOLERANCE):
+        yield "its pull is not the gradient of its value"
+    if _differ(_stack(_pull(term, rows, upstream), labels), of_backward):
+        yield "its pull reads other statistics in a forward than in a backward"
+    other = upstream.flip(0).exp()
+    together = _stack(_pull(term, saved, upstream + 2 * other), labels)
+    if _differ(together, of_backward + 2 * _stack(_pull(term, saved, other), labels)):
+        yield "its pull is not linear in the upstream gradient"
+    if _differ(_stack(term.pull(saved, 1.0), labels), _stack(_pull(term, saved, other / other), labels)):
+        yield "its pull takes the number 1 for something else than ones"
+    alone = _merged(term, s[:1], labels[:1])
+    pull_alone = _stack(_pull(term, _saved(term, alone), upstream[:1]), labels[:1])
+    if _differ(term.value(alone), value[:1]) or _differ(pull_alone, of_backward[:, :1]):
+        yield "a token's result depends on the other tokens"
+
+
+def _slope(term: Term, s: Tensor, labels: Tensor) -> Tensor:
+    """Gradient of the value ``[C, V]`` by differences; 0 in columns of -inf. A label of no class counts from
+    the row's maximum, which is then a constant."""
+    known = (labels >= 0) & (labels < s.shape[1])
+    columns = []
+    for column in range(s.shape[1]):
+        step = torch.zeros_like(s)
+        step[:, column] = STEP
+        high, low = (
+            term.value(_merged(term, moved, labels, torch.where(known, moved.amax(1), s.amax(1))))
+            for moved in (s + step, s - step)
+        )
+        columns.append(torch.where(s[:, column] == -torch.inf, 0.0, (high - low) / (2 * STEP)))
+    return torch.stack(columns, 1)
+
+
+def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None) -> Rows:
+    """The statistics of rows, from their maximum or another number near it."""
+    known = (labels >= 0) & (labels < s.shape[1])
+    is_label = torch.zeros_like(s, dtype=torch.bool)
+    is_label[known, labels[known]] = True
+    row_max = s.amax(1) if row_max is None else row_max
+    shifted = torch.where(s == -torch.inf, 0.0, s - row_max.unsqueeze(1))
+    e = torch.where(s == -torch.inf, 0.0, shifted.exp())
+    others = e.masked_fill(is_label, 0.0).sum(1)
+    label = torch.where(known, (e * is_label).sum(1), 1.0)
+    shift = (shifted * is_label).sum(1)
+    total = others + label * known
+    loss = torch.where(known, torch.log1p(others / label), total.log())
+    extra = {
+        "logit_sum": s.sum(1),
+        "weighted": (e * shifted).masked_fill(is_label, 0.0).sum(1),
+        "squares": e.square().masked_fill(is_label, 0.0).sum(1),
+        "best": s.argmax(1).to(s.dtype),
+    }
+    terms = torch.stack((row_max, 1 / total, others / total, torch.where(known, shift, NOT_HERE)))
+    needed = ExtraStatistics(**{name: extra[name] for name in term.needs})
+    return Rows(Merged(loss, terms, None, needed), num_classes=s.shape[1])
+
+
+def _saved(term: Term, rows: Rows) -> Rows:
+    """What a backward has of them."""
+    kept = ExtraStatistics(**{name: getattr(rows.extra, name) for name in term.kept})
+    return Rows(saved=TokenTerms(*rows.terms[:4])._replace(extra=kept), num_classes=rows.num_classes)
+
+
+def _pull(term: Term, rows: Rows, upstream: Tensor) -> Pull:
+    made = term.pull(rows, upstream)
+    if not isinstance(made, Pull):
+        raise AssertionError(f"pull of {term!r:.80} returns {type(made).__name__}; expected a losses.Pull")
+    return made
+
+
+def _stack(pull: Pull, labels: Tensor) -> Tensor:
+    """Its coefficients ``[4, C]``."""
+
+    def row(given: Coefficient | None) -> Tensor:
+        zeros = torch.zeros(labels.shape, dtype=torch.float64)
+        return zeros if given is None else zeros + given
+
+    return torch.stack([row(given) for given in pull])
+
+
+def _gradient(pull: Pull, s: Tensor, rows: Rows, labels: Tensor) -> Tensor:
+    """The row gradient ``[C, V]`` that :mod:`.losses` defines."""
+    at, alpha, eps, delta = _stack(pull, labels).unsqueeze(-1)
+    t = s - rows.terms.row_max.unsqueeze(1)
+    p = t.exp() * rows.terms.inv_sum.unsqueeze(1)
+    is_label = (torch.arange(s.shape[1]) == labels.unsqueeze(1)).to(s.dtype)
+    made: Tensor = at * (p - is_label) + p * (alpha + eps * torch.where(p == 0, 0.0, t)) - delta
+    return made
+
+
+def _differ(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> bool:
+    both = torch.isnan(one) & torch.isnan(other)
+    off = torch.where(both | (one == other), 0.0, (one - other).abs())
+    scale = (
+        torch.nan_to_num(other, posinf=0.0, neginf=0.0).abs().amax().clamp(min=1.0) if other.numel() else 1.0
+    )
+    return bool((~(off <= TOLERANCE * scale)).any())
