@@ -308,7 +308,7 @@ def test_statistics_of_shards_merge(drawn, entropy):
         made = form.finish(merged._replace(extra=merge_extra(("weighted",), extra, sent)))
         p = e / e.sum(-1, keepdim=True)
         true = -torch.where(p > 0, p * p.log(), 0.0).sum(-1)
-        torch.testing.assert_close(made.entropy[real].double(), true[real], rtol=ulps, atol=4 * ulps)
+        torch.testing.assert_close(made["entropy"][real].double(), true[real], rtol=ulps, atol=4 * ulps)
 
 
 def loss_resolution(inputs: HeadInputs):

@@ -24,6 +24,7 @@ from megatron_fused_ce.call import Call
 from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.losses.label import ZLoss
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
@@ -70,7 +71,7 @@ def step(inputs, config, outputs=(), temperature=1.0) -> list[Tensor]:
         temperature=temperature,
     ))  # fmt: skip
     made.loss.backward(weights)
-    return [x for x in (*made.outputs, hidden.grad, weight.grad) if x is not None]
+    return [x for x in (*made.outputs.values(), hidden.grad, weight.grad) if x is not None]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -163,6 +164,7 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         name: other_tensor(getattr(args, name)) for name in ("hidden", "weight", "labels", "token_weights")
     }
     changes["token_weights"]["none"] = None
+    changes["terms"] = {f"weight {w}": (("loss", ZLoss(w)),) for w in (0.1, 0.2)}
     beside = Distillation(args.hidden, args.weight, None, "jsd", 0.5, 1.0, None, False, True)
     of_beside: dict[str, dict[str, Any]] = {
         "hidden": other_tensor(beside.hidden),

@@ -36,6 +36,7 @@ from megatron_fused_ce.scripts.lib.reference import (
 )
 from tests.support import pairs
 from tests.support.head import (
+    SIZES,
     AtItsStart,
     AtItsWait,
     fresh_group,
@@ -48,6 +49,7 @@ from tests.support.head import (
     whole_hidden,
     whole_rows,
 )
+from tests.support.losses import LOSSES, compare
 from tests.support.op import STRATEGIES
 from tests.support.ranks import Rank, on_ranks
 
@@ -73,6 +75,20 @@ def fused_result(rank: Rank, inputs, config, *, sp=False, shards="equal"):
 def whole(rank: Rank, loss, hidden, weight, sp) -> HeadResult:
     same_on_all_ranks(rank, loss)
     return HeadResult(loss.detach(), whole_hidden(rank, hidden.grad, sp), whole_rows(rank, weight.grad))
+
+
+@on_ranks(2, pytest.param(4, marks=pytest.mark.rest))
+@pytest.mark.parametrize("sp", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["all outputs", "users' own"])
+def test_a_sum_of_terms(rank: Rank, name, strategy, sp):
+    inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=rank.device)
+    hidden, weight, group = shard_of(rank, inputs, sp)
+
+    def wholes(grad_hidden, grad_weight):
+        return whole_hidden(rank, grad_hidden, sp), whole_rows(rank, grad_weight)
+
+    compare(LOSSES[name], inputs, strategy, (hidden, weight), wholes, group)
 
 
 # --- data that differs from shard to shard ---------------------------------------------------

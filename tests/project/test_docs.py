@@ -81,19 +81,29 @@ assert not loss[:, -1].any() and not hidden.grad[-1].any() and hidden.grad[:-1].
 """
 
 
-@pytest.mark.parametrize(("page", "check"), [("README.md", CHECK), ("docs/scaling.md", "")])
-def test_a_snippet_runs_and_says_what_is_printed(tmp_path, page, check):
+@pytest.mark.parametrize(
+    ("page", "check", "ranks"),
+    [
+        ("README.md", CHECK, 1),
+        ("docs/scaling.md", "", 1),
+        ("docs/losses.md", "", 1),
+        ("docs/losses.md", "", 2),
+    ],
+)
+def test_a_snippet_runs_and_says_what_is_printed(tmp_path, page, check, ranks):
     text = (ROOT / page).read_text()
     (program,), printed = (
         re.findall(rf"^```{language}\n(.*?)```", text, re.DOTALL | re.MULTILINE)
         for language in ("python", "text")
     )
+    (tmp_path / "page.py").write_text(program + check)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
-        [sys.executable, "-c", program + check],
+        [sys.executable, *launcher, "page.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert check or [done.stdout] == printed
+    assert check or [done.stdout.replace(f" {ranks} rank", " 1 rank")] == printed
 
 
 def test_every_marked_figure_is_the_results(capsys):

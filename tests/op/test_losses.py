@@ -1,0 +1,159 @@
+"""Losses that are sums of terms, a user's own among them; losses.check, and what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_loss, losses
+from megatron_fused_ce.losses import Pull, Term
+from megatron_fused_ce.scripts.lib.reference import make_inputs
+from tests.support.losses import LOSSES, Focal, MeanSquare, compare, true_value
+from tests.support.op import EXP_DTYPE, STRATEGIES
+
+SIZES = {"s": 12, "b": 3, "hidden_size": 16, "vocab": 97}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["plain", "peaked", "odd-labels"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.filterwarnings("ignore:.*promise")
+def test_against_fp64(name, kind, strategy, device):
+    inputs = make_inputs(kind, **SIZES, dtype=torch.float32, device=device)
+    compare(LOSSES[name], inputs, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["store", "recompute"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float16, {}),
+        (EXP_DTYPE, {"logits_backend": "scaled_exp"}),
+        (EXP_DTYPE, {"row_backend": "triton", "logits_backend": "gemm_rows"}),
+    ],
+    ids=["bf16", "fp16", "scaled_exp", "triton"],
+)
+def test_backends_and_dtypes(name, strategy, dtype, options, device):
+    deltas = any("delta" in term.gives for term in LOSSES[name].values())
+    inputs = make_inputs("plain", **{**SIZES, "hidden_size": 32, "vocab": 96}, dtype=dtype, device=device)
+    if deltas and options.get("logits_backend") == "scaled_exp":
+        with pytest.raises(ValueError, match="delta"):
+            compare(LOSSES[name], inputs, strategy, **options)
+    else:
+        compare(LOSSES[name], inputs, strategy, **options)
+
+
+def test_a_plain_loss_has_the_bits_of_the_plain_function(device):
+    inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=device)
+    args = inputs.hidden, inputs.weight, inputs.labels
+    assert torch.equal(
+        fused_linear_loss(*args, {"x": losses.CrossEntropy()})["x"], fused_linear_cross_entropy(*args)
+    )
+
+
+def test_ignored_tokens(device):
+    """Outputs of the label are 0 for them, others are not."""
+    inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
+    ignored, terms = inputs.labels == inputs.labels[0, 0], {"loss": Focal(2.0), "height": MeanSquare()}
+    config = FusedCEConfig(ignore_index=int(inputs.labels[0, 0]))
+    hidden = inputs.hidden.clone().requires_grad_()
+    made = fused_linear_loss(hidden, inputs.weight, inputs.labels, terms, config=config)
+    assert torch.equal(made["loss"] == 0, ignored) and (made["height"] > 0).all()
+    made["loss"].sum().backward()
+    assert not hidden.grad[ignored.t()].any() and hidden.grad[~ignored.t()].any()
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "all outputs"])
+def test_check_takes_what_is_right(name):
+    for term in LOSSES[name].values():
+        if term.gives:
+            losses.check(term, lambda s, labels, term=term: true_value(term, s, labels))
+
+
+@dataclass(frozen=True)
+class Wrong(Term):
+    """Focal with one fault."""
+
+    fault: str
+    gives = ("at",)
+
+    def value(self, rows):
+        value = Focal(2.0).value(rows)
+        return value - value.mean() if self.fault == "mean" else value
+
+    def pull(self, rows, upstream):
+        (at, *_) = Focal(2.0).pull(rows, upstream)
+        if self.fault == "sign":
+            at = -at
+        if self.fault == "offset":
+            at = at + 1e-4
+        if self.fault == "number" and isinstance(upstream, float):
+            at = 2 * at
+        if self.fault == "label":
+            return Pull(alpha=at)
+        if self.fault == "forward" and rows._merged is not None:
+            at = 2 * at
+        return Pull(at=at)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("mean", "depends on the other tokens"),
+        ("sign", "not the gradient of its value"),
+        ("offset", "not linear"),
+        ("number", "takes the number 1"),
+        ("label", "has alpha, not among its gives"),
+        ("forward", "other statistics in a forward"),
+    ],
+)
+def test_check_finds(fault, words):
+    with pytest.raises(AssertionError, match=words):
+        losses.check(Wrong(fault))
+
+
+def test_check_compares_with_a_reference():
+    with pytest.raises(AssertionError, match="not the reference's"):
+        losses.check(Focal(2.0), lambda s, labels: true_value(Focal(1.9), s, labels))
+
+
+class NoHash(Focal):
+    __hash__ = None
+
+
+def _with(**attributes):
+    return type("Odd", (Focal,), attributes)(2.0)
+
+
+@pytest.mark.parametrize(
+    ("terms", "config", "words"),
+    [
+        (losses.CrossEntropy(), {}, "expected a dict"),
+        ({}, {}, "expected a dict"),
+        ({"loss": "ce"}, {}, "expected names and losses.Term"),
+        ({"loss": NoHash(2.0)}, {}, "dataclass"),
+        ({"loss": _with(needs=("entropy",))}, {}, "expected a tuple of logit_sum"),
+        ({"loss": _with(keeps=("weighted",))}, {}, "expected a tuple of nothing"),
+        ({"loss": _with(gives=("beta",))}, {}, "expected a tuple of at, alpha"),
+        ({"best": losses.Predicted(), "loss": losses.CrossEntropy()}, {}, "has no gradient"),
+        ({"loss": losses.CrossEntropy()}, {"z_loss": 0.1}, "which are terms here"),
+    ],
+    ids=str,
+)
+def test_what_no_head_takes(terms, config, words):
+    hidden, weight, labels = torch.randn(4, 8), torch.randn(9, 8), torch.arange(4)
+    with pytest.raises((TypeError, ValueError), match=words):
+        fused_linear_loss(hidden, weight, labels, terms, config=FusedCEConfig(**config))
+
+
+def test_what_is_no_term():
+    with pytest.raises(TypeError, match="has no gradient and cannot be part of a sum"):
+        losses.CrossEntropy() + losses.SumSquares()
+    with pytest.raises(TypeError, match="expected a number"):
+        torch.ones(3) * losses.CrossEntropy()
+    with pytest.raises(TypeError):
+        losses.CrossEntropy() + 1.0
