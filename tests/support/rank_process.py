@@ -235,12 +235,27 @@ def serve(requests: socket.socket, environment: Environment) -> None:
         requests.send(json.dumps(reply).encode())
 
 
+def _read_kernels() -> None:
+    """What each rank would do anew: Triton's interpreter reads the kernels, and their GEMM is tried out."""
+    with contextlib.suppress(ImportError):  # no Triton
+        import torch
+        from triton.runtime.interpreter import InterpretedFunction
+
+        from megatron_fused_ce.kernels import gemm_variants
+
+        gemm_variants.gemm_for(torch.device("cpu"))
+        for known in gc.get_objects():
+            if type(known) is InterpretedFunction:
+                known.rewrite()
+
+
 def _fork(requests: socket.socket, descriptor: int, place: Place, module: str) -> int | str:
     """The new rank's process id, or why there is none."""
     if module not in sys.modules:
         # Once for all tests of a file. What fails here fails again in the rank, with its words.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
+        _read_kernels()
         gc.collect()
         gc.freeze()  # or each rank's first collection copies what all of them share
     running = threads()
