@@ -235,8 +235,8 @@ def serve(requests: socket.socket, environment: Environment) -> None:
         requests.send(json.dumps(reply).encode())
 
 
-def _read_kernels() -> None:
-    """What each rank would do anew: Triton's interpreter reads the kernels, and their GEMM is tried out."""
+def _read_once() -> None:
+    """What each rank would do anew: read the kernels' and Megatron's source, and try out the GEMM."""
     with contextlib.suppress(ImportError):  # no Triton
         import torch
         from triton.runtime.interpreter import InterpretedFunction
@@ -247,6 +247,9 @@ def _read_kernels() -> None:
         for known in gc.get_objects():
             if type(known) is InterpretedFunction:
                 known.rewrite()
+    megatron: Any = sys.modules.get("tests.support.megatron")
+    if megatron:
+        megatron.read_forms()
 
 
 def _fork(requests: socket.socket, descriptor: int, place: Place, module: str) -> int | str:
@@ -255,7 +258,7 @@ def _fork(requests: socket.socket, descriptor: int, place: Place, module: str) -
         # Once for all tests of a file. What fails here fails again in the rank, with its words.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-        _read_kernels()
+        _read_once()
         gc.collect()
         gc.freeze()  # or each rank's first collection copies what all of them share
     running = threads()
