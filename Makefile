@@ -57,7 +57,7 @@ lint: setup
 		$(PY) -m mypy; fi
 
 NO_XDIST = $(info SKIPPED pytest-xdist: not installed, one process of tests instead of two)
-WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),$(NO_XDIST),-n 2 --dist loadfile --no-loadscope-reorder)
+WORKERS = $(if $(shell $(PY) -c "import xdist" 2>&1),$(NO_XDIST),-n 2 --dist loadfile)
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest
 
 test: lint

@@ -46,6 +46,11 @@ LONG = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Newer versions of xdist keep the order made below only so."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m takes its pick
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
