@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import Counter
 
 import torch
 
@@ -37,13 +38,27 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 #: Folders of `make test-rest`; elsewhere a test says by its own marker that it belongs there.
 REST = ("tests/tools/", "tests/project/")
+#: Files of few tests that take long. Two processes begin with them, and end with the files of fewest tests:
+#: none waits for the other's last file.
+LONG = (
+    *("tests/megatron/test_training_loop.py", "tests/parallel/test_modelopt.py"),
+    *("tests/parallel/test_torchrun.py", "tests/project/test_packaging.py", "tests/test_house.py"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Newer versions of xdist keep the order made below only so."""
+    config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m takes its pick
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(REST):
             item.add_marker("rest")
+    if hasattr(config, "workerinput"):  # of xdist
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (not item.nodeid.startswith(LONG), -sizes[item.path], item.path))
 
 
 @pytest.fixture(autouse=True)

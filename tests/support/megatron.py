@@ -38,6 +38,15 @@ INSTALLED = Environment(
         "megatron.core.optimizer",
         "megatron.core.pipeline_parallel.schedules",
         "megatron.core.transformer.multi_token_prediction",
+        "megatron_fused_ce.op",
+        *(
+            f"megatron_fused_ce.adapter.{name}"
+            for name in ("accuracy", "import_hook", "known_forms", "language_module", "modelopt")
+        ),
+        *(
+            f"megatron_fused_ce.adapter.{name}"
+            for name in ("output_processor", "report", "rl_logprobs", "stock_path", "switch")
+        ),
     ),
 )
 NEWEST = replace(INSTALLED, name="megatron-0.19.2", path=(str(CORE_0_19),))
@@ -111,6 +120,16 @@ def prepare(device: torch.device) -> None:
         from megatron.core.transformer import torch_norm
 
         megatron_cpu.stand_in_for_torch_norm(torch_norm)
+
+
+def read_forms() -> None:
+    """Parse and compile the files of Megatron's in which a model that is built looks at functions."""
+    from megatron_fused_ce.adapter import forms
+
+    for module, names in forms.LOOKED_AT.items():
+        for key in (f"{module}:{name}" for name in names):
+            if (function := forms.running(key)) is not None:
+                forms.form_of(key, function)
 
 
 # --- process groups --------------------------------------------------------------------------

@@ -235,12 +235,30 @@ def serve(requests: socket.socket, environment: Environment) -> None:
         requests.send(json.dumps(reply).encode())
 
 
+def _read_once() -> None:
+    """What each rank would do anew: read the kernels' and Megatron's source, and try out the GEMM."""
+    with contextlib.suppress(ImportError):  # no Triton
+        import torch
+        from triton.runtime.interpreter import InterpretedFunction
+
+        from megatron_fused_ce.kernels import gemm_variants
+
+        gemm_variants.gemm_for(torch.device("cpu"))
+        for known in gc.get_objects():
+            if type(known) is InterpretedFunction:
+                known.rewrite()
+    megatron: Any = sys.modules.get("tests.support.megatron")
+    if megatron:
+        megatron.read_forms()
+
+
 def _fork(requests: socket.socket, descriptor: int, place: Place, module: str) -> int | str:
     """The new rank's process id, or why there is none."""
     if module not in sys.modules:
         # Once for all tests of a file. What fails here fails again in the rank, with its words.
         with contextlib.suppress(Exception):
             importlib.import_module(module)
+        _read_once()
         gc.collect()
         gc.freeze()  # or each rank's first collection copies what all of them share
     running = threads()
