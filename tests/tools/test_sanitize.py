@@ -56,6 +56,7 @@ TESTS = f"{sanitize.LAUNCHED} {' '.join(sanitize.kernels())}\n7 passed, 2 skippe
         ({}, {"racecheck": TESTS + RACE.format("_gemm_kernel")}, 0, "1 in _gemm_kernel do not count"),
         ({}, {"memcheck": TESTS + BOUNDS.replace("_wrong_bounds", "_gemm")}, 1, "1 findings in _gemm_kernel"),
         ({}, {"racecheck": TESTS + RACE.format("_fit_scalar_kernel")}, 1, "findings in _fit_scalar_kernel"),
+        ({}, {"racecheck": TESTS + RACE.format("nvjet_sm90_tst_64x24")}, 0, "racecheck: clean"),
         (
             {"racecheck": RACE.format("_wrong_race_kernel")},
             {"racecheck": TESTS + RACE.format("_gemm_kernel")},
