@@ -604,12 +604,14 @@ def test_launch_refuses_options_without_the_flag(tmp_path):
         ({}, "fused_ce_z_loss: 1e-4\n", "--fused-chunked-ce", "fused_ce_z_loss has no effect there"),
         ({}, "model:\n  fused_chunked_ce: true\n", "", "fused_chunked_ce has no effect there"),
         ({}, "lr: 1 # fused_ce_z_loss: 1\n", "", ""),
+        ({}, None, "", ""),  # none to be read: Megatron says so
     ],
 )
 def test_options_of_a_script_and_of_a_file(defaults, file, line, words, tmp_path, capsys):
     """Defaults that a script sets count as given; Megatron reads a file and tells nobody what it left out."""
     yaml = tmp_path / "model.yaml"
-    yaml.write_text(file)
+    if file is not None:
+        yaml.write_text(file)
     parser = arguments.add_arguments(argparse.ArgumentParser())
     parser.add_argument("--yaml-cfg")
     parser = arguments.refuse_options_without_flag(parser)
@@ -625,9 +627,17 @@ def test_help_of_launch_is_its_own_usage_and_the_flags():
     assert "--fused-ce-memory-mb" in done.stdout
 
 
-def test_launch_without_a_script():
-    done = run_python("-m", "megatron_fused_ce.launch", "no_such.py", "--fused-chunked-ce")
-    assert done.returncode == 2 and "no such script: no_such.py" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("megatron_fused_ce.launch no_such.py --fused-chunked-ce", "no such script: no_such.py"),
+        ("megatron_fused_ce launch x.py", "launch is torchrun's module"),
+        ("megatron_fused_ce no_such", "no command 'no_such'"),
+    ],
+)
+def test_what_cannot_be_launched(words, error):
+    done = run_python("-m", *words.split())
+    assert done.returncode == 2 and error in done.stderr
 
 
 def test_autoload_makes_the_plain_command_work(tmp_path):
