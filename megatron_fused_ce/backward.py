@@ -86,14 +86,16 @@ def backward(
     and the last reduction under ``grad_weight``.
     """
     spec = context.spec
-    if weight.dtype != torch.float16:
-        factor = None
-    elif spec.divergence is None:
-        factor = spec.form.largest_factor([chunk.terms for chunk in saved.chunks])
-    else:
-        factor = torch.empty_like(upstream.loss)
+    factor = None
+    if weight.dtype == torch.float16 and not spec.form.is_bounded:
+        factor = torch.ones_like(upstream.loss)
         for chunk, of_chunk in zip(context.chunks, saved.chunks, strict=True):
-            bound = spec.divergence.bound_of(of_chunk.row_scale, of_chunk.terms)
+            if spec.divergence is not None:
+                bound = spec.divergence.bound_of(of_chunk.row_scale, of_chunk.terms)
+            elif of_chunk.terms is not None:
+                bound = spec.form.bound_of(of_chunk.terms)
+            else:
+                continue
             factor[:, chunk.start : chunk.stop] = bound.view(len(factor), -1)
     upstream, inv_scale = scaled_upstream(upstream, spec.logit_scale, saved.inv_temperature, weight, factor)
     if spec.plan.block_columns and saved.chunks:

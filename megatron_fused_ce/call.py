@@ -625,7 +625,8 @@ def _num_classes(call: Call, comm: VocabParallel, settled: Settled) -> int:
 def _loss_of(call: Call, num_classes: int) -> Term:
     if call.distillation is not None:
         return MADE_ELSEWHERE
-    return dict(call.terms).get("loss") or loss_of(call.config, call.teacher is not None, num_classes)
+    own = dict(call.terms)
+    return own["loss"] if "loss" in own else loss_of(call.config, call.teacher is not None, num_classes)
 
 
 def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:
@@ -641,6 +642,7 @@ def _must_agree(call: Call) -> dict[str, str]:
     """What must be equal on every rank, in words, by the name that an error gives it."""
     words = {"grad mode": _grad_mode(call)}
     words |= {name: _in_words(getattr(call, name)) for name in _AGREED}
+    words["terms"] = ", ".join(f"{name} {term.in_words()}" for name, term in call.terms)
     rows_differ = call.weight[:0] if isinstance(call.weight, Tensor) else None
     words["weight"] = _in_words(rows_differ)
     words["vocab_start given"] = str(call.vocab_start is not None)

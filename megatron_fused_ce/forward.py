@@ -222,9 +222,9 @@ class _Results:
         """Results for an empty batch."""
         spec = self._context.spec
         empty = labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
-        dtypes = {"predicted": torch.int64, "correct": torch.bool, _ARGMAX: torch.int64}
-        of_shard = (_ROW_MAX, _ARGMAX) if spec.with_argmax else ()
-        self._whole = {name: empty.to(dtypes.get(name)) for name in (*spec.form.outputs, *of_shard)}
+        self._whole = {"loss": empty, **{name: empty.to(term.dtype) for name, term in spec.form.beside}}
+        if spec.with_argmax:
+            self._whole |= {_ROW_MAX: empty, _ARGMAX: empty.to(torch.int64)}
 
 
 class _Save:

@@ -130,7 +130,7 @@ def _in_columns(
     weights = None
     if token_weights is not None and spec.plan.strategy == "grad_in_forward":
         weights = token_weights.float()
-        if ignored is not None:
+        if ignored is not None and "loss" in spec.form.of_label:
             weights = weights.masked_fill(ignored, 0.0)
     return Targets(local, soft, ignored, weights, inv_temperature)
 

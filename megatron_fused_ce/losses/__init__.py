@@ -17,7 +17,7 @@ of your own: docs/losses.md.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -152,7 +152,7 @@ class Pull(NamedTuple):
             at_label = at_label - rows.weighted_label * eps
         if delta is not None:
             at_label = at_label + delta
-            delta = delta if isinstance(delta, Tensor) else torch.full_like(at_label, delta)
+            delta = torch.zeros_like(at_label) + delta  # one for each row, whatever a term gave
         scale = times(terms.inv_sum, _sum(at, alpha))
         return GradCoefficients(terms.row_max, scale, at_label, factor, entropy_scale, delta)
 
@@ -194,13 +194,14 @@ class Term:
     gives: tuple[str, ...] = ("at", "alpha", "eps", "delta")
     #: Whether it is 0, without a gradient, for a token labelled ``config.ignore_index``.
     of_label: bool = True
+    dtype = torch.float32
 
     def value(self, rows: Rows) -> Tensor:
         """``[C]``, fp32 where it can have a gradient."""
         raise NotImplementedError
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        """Its row gradient, linear in ``upstream``: fp32 ``[C]``, or the number 1."""
+        """Its row gradient, linear in ``upstream``: fp32 ``[C]``, or a number for all tokens."""
         raise NotImplementedError
 
     @property
@@ -209,10 +210,19 @@ class Term:
 
     def why_wrong(self) -> str:
         """What a head cannot do for it, in words; or empty."""
+        if self.parts[0] is not self:
+            return next(filter(None, (term.why_wrong() for term in self.parts)), "")
+        advice = "write it as a @dataclass(frozen=True) whose fields are numbers and text"
         try:
             hash(self)
         except TypeError:
-            return "cannot be hashed: write it as a @dataclass(frozen=True) whose fields are numbers and text"
+            return f"cannot be hashed: {advice}"
+        if any(isinstance(value, Tensor) for value in self.attributes.values()):
+            return f"has a tensor, which would get no gradient; multiply the output by it, or {advice}"
+        if is_dataclass(self) and type(self).__eq__ is not object.__eq__:
+            unseen = set(self.attributes).difference(each.name for each in fields(self) if each.compare)
+            if unseen:
+                return f"is equal to terms with another {' and '.join(sorted(unseen))}: {advice}"
         for name, known in (("needs", NEEDS), ("keeps", self.needs), ("gives", Pull._fields)):
             given = getattr(self, name)
             if name == "keeps" and given is None:
@@ -221,8 +231,24 @@ class Term:
                 return f"has {name} = {given!r}; expected a tuple of {', '.join(known) or 'nothing'}"
         return ""
 
-    def __repr__(self) -> str:  # the same on every rank
-        return f"{type(self).__qualname__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        """Itself, or the terms of a sum or a product."""
+        return (self,)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What it has, apart from its class."""
+        named: list[str] = [each.name for each in fields(self)] if is_dataclass(self) else []
+        return {name: getattr(self, name) for name in (*named, *vars(self))}
+
+    def in_words(self) -> str:
+        """The same on every rank that has the same term, and on no other."""
+        if self.parts[0] is self:
+            inside = [f"{name}={value!r}" for name, value in self.attributes.items()]
+        else:
+            inside = [str(getattr(self, "factor", "")), *(term.in_words() for term in self.parts)]
+        return f"{type(self).__qualname__}({', '.join(inside)})"
 
     def __add__(self, other: Term) -> Term:
         if not isinstance(other, Term):
@@ -252,7 +278,11 @@ class Scaled(Term):
     term: Term
 
     def __post_init__(self) -> None:
-        _take_over(self, (self.term,))
+        _take_over(self, self.parts)
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return (self.term,)
 
     def value(self, rows: Rows) -> Tensor:
         return self.term.value(rows) * self.factor
@@ -266,7 +296,11 @@ class Sum(Term):
     terms: tuple[Term, ...]
 
     def __post_init__(self) -> None:
-        _take_over(self, self.terms)
+        _take_over(self, self.parts)
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        return self.terms
 
     def value(self, rows: Rows) -> Tensor:
         return reduce(add, [term.value(rows) for term in self.terms])

@@ -55,6 +55,8 @@ def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
         torch.where(at_label + at_label.roll(1, 1) > 0, tied, logits),
         labels,
     )
+    yield "a label that is all", logits + 1000 * at_label, labels
+    yield "logits at several heights", logits + torch.linspace(-9, 9, NUM_TOKENS).unsqueeze(1), labels
     yield "logits of -inf", logits.masked_fill(at_label.roll(2, 1) > 0, -torch.inf), labels
     yield "a label of no class", logits, torch.where(labels % 2 == 0, -100, labels)
 
@@ -74,6 +76,7 @@ def _wrong_of(
             yield "its value is not the reference's"
     upstream = torch.linspace(-2.0, 3.0, len(labels), dtype=s.dtype)
     saved = _saved(term, rows)
+    before = [x.clone() for x in _read(rows, saved)]
     pull = _pull(term, saved, upstream)
     of_backward = _stack(pull, labels)
     beyond = {name for name, given in pull._asdict().items() if given is not None}.difference(term.gives)
@@ -92,8 +95,14 @@ def _wrong_of(
     together = _stack(_pull(term, saved, upstream + 2 * other), labels)
     if differ(together, of_backward + 2 * _stack(_pull(term, saved, other), labels)):
         yield "its pull is not linear in the upstream gradient"
-    if differ(_stack(term.pull(saved, 1.0), labels), _stack(_pull(term, saved, other / other), labels)):
-        yield "its pull takes the number 1 for something else than ones"
+    for number in (1.0, 0.5):
+        if differ(
+            _stack(term.pull(saved, number), labels), _stack(_pull(term, saved, 0 * other + number), labels)
+        ):
+            yield f"its pull takes the number {number} for something else than {number} for each token"
+    value = term.value(rows)
+    if any(_differ(one, other) for one, other in zip(_read(rows, saved), before, strict=True)):
+        yield "it changes the statistics in place, which others read"
     alone = _merged(term, s[:1], labels[:1])
     pull_alone = _stack(_pull(term, _saved(term, alone), upstream[:1]), labels[:1])
     if _differ(term.value(alone), value[:1]) or _differ(pull_alone, of_backward[:, :1]):
@@ -140,6 +149,12 @@ def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None
     return Rows(Merged(loss, terms, None, needed), num_classes=s.shape[1])
 
 
+def _read(rows: Rows, saved: Rows) -> list[Tensor]:
+    """All that a term may read."""
+    of_saved = (saved.one_minus_p, saved.label_shift, saved.terms.row_max, saved.terms.inv_sum)
+    return [rows.loss, rows.one_minus_p, rows.label_shift, *rows.extra.rows(), *of_saved]
+
+
 def _saved(term: Term, rows: Rows) -> Rows:
     """What a backward has of them."""
     kept = ExtraStatistics(**{name: getattr(rows.extra, name) for name in term.kept})
@@ -176,7 +191,5 @@ def _gradient(pull: Pull, s: Tensor, rows: Rows, labels: Tensor) -> Tensor:
 def _differ(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> bool:
     both = torch.isnan(one) & torch.isnan(other)
     off = torch.where(both | (one == other), 0.0, (one - other).abs())
-    scale = (
-        torch.nan_to_num(other, posinf=0.0, neginf=0.0).abs().amax().clamp(min=1.0) if other.numel() else 1.0
-    )
-    return bool((~(off <= TOLERANCE * scale)).any())
+    largest = torch.nan_to_num(other, posinf=0.0, neginf=0.0).abs().max() if other.numel() else 0.0
+    return bool((~(off <= tolerance * max(1.0, float(largest)))).any())

@@ -44,6 +44,8 @@ class LossForm(RowOptions):
     differentiable: tuple[str, ...] = ()
     #: classes of the whole vocabulary; 0 where no term asks
     num_classes: int = 0
+    #: whether terms are a user's, whose values may be the statistics themselves
+    copies: bool = False
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
@@ -68,7 +70,8 @@ class LossForm(RowOptions):
     @cached_property
     def of_label(self) -> frozenset[str]:
         """Outputs that are 0 for an ignored label."""
-        return frozenset({"loss", *(name for name, term in self.beside if term.of_label)})
+        terms = {"loss": self.loss, **dict(self.beside)}
+        return frozenset(name for name, term in terms.items() if term.of_label)
 
     @staticmethod
     def of(
@@ -88,7 +91,8 @@ class LossForm(RowOptions):
         beside = {name: known.get(name, MADE_ELSEWHERE) for name in outputs}
         if zero_unknown and "log_prob" in beside:
             beside["log_prob"] = LogProb(zero_unknown=True)
-        form = LossForm(loss=loss, beside=tuple(beside.items()), **more)  # type: ignore[arg-type]
+        made = {"loss": loss, "beside": tuple(beside.items()), "copies": bool(terms), **more}
+        form = LossForm(**made)  # type: ignore[arg-type]
         return replace(
             form,
             with_logit_sum="logit_sum" in form.needs,
@@ -134,7 +138,8 @@ class LossForm(RowOptions):
         made = {"loss": self.loss.value(rows)}
         for name, term in self.beside:
             made[name] = term.value(rows)
-        return made
+        # Each the caller's own, to be changed in place.
+        return {name: value.clone() for name, value in made.items()} if self.copies else made
 
     def saved(self, merged: Merged) -> Tensor:
         """What a backward reads of them: the :class:`.TokenTerms`, fp32 ``[4, C]`` or more rows."""
@@ -142,10 +147,6 @@ class LossForm(RowOptions):
             return merged.terms
         extra = [getattr(merged.extra, name).unsqueeze(0) for name in self.kept]
         return torch.cat((merged.terms, *extra))
-
-    def rows(self, saved: Tensor) -> Rows:
-        """Those of :meth:`saved`."""
-        return Rows(saved=TokenTerms.of(saved, self.kept), num_classes=self.num_classes)
 
     def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
         """Coefficients of the gradient of the logits, fp32 ``[C]``.
@@ -172,25 +173,27 @@ class LossForm(RowOptions):
         made = self.loss.pull(rows, 1.0).coefficients(rows, merged.terms[0])
         return torch.stack(made[:3])
 
-    def largest_factor(self, of_chunks: Sequence[Tensor | None]) -> Tensor | None:
-        """By how much gradients may exceed their upstream gradients, fp32 []; None: by nothing.
+    @cached_property
+    def _unbounded(self) -> list[Term]:
+        given = [term for name, term in self.beside if name in self.differentiable and name not in OUTPUTS]
+        return given if self.is_plain else [self.loss, *given]
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether no gradient exceeds its upstream gradient."""
+        return not self._unbounded
+
+    def bound_of(self, saved: Tensor) -> Tensor:
+        """By how much gradients of a chunk may exceed their upstream gradients, fp32 ``[C]``.
 
         Args:
-            of_chunks: what was :meth:`saved` of them.
+            saved: what :meth:`saved` gave.
         """
-        given = [term for name, term in self.beside if name in self.differentiable and name not in OUTPUTS]
-        terms = given if self.is_plain else [self.loss, *given]
-        if not terms:
-            return None
-        bounds, most = [], 1.0
-        for rows in (self.rows(saved) for saved in of_chunks if saved is not None):
-            for bound in (term.pull(rows, 1.0).bound for term in terms):
-                if isinstance(bound, Tensor):
-                    bounds.append(bound.amax())
-                else:
-                    most = max(most, bound)
-            bounds.append(torch.full_like(rows.terms.row_max[0], most))
-        return torch.stack(bounds).amax() if bounds else None
+        rows = Rows(saved=TokenTerms.of(saved, self.kept), num_classes=self.num_classes)
+        largest = torch.ones_like(rows.terms.row_max)
+        for term in self._unbounded:
+            largest = largest.maximum(term.pull(rows, 1.0).bound * torch.ones_like(largest))
+        return largest
 
 
 PLAIN = LossForm()

@@ -61,6 +61,7 @@ class Predicted(Term):
 
     needs = ("best",)
     gives = ()
+    dtype = torch.int64
     of_label = False
 
     def value(self, rows: Rows) -> Tensor:
@@ -76,6 +77,7 @@ class Correct(Term):
     """bool: no logit is larger than the label's. Without a gradient."""
 
     gives = ()
+    dtype = torch.bool
     of_label = False
 
     def value(self, rows: Rows) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fused_ce import FusedCEConfig, fused_linear_cross_entropy, fused_linear_loss, losses
 from megatron_fused_ce.losses import Pull, Term
-from megatron_fused_ce.scripts.lib.reference import make_inputs
+from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
 from tests.support.losses import LOSSES, Focal, MeanSquare, compare, true_value
 from tests.support.op import EXP_DTYPE, STRATEGIES
 
@@ -55,6 +55,50 @@ def test_a_plain_loss_has_the_bits_of_the_plain_function(device):
     )
 
 
+@dataclass(frozen=True)
+class Itself(Term):
+    """A statistic, given away as it is: 1 - p_y."""
+
+    gives = ("at",)
+
+    def value(self, rows):
+        return rows.one_minus_p
+
+    def pull(self, rows, upstream):
+        return Pull(at=(1 - rows.one_minus_p) * upstream)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.filterwarnings("ignore:.*promise")
+def test_outputs_are_the_callers_own(strategy, device):
+    """Also where a term gives a statistic away: one chunk, of which no copy is made elsewhere."""
+    hidden, weight = torch.randn(6, 8, device=device), torch.randn(9, 8, device=device).requires_grad_()
+    labels, w = torch.arange(6, device=device), torch.rand(6, device=device)
+    terms = {"loss": Itself(), "ce": losses.CrossEntropy(), "metric": losses.CrossEntropy(), "mae": Itself()}
+    config = FusedCEConfig(strategy=strategy)
+    made = fused_linear_loss(hidden, weight, labels, terms, token_weights=w, config=config)
+    with torch.no_grad():
+        made["mae"].mul_(100), made["metric"].mul_(7)
+    (made["loss"].mul_(w).sum() + made["ce"].sum()).backward()
+    plain = weight.detach().double().requires_grad_()
+    log_p = (hidden.double() @ plain.t()).log_softmax(-1)[range(6), labels]
+    (w * (1 - log_p.exp()) - log_p).sum().backward()
+    assert relative_error(weight.grad, plain.grad) < 2e-6
+
+
+def test_an_ignored_first_output_without_a_label(device):
+    hidden, weight = torch.randn(4, 8, device=device), torch.randn(9, 8, device=device).requires_grad_()
+    terms, config = {"e": losses.Entropy()}, FusedCEConfig(ignore_index=1, strategy="grad_in_forward")
+    labels, w = torch.arange(4, device=device), torch.ones(4, device=device)
+    made = fused_linear_loss(hidden, weight, labels, terms, token_weights=w, config=config)["e"]
+    made.sum().backward()
+    plain = weight.detach().double().requires_grad_()
+    log_p = (hidden.double() @ plain.t()).log_softmax(-1)
+    true = -(log_p.exp() * log_p).sum(-1)
+    true.sum().backward()
+    assert relative_error(made, true) < 2e-6 and relative_error(weight.grad, plain.grad) < 2e-6
+
+
 def test_ignored_tokens(device):
     """Outputs of the label are 0 for them, others are not."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
@@ -91,8 +135,10 @@ class Wrong(Term):
             at = -at
         if self.fault == "offset":
             at = at + 1e-4
-        if self.fault == "number" and isinstance(upstream, float):
-            at = 2 * at
+        if self.fault == "any number" and not isinstance(upstream, torch.Tensor):
+            at = at / upstream
+        if self.fault == "in place":
+            rows.one_minus_p.mul_(0.5)
         if self.fault == "label":
             return Pull(alpha=at)
         if self.fault == "forward" and rows._merged is not None:
@@ -106,7 +152,8 @@ class Wrong(Term):
         ("mean", "depends on the other tokens"),
         ("sign", "not the gradient of its value"),
         ("offset", "not linear"),
-        ("number", "takes the number 1"),
+        ("any number", "takes the number 0.5"),
+        ("in place", "changes the statistics in place"),
         ("label", "has alpha, not among its gives"),
         ("forward", "other statistics in a forward"),
     ],
@@ -125,6 +172,14 @@ class NoHash(Focal):
     __hash__ = None
 
 
+class Late(Focal):
+    """Equal to others, whatever its last field."""
+
+    def __init__(self, gamma, late):
+        super().__init__(gamma)
+        object.__setattr__(self, "late", late)
+
+
 def _with(**attributes):
     return type("Odd", (Focal,), attributes)(2.0)
 
@@ -139,6 +194,8 @@ def _with(**attributes):
         ({"loss": _with(needs=("entropy",))}, {}, "expected a tuple of logit_sum"),
         ({"loss": _with(keeps=("weighted",))}, {}, "expected a tuple of nothing"),
         ({"loss": _with(gives=("beta",))}, {}, "expected a tuple of at, alpha"),
+        ({"loss": 0.5 * Focal(torch.ones(())) + losses.CrossEntropy()}, {}, "has a tensor"),
+        ({"loss": Late(2.0, 3.0)}, {}, "is equal to terms with another late"),
         ({"best": losses.Predicted(), "loss": losses.CrossEntropy()}, {}, "has no gradient"),
         ({"loss": losses.CrossEntropy()}, {"z_loss": 0.1}, "which are terms here"),
     ],

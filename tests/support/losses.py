@@ -49,6 +49,16 @@ class MeanSquare(Term):
         return Pull(alpha=slope, delta=slope / rows.num_classes)
 
 
+class OddShapes(losses.Uniform):
+    """Coefficients of one entry for all tokens, which kernels do not read."""
+
+    def pull(self, rows: Rows, upstream: Tensor | float) -> Pull:
+        if isinstance(upstream, Tensor):
+            return super().pull(rows, upstream)
+        one = torch.full((1,), upstream, dtype=torch.float32, device=rows.lse.device)
+        return Pull(alpha=one, delta=(one / rows.num_classes).expand(rows.lse.shape))
+
+
 CE, ENTROPY = losses.CrossEntropy(), losses.Entropy()
 #: Name -> outputs, the loss first.
 LOSSES: dict[str, dict[str, Term]] = {
@@ -63,6 +73,7 @@ LOSSES: dict[str, dict[str, Term]] = {
         "d": ENTROPY,
         "e": losses.SumSquares(),
     },
+    "odd shapes": {"loss": OddShapes()},
     "no label": {"lse": losses.Lse() + losses.ZLoss(1e-2)},
     "users' own": {"loss": Focal(2.0), "height": MeanSquare(), "both": Focal(1.5) + MeanSquare()},
 }
@@ -84,6 +95,7 @@ def true_value(term: Term, z: Tensor, labels: Tensor) -> Tensor:
         losses.Entropy: lambda _: -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1),
         losses.SumSquares: lambda _: log_p.exp().square().sum(-1),
         losses.Predicted: lambda _: z.argmax(-1),
+        OddShapes: lambda _: lse - z.mean(-1),
         Focal: lambda of: (-torch.expm1(-loss)).where(known, 1.0) ** of.gamma * loss,
         MeanSquare: lambda _: (lse - z.mean(-1)) ** 2,
     }
