@@ -199,7 +199,9 @@ class _Results:
             assert stats.argmax is not None
             outputs = {**outputs, _ROW_MAX: stats.row_max, _ARGMAX: stats.argmax}
         if len(context.chunks) == 1:
-            self._whole = outputs
+            # Each the caller's own, to be changed in place.
+            copies = context.spec.form.copies
+            self._whole = {name: of.clone() for name, of in outputs.items()} if copies else outputs
             return
         parts = context.spec.comm.num_parts
         for name, of_chunk in outputs.items():

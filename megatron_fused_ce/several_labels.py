@@ -35,6 +35,7 @@ from megatron_fused_ce.logits.gemm_rows import GemmThenRows, row_gradients
 from megatron_fused_ce.loss import TokenLogProbs, TokenTerms, Upstream
 from megatron_fused_ce.losses import Rows
 from megatron_fused_ce.losses.label import SoftTargets
+from megatron_fused_ce.losses.outputs import OUTPUTS
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.op import uncompiled
 from megatron_fused_ce.parallel import VocabParallel, compare_numbers
@@ -115,8 +116,7 @@ class _Scattering(GemmThenRows):
         grad = shares.mul_(torch.expm1(log_p)).add_(rest).mul_(-upstream.loss.unsqueeze(1))
         of_entropy = dict(upstream.beside).get("entropy")
         if of_entropy is not None:
-            rows = Rows(saved=terms)
-            entropy = rows.log_sum - rows.mean_shift
+            entropy = OUTPUTS["entropy"].value(Rows(saved=terms))
             pull = (log_p + entropy.unsqueeze(1)).mul_(p).masked_fill_(p == 0, 0.0)
             grad.sub_(pull.mul_(of_entropy.unsqueeze(1)))
         if targets.form.softcap is not None:

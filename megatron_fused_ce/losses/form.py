@@ -138,8 +138,7 @@ class LossForm(RowOptions):
         made = {"loss": self.loss.value(rows)}
         for name, term in self.beside:
             made[name] = term.value(rows)
-        # Each the caller's own, to be changed in place.
-        return {name: value.clone() for name, value in made.items()} if self.copies else made
+        return made
 
     def saved(self, merged: Merged) -> Tensor:
         """What a backward reads of them: the :class:`.TokenTerms`, fp32 ``[4, C]`` or more rows."""

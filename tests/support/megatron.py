@@ -41,11 +41,10 @@ INSTALLED = Environment(
         "megatron_fused_ce.op",
         *(
             f"megatron_fused_ce.adapter.{name}"
-            for name in ("accuracy", "import_hook", "known_forms", "language_module", "modelopt")
-        ),
-        *(
-            f"megatron_fused_ce.adapter.{name}"
-            for name in ("output_processor", "report", "rl_logprobs", "stock_path", "switch")
+            for name in (
+                *("accuracy", "import_hook", "known_forms", "language_module", "modelopt"),
+                *("output_processor", "report", "rl_logprobs", "stock_path", "switch"),
+            )
         ),
     ),
 )
