@@ -65,13 +65,6 @@ class RowOptions:
 NO_OPTIONS = RowOptions()
 
 
-class SoftTargets(NamedTuple):
-    """The ``k`` classes of each token that have a share of the target; no class twice."""
-
-    ids: Tensor  # int64 [k, C]: columns of this shard; other values are classes of other shards
-    probs: Tensor  # fp32 [k, C]
-
-
 class Side(NamedTuple):
     """One side's logits in a divergence, ``s = softcap(scale * z)``, and what makes them log-probabilities:
     ``log p_j = s_j - softcap(scale * top) - log_sum`` over the vocabulary of all ranks. Natural units.
@@ -111,8 +104,6 @@ class ExtraStatistics(NamedTuple):
     logit_sum: Tensor | None = None  # sum of z: label smoothing
     #: sum of exp(z - row_shift) * (z - row_shift), without the label's own column: entropy
     weighted: Tensor | None = None
-    target_sum: Tensor | None = None  # sum of q * (z - row_shift) over the soft targets in this shard
-    target_mass: Tensor | None = None  # sum of their q
     #: global id of the largest logit, lowest on a tie (exact below 2**24): predicted ids
     best: Tensor | None = None
     #: sum of (SQUARED_UNIT * exp(z - row_shift))**2, without the label's own column: sum of squared
@@ -161,6 +152,9 @@ class RowStatistics(NamedTuple):
     tile_shift: Tensor | None = None
     #: if the shard is the whole vocabulary: the merged result, computed in the same launch
     merged: Merged | None = None
+    #: of several labels a token, over all shards, fp32 [K, C]: NOT_HERE of one that no shard has, -inf of an
+    #: empty entry
+    label_logits: Tensor | None = None
 
     @property
     def row_max(self) -> Tensor:
@@ -215,6 +209,7 @@ class Merged(NamedTuple):
     #: fp32 [C]: the largest row_shift of any shard; None if the shard is the whole vocabulary
     row_shift: Tensor | None
     extra: ExtraStatistics = NO_EXTRA
+    label_shifts: Tensor | None = None  # [K, C]: RowStatistics.label_logits, less the row's maximum
 
 
 class GradCoefficients(NamedTuple):

@@ -32,7 +32,6 @@ from megatron_fused_ce.kernels.records import (
     GradCoefficients,
     RowOptions,
     RowStatistics,
-    SoftTargets,
 )
 from megatron_fused_ce.kernels.softcap import tanh_and_grad
 
@@ -117,39 +116,6 @@ def _relative_exp(z, top, scale, EXACT: tl.constexpr):
     else:
         e = _exp(t, False)
     return e, t
-
-
-@triton.jit
-def _targets(
-    row_ptr,
-    target_id_ptr,  # [k, C] int64
-    target_prob_ptr,  # [k, C] fp32
-    row,
-    num_rows,
-    num_columns,
-    num_targets,
-    logit_scale,
-    softcap,
-    first,
-    last,
-    TARGETS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """A row's soft targets in columns ``first`` to ``last``: id (-1: not there), share (0), logit, and the
-    softcap's gradient."""
-    k = tl.arange(0, TARGETS)
-    at = k.to(tl.int64) * num_rows + row
-    real = k < num_targets
-    ids = tl.load(target_id_ptr + at, mask=real, other=-1)
-    here = (ids >= first) & (ids < last) & (ids < num_columns)
-    ids = tl.where(here, ids, -1)
-    probs = tl.load(target_prob_ptr + at, mask=here, other=0.0)
-    z = tl.load(row_ptr + ids, mask=here, other=0.0).to(tl.float32) * logit_scale
-    slope = 1.0
-    if SOFTCAP:
-        tanh, slope = tanh_and_grad(z / softcap)
-        z = softcap * tanh
-    return ids, probs, z, slope
 
 
 @triton.jit
@@ -254,9 +220,6 @@ def _row_statistics_kernel(
     argmax_ptr,  # [C] int64
     sum_ptr,  # [C] fp32, out: sum of the logits
     weighted_ptr,  # [C] fp32, out: sum of the exponentials times their logits, as of records.ExtraStatistics
-    target_id_ptr,  # [k, C] int64
-    target_prob_ptr,  # [k, C] fp32
-    target_out_ptr,  # [2, C] fp32, out: target_sum and target_mass of records.ExtraStatistics
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
     squares_ptr,  # [C] fp32, out: records.ExtraStatistics.squares
@@ -264,14 +227,12 @@ def _row_statistics_kernel(
     row_stride,
     num_rows,
     num_columns,
-    num_targets,
     logit_scale,
     softcap,
     BLOCK: tl.constexpr,
     WITH_ARGMAX: tl.constexpr,
     WITH_SUM: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
@@ -337,14 +298,6 @@ def _row_statistics_kernel(
         tl.store(weighted_ptr + row, tl.sum(weighted, axis=0))
     if SQUARES:
         tl.store(squares_ptr + row, tl.sum(squares, axis=0))
-    if TARGETS > 0:
-        _, probs, t, _ = _targets(
-            row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, num_columns, num_targets,
-            logit_scale, softcap, 0, num_columns, TARGETS, SOFTCAP,
-        )  # fmt: skip
-        t = t - tl.where(running_max == float("-inf"), 0.0, running_max)
-        tl.store(target_out_ptr + row, tl.sum(tl.where(probs == 0.0, 0.0, probs * t), axis=0))
-        tl.store(target_out_ptr + num_rows + row, tl.sum(probs, axis=0))
     tl.store(shard_ptr + row, running_max)
     tl.store(shard_ptr + num_rows + row, running_max)
     tl.store(shard_ptr + 2 * num_rows + row, tl.sum(sums, axis=0))
@@ -364,22 +317,17 @@ def _row_gradients_kernel(
     factor_ptr,
     entropy_scale_ptr,
     smoothing_ptr,  # [C] or [] fp32
-    target_id_ptr,  # [k, C] int64
-    target_prob_ptr,  # [k, C] fp32
     valid_columns_ptr,  # [1] int64: how many columns are valid
     inv_temperature_ptr,  # [C] fp32
     row_stride,
     out_row_stride,
     smoothing_stride,
-    num_rows,
     num_columns,
-    num_targets,
     logit_scale,
     softcap,
     BLOCK: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     WITH_SMOOTHING: tl.constexpr,
-    TARGETS: tl.constexpr,  # a power of two, num_targets or more; 0 for none
     MASKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr,
@@ -414,26 +362,9 @@ def _row_gradients_kernel(
     gradient = factor * tl.where(columns == label, -neg_label_grad, gradient)
     if SOFTCAP:
         gradient *= softcap_grad
-    valid_columns = num_columns
     if MASKED:
-        valid_columns = tl.load(valid_columns_ptr)
-        gradient = tl.where(columns < valid_columns, gradient, 0.0)
-    if TARGETS > 0:
-        ids, probs, t, target_softcap_grad = _targets(
-            row_ptr, target_id_ptr, target_prob_ptr, row, num_rows, valid_columns, num_targets,
-            logit_scale, softcap, start, start + BLOCK, TARGETS, SOFTCAP,
-        )  # fmt: skip
-        e_target = _exp(t - row_max, logits_ptr.dtype.element_ty == tl.float32)
-        at_target = factor * (e_target * scale - probs)
-        if SOFTCAP:
-            at_target *= target_softcap_grad
-        # Logits and gradients may share their memory: all are read before one is written, and the block
-        # before its targets' entries.
-        tl.debug_barrier()
+        gradient = tl.where(columns < tl.load(valid_columns_ptr), gradient, 0.0)
     tl.store(out_row_ptr + columns, gradient.to(out_ptr.dtype.element_ty), mask=inside)
-    if TARGETS > 0:
-        tl.debug_barrier()
-        tl.store(out_row_ptr + ids, at_target.to(out_ptr.dtype.element_ty), mask=ids >= 0)
 
 
 def rounds_products(logits: Tensor, scale: float, *others: object) -> bool:
@@ -441,14 +372,6 @@ def rounds_products(logits: Tensor, scale: float, *others: object) -> bool:
     own that counts."""
     is_product = scale != 1.0 or any(other is not None for other in others)
     return is_product and logits.dtype == torch.float32
-
-
-def _num_targets(targets: SoftTargets | None) -> tuple[int, int]:
-    """``k`` and the power of two that holds it; zeros for none."""
-    if targets is None:
-        return 0, 0
-    k = targets.ids.shape[0]
-    return k, next_power_of_2(k)
 
 
 _row_statistics = Launch(_row_statistics_kernel, num_warps=STATISTICS_WARPS)
@@ -465,8 +388,7 @@ def row_statistics(
     logit_scale: float,
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
-    targets: SoftTargets | None = None,
-    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap; without targets
+    inv_temperature: Tensor | None = None,  # [C] fp32, times the logits after a softcap
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit (fp32)."""
     num_rows, num_columns = logits.shape
@@ -476,8 +398,6 @@ def row_statistics(
     weighted = torch.empty_like(shard[0]) if form.with_weighted else None
     squares = torch.empty_like(shard[0]) if form.with_squares else None
     rest = torch.empty_like(shard[0], dtype=torch.float64) if form.with_rest else None
-    num_targets, padded_targets = _num_targets(targets)
-    of_targets = shard if targets is None else torch.empty_like(shard[:2])
     rounds = rounds_products(logits, logit_scale, form.softcap, inv_temperature)
     launch = _row_statistics_unfused if rounds else _row_statistics
     launch(
@@ -489,8 +409,6 @@ def row_statistics(
             local_labels if argmax is None else argmax,
             shard if logit_sum is None else logit_sum,
             shard if weighted is None else weighted,
-            *((local_labels, shard) if targets is None else targets),
-            of_targets,
             local_labels if form.valid_columns is None else form.valid_columns,
             shard if inv_temperature is None else inv_temperature,
             shard if squares is None else squares,
@@ -500,7 +418,6 @@ def row_statistics(
             logits.stride(0),
             num_rows,
             num_columns,
-            num_targets,
             logit_scale,
             form.softcap or 1.0,
         ),
@@ -508,15 +425,13 @@ def row_statistics(
         WITH_ARGMAX=with_argmax,
         WITH_SUM=logit_sum is not None,
         WEIGHTED=weighted is not None,
-        TARGETS=padded_targets,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         TEMPERATURE=inv_temperature is not None,
         SQUARES=squares is not None,
         REST=rest is not None,
     )
-    target_sum, target_mass = (None, None) if targets is None else of_targets.unbind(0)
-    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares, rest=rest)
+    extra = ExtraStatistics(logit_sum, weighted, squares=squares, rest=rest)
     return RowStatistics(shard, argmax, extra)
 
 
@@ -527,13 +442,11 @@ def row_gradients(
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
-    targets: SoftTargets | None = None,
     inv_temperature: Tensor | None = None,  # [C] fp32; ``terms`` have its factor of the gradient
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
     num_rows, num_columns = logits.shape
     block = min(GRADIENT_BLOCK, next_power_of_2(num_columns))
-    num_targets, padded_targets = _num_targets(targets)
     unused = terms.factor
     rounds = rounds_products(logits, logit_scale, form.softcap, inv_temperature)
     launch = _row_gradients_unfused if rounds else _row_gradients
@@ -549,7 +462,6 @@ def row_gradients(
             terms.factor,
             unused if terms.entropy_scale is None else terms.entropy_scale,
             unused if terms.smoothing_per_class is None else terms.smoothing_per_class,
-            *((local_labels, unused) if targets is None else targets),
             local_labels if form.valid_columns is None else form.valid_columns,
             unused if inv_temperature is None else inv_temperature,
         ),
@@ -557,16 +469,13 @@ def row_gradients(
             logits.stride(0),
             out.stride(0),
             0 if terms.smoothing_per_class is None else terms.smoothing_per_class.dim(),
-            num_rows,
             num_columns,
-            num_targets,
             logit_scale,
             form.softcap or 1.0,
         ),
         BLOCK=block,
         WITH_ENTROPY=terms.entropy_scale is not None,
         WITH_SMOOTHING=terms.smoothing_per_class is not None,
-        TARGETS=padded_targets,
         MASKED=form.valid_columns is not None,
         SOFTCAP=form.softcap is not None,
         TEMPERATURE=inv_temperature is not None,

@@ -16,11 +16,10 @@ from megatron_fused_ce.backward import PrecomputedGrads, Saved, SavedChunk, back
 from megatron_fused_ce.call import CallSpec, Context, NeedsGrad
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.forward import forward
-from megatron_fused_ce.kernels.records import SoftTargets
-from megatron_fused_ce.loss import Upstream
+from megatron_fused_ce.loss import EMPTY, LabelSet, Upstream
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.promise import Verdict
-from megatron_fused_ce.targets import Targets
+from megatron_fused_ce.targets import Targets, labels_first
 from megatron_fused_ce.wgrad import OpenedAccumulators
 from megatron_fused_ce.zero_upstream import backward_of_nonzero
 
@@ -137,7 +136,13 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         local_argmax = None if argmax is None else _of_all_tokens(argmax, kept)
         made: list[Tensor | None] = []
         for name in spec.form.outputs:
-            output = outputs[name] if kept is None else kept.put_back(outputs[name])
+            output = outputs[name]
+            if name in spec.form.per_label:
+                output = output.reshape(len(output), -1)
+                output = output if kept is None else kept.put_back(output)
+                made.append(_per_label(output, in_batch))
+                continue
+            output = output if kept is None else kept.put_back(output.flatten())
             if targets.ignored is not None and name in spec.form.of_label:
                 output.masked_fill_(targets.ignored.reshape(output.shape), 0.0)
             made.append(_returned(output, in_batch))
@@ -178,6 +183,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         if kept is not None:
             lost = kept.count_lost(upstream)
             of_all, upstream = upstream, kept.upstream(upstream)
+        upstream = _of_labels_given(upstream, rest[2])
         try:
             with autocast.off(device):
                 scale, verdict = _verdict(spec, made, upstream, lost)
@@ -210,7 +216,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, *no_others
 
 
-def _soft(targets: Targets, spec: CallSpec) -> SoftTargets | Teacher | None:
+def _soft(targets: Targets, spec: CallSpec) -> LabelSet | Teacher | None:
     """What the backward reads of them: no teacher, where the gradients of all logits are saved.
 
     Else a copy of its hidden states, as of labels: they may lie in a buffer that another rank fills again
@@ -258,14 +264,35 @@ def in_labels_layout(per_token: Tensor, in_batch: tuple[int, ...] | None) -> Ten
     return per_token.reshape(b, s) if b == 1 else per_token.reshape(s, b).t().contiguous()
 
 
+def _per_label(result: Tensor, in_batch: tuple[int, int] | None) -> Tensor:
+    """``[K, T]`` as ``[T, K]`` or ``[b, s, K]``."""
+    if in_batch is None:
+        result = result.t().contiguous()
+    else:
+        b, s = in_batch
+        result = result.view(len(result), s, b).permute(2, 1, 0).contiguous()
+    return result.data if result._is_view() else result
+
+
+def _of_labels_given(upstream: Upstream, soft: LabelSet | Teacher | None) -> Upstream:
+    """Without those of empty entries, whose log-probability is -inf."""
+    if not isinstance(soft, LabelSet):
+        return upstream
+    empty = soft.columns == EMPTY
+    return upstream.map(lambda grad: grad.masked_fill(empty, 0.0) if grad.dim() == 3 else grad)
+
+
 def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | None) -> Upstream:
-    """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32.
+    """Upstream gradients of the outputs, in token order, ``[parts, n]`` fp32, or ``[K, parts, n]``.
 
     That of ``log_prob`` is taken into the loss's, where the loss is plain, and that of the divergence.
     """
     loss, beside = None, []
     for name, grad in zip(spec.form.outputs, grads, strict=True):
         if grad is None:  # for 0
+            continue
+        if name in spec.form.per_label:
+            beside.append((name, labels_first(grad.float(), spec.comm.num_parts)))
             continue
         # Contiguous: that of a sum() is one number, seen as many.
         if grad.dim() == 2 and grad.shape[0] > 1:
@@ -279,4 +306,7 @@ def _upstream(grads: Sequence[Tensor | None], spec: CallSpec, ignored: Tensor | 
             loss = grad if loss is None else loss + grad
         else:
             beside.append((name, grad))
-    return Upstream(torch.zeros_like(beside[0][1]) if loss is None else loss, tuple(beside))
+    if loss is None:
+        of_any = beside[0][1]
+        loss = torch.zeros_like(of_any[0] if of_any.dim() == 3 else of_any)
+    return Upstream(loss, tuple(beside))

@@ -29,9 +29,8 @@ from torch import Tensor
 from megatron_fused_ce.call import Context, NeedsGrad
 from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.distillation import Teacher
-from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsGrad
-from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.loss import LabelSet, TokenTerms, Upstream
 from megatron_fused_ce.losses.form import LossForm
 from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace, delay_next_gemm
 from megatron_fused_ce.phases import phase
@@ -66,7 +65,7 @@ class Saved(NamedTuple):
     last_hidden: Tensor | None = None
     #: [T, V]: E of all chunks, one after the other, where :attr:`.CallSpec.wgrad_at_once`
     matrix: Tensor | None = None
-    soft: SoftTargets | Teacher | None = None  # the call's, as the next
+    soft: LabelSet | Teacher | None = None  # the call's, as the next
     inv_temperature: Tensor | None = None  # [parts, n] fp32
 
 
@@ -93,7 +92,8 @@ def backward(
             if spec.divergence is not None:
                 bound = spec.divergence.bound_of(of_chunk.row_scale, of_chunk.terms)
             elif of_chunk.terms is not None:
-                bound = spec.form.bound_of(of_chunk.terms)
+                several = context.targets(chunk, None, saved.soft, None).several
+                bound = spec.form.bound_of(of_chunk.terms, None if several is None else several.shares)
             else:
                 continue
             factor[:, chunk.start : chunk.stop] = bound.view(len(factor), -1)
@@ -314,5 +314,5 @@ def scaled_upstream(
         upstream = upstream.scaled(inv_temperature)
     if weight.dtype != torch.float16:
         return upstream, None
-    scale, inv_scale = scale_for_fp16(upstream.given, weight, factor)
+    scale, inv_scale = scale_for_fp16(upstream.sizes, weight, factor)
     return upstream.scaled(scale), inv_scale

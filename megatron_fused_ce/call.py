@@ -25,11 +25,10 @@ from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.config import FusedCEConfig, why_no_config
 from megatron_fused_ce.distillation import Distillation, Teacher
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.kernels.records import SoftTargets
 from megatron_fused_ce.logits import ChunkTargets, LogitsBackend, choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
 from megatron_fused_ce.logits.divergence import Divergence, divergence_rows
-from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.loss import LabelSet, SeveralLabels
 from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.form import MADE_ELSEWHERE, LossForm, loss_of
 from megatron_fused_ce.parallel import (
@@ -74,12 +73,10 @@ class Call(NamedTuple):
     differentiable: tuple[str, ...] = ()  # which of the outputs carry gradients
     #: see :func:`.op.fused_linear_loss`: of ``loss`` and of outputs, by their names
     terms: tuple[tuple[str, Term], ...] = ()
-    #: see :func:`.op.fused_linear_topk_distillation`; the labels are then outside the vocabulary
-    teacher: TeacherTargets | None = None
+    #: in the place of one a token, which are then outside the vocabulary: :func:`.op.with_several_labels`
+    several: SeveralLabels | None = None
     #: see :func:`.op.fused_linear_distillation`
     distillation: Distillation | None = None
-    #: of :mod:`.several_labels`, which has them beside the call; 0 for one
-    labels_per_token: int = 0
     #: see :func:`.rl.token_log_probs`, also for the next two; a tensor is in the labels' shape
     temperature: float | Tensor = 1.0
     zero_unknown: bool = False
@@ -138,7 +135,7 @@ _OF_RANK = {"tp_group", "vocab_start", "open_grad_weight", "head", "caller_error
 _TENSORS = [
     name
     for name, of in Call.__annotations__.items()
-    if re.search("Te(nsor|acherTargets)|Distillation", str(of))
+    if re.search("Tensor|SeveralLabels|Distillation", str(of))
 ]
 _tensors_in_key = attrgetter(*(name for name in _TENSORS if name not in _NOT_IN_KEY))
 _others_in_key = attrgetter(*(name for name in Call._fields if name not in {*_NOT_IN_KEY, *_TENSORS}))
@@ -246,7 +243,7 @@ class Context(NamedTuple):
         self,
         chunk: Chunk,
         labels: Tensor | None,  # [C]; None where a backward does not read them
-        soft: SoftTargets | Teacher | None,
+        soft: LabelSet | Teacher | None,
         inv_temperature: Tensor | None,  # [parts, n]
     ) -> ChunkTargets:
         """What the logits backend takes of one chunk beside hidden states and weight."""
@@ -258,13 +255,15 @@ class Context(NamedTuple):
                 label_weights=None if weights is None else self.split(weights, chunk),
             )
             over = comm if comm.sequence_parallel and flat else None
-            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=soft, teacher_over=over)
+            return ChunkTargets(labels, spec.logit_scale, spec.form, teacher=soft, over=over)
+        over = None
         if soft is not None:
-            soft = SoftTargets(self.split(soft.ids, chunk), self.split(soft.probs, chunk))
+            shares = None if soft.shares is None else self.split(soft.shares, chunk)
+            soft, over = LabelSet(self.split(soft.columns, chunk), shares), spec.comm
         if inv_temperature is not None:
             inv_temperature = self.split(inv_temperature, chunk)
         alone = spec.comm.size == 1
-        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature)
+        return ChunkTargets(labels, spec.logit_scale, spec.form, soft, alone, inv_temperature, over=over)
 
 
 def spec_of(call: Call) -> CallSpec:
@@ -330,7 +329,7 @@ def _kind(value: Any) -> Hashable:
         return kind, value.shape, value.stride(), value.dtype, value.device, value.requires_grad
     if kind is Distillation and isinstance(value.label_weights, float):
         value = value._replace(label_weights=float)  # whose value may change from step to step
-    return tuple(map(_kind, value)) if kind in (TeacherTargets, Distillation) else (kind, value)
+    return tuple(map(_kind, value)) if kind in (SeveralLabels, Distillation) else (kind, value)
 
 
 def _make(call: Call, history: GroupHistory) -> CallSpec:
@@ -383,6 +382,7 @@ def _make(call: Call, history: GroupHistory) -> CallSpec:
             differentiable=call.differentiable,
             num_classes=num_classes,
             zero_unknown=call.zero_unknown,
+            several=call.several is not None,
         ),
         logit_scale=logit_scale,
         with_argmax=call.with_argmax,
@@ -527,10 +527,11 @@ def check_arguments(call: Call, comm: VocabParallel) -> None:
         call.differentiable,
         dict(call.terms),
         call.labels,
-        call.teacher,
+        call.several,
+        call.token_weights is not None,
         call.distillation is not None,
     )
-    check_temperature(call.temperature, call.labels, call.teacher or call.distillation)
+    check_temperature(call.temperature, call.labels, call.distillation)
     if call.distillation is not None:
         distillation.check(call.distillation, call.hidden, call.labels, call.config, comm.size)
     if comm.sequence_parallel and not call.reduce_grad_hidden:
@@ -550,7 +551,7 @@ def _choose(call: Call, why_not_here: str) -> tuple[LogitsBackend, str]:
     beside = call.distillation
     requested = RequestedOutputs(
         call.differentiable,
-        soft=call.teacher is not None,
+        several=call.several is not None,
         divergence=beside is not None,
         teacher_fits=beside is None
         or choose.teacher_fits(beside.hidden, beside.logit_scale, beside.logit_softcap),
@@ -600,7 +601,7 @@ def _plan(
         saves_logits=logits.saves_logits,
         device=_DEVICES[settled.facts["device"]],
         uses_in_flight=call.uses_in_flight,
-        labels_per_token=call.labels_per_token,
+        labels_per_token=0 if call.several is None else call.several.ids.shape[-1],
         teacher_hidden_size=0 if call.distillation is None else call.distillation.weight.shape[1],
         teacher_itemsize=0 if call.distillation is None else call.distillation.weight.element_size(),
     )
@@ -626,7 +627,11 @@ def _loss_of(call: Call, num_classes: int) -> Term:
     if call.distillation is not None:
         return MADE_ELSEWHERE
     own = dict(call.terms)
-    return own["loss"] if "loss" in own else loss_of(call.config, call.teacher is not None, num_classes)
+    return own["loss"] if "loss" in own else loss_of(call.config, _of_teacher(call), num_classes)
+
+
+def _of_teacher(call: Call) -> bool:
+    return call.several is not None and call.several.log_probs is not None
 
 
 def _all_sizes(comm: VocabParallel, settled: Settled, instead: str) -> tuple[int, ...]:
@@ -657,7 +662,7 @@ def _grad_mode(call: Call) -> str:
 
 def _in_words(value: Any) -> str:
     """Text that is compared across ranks: a value's repr, for tensors dtype, shape and requires_grad."""
-    if isinstance(value, TeacherTargets):
+    if isinstance(value, SeveralLabels):
         return ", ".join(map(_in_words, value))
     if isinstance(value, Distillation):
         rows_differ = value.weight[:0] if isinstance(value.weight, Tensor) else None
@@ -690,11 +695,11 @@ def compared(
         same = _must_agree(call) | {name: str(value) for name, value in (more or {}).items()}
     settled = compare(comm.group, same, of_rank or {}, shard, call.config.true_vocab_size, error)
     if call.config.debug_checks:
-        ids, log_probs = call.teacher or (None, None)
+        ids, log_probs = call.several or (None, None)
         beside = None if call.distillation is None else call.distillation.label_weights
         per_token = {
             **{"labels": call.labels, "token_weights": call.token_weights, "temperature": call.temperature},
-            **{"teacher_ids": ids, "teacher_log_probs": log_probs, "label_weights": beside},
+            **{"several labels": ids, "teacher_log_probs": log_probs, "label_weights": beside},
         }
         compare_numbers(per_token, comm.group)
     return settled

@@ -42,7 +42,7 @@ from megatron_fused_ce.chunking import Chunk
 from megatron_fused_ce.distillation import Teacher
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
 from megatron_fused_ce.logits import ChunkTargets, Scores
-from megatron_fused_ce.loss import Upstream
+from megatron_fused_ce.loss import LabelSet, Upstream
 from megatron_fused_ce.overlap import ChunkGradients, HiddenStates, Workspace
 from megatron_fused_ce.parallel import DONE, Merge, Work
 from megatron_fused_ce.phases import phase
@@ -171,7 +171,10 @@ def _finish(context: Context, scored: _Scored, results: _Results, strategy: _Sav
     with phase("merge"):
         merged = scored.merge.finish()
         if spec.divergence is None:
-            outputs = spec.form.finish(merged)
+            several, label_logits = scored.targets.several, scored.scores.stats.label_logits
+            if label_logits is not None:
+                merged = merged._replace(label_shifts=label_logits - merged.terms[0])
+            outputs = spec.form.finish(merged, None if several is None else several.shares)
         else:
             matrix = scored.logits if spec.gradients_in_forward or spec.stores(scored.chunk) else None
             merged, outputs = spec.divergence.settle(
@@ -206,13 +209,14 @@ class _Results:
         parts = context.spec.comm.num_parts
         for name, of_chunk in outputs.items():
             if name not in self._whole:
-                self._whole[name] = of_chunk.new_empty(parts, context.num_tokens)
-            self._whole[name][:, chunk.start : chunk.stop] = of_chunk.view(parts, -1)
+                self._whole[name] = of_chunk.new_empty(*of_chunk.shape[:-1], parts, context.num_tokens)
+            of_chunk = of_chunk.view(*of_chunk.shape[:-1], parts, -1)
+            self._whole[name][..., chunk.start : chunk.stop] = of_chunk
 
     def whole(self, saved: Saved, gradients: PrecomputedGrads | None, targets: Targets) -> Forward:
         """All tokens'. Collectives: those of :meth:`.Divergence.whole`."""
         if not self._context.chunks:
-            self._put_nothing(targets.labels)
+            self._put_nothing(targets)
         outputs, spec = self._whole, self._context.spec
         row_max, argmax = outputs.pop(_ROW_MAX, None), outputs.pop(_ARGMAX, None)
         if spec.divergence is not None:
@@ -220,11 +224,14 @@ class _Results:
             outputs = spec.divergence.whole(outputs, targets.soft.label_weights, spec.comm)
         return Forward(outputs, row_max, argmax, saved, gradients)
 
-    def _put_nothing(self, labels: Tensor) -> None:
+    def _put_nothing(self, targets: Targets) -> None:
         """Results for an empty batch."""
         spec = self._context.spec
-        empty = labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
+        empty = targets.labels.new_empty(spec.comm.num_parts, 0, dtype=torch.float32)
         self._whole = {"loss": empty, **{name: empty.to(term.dtype) for name, term in spec.form.beside}}
+        for name in spec.form.per_label:
+            assert isinstance(targets.soft, LabelSet)
+            self._whole[name] = empty.expand(len(targets.soft.columns), -1, -1)
         if spec.with_argmax:
             self._whole |= {_ROW_MAX: empty, _ARGMAX: empty.to(torch.int64)}
 

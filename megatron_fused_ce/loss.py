@@ -37,7 +37,6 @@ from megatron_fused_ce.kernels.records import (
     SQUARED_UNIT,
     ExtraStatistics,
     Merged,
-    SoftTargets,
 )
 
 
@@ -68,15 +67,18 @@ class TokenLogProbs(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk ``[C]``."""
+    """Upstream gradients, fp32, of all tokens ``[parts, n]`` or of a chunk ``[C]``; ``[K, ...]`` of outputs
+    with one number for each label."""
 
     loss: Tensor
     #: those of other outputs, by name; 0 for others
     beside: tuple[tuple[str, Tensor], ...] = ()
 
     @property
-    def given(self) -> list[Tensor]:
-        return [self.loss, *(grad for _, grad in self.beside)]
+    def sizes(self) -> list[Tensor]:
+        """Of each output, without the K of those that have one for each label: the sum of their absolutes."""
+        given = [self.loss, *(grad for _, grad in self.beside)]
+        return [grad.abs().sum(0) if grad.dim() > self.loss.dim() else grad for grad in given]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Upstream:
         """Apply a function to each gradient."""
@@ -95,14 +97,17 @@ class TokenTerms(NamedTuple):
     one_minus_p_label: Tensor  # sum_exp_nonlabel / (sum_exp_nonlabel + label) = 1 - p_y
     label_shift: Tensor | None = None  # z_y - m, NOT_HERE for a label outside the vocabulary
     extra: ExtraStatistics = NO_EXTRA  # those that a gradient needs
+    label_shifts: Tensor | None = None  # [K, C]: see Merged
     all_rows: Tensor | None = None  # as saved: of a divergence
 
     @staticmethod
     def of(saved: Tensor, extra: tuple[str, ...] = ()) -> TokenTerms:
-        """Name the rows of :attr:`Merged.terms`, and of the extra statistics that follow them."""
+        """Name the rows of :attr:`Merged.terms`, of the extra statistics that follow them, and of several
+        labels behind those."""
         row_max, inv_sum, one_minus_p_label, label_shift, *more = saved.unbind(0)
-        of_extra = ExtraStatistics.of(extra, more) if extra else NO_EXTRA
-        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, of_extra, saved)
+        of_extra = ExtraStatistics.of(extra, more[: len(extra)]) if extra else NO_EXTRA
+        of_labels = saved[4 + len(extra) :] if len(more) > len(extra) else None
+        return TokenTerms(row_max, inv_sum, one_minus_p_label, label_shift, of_extra, of_labels, saved)
 
 
 def shard_addends(
@@ -141,15 +146,10 @@ def extra_addends(
     """
     row_max, row_shift, sum_exp_nonlabel, _ = shard.unbind(-2)
     shift = row_shift - global_max
-    weighted, target_sum, best, squares = extra.weighted, extra.target_sum, extra.best, extra.squares
+    weighted, best, squares = extra.weighted, extra.best, extra.squares
     if weighted is not None:
         moved = torch.exp(shift) * (weighted + sum_exp_nonlabel * shift)
         weighted = torch.where(sum_exp_nonlabel == 0, 0.0, moved)
-    if target_sum is not None:
-        assert extra.target_mass is not None
-        # A shard without any finite logit has the row shift -inf, and no soft target with a finite logit.
-        moved = target_sum + extra.target_mass * shift
-        target_sum = torch.where(extra.target_mass == 0, 0.0, moved)
     if best is not None:
         best = torch.where(row_max == global_max, best, torch.inf)
     if squares is not None:
@@ -165,7 +165,6 @@ def extra_addends(
         top, beside = (torch.where(largest, of_owner, 0.0) for of_owner in (top, beside))
     return extra._replace(
         weighted=weighted,
-        target_sum=target_sum,
         best=best,
         squares=squares,
         rest=rest,
@@ -219,31 +218,20 @@ def merge_shards(shards: Tensor) -> Merged:
     return Merged(loss, terms, shards[:, ROW_SHIFT].amax(0))
 
 
-class TeacherTargets(NamedTuple):
-    """The ``k`` likeliest classes of each token by a teacher: ``[b, s, k]`` or ``[T, k]``."""
+class SeveralLabels(NamedTuple):
+    """K classes of each token: ``[b, s, K]`` or ``[T, K]``."""
 
-    ids: Tensor  # int64 or int32, global ids; entries outside the vocabulary are ignored
-    log_probs: Tensor  # float
-
-
-#: Elements of one temporary of :func:`merge_duplicates`.
-DUPLICATE_ELEMENTS = 1 << 22
+    ids: Tensor  # int64 or int32, global ids; -1 for an empty entry
+    #: float, of a teacher, whose likeliest classes they are; None for labels
+    log_probs: Tensor | None = None
 
 
-def merge_duplicates(ids: Tensor, log_probs: Tensor) -> SoftTargets:
-    """Add up the shares ``[k, T]`` of entries with one id, at its first entry; drop the other entries.
+class LabelSet(NamedTuple):
+    """The same in the order of the hidden states, ``[K, parts, n]``, or of a chunk, ``[K, C]``."""
 
-    Dropped and negative ids become -1.
-    """
-    k, num_tokens = ids.shape
-    probs = torch.where(ids >= 0, log_probs.exp(), 0.0)
-    once, total = torch.full_like(ids, -1), torch.zeros_like(probs)
-    earlier = torch.ones(k, k, dtype=torch.bool, device=ids.device).tril(-1).unsqueeze(-1)
-    step = max(1, DUPLICATE_ELEMENTS // (k * k))
-    for start in range(0, num_tokens, step):
-        part = slice(start, start + step)
-        same = ids[:, None, part] == ids[None, :, part]
-        first = ~(same & earlier).any(dim=1) & (ids[:, part] >= 0)
-        once[:, part] = torch.where(first, ids[:, part], -1)
-        total[:, part] = torch.where(first, (same * probs[None, :, part]).sum(dim=1), 0.0)
-    return SoftTargets(once, total)
+    columns: Tensor  # int32, of this shard; :data:`NO_COLUMN` for others, :data:`EMPTY`
+    shares: Tensor | None  # fp32, of a teacher: its probabilities
+
+
+#: In place of a column: an empty entry, and an id of another shard or of none.
+EMPTY, NO_COLUMN = -1, -2

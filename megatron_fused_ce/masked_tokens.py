@@ -91,13 +91,15 @@ class Kept(NamedTuple):
         return whole.index_copy_(0, self.tokens[part], rows)
 
     def put_back(self, per_token: Tensor) -> Tensor:
-        """Results put back in place, ``[parts * m]`` to ``[parts * n]``; masked tokens get 0, -1 (ids) or
-        False."""
+        """Results put back in place, ``[..., parts * m]`` to ``[..., parts * n]``; masked tokens get 0, -1
+        (ids) or False."""
         fill = -1 if per_token.dtype == torch.int64 else 0
-        whole = per_token.new_full(self.skipped.shape, fill)
-        made = per_token.view(self.tokens.shape)
-        whole.scatter_(1, self.tokens, torch.where(self.active, made, fill).to(made.dtype))
-        return whole.flatten()
+        lead = per_token.shape[:-1]
+        whole = per_token.new_full((*lead, *self.skipped.shape), fill)
+        made = per_token.view(*lead, *self.tokens.shape)
+        made = torch.where(self.active, made, fill).to(made.dtype)
+        whole.scatter_(-1, self.tokens.expand_as(made), made)
+        return whole.flatten(-2)
 
     def upstream(self, upstream: Upstream) -> Upstream:
         """Upstream gradients ``[parts, n]`` of the kept tokens, ``[parts, m]``.
@@ -114,7 +116,7 @@ class Kept(NamedTuple):
     def count_lost(self, upstream: Upstream) -> Tensor:
         """int64 ``[2]``: skipped tokens whose upstream gradients are finite, one of them not 0; and skipped
         tokens with an inf or NaN among them."""
-        given = torch.stack(upstream.given)
+        given = torch.stack(upstream.sizes)
         finite = torch.isfinite(given).all(0)
         lost = self.skipped & finite & (given != 0).any(0)
         return torch.stack((lost.sum(), (self.skipped & ~finite).sum()))
@@ -122,7 +124,7 @@ class Kept(NamedTuple):
     def spoil_rows_(self, rows: Tensor, upstream: Upstream, part: int) -> None:
         """Make rows of this rank's ``[n, H]`` NaN, those of tokens whose upstream gradients ``[parts, n]``
         have an inf or NaN."""
-        finite = torch.isfinite(torch.stack(upstream.given)).all(0)[part]
+        finite = torch.isfinite(torch.stack(upstream.sizes)).all(0)[part]
         rows.masked_fill_(~finite.unsqueeze(-1), torch.nan)
 
     @property

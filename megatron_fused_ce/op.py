@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -15,7 +17,7 @@ from megatron_fused_ce.call import DEFAULT_CONFIG, Call, Context, spec_of
 from megatron_fused_ce.chunking import first_tokens
 from megatron_fused_ce.config import FusedCEConfig, takes_config
 from megatron_fused_ce.distillation import Distillation
-from megatron_fused_ce.loss import TeacherTargets, TokenOutputs
+from megatron_fused_ce.loss import EMPTY, SeveralLabels, TokenOutputs
 from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.parallel import VocabParallel
@@ -210,6 +212,8 @@ def fused_linear_loss(
         (out["loss"] - 0.01 * out["entropy"]).mean().backward()
 
     Args:
+        labels: also K of each token, ``[b, s, K]`` or ``[T, K]``, for terms that read
+            :attr:`.Rows.log_probs`; others are of the first. As for :func:`.rl.token_log_probs`.
         terms: output's name -> :class:`.losses.Term`; :mod:`megatron_fused_ce.losses` has those of the
             package, docs/losses.md how to write another. Outputs whose term ``gives`` coefficients are
             differentiable, each for any upstream gradient of its own. The first one is what
@@ -219,11 +223,12 @@ def fused_linear_loss(
             without a gradient for tokens labelled ``ignore_index``.
 
     The other arguments, errors and collectives are those of :func:`fused_linear_cross_entropy`; each
-    statistic that a term ``needs`` adds a float a token to the merge.
+    statistic that a term ``needs`` adds a float a token to the merge. With K labels a token a MAX all-reduce
+    of fp32 ``[C, K]`` comes behind each chunk's first GEMM (R > 1).
 
     Returns:
-        the outputs by their names, in the labels' shape; fp32, but int64 ids of ``Predicted`` and bools of
-        ``Correct``.
+        the outputs by their names, ``[b, s]`` or ``[T]``, with K more where a term is ``per_label``; fp32,
+        but int64 ids of ``Predicted`` and bools of ``Correct``.
 
     Raises:
         TypeError, ValueError, beside those: what is no term, a term that cannot be hashed, statistics or
@@ -235,22 +240,21 @@ def fused_linear_loss(
     wrong = _wrong_terms(terms, config)
     by_name = {} if wrong else _internal_names(terms)
     beside = tuple(name for name in by_name if name != "loss")
-    head = linear_cross_entropy(
-        Call(
-            hidden,
-            weight,
-            labels,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            token_weights=token_weights,
-            vocab_start=vocab_start,
-            config=config,
-            outputs=beside,
-            differentiable=tuple(name for name in beside if by_name[name].gives),
-            terms=tuple(by_name.items()),
-            caller_error=wrong,
-        )
+    call = Call(
+        hidden,
+        weight,
+        labels,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        token_weights=token_weights,
+        vocab_start=vocab_start,
+        config=config,
+        outputs=beside,
+        differentiable=tuple(name for name in beside if by_name[name].gives),
+        terms=tuple(by_name.items()),
+        caller_error=wrong,
     )
+    head = linear_cross_entropy(with_several_labels(call) if has_several_labels(hidden, labels) else call)
     return dict(zip(terms, map(head.outputs.__getitem__, by_name), strict=True))
 
 
@@ -276,8 +280,9 @@ def _wrong_terms(terms: object, config: object) -> TypeError | ValueError | None
         if wrong := term.why_wrong():
             return TypeError(f"the term of {name!r}, {term!r:.80}, {wrong}")
     first = next(iter(terms.values()))
-    if not first.gives:
-        return ValueError(f"the first output is the loss, and {first} has no gradient: put it behind another")
+    if not first.gives or first.per_label:
+        why = "is one number for each of several labels" if first.gives else "has no gradient"
+        return ValueError(f"the first output is the loss, and {first} {why}: put it behind another")
     options = [name for name in ("z_loss", "label_smoothing") if getattr(config, name, 0)]
     if options:
         return ValueError(
@@ -525,11 +530,32 @@ def fused_linear_topk_distillation(
             token_weights=token_weights,
             vocab_start=vocab_start,
             config=DEFAULT_CONFIG if config is None else config,
-            teacher=TeacherTargets(teacher_ids, teacher_log_probs),
+            several=SeveralLabels(teacher_ids, teacher_log_probs),
             caller_error=wrong,
         )
     )
     return head.loss
+
+
+def has_several_labels(hidden: object, labels: object) -> bool:
+    return isinstance(hidden, Tensor) and isinstance(labels, Tensor) and labels.dim() == hidden.dim()
+
+
+def with_several_labels(call: Call) -> Call:
+    """``call``, whose labels are ``[b, s, K]`` or ``[T, K]``; logits in fp32 unless the user wants them
+    rounded."""
+    ids = call.labels
+    return call._replace(
+        labels=ids.new_full(ids.shape[:-1], EMPTY),
+        several=SeveralLabels(ids),
+        config=_in_fp32(call.config),
+    )
+
+
+@lru_cache(maxsize=64)
+def _in_fp32(config: FusedCEConfig) -> FusedCEConfig:
+    is_named = not isinstance(config, FusedCEConfig) or config.logit_precision != "auto"
+    return config if is_named else replace(config, logit_precision="fp32")
 
 
 @uncompiled

@@ -16,10 +16,11 @@ from megatron_fused_ce.loss import TokenLogProbs
 from megatron_fused_ce.op import (
     DistillationOutputs,
     fused_linear_distillation,
+    has_several_labels,
     linear_cross_entropy,
+    with_several_labels,
 )
 from megatron_fused_ce.sampling_mask import masked_log_probs
-from megatron_fused_ce.several_labels import several_log_probs
 
 ENTROPY_CHOICES = ("none", "detached", "differentiable")
 
@@ -112,8 +113,8 @@ def token_log_probs(
 
     Collectives: those of :func:`.fused_linear_cross_entropy`; with a temperature per token a MAX all-reduce
     of an int64 before them, once per call; the merge has a float a token more with entropy and one with
-    ``sum_p_squared``; no reduction of ``grad_hidden`` where it is left to the caller. With K labels those of
-    :class:`.several_labels.LabelLogProbs`.
+    ``sum_p_squared``; no reduction of ``grad_hidden`` where it is left to the caller. With K labels a MAX
+    all-reduce of fp32 ``[C, K]`` behind each chunk's first GEMM.
 
     Source: d log p_y = ([j = y] - p_j) / t, d entropy = -p_j (log p_j + entropy) / t: docs/math.md.
     """
@@ -146,7 +147,7 @@ def log_probs_of_head(
     **of_call: Any,
 ) -> TokenLogProbs:
     """:func:`token_log_probs` with fields of :class:`.call.Call`, such as those that say whose head it is."""
-    several = all(isinstance(x, Tensor) for x in (hidden, labels)) and labels.dim() == hidden.dim()
+    several = has_several_labels(hidden, labels)
     if entropy == "differentiable" and not several:
         config = unrounded(config)
     active, wrong = _active(labels, active_mask, config, several)
@@ -164,8 +165,11 @@ def log_probs_of_head(
         caller_error=_wrong_entropy(entropy) or wrong,
         **of_call,
     )
-    if several:
-        return several_log_probs(call)
+    if several:  # options of the loss alone do not count
+        config = call.config
+        if isinstance(config, FusedCEConfig) and (config.z_loss or config.label_smoothing):
+            call = call._replace(config=_changed(config, z_loss=0.0, label_smoothing=0.0))
+        call = with_several_labels(call)
     made = linear_cross_entropy(call).outputs
     return TokenLogProbs(made["log_prob"], made.get("entropy"), made.get("sum_p_squared"))
 

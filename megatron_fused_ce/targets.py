@@ -11,17 +11,16 @@ from megatron_fused_ce import masked_tokens
 from megatron_fused_ce.call import Call, CallSpec
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.distillation import Teacher
-from megatron_fused_ce.kernels.records import SoftTargets
-from megatron_fused_ce.loss import TeacherTargets, merge_duplicates
+from megatron_fused_ce.loss import EMPTY, NO_COLUMN, LabelSet, SeveralLabels
 from megatron_fused_ce.masked_tokens import Kept
 from megatron_fused_ce.parallel import VocabParallel, raise_if_any
 
 
 class Targets(NamedTuple):
-    """Labels or soft targets of the tokens, their weights and temperatures."""
+    """Labels of the tokens, their weights and temperatures."""
 
     labels: Tensor  # [parts, n] int64, columns of this shard
-    soft: SoftTargets | Teacher | None = None  # [k, parts, n] each; in the labels' place, or beside them
+    soft: LabelSet | Teacher | None = None  # in the labels' place, or beside them
     ignored: Tensor | None = None  # [parts, n] bool, of all tokens
     token_weights: Tensor | None = None  # [parts, n] fp32, for grad_in_forward
     inv_temperature: Tensor | None = None  # [parts, n] fp32
@@ -34,7 +33,7 @@ class Targets(NamedTuple):
         temperature per token; :func:`.masked_tokens.count`'s, here or earlier if ``call.unmasked`` was given.
         """
         if call.config.debug_checks:
-            _check_numbers(call.token_weights, call.teacher, spec.comm)
+            _check_numbers(call.token_weights, call.several, spec.comm)
         parts, labels, weights = spec.comm.num_parts, call.labels, call.token_weights
         inv_temperature = inv_temperature_of(call.temperature, labels, spec.comm)
         in_order = None if weights is None else in_token_order(weights.detach(), labels, parts)
@@ -60,10 +59,10 @@ class Targets(NamedTuple):
         )
 
 
-def soft_of_kept(soft: SoftTargets | Teacher | None, kept: Kept, part: int) -> SoftTargets | Teacher | None:
+def soft_of_kept(soft: LabelSet | Teacher | None, kept: Kept, part: int) -> LabelSet | Teacher | None:
     """Those of the tokens to work on."""
-    if isinstance(soft, SoftTargets):
-        return SoftTargets(kept.of_tokens(soft.ids), kept.of_tokens(soft.probs))
+    if isinstance(soft, LabelSet):
+        return LabelSet(*(None if of is None else kept.of_tokens(of) for of in soft))  # type: ignore[arg-type]
     return None if soft is None else soft.kept(kept, part)
 
 
@@ -88,12 +87,12 @@ def inv_temperature_of(temperature: float | Tensor, labels: Tensor, comm: VocabP
     return in_token_order(inverse, labels, comm.num_parts)
 
 
-def _check_numbers(token_weights: Tensor | None, teacher: TeacherTargets | None, comm: VocabParallel) -> None:
+def _check_numbers(token_weights: Tensor | None, several: SeveralLabels | None, comm: VocabParallel) -> None:
     """Raise on every rank for numbers that make no loss anybody means; the host waits."""
     if token_weights is not None:
         raise_if_any(token_weights.isnan().any(), "token_weights have a NaN; give 0 or more", comm.group)
-    if teacher is not None:
-        wrong = ((teacher.ids >= 0) & (teacher.log_probs > 0)).any()
+    if several is not None and several.log_probs is not None:
+        wrong = ((several.ids >= 0) & (several.log_probs > 0)).any()
         words = "teacher_log_probs are above 0: expected logarithms of probabilities"
         raise_if_any(wrong, words, comm.group)
 
@@ -114,9 +113,9 @@ def _in_columns(
         local = local.masked_fill(ignored, -1)
     elif any(spec.needs_grad) and reads_labels and local.data_ptr() == labels.data_ptr():
         local = local.clone()  # whose caller may refill its buffer before the backward
-    soft: SoftTargets | Teacher | None = None
-    if call.teacher is not None:
-        soft = _soft_targets(call.teacher, spec, config)
+    soft: LabelSet | Teacher | None = None
+    if call.several is not None:
+        soft = _label_set(call.several, spec, call)
     elif call.distillation is not None:
         beside = call.distillation.label_weights
         if isinstance(beside, Tensor):
@@ -135,15 +134,23 @@ def _in_columns(
     return Targets(local, soft, ignored, weights, inv_temperature)
 
 
-def _soft_targets(teacher: TeacherTargets, spec: CallSpec, config: FusedCEConfig) -> SoftTargets:
-    k, parts = teacher.ids.shape[-1], spec.comm.num_parts
-    ids, log_probs = (
-        (part if part.dim() == 2 else part.transpose(0, 1)).reshape(-1, k).t()
-        for part in (teacher.ids.to(torch.int64), teacher.log_probs.detach().float())
-    )
-    once = merge_duplicates(ids, log_probs)
-    local = columns_of(once.ids, spec, config).view(k, parts, -1)
-    return SoftTargets(local, once.probs.view(k, parts, -1))
+def _label_set(several: SeveralLabels, spec: CallSpec, call: Call) -> LabelSet:
+    ids = labels_first(several.ids.to(torch.int64), spec.comm.num_parts)
+    columns = columns_of(ids, spec, call.config)
+    here = (columns >= 0) & (columns < call.weight.shape[0])
+    columns = torch.where(here, columns, NO_COLUMN).masked_fill_(ids == EMPTY, EMPTY).to(torch.int32)
+    if several.log_probs is None:
+        return LabelSet(columns, None)
+    shares = labels_first(several.log_probs.detach().float().exp(), spec.comm.num_parts)
+    return LabelSet(columns, shares.masked_fill(ids == EMPTY, 0.0))
+
+
+def labels_first(per_label: Tensor, num_parts: int) -> Tensor:
+    """``[K, parts, n]``, tokens s-major, of ``[b, s, K]`` or ``[T, K]``."""
+    if per_label.dim() == 3:
+        per_label = per_label.transpose(0, 1)
+    k = per_label.shape[-1]
+    return per_label.reshape(per_label.shape[:-1].numel(), k).t().reshape(k, num_parts, -1)
 
 
 def columns_of(ids: Tensor, spec: CallSpec, config: FusedCEConfig) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.config import FusedCEConfig
-from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.loss import SeveralLabels
 from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.outputs import OUTPUTS
 
@@ -135,6 +135,8 @@ def _wrong_shapes(
 
 #: The ranks exchange ids as fp32, which is exact up to 2**24.
 LARGEST_ID = 2**24
+#: Labels of a token, at most: their places are written as int16.
+MOST_LABELS = 2**15
 
 
 def check_requested(
@@ -145,14 +147,15 @@ def check_requested(
     differentiable: tuple[str, ...],
     terms: Mapping[str, Term],
     labels: Tensor,
-    teacher: TeacherTargets | None,
+    several: SeveralLabels | None,
+    masked: bool,
     with_teacher: bool = False,
 ) -> None:
-    """Check the requested outputs and the teacher's targets of a call.
+    """Check the requested outputs of a call, and several labels a token; ``masked``: with token weights.
 
     Raises:
-        TypeError: the teacher's targets have a wrong dtype.
-        ValueError: an unknown or impossible output, or targets of a wrong shape.
+        TypeError: a teacher's labels have a wrong dtype.
+        ValueError: an unknown or impossible output, or several labels of a wrong shape.
     """
     if config.label_smoothing and weight.shape[0] == 1 and tp_size == 1:
         raise ValueError("label_smoothing needs two classes or more, and weight has one row")
@@ -174,15 +177,23 @@ def check_requested(
             f"gradients of {', '.join(differentiable)}; use 'store', 'recompute' or 'auto', or "
             "differentiable=False"
         )
-    if teacher is None:
+    if several is None:
         return
-    ids, log_probs = teacher
+    ids, log_probs = several
+    if not 1 <= ids.shape[-1] <= MOST_LABELS:
+        raise ValueError(f"labels are {tuple(ids.shape)}; expected [.., K] with K of 1 to {MOST_LABELS}")
+    if config.skip_masked and not masked:
+        raise ValueError("skip_masked leaves out tokens by labels; several labels a token have no such label")
+    if log_probs is None:
+        if config.ignore_index is not None:
+            raise ValueError("ignore_index is for one label a token; here -1 is an empty entry: leave it out")
+        return
     if ids.dtype not in (torch.int64, torch.int32) or not log_probs.is_floating_point():
         raise TypeError(
             f"teacher_ids have dtype {ids.dtype} and teacher_log_probs {log_probs.dtype}; expected int64 "
             "(or int32) token ids and floats"
         )
-    if ids.shape != log_probs.shape or ids.dim() != labels.dim() + 1 or ids.shape[-1] < 1:
+    if ids.shape != log_probs.shape or ids.dim() != labels.dim() + 1:
         raise ValueError(
             f"teacher_ids are {tuple(ids.shape)} and teacher_log_probs {tuple(log_probs.shape)}; expected "
             "both [b, s, k] for hidden [s, b, H], or [T, k], with k of 1 or more"

@@ -52,7 +52,7 @@ def backward_of_nonzero(
     of_all = context, hidden, weight, saved, upstream, needs_grad
     if not chunks or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return backward(*of_all)
-    found = reduce(torch.logical_or, [grad != 0 for grad in upstream.given])
+    found = reduce(torch.logical_or, [size != 0 for size in upstream.sizes])
     nonzero = largest_over_ranks(found.to(torch.uint8), comm.group)
     of_parts = [nonzero[:, chunk.start : chunk.stop].sum(1).amax() for chunk in chunks]
     counts = HostCopy(torch.stack(of_parts)).read()

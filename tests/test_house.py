@@ -149,7 +149,7 @@ FLOORS = (
     ("forward",),
     ("autograd",),
     ("op",),
-    ("sampling_mask", "several_labels"),
+    ("sampling_mask",),
     ("rl",),
     ("adapter",),
 )

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.distillation import Teacher
-from megatron_fused_ce.kernels.records import Merged, RowStatistics, SoftTargets, TileStatistics
-from megatron_fused_ce.loss import TokenTerms, Upstream
+from megatron_fused_ce.kernels.records import Merged, RowStatistics, TileStatistics
+from megatron_fused_ce.loss import LabelSet, TokenTerms, Upstream
 from megatron_fused_ce.losses.form import PLAIN, LossForm
 from megatron_fused_ce.parallel import DONE, VocabParallel, Work
 
@@ -36,14 +36,14 @@ class ChunkTargets(NamedTuple):
     labels_if_read: Tensor | None
     logit_scale: float
     form: LossForm = PLAIN
-    soft: SoftTargets | None = None  # in the labels' place
+    several: LabelSet | None = None  # in the label's place
     #: whether this shard is the whole vocabulary
     alone: bool = False
     inv_temperature: Tensor | None = None  # [C] fp32, times the logits after a softcap
     #: its hidden states of the chunk, [C, H_t] or to be gathered, and its label_weights [C]
     teacher: Teacher | None = None
-    #: over which those are gathered, [C / R, H_t] of each rank
-    teacher_over: VocabParallel | None = None
+    #: over which those are gathered, [C / R, H_t] of each rank; or over which labels' logits are merged
+    over: VocabParallel | None = None
 
     @property
     def labels(self) -> Tensor:
@@ -56,7 +56,7 @@ class ChunkTargets(NamedTuple):
         Collectives: starts one all-gather of them, with sequence parallelism.
         """
         assert self.teacher is not None
-        part, over = self.teacher.hidden, self.teacher_over
+        part, over = self.teacher.hidden, self.over
         return (part, DONE) if over is None else over.gathered(part)
 
 

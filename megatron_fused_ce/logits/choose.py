@@ -22,7 +22,7 @@ class RequestedOutputs(NamedTuple):
     """Requested outputs that affect the choice of backend."""
 
     differentiable: tuple[str, ...] = ()
-    soft: bool = False
+    several: bool = False
     divergence: bool = False
     #: whether the teacher's logits can be made as the student's are
     teacher_fits: bool = True
@@ -183,7 +183,7 @@ def _beyond_its_epilogue(config: FusedCEConfig, requested: RequestedOutputs) -> 
     """Names of options that the scaled-exp epilogue cannot do, comma-separated; or empty."""
     own = [name for name, term in requested.terms if "delta" in term.gives]
     names = [
-        (requested.soft, "the loss of a teacher's targets"),
+        (requested.several, "several labels a token"),
         (config.label_smoothing > 0, "label_smoothing"),
         (bool(own), f"the delta of {' and '.join(own)}"),
         (not requested.teacher_fits, "the teacher's logits"),

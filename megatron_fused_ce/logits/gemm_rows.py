@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fused_ce import loss, versions
 from megatron_fused_ce.kernels.records import Merged, RowStatistics
-from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, rows_torch
+from megatron_fused_ce.logits import ChunkTargets, LogitsGrad, Scores, label_set, rows_torch
 from megatron_fused_ce.loss import TokenTerms, Upstream
 from megatron_fused_ce.losses.form import PLAIN, LossForm
 from megatron_fused_ce.phases import phase
@@ -43,20 +43,13 @@ class GemmThenRows:
         with phase("logits"):
             write_logits(hidden, weight, out)
         with phase("statistics"):
-            return Scores(self.statistics(out, targets, with_argmax))
-
-    def statistics(self, logits: Tensor, targets: ChunkTargets, with_argmax: bool) -> RowStatistics:
-        """Of the rows of a chunk's logits ``[C, V]``."""
-        stats: RowStatistics = self.rows.row_statistics(
-            logits,
-            targets.labels,
-            targets.logit_scale,
-            with_argmax,
-            targets.form,
-            targets.soft,
-            targets.inv_temperature,
-        )
-        return stats
+            label, label_logits = targets.labels, None
+            if targets.several is not None:
+                label, label_logits = label_set.largest(out, targets)
+            stats: RowStatistics = self.rows.row_statistics(
+                out, label, targets.logit_scale, with_argmax, targets.form, targets.inv_temperature
+            )
+            return Scores(stats._replace(label_logits=label_logits))
 
     def sample_rows(self, weight: Tensor, num_ranks: int, form: LossForm = PLAIN) -> None:
         return None
@@ -102,6 +95,9 @@ def row_gradients(
 ) -> LogitsGrad:
     """Gradients of the logits by the row kernels."""
     assert out is not None and terms is not None
+    if targets.several is not None:
+        label_set.row_gradients(rows, logits, targets, terms, upstream, out)
+        return LogitsGrad(out)
     rows.row_gradients(
         logits,
         targets.labels,
@@ -109,7 +105,6 @@ def row_gradients(
         targets.logit_scale,
         out,
         targets.form,
-        targets.soft,
         targets.inv_temperature,
     )
     return LogitsGrad(out)

@@ -18,7 +18,6 @@ from megatron_fused_ce.kernels.records import (
     GradCoefficients,
     RowOptions,
     RowStatistics,
-    SoftTargets,
 )
 
 #: Elements of one fp32 temporary (512 KiB).
@@ -96,7 +95,6 @@ def row_statistics(
     logit_scale: float,
     with_argmax: bool = False,
     form: RowOptions = NO_OPTIONS,
-    targets: SoftTargets | None = None,
     inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature, after the softcap
 ) -> RowStatistics:
     """Row maximum, sum of exponentials without the label's column, and the label's logit."""
@@ -109,8 +107,6 @@ def row_statistics(
     rest = torch.empty_like(shard[0], dtype=torch.float64) if form.with_rest else None
     if form.with_rest:
         argmax = torch.empty_like(local_labels)
-    target_sum = None if targets is None else torch.empty_like(shard[0])
-    target_mass = None if targets is None else torch.empty_like(shard[0])
     masked = masked_columns(logits, form.valid_columns)
     for rows in row_blocks(num_rows, num_columns):
         z = scaled_logits(logits[rows], logit_scale, form.softcap)
@@ -136,12 +132,6 @@ def row_statistics(
         # -inf leaves the label's own column out of the sum.
         z.scatter_(-1, label.columns, at_label.masked_fill_(label.mask, -torch.inf))
         shifted = z.sub_(row_shift.unsqueeze(-1))
-        if targets is not None and target_sum is not None and target_mass is not None:
-            here = _Here.of(targets.ids[:, rows].t(), num_columns)
-            probs = targets.probs[:, rows].t() * here.mask
-            addends = probs * shifted.gather(-1, here.columns)
-            target_sum[rows] = torch.where(probs == 0, 0.0, addends).sum(dim=-1)
-            target_mass[rows] = probs.sum(dim=-1)
         e = shifted.exp() if weighted is not None else shifted.exp_()
         if weighted is not None:
             weighted[rows] = shifted.mul_(e).masked_fill_(e == 0, 0.0).sum(dim=-1)
@@ -150,7 +140,7 @@ def row_statistics(
         shard[:, rows] = torch.stack((block_max, block_max, e.sum(dim=-1), label_logit))
         if argmax is not None:
             argmax[rows] = block_argmax
-    extra = ExtraStatistics(logit_sum, weighted, target_sum, target_mass, squares=squares, rest=rest)
+    extra = ExtraStatistics(logit_sum, weighted, squares=squares, rest=rest)
     return RowStatistics(shard, argmax, extra)
 
 
@@ -161,7 +151,6 @@ def row_gradients(
     logit_scale: float,
     out: Tensor,  # [C, V] in the logits' dtype; may be `logits` itself
     form: RowOptions = NO_OPTIONS,
-    targets: SoftTargets | None = None,
     inv_temperature: Tensor | None = None,  # [C] fp32, 1 / temperature; ``terms`` have its factor
 ) -> Tensor:
     """``out = d loss / d z`` times the upstream gradient, cast to the logits' dtype."""
@@ -187,13 +176,9 @@ def row_gradients(
                 if terms.smoothing_per_class.dim() == 0
                 else terms.smoothing_per_class[rows].unsqueeze(-1)
             )
-        if targets is None:
-            label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
-            at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
-            e.scatter_(-1, label.columns, at_label.where(label.mask, e.gather(-1, label.columns)))
-        else:
-            here = _Here.of(targets.ids[:, rows].t(), num_columns)
-            e.scatter_add_(-1, here.columns, -(targets.probs[:, rows].t() * here.mask))
+        label = _Here.of(local_labels[rows].unsqueeze(-1), num_columns)
+        at_label = -terms.neg_label_grad[rows].unsqueeze(-1)
+        e.scatter_(-1, label.columns, at_label.where(label.mask, e.gather(-1, label.columns)))
         if softcap_grad is not None:
             e.mul_(softcap_grad)
         if masked is not None:

@@ -4,6 +4,7 @@
 one row gradient, whose coefficients add::
 
     d / d s_j = at * (p_j - [j = y]) + p_j * (alpha + eps * (s_j - m)) - delta
+                + sum over labels k of at_labels_k * (p_j - [j = y_k])              of several labels a token
 
 Cross-entropy is ``at = 1``, z-loss ``alpha = 2 z lse``; label smoothing has a ``delta``, the entropy an
 ``eps``. The label's own entry is ``at * (p_y - 1)``, from the statistic ``1 - p_y``, which has all its digits
@@ -31,7 +32,8 @@ from megatron_fused_ce.loss import TokenTerms
 #: Names of this package by their modules.
 _NAMES = {
     **dict.fromkeys(("CrossEntropy", "ZLoss", "Uniform"), "label"),
-    **dict.fromkeys(("LogProb", "Lse", "Entropy", "Predicted", "Correct", "SumSquares"), "outputs"),
+    **dict.fromkeys(("LogProb", "LogProbs", "Lse", "Entropy"), "outputs"),
+    **dict.fromkeys(("Predicted", "Correct", "SumSquares"), "outputs"),
     "check": "checking",
 }
 
@@ -52,12 +54,18 @@ class Rows:
     """Tokens' statistics over the whole vocabulary, fp32 ``[C]``; of a forward, or of a backward."""
 
     def __init__(
-        self, merged: Merged | None = None, saved: TokenTerms | None = None, num_classes: int = 0
+        self,
+        merged: Merged | None = None,
+        saved: TokenTerms | None = None,
+        num_classes: int = 0,
+        shares: Tensor | None = None,
     ) -> None:
         """One of ``merged``, of a forward, and ``saved``, of a backward."""
         self._merged, self._saved = merged, saved
         #: classes of the whole vocabulary, without masked padding
         self.num_classes = num_classes
+        #: a teacher's probabilities of its labels, fp32 [K, C]
+        self.shares = shares
 
     @cached_property
     def terms(self) -> TokenTerms:
@@ -68,12 +76,19 @@ class Rows:
 
     @cached_property
     def loss(self) -> Tensor:
-        """``-log p_y``, with all its digits; ``lse - m`` of a label outside the vocabulary."""
+        """``-log p_y``, with all its digits; ``lse - m`` of a label outside the vocabulary. Of several labels
+        the first one's, as all that is of one label."""
+        if self._shifts is not None:
+            return -self.log_probs[0]
+        return self._loss_of_left_out
+
+    @property
+    def _loss_of_left_out(self) -> Tensor:
         if self._merged is not None:
             return self._merged.loss
-        of_label = torch.where(self.known, self.label_shift, 0.0)
-        near = -torch.log1p(-self.one_minus_p)
-        return torch.where(self.one_minus_p < 0.5, near, self.log_sum - of_label)
+        of_label = torch.where(self.left_out != NOT_HERE, self.left_out, 0.0)
+        near = -torch.log1p(-self.terms.one_minus_p_label)
+        return torch.where(self.terms.one_minus_p_label < 0.5, near, -self.terms.inv_sum.log() - of_label)
 
     @property
     def extra(self) -> ExtraStatistics:
@@ -83,13 +98,14 @@ class Rows:
     @property
     def one_minus_p(self) -> Tensor:
         """``1 - p_y``, with all its digits; 1 for a label outside the vocabulary."""
+        if self._shifts is not None:
+            return torch.where(self.known, -torch.expm1(self.log_probs[0]), 1.0)
         return self.terms.one_minus_p_label
 
-    @cached_property
+    @property
     def label_shift(self) -> Tensor:
         """``s_y - m``, NOT_HERE for a label outside the vocabulary."""
-        assert self.terms.label_shift is not None
-        return self.terms.label_shift
+        return self.left_out if self._shifts is None else self._shifts[0]
 
     @cached_property
     def known(self) -> Tensor:
@@ -97,13 +113,41 @@ class Rows:
         return self.label_shift != NOT_HERE
 
     @cached_property
+    def left_out(self) -> Tensor:
+        """``s - m`` of the label that the sum of the others is without, of several the largest; NOT_HERE for
+        none."""
+        assert self.terms.label_shift is not None
+        return self.terms.label_shift
+
+    @cached_property
+    def _shifts(self) -> Tensor | None:
+        """Of several labels: ``s - m``, fp32 ``[K, C]``; NOT_HERE for one outside the vocabulary, -inf for an
+        empty entry."""
+        return self.terms.label_shifts if self._merged is None else self._merged.label_shifts
+
+    @cached_property
+    def known_labels(self) -> Tensor:
+        """bool ``[K, C]``: which of a token's labels are in the vocabulary, or empty."""
+        return self.known.unsqueeze(0) if self._shifts is None else self._shifts != NOT_HERE
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """``log p`` of each of a token's K labels, ``[K, C]``, K = 1 for one; ``m - lse`` of a label outside
+        the vocabulary, -inf of an empty entry."""
+        if self._shifts is None:
+            return -self.loss.unsqueeze(0)
+        # Neither is above 0: nothing cancels.
+        return torch.where(self.known_labels, self._shifts, 0.0) - self.log_sum
+
+    @cached_property
     def log_sum(self) -> Tensor:
         """``lse - m``. For a confident token it is computed from the loss, which has more digits there; for a
-        large loss from the sum, which then has more."""
-        if self._merged is None:
+        large loss from the sum, which then has more. In a backward from the sum, but of several labels."""
+        if self._merged is None and self._shifts is None:
             return -self.terms.inv_sum.log()
-        from_loss = self.loss + torch.where(self.known, self.label_shift, 0.0)
-        return torch.where(self.label_shift > -1, from_loss, -self.terms.inv_sum.log())
+        shift = self.left_out
+        from_loss = self._loss_of_left_out + torch.where(shift != NOT_HERE, shift, 0.0)
+        return torch.where(shift > -1, from_loss, -self.terms.inv_sum.log())
 
     @cached_property
     def lse(self) -> Tensor:
@@ -124,7 +168,8 @@ class Rows:
     def mean_shift(self) -> Tensor:
         """``sum p_j (s_j - m)``, which is ``log_sum`` less the entropy; needs ``weighted``."""
         assert self.extra.weighted is not None
-        of_label = torch.where(self.known, self.weighted_label, 0.0)
+        p = self.p_label if self._shifts is None else self.left_out.exp() * self.terms.inv_sum
+        of_label = torch.where((self.left_out != NOT_HERE) & (p > 0), p * self.left_out, 0.0)
         return torch.addcmul(of_label, self.extra.weighted, self.terms.inv_sum)
 
 
@@ -135,14 +180,17 @@ class Pull(NamedTuple):
     alpha: Coefficient | None = None
     eps: Coefficient | None = None
     delta: Coefficient | None = None
+    at_labels: Tensor | None = None  # [K, C]: as at, of each of several labels
 
     def __add__(self, other: Pull) -> Pull:  # type: ignore[override]
-        return Pull(*map(_sum, self, other))
+        return Pull(*map(_sum, self, other))  # type: ignore[arg-type]
 
     def coefficients(self, rows: Rows, factor: Tensor) -> GradCoefficients:
-        """For the kernels. ``factor``: fp32 ``[C]``, of all of it."""
+        """For the kernels, of one label. ``factor``: fp32 ``[C]``, of all of it."""
         terms = rows.terms
-        at, alpha, eps, delta = self
+        at, alpha, eps, delta, at_labels = self
+        if at_labels is not None:
+            at = _sum(at, at_labels[0])
         at_label = times(terms.one_minus_p_label, at)
         if alpha is not None:
             at_label = at_label - rows.p_label * alpha
@@ -156,11 +204,21 @@ class Pull(NamedTuple):
         scale = times(terms.inv_sum, _sum(at, alpha))
         return GradCoefficients(terms.row_max, scale, at_label, factor, entropy_scale, delta)
 
+    def of_labels(self, rows: Rows) -> Tensor:
+        """``at`` of each label, fp32 ``[K, C]``; that of one label is the first one's."""
+        if self.at is None and self.at_labels is not None:
+            return self.at_labels
+        at = torch.zeros_like(rows.log_probs) if self.at_labels is None else self.at_labels.clone()
+        if self.at is not None:
+            at[0] += self.at
+        return at
+
     @property
     def bound(self) -> Coefficient:
         """No entry of the row gradient is larger: ``p`` and ``p |s - m|`` are 1 at most."""
+        of_labels = None if self.at_labels is None else self.at_labels.abs().sum(0)
         largest: Coefficient = 0.0
-        for given in self:
+        for given in (*self[:4], of_labels):
             if given is not None:
                 largest = largest + (given.abs() if isinstance(given, Tensor) else abs(given))
         return largest
@@ -189,11 +247,14 @@ class Term:
     needs: tuple[str, ...] = ()
     #: Those of them that ``pull`` reads, at 4 bytes a token each; None: all.
     keeps: tuple[str, ...] | None = None
-    #: Coefficients that ``pull`` can give; none: an output without a gradient. Those beyond ``at`` and
-    #: ``alpha`` of the loss itself, and any of an output beside it, cost a pass over the logits.
+    #: Coefficients that ``pull`` can give, fields of :class:`Pull`; none: an output without a gradient.
+    #: Those beyond ``at`` and ``alpha`` of the loss itself, and any of an output beside it, cost a pass over
+    #: the logits.
     gives: tuple[str, ...] = ("at", "alpha", "eps", "delta")
     #: Whether it is 0, without a gradient, for a token labelled ``config.ignore_index``.
     of_label: bool = True
+    #: Whether its value is ``[K, C]``, one for each of several labels; then not the first output.
+    per_label: bool = False
     dtype = torch.float32
 
     def value(self, rows: Rows) -> Tensor:
@@ -321,6 +382,9 @@ def _take_over(made: Term, terms: tuple[Term, ...]) -> None:
     for name in ("needs", "kept", "gives"):
         of_all = dict.fromkeys(each for term in terms for each in getattr(term, name))
         object.__setattr__(made, "keeps" if name == "kept" else name, tuple(of_all))
+    if len({term.per_label for term in terms}) > 1:
+        raise TypeError("a sum of a number for each token and one for each label: sum the labels' in a term")
+    object.__setattr__(made, "per_label", terms[0].per_label)
     object.__setattr__(made, "of_label", any(term.of_label for term in terms))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fused_ce.kernels.records import NOT_HERE, ExtraStatistics, Merged
-from megatron_fused_ce.loss import TokenTerms
+from megatron_fused_ce.loss import EMPTY, TokenTerms
 from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term
 
 #: Tokens and classes of the rows that a term is tried on.
@@ -18,7 +18,8 @@ TOLERANCE, SLOPE_TOLERANCE, STEP = 1e-9, 1e-6, 1e-5
 
 
 def check(term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
-    """Try a term on rows in fp64: random, flat and peaked ones, ties, logits of -inf, labels of no class.
+    """Try a term on rows in fp64: random, flat and peaked ones, ties, logits of -inf, labels of no class; one
+    that gives ``at_labels`` also with several labels: one class twice, one of none, an empty entry.
 
     Compared are the row gradient of :meth:`.Term.pull` with differences of :meth:`.Term.value`, a pull from
     what a backward has with one from what the forward had, the sum of two pulls with that of their sum
@@ -27,8 +28,10 @@ def check(term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = Non
 
     Args:
         term: one that has a gradient.
-        reference: the plain definition, ``(logits [C, V], labels [C]) -> [C]``; labels may be outside of 0 to
-            V - 1. Without it the value itself is compared with nothing.
+        reference: the plain definition, ``(logits [C, V], labels [C]) -> [C]``, of a term that gives
+            ``at_labels`` ``(logits, labels [C, K]) -> [C]``, or ``[K, C]`` where it is ``per_label``. Labels
+            may be outside of 0 to V - 1, -1 for an empty entry. Without it the value itself is compared with
+            nothing.
 
     Raises:
         AssertionError: with all that is wrong.
@@ -36,11 +39,33 @@ def check(term: Term, reference: Callable[[Tensor, Tensor], Tensor] | None = Non
     """
     if wrong := term.why_wrong() or ("" if term.gives else "has no gradient"):
         raise TypeError(f"{term!r:.80} {wrong}")
-    found = [f"{name}: {words}" for name, *rows in _rows() for words in _wrong_of(term, reference, *rows)]
+    rows_of = _rows()
+    if "at_labels" in term.gives:
+        rows_of = [(name, s, labels.unsqueeze(1)) for name, s, labels in rows_of] + _rows_of_several()
+    found = [f"{name}: {words}" for name, *rows in rows_of for words in _wrong_of(term, reference, *rows)]
     assert not found, f"{term!r:.80} is wrong\n" + "\n".join(found)
 
 
-def _rows() -> Iterator[tuple[str, Tensor, Tensor]]:
+def _rows() -> list[tuple[str, Tensor, Tensor]]:
+    return list(_rows_of_one())
+
+
+def _rows_of_several() -> list[tuple[str, Tensor, Tensor]]:
+    _, s, first = _rows()[0]
+    labels = (first.unsqueeze(1) + torch.tensor([0, 5, 9, 5])) % NUM_CLASSES
+    is_label = torch.nn.functional.one_hot(labels, NUM_CLASSES).double()
+    odd = labels.clone()
+    odd[1::3, 2], odd[2::3, 1] = NUM_CLASSES, EMPTY
+    return [
+        ("several labels, one twice", s, labels),
+        ("several labels, the third sure", s + 30 * is_label[:, 2], labels),
+        ("several labels, the repeated one sure", s + 30 * is_label[:, 1], labels),
+        ("several labels, one of -inf", s.masked_fill(is_label[:, 2] > 0, -torch.inf), labels),
+        ("several labels, of no class or empty", s, odd),
+    ]
+
+
+def _rows_of_one() -> Iterator[tuple[str, Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(NUM_TOKENS, NUM_CLASSES, dtype=torch.float64, generator=generator) * 3
     labels = torch.randint(NUM_CLASSES, (NUM_TOKENS,), generator=generator)
@@ -66,15 +91,18 @@ def _wrong_of(
 ) -> Iterator[str]:
     rows = _merged(term, s, labels)
     value = term.value(rows)
-    if value.shape != labels.shape:
-        yield f"its value is {tuple(value.shape)}; expected one for each token, {tuple(labels.shape)}"
+    shape = labels.t().shape if term.per_label else labels.shape[:1]
+    if value.shape != shape:
+        of_each = "label" if term.per_label else "token"
+        yield f"its value is {tuple(value.shape)}; expected one for each {of_each}, {tuple(shape)}"
         return
-    counts = torch.isfinite(value)
+    finite = torch.isfinite(value)
+    counts = finite.view(-1, len(labels)).all(0)
     if reference is not None:
         expected = reference(s, labels)
-        if not torch.equal(counts, torch.isfinite(expected)) or _differ(value[counts], expected[counts]):
+        if not torch.equal(finite, torch.isfinite(expected)) or _differ(value[finite], expected[finite]):
             yield "its value is not the reference's"
-    upstream = torch.linspace(-2.0, 3.0, len(labels), dtype=s.dtype)
+    upstream = torch.linspace(-2.0, 3.0, value.numel(), dtype=s.dtype).view(shape)
     saved = _saved(term, rows)
     before = [x.clone() for x in _read(rows, saved)]
     pull = _pull(term, saved, upstream)
@@ -82,7 +110,7 @@ def _wrong_of(
     beyond = {name for name, given in pull._asdict().items() if given is not None}.difference(term.gives)
     if beyond:
         yield f"its pull has {' and '.join(sorted(beyond))}, not among its gives, {term.gives}"
-    slope = upstream.unsqueeze(1) * _slope(term, s, labels)
+    slope = (upstream.view(-1, len(labels), 1) * _slope(term, s, labels)).sum(0)
     if _differ(_gradient(pull, s, saved, labels)[counts], slope[counts], SLOPE_TOLERANCE):
         yield "its pull is not the gradient of its value"
 
@@ -91,7 +119,7 @@ def _wrong_of(
 
     if differ(_stack(_pull(term, rows, upstream), labels), of_backward):
         yield "its pull reads other statistics in a forward than in a backward"
-    other = upstream.flip(0).exp()
+    other = upstream.flip(-1).exp()
     together = _stack(_pull(term, saved, upstream + 2 * other), labels)
     if differ(together, of_backward + 2 * _stack(_pull(term, saved, other), labels)):
         yield "its pull is not linear in the upstream gradient"
@@ -104,15 +132,15 @@ def _wrong_of(
     if any(_differ(one, other) for one, other in zip(_read(rows, saved), before, strict=True)):
         yield "it changes the statistics in place, which others read"
     alone = _merged(term, s[:1], labels[:1])
-    pull_alone = _stack(_pull(term, _saved(term, alone), upstream[:1]), labels[:1])
-    if _differ(term.value(alone), value[:1]) or _differ(pull_alone, of_backward[:, :1]):
+    pull_alone = _stack(_pull(term, _saved(term, alone), upstream[..., :1]), labels[:1])
+    if _differ(term.value(alone), value[..., :1]) or _differ(pull_alone, of_backward[:, :1]):
         yield "a token's result depends on the other tokens"
 
 
 def _slope(term: Term, s: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of the value ``[C, V]`` by differences; 0 in columns of -inf. A label of no class counts from
-    the row's maximum, which is then a constant."""
-    known = (labels >= 0) & (labels < s.shape[1])
+    """Gradient of the value ``[1 or K, C, V]`` by differences; 0 in columns of -inf. A label of no class
+    counts from the row's maximum, which is then a constant."""
+    known = ((labels >= 0) & (labels < s.shape[1])).view(len(labels), -1).all(1)
     columns = []
     for column in range(s.shape[1]):
         step = torch.zeros_like(s)
@@ -122,11 +150,17 @@ def _slope(term: Term, s: Tensor, labels: Tensor) -> Tensor:
             for moved in (s + step, s - step)
         )
         columns.append(torch.where(s[:, column] == -torch.inf, 0.0, (high - low) / (2 * STEP)))
-    return torch.stack(columns, 1)
+    return torch.stack(columns, -1).view(-1, *s.shape)
 
 
 def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None) -> Rows:
     """The statistics of rows, from their maximum or another number near it."""
+    label_logits, all_labels = None, labels
+    if labels.dim() == 2:
+        here = (labels >= 0) & (labels < s.shape[1])
+        label_logits = s.gather(1, labels * here).masked_fill_(~here, -torch.inf)
+        labels = labels.gather(1, label_logits.argmax(1, keepdim=True)).squeeze(1)
+        label_logits = label_logits.masked_fill_(~here & (all_labels != EMPTY), NOT_HERE).t()
     known = (labels >= 0) & (labels < s.shape[1])
     is_label = torch.zeros_like(s, dtype=torch.bool)
     is_label[known, labels[known]] = True
@@ -146,19 +180,22 @@ def _merged(term: Term, s: Tensor, labels: Tensor, row_max: Tensor | None = None
     }
     terms = torch.stack((row_max, 1 / total, others / total, torch.where(known, shift, NOT_HERE)))
     needed = ExtraStatistics(**{name: extra[name] for name in term.needs})
-    return Rows(Merged(loss, terms, None, needed), num_classes=s.shape[1])
+    shifts = None if label_logits is None else label_logits - row_max
+    return Rows(Merged(loss, terms, None, needed, shifts), num_classes=s.shape[1])
 
 
 def _read(rows: Rows, saved: Rows) -> list[Tensor]:
     """All that a term may read."""
     of_saved = (saved.one_minus_p, saved.label_shift, saved.terms.row_max, saved.terms.inv_sum)
-    return [rows.loss, rows.one_minus_p, rows.label_shift, *rows.extra.rows(), *of_saved]
+    of_rows = (rows.loss, rows.one_minus_p, rows.label_shift, rows.log_probs, saved.log_probs)
+    return [*of_rows, *rows.extra.rows(), *of_saved]
 
 
 def _saved(term: Term, rows: Rows) -> Rows:
     """What a backward has of them."""
     kept = ExtraStatistics(**{name: getattr(rows.extra, name) for name in term.kept})
-    return Rows(saved=TokenTerms(*rows.terms[:4])._replace(extra=kept), num_classes=rows.num_classes)
+    terms = TokenTerms(*rows.terms[:4], kept, rows._shifts)
+    return Rows(saved=terms, num_classes=rows.num_classes)
 
 
 def _pull(term: Term, rows: Rows, upstream: Tensor) -> Pull:
@@ -169,22 +206,28 @@ def _pull(term: Term, rows: Rows, upstream: Tensor) -> Pull:
 
 
 def _stack(pull: Pull, labels: Tensor) -> Tensor:
-    """Its coefficients ``[4, C]``."""
+    """Its coefficients ``[4 + K, C]``."""
 
-    def row(given: Coefficient | None) -> Tensor:
-        zeros = torch.zeros(labels.shape, dtype=torch.float64)
+    def rows(given: Coefficient | None, count: int = 1) -> Tensor:
+        zeros = torch.zeros(count, len(labels), dtype=torch.float64)
         return zeros if given is None else zeros + given
 
-    return torch.stack([row(given) for given in pull])
+    of_labels = rows(pull.at_labels, labels[0].numel())
+    empty = labels.view(len(labels), -1).t() == EMPTY
+    of_labels = of_labels if labels.dim() == 1 else of_labels.masked_fill(empty, 0.0)
+    return torch.cat([*map(rows, pull[:4]), of_labels])
 
 
 def _gradient(pull: Pull, s: Tensor, rows: Rows, labels: Tensor) -> Tensor:
     """The row gradient ``[C, V]`` that :mod:`.losses` defines."""
-    at, alpha, eps, delta = _stack(pull, labels).unsqueeze(-1)
+    at, alpha, eps, delta, *at_labels = _stack(pull, labels).unsqueeze(-1)
     t = s - rows.terms.row_max.unsqueeze(1)
     p = t.exp() * rows.terms.inv_sum.unsqueeze(1)
-    is_label = (torch.arange(s.shape[1]) == labels.unsqueeze(1)).to(s.dtype)
-    made: Tensor = at * (p - is_label) + p * (alpha + eps * torch.where(p == 0, 0.0, t)) - delta
+    classes = torch.arange(s.shape[1])
+    each = labels.view(len(labels), -1).t()  # [K, C]
+    made: Tensor = p * (alpha + eps * torch.where(p == 0, 0.0, t)) - delta
+    for of_label, given in zip((at, *at_labels), (each[0], *each), strict=True):
+        made = made + of_label * (p - (classes == given.unsqueeze(1)).to(s.dtype))
     return made
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_fused_ce.config import FusedCEConfig
 from megatron_fused_ce.kernels.records import GradCoefficients, Merged, RowOptions
 from megatron_fused_ce.loss import TokenTerms, Upstream
-from megatron_fused_ce.losses import Rows, Term
+from megatron_fused_ce.losses import Pull, Rows, Term
 from megatron_fused_ce.losses.label import CrossEntropy, SoftTargets, Uniform, ZLoss
-from megatron_fused_ce.losses.outputs import OUTPUTS, LogProb
+from megatron_fused_ce.losses.outputs import OUTPUTS, LogProb, LogProbs
 
 CROSS_ENTROPY = CrossEntropy()
 #: Of a divergence, whose backend makes the outputs itself.
@@ -44,6 +44,8 @@ class LossForm(RowOptions):
     differentiable: tuple[str, ...] = ()
     #: classes of the whole vocabulary; 0 where no term asks
     num_classes: int = 0
+    #: whether a token has several labels
+    several: bool = False
     #: whether terms are a user's, whose values may be the statistics themselves
     copies: bool = False
 
@@ -55,7 +57,7 @@ class LossForm(RowOptions):
     @property
     def is_plain(self) -> bool:
         """Whether the loss is ``-log_prob`` of each label, so that one upstream gradient serves both."""
-        return type(self.loss) is CrossEntropy
+        return type(self.loss) is CrossEntropy and not self.several
 
     @cached_property
     def needs(self) -> frozenset[str]:
@@ -70,8 +72,12 @@ class LossForm(RowOptions):
     @cached_property
     def of_label(self) -> frozenset[str]:
         """Outputs that are 0 for an ignored label."""
-        terms = {"loss": self.loss, **dict(self.beside)}
-        return frozenset(name for name, term in terms.items() if term.of_label)
+        return frozenset(name for name, term in (("loss", self.loss), *self.beside) if term.of_label)
+
+    @cached_property
+    def per_label(self) -> frozenset[str]:
+        """Outputs with a number for each of several labels."""
+        return frozenset(name for name, term in self.beside if term.per_label)
 
     @staticmethod
     def of(
@@ -79,6 +85,7 @@ class LossForm(RowOptions):
         outputs: Sequence[str] = (),
         terms: Mapping[str, Term] | None = None,
         zero_unknown: bool = False,
+        several: bool = False,
         **more: object,
     ) -> LossForm:
         """With these outputs beside ``loss``; ``more``: other fields.
@@ -86,12 +93,14 @@ class LossForm(RowOptions):
         Args:
             terms: those of outputs that are not among :data:`.OUTPUTS`.
             zero_unknown: ``log_prob`` is 0 for a label outside the vocabulary; its gradient is the same.
+            several: labels a token; ``log_prob`` is then that of each.
         """
         known = {**OUTPUTS, **(terms or {})}
         beside = {name: known.get(name, MADE_ELSEWHERE) for name in outputs}
-        if zero_unknown and "log_prob" in beside:
-            beside["log_prob"] = LogProb(zero_unknown=True)
-        made = {"loss": loss, "beside": tuple(beside.items()), "copies": bool(terms), **more}
+        if beside.get("log_prob") is OUTPUTS["log_prob"]:
+            beside["log_prob"] = (LogProbs if several else LogProb)(zero_unknown)
+        more |= {"loss": loss, "beside": tuple(beside.items()), "several": several}
+        made = {**more, "copies": bool(terms)}
         form = LossForm(**made)  # type: ignore[arg-type]
         return replace(
             form,
@@ -132,9 +141,9 @@ class LossForm(RowOptions):
             return self
         return replace(self, valid_columns=(self.valid_columns - start).clamp_(min=0))
 
-    def finish(self, merged: Merged) -> dict[str, Tensor]:
-        """The loss in this form and the requested outputs, ``[C]``."""
-        rows = Rows(merged, num_classes=self.num_classes)
+    def finish(self, merged: Merged, shares: Tensor | None = None) -> dict[str, Tensor]:
+        """The loss in this form and the requested outputs, ``[C]``. ``shares``: of :class:`.LabelSet`."""
+        rows = Rows(merged, None, self.num_classes, shares)
         made = {"loss": self.loss.value(rows)}
         for name, term in self.beside:
             made[name] = term.value(rows)
@@ -142,24 +151,29 @@ class LossForm(RowOptions):
 
     def saved(self, merged: Merged) -> Tensor:
         """What a backward reads of them: the :class:`.TokenTerms`, fp32 ``[4, C]`` or more rows."""
-        if not self.kept:
+        if not self.kept and not self.several:
             return merged.terms
         extra = [getattr(merged.extra, name).unsqueeze(0) for name in self.kept]
-        return torch.cat((merged.terms, *extra))
+        of_several = () if merged.label_shifts is None else (merged.label_shifts,)
+        return torch.cat((merged.terms, *extra, *of_several))
 
-    def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
-        """Coefficients of the gradient of the logits, fp32 ``[C]``.
-
-        Args:
-            upstream: upstream gradients of a chunk, times the factor of all gradients (the logit scale).
-        """
-        rows = Rows(saved=terms, num_classes=self.num_classes)
+    def pull(
+        self, terms: TokenTerms, upstream: Upstream, shares: Tensor | None = None
+    ) -> tuple[Rows, Pull, Tensor]:
+        """The sum of all terms' pulls, and a factor ``[C]`` of it. ``upstream``: of a chunk, times the factor
+        of all gradients (the logit scale)."""
+        rows = Rows(None, terms, self.num_classes, shares)
         if not upstream.beside:
-            return self.loss.pull(rows, 1.0).coefficients(rows, upstream.loss)
+            return rows, self.loss.pull(rows, 1.0), upstream.loss
         pull, terms_beside = self.loss.pull(rows, upstream.loss), dict(self.beside)
         for name, given in upstream.beside:
             pull = pull + terms_beside[name].pull(rows, given)
-        return pull.coefficients(rows, torch.ones_like(upstream.loss))
+        return rows, pull, torch.ones_like(upstream.loss)
+
+    def grad_coefficients(self, terms: TokenTerms, upstream: Upstream) -> GradCoefficients:
+        """Coefficients of the gradient of the logits, fp32 ``[C]``; of :meth:`pull`."""
+        rows, pull, factor = self.pull(terms, upstream)
+        return pull.coefficients(rows, factor)
 
     def own_coefficients(self, merged: Merged) -> Tensor:
         """``row_max, scale, neg_label_grad`` for an upstream gradient of 1: fp32 ``[3, C]`` or more rows.
@@ -175,20 +189,20 @@ class LossForm(RowOptions):
     @cached_property
     def _unbounded(self) -> list[Term]:
         given = [term for name, term in self.beside if name in self.differentiable and name not in OUTPUTS]
-        return given if self.is_plain else [self.loss, *given]
+        return given if type(self.loss) is CrossEntropy else [self.loss, *given]
 
     @property
     def is_bounded(self) -> bool:
         """Whether no gradient exceeds its upstream gradient."""
         return not self._unbounded
 
-    def bound_of(self, saved: Tensor) -> Tensor:
+    def bound_of(self, saved: Tensor, shares: Tensor | None = None) -> Tensor:
         """By how much gradients of a chunk may exceed their upstream gradients, fp32 ``[C]``.
 
         Args:
             saved: what :meth:`saved` gave.
         """
-        rows = Rows(saved=TokenTerms.of(saved, self.kept), num_classes=self.num_classes)
+        rows = Rows(None, TokenTerms.of(saved, self.kept), self.num_classes, shares)
         largest = torch.ones_like(rows.terms.row_max)
         for term in self._unbounded:
             largest = largest.maximum(term.pull(rows, 1.0).bound * torch.ones_like(largest))

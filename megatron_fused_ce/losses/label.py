@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term, times
@@ -54,17 +55,18 @@ class Uniform(Term):
 
 @dataclass(frozen=True)
 class SoftTargets(Term):
-    """``sum q_i (lse - s_i)`` over given classes; the row kernels take ``q`` out of the gradient."""
+    """``-sum q_k log p_k`` over a teacher's labels, of those in the vocabulary."""
 
-    needs = ("target_mass", "target_sum")
-    keeps = ("target_mass",)
-    gives = ("at",)
+    gives = ("at_labels",)
 
     def value(self, rows: Rows) -> Tensor:
-        mass, target_sum = rows.extra.target_mass, rows.extra.target_sum
-        assert mass is not None and target_sum is not None
-        return mass * rows.log_sum - target_sum
+        shares = _known_shares(rows)
+        return -torch.where(shares == 0, 0.0, shares * rows.log_probs).sum(0)
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
-        assert rows.extra.target_mass is not None
-        return Pull(at=times(rows.extra.target_mass, upstream))
+        return Pull(at_labels=times(_known_shares(rows), upstream))
+
+
+def _known_shares(rows: Rows) -> Tensor:
+    assert rows.shares is not None
+    return rows.shares.masked_fill(~rows.known_labels, 0.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_fused_ce.kernels.records import NOT_HERE
 from megatron_fused_ce.losses import Coefficient, Pull, Rows, Term
 
 
@@ -24,6 +25,21 @@ class LogProb(Term):
 
     def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
         return Pull(at=-upstream)
+
+
+@dataclass(frozen=True)
+class LogProbs(Term):
+    """``log p`` of each of several labels, as :class:`LogProb` of one; -inf of an empty entry."""
+
+    zero_unknown: bool = False
+    gives = ("at_labels",)
+    per_label = True
+
+    def value(self, rows: Rows) -> Tensor:
+        return torch.where(rows.known_labels, rows.log_probs, 0.0) if self.zero_unknown else rows.log_probs
+
+    def pull(self, rows: Rows, upstream: Coefficient) -> Pull:
+        return Pull(at_labels=torch.zeros_like(rows.log_probs) - upstream)
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ class SumSquares(Term):
 
     def value(self, rows: Rows) -> Tensor:
         assert rows.extra.squares is not None
-        own = torch.where(rows.known, rows.label_shift.exp(), 0.0)
+        own = torch.where(rows.left_out != NOT_HERE, rows.left_out.exp(), 0.0)
         return (rows.extra.squares + own.square()) * rows.terms.inv_sum.square()
 
 

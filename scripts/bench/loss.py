@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.call import Call
-from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.loss import SeveralLabels
 from megatron_fused_ce.losses.outputs import differentiable_of
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.scripts.bench.cases import Cell, parse_strategy
@@ -210,7 +210,7 @@ class WithOptions(Loss):
         # Not the loss's: that and the log-probability's would cancel, and zeros make products fast.
         self.other = self.uniform(T)
         log_probs = self.normal(T, TEACHER_CLASSES).log_softmax(-1)
-        self.teacher = TeacherTargets(self.ids(T, TEACHER_CLASSES), log_probs)
+        self.teacher = self.ids(T, TEACHER_CLASSES), log_probs
         self.weights: dict[float, Tensor] = {}  # by the share that is masked
         for share in (0.0, *MASKED_SHARES):
             self.weights[share] = self.token_weights.clamp(min=0.5).masked_fill(chance < share, 0.0)
@@ -226,8 +226,8 @@ class WithOptions(Loss):
         loss = F.cross_entropy(z, self.labels[part], reduction="none", label_smoothing=smoothing)
         lse, log_p = z.logsumexp(-1), z.log_softmax(-1)
         if kind.teacher:
-            q = self.teacher.log_probs[part].to(z.dtype).exp()
-            loss = -(q * log_p.gather(1, self.teacher.ids[part])).sum(-1)
+            ids, log_probs = (of[part] for of in self.teacher)
+            loss = -(log_probs.to(z.dtype).exp() * log_p.gather(1, ids)).sum(-1)
         loss = loss + (config.z_loss or 0.0) * lse**2
         loss = loss.masked_fill(self.weights[kind.masked][part] == 0, 0.0) if config.skip_masked else loss
         log_prob = log_p.gather(1, self.labels[part, None])[:, 0]
@@ -243,7 +243,8 @@ def _with_option(world: World, name: str, option: Option, strategy: str) -> Case
         if option.differentiable:
             more["differentiable"] = differentiable_of(option.outputs)
         if option.teacher:
-            more |= {"teacher": problem.teacher, "labels": torch.full_like(problem.labels, -1)}
+            several = SeveralLabels(*problem.teacher)
+            more |= {"several": several, "labels": torch.full_like(problem.labels, -1)}
         if config.skip_masked:
             share = option.masked
             more |= {"token_weights": problem.weights[share], "unmasked": problem.unmasked[share]}

@@ -54,7 +54,6 @@ PLAIN_ALONE = (89, 103)
 TYPES = {
     "label_ptr": "*i64",
     "argmax_ptr": "*i64",
-    "target_id_ptr": "*i64",
     "valid_columns_ptr": "*i64",
     "found_ptr": "*i64",
     "unless_ptr": "*i64",
@@ -102,7 +101,6 @@ ROWS = {
             "WITH_ARGMAX",
             "WITH_SUM",
             "WEIGHTED",
-            "TARGETS",
             "MASKED",
             "SOFTCAP",
             "TEMPERATURE",
@@ -113,7 +111,7 @@ ROWS = {
     "gradients": Kernel(
         row_kernels._row_gradients,
         {"BLOCK": row_kernels.GRADIENT_BLOCK},
-        ("WITH_ENTROPY", "WITH_SMOOTHING", "TARGETS", "MASKED", "SOFTCAP", "TEMPERATURE"),
+        ("WITH_ENTROPY", "WITH_SMOOTHING", "MASKED", "SOFTCAP", "TEMPERATURE"),
         {"out_ptr": "*bf16"},
     ),
 }
@@ -190,10 +188,7 @@ KERNELS = (
 
 def compiled(kernel: Kernel, capability: int, on: tuple[str, ...]) -> Any:
     """``kernel`` with the options ``on``."""
-    given: dict[str, int] = {option: option in on for option in kernel.options}
-    if "TARGETS" in given:
-        given["TARGETS"] = 64 if "TARGETS" in on else 0
-    constants = {**kernel.constants, **given}
+    constants = {**kernel.constants, **{option: option in on for option in kernel.options}}
     function = kernel.launch.kernel
     names = function.arg_names
     of_others = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in names}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_fused_ce import FusedCEConfig, call, parallel
 from megatron_fused_ce.call import Call
-from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.loss import SeveralLabels
 from megatron_fused_ce.losses import Term
 from megatron_fused_ce.losses.label import CrossEntropy, ZLoss
 from megatron_fused_ce.losses.outputs import Lse, differentiable_of
@@ -109,13 +109,13 @@ class Kind:
         weights = inputs.grad_loss.masked_fill(inputs.grad_loss < -0.5, 0.0)
         labels, hidden, teacher = inputs.labels, inputs.hidden, None
         if self.teacher:
-            teacher = TeacherTargets(*make_teacher(inputs, self.teacher))
+            teacher = SeveralLabels(*make_teacher(inputs, self.teacher))
             labels = torch.full_like(labels, -1)
         if self.flat:
             hidden = hidden.flatten(0, 1)
             labels, weights = labels.t().reshape(-1), weights.t().reshape(-1)
             if teacher is not None:
-                teacher = TeacherTargets(*(x.transpose(0, 1).flatten(0, 1) for x in teacher))
+                teacher = SeveralLabels(*(x.transpose(0, 1).flatten(0, 1) for x in teacher))
         hidden = PLACES[self.places[0]](hidden).requires_grad_(self.needs_grad[0])
         weight = PLACES[self.places[1]](inputs.weight).requires_grad_(self.needs_grad[1])
         tensors = {"hidden": hidden, "weight": weight, "labels": labels.to(self.labels)}
@@ -143,7 +143,7 @@ class Kind:
                     outputs=self.outputs,
                     differentiable=self.outputs_with_grad,
                     terms=self.terms,
-                    teacher=teacher,
+                    several=teacher,
                     temperature=temperature,
                     zero_unknown=self.zero_unknown,
                     with_argmax=self.with_argmax,

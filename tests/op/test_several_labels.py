@@ -279,9 +279,9 @@ BAD = {
     "no labels": (lambda ids: ids[..., :0], {}, ValueError, "expected .* K of 1 to 32768"),
     "tokens": (lambda ids: ids[:2], {}, ValueError, "labels have shape"),
     "floats": (lambda ids: ids.float(), {}, TypeError, "expected int64"),
-    "ignored": (lambda ids: ids, {"ignore_index": -100}, ValueError, "-1 marks an empty entry"),
+    "ignored": (lambda ids: ids, {"ignore_index": -100}, ValueError, "-1 is an empty entry"),
     "skipped": (lambda ids: ids, {"skip_masked": True}, ValueError, "have no such label"),
-    "backend": (lambda ids: ids, {"logits_backend": "scaled_exp"}, ValueError, "cannot serve several labels"),
+    "backend": (lambda ids: ids, {"logits_backend": "scaled_exp"}, ValueError, "cannot serve here"),
     "strategy": (lambda ids: ids, {"strategy": "grad_in_forward"}, ValueError, "cannot know the upstream"),
 }
 

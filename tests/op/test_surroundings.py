@@ -23,7 +23,7 @@ from megatron_fused_ce import (
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.distillation import Distillation
 from megatron_fused_ce.host_copy import HostCopy
-from megatron_fused_ce.loss import TeacherTargets
+from megatron_fused_ce.loss import SeveralLabels
 from megatron_fused_ce.losses.label import ZLoss
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
@@ -159,7 +159,7 @@ def other_tensor(x: Tensor) -> dict[str, Tensor]:
 
 def changes_of(args: Call) -> dict[str, dict[str, Any]]:
     """Of each field, values that make another kind of call."""
-    teacher = TeacherTargets(args.labels.unsqueeze(-1), args.token_weights.unsqueeze(-1))
+    teacher = SeveralLabels(args.labels.unsqueeze(-1), args.token_weights.unsqueeze(-1))
     changes: dict[str, dict[str, Any]] = {
         name: other_tensor(getattr(args, name)) for name in ("hidden", "weight", "labels", "token_weights")
     }
@@ -189,8 +189,9 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "vocab_start": {"0": 0, "True": True},
         "outputs": {"lse": ("lse",)},
         "differentiable": {"lse": ("lse",)},
-        "teacher": {
+        "several": {
             "given": teacher,
+            "labels": teacher._replace(log_probs=None),
             "of double": teacher._replace(log_probs=teacher.log_probs.double()),
             "elsewhere": teacher._replace(ids=teacher.ids.to("meta")),
         },
@@ -198,7 +199,6 @@ def changes_of(args: Call) -> dict[str, dict[str, Any]]:
         "zero_unknown": {"on": True},
         "reduce_grad_hidden": {"off": False},
         "with_argmax": {"on": True},
-        "labels_per_token": {"4": 4},
         "active_mask": {"on": True},
         "open_grad_weight": {"main_grad": opens_main_grad},
         "uses_in_flight": {"2": 2},

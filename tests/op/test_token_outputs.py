@@ -16,7 +16,6 @@ from megatron_fused_ce import (
 from megatron_fused_ce.chunking import Cut
 from megatron_fused_ce.logits import choose
 from megatron_fused_ce.logits.choose import RequestedOutputs
-from megatron_fused_ce.loss import merge_duplicates
 from megatron_fused_ce.losses.outputs import OUTPUTS, differentiable_of
 from megatron_fused_ce.scripts.lib.reference import (
     FLOOR,
@@ -366,7 +365,7 @@ def test_which_outputs_leave_the_exponentiating_product(device):
         (replace(by_name, logit_softcap=30.0), entropy, "entropy with a gradient beside a softcap"),
         (replace(by_name, logit_precision="fp32"), entropy, "entropy with a gradient of fp32 logits"),
         (replace(by_name, label_smoothing=0.1), entropy, "label_smoothing"),
-        (by_name, RequestedOutputs(soft=True), "teacher"),
+        (by_name, RequestedOutputs(several=True), "several labels"),
     ):
         with pytest.raises(ValueError, match=words):
             choose.choose(config, x, x, asked)
@@ -437,15 +436,6 @@ def eager_by_chunks(inputs, ids, log_probs, num_chunks):
     )
 
 
-def test_entries_of_one_id_add_up():
-    ids = torch.tensor([[7, 7, -1, 3], [5, 7, -1, 3], [7, 2, 4, 3]])
-    log_probs = torch.tensor([[0.25, 0.5, 0.9, 0.1], [0.5, 0.25, 0.9, 0.1], [0.25, 0.25, 0.5, 0.1]]).log()
-    once = merge_duplicates(ids, log_probs)
-    assert once.ids.tolist() == [[7, 7, -1, 3], [5, -1, -1, -1], [-1, 2, 4, -1]]
-    expected = [[0.5, 0.75, 0.0, 0.3], [0.5, 0.0, 0.0, 0.0], [0.0, 0.25, 0.5, 0.0]]
-    torch.testing.assert_close(once.probs, torch.tensor(expected))
-
-
 def test_a_student_that_is_its_teacher_has_no_gradient(device):
     """All classes named: the loss is the teacher's entropy and stands still there."""
     inputs = problem("plain", torch.float32, device, vocab=16)
@@ -481,7 +471,7 @@ def test_a_token_without_entries_costs_nothing(device):
         ),
         (lambda ids, p: (ids.float(), p), TypeError, "expected int64"),
         (lambda ids, p: (ids, ids), TypeError, "floats"),
-        (lambda ids, p: (ids[..., :0], p[..., :0]), ValueError, "k of 1 or more"),
+        (lambda ids, p: (ids[..., :0], p[..., :0]), ValueError, "K of 1 to"),
     ],
 )
 def test_bad_teachers(change, error, words, device):

@@ -80,7 +80,9 @@ def test_ranks_with_different_numbers_of_labels(rank: Rank):
     """An error on both, not a collective that never ends; as with what one rank alone has wrong."""
     hidden = torch.ones(3, 4, device=rank.device, requires_grad=True)
     labels = torch.zeros(3, 2 + rank.rank, dtype=torch.int64, device=rank.device)
-    with pytest.raises(RankDisagreement, match="disagree on labels_per_token: 2; 3"):
+    with pytest.raises(
+        RankDisagreement, match=r"disagree on several: int64 \[3, 2\], None; int64 \[3, 3\], None"
+    ):
         token_log_probs(hidden, hidden, labels, tp_group=rank.group)
     wrong = labels[:, : 2 * rank.rank]
     with pytest.raises(ValueError, match=r"expected \[\.\., K\] with K of 1"):

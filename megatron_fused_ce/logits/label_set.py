@@ -1,0 +1,125 @@
+"""Several labels a token: their logits out of a chunk's, and their entries of its gradient.
+
+::
+
+    forward    s_k = logits[id_k]                                   the largest over the shards
+               log p_k = (s_k - m) - (lse - m)                      neither is above 0: nothing cancels
+    backward   d / d s_j of the row kernel, whose label is in no column; then, at each label's column,
+               own * (p - 1) + (others + alpha + eps * (s - m)) * p - delta
+
+The statistics leave the label with the largest logit out of their sum, so that ``lse - m`` has its digits for
+a confident token. Each entry is written once, from its log-probability: ``p - 1`` is ``expm1(log p)``.
+``own`` is the sum of the ``at`` of the labels of that column, ``others`` of all others.
+
+Bytes beside the row kernels': :data:`.planner.CHUNK_LABEL_BYTES` for each label of a chunk.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron_fused_ce.kernels.records import NOT_HERE, GradCoefficients
+from megatron_fused_ce.logits import ChunkTargets, rows_torch
+from megatron_fused_ce.loss import EMPTY, NO_COLUMN, TokenTerms, Upstream
+
+#: In place of a label's logit of -inf, which stands for a label that no shard has.
+LOWEST_FINITE = torch.finfo(torch.float32).min
+
+
+def largest(logits: Tensor, targets: ChunkTargets) -> tuple[Tensor, Tensor]:
+    """The column of each token's label with the largest logit, :data:`.NO_COLUMN` or :data:`.EMPTY` where
+    another shard has it or none; and :attr:`.RowStatistics.label_logits`.
+
+    Collectives: a MAX all-reduce of those (R > 1).
+    """
+    assert targets.several is not None
+    columns = targets.several.columns.t().long()  # [C, K]
+    products = logits.gather(1, columns.clamp(min=0))
+    s = rows_torch.scaled_logits(products, targets.logit_scale, targets.form.softcap)
+    if targets.inv_temperature is not None:
+        s.mul_(targets.inv_temperature.unsqueeze(1))
+    s = torch.where(columns >= 0, s.clamp_(min=LOWEST_FINITE), -torch.inf)
+    if targets.over is not None:
+        targets.over.take_largest_(s)
+    best = columns.gather(1, s.argmax(1, keepdim=True)).squeeze(1)
+    empty = (columns == EMPTY) | (s == LOWEST_FINITE)
+    return best, torch.where(empty, -torch.inf, s.masked_fill_(s == -torch.inf, NOT_HERE)).t()
+
+
+def row_gradients(
+    rows: ModuleType,  # kernels.row_kernels or rows_torch
+    logits: Tensor,  # [C, V]
+    targets: ChunkTargets,
+    terms: TokenTerms,
+    upstream: Upstream,
+    out: Tensor,  # [C, V]; may be ``logits``
+) -> None:
+    """Write the gradients of the logits into ``out``."""
+    assert targets.several is not None
+    form, given = targets.form, targets.several.columns.t()  # [C, K]
+    of_rows, pull, factor = form.pull(terms, upstream, targets.several.shares)
+    at = pull.of_labels(of_rows).t().masked_fill(given == EMPTY, 0.0)
+    columns, place = _stand_ins(given)
+    products = logits.gather(1, columns)
+    own = _of_column(at, columns, place, scratch=out)
+    if out.data_ptr() == logits.data_ptr():
+        out.scatter_(1, columns, products)  # which the places have overwritten
+    of_all, inv_sum = at.sum(1), terms.inv_sum
+    alpha, eps, delta = (None if of is None else _of_rows(of, factor) for of in pull[1:4])
+    nowhere = torch.full_like(targets.labels, NO_COLUMN)
+    coefficients = GradCoefficients(
+        terms.row_max,
+        inv_sum * (of_all if alpha is None else of_all + alpha),
+        factor,  # of a label, which is nowhere
+        factor,
+        None if eps is None else inv_sum * eps,
+        delta,
+    )
+    rows.row_gradients(logits, nowhere, coefficients, targets.logit_scale, out, form, targets.inv_temperature)
+    del at
+    log_p = of_rows.log_probs.t().gather(1, place)
+    p, others = log_p.exp(), of_all.unsqueeze(1) - own
+    if alpha is not None:
+        others += alpha.unsqueeze(1)
+    if eps is not None:
+        t = (log_p + of_rows.log_sum.unsqueeze(1)).masked_fill_(p == 0, 0.0)
+        others += t.mul_(eps.unsqueeze(1))
+    grad = own.mul_(torch.expm1(log_p)).add_(others.mul_(p))
+    if delta is not None:
+        grad -= delta.unsqueeze(1)
+    grad *= factor.unsqueeze(1)
+    if form.softcap is not None:
+        grad *= rows_torch.softcap_gradient(products, targets.logit_scale, form.softcap)
+    here = given.amax(1, keepdim=True) >= 0  # else column 0 stays as it is
+    out.scatter_(1, columns, torch.where(here, grad.to(out.dtype), out.gather(1, columns)))
+
+
+def _of_rows(coefficient: Tensor | float, like: Tensor) -> Tensor:
+    return coefficient if isinstance(coefficient, Tensor) else torch.full_like(like, coefficient)
+
+
+def _stand_ins(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns to read and write, ``[C, K]``, and the place among the K of each.
+
+    An entry that is not in this shard stands for its token's first that is; column 0 for a token without any.
+    """
+    here = columns >= 0
+    first = here.to(torch.uint8).argmax(1, keepdim=True)
+    place = torch.where(here, torch.arange(columns.shape[1], device=columns.device), first)
+    return columns.gather(1, place).clamp_(min=0).long(), place
+
+
+def _of_column(shares: Tensor, columns: Tensor, place: Tensor, scratch: Tensor) -> Tensor:
+    """Sums of the shares of one token's entries in one column, at each of them; ``[C, K]``.
+
+    Every entry writes its place into its column of ``scratch`` ``[C, V]``, and all of a column read the one
+    that stayed there. What else was there is not read.
+    """
+    places = scratch.view(torch.int16 if scratch.element_size() == 2 else torch.int32)
+    places.scatter_(1, columns, place.to(places.dtype))
+    owner = places.gather(1, columns).long()
+    own = torch.arange(shares.shape[1], device=shares.device) == place
+    return torch.zeros_like(shares).scatter_add_(1, owner, shares * own).gather(1, owner)
