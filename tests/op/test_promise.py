@@ -23,69 +23,108 @@ from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, promises
 from tests.support.problems import open_main_grad, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
-MILLION = 1_000_000
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 #: What a broken promise is told with.
 is_told = partial(pytest.warns, UserWarning, match="is not a scalar times the token weights")
 
 
-def mask(num_tokens: int = 4096, device: str = "cpu") -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return (torch.rand(num_tokens, generator=generator) < 0.7).float().to(device)
+def mask(num_tokens: int = 4096) -> torch.Tensor:
+    return (torch.rand(num_tokens, generator=torch.Generator().manual_seed(0)) < 0.7).float()
 
 
-def fractions(num_tokens: int = 4096) -> torch.Tensor:
-    return torch.randn(num_tokens, generator=torch.Generator().manual_seed(1))
+MASK, NOTHING = mask(), torch.zeros(4096)
+FRACTIONS = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+SMALL = torch.tensor([1.0, 1e-9, 1e-20])
+NOT_NUMBERS = (math.inf, -math.inf, math.nan)
+
+
+def at(tensor: torch.Tensor, token: int, value: float) -> torch.Tensor:
+    return tensor.index_fill(0, torch.tensor(token), value)
 
 
 @pytest.mark.parametrize("c", [1.0, -3.0, 1 / 3, 65536 * 0.77, 2.0**-30 / 7, 1e-30])
-@pytest.mark.parametrize(
-    "weights",
-    [mask(), fractions(), torch.tensor([1.0, -1.0, 2.0, -2.0])],
-    ids=["mask", "fractions", "sum of 0"],
-)
+@pytest.mark.parametrize("weights", [MASK, FRACTIONS, torch.tensor([1.0, -1.0, 2.0, -2.0])], ids=str)
 def test_a_scalar_times_the_weights_fits(weights, c):
     scale, found = fit_scalar(weights * c, weights)
     assert found == KEPT and scale.dtype == torch.float32 and scale.shape == ()
     assert float(scale) == pytest.approx(c, rel=2e-7, abs=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_weights_of_other_dtypes(dtype):
-    weights = fractions().to(dtype)
-    scale, found = fit_scalar(weights.float() * 0.1, weights)
-    assert found == KEPT and float(scale) == pytest.approx(0.1, rel=2e-7)
+FITS = {
+    **{
+        f"weights in {dtype}": (FRACTIONS.to(dtype).float() * 0.1, FRACTIONS.to(dtype), KEPT, 0.1)
+        for dtype in (torch.float64, torch.bfloat16, torch.float16)
+    },
+    # An all-masked micro-batch is legal without a gradient only.
+    "nothing of nothing": (NOTHING, NOTHING, KEPT, 0.0),
+    "nothing of a mask": (NOTHING, MASK, KEPT, 0.0),
+    "no token": (torch.empty(0), torch.empty(0), KEPT, 0.0),
+    "something of nothing": (at(NOTHING, 7, 1e-20), NOTHING, BROKEN, 0.0),
+    # Small weights are compared on their own scale.
+    **{
+        f"1e-4 off at {token}": (at(SMALL * 0.3, token, SMALL[token] * 0.30003), SMALL, BROKEN, None)
+        for token in range(3)
+    },
+    # As 1 over the length of an empty sequence; the upstream gradient is finite, or 0.
+    **{f"a weight {bad}": (MASK, at(MASK, 3, bad), BROKEN, None) for bad in NOT_NUMBERS},
+    **{f"a weight {bad}, no gradient": (NOTHING, at(MASK, 3, bad), BROKEN, None) for bad in NOT_NUMBERS},
+    # The loss scale has overflowed: the loss is what was promised, but the gradients are not.
+    **{
+        f"{how} {bad}, {int(weights.sum())} tokens": (g, weights, NOT_FINITE, math.nan)
+        for bad in NOT_NUMBERS
+        for weights in (MASK, NOTHING)
+        for how, g in (("all", weights * bad), ("one", at(weights, 3, bad)))
+    },
+    "a scalar beyond fp32": (1e38 * torch.ones(3), torch.full((3,), 1e-5), NOT_FINITE, math.nan),
+}
 
 
-def upstream(make_loss, weights) -> torch.Tensor:
-    losses = torch.ones_like(weights, requires_grad=True)
-    make_loss(losses).backward()
-    return losses.grad
+@pytest.mark.parametrize("name", FITS)
+def test_what_fits(name):
+    g, weights, expected, c = FITS[name]
+    scale, found = fit_scalar(g, weights)
+    assert found == expected
+    assert c is None or float(scale) == pytest.approx(c, rel=2e-7, abs=0, nan_ok=True)
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**32, 2.0**-14 / 3])
-def test_megatrons_arithmetic_fits(loss_scale):
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"\(4, 1\) and token_weights \(4,\)"):
+        fit_scalar(torch.ones(4, 1), torch.ones(4))
+
+
+LENGTHS = torch.randint(1, 4000, (4096,), generator=torch.Generator().manual_seed(2)).float()
+
+
+def of_megatron(weights, loss_scale):
     """pretrain_gpt's loss_func, the schedule's division and the loss scale, in Megatron's order."""
-    for weights in (mask(), mask().bfloat16(), fractions()):
-
-        def make_loss(losses, weights=weights):
-            loss = torch.sum(losses.view(-1).float() * weights.view(-1).float())
-            loss = loss / torch.clamp(weights.sum().int(), min=1) / 7
-            return loss * loss_scale
-
-        g = upstream(make_loss, weights.float())
-        assert fit_scalar(g, weights)[1] == KEPT
-
-
-def test_the_same_weights_in_another_order_of_rounding_fit():
-    lengths = torch.randint(1, 4000, (4096,), generator=torch.Generator().manual_seed(2)).float()
-    weights = mask() / lengths * 1.7 / 3.0
 
     def make_loss(losses):
-        return (losses * 1.1 * mask() / 3.0 * 0.9 * (1.7 / lengths) / 1.3).sum()
+        loss = torch.sum(losses.view(-1).float() * weights.view(-1).float())
+        return loss / torch.clamp(weights.sum().int(), min=1) / 7 * loss_scale
 
-    assert fit_scalar(upstream(make_loss, weights), weights)[1] == KEPT
+    return make_loss, weights.float()
+
+
+@pytest.mark.parametrize(
+    ("make_loss", "weights"),
+    [
+        *(
+            of_megatron(w, c)
+            for w in (MASK, MASK.bfloat16(), FRACTIONS)
+            for c in (1.0, 2.0**32, 2.0**-14 / 3)
+        ),
+        # The same weights in another order of rounding.
+        (
+            lambda losses: (losses * 1.1 * MASK / 3.0 * 0.9 * (1.7 / LENGTHS) / 1.3).sum(),
+            MASK / LENGTHS * 1.7 / 3.0,
+        ),
+    ],
+)
+def test_arithmetic_of_losses_fits(make_loss, weights):
+    losses = torch.ones_like(weights, requires_grad=True)
+    make_loss(losses).backward()
+    assert fit_scalar(losses.grad, weights)[1] == KEPT
 
 
 @pytest.mark.parametrize(
@@ -102,7 +141,7 @@ def test_the_same_weights_in_another_order_of_rounding_fit():
     ids=["left out", "let in", "4e-6 off", "sign", "ten times", "all shifted", "no mask"],
 )
 def test_one_wrong_token_in_a_million_is_seen(spoil):
-    weights = mask(MILLION)
+    weights = mask(1_000_000)
     g = weights * 0.37
     assert fit_scalar(g, weights)[1] == KEPT
     spoil(g, weights)
@@ -111,55 +150,7 @@ def test_one_wrong_token_in_a_million_is_seen(spoil):
 
 def _one(weights: torch.Tensor) -> torch.Tensor:
     """1 at one token that counts, else 0."""
-    one = torch.zeros_like(weights)
-    one[weights.nonzero()[4321]] = 1.0
-    return one
-
-
-def test_small_weights_are_compared_on_their_own_scale():
-    weights = torch.tensor([1.0, 1e-9, 1e-20])
-    for token in range(3):
-        g = weights * 0.3
-        g[token] *= 1.0001
-        assert fit_scalar(g, weights)[1] == BROKEN
-
-
-def test_no_upstream_fits_whatever_was_promised():
-    """An all-masked micro-batch is legal without a gradient only."""
-    masked = torch.zeros(2, 5)
-    for weights in (masked, mask(), torch.empty(0)):
-        c, found = fit_scalar(torch.zeros_like(weights), weights)
-        assert float(c) == 0.0 and found == KEPT
-    masked[1, 2] = 1e-20
-    assert fit_scalar(masked, torch.zeros(2, 5))[1] == BROKEN
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_weights_that_are_not_finite_promise_nothing(bad):
-    """As 1 over the length of an empty sequence; the upstream gradient is finite, or 0."""
-    weights = mask().index_fill(0, torch.tensor(3), bad)
-    for g in (mask(), torch.zeros(4096)):
-        assert fit_scalar(g, weights)[1] == BROKEN
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("weights", [mask(), torch.zeros(4096)], ids=["mask", "all masked"])
-def test_an_overflow_is_its_own_case(weights, bad):
-    """The loss scale has overflowed: the loss is what was promised, but the gradients are not."""
-    for g in (weights * bad, weights.index_fill(0, torch.tensor(3), bad)):
-        assert not torch.isfinite(g).all()
-        c, found = fit_scalar(g, weights)
-        assert math.isnan(c) and found == NOT_FINITE
-
-
-def test_a_scalar_beyond_fp32():
-    c, found = fit_scalar(1e38 * torch.ones(3), torch.full((3,), 1e-5))
-    assert math.isnan(c) and found == NOT_FINITE
-
-
-def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"\(4, 1\) and token_weights \(4,\)"):
-        fit_scalar(torch.ones(4, 1), torch.ones(4))
+    return at(torch.zeros_like(weights), int(weights.nonzero()[4321]), 1.0)
 
 
 # --- a head whose promise is kept or broken -------------------------------------------------------
