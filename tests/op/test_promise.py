@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fused_ce import FusedCEConfig, call, fused_linear_cross_entropy, parallel, promise
+from megatron_fused_ce import FusedCEConfig, call, parallel, promise
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
 from megatron_fused_ce.rl import masked_token_log_probs
-from megatron_fused_ce.scripts.lib.reference import make_inputs
-from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, promises
+from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
+from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, promises, run
 from tests.support.problems import open_main_grad, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,14 +168,17 @@ class Micro:
         self.mask = (torch.rand(2, 12, generator=generator) < 0.7).float().to(device)
         self.main_grad, self.options = main_grad, options
 
-    def losses(self, strategy, hidden=None):
-        opened = {}
+    def evaluate(self, strategy, hidden=None, **call):
         if self.main_grad is not None:
-            opened["open_grad_weight"] = partial(open_main_grad, self.main_grad)
-        return linear_cross_entropy(Call(
-            self.hidden if hidden is None else hidden, self.weight, self.labels, token_weights=self.mask,
-            config=FusedCEConfig(strategy=strategy, num_chunks=3, **self.options), **opened,
-        )).loss  # fmt: skip
+            call["open_grad_weight"] = partial(open_main_grad, self.main_grad)
+        operands = self.hidden if hidden is None else hidden, self.weight
+        config = FusedCEConfig(strategy=strategy, num_chunks=3, **self.options)
+        return linear_cross_entropy(
+            Call(*operands, self.labels, token_weights=self.mask, config=config, **call)
+        )
+
+    def losses(self, strategy, hidden=None, **call):
+        return self.evaluate(strategy, hidden, **call).loss
 
     def gradients(self, strategy, make_loss, **backward):
         """Of ``make_loss(losses, mask)``, added to what ``main_grad`` holds."""
@@ -282,17 +285,12 @@ def test_a_broken_promise_of_the_scaled_exp_gemm(options, device):
     """Its forward has E and row scales, the recomputation neither."""
     sizes = {"s": 24, "b": 2, "hidden_size": 16, "vocab": 264}
     inputs = make_inputs("odd-labels", **sizes, dtype=EXP_DTYPE, device=device)
-    made = {}
+    made = []
     for strategy in ("recompute", "grad_in_forward"):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
         config = FusedCEConfig(strategy, num_chunks=2, logits_backend="scaled_exp", **OPTIONS[options])
-        head = linear_cross_entropy(
-            Call(hidden, weight, inputs.labels, token_weights=inputs.grad_loss.square(), config=config)
-        )
         with promises(0, int(strategy == "grad_in_forward")), warnings.catch_warnings(action="ignore"):
-            head.loss.backward(inputs.grad_loss)
-        made[strategy] = [hidden.grad, weight.grad]
-    assert_same(*made.values())
+            made.append(run(inputs, config, token_weights=inputs.grad_loss.square()))
+    assert_same(*made)
 
 
 @pytest.mark.parametrize("loss", OVERFLOWS)
@@ -329,18 +327,11 @@ def test_one_gradient_alone(wanted, loss, device):
     make_loss, kept = {**KEPT_LOSSES, **BROKEN_LOSSES}[loss], loss in KEPT_LOSSES
     expected = dict(zip(("hidden", "weight"), Micro(device).gradients("recompute", make_loss), strict=True))
     for frozen in (True, False):
-        promise_of_its_own = Micro(device)
-        getattr(promise_of_its_own, {"hidden": "weight", "weight": "hidden"}[wanted]).requires_grad_(
-            not frozen
-        )
-        made = linear_cross_entropy(Call(
-            promise_of_its_own.hidden, promise_of_its_own.weight, promise_of_its_own.labels,
-            token_weights=promise_of_its_own.mask, head=Head("a head of its own"),
-            config=FusedCEConfig(strategy="grad_in_forward", num_chunks=3),
-        )).loss  # fmt: skip
-        loss_of_it = make_loss(made, promise_of_its_own.mask)
+        micro = Micro(device)
+        (micro.weight if wanted == "hidden" else micro.hidden).requires_grad_(not frozen)
+        loss_of_it = make_loss(micro.losses("grad_in_forward", head=Head("a head of its own")), micro.mask)
         with promises(kept=int(kept), remade=int(not kept)), warnings.catch_warnings(action="ignore"):
-            (got,) = torch.autograd.grad(loss_of_it, [getattr(promise_of_its_own, wanted)])
+            (got,) = torch.autograd.grad(loss_of_it, [getattr(micro, wanted)])
         torch.testing.assert_close(got, expected[wanted], rtol=2e-6, atol=2e-6)
 
 
@@ -353,14 +344,12 @@ def test_a_second_backward_is_a_recomputation(device):
     expected = torch.autograd.grad(promised(micro.losses("recompute"), micro.mask), operands)
     for one, other in zip(made[0], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
-    assert_same(made[1], expected)
-    assert_same(made[2], expected)
+    assert_same(made[1] + made[2], expected + expected)
 
 
 def test_of_two_micro_batches_the_second_is_broken(device):
     """The first one's gradient is in ``main_grad`` by then, and both forwards came before."""
-    main_grad = torch.zeros(20, 8, device=device)
-    total = torch.zeros(20, 8, device=device)
+    main_grad, total = torch.zeros(2, 20, 8, device=device)
     micros = [Micro(device, main_grad=main_grad, seed=seed) for seed in (3, 4)]
     losses = [micro.losses("grad_in_forward") for micro in micros]
     with promises(kept=1, remade=1), is_told():
@@ -378,14 +367,7 @@ def test_it_is_told_once_for_each_head(device):
     micro = Micro(device)
 
     def step(head, make_loss):
-        made = linear_cross_entropy(Call(
-            micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
-            config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
-        ))  # fmt: skip
-        waiting = linear_cross_entropy(Call(
-            micro.hidden, micro.weight, micro.labels, token_weights=micro.mask, head=head,
-            config=FusedCEConfig(num_chunks=3, strategy="grad_in_forward"),
-        ))  # fmt: skip
+        made, waiting = (micro.evaluate("grad_in_forward", head=head) for _ in range(2))
         for loss in (made.loss, waiting.loss):
             make_loss(loss, micro.mask).backward()
         return made.plan.strategy
@@ -454,27 +436,19 @@ def test_a_spec_made_while_the_promise_broke_is_not_kept(device, monkeypatch):
         one_token_more(micro.losses("grad_in_forward"), micro.mask).backward()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
+SGD, LBFGS = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
 
 
-OPTIMIZERS = {
-    "sgd": sgd,
-    "adam": torch.optim.Adam,
-    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4),
-}
-
-
-@pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training(name, closure, device):
+@pytest.mark.parametrize(
+    ("optimizer_of", "closure"),
+    [(SGD, False), (SGD, True), (torch.optim.Adam, False), (torch.optim.Adam, True), (LBFGS, True)],
+)
+def test_training(optimizer_of, closure, device):
     """Also where the backward runs inside the optimizer's step, as Lightning and LBFGS call it."""
-    if name == "lbfgs" and not closure:
-        pytest.skip("LBFGS needs one")
 
     def train(strategy):
         micro = Micro(device)
-        optimizer = OPTIMIZERS[name]([micro.hidden, micro.weight])
+        optimizer = optimizer_of([micro.hidden, micro.weight])
 
         def evaluate():
             optimizer.zero_grad()
@@ -512,13 +486,9 @@ def test_the_scalar_keeps_its_digits(device, logits_backend, dtype, c):
     weights = torch.ones(1, 256, device=device)
 
     def gradient(scalar):
-        x = hidden.to(device, dtype).requires_grad_()
-        loss = fused_linear_cross_entropy(
-            x, weight.to(device, dtype).requires_grad_(), labels, token_weights=weights,
-            config=FusedCEConfig(strategy="grad_in_forward", logits_backend=logits_backend),
-        )  # fmt: skip
-        loss.backward(scalar * weights)
-        return x.grad.double()
+        given = HeadInputs(hidden.to(device, dtype), weight.to(device, dtype), labels, scalar * weights)
+        config = FusedCEConfig(strategy="grad_in_forward", logits_backend=logits_backend)
+        return run(given, config, token_weights=weights).grad_hidden.double()
 
     # The entries' own rounding averages out, a wrong factor does not.
     with promises(kept=2):

@@ -10,6 +10,7 @@ import torch
 from megatron_fused_ce import FusedCEConfig, masked_tokens
 from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs, unrounded
 from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
+from tests.support.losses import Loss, assert_within, leaves
 from tests.support.op import RoundedFactors, gemm_flops
 
 SIZES = {"s": 12, "b": 2, "hidden_size": 16, "vocab": 53}
@@ -19,8 +20,7 @@ def test_half_hidden_states_and_an_fp32_weight(device):
     """As SkyRL has them: the products are fp32, and each gradient has the dtype of its operand."""
     inputs = make_inputs("odd-labels", **SIZES, dtype=torch.float32, device=device)
     inputs = replace(inputs, hidden=inputs.hidden.bfloat16().float())
-    hidden = inputs.hidden.bfloat16().requires_grad_()
-    weight = inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(replace(inputs, hidden=inputs.hidden.bfloat16()))
     made = token_log_probs(hidden, weight, inputs.labels, config=FusedCEConfig(num_chunks=3))
     made.log_prob.backward(inputs.grad_loss)
     exact, grad_hidden, grad_weight = plain_outputs(inputs, {"log_prob": inputs.grad_loss}, torch.float64)
@@ -45,7 +45,7 @@ def test_skip_masked_leaves_ignored_tokens_out(device):
     skipping = replace(keeping, skip_masked=True)
     results = []
     for config in (skipping, keeping):
-        hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+        hidden, weight = leaves(inputs)
         made = token_log_probs(hidden, weight, inputs.labels, entropy="detached", config=config)
         made.log_prob.backward(inputs.grad_loss)  # an ignored label's has no gradient
         results.append((made, hidden.grad, weight.grad))
@@ -67,45 +67,34 @@ def test_tokens_outside_the_active_mask_cost_no_gemm(dtype, strategy, share, dev
     """Results 0 for them; the others' are those of the definition in fp64, and so are all gradients."""
     monkeypatch.setattr(masked_tokens, "ROUND_TO", 1)
     inputs = make_inputs("odd-labels", **SIZES, dtype=dtype, device=device)
-    temperature = inputs.grad_loss.abs() + 0.5
-    inputs = replace(inputs, temperature=temperature)
+    inputs = replace(inputs, temperature=inputs.grad_loss.abs() + 0.5)
     count = round(share * inputs.labels.numel())
     active = torch.zeros_like(inputs.labels, dtype=torch.bool)
     active.view(-1)[torch.randperm(active.numel(), generator=torch.Generator().manual_seed(3))[:count]] = True
     upstreams = {"log_prob": inputs.grad_loss, "entropy": inputs.grad_loss.roll(1, 1)}
     upstreams = {name: grad.masked_fill(~active, -0.0) for name, grad in upstreams.items()}
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    loss, (hidden, weight) = Loss(temperatures=True), leaves(inputs)
+    config = FusedCEConfig(strategy, num_chunks=3, logits_backend="gemm_rows")  # torch's GEMMs count
     with gemm_flops() as flops:
-        made = token_log_probs(
-            hidden,
-            weight,
-            inputs.labels,
-            temperature=temperature,
-            entropy="differentiable",
-            sum_p_squared=True,
-            active_mask=active,
-            config=FusedCEConfig(strategy, num_chunks=3, logits_backend="gemm_rows"),  # torch's GEMMs count
-        )
-        torch.autograd.backward([made.log_prob, made.entropy], list(upstreams.values()))
+        made = loss.ask(hidden, weight, inputs, active_mask=active, config=config)
+        torch.autograd.backward([made["log_prob"], made["entropy"]], list(upstreams.values()))
     num_gemms = 3 if strategy == "store" else 4
-    assert flops.get_total_flops() == num_gemms * 2 * count * inputs.weight.numel()
-    (exact, *true_grads), (eager, *eager_grads) = (
-        plain_outputs(inputs, upstreams, of) for of in (torch.float64, dtype)
-    )
-    for name in ("log_prob", "entropy", "sum_p_squared"):
-        ours, true, plain = (getattr(of, name).masked_fill(~active, 0.0) for of in (made, exact, eager))
-        assert not ours[~active].any()
-        assert relative_error(ours.detach(), true) <= max(FLOOR[dtype], 2 * relative_error(plain, true)), name
+    assert flops.get_total_flops() == num_gemms * 2 * count * weight.numel()
+    (exact, true), (eager, plain) = (loss.plain(inputs, upstreams, of) for of in (torch.float64, dtype))
+    for name, value in made.items():
+        assert not value[~active].any()
+        parts = (of.masked_fill(~active, 0.0) for of in (value.detach(), exact[name], eager[name]))
+        assert_within(name, *parts, dtype)
     assert not hidden.grad[~active.t()].any()
-    for ours, true, plain in zip((hidden.grad, weight.grad), true_grads, eager_grads, strict=True):
-        assert relative_error(ours, true) <= max(FLOOR[dtype], 2 * relative_error(plain, true))
+    for operand, *parts in zip((hidden, weight), true, plain, strict=True):
+        assert_within("a gradient", operand.grad, *parts, dtype)
 
 
 @pytest.mark.parametrize("name", ["log_prob", "entropy"])
 def test_an_upstream_gradient_outside_the_active_mask_raises(name, device):
     """It names the mask, and what to do; a NaN of a loss scale that overflowed gives NaN instead."""
     inputs = make_inputs("plain", **SIZES, dtype=torch.float32, device=device)
-    hidden, weight = inputs.hidden.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    hidden, weight = leaves(inputs)
     active = torch.ones_like(inputs.labels, dtype=torch.bool)
     active[1, 3:5] = False
     made = token_log_probs(hidden, weight, inputs.labels, entropy="differentiable", active_mask=active)
