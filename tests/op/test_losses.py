@@ -1,4 +1,4 @@
-"""Losses that are sums of terms, a user's own among them; losses.check, and what it finds."""
+"""Every loss against fp64; sums of terms, a user's own among them; losses.check, and what it finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.op import EXP_DTYPE, STRATEGIES
 
 SIZES = {"s": 12, "b": 3, "hidden_size": 16, "vocab": 97}
 
-
 #: What runs the GEMM and the row passes, and the dtype.
 BACKENDS = {
     "fp32": (torch.float32, {"logits_backend": "gemm_rows"}),
@@ -32,8 +31,7 @@ AXES = {
     "kind": KINDS,
     "share": (1.0, 0.3, 0.0),
 }
-
-
+#: Rows in which every two values of two axes meet.
 CASES = [
     pytest.param(
         *row.values(),
@@ -65,6 +63,8 @@ def test_against_fp64(name, strategy, backend, kind, share, device):
     if strategy == "grad_in_forward":
         share = 1.0  # the other upstream gradients must be known
         strategy = "store" if loss.temperatures else strategy
+    if kind in ("high", "low", "wide"):
+        share = 1.0  # a GEMM of fewer rows rounds large logits otherwise (megatron_fused_ce/zero_upstream.py)
     inputs = replace(problem(kind, dtype, device, loss.options, **sizes), gemms=4)
     if loss.temperatures:
         inputs = replace(inputs, temperature=inputs.grad_loss.abs() + 0.5)
@@ -196,45 +196,6 @@ def test_check_finds(fault, words):
 def test_check_compares_with_a_reference():
     with pytest.raises(AssertionError, match="not the reference's"):
         losses.check(Focal(2.0), lambda s, labels: true_value(Focal(1.9), s, labels))
-
-
-class NoHash(Focal):
-    __hash__ = None
-
-
-class Late(Focal):
-    """Equal to others, whatever its last field."""
-
-    def __init__(self, gamma, late):
-        super().__init__(gamma)
-        object.__setattr__(self, "late", late)
-
-
-def _with(**attributes):
-    return type("Odd", (Focal,), attributes)(2.0)
-
-
-@pytest.mark.parametrize(
-    ("terms", "config", "words"),
-    [
-        (losses.CrossEntropy(), {}, "expected a dict"),
-        ({}, {}, "expected a dict"),
-        ({"loss": "ce"}, {}, "expected names and losses.Term"),
-        ({"loss": NoHash(2.0)}, {}, "dataclass"),
-        ({"loss": _with(needs=("entropy",))}, {}, "expected a tuple of logit_sum"),
-        ({"loss": _with(keeps=("weighted",))}, {}, "expected a tuple of nothing"),
-        ({"loss": _with(gives=("beta",))}, {}, "expected a tuple of at, alpha"),
-        ({"loss": 0.5 * Focal(torch.ones(())) + losses.CrossEntropy()}, {}, "has a tensor"),
-        ({"loss": Late(2.0, 3.0)}, {}, "is equal to terms with another late"),
-        ({"best": losses.Predicted(), "loss": losses.CrossEntropy()}, {}, "has no gradient"),
-        ({"loss": losses.CrossEntropy()}, {"z_loss": 0.1}, "which are terms here"),
-    ],
-    ids=str,
-)
-def test_what_no_head_takes(terms, config, words):
-    hidden, weight, labels = torch.randn(4, 8), torch.randn(9, 8), torch.arange(4)
-    with pytest.raises((TypeError, ValueError), match=words):
-        fused_linear_loss(hidden, weight, labels, terms, config=FusedCEConfig(**config))
 
 
 def test_what_is_no_term():

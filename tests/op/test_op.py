@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from functools import partial
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megatron_fused_ce
 from megatron_fused_ce import FusedCEConfig, forward, fused_linear_cross_entropy
 from megatron_fused_ce.call import Call
 from megatron_fused_ce.op import linear_cross_entropy
@@ -25,15 +23,9 @@ from megatron_fused_ce.scripts.lib.reference import (
     truth,
 )
 from tests.support.head import column_plans, mixed_plans
-from tests.support.losses import leaves, problem
-from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, run, weights_for
+from tests.support.losses import problem
+from tests.support.op import DTYPES, STRATEGIES, RoundedFactors, gemm_flops, leaves, run, weights_for
 from tests.support.problems import open_main_grad
-
-ZEROS = {
-    "hidden": torch.zeros(4, 2, 8),
-    "weight": torch.zeros(11, 8),
-    "labels": torch.zeros(2, 4, dtype=torch.int64),
-}
 
 
 def plain(device, dtype=torch.float32, **changes):
@@ -137,16 +129,6 @@ def test_a_backward_by_columns(accumulator, needs, device):
     assert_within(HeadResult(loss.detach(), grad_hidden, grad_weight), exact, eager, torch.bfloat16)
     again = torch.autograd.grad(loss, wanted, inputs.grad_loss, allow_unused=True)
     assert all(one is None or torch.equal(one, other) for one, other in zip(made, again, strict=True))
-
-
-def test_grad_in_forward_without_token_weights_names_the_fix(device):
-    inputs = plain(device)
-    config = FusedCEConfig(strategy="grad_in_forward")
-    with pytest.raises(ValueError, match=r"token_weights.*'store' or 'recompute'"):
-        fused_linear_cross_entropy(*leaves(inputs), inputs.labels, config=config)
-    with torch.no_grad():  # an evaluation makes no gradients
-        loss = fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, config=config)
-    assert relative_error(loss, truth(inputs).loss) < 2e-6
 
 
 @pytest.mark.parametrize("stored", [0, 1, 3, 4])
@@ -295,80 +277,6 @@ def test_grad_in_forward_keeps_gradients_whatever_size_the_weights_have(dtype, l
         assert_close(result, inputs)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"hidden": torch.zeros(4, 2, 9)}, "H = 9"),
-        ({"hidden": torch.zeros(4, 8)}, r"hidden has shape \(4, 8\) .*expected hidden \[s, b, H\]"),
-        ({"hidden": torch.zeros(8, 8)}, r"hidden has shape \(8, 8\) .*\[T, H\] with \[T\]"),
-        ({"hidden": torch.zeros(2, 4, 8)}, r"hidden has shape \(2, 4, 8\) .*is transposed"),
-        ({"hidden": torch.zeros(8)}, r"hidden has shape \(8,\); expected"),
-        ({"hidden": torch.zeros(1, 4, 2, 8)}, r"hidden has shape \(1, 4, 2, 8\); expected"),
-        ({"hidden": torch.zeros(4, 2, 8, dtype=torch.float64)}, "float64"),
-        ({"hidden": torch.zeros(4, 2, 8, dtype=torch.bfloat16)}, "one dtype"),
-        ({"hidden": [1.0]}, "must be a torch.Tensor"),
-        ({"weight": torch.zeros(0, 8)}, "at least one row"),
-        ({"weight": torch.zeros(8)}, "expected \\[V, H\\]"),
-        ({"labels": torch.zeros(4, 2, dtype=torch.int64)}, "one of them is transposed"),
-        ({"labels": torch.zeros(2, 5, dtype=torch.int64)}, "labels have shape"),
-        ({"config": "store"}, r"FusedCEConfig, got 'store': give FusedCEConfig\(strategy='store'\)"),
-        ({"config": {"num_chunks": 4}}, "must be a FusedCEConfig, got {'num_chunks': 4}"),
-        ({"labels": torch.zeros(2, 4)}, "expected int64"),
-        ({"token_weights": torch.zeros(3)}, "token_weights"),
-        ({"vocab_start": -1}, "vocab_start"),
-    ],
-    ids=str,
-)
-def test_bad_arguments(change, words):
-    arguments = {**ZEROS, **change}
-    with pytest.raises((TypeError, ValueError), match=words):
-        fused_linear_cross_entropy(**arguments)
-
-
-FUNCTIONS = (
-    fused_linear_cross_entropy,
-    megatron_fused_ce.fused_linear_token_outputs,
-    megatron_fused_ce.fused_linear_topk_distillation,
-)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(FusedCEConfig)])
-def test_an_option_beside_the_config_is_told_where_it_goes(function, name):
-    said = rf"{name} belongs to the config: give config=FusedCEConfig\({name}=4\)"
-    with pytest.raises(TypeError, match=said):
-        function(torch.zeros(4, 2, 8), torch.zeros(11, 8), torch.zeros(2, 4), **{name: 4})
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_a_misspelt_argument_is_pythons_own_error(function):
-    """No catch-all: a misspelled keyword is Python's own error."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'stratgy'"):
-        function(torch.zeros(4, 2, 8), torch.zeros(11, 8), torch.zeros(2, 4), stratgy="store")
-
-
-def test_all_tokens_where_a_part_is_expected():
-    from megatron_fused_ce.validation import check_call
-
-    for hidden, labels in (((8, 2, 4), (2, 8)), ((8, 4), (8,))):
-        tokens, ids = torch.zeros(hidden), torch.zeros(labels, dtype=torch.int64)
-        with pytest.raises(ValueError, match=r"hidden has shape .* expected this rank's part"):
-            check_call(tokens, torch.zeros(11, 4), ids, None, None, num_parts=2, tp_size=2)
-
-
-@pytest.mark.parametrize("name", ["hidden", "weight", "labels"])
-def test_sharded_operands_are_refused(name):
-    """FSDP2's DTensors claim the whole shape and hold a part: a kernel would read past it."""
-
-    class Sharded(torch.Tensor):
-        placements = ("Shard(dim=0)",)
-
-    arguments = {**ZEROS}
-    arguments[name] = arguments[name].as_subclass(Sharded)
-    with pytest.raises(TypeError, match=f"{name} is a Sharded, placed .*full_tensor"):
-        fused_linear_cross_entropy(**arguments)
-
-
 class WeightCasts(TorchDispatchMode):
     """Counts copies of ``[V, H]`` into another dtype."""
 
@@ -416,9 +324,6 @@ def test_autocast_copies_the_weight_once(device):
         torch.nn.functional.linear(hidden, weight)  # torch caches it, and it carries no gradient
         with torch.enable_grad():
             assert torch.autograd.grad(loss().sum(), weight)[0].abs().max() > 0
-    with (
-        WeightCasts(weight) as casts,
-        torch.autocast(device.type, torch.bfloat16, cache_enabled=False),
-    ):
+    with WeightCasts(weight) as casts, torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
         torch.testing.assert_close(loss() + loss(), made)
     assert casts.count == 2

@@ -19,7 +19,7 @@ from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import BROKEN, KEPT, NOT_FINITE, Head, fit_scalar
 from megatron_fused_ce.rl import masked_token_log_probs
 from megatron_fused_ce.scripts.lib.reference import HeadInputs, make_inputs
-from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, promises, run
+from tests.support.op import EXP_DTYPE, HAS_EXP, STRATEGIES, captured, promises, run
 from tests.support.problems import open_main_grad, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -684,14 +684,7 @@ def test_an_overflow_in_a_graph_leaves_nan():
     def iteration():
         (promised(micro.losses("grad_in_forward"), micro.mask) * scale).backward()
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        iteration()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        iteration()
+    graph, _ = captured(iteration)
     for overflows in (False, True, False):
         micro.main_grad.zero_()
         scale.fill_(math.inf if overflows else 1.0)

@@ -27,12 +27,11 @@ from megatron_fused_ce.loss import TeacherTargets
 from megatron_fused_ce.losses.label import ZLoss
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.promise import Head
-from megatron_fused_ce.rl import masked_token_log_probs, token_log_probs
+from megatron_fused_ce.rl import masked_token_log_probs
 from megatron_fused_ce.scripts.lib.reference import make_inputs, relative_error
 from megatron_fused_ce.wgrad import InPlaceGradWeight
 from tests.support.distillation import KINDS, fused, make_problem
-from tests.support.losses import leaves
-from tests.support.op import STRATEGIES, run
+from tests.support.op import STRATEGIES, leaves, run
 from tests.support.problems import same_bits
 
 SIZES = {"s": 6, "b": 2, "hidden_size": 16, "vocab": 24}
@@ -397,46 +396,6 @@ def call_with(device, **changes):
     return fused_linear_cross_entropy(**given)
 
 
-ERRORS = {
-    "a group's name": ({"tp_group": "tp"}, TypeError, "tp_group must be a torch.distributed.ProcessGroup"),
-    "a config's word": ({"config": "store"}, TypeError, "give FusedCEConfig\\(strategy='store'\\)"),
-    "a config's dict": ({"config": {"strategy": "store"}}, TypeError, "config must be a FusedCEConfig"),
-    "rows from an id on, without a group": (
-        {"vocab_start": 10},
-        ValueError,
-        "without a tensor-parallel group",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", ERRORS)
-def test_an_error_says_what_was_expected(what, device):
-    changes, kind, words = ERRORS[what]
-    for _ in range(2):
-        with pytest.raises(kind, match=words):
-            call_with(device, **changes)
-
-
-@pytest.mark.parametrize("name", ["hidden", "weight", "labels"])
-def test_meta_tensors_are_refused(name, device):
-    inputs = problem(device)
-    with pytest.raises(ValueError, match=f"{name} is on the meta device"):
-        call_with(device, **{name: getattr(inputs, name).to("meta")})
-
-
-def test_outputs_as_a_string(device):
-    inputs = problem(device)
-    with pytest.raises(TypeError, match=r"outputs is the string 'lse'; expected .* \('lse',\)"):
-        fused_linear_token_outputs(inputs.hidden, inputs.weight, inputs.labels, "lse")
-
-
-def test_smoothing_over_one_class(device):
-    hidden, labels = torch.ones(3, 4, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="weight has one row"):
-        config = FusedCEConfig(label_smoothing=0.1)
-        fused_linear_cross_entropy(hidden, torch.ones(1, 4, device=device), labels, config=config)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tritons_row_kernels_without_a_gpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -459,9 +418,3 @@ def test_what_debug_checks_see_in_numbers(device):
         fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
     ids[0, 1, 2] = -1  # an empty entry may have any
     fused_linear_topk_distillation(inputs.hidden, inputs.weight, ids, log_probs, config=config)
-
-
-def test_log_probs_without_a_gradient_mode_of_their_own(device):
-    inputs = problem(device)
-    with pytest.raises(TypeError, match="config must be a FusedCEConfig"):
-        token_log_probs(inputs.hidden, inputs.weight, inputs.labels, entropy="differentiable", config="store")

@@ -20,15 +20,10 @@ from megatron_fused_ce.call import Call
 from megatron_fused_ce.host_copy import HostCopy
 from megatron_fused_ce.op import linear_cross_entropy
 from megatron_fused_ce.rl import token_log_probs
-from megatron_fused_ce.scripts.lib.reference import (
-    FLOOR,
-    make_inputs,
-    plain_outputs,
-    relative_error,
-)
+from megatron_fused_ce.scripts.lib.reference import FLOOR, make_inputs, plain_outputs, relative_error
 from tests.support.head import strategy_in_place
-from tests.support.losses import NUM_GEMMS, leaves
-from tests.support.op import EXP_DTYPE, gemm_flops
+from tests.support.losses import NUM_GEMMS
+from tests.support.op import EXP_DTYPE, captured, gemm_flops, leaves
 from tests.support.problems import open_main_grad
 
 SIZES = {"s": 23, "b": 3, "hidden_size": 48, "vocab": 331}
@@ -129,18 +124,11 @@ def test_in_a_graph(strategy):
         config = FusedCEConfig(strategy, num_chunks=3, skip_zero_upstream=skips)
         token_log_probs(hidden, weight, inputs.labels, config=config).log_prob.backward(upstream)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        iteration(True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        iteration(True)
-    captured = hidden.grad, weight.grad
+    graph, _ = captured(lambda: iteration(True))
+    of_graph = hidden.grad, weight.grad
     upstream.copy_(upstreams[0])
     graph.replay()
-    replayed = [grad.clone() for grad in captured]
+    replayed = [grad.clone() for grad in of_graph]
     iteration(False)
     for ours, expected in zip(replayed, (hidden.grad, weight.grad), strict=True):
         assert torch.equal(ours, expected)

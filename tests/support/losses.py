@@ -33,7 +33,7 @@ from megatron_fused_ce.scripts.lib.reference import (
     relative_error,
 )
 from tests.support.head import strategy_in_place
-from tests.support.op import gemm_flops
+from tests.support.op import gemm_flops, leaves
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,6 @@ def problem(
     if config.true_vocab_size is not None:
         made.weight[config.true_vocab_size :] *= 50
     return replace(made, config=config)
-
-
-def leaves(inputs: HeadInputs, needs: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
-    """Hidden states and weight of a call; ``needs``: which of them get gradients."""
-    hidden, weight = (x.detach().clone() for x in (inputs.hidden, inputs.weight))
-    return hidden.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
 
 
 #: GEMMs of a backward by a plain GEMM and row kernels; one of the scaled-exp GEMM's is none of torch's.
